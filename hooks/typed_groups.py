@@ -1,0 +1,109 @@
+"""Typed groups: several FSDP2 groups per unit, one for each dtype key, gathered and reduced together with the unit.
+
+[Note: Holders]
+FSDP2 sends one flat buffer of one dtype per module that `fully_shard` was applied to. A unit whose parameters travel in
+two dtypes therefore needs two such modules. The second is a *holder*: an empty module that is never called and only
+owns the FSDP state of its group. Hooks on the unit drive it, so it gathers and reduces where the unit does.
+`fully_shard([norm1, norm2])` would do without a holder, but it hooks inner modules, which breaks `fullgraph`
+compilation of the unit, and cannot express a parameter whose owner also has descendants in another group.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.hooks import RemovableHandle
+
+from zeroamp.hooks import _fsdp
+
+HOLDER_NAME = "_zeroamp_group"
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+class Holder(nn.Module):
+    """Owns one typed group's FSDP state. Never called, and empty, so that it adds no `state_dict` keys."""
+
+    def __init__(self, group_name: str) -> None:
+        super().__init__()
+        self.group_name = group_name
+
+    def extra_repr(self) -> str:
+        """Show the group's name in `print(model)`."""
+        return self.group_name
+
+
+def shard_typed_group(
+    model: nn.Module,
+    group_name: str,
+    owners: Sequence[nn.Module],
+    fqns: Iterable[str],
+    *,
+    mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy,
+    reshard_after_forward: bool,
+) -> FSDPModule:
+    """Shard the named parameters of `owners` as one group of their own; return its holder.
+
+    Must run before `fully_shard` of any module that is an owner or contains one: FSDP2's walk stops at modules that
+    carry its state. `owners` are all modules that own one of the parameters directly, tied ones included.
+    """
+    wanted = {id(model.get_parameter(fqn)) for fqn in fqns}
+    holder = Holder(group_name)
+    for index, owner in enumerate(owners):
+        holder.add_module(str(index), owner)
+    # Looked up now: sharding replaces Parameter objects, so sets collected before an earlier call are stale.
+    ignored = {parameter for owner in owners for parameter in owner.parameters() if id(parameter) not in wanted}
+    fully_shard(
+        holder, mesh=mesh, mp_policy=mp_policy, reshard_after_forward=reshard_after_forward, ignored_params=ignored
+    )
+    for index in range(len(owners)):
+        delattr(holder, str(index))  # FSDP2 keeps its own references to the owners
+    point = _attachment_point(owners, model)
+    num_taken = sum(name.startswith(HOLDER_NAME) for name, _ in point.named_children())
+    point.add_module(f"{HOLDER_NAME}{num_taken or ''}", holder)
+    return cast(FSDPModule, holder)
+
+
+def _attachment_point(owners: Sequence[nn.Module], model: nn.Module) -> nn.Module:
+    """Choose where the holder hangs: FSDP2's root finds states by walking the module tree.
+
+    A container would call or index the holder as one of its own, so the first owner that is none gets it.
+    """
+    for candidate in (*owners, *(module for owner in owners for module in owner.modules()), *model.modules()):
+        if not isinstance(candidate, _CONTAINERS):
+            return candidate
+    raise AssertionError(f"expected a module that is no container in {type(model).__name__}, got none")
+
+
+def typed_group_hooks(holder: FSDPModule) -> tuple[_fsdp.PreForward, _fsdp.PostForward]:
+    """Return what gathers the holder's group (a pre-hook with kwargs) and what releases it (a forward hook)."""
+    return _fsdp.forward_hooks(holder)
+
+
+def attach_typed_group(holder: FSDPModule, hook_at: nn.Module) -> list[RemovableHandle]:
+    """Gather the holder's group before `hook_at` runs and release it after; return the handles.
+
+    Call after `fully_shard(hook_at)`: its own pre-hook must come first, because the root initialises all groups there.
+    The post-hook comes before FSDP2's own, as the inner of two nested groups would.
+    """
+    pre_forward, post_forward = typed_group_hooks(holder)
+    return [
+        hook_at.register_forward_pre_hook(pre_forward, prepend=False, with_kwargs=True),
+        hook_at.register_forward_hook(post_forward, prepend=True),
+    ]
+
+
+def group_policy(
+    gather: torch.dtype, accumulate: torch.dtype, *, cast_forward_inputs: bool = False
+) -> MixedPrecisionPolicy:
+    """Return FSDP2's policy for a group gathered in `gather`, whose gradients accumulate in `accumulate`.
+
+    The wire dtype is not in it: `WireReduceScatter` casts on the way into the reduction. `reduce_dtype` is always set,
+    because what None means changed in torch 2.15.
+    """
+    options: dict[str, Any] = {"param_dtype": gather, "reduce_dtype": accumulate}
+    return MixedPrecisionPolicy(**options, cast_forward_inputs=cast_forward_inputs)

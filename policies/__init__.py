@@ -1,0 +1,17 @@
+"""Values: what a config asks for. Nothing here touches `torch.distributed`."""
+
+from zeroamp.policies.config import policy_from_config
+from zeroamp.policies.errors import ConfigError, StepError, WrapError, ZeroAmpError
+from zeroamp.policies.policy import Policy
+from zeroamp.policies.wrap import AutoWrapPolicy, find_units
+
+__all__ = [
+    "AutoWrapPolicy",
+    "ConfigError",
+    "Policy",
+    "StepError",
+    "WrapError",
+    "ZeroAmpError",
+    "find_units",
+    "policy_from_config",
+]

@@ -1,0 +1,237 @@
+"""From a DeepSpeed-style config to a `Policy`: the schema, and errors that name the key.
+
+Every key is either honoured or refused. Meanings and defaults are DeepSpeed's (0.19.8) except where a field says so.
+"""
+
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from zeroamp.policies.dtypes import DTYPE_BY_NAME, LOW_DTYPES, short_name
+from zeroamp.policies.errors import ConfigError, describe
+from zeroamp.policies.policy import Mode, Policy
+from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES
+
+DtypeName = Literal["fp32", "float32", "float", "bf16", "bfloat16", "fp16", "float16", "half"]
+
+
+def _refuse_bool(value: object) -> object:
+    # pydantic's strict int still takes True for 1 in a union with float; a boolean is never a number here.
+    if isinstance(value, bool):
+        raise ValueError("a boolean is not a number")
+    return value
+
+
+Number = Annotated[float, BeforeValidator(_refuse_bool)]
+
+
+class _Block(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class TorchAutocastBlock(_Block):
+    """`torch_autocast`: per-op precision of `torch.autocast`."""
+
+    enabled: bool = False
+    dtype: DtypeName | None = None
+    lower_precision_safe_modules: list[str] | None = None
+
+
+class Bf16Block(_Block):
+    """`bf16`: everything in bfloat16, fp32 master weights."""
+
+    enabled: bool = False
+
+
+class Fp16Block(_Block):
+    """`fp16`: everything in float16, fp32 master weights, loss scaling."""
+
+    enabled: bool = False
+    loss_scale: Annotated[Number, Field(ge=0, allow_inf_nan=False)] = 0.0
+    initial_scale_power: Annotated[int, Field(ge=0)] = 16
+    loss_scale_window: Annotated[int, Field(gt=0)] = 1000
+    hysteresis: Annotated[int, Field(ge=1)] = 2
+    consecutive_hysteresis: bool = False
+    min_loss_scale: Annotated[Number, Field(gt=0, allow_inf_nan=False)] = 1.0
+
+
+class ZeroOptimizationBlock(_Block):
+    """`zero_optimization`: what is sharded."""
+
+    stage: Literal[0, 1, 2, 3] = 0
+    stage3_param_persistence_threshold: Annotated[int, Field(ge=0)] = 100_000
+
+
+class ZeroampBlock(_Block):
+    """`zeroamp`: what DeepSpeed has no key for."""
+
+    reduce_accumulate_dtype: Literal["fp32", "native"] = "fp32"
+
+
+class Config(_Block):
+    """The top level of a config."""
+
+    torch_autocast: TorchAutocastBlock = TorchAutocastBlock()
+    bf16: Bf16Block = Bf16Block()
+    fp16: Fp16Block = Fp16Block()
+    zero_optimization: ZeroOptimizationBlock = ZeroOptimizationBlock()
+    communication_data_type: DtypeName | None = None
+    gradient_accumulation_steps: Annotated[int, Field(ge=1)] = 1
+    gradient_clipping: Annotated[Number, Field(ge=0, allow_inf_nan=False)] = 0.0
+    zeroamp: ZeroampBlock = ZeroampBlock()
+
+
+def policy_from_config(cfg: Mapping[str, Any] | str | os.PathLike[str]) -> Policy:
+    """Read a DeepSpeed-style config.
+
+    Args:
+        cfg: a mapping, or the path of a JSON file.
+
+    Raises:
+        ConfigError: a key is unknown or unsupported, a value is impossible, or two keys contradict each other. The text
+            names the key.
+    """
+    config = _validate(_load(cfg))
+    mode, dtype_name = _mode(config)
+    comm = config.communication_data_type
+    policy = Policy(
+        mode=mode,
+        low_dtype=None if dtype_name is None else DTYPE_BY_NAME[dtype_name],
+        lower_precision_safe_modules=_safe_modules(config),
+        stage=config.zero_optimization.stage,
+        communication_data_type=None if comm is None else DTYPE_BY_NAME[comm],
+        reduce_accumulate_dtype=config.zeroamp.reduce_accumulate_dtype,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        gradient_clipping=config.gradient_clipping,
+        param_persistence_threshold=config.zero_optimization.stage3_param_persistence_threshold,
+    )
+    _check_communication(policy)
+    return policy
+
+
+def _load(cfg: object) -> dict[str, Any]:
+    if isinstance(cfg, Mapping):
+        return dict(cfg)
+    if isinstance(cfg, str) and cfg.lstrip().startswith("{"):
+        raise ConfigError(
+            describe(
+                "config", "a string of JSON", "a mapping, or the path of a JSON file", "Call json.loads on it first."
+            )
+        )
+    if not isinstance(cfg, str | os.PathLike):
+        raise ConfigError(
+            describe(
+                "config", f"{type(cfg).__name__} {cfg!r}", "a mapping, or the path of a JSON file", "Pass one of them."
+            )
+        )
+    path = Path(cfg)
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_refuse_duplicates)
+    except OSError as error:
+        raise ConfigError(
+            describe(
+                "config", f"no readable file at {str(path)!r} ({error})", "the path of a JSON file", "Check the path."
+            )
+        ) from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(describe("config", f"{str(path)!r}: {error}", "a JSON object", "Mend the file.")) from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(
+            describe("config", f"{str(path)!r}: {type(loaded).__name__}", "a JSON object", "Mend the file.")
+        )
+    return loaded
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ConfigError(describe(key, "the key twice in one JSON object", "each key once", "Remove one of them."))
+    return dict(pairs)
+
+
+def _validate(cfg: dict[str, Any]) -> Config:
+    try:
+        return Config.model_validate(cfg)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain_error(detail) for detail in error.errors())) from None
+
+
+def _explain_error(detail: Any) -> str:
+    location = [str(part) for part in detail["loc"]]
+    key = ".".join(location)
+    if detail["type"] == "extra_forbidden":
+        known = _known_keys(location[:-1])
+        near = difflib.get_close_matches(location[-1], known, n=1)
+        hint = f"Did you mean {near[0]!r}?" if near else "Remove it: zeroamp refuses what it would otherwise ignore."
+        return describe(key, "a key that zeroamp does not support", ", ".join(known), hint)
+    found = f"{type(detail['input']).__name__} {detail['input']!r}"
+    return describe(key, found, detail["msg"], "Change the value; JSON types are not converted.")
+
+
+def _known_keys(path: list[str]) -> list[str]:
+    model: type[BaseModel] = Config
+    for part in path:
+        annotation = model.model_fields[part].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            raise AssertionError(f"expected {part} to be a block, got {annotation}")
+        model = annotation
+    return sorted(model.model_fields)
+
+
+def _mode(config: Config) -> tuple[Mode, str | None]:
+    enabled = [name for name in ("torch_autocast", "bf16", "fp16") if getattr(config, name).enabled]
+    if len(enabled) > 1:
+        raise ConfigError(
+            describe(
+                ".enabled and ".join(enabled) + ".enabled",
+                "several precision modes at once",
+                "at most one of torch_autocast, bf16, fp16",
+                "Keep torch_autocast for per-op precision, bf16 or fp16 for everything in that dtype.",
+            )
+        )
+    if not enabled:
+        return "fp32", None
+    if enabled == ["torch_autocast"]:
+        return "autocast", _autocast_dtype(config.torch_autocast)
+    return ("bf16", "bf16") if enabled == ["bf16"] else ("fp16", "fp16")
+
+
+def _autocast_dtype(block: TorchAutocastBlock) -> str:
+    if block.dtype is None or DTYPE_BY_NAME[block.dtype] not in LOW_DTYPES:
+        raise ConfigError(
+            describe(
+                "torch_autocast.dtype",
+                "no dtype" if block.dtype is None else repr(block.dtype),
+                '"bfloat16" or "float16"',
+                "Say which: torch's own default differs by device.",
+            )
+        )
+    return block.dtype
+
+
+def _safe_modules(config: Config) -> tuple[str, ...]:
+    block = config.torch_autocast
+    if not block.enabled:
+        return ()
+    named = block.lower_precision_safe_modules
+    return DEFAULT_SAFE_MODULES if named is None else tuple(named)
+
+
+def _check_communication(policy: Policy) -> None:
+    asked = policy.communication_data_type
+    valid = {DTYPE_BY_NAME["fp32"], policy.gather_dtype}
+    if asked is not None and asked not in valid:
+        raise ConfigError(
+            describe(
+                "communication_data_type",
+                short_name(asked),
+                " or ".join(sorted(short_name(dtype) for dtype in valid)) + f" (mode {policy.mode})",
+                "Choose fp32, the dtype of the precision mode, or leave it out.",
+            )
+        )

@@ -1,0 +1,22 @@
+"""The one exception tree. A user's mistake is one of these; an internal slip is an AssertionError."""
+
+
+class ZeroAmpError(Exception):
+    """Base of everything zeroamp raises on purpose. The text says where, what was found, what is valid, what to do."""
+
+
+class ConfigError(ZeroAmpError, ValueError):
+    """A config key is unknown, has an impossible value, or contradicts another key. The text names the key."""
+
+
+class WrapError(ZeroAmpError, ValueError):
+    """A model, mesh or wrap policy cannot be wrapped as asked. The text names the module or parameter."""
+
+
+class StepError(ZeroAmpError, RuntimeError):
+    """The training step was driven in an order or in a way that would train wrongly."""
+
+
+def describe(where: str, found: object, valid: str, remedy: str) -> str:
+    """Build an error text of four parts: where it is, what was found, what is valid there, what to do."""
+    return f"{where}: found {found}; valid: {valid}. {remedy}"

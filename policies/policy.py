@@ -1,0 +1,59 @@
+"""`Policy`: what a config asks for, as frozen values. Nothing here knows a model or a process group."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Mode = Literal["autocast", "bf16", "fp16", "fp32"]
+Stage = Literal[0, 1, 2, 3]
+ReduceAccumulate = Literal["fp32", "native"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """Precision, sharding stage and step of one training run, from `policy_from_config`.
+
+    Change a field with `dataclasses.replace`.
+    """
+
+    mode: Mode = "fp32"
+    """"autocast": per-op precision of `torch.autocast`, safe parameters gathered low. "bf16", "fp16": every parameter
+    gathered and computed in that dtype. "fp32": no mixed precision. Storage and optimizer state are fp32 in all."""
+
+    low_dtype: torch.dtype | None = None
+    """The low precision of the mode: bfloat16 or float16; None for mode "fp32"."""
+
+    lower_precision_safe_modules: tuple[str, ...] = ()
+    """Class names whose parameters are safe. Only mode "autocast" reads it."""
+
+    stage: Stage = 0
+    """ZeRO stage: 0 replicates; 1 shards optimizer state; 2 also gradients; 3 also parameters."""
+
+    communication_data_type: torch.dtype | None = None
+    """Dtype on the wire of the gradient reduction of low-precision parameters. None means the dtype their raw gradients
+    have (which loses nothing). Under autocast, unsafe parameters always reduce in fp32."""
+
+    reduce_accumulate_dtype: ReduceAccumulate = "fp32"
+    """How a low-precision wire is summed: "fp32" sends low precision and sums in fp32 in rank order; "native" uses the
+    backend's own reduction in the wire dtype. No effect on a wire of fp32."""
+
+    gradient_accumulation_steps: int = 1
+    """Micro-batches per optimizer step and rank."""
+
+    gradient_clipping: float = 0.0
+    """Largest global gradient 2-norm; gradients are scaled down to it. 0 (the default) does not clip."""
+
+    param_persistence_threshold: int = 100_000
+    """Elements. fp32 parameters smaller than this, in units whose main group is low precision, are gathered once per
+    step in one model-wide group. DeepSpeed's `stage3_param_persistence_threshold`, here at every stage."""
+
+    @property
+    def gather_dtype(self) -> torch.dtype:
+        """Dtype in which low-precision parameters are gathered (fp32 in mode "fp32")."""
+        return self.low_dtype or torch.float32
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """Dtype in which the gradients of low-precision parameters are sent at stages 1 to 3."""
+        return self.communication_data_type or self.gather_dtype

@@ -1,0 +1,72 @@
+"""Which module classes may compute in low precision, and which parameters that makes safe (DESIGN: a parameter is safe
+when every module that owns it is an instance of a listed class and owns it directly)."""
+
+import importlib
+from collections.abc import Sequence
+
+from torch import nn
+
+from zeroamp.policies.errors import ConfigError, describe
+
+KEY = "torch_autocast.lower_precision_safe_modules"
+
+DEFAULT_SAFE_MODULES = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d")
+"""DeepSpeed's default list. All four run in low precision under `torch.autocast`, weight and bias alike."""
+
+
+def resolve_safe_classes(names: Sequence[str], model: nn.Module) -> tuple[type[nn.Module], ...]:
+    """Turn class names into classes.
+
+    A name is "package.module.Class", or a bare "Class" that is looked up in `torch.nn` and then among the classes of
+    `model`. Subclasses of a listed class count as listed: `isinstance` decides, not identity.
+
+    Raises:
+        ConfigError: a name does not import, is not a module class, or is carried by several classes of the model.
+    """
+    return tuple(_resolve(name, model) for name in names)
+
+
+def _resolve(name: str, model: nn.Module) -> type[nn.Module]:
+    found = _import_class(name) if "." in name else _find_bare_class(name, model)
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise ConfigError(
+            describe(KEY, f"{name!r}, which is {found!r}", "subclasses of torch.nn.Module", "Name a module class.")
+        )
+    return found
+
+
+def _import_class(name: str) -> object:
+    module_name, _, class_name = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            describe(
+                KEY,
+                f"{name!r}, which does not import ({error})",
+                'an importable "package.module.Class"',
+                f"Looked for {class_name!r} in {module_name!r}: check the spelling and that the package is installed.",
+            )
+        ) from error
+
+
+def _find_bare_class(name: str, model: nn.Module) -> object:
+    if hasattr(nn, name):
+        return getattr(nn, name)
+    candidates = {type(module) for module in model.modules() if type(module).__name__ == name}
+    if len(candidates) == 1:
+        return candidates.pop()
+    where = "no class" if not candidates else f"{len(candidates)} classes"
+    raise ConfigError(
+        describe(
+            KEY,
+            f"{name!r}, which {where} of torch.nn or of the model carries" if not candidates else f"{name!r}: {where}",
+            "a class of torch.nn or of the model",
+            'Write the full name "package.module.Class".',
+        )
+    )
+
+
+def unsafe_owner(owners: Sequence[nn.Module], safe_classes: tuple[type[nn.Module], ...]) -> nn.Module | None:
+    """Return the first owner that is no instance of a safe class, or None when all are (the parameter is safe)."""
+    return next((owner for owner in owners if not isinstance(owner, safe_classes)), None)

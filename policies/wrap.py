@@ -1,0 +1,137 @@
+"""Auto-wrap policies: which modules of a model become units, that is, are gathered and reduced together."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+
+from torch import nn
+
+from zeroamp.policies.errors import WrapError, describe
+
+logger = logging.getLogger("zeroamp")
+
+TorchWrapPolicy = Callable[..., bool]
+"""FSDP1's protocol, `policy(module=, recurse=, nonwrapped_numel=) -> bool`: `ModuleWrapPolicy`, and
+`functools.partial` of `transformer_auto_wrap_policy` or `size_based_auto_wrap_policy`, all from
+`torch.distributed.fsdp.wrap`."""
+
+AutoWrapPolicy = TorchWrapPolicy | type[nn.Module] | str | Iterable[type[nn.Module] | str] | None
+"""A module class or class name, several of them, a policy in FSDP1's protocol, or None for the default."""
+
+
+def find_units(model: nn.Module, auto_wrap_policy: AutoWrapPolicy = None) -> list[str]:
+    """Return the FQNs of the units below the root, children before parents; the root ("") is always one and not listed.
+
+    By default the classes in a transformers model's `_no_split_modules`, else the repeated blocks in the outermost
+    `nn.ModuleList`s, else none (the root alone is gathered and reduced, which is logged).
+
+    Raises:
+        WrapError: the policy matches no module of the model, or is none of the accepted forms.
+    """
+    if auto_wrap_policy is None:
+        return _default_units(model)
+    if callable(auto_wrap_policy) and not isinstance(auto_wrap_policy, type):
+        units = list(_run_torch_policy(model, "", auto_wrap_policy, set())[0])
+        asked = repr(auto_wrap_policy)
+    else:
+        classes = _class_list(auto_wrap_policy)
+        units = _units_of_classes(model, classes)
+        asked = ", ".join(sorted(c if isinstance(c, str) else c.__name__ for c in classes))
+        _refuse_unmatched(model, classes)
+    if not units:
+        raise WrapError(_matches_nothing(model, asked))
+    return [fqn for fqn in units if fqn]
+
+
+def _class_list(asked: object) -> list[type[nn.Module] | str]:
+    items: list[object] = (
+        [asked] if isinstance(asked, str | type) else list(asked) if isinstance(asked, Iterable) else []
+    )
+    bad = [
+        item
+        for item in items
+        if not (isinstance(item, str) or (isinstance(item, type) and issubclass(item, nn.Module)))
+    ]
+    if bad or not items:
+        raise WrapError(
+            describe(
+                "auto_wrap_policy",
+                repr(bad[0] if bad else asked),
+                "module classes, class names, or a policy of torch.distributed.fsdp.wrap",
+                'For example auto_wrap_policy={"LlamaDecoderLayer"}.',
+            )
+        )
+    return items  # type: ignore[return-value]  # checked item by item above
+
+
+def _matches(module: nn.Module, wanted: type[nn.Module] | str) -> bool:
+    if isinstance(wanted, str):
+        return any(wanted in (cls.__name__, f"{cls.__module__}.{cls.__qualname__}") for cls in type(module).__mro__)
+    return isinstance(module, wanted)
+
+
+def _units_of_classes(model: nn.Module, classes: Iterable[type[nn.Module] | str]) -> list[str]:
+    classes = list(classes)
+    found = [fqn for fqn, module in model.named_modules() if any(_matches(module, wanted) for wanted in classes)]
+    return found[::-1]  # named_modules yields parents first
+
+
+def _refuse_unmatched(model: nn.Module, classes: Iterable[type[nn.Module] | str]) -> None:
+    modules = list(model.modules())
+    for wanted in classes:
+        if not any(_matches(module, wanted) for module in modules):
+            raise WrapError(_matches_nothing(model, wanted if isinstance(wanted, str) else wanted.__name__))
+
+
+def _matches_nothing(model: nn.Module, asked: str) -> str:
+    classes = sorted({type(module).__name__ for module in model.modules() if module is not model})
+    return describe(
+        "auto_wrap_policy",
+        f"{asked}, which matches no module of {type(model).__name__}",
+        f"the classes in this model: {', '.join(classes) or 'none below the root'}",
+        "Name one of them, or leave auto_wrap_policy out for the default.",
+    )
+
+
+def _run_torch_policy(
+    module: nn.Module, fqn: str, policy: TorchWrapPolicy, seen: set[nn.Module]
+) -> tuple[list[str], int]:
+    """Walk as FSDP1's auto-wrapping does: children first, and a parent sees only the elements that no child took.
+
+    Returns:
+        The FQNs wrapped at or below `module`, and the number of elements they took.
+    """
+    numel = sum(parameter.numel() for parameter in module.parameters())
+    if module in seen or not policy(module=module, recurse=True, nonwrapped_numel=numel):
+        return [], 0
+    seen.add(module)
+    units: list[str] = []
+    num_taken = 0
+    for name, child in module.named_children():
+        child_units, num_child = _run_torch_policy(child, f"{fqn}.{name}" if fqn else name, policy, seen)
+        units += child_units
+        num_taken += num_child
+    if policy(module=module, recurse=False, nonwrapped_numel=numel - num_taken):
+        return [*units, fqn], numel
+    return units, num_taken
+
+
+def _default_units(model: nn.Module) -> list[str]:
+    # transformers lists, per architecture, the blocks that must stay on one device; some name blocks of other variants.
+    names = getattr(model, "_no_split_modules", None) or ()
+    units = _units_of_classes(model, [str(name) for name in names])
+    units = [fqn for fqn in units if fqn] or list(_repeated_blocks(model, ""))
+    if not units:
+        logger.info("no repeated blocks in %s: the whole model is one unit; see auto_wrap_policy", type(model).__name__)
+    return units
+
+
+def _repeated_blocks(module: nn.Module, fqn: str) -> Iterator[str]:
+    """Yield children that share their class with a sibling in an outermost `nn.ModuleList`, if they own parameters."""
+    for name, child in module.named_children():
+        child_fqn = f"{fqn}.{name}" if fqn else name
+        classes = [type(sibling) for sibling in module.children()]
+        is_block = isinstance(module, nn.ModuleList) and classes.count(type(child)) > 1
+        if is_block and not isinstance(child, nn.ModuleList | nn.ModuleDict) and any(True for _ in child.parameters()):
+            yield child_fqn
+        else:
+            yield from _repeated_blocks(child, child_fqn)

@@ -1,0 +1,144 @@
+"""Small models of the kinds people train, and their batches. Plain torch."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+VOCAB = 64
+WIDTH = 32
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        h = x.float()
+        return (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype) * self.weight
+
+    def reset_parameters(self):
+        nn.init.ones_(self.weight)
+
+
+class Block(nn.Module):
+    def __init__(self, width=WIDTH, heads=4):
+        super().__init__()
+        self.heads = heads
+        self.norm1 = RMSNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.norm2 = RMSNorm(width)
+        self.gate_up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(2 * width, width, bias=True)
+
+    def forward(self, x):
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        h = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(batch, length, width)
+        x = x + self.out(h)
+        gate, up = self.gate_up(self.norm2(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class Llama(nn.Module):
+    """LLaMA-like decoder; returns the next-token loss."""
+
+    def __init__(self, tied, num_blocks=3):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.norm = RMSNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def logits(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def forward(self, tokens):
+        logits = self.logits(tokens)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+class ConvNet(nn.Module):
+    """Two stages of convolution, a root-level parameter, and odd sizes that do not divide by the ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.stages = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.GroupNorm(1, b), nn.ReLU(), nn.Conv2d(b, b, 3, padding=1))
+            for a, b in ((3, 9), (9, 13))
+        )
+        self.scale = nn.Parameter(torch.full((13,), 0.5))
+        self.head = nn.Linear(13, 5)
+
+    def forward(self, images):
+        x = images
+        for stage in self.stages:
+            x = F.relu(stage(x))
+        logits = self.head(x.mean((2, 3)) * self.scale)
+        return F.cross_entropy(logits.float(), images.sum((1, 2, 3)).long() % 5)
+
+
+class Encoder(nn.Module):
+    """nn.TransformerEncoder (attention weights owned by nn.MultiheadAttention) with tied input and output."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.position = nn.Parameter(torch.randn(1, 16, WIDTH) * 0.02)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.position[:, : tokens.shape[1]]
+        logits = self.head(self.encoder(x))
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+
+
+class HfLlama(nn.Module):
+    """transformers' LLaMA, called as a user calls it."""
+
+    def __new__(cls):
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=True,
+        )  # fmt: skip
+        return LlamaForCausalLM(config)
+
+
+MODELS = {
+    "llama_tied": lambda: Llama(tied=True),
+    "llama_untied": lambda: Llama(tied=False),
+    "conv": ConvNet,
+    "encoder": Encoder,
+    "hf_llama": HfLlama,
+}
+
+
+def build(name, seed=0):
+    torch.manual_seed(seed)
+    return MODELS[name]().train()
+
+
+def batch(name, index, size=2):
+    """Batch number `index`: the same on every rank and in the reference."""
+    generator = torch.Generator().manual_seed(1000 + index)
+    if name == "conv":
+        return torch.randn(size, 3, 6, 6, generator=generator)
+    return torch.randint(0, VOCAB, (size, 12), generator=generator)
+
+
+def loss_of(model, inputs):
+    """The loss, for our models and for transformers' alike."""
+    if hasattr(model, "_no_split_modules"):
+        return model(input_ids=inputs, labels=inputs).loss
+    return model(inputs)

@@ -1,0 +1,105 @@
+"""Rank processes that live as long as the test session: spawning torch per test would cost more than the tests."""
+
+import os
+import socket
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+CALL_TIMEOUT_S = 240
+COLLECTIVE_TIMEOUT_S = 60
+GRACE_S = 3  # how long the other ranks get to fail by themselves, once one has
+
+
+class RankError(AssertionError):
+    """A body raised on some ranks."""
+
+
+def _serve(rank: int, world_size: int, port: int, connection: Connection) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+    while (call := connection.recv()) is not None:
+        body, args = call
+        try:
+            answer = (True, body(*args))
+        except BaseException:  # noqa: BLE001  whatever it is, it is the answer
+            answer = (False, traceback.format_exc())
+        torch._dynamo.reset()
+        connection.send(answer)
+    dist.destroy_process_group()
+
+
+class Ranks:
+    """`world_size` gloo processes on this machine, one thread each."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+
+    def run(self, body: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call `body(*args)` on every rank, a module-level function; return the results in rank order."""
+        if not self._processes:
+            self._start()
+        for connection in self._connections:
+            connection.send((body, args))
+        answers = self._collect(time.monotonic() + CALL_TIMEOUT_S)
+        failed = {rank: text for rank, (ok, text) in answers.items() if not ok}
+        missing = [rank for rank in range(self.world_size) if rank not in answers]
+        if missing:
+            self.stop()  # they hang in a collective: the next call starts fresh
+        if failed or missing:
+            report = "\n".join(f"--- rank {rank}\n{text}" for rank, text in failed.items())
+            raise RankError(f"{report}\n--- no answer from ranks {missing}" if missing else report)
+        return [answers[rank][1] for rank in range(self.world_size)]
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.world_size, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def _collect(self, deadline: float) -> dict[int, tuple[bool, Any]]:
+        answers: dict[int, tuple[bool, Any]] = {}
+        while len(answers) < self.world_size and (left := deadline - time.monotonic()) > 0:
+            waiting = {c: rank for rank, c in enumerate(self._connections) if rank not in answers}
+            for connection in wait(list(waiting), timeout=left):
+                rank = waiting[connection]
+                try:
+                    answers[rank] = connection.recv()
+                except EOFError:
+                    answers[rank] = (False, "the process died")
+            if any(not ok for ok, _ in answers.values()):
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+        return answers
+
+    def stop(self) -> None:
+        """End the processes, politely where they listen."""
+        for connection in self._connections:
+            try:
+                connection.send(None)
+            except OSError:
+                pass
+        for process in self._processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._processes, self._connections = [], []

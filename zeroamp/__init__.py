@@ -1,0 +1,27 @@
+"""zeroamp: torch.autocast numerics and ZeRO stages on native PyTorch FSDP2, from a DeepSpeed-style config."""
+
+from zeroamp.errors import ConfigError, StepError, WrapError, ZeroAmpError
+from zeroamp.plan import Plan, build_plan
+from zeroamp.policies import Policy, policy_from_config
+from zeroamp.report import Ledger, explain
+from zeroamp.step import StepReport, TrainStep
+from zeroamp.wrap import register_forward_method, wrap_model
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConfigError",
+    "Ledger",
+    "Plan",
+    "Policy",
+    "StepError",
+    "StepReport",
+    "TrainStep",
+    "WrapError",
+    "ZeroAmpError",
+    "build_plan",
+    "explain",
+    "policy_from_config",
+    "register_forward_method",
+    "wrap_model",
+]

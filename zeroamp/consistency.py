@@ -1,0 +1,48 @@
+"""Checks that all ranks start from the same parameters.
+
+FSDP2 shards what each rank holds and sends nothing at wrapping, so ranks that were seeded apart would train a model
+stitched together from different initialisations, and at stage 0 or with HSDP replicas that never agree.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeroamp.policies.errors import WrapError, describe
+
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_ranks_agree(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Compare a checksum of every parameter over all ranks of `mesh` (one small collective per axis).
+
+    Parameters on the meta device are left out: they are initialised later, alike everywhere.
+
+    Raises:
+        WrapError: on all ranks, naming the first parameter that differs.
+    """
+    named = [(fqn, parameter) for fqn, parameter in model.named_parameters() if not parameter.is_meta]
+    if not named:
+        return
+    sums = torch.stack([_checksum(parameter) for _, parameter in named])
+    bounds = torch.cat([sums, -sums]).to(mesh.device_type)  # the maximum of -x is minus the minimum of x
+    for axis in range(mesh.ndim):
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    largest, smallest = bounds[: len(named)], -bounds[len(named) :]
+    differing = (largest != smallest).nonzero()
+    if len(differing) > 0:
+        raise WrapError(
+            describe(
+                named[int(differing[0])][0],
+                f"values that differ between ranks ({len(differing)} parameters do)",
+                "the same values on all ranks",
+                "Call torch.manual_seed with one seed on all ranks before building the model, or load one checkpoint.",
+            )
+        )
+
+
+def _checksum(parameter: nn.Parameter) -> torch.Tensor:
+    """Return the sum of the bits, read as integers: 0-D int64, on the CPU, so that it can be stacked."""
+    data = parameter.detach().reshape(-1)
+    return data.view(_INTEGER_OF_SIZE[data.element_size()]).sum(dtype=torch.int64).cpu()

@@ -1,0 +1,61 @@
+"""The device mesh of each ZeRO stage."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from zeroamp.policies.errors import WrapError, describe
+from zeroamp.policies.policy import Stage
+
+REPLICATE, SHARD = "replicate", "shard"
+
+
+def mesh_for_stage(stage: Stage, mesh: DeviceMesh | None) -> DeviceMesh:
+    """Return the mesh that FSDP2 gets: 1-D (shard) or 2-D (replicate, shard).
+
+    Stage 0 shards over one rank and replicates over all, so it needs the shape (N, 1). Stages 1 to 3 take the given
+    mesh, or all ranks in one axis. Without a process group one is initialised from the environment, as FSDP2 does.
+
+    Raises:
+        WrapError: the mesh has another number of axes than the stage can use.
+    """
+    if mesh is None:
+        if not dist.is_initialized():
+            dist.init_process_group()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device_type = "cpu" if accelerator is None else accelerator.type
+        ranks = dist.get_world_size()
+        if stage == 0:
+            return init_device_mesh(device_type, (ranks, 1), mesh_dim_names=(REPLICATE, SHARD))
+        return init_device_mesh(device_type, (ranks,), mesh_dim_names=(SHARD,))
+    _refuse_unusable(stage, mesh)
+    if stage == 0 and mesh.ndim == 1:
+        return DeviceMesh(mesh.device_type, mesh.mesh.view(-1, 1), mesh_dim_names=(REPLICATE, SHARD))
+    return mesh
+
+
+def _refuse_unusable(stage: Stage, mesh: DeviceMesh) -> None:
+    shape = tuple(mesh.mesh.shape)
+    if mesh.ndim not in (1, 2) or (stage == 0 and mesh.ndim == 2 and shape[1] != 1):
+        valid = "1-D (all ranks replicate)" if stage == 0 else "1-D (shard) or 2-D (replicate, shard)"
+        raise WrapError(
+            describe(
+                "mesh", f"shape {shape} at stage {stage}", valid, "Slice the axes of data parallelism out of it first."
+            )
+        )
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise WrapError(
+            describe(
+                "mesh", "a 2-D mesh without names", 'names such as ("replicate", "shard")', "Pass mesh_dim_names to it."
+            )
+        )
+
+
+def shard_size(mesh: DeviceMesh) -> int:
+    """Return the number of ranks that one parameter is sharded over."""
+    return mesh.size(mesh.ndim - 1)
+
+
+def replicate_size(mesh: DeviceMesh) -> int:
+    """Return the number of ranks that hold the same shard."""
+    return mesh.size() // shard_size(mesh)

@@ -1,0 +1,268 @@
+"""From a model and a `Policy` to a `Plan`: which parameter travels in which dtype, and in which group.
+
+Pure: reads module classes, shapes and names only, so it works on the meta device and without a process group.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from zeroamp.policies.dtypes import LOW_DTYPES, short_name
+from zeroamp.policies.errors import ConfigError, WrapError, describe
+from zeroamp.policies.policy import Policy
+from zeroamp.policies.safe_modules import KEY, resolve_safe_classes, unsafe_owner
+from zeroamp.policies.wrap import AutoWrapPolicy, find_units
+
+GroupKind = Literal["unit", "typed", "model-wide"]
+GroupKey = tuple[torch.dtype, torch.dtype, torch.dtype]
+"""(storage, gather, wire): parameters of one unit with equal keys are one group. A frozen parameter has the wire that
+it would have if it were trained, so that freezing a bias does not split a group."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParamDtypes:
+    """The seven dtypes of one parameter."""
+
+    storage: torch.dtype
+    gather: torch.dtype
+    compute: str
+    """ "bf16" and so on where it is fixed; "per op" where `torch.autocast` decides at each op."""
+    gradient: torch.dtype | None
+    """Of the raw, unsharded gradient. This and the next three are None for a frozen parameter."""
+    wire: torch.dtype | None
+    accumulate: torch.dtype | None
+    optimizer: torch.dtype | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParamPlan:
+    """One parameter."""
+
+    fqn: str
+    aliases: tuple[str, ...]
+    """Other names of the same tensor (tied weights)."""
+    owner_fqns: tuple[str, ...]
+    """Modules that own it directly, each once."""
+    shape: tuple[int, ...]
+    unit: str
+    """FQN of the innermost unit that contains all owners; "" is the root."""
+    dtypes: ParamDtypes
+    group_key: GroupKey
+    reason: str
+    """Why these dtypes: which class matched, or which owner prevented it."""
+
+    @property
+    def numel(self) -> int:
+        """Elements, unsharded."""
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupPlan:
+    """Parameters that are gathered in one collective and reduced in one."""
+
+    name: str
+    kind: GroupKind
+    """"unit": FSDP2's own group of a unit. "typed": a further dtype of that unit. "model-wide": small fp32 parameters
+    of all units, gathered once per step at the root."""
+    unit: str
+    params: tuple[ParamPlan, ...]
+
+    @property
+    def dtypes(self) -> ParamDtypes:
+        """The dtypes that its parameters share (the trainable ones, where some are frozen)."""
+        return next((p.dtypes for p in self.params if p.dtypes.gradient is not None), self.params[0].dtypes)
+
+    @property
+    def gather(self) -> torch.dtype:
+        """The dtype on the wire of its all-gather."""
+        return self.params[0].dtypes.gather
+
+    @property
+    def numel(self) -> int:
+        """Elements, unsharded."""
+        return sum(param.numel for param in self.params)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What `wrap_model` will do."""
+
+    policy: Policy
+    units: tuple[str, ...]
+    """FQNs below the root, children before parents."""
+    groups: tuple[GroupPlan, ...]
+
+    @property
+    def params(self) -> tuple[ParamPlan, ...]:
+        """All parameters, group by group."""
+        return tuple(param for group in self.groups for param in group.params)
+
+
+def build_plan(model: nn.Module, policy: Policy, auto_wrap_policy: AutoWrapPolicy = None) -> Plan:
+    """Decide units, dtypes and groups.
+
+    Raises:
+        WrapError: the wrap policy matches nothing, or a parameter cannot be handled.
+        ConfigError: a safe module class is unknown, or none of them is in the model.
+    """
+    units = find_units(model, auto_wrap_policy)
+    params = _plan_params(model, policy, units)
+    return Plan(policy=policy, units=tuple(units), groups=tuple(_group(params, policy)))
+
+
+@dataclass(slots=True)
+class _Uses:
+    """Where one parameter hangs in the module tree."""
+
+    parameter: nn.Parameter
+    fqns: list[str]
+    owners: dict[nn.Module, str]  # owner -> its first FQN
+    chains: list[tuple[str, ...]]  # per use: FQNs of the units around it, outermost first
+
+
+def _find_uses(model: nn.Module, units: Iterable[str]) -> list[_Uses]:
+    """Walk the tree once, shared modules and parameters once per path."""
+    unit_names = {model.get_submodule(fqn): fqn for fqn in units}
+    chains: dict[str, tuple[str, ...]] = {}
+    uses: dict[nn.Parameter, _Uses] = {}
+    for module_fqn, module in model.named_modules(remove_duplicate=False):
+        around = chains[module_fqn.rpartition(".")[0]] if module_fqn else ()
+        # A unit is known by its module, not by its path: a block that is registered twice is one unit.
+        chain = (*around, unit_names[module]) if module in unit_names else around
+        chains[module_fqn] = chain
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            use = uses.setdefault(parameter, _Uses(parameter, [], {}, []))
+            use.fqns.append(f"{module_fqn}.{name}" if module_fqn else name)
+            use.owners.setdefault(module, module_fqn)
+            use.chains.append(chain)
+    return list(uses.values())
+
+
+def _innermost_common(chains: Sequence[tuple[str, ...]]) -> str:
+    common = ""
+    for level in zip(*chains, strict=False):
+        if len(set(level)) > 1:
+            break
+        common = level[0]
+    return common
+
+
+def _plan_params(model: nn.Module, policy: Policy, units: Iterable[str]) -> list[ParamPlan]:
+    safe_classes = resolve_safe_classes(policy.lower_precision_safe_modules, model)
+    params = []
+    for use in _find_uses(model, units):
+        _refuse_unusable(use)
+        low, reason = _is_low(use, policy, safe_classes)
+        params.append(
+            ParamPlan(
+                fqn=use.fqns[0],
+                aliases=tuple(use.fqns[1:]),
+                owner_fqns=tuple(use.owners.values()),
+                shape=tuple(use.parameter.shape),
+                unit=_innermost_common(use.chains),
+                dtypes=(dtypes := _dtypes(use.parameter, policy, low)),
+                group_key=(dtypes.storage, dtypes.gather, _wire_dtype(policy, low)),
+                reason=reason,
+            )
+        )
+    if safe_classes and not any(p.dtypes.gather in LOW_DTYPES for p in params):
+        raise ConfigError(
+            describe(
+                KEY,
+                f"{', '.join(policy.lower_precision_safe_modules)}, which own no parameter of {type(model).__name__}",
+                "classes that the model contains",
+                "Name the classes of its large layers, or switch torch_autocast off: as it is, all would stay fp32.",
+            )
+        )
+    return params
+
+
+def _refuse_unusable(use: _Uses) -> None:
+    parameter, fqn = use.parameter, use.fqns[0]
+    if parameter.dim() == 0:
+        raise WrapError(
+            describe(
+                fqn,
+                "a parameter of no dimensions",
+                "at least one dimension, to shard on",
+                "Make it 1-D with one element.",
+            )
+        )
+    if parameter.requires_grad and parameter.dtype != torch.float32:
+        raise WrapError(
+            describe(
+                fqn,
+                f"a trainable parameter stored in {short_name(parameter.dtype)}",
+                "fp32 storage: the optimizer updates what is stored",
+                "Call model.float() before wrap_model, or freeze it; the config decides what is gathered low.",
+            )
+        )
+
+
+def _is_low(use: _Uses, policy: Policy, safe_classes: tuple[type[nn.Module], ...]) -> tuple[bool, str]:
+    if not use.parameter.dtype.is_floating_point:
+        return False, f"{short_name(use.parameter.dtype)} is no floating-point dtype"
+    if policy.mode == "autocast":
+        culprit = unsafe_owner(list(use.owners), safe_classes)
+        if culprit is None:
+            return True, f"safe: owned by {type(next(iter(use.owners))).__name__}"
+        tied = f", tied with {', '.join(use.fqns[1:])}" if len(use.owners) > 1 else ""
+        return False, f"not safe: owned by {type(culprit).__name__} ({use.owners[culprit] or 'the root'}){tied}"
+    return policy.mode != "fp32", f"mode {policy.mode}"
+
+
+def _dtypes(parameter: nn.Parameter, policy: Policy, low: bool) -> ParamDtypes:
+    storage = parameter.dtype
+    is_fp32 = storage == torch.float32
+    # A parameter that is stored in another dtype than fp32 is frozen: it travels as it is stored, which is smaller.
+    gather = policy.gather_dtype if low and is_fp32 else storage
+    wire = _wire_dtype(policy, low) if parameter.requires_grad else None
+    return ParamDtypes(
+        storage=storage,
+        gather=gather,
+        compute="per op"
+        if policy.mode == "autocast" and not low
+        else short_name(policy.gather_dtype if low else storage),
+        gradient=gather if wire else None,
+        wire=wire,
+        accumulate=torch.float32 if wire else None,
+        optimizer=storage if wire else None,
+    )
+
+
+def _wire_dtype(policy: Policy, low: bool) -> torch.dtype:
+    if not low:
+        return torch.float32
+    if policy.stage == 0 and policy.reduce_accumulate_dtype == "fp32":
+        return torch.float32  # an all-reduce sums on the way, so an fp32 sum needs fp32 on the wire
+    return policy.wire_dtype
+
+
+def _group(params: Iterable[ParamPlan], policy: Policy) -> list[GroupPlan]:
+    """One group per (unit, dtype key), small fp32 parameters of low-precision units apart, in one model-wide group."""
+    by_unit: dict[str, dict[GroupKey, list[ParamPlan]]] = {}
+    for param in params:
+        by_unit.setdefault(param.unit, {}).setdefault(param.group_key, []).append(param)
+    groups: list[GroupPlan] = []
+    small: list[ParamPlan] = []
+    for unit, by_key in by_unit.items():
+        main_key = max(by_key, key=lambda key: (key[1] in LOW_DTYPES, sum(p.numel for p in by_key[key])))
+        groups.append(GroupPlan(name=unit or "root", kind="unit", unit=unit, params=tuple(by_key.pop(main_key))))
+        for key, members in by_key.items():
+            threshold = policy.param_persistence_threshold if key[:2] == (torch.float32, torch.float32) else 0
+            small += [p for p in members if p.numel < threshold]
+            if large := tuple(p for p in members if p.numel >= threshold):
+                groups.append(GroupPlan(name=_typed_name(unit, key), kind="typed", unit=unit, params=large))
+    if small:
+        groups.append(GroupPlan(name="model-wide:fp32", kind="model-wide", unit="", params=tuple(small)))
+    return groups
+
+
+def _typed_name(unit: str, key: GroupKey) -> str:
+    storage, gather, _wire = key
+    stored = "" if storage == torch.float32 else f" (stored {short_name(storage)})"
+    return f"{unit or 'root'}:{short_name(gather)}{stored}"

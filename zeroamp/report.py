@@ -1,0 +1,80 @@
+"""The dtype ledger: which dtype is used where, for every group and every parameter."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import nn
+
+from zeroamp.plan import ParamDtypes, Plan
+from zeroamp.policies.dtypes import short_name
+from zeroamp.wrap import wrap_state
+
+_DTYPE_COLUMNS = ("storage", "gather", "compute", "gradient", "wire", "accumulate", "optimizer")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ledger:
+    """What `explain` returns. `print` shows the groups; `per_parameter` is the long form."""
+
+    plan: Plan
+
+    def __str__(self) -> str:
+        """Return one row per group."""
+        policy = self.plan.policy
+        title = (
+            f"zeroamp: mode {policy.mode}, ZeRO stage {policy.stage}, {len(self.plan.units)} units below the root, "
+            f"{len(self.plan.groups)} groups, {sum(group.numel for group in self.plan.groups):,} parameters"
+        )
+        return f"{title}\n{self._table(self.group_rows())}"
+
+    def per_parameter(self) -> str:
+        """Return a table of one row per parameter, with the reason of its dtypes."""
+        return self._table(self.parameter_rows())
+
+    def group_rows(self) -> list[dict[str, Any]]:
+        """Return one dict per group: name, kind, numbers of parameters and elements, and the seven dtypes."""
+        return [
+            {
+                "group": group.name,
+                "kind": group.kind,
+                "params": len(group.params),
+                "elements": group.numel,
+                **_dtype_cells(group.dtypes),
+            }
+            for group in self.plan.groups
+        ]
+
+    def parameter_rows(self) -> list[dict[str, Any]]:
+        """Return one dict per parameter: FQN, unit, group, elements, the seven dtypes and why."""
+        return [
+            {
+                "parameter": param.fqn,
+                "unit": param.unit or "root",
+                "group": group.name,
+                "elements": param.numel,
+                **_dtype_cells(param.dtypes),
+                "why": param.reason,
+            }
+            for group in self.plan.groups
+            for param in group.params
+        ]
+
+    @staticmethod
+    def _table(rows: list[dict[str, Any]]) -> str:
+        return tabulate(rows, headers="keys", tablefmt="simple", intfmt=",")
+
+
+def explain(model: nn.Module) -> Ledger:
+    """Return the dtype ledger of a model that `wrap_model` returned.
+
+    Raises:
+        WrapError: the model is not wrapped.
+    """
+    return Ledger(plan=wrap_state(model).plan)
+
+
+def _dtype_cells(dtypes: ParamDtypes) -> dict[str, str]:
+    cells = {name: getattr(dtypes, name) for name in _DTYPE_COLUMNS}
+    return {name: short_name(cell) if isinstance(cell, torch.dtype) else cell or "-" for name, cell in cells.items()}

@@ -1,0 +1,205 @@
+"""`TrainStep`: accumulation, the flags of each ZeRO stage between micro-batches, the norm, clipping, the update."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from zeroamp.mesh import replicate_size
+from zeroamp.norm import clip_gradients, local_sum_of_squares
+from zeroamp.policies.errors import StepError, describe
+from zeroamp.wrap import WrapState, wrap_state
+
+
+class Scheduler(Protocol):
+    """What `TrainStep` needs of a learning-rate scheduler."""
+
+    def step(self) -> Any:
+        """Move to the next optimizer step's learning rate."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """One optimizer step. Values stay on the device until they are read."""
+
+    step: int
+    """Optimizer steps taken, this one included."""
+    loss_tensor: torch.Tensor
+    """0-D fp64: the mean of the losses of all micro-batches and all ranks."""
+    grad_norm_tensor: torch.Tensor
+    """0-D fp32: the 2-norm of the averaged gradient before clipping, over all trainable parameters."""
+    loss_scale: float
+    skipped: bool
+
+    @property
+    def loss(self) -> float:
+        """The mean loss; waits for the device."""
+        return float(self.loss_tensor)
+
+    @property
+    def grad_norm(self) -> float:
+        """The gradient norm; waits for the device."""
+        return float(self.grad_norm_tensor)
+
+
+class TrainStep:
+    """Drives the training step of a wrapped model.
+
+    Call `backward(loss)` after each forward and `step()` after each backward; `step` acts at the end of an accumulation
+    window and returns None inside it.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Scheduler | None = None) -> None:
+        """Take a model that `wrap_model` returned and an optimizer that was built after it.
+
+        Raises:
+            StepError: the optimizer holds parameters that are not the wrapped model's.
+            WrapError: the model is not wrapped.
+        """
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.num_steps = 0
+        """Optimizer steps taken."""
+        self._state = wrap_state(model)
+        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._reshard()
+        # Kept, because while a group is unsharded `model.parameters()` yields other objects, without gradients.
+        self._parameters = list(model.parameters())
+        _refuse_foreign(optimizer, self._parameters)
+        self._world = _process_group(self._state)
+        self._num_micro_batches = 0  # of this window that were run backward
+        self._is_stepped = True  # whether `step` was called since the last backward
+        self._loss_sum: torch.Tensor | None = None  # 0-D fp32, this rank's, of this window
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run the backward of one micro-batch: `loss` (a scalar) divided by the accumulation steps.
+
+        Raises:
+            StepError: `step` was not called since the last backward, or `loss` is no scalar.
+        """
+        policy = self._state.plan.policy
+        if not self._is_stepped:
+            raise StepError(
+                describe("TrainStep.backward", "no step() since the last one", "step() after each", "Call it.")
+            )
+        if loss.numel() != 1:
+            raise StepError(
+                describe("TrainStep.backward", f"a loss of shape {tuple(loss.shape)}", "a scalar", "Reduce it.")
+            )
+        is_last = self._num_micro_batches + 1 == policy.gradient_accumulation_steps
+        self._set_flags(is_last)
+        guard = self._state.guard
+        if guard is not None:
+            guard.armed = True
+        try:
+            (loss / policy.gradient_accumulation_steps).backward()  # type: ignore[no-untyped-call]
+        finally:
+            if guard is not None:
+                guard.armed = False
+        detached = loss.detach().float()
+        self._loss_sum = detached if self._loss_sum is None else self._loss_sum + detached
+        self._num_micro_batches += 1
+        self._is_stepped = False
+
+    def step(self) -> StepReport | None:
+        """At the end of an accumulation window: norm, clip, update, schedule, zero the gradients. Else None.
+
+        Raises:
+            StepError: there was no backward since the last call.
+        """
+        policy = self._state.plan.policy
+        if self._is_stepped:
+            raise StepError(
+                describe("TrainStep.step", "no backward since the last one", "backward(loss) first", "Call it.")
+            )
+        self._is_stepped = True
+        if self._num_micro_batches < policy.gradient_accumulation_steps:
+            return None
+        self._reshard()
+        with_gradient = [parameter for parameter in self._parameters if parameter.grad is not None]
+        loss, norm = self._reduce_statistics(with_gradient)
+        if policy.gradient_clipping > 0:
+            clip_gradients(with_gradient, norm, policy.gradient_clipping)
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        for parameter in self._parameters:  # also those that the optimizer does not hold
+            parameter.grad = None
+        self._num_micro_batches, self._loss_sum = 0, None
+        self.num_steps += 1
+        return StepReport(step=self.num_steps, loss_tensor=loss, grad_norm_tensor=norm, loss_scale=1.0, skipped=False)
+
+    def _set_flags(self, is_last: bool) -> None:
+        """Say what FSDP2 does in this backward. See the table of stages in the README.
+
+        Stages 0 and 1 reduce once per window; stages 0 to 2 keep parameters gathered until its end; stage 3 only the
+        model-wide group, which is small.
+        """
+        stage = self._state.plan.policy.stage
+        root = self.model
+        if not isinstance(root, FSDPModule):
+            raise AssertionError(f"expected a wrapped root, got {type(root).__name__}")
+        root.set_is_last_backward(is_last)
+        root.set_requires_gradient_sync(is_last or stage >= 2)
+        root.set_reshard_after_backward(is_last or stage == 3)
+        for group in self._state.plan.groups:
+            if group.kind == "model-wide":
+                self._state.holders[group.name].set_reshard_after_backward(is_last, recurse=False)
+
+    def _reshard(self) -> None:
+        """Put the sharded parameters back, which the optimizer updates.
+
+        After a backward they are; after an evaluation in between they may not be.
+        """
+        for unit in self._units:
+            unit.reshard()
+
+    def _reduce_statistics(self, parameters: list[nn.Parameter]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the mean loss (0-D fp64) and the gradient norm (0-D fp32), with one collective.
+
+        Ranks that hold the same shard count it once: each contributes its part of the squares.
+        """
+        if self._loss_sum is None:
+            raise AssertionError("expected at least one backward in this window, got none")
+        mesh = self._state.mesh
+        num_losses = self._num_micro_batches * mesh.size()
+        statistics = torch.stack(
+            [
+                self._loss_sum.double() / num_losses,
+                local_sum_of_squares(parameters, self._loss_sum.device) / replicate_size(mesh),
+            ]
+        )
+        dist.all_reduce(statistics, group=self._world)
+        return statistics[0], statistics[1].sqrt().float()
+
+
+def _refuse_foreign(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+    known = {id(parameter) for parameter in parameters}
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in known:
+                kind = "sharded" if isinstance(parameter, DTensor) else "unsharded"
+                raise StepError(
+                    describe(
+                        f"optimizer.param_groups[{index}]",
+                        f"a {kind} parameter of shape {tuple(parameter.shape)} that is not the wrapped model's",
+                        "the parameters of the wrapped model, while sharded",
+                        "Build the optimizer from model.parameters() after wrap_model and before the first forward.",
+                    )
+                )
+
+
+def _process_group(state: WrapState) -> dist.ProcessGroup | None:
+    """Return one group of all ranks of the mesh; None is the default group."""
+    mesh = state.mesh
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    if mesh.size() == dist.get_world_size():
+        return None
+    ranks = mesh.mesh.flatten().tolist()
+    return cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))

@@ -2,11 +2,13 @@
 #
 # Variables:
 #   PYTHON        interpreter that makes the virtual environment (3.11 or newer)
-#   TORCH_SKIP=1  use the torch that PYTHON already has (a CUDA build on a GPU machine) instead of installing the pinned one
+#   TORCH_SKIP    1: use the torch that PYTHON already has instead of installing the pinned one.
+#                 By default 1 where that torch sees a GPU, else 0.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 RANKS ?= 2
+TORCH_SKIP ?= $(shell $(PYTHON) -c 'import torch; print(int(torch.cuda.is_available()))' 2>/dev/null || echo 0)
 
 export OMP_NUM_THREADS ?= 1
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-VOCAB = 64
+VOCAB = 80
 WIDTH = 32
 
 

@@ -27,6 +27,9 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection) -> Non
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    # Compilation looks at `.grad` of every input, which warns on tensors that are no leaves.
+    warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+    warnings.filterwarnings("ignore", message=r"`torch\.jit", category=DeprecationWarning)  # inductor's imports
     dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
     while (call := connection.recv()) is not None:
         body, args = call

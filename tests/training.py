@@ -23,17 +23,22 @@ def config(stage=3, *, dtype="bfloat16", comm=None, accumulation=1, clip=0.0, **
     return cfg
 
 
-def wrapped(name, cfg, *, mesh_shape=None, auto_wrap_policy=None):
+def wrapped(name, cfg, *, mesh_shape=None, auto_wrap_policy=None, prepare_before=None):
     mesh = None if mesh_shape is None else init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
     model = build(name)
+    if prepare_before is not None:
+        prepare_before(model)
     if auto_wrap_policy is None and name == "conv":
         auto_wrap_policy = {"Sequential"}
     return zeroamp.wrap_model(model, zeroamp.policy_from_config(cfg), mesh, auto_wrap_policy)
 
 
-def train(name, cfg, num_steps, *, mesh_shape=None, lr=1e-2, prepare=None, between=None):
-    """Return (losses[step][micro] of this rank, norms[step], {fqn: full parameter}, step reports' losses)."""
-    model = wrapped(name, cfg, mesh_shape=mesh_shape)
+def train(name, cfg, num_steps, *, mesh_shape=None, lr=1e-2, prepare_before=None, prepare=None, between=None):
+    """Return (losses[step][micro] of this rank, norms[step], {fqn: full parameter}, step reports' losses).
+
+    prepare_before, prepare: called with the model before and after wrapping. between: after every backward.
+    """
+    model = wrapped(name, cfg, mesh_shape=mesh_shape, prepare_before=prepare_before)
     if prepare is not None:
         prepare(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)

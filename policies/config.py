@@ -27,7 +27,15 @@ def _refuse_bool(value: object) -> object:
     return value
 
 
+def _only_int(value: object) -> object:
+    # A Literal compares with ==, for which True is 1 and 2.0 is 2.
+    if type(value) is not int:
+        raise ValueError("the input should be an integer: 0, 1, 2 or 3")
+    return value
+
+
 Number = Annotated[float, BeforeValidator(_refuse_bool)]
+StageNumber = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_only_int)]
 
 
 class _Block(BaseModel):
@@ -63,7 +71,7 @@ class Fp16Block(_Block):
 class ZeroOptimizationBlock(_Block):
     """`zero_optimization`: what is sharded."""
 
-    stage: Literal[0, 1, 2, 3] = 0
+    stage: StageNumber = 0
     stage3_param_persistence_threshold: Annotated[int, Field(ge=0)] = 100_000
 
 

@@ -62,7 +62,7 @@ class Ranks:
         if missing:
             self.stop()  # they hang in a collective: the next call starts fresh
         if failed or missing:
-            report = "\n".join(f"--- rank {rank}\n{text}" for rank, text in failed.items())
+            report = "\n".join(f"--- rank {rank}\n{text}" for rank, text in sorted(failed.items()))
             raise RankError(f"{report}\n--- no answer from ranks {missing}" if missing else report)
         return [answers[rank][1] for rank in range(self.world_size)]
 

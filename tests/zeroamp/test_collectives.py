@@ -50,7 +50,10 @@ def _llama(stage, accumulation, options):
     return _count(model, batch("llama_tied", 0), accumulation)
 
 
-@pytest.mark.parametrize(("stage", "gathers", "reduces"), [(1, 3, 3), (2, 3, 9), (3, 18, 9)])
+# One gather more than units x passes: FSDP2 keeps its record of the forward order until the last backward, so the first
+# unit of the last micro-batch prefetches the last unit of the one before. Where the root owns parameters, as in any
+# language model, that prefetch meets the root, which is still gathered, and costs nothing (see the LLaMA counts below).
+@pytest.mark.parametrize(("stage", "gathers", "reduces"), [(1, 4, 3), (2, 4, 9), (3, 19, 9)])
 def test_three_units_and_three_micro_batches_cost_what_each_stage_promises(ranks2, stage, gathers, reduces):
     calls, _ = ranks2.run(_three_units, stage)[0]
     assert calls == {("all_gather", FP32): gathers, ("reduce_scatter", FP32): reduces, ("all_reduce", FP64): 1}

@@ -1,0 +1,43 @@
+"""The private names of torch that `hooks/_fsdp.py` uses are there, and no other file uses any."""
+
+import ast
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from zeroamp.hooks import _fsdp
+
+ROOT = Path(__file__).parents[2]
+
+
+def _states():
+    module = nn.Linear(2, 2)
+    fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    state = module._get_fsdp_state()
+    return [callable(getattr(state, name)) for name in _fsdp.FORWARD_HOOKS]
+
+
+def test_the_names_exist(ranks2):
+    assert ranks2.run(_states)[0] == [True, True]
+    assert hasattr(FSDPModule, "_get_fsdp_state")
+    assert hasattr(_fsdp.ReduceScatter, "allocate")
+    assert hasattr(torch.distributed, "reduce_scatter_single") or hasattr(torch.distributed, "reduce_scatter_tensor")
+
+
+def _private_imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("torch"):
+            names = [*node.module.split("."), *(alias.name for alias in node.names)]
+            yield from (f"{node.module}: {name}" for name in names if name.startswith("_"))
+        if isinstance(node, ast.Attribute) and node.attr in {*_fsdp.FORWARD_HOOKS, "_get_fsdp_state"}:
+            yield node.attr
+
+
+def test_no_other_file_uses_private_names_of_fsdp2():
+    files = [path for folder in ("policies", "hooks", "zeroamp") for path in (ROOT / folder).glob("*.py")]
+    found = {path.name: list(_private_imports(path)) for path in files}
+    assert found.pop("_fsdp.py")
+    assert {name: uses for name, uses in found.items() if uses} == {}

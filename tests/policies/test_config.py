@@ -1,0 +1,108 @@
+"""From a config to a Policy, and the words of each refusal."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from tests.models import Llama
+from zeroamp import ConfigError, policy_from_config
+from zeroamp.policies.safe_modules import resolve_safe_classes
+
+AUTOCAST = {"enabled": True, "dtype": "bfloat16"}
+
+
+def test_an_empty_config_is_fp32_at_stage_0_without_clipping():
+    policy = policy_from_config({})
+    assert (policy.mode, policy.low_dtype, policy.stage) == ("fp32", None, 0)
+    assert (policy.gradient_clipping, policy.gradient_accumulation_steps) == (0.0, 1)
+
+
+def test_a_file_and_a_mapping_give_the_same_policy(tmp_path):
+    cfg = {"torch_autocast": AUTOCAST, "zero_optimization": {"stage": 3}, "gradient_clipping": 1}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(cfg))
+    assert policy_from_config(path) == policy_from_config(str(path)) == policy_from_config(cfg)
+
+
+@pytest.mark.parametrize("name", ["bf16", "bfloat16"])
+def test_dtype_spellings(name):
+    assert policy_from_config({"torch_autocast": {"enabled": True, "dtype": name}}).low_dtype == torch.bfloat16
+
+
+def test_a_disabled_block_is_validated_but_has_no_effect():
+    assert policy_from_config({"torch_autocast": {"enabled": False, "dtype": "fp32"}}).mode == "fp32"
+
+
+BAD = [
+    ({"zero_optimisation": {}}, "zero_optimisation: found a key that zeroamp does not support", "'zero_optimization'"),
+    ({"torch_autocast": {"enable": True}}, "torch_autocast.enable: found a key", "Did you mean 'enabled'?"),
+    ({"optimizer": {}}, "optimizer: found a key that zeroamp does not support", "refuses what it would otherwise ignore"),
+    ({"torch_autocast": {"enabled": "false"}}, "torch_autocast.enabled: found str 'false'", "valid boolean"),
+    ({"torch_autocast": {"enabled": 1}}, "torch_autocast.enabled: found int 1", "valid boolean"),
+    ({"torch_autocast": True}, "torch_autocast: found bool True", "valid dictionary"),
+    ({"torch_autocast": {**AUTOCAST, "dtype": "int8"}}, "torch_autocast.dtype: found str 'int8'", "'bf16'"),
+    ({"torch_autocast": {"enabled": True}}, "torch_autocast.dtype: found no dtype", '"bfloat16" or "float16"'),
+    ({"torch_autocast": {**AUTOCAST, "dtype": "fp32"}}, "torch_autocast.dtype: found 'fp32'", '"bfloat16" or "float16"'),
+    (
+        {"torch_autocast": {**AUTOCAST, "lower_precision_safe_modules": "torch.nn.Linear"}},
+        "torch_autocast.lower_precision_safe_modules: found str 'torch.nn.Linear'",
+        "valid list",
+    ),
+    ({"torch_autocast": AUTOCAST, "bf16": {"enabled": True}}, "torch_autocast.enabled and bf16.enabled", "at most one"),
+    ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "bf16.enabled and fp16.enabled", "at most one"),
+    ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: found int 4", "0, 1, 2 or 3"),
+    ({"zero_optimization": {"stage": True}}, "zero_optimization.stage: found bool True", "0, 1, 2 or 3"),
+    ({"zero_optimization": {"stage": 2.0}}, "zero_optimization.stage: found float 2.0", "0, 1, 2 or 3"),
+    ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: found int 0", "greater than or equal to 1"),
+    ({"gradient_accumulation_steps": True}, "gradient_accumulation_steps: found bool True", "valid integer"),
+    ({"gradient_clipping": True}, "gradient_clipping: found bool True", "a boolean is not a number"),
+    ({"gradient_clipping": float("inf")}, "gradient_clipping: found float inf", "finite"),
+    ({"gradient_clipping": -1}, "gradient_clipping: found int -1", "greater than or equal to 0"),
+    ({"communication_data_type": "int8"}, "communication_data_type: found str 'int8'", "'fp32'"),
+    ({"communication_data_type": "bf16"}, "communication_data_type: found bf16", "fp32 (mode fp32)"),
+    ({"torch_autocast": AUTOCAST, "communication_data_type": "fp16"}, "communication_data_type: found fp16", "bf16 or fp32"),
+    ({"fp16": {"enabled": True, "loss_scale": True}}, "fp16.loss_scale: found bool True", "a boolean is not a number"),
+    ({"fp16": {"enabled": True, "hysteresis": 0}}, "fp16.hysteresis: found int 0", "greater than or equal to 1"),
+    ("{}", "config: found a string of JSON", "Call json.loads"),
+    ("no/such/file.json", "config: found no readable file at 'no/such/file.json'", "Check the path"),
+    ([], "config: found list []", "a mapping, or the path of a JSON file"),
+]
+
+
+@pytest.mark.parametrize(("cfg", "where_and_found", "words"), BAD, ids=[str(row[0])[:60] for row in BAD])
+def test_bad_input_is_refused_by_name(cfg, where_and_found, words):
+    with pytest.raises(ConfigError) as caught:
+        policy_from_config(cfg)
+    assert where_and_found in str(caught.value)
+    assert words in str(caught.value)
+
+
+def test_a_key_twice_in_a_file_is_refused(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"gradient_clipping": 1.0, "gradient_clipping": 2.0}')
+    with pytest.raises(ConfigError, match="gradient_clipping: found the key twice"):
+        policy_from_config(path)
+
+
+def test_safe_classes_by_full_name_by_bare_name_and_from_the_model():
+    classes = resolve_safe_classes(["torch.nn.Linear", "Conv2d", "Block"], Llama(tied=True))
+    assert classes[:2] == (nn.Linear, nn.Conv2d)
+    assert classes[2].__name__ == "Block"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("torch.nn.Linaer", "Looked for 'Linaer' in 'torch.nn'"),
+        ("no_such_package.Linear", "which does not import"),
+        ("Linaer", "which no class of torch.nn or of the model carries"),
+        ("torch.nn.functional.linear", "valid: subclasses of torch.nn.Module"),
+        ("collections.OrderedDict", "valid: subclasses of torch.nn.Module"),
+    ],
+)
+def test_a_class_name_that_is_none_says_what_was_looked_up(name, words):
+    with pytest.raises(ConfigError, match="torch_autocast.lower_precision_safe_modules: found") as caught:
+        resolve_safe_classes([name], nn.Linear(1, 1))
+    assert words in str(caught.value)

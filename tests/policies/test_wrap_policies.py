@@ -1,0 +1,89 @@
+"""Which modules become units."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+from tests.models import Block, ConvNet, Encoder, HfLlama, Llama
+from zeroamp import WrapError
+from zeroamp.policies import find_units
+
+BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
+
+
+def model():
+    with torch.device("meta"):
+        return Llama(tied=True)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        None,
+        Block,
+        "Block",
+        {Block},
+        ["Block"],
+        "tests.models.Block",
+        ModuleWrapPolicy({Block}),
+        functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+        functools.partial(size_based_auto_wrap_policy, min_num_params=10_000),
+    ],
+    ids=str,
+)
+def test_every_form_of_policy_finds_the_blocks(policy):
+    assert sorted(find_units(model(), policy)) == BLOCKS
+
+
+def test_children_come_before_parents():
+    units = find_units(model(), {"Block", "RMSNorm"})
+    assert units.index("blocks.0.norm1") < units.index("blocks.0")
+
+
+def test_subclasses_match_by_class_and_by_name():
+    class Special(Block):
+        pass
+
+    nested = nn.Module()
+    nested.block = Special()
+    assert find_units(nested, Block) == find_units(nested, "Block") == ["block"]
+
+
+def test_the_default_is_what_transformers_must_not_split():
+    assert sorted(find_units(HfLlama())) == ["model.layers.0", "model.layers.1"]
+
+
+def test_the_default_of_other_models_is_repeated_blocks_in_module_lists():
+    assert sorted(find_units(Encoder())) == ["encoder.layers.0", "encoder.layers.1"]
+    assert sorted(find_units(ConvNet())) == ["stages.0", "stages.1"]
+
+
+def test_experts_inside_a_block_are_no_units_by_default():
+    mixture = model()
+    for block in mixture.blocks:
+        block.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    assert sorted(find_units(mixture)) == BLOCKS
+
+
+def test_a_model_without_repeated_blocks_is_one_unit_and_says_so(caplog):
+    with caplog.at_level("INFO", logger="zeroamp"):
+        assert find_units(nn.Linear(2, 2)) == []
+    assert "the whole model is one unit" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["Blok", {nn.Conv2d}, ["Block", "Blok"], ModuleWrapPolicy({nn.Conv2d})],
+)
+def test_a_policy_that_matches_nothing_names_the_classes_that_exist(policy):
+    with pytest.raises(WrapError, match="matches no module of Llama; valid: the classes in this model: Block, Embedding"):
+        find_units(model(), policy)
+
+
+@pytest.mark.parametrize("policy", [3, [], [3], {nn.Linear(1, 1)}, int], ids=str)
+def test_other_forms_are_refused(policy):
+    with pytest.raises(WrapError, match="auto_wrap_policy: found .*; valid: module classes, class names"):
+        find_units(model(), policy)

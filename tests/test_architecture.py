@@ -1,0 +1,79 @@
+"""Imports go policies -> hooks -> zeroamp, and what is public is documented."""
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+
+import zeroamp
+
+ROOT = Path(__file__).parents[1]
+MAY_IMPORT = {"policies": {"policies"}, "hooks": {"policies", "hooks"}, "zeroamp": {"policies", "hooks", "zeroamp"}}
+
+
+def _layers_imported(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        modules = []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} has a relative import"
+            modules = [node.module]
+            if node.module == "zeroamp":
+                modules = [f"zeroamp.{alias.name}" for alias in node.names]
+        for module in modules:
+            top, _, rest = module.partition(".")
+            assert top not in ("policies", "hooks"), f"{path.name}: a bare import loads a second copy"
+            if top == "zeroamp":
+                layer = rest.partition(".")[0]
+                yield layer if layer in ("policies", "hooks") else "zeroamp"
+
+
+@pytest.mark.parametrize("layer", MAY_IMPORT)
+def test_imports_go_one_way(layer):
+    files = list((ROOT / layer).glob("*.py"))
+    assert files
+    for path in files:
+        assert set(_layers_imported(path)) <= MAY_IMPORT[layer], path.name
+
+
+def test_policies_do_not_touch_torch_distributed():
+    for path in (ROOT / "policies").glob("*.py"):
+        assert "import torch.distributed" not in path.read_text(), path.name
+        assert "from torch.distributed" not in path.read_text(), path.name
+
+
+@pytest.mark.parametrize("name", ["zeroamp", "zeroamp.policies", "zeroamp.hooks"])
+def test_all_names_exist_are_sorted_and_documented(name):
+    module = importlib.import_module(name)
+    assert module.__all__ == sorted(module.__all__)
+    for public in module.__all__:
+        value = getattr(module, public)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert inspect.getdoc(value), f"{name}.{public} has no docstring"
+
+
+def test_the_links_are_links():
+    for folder in ("policies", "hooks"):
+        link = ROOT / "zeroamp" / folder
+        assert link.is_symlink()
+        assert link.readlink() == Path("..") / folder
+
+
+def test_the_oracle_imports_nothing_of_ours():
+    for name in ("reference.py", "models.py"):
+        assert "zeroamp" not in [a.split(".")[0] for a in _imports(ROOT / "tests" / name)]
+
+
+def _imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+
+
+def test_the_version_is_the_one_of_the_package():
+    assert f'version = "{zeroamp.__version__}"' in (ROOT / "pyproject.toml").read_text()

@@ -1,0 +1,134 @@
+"""Units, dtypes and groups, on the meta device: nothing here runs."""
+
+import pytest
+import torch
+from torch import nn
+
+import zeroamp
+from tests.models import ConvNet, Encoder, HfLlama, Llama
+from tests.training import config
+
+
+def plan(model, auto_wrap_policy=None, **options):
+    return zeroamp.build_plan(model, zeroamp.policy_from_config(config(**options)), auto_wrap_policy)
+
+
+def meta(factory, *args, **kwargs):
+    with torch.device("meta"):
+        return factory(*args, **kwargs)
+
+
+def groups(plan):
+    return {group.name: {param.fqn for param in group.params} for group in plan.groups}
+
+
+def low(plan):
+    return {param.fqn for param in plan.params if param.dtypes.gather == torch.bfloat16}
+
+
+def test_a_tied_weight_is_unsafe_where_one_owner_is():
+    built = plan(meta(Llama, tied=True))
+    embed = next(param for param in built.params if param.fqn == "embed.weight")
+    assert embed.aliases == ("head.weight",)
+    assert embed.unit == ""
+    assert embed.dtypes.gather == torch.float32
+    assert embed.reason == "not safe: owned by Embedding (embed), tied with head.weight"
+    assert groups(built)["root"] == {"embed.weight", "norm.weight"}
+
+
+def test_an_untied_head_is_safe_and_the_large_embedding_is_a_group_of_its_own():
+    built = plan(meta(Llama, tied=False))
+    assert groups(built)["root"] == {"head.weight"}
+    # The embedding of this small model is under the threshold, so it is pooled with the norms.
+    assert groups(built)["model-wide:fp32"] >= {"embed.weight", "norm.weight", "blocks.0.norm1.weight"}
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 1000}
+    built = zeroamp.build_plan(
+        meta(Llama, tied=False), zeroamp.policy_from_config({**config(), "zero_optimization": zero})
+    )
+    assert groups(built)["root:fp32"] == {"embed.weight"}
+
+
+def test_attention_weights_that_multihead_attention_owns_are_unsafe_and_subclasses_of_linear_safe():
+    built = plan(meta(Encoder))
+    assert "encoder.layers.0.self_attn.out_proj.weight" in low(built)  # NonDynamicallyQuantizableLinear
+    assert "encoder.layers.0.self_attn.in_proj_weight" not in low(built)
+    assert "position" in groups(built)["root"]
+
+
+def test_a_threshold_of_zero_gives_each_unit_its_own_fp32_group():
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    built = zeroamp.build_plan(
+        meta(Llama, tied=True), zeroamp.policy_from_config({**config(), "zero_optimization": zero})
+    )
+    assert groups(built)["blocks.1:fp32"] == {"blocks.1.norm1.weight", "blocks.1.norm2.weight"}
+    assert "model-wide:fp32" not in groups(built)
+
+
+def test_every_parameter_is_in_exactly_one_group():
+    for factory in (lambda: Llama(tied=True), lambda: Llama(tied=False), ConvNet, Encoder, HfLlama):
+        model = factory()
+        built = plan(model)
+        assert sorted(param.fqn for param in built.params) == sorted(fqn for fqn, _ in model.named_parameters())
+
+
+def test_fp32_mode_needs_one_group_per_unit():
+    assert [group.kind for group in plan(meta(Llama, tied=True), dtype=None).groups] == ["unit"] * 4
+
+
+def test_frozen_parameters_share_the_group_of_their_dtypes():
+    model = meta(Llama, tied=True)
+    model.blocks[0].qkv.requires_grad_(False)
+    built = plan(model)
+    assert "blocks.0.qkv.weight" in groups(built)["blocks.0"]
+    row = next(param for param in built.params if param.fqn == "blocks.0.qkv.weight")
+    assert row.dtypes.wire is row.dtypes.accumulate is row.dtypes.optimizer is None
+
+
+def test_fp32_adapters_on_a_frozen_bf16_base_are_groups_apart():
+    model = meta(Llama, tied=True).bfloat16().requires_grad_(False)
+    for block in model.blocks:
+        block.adapter = nn.Linear(32, 4, device="meta")
+    built = plan(model)
+    assert groups(built)["blocks.0:bf16"] == {"blocks.0.adapter.weight", "blocks.0.adapter.bias"}
+    assert all(param.dtypes.gather == torch.bfloat16 for param in built.params if "norm" in param.fqn)
+
+
+def test_a_module_in_two_units_belongs_to_the_innermost_unit_around_both():
+    model = meta(Llama, tied=True)
+    model.blocks[2].norm1 = model.blocks[0].norm1
+    model.blocks[1].norm2 = model.blocks[1].norm1
+    units = {param.fqn: param.unit for param in plan(model).params}
+    assert units["blocks.0.norm1.weight"] == ""
+    assert units["blocks.1.norm1.weight"] == "blocks.1"
+
+
+def test_a_block_that_is_registered_twice_is_one_unit():
+    model = meta(Llama, tied=True)
+    model.blocks[2] = model.blocks[0]
+    built = plan(model)
+    assert set(built.units) == {"blocks.0", "blocks.1"}
+    assert {param.unit for param in built.params if "qkv" in param.fqn} == {"blocks.0", "blocks.1"}
+
+
+def test_stage_0_says_that_its_wire_is_fp32_unless_native():
+    assert {p.dtypes.wire for p in plan(meta(Llama, tied=True), stage=0).params} == {torch.float32}
+    native = plan(meta(Llama, tied=True), stage=0, zeroamp={"reduce_accumulate_dtype": "native"})
+    assert {p.dtypes.wire for p in native.params} == {torch.float32, torch.bfloat16}
+
+
+def test_trainable_low_precision_storage_is_refused():
+    with pytest.raises(zeroamp.WrapError, match=r"embed.weight: found a trainable parameter stored in bf16.*model.float"):
+        plan(meta(Llama, tied=True).bfloat16())
+
+
+def test_a_parameter_without_dimensions_is_refused():
+    model = meta(Llama, tied=True)
+    model.temperature = nn.Parameter(torch.zeros((), device="meta"))
+    with pytest.raises(zeroamp.WrapError, match="temperature: found a parameter of no dimensions"):
+        plan(model)
+
+
+def test_safe_modules_that_own_nothing_are_refused():
+    cfg = {**config(), "torch_autocast": {"enabled": True, "dtype": "bf16", "lower_precision_safe_modules": ["Conv1d"]}}
+    with pytest.raises(zeroamp.ConfigError, match="Conv1d, which own no parameter of Llama"):
+        zeroamp.build_plan(meta(Llama, tied=True), zeroamp.policy_from_config(cfg))

@@ -18,7 +18,10 @@ def first_tensor(value):
 
 
 class Collectives(TorchDispatchMode):
-    """`calls`: Counter of (kind, dtype); `elements`: the unsharded elements of each. A mode changes last bits: only count."""
+    """`calls`: Counter of (kind, dtype). `elements`: the unsharded elements of each.
+
+    Only for counting: a dispatch mode changes the last bits of results.
+    """
 
     def __init__(self):
         super().__init__()

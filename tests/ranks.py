@@ -1,5 +1,6 @@
 """Rank processes that live as long as the test session: spawning torch per test would cost more than the tests."""
 
+import contextlib
 import os
 import socket
 import time
@@ -35,7 +36,7 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection) -> Non
         body, args = call
         try:
             answer = (True, body(*args))
-        except BaseException:  # noqa: BLE001  whatever it is, it is the answer
+        except BaseException:  # whatever it is, it is the answer
             answer = (False, traceback.format_exc())
         torch._dynamo.reset()
         connection.send(answer)
@@ -96,10 +97,8 @@ class Ranks:
     def stop(self) -> None:
         """End the processes, politely where they listen."""
         for connection in self._connections:
-            try:
+            with contextlib.suppress(OSError):
                 connection.send(None)
-            except OSError:
-                pass
         for process in self._processes:
             process.join(timeout=5)
             if process.is_alive():

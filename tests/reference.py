@@ -1,6 +1,6 @@
 """The oracle: one process, plain torch, the ranks written out. Imports nothing of zeroamp.
 
-fp32 parameters, `torch.autocast`, each rank's micro-batches one after the other, gradients averaged by written-out sums.
+fp32 parameters, `torch.autocast`, each rank's micro-batches one after the other, averages as written-out sums.
 """
 
 import torch

@@ -123,7 +123,7 @@ def register_forward_method(model: nn.Module, method_name: str) -> None:
 
 def _refuse_unusable(model: object, policy: Policy) -> None:
     if not isinstance(model, nn.Module):
-        raise WrapError(describe("model", repr(model), "a torch.nn.Module", "Pass the module itself."))
+        raise WrapError(describe("model", f"a {type(model).__name__}", "a torch.nn.Module", "Pass the module itself."))
     wrapped = next((fqn for fqn, module in model.named_modules() if isinstance(module, FSDPModule)), None)
     if wrapped is not None:
         raise WrapError(

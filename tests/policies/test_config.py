@@ -38,13 +38,21 @@ def test_a_disabled_block_is_validated_but_has_no_effect():
 BAD = [
     ({"zero_optimisation": {}}, "zero_optimisation: found a key that zeroamp does not support", "'zero_optimization'"),
     ({"torch_autocast": {"enable": True}}, "torch_autocast.enable: found a key", "Did you mean 'enabled'?"),
-    ({"optimizer": {}}, "optimizer: found a key that zeroamp does not support", "refuses what it would otherwise ignore"),
+    (
+        {"optimizer": {}},
+        "optimizer: found a key that zeroamp does not support",
+        "refuses what it would otherwise ignore",
+    ),
     ({"torch_autocast": {"enabled": "false"}}, "torch_autocast.enabled: found str 'false'", "valid boolean"),
     ({"torch_autocast": {"enabled": 1}}, "torch_autocast.enabled: found int 1", "valid boolean"),
     ({"torch_autocast": True}, "torch_autocast: found bool True", "valid dictionary"),
     ({"torch_autocast": {**AUTOCAST, "dtype": "int8"}}, "torch_autocast.dtype: found str 'int8'", "'bf16'"),
     ({"torch_autocast": {"enabled": True}}, "torch_autocast.dtype: found no dtype", '"bfloat16" or "float16"'),
-    ({"torch_autocast": {**AUTOCAST, "dtype": "fp32"}}, "torch_autocast.dtype: found 'fp32'", '"bfloat16" or "float16"'),
+    (
+        {"torch_autocast": {**AUTOCAST, "dtype": "fp32"}},
+        "torch_autocast.dtype: found 'fp32'",
+        '"bfloat16" or "float16"',
+    ),
     (
         {"torch_autocast": {**AUTOCAST, "lower_precision_safe_modules": "torch.nn.Linear"}},
         "torch_autocast.lower_precision_safe_modules: found str 'torch.nn.Linear'",
@@ -62,7 +70,11 @@ BAD = [
     ({"gradient_clipping": -1}, "gradient_clipping: found int -1", "greater than or equal to 0"),
     ({"communication_data_type": "int8"}, "communication_data_type: found str 'int8'", "'fp32'"),
     ({"communication_data_type": "bf16"}, "communication_data_type: found bf16", "fp32 (mode fp32)"),
-    ({"torch_autocast": AUTOCAST, "communication_data_type": "fp16"}, "communication_data_type: found fp16", "bf16 or fp32"),
+    (
+        {"torch_autocast": AUTOCAST, "communication_data_type": "fp16"},
+        "communication_data_type: found fp16",
+        "bf16 or fp32",
+    ),
     ({"fp16": {"enabled": True, "loss_scale": True}}, "fp16.loss_scale: found bool True", "a boolean is not a number"),
     ({"fp16": {"enabled": True, "hysteresis": 0}}, "fp16.hysteresis: found int 0", "greater than or equal to 1"),
     ("{}", "config: found a string of JSON", "Call json.loads"),

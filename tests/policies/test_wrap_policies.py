@@ -79,7 +79,9 @@ def test_a_model_without_repeated_blocks_is_one_unit_and_says_so(caplog):
     ["Blok", {nn.Conv2d}, ["Block", "Blok"], ModuleWrapPolicy({nn.Conv2d})],
 )
 def test_a_policy_that_matches_nothing_names_the_classes_that_exist(policy):
-    with pytest.raises(WrapError, match="matches no module of Llama; valid: the classes in this model: Block, Embedding"):
+    with pytest.raises(
+        WrapError, match="matches no module of Llama; valid: the classes in this model: Block, Embedding"
+    ):
         find_units(model(), policy)
 
 

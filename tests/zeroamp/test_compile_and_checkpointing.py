@@ -45,7 +45,12 @@ class _Checkpointed(torch.nn.Module):
 
 
 def _run(stage, how, accumulation=1):
-    after = {"compile": _compile, "inductor": _compile_with_inductor, "inside": _checkpoint, "outside": _checkpoint_outside}
+    after = {
+        "compile": _compile,
+        "inductor": _compile_with_inductor,
+        "inside": _checkpoint,
+        "outside": _checkpoint_outside,
+    }
     # A bf16 wire would round stage 1's accumulated fp32 gradient.
     comm = "fp32" if accumulation > 1 else None
     return train(NAME, config(stage, accumulation=accumulation, comm=comm), NUM_STEPS, prepare=after[how])

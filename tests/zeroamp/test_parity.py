@@ -126,5 +126,7 @@ def test_modules_used_twice(ranks2):
     losses, norms, _ = reference.train("llama_tied", world_size=2, num_steps=NUM_STEPS, clip=CLIP, prepare=_share)
     for rank, by_stage in enumerate(by_rank):
         for our_losses, our_norms, _, _ in by_stage.values():
-            torch.testing.assert_close(torch.tensor(our_losses), torch.tensor([r[rank] for r in losses]), rtol=1e-4, atol=0)
+            torch.testing.assert_close(
+                torch.tensor(our_losses), torch.tensor([r[rank] for r in losses]), rtol=1e-4, atol=0
+            )
             torch.testing.assert_close(torch.tensor(our_norms), torch.tensor(norms), rtol=2e-3, atol=0)

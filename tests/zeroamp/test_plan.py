@@ -117,7 +117,9 @@ def test_stage_0_says_that_its_wire_is_fp32_unless_native():
 
 
 def test_trainable_low_precision_storage_is_refused():
-    with pytest.raises(zeroamp.WrapError, match=r"embed.weight: found a trainable parameter stored in bf16.*model.float"):
+    with pytest.raises(
+        zeroamp.WrapError, match=r"embed.weight: found a trainable parameter stored in bf16.*model.float"
+    ):
         plan(meta(Llama, tied=True).bfloat16())
 
 

@@ -29,7 +29,8 @@ def test_a_plain_loop_trains_right_where_there_is_nothing_to_leave_out(ranks2, s
 
 
 @pytest.mark.parametrize(
-    ("options", "key"), [({"accumulation": 2}, "gradient_accumulation_steps 2"), ({"clip": 1.0}, "gradient_clipping 1.0")]
+    ("options", "key"),
+    [({"accumulation": 2}, "gradient_accumulation_steps 2"), ({"clip": 1.0}, "gradient_clipping 1.0")],
 )
 def test_a_plain_backward_is_refused_where_the_config_asks_for_more(ranks2, options, key):
     with pytest.raises(RankError, match=f"StepError: backward: found loss.backward\\(\\) with {key}"):

@@ -103,7 +103,10 @@ def _meta(factory_name, stage, seed_by_rank):
         losses.append(float(loss.detach()))
         train.backward(loss)
         train.step()
-    tied = {"llama": lambda m: m.head.weight is m.embed.weight, "hf": lambda m: m.lm_head.weight is m.get_input_embeddings().weight}
+    tied = {
+        "llama": lambda m: m.head.weight is m.embed.weight,
+        "hf": lambda m: m.lm_head.weight is m.get_input_embeddings().weight,
+    }
     return unchanged, tied[factory_name](model), start, losses
 
 

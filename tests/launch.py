@@ -1,0 +1,31 @@
+"""Runs a script under torchrun, with a bound, leaving no process behind."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def torchrun(*arguments, ranks=2, timeout_s=240, cwd=ROOT):
+    """Return what the ranks printed; raise with it if the exit status is not 0."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    process = subprocess.Popen(
+        [*command, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,  # so that the ranks can be ended together
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        raise AssertionError(f"no end after {timeout_s} s:\n{output}") from None
+    assert process.returncode == 0, output
+    return output

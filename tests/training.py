@@ -9,9 +9,12 @@ import zeroamp
 from tests.models import batch, build, loss_of
 
 
-def config(stage=3, *, dtype="bfloat16", comm=None, accumulation=1, clip=0.0, **more):
+def config(stage=3, *, dtype="bfloat16", comm=None, accumulation=1, clip=0.0, threshold=None, **more):
+    zero = {"stage": stage}
+    if threshold is not None:
+        zero["stage3_param_persistence_threshold"] = threshold
     cfg = {
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": zero,
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": clip,
         **more,

@@ -88,6 +88,14 @@ def test_stage_3_costs_one_gather_and_one_reduction_more_than_one_dtype_would(ra
     assert calls["all_to_all", BF16] + calls["reduce_scatter", FP32] == 5
 
 
+def test_with_a_threshold_of_zero_every_unit_gathers_its_fp32_parameters_itself(ranks2):
+    calls, elements = ranks2.run(_llama, 3, 1, {"threshold": 0})[0]
+    assert calls["all_gather", BF16] == 6
+    assert calls["all_gather", FP32] == 7
+    assert calls["reduce_scatter", FP32] == 4
+    assert elements["all_gather", FP32] == 2 * SMALL + ROOT
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_communication_data_type_fp32_is_honoured_with_bf16_gathers(ranks2, stage):
     calls, _ = ranks2.run(_llama, stage, 1, {"comm": "fp32"})[0]

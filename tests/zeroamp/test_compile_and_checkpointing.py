@@ -44,7 +44,7 @@ class _Checkpointed(torch.nn.Module):
         return checkpoint(self.block, x, use_reentrant=False)
 
 
-def _run(stage, how, accumulation=1):
+def _run(stage, how, accumulation=1, threshold=None):
     after = {
         "compile": _compile,
         "inductor": _compile_with_inductor,
@@ -53,14 +53,17 @@ def _run(stage, how, accumulation=1):
     }
     # A bf16 wire would round stage 1's accumulated fp32 gradient.
     comm = "fp32" if accumulation > 1 else None
-    return train(NAME, config(stage, accumulation=accumulation, comm=comm), NUM_STEPS, prepare=after[how])
+    cfg = config(stage, accumulation=accumulation, comm=comm, threshold=threshold)
+    return train(NAME, cfg, NUM_STEPS, prepare=after[how])
 
 
+@pytest.mark.parametrize("threshold", [None, 0], ids=["model-wide group", "group per unit"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("how", ["compile", "inside"])
-def test_same_bits_as_the_oracle(ranks2, stage, how):
+@pytest.mark.parametrize("how", ["compile", "inside", "outside"])
+def test_same_bits_as_the_oracle(ranks2, stage, how, threshold):
     losses, _, parameters = reference.train(NAME, world_size=2, num_steps=NUM_STEPS)
-    for rank, (our_losses, _, our_parameters, _) in enumerate(ranks2.run(_run, stage, how)):
+    for rank, (our_losses, _, our_parameters, _) in enumerate(ranks2.run(_run, stage, how, 1, threshold)):
+        our_parameters = {fqn.replace(".block.", "."): parameter for fqn, parameter in our_parameters.items()}
         assert our_losses == [ranks[rank] for ranks in losses]
         assert same_bits(our_parameters, parameters) == []
 

@@ -2,6 +2,7 @@
 
 import torch
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from tests.models import batch, build
 from tests.training import config, wrapped
@@ -38,6 +39,27 @@ def _measure():
             return theirs(tokens)
 
     return _kept_weight_bytes(ours, inputs, ours), _kept_weight_bytes(theirs, inputs, with_autocast)
+
+
+def _gathered_between_forward_and_backward(stage, threshold):
+    model = wrapped("llama_tied", config(stage, threshold=threshold))
+    loss = model(batch("llama_tied", 0))
+    gathered = {fqn for fqn, parameter in model.named_parameters() if not isinstance(parameter, DTensor)}
+    loss.backward()
+    return gathered, {fqn for fqn, parameter in model.named_parameters() if not isinstance(parameter, DTensor)}
+
+
+def test_stage_3_releases_units_and_their_typed_groups_after_forward(ranks2):
+    root = {"embed.weight", "norm.weight"}
+    assert ranks2.run(_gathered_between_forward_and_backward, 3, 0)[0] == (root, set())
+    norms = {f"blocks.{i}.norm{j}.weight" for i in range(3) for j in (1, 2)}
+    assert ranks2.run(_gathered_between_forward_and_backward, 3, 100_000)[0] == (root | norms, set())
+
+
+def test_stage_2_keeps_everything_gathered_until_the_backward(ranks2):
+    gathered, after = ranks2.run(_gathered_between_forward_and_backward, 2, 0)[0]
+    assert len(gathered) == len(dict(build("llama_tied").named_parameters()))
+    assert after == set()
 
 
 def test_autocast_keeps_no_replica_of_the_weights(ranks2):

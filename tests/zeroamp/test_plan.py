@@ -41,10 +41,7 @@ def test_an_untied_head_is_safe_and_the_large_embedding_is_a_group_of_its_own():
     assert groups(built)["root"] == {"head.weight"}
     # The embedding of this small model is under the threshold, so it is pooled with the norms.
     assert groups(built)["model-wide:fp32"] >= {"embed.weight", "norm.weight", "blocks.0.norm1.weight"}
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 1000}
-    built = zeroamp.build_plan(
-        meta(Llama, tied=False), zeroamp.policy_from_config({**config(), "zero_optimization": zero})
-    )
+    built = plan(meta(Llama, tied=False), threshold=1000)
     assert groups(built)["root:fp32"] == {"embed.weight"}
 
 
@@ -56,10 +53,7 @@ def test_attention_weights_that_multihead_attention_owns_are_unsafe_and_subclass
 
 
 def test_a_threshold_of_zero_gives_each_unit_its_own_fp32_group():
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    built = zeroamp.build_plan(
-        meta(Llama, tied=True), zeroamp.policy_from_config({**config(), "zero_optimization": zero})
-    )
+    built = plan(meta(Llama, tied=True), threshold=0)
     assert groups(built)["blocks.1:fp32"] == {"blocks.1.norm1.weight", "blocks.1.norm2.weight"}
     assert "model-wide:fp32" not in groups(built)
 

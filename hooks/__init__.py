@@ -1,17 +1,34 @@
 """What is attached to a module or to a collective."""
 
+from zeroamp.hooks._fsdp import complete_accumulation, zero_fill_unused
+from zeroamp.hooks.all_gather import CountingAllGather
 from zeroamp.hooks.autocast import AutocastHook
 from zeroamp.hooks.backward_guard import BackwardGuard
-from zeroamp.hooks.reduce_scatter import WireReduceScatter
-from zeroamp.hooks.typed_groups import Holder, attach_typed_group, group_policy, shard_typed_group, typed_group_hooks
+from zeroamp.hooks.reduce_scatter import ReceiveBuffers, WireReduceScatter
+from zeroamp.hooks.shard_accumulator import ShardAccumulator
+from zeroamp.hooks.traffic import Traffic, TrafficKey
+from zeroamp.hooks.typed_groups import (
+    Holder,
+    attach_typed_group,
+    group_policy,
+    shard_typed_group,
+    typed_group_hooks,
+)
 
 __all__ = [
     "AutocastHook",
     "BackwardGuard",
+    "CountingAllGather",
     "Holder",
+    "ReceiveBuffers",
+    "ShardAccumulator",
+    "Traffic",
+    "TrafficKey",
     "WireReduceScatter",
     "attach_typed_group",
+    "complete_accumulation",
     "group_policy",
     "shard_typed_group",
     "typed_group_hooks",
+    "zero_fill_unused",
 ]

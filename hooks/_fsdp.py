@@ -10,10 +10,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-# The base class of custom reduce-scatters: its setter is public, the class itself is exported nowhere up to 2.15.
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+# The base classes of custom collectives: their setters are public, the classes are exported nowhere up to 2.15.
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-__all__ = ["FORWARD_HOOKS", "ReduceScatter", "forward_hooks", "reduce_scatter"]
+__all__ = [
+    "FORWARD_HOOKS",
+    "AllGather",
+    "ReduceScatter",
+    "all_gather",
+    "complete_accumulation",
+    "forward_hooks",
+    "reduce_scatter",
+    "zero_fill_unused",
+]
 
 FORWARD_HOOKS = ("_pre_forward", "_post_forward")
 """Methods of `FSDPState` that gather a group before a forward and release it after."""
@@ -42,3 +51,41 @@ def reduce_scatter(output: torch.Tensor, input: torch.Tensor, group: dist.Proces
     """Run the backend's reduce-scatter of one flat tensor, by the name that this torch version does not deprecate."""
     collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     collective(output, input, op=op, group=group)
+
+
+def all_gather(
+    output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool
+) -> dist.Work | None:
+    """Run the backend's all-gather of one flat tensor, by the name that this torch version does not deprecate."""
+    collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work | None = collective(output, input, group=group, async_op=async_op)
+    return work
+
+
+def zero_fill_unused(root: FSDPModule) -> bool:
+    """Let parameters without a gradient take part in the reduction as zeros; return whether this torch can (2.13+)."""
+    enable = getattr(root, "set_reduce_scatter_unused_params", None)
+    if enable is not None:
+        enable(True)
+    return enable is not None
+
+
+def complete_accumulation(unit: FSDPModule) -> None:
+    """Before the reducing backward of a window: zeros for parameters that no earlier micro-batch of it used.
+
+    Up to 2.14, FSDP2 refuses a reduction in which some gradients were accumulated (in the reduce dtype) and some were
+    first computed in the last micro-batch (in the parameter's dtype). From 2.15 on it promotes them itself, and the
+    accumulated gradient cannot be set.
+    """
+    state = unit._get_fsdp_state()
+    # A list since 2.12, one or None before.
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    for group in filter(None, groups):
+        parameters = [p for p in group.fsdp_params if p.sharded_param.requires_grad and hasattr(p, "_unsharded_param")]
+        accumulated = [p.unsharded_accumulated_grad for p in parameters]
+        dtype = next((gradient.dtype for gradient in accumulated if gradient is not None), None)
+        if dtype is None or isinstance(getattr(type(parameters[0]), "unsharded_accumulated_grad", None), property):
+            continue
+        for parameter, gradient in zip(parameters, accumulated, strict=True):
+            if gradient is None:
+                parameter.unsharded_accumulated_grad = torch.zeros_like(parameter.unsharded_param, dtype=dtype)

@@ -5,42 +5,82 @@ Under autocast the raw gradient of a safe parameter is already in the low precis
 loss of a native low-precision reduce-scatter is in its partial sums. Here each rank sends every other rank its chunk
 as it is (all-to-all, the same bytes as a reduce-scatter), and sums what it received in fp32, ranks in order 0, 1, 2, ….
 That is the fp32 reduction of the same gradients at half the bytes, and deterministic.
+
+[Note: Dividing fp16]
+A native sum of fp16 can overflow before it is divided, and dividing first can underflow. As FSDP2 does for its own fp16
+reductions, divide by about sqrt(N) before and by the rest after. A sum in fp32 needs neither.
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from zeroamp.hooks._fsdp import ReduceScatter, reduce_scatter
+from zeroamp.hooks.traffic import Traffic
 
 
-class WireReduceScatter(ReduceScatter):
-    """A reduce-scatter for `FSDPModule.set_custom_reduce_scatter`.
+@dataclass(slots=True)
+class ReceiveBuffers:
+    """Flat buffers for what the all-to-alls receive, one per dtype, shared by all groups of a model.
 
-    FSDP2 asks `allocate` for the unsharded input, copies the gradients into it (casting), asks for the sharded output,
-    and calls. The input is given in `wire_dtype`, so no staging copy in the accumulate dtype exists. One per group.
+    Sharing is safe because FSDP2 runs all reductions in one stream, one after the other.
     """
 
-    def __init__(self, wire_dtype: torch.dtype, accumulate: Literal["fp32", "native"], world_size: int) -> None:
-        self.wire_dtype = wire_dtype
-        self.accumulate = accumulate
-        self.world_size = world_size  # of the mesh axis that shards
-        # Elements of an input whose output was not yet asked for: how `allocate` tells the two apart.
-        self._pending_input_numel: int | None = None
+    _buffers: dict[tuple[torch.dtype, torch.device], torch.Tensor] = field(default_factory=dict)
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a buffer of `tensor`'s size, dtype and device; it holds until the next call."""
+        key = tensor.dtype, tensor.device
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < tensor.numel():
+            # Dropped first: at no time are the old and the new one both held.
+            buffer = None
+            self._buffers.pop(key, None)
+            self._buffers[key] = buffer = torch.empty_like(tensor)
+        return buffer[: tensor.numel()]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class WireReduceScatter(ReduceScatter):
+    """A reduce-scatter for `FSDPModule.set_custom_reduce_scatter`. One per group.
+
+    FSDP2 asks `allocate` for the unsharded input, copies the gradients into it (casting), asks for the sharded output,
+    and calls. The input is given in `wire_dtype`, so no staging copy in another dtype exists. Beyond the gradients, one
+    reduction needs twice the wire bytes and an fp32 shard for "fp32", the wire bytes and a shard of them for "native".
+    """
+
+    wire_dtype: torch.dtype
+    accumulate: Literal["fp32", "native"]
+    """Where the sum over ranks is taken, see [Note: Summing in fp32]. No effect on a wire of fp32."""
+    world_size: int
+    """Ranks of the mesh axis that shards."""
+    is_replicated: bool = False
+    """Whether an all-reduce over replicas follows. It runs in the output's dtype: fp32, or a native bf16 wire's."""
+    group_name: str = ""
+    traffic: Traffic = field(default_factory=Traffic)
+    buffers: ReceiveBuffers = field(default_factory=ReceiveBuffers)
+    _pending_input_numel: int | None = None
+    """Elements of an input whose output was not yet asked for: how `allocate` tells the two apart."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an empty 1-D tensor: the input in `wire_dtype`, the output in the dtype that sums.
 
-        `dtype` is FSDP2's reduce dtype, the one that gradients accumulate in.
+        `dtype`, in which FSDP2 would reduce, is the one that unsharded gradients accumulate in: neither of the two.
         """
+        del dtype
         numel = math.prod(int(length) for length in size)
         is_output = self._pending_input_numel == numel * self.world_size
         self._pending_input_numel = None if is_output else numel
-        sums_on_arrival = is_output and self.accumulate == "fp32"
-        return torch.empty(numel, dtype=dtype if sums_on_arrival else self.wire_dtype, device=device)
+        return torch.empty(numel, dtype=self._output_dtype() if is_output else self.wire_dtype, device=device)
+
+    def _output_dtype(self) -> torch.dtype:
+        # gloo and NCCL average fp16 by summing first, so replicas of an fp16 shard are averaged in fp32.
+        overflows = self.is_replicated and self.wire_dtype == torch.float16
+        return torch.float32 if self.accumulate == "fp32" or overflows else self.wire_dtype
 
     def __call__(
         self,
@@ -53,23 +93,39 @@ class WireReduceScatter(ReduceScatter):
         """Reduce `input_tensor` (unsharded, wire dtype) into `output_tensor` (this rank's shard)."""
         if async_op:
             raise AssertionError("expected FSDP2 to reduce on its own stream, got async_op=True")
-        if input_tensor.dtype == output_tensor.dtype:
-            reduce_scatter(output_tensor, input_tensor, group, op)
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise AssertionError(f"expected SUM or AVG, got {op}")
+        sums_here = self.accumulate == "fp32" and self.wire_dtype != torch.float32
+        self.traffic.count("all_to_all" if sums_here else "reduce_scatter", input_tensor, self.group_name)
+        if sums_here:
+            self._sum_in_rank_order(output_tensor, input_tensor, group, op)
+        elif self.wire_dtype == torch.float16 and op == dist.ReduceOp.AVG:
+            _average_fp16(output_tensor, input_tensor, group)
         else:
-            _sum_in_rank_order(output_tensor, input_tensor, group, op)
+            reduce_scatter(output_tensor, input_tensor, group, op)
+
+    def _sum_in_rank_order(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any
+    ) -> None:
+        # See [Note: Summing in fp32].
+        received = self.buffers.like(input_tensor)  # one chunk from every rank, wire dtype
+        dist.all_to_all_single(received, input_tensor, group=group)
+        chunks = received.view(group.size(), -1)
+        output_tensor.copy_(chunks[0])
+        for chunk in chunks[1:]:
+            output_tensor.add_(chunk)  # promotes to fp32
+        if op == dist.ReduceOp.AVG:
+            output_tensor.div_(group.size())
 
 
-def _sum_in_rank_order(
-    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any
-) -> None:
-    # See [Note: Summing in fp32].
-    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-        raise AssertionError(f"expected SUM or AVG, got {op}")
-    received = torch.empty_like(input_tensor)  # one chunk from every rank, wire dtype
-    dist.all_to_all_single(received, input_tensor, group=group)
-    chunks = received.view(group.size(), -1)
-    output_tensor.copy_(chunks[0])
-    for chunk in chunks[1:]:
-        output_tensor.add_(chunk)  # promotes to fp32
-    if op == dist.ReduceOp.AVG:
-        output_tensor.div_(group.size())
+def _average_fp16(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    # See [Note: Dividing fp16].
+    before = 2 ** math.ceil(math.log2(group.size()) / 2)
+    input_tensor.div_(before)
+    reduced = output_tensor
+    if output_tensor.dtype != input_tensor.dtype:
+        reduced = torch.empty_like(output_tensor, dtype=input_tensor.dtype)
+    reduce_scatter(reduced, input_tensor, group, dist.ReduceOp.SUM)
+    if reduced is not output_tensor:
+        output_tensor.copy_(reduced)
+    output_tensor.div_(group.size() / before)

@@ -100,7 +100,7 @@ def attach_typed_group(holder: FSDPModule, hook_at: nn.Module) -> list[Removable
 def group_policy(
     gather: torch.dtype, accumulate: torch.dtype, *, cast_forward_inputs: bool = False
 ) -> MixedPrecisionPolicy:
-    """Return FSDP2's policy for a group gathered in `gather`, whose gradients accumulate in `accumulate`.
+    """Return FSDP2's policy for a group gathered in `gather`, whose unsharded gradients accumulate in `accumulate`.
 
     The wire dtype is not in it: `WireReduceScatter` casts on the way into the reduction. `reduce_dtype` is always set,
     because what None means changed in torch 2.15.

@@ -10,12 +10,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
+from zeroamp.policies.accumulation import refusal
 from zeroamp.policies.dtypes import DTYPE_BY_NAME, LOW_DTYPES, short_name
 from zeroamp.policies.errors import ConfigError, describe
+from zeroamp.policies.loss_scale import NO_LOSS_SCALE, LossScale
 from zeroamp.policies.policy import Mode, Policy
 from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES
+
+_FLOAT16 = ("fp16", "float16", "half")
 
 DtypeName = Literal["fp32", "float32", "float", "bf16", "bfloat16", "fp16", "float16", "half"]
 
@@ -57,7 +62,7 @@ class Bf16Block(_Block):
 
 
 class Fp16Block(_Block):
-    """`fp16`: everything in float16, fp32 master weights, loss scaling."""
+    """`fp16`: everything in float16, fp32 master weights. Its loss-scale keys apply to float16 autocast as well."""
 
     enabled: bool = False
     loss_scale: Annotated[Number, Field(ge=0, allow_inf_nan=False)] = 0.0
@@ -75,10 +80,17 @@ class ZeroOptimizationBlock(_Block):
     stage3_param_persistence_threshold: Annotated[int, Field(ge=0)] = 100_000
 
 
+class DataTypesBlock(_Block):
+    """`data_types`: dtypes of the training state."""
+
+    grad_accum_dtype: DtypeName | None = None
+
+
 class ZeroampBlock(_Block):
     """`zeroamp`: what DeepSpeed has no key for."""
 
     reduce_accumulate_dtype: Literal["fp32", "native"] = "fp32"
+    count_traffic: bool = True
 
 
 class Config(_Block):
@@ -88,6 +100,8 @@ class Config(_Block):
     bf16: Bf16Block = Bf16Block()
     fp16: Fp16Block = Fp16Block()
     zero_optimization: ZeroOptimizationBlock = ZeroOptimizationBlock()
+    data_types: DataTypesBlock = DataTypesBlock()
+    gradient_accumulation_dtype: DtypeName | None = None
     communication_data_type: DtypeName | None = None
     gradient_accumulation_steps: Annotated[int, Field(ge=1)] = 1
     gradient_clipping: Annotated[Number, Field(ge=0, allow_inf_nan=False)] = 0.0
@@ -114,11 +128,17 @@ def policy_from_config(cfg: Mapping[str, Any] | str | os.PathLike[str]) -> Polic
         stage=config.zero_optimization.stage,
         communication_data_type=None if comm is None else DTYPE_BY_NAME[comm],
         reduce_accumulate_dtype=config.zeroamp.reduce_accumulate_dtype,
+        grad_accum_dtype=_accumulation_dtype(config),
+        loss_scale=_loss_scale(config.fp16) if dtype_name in _FLOAT16 else NO_LOSS_SCALE,
+        count_traffic=config.zeroamp.count_traffic,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         gradient_clipping=config.gradient_clipping,
         param_persistence_threshold=config.zero_optimization.stage3_param_persistence_threshold,
     )
     _check_communication(policy)
+    if reason := refusal(policy.low_dtype, policy.grad_accum_dtype):
+        found = f"{short_name(policy.grad_accum_dtype)} with compute in {short_name(policy.gather_dtype)}"
+        raise ConfigError(describe("data_types.grad_accum_dtype", found, '"fp32" or "bf16"', f"{reason}."))
     return policy
 
 
@@ -231,15 +251,56 @@ def _safe_modules(config: Config) -> tuple[str, ...]:
     return DEFAULT_SAFE_MODULES if named is None else tuple(named)
 
 
+def _accumulation_dtype(config: Config) -> torch.dtype:
+    names = {config.data_types.grad_accum_dtype, config.gradient_accumulation_dtype} - {None}
+    dtypes = {DTYPE_BY_NAME[name] for name in names if name is not None}
+    if len(dtypes) > 1:
+        raise ConfigError(
+            describe(
+                "gradient_accumulation_dtype",
+                f"{config.gradient_accumulation_dtype!r} beside data_types.grad_accum_dtype "
+                f"{config.data_types.grad_accum_dtype!r}",
+                "one of the two keys, or both alike",
+                "Remove one of them.",
+            )
+        )
+    return dtypes.pop() if dtypes else torch.float32
+
+
+def _loss_scale(block: Fp16Block) -> LossScale:
+    if block.loss_scale > 0:
+        return LossScale(initial=block.loss_scale, dynamic=False)
+    return LossScale(
+        initial=2.0**block.initial_scale_power,
+        window=block.loss_scale_window,
+        hysteresis=block.hysteresis,
+        consecutive_hysteresis=block.consecutive_hysteresis,
+        minimum=block.min_loss_scale,
+    )
+
+
 def _check_communication(policy: Policy) -> None:
-    asked = policy.communication_data_type
-    valid = {DTYPE_BY_NAME["fp32"], policy.gather_dtype}
-    if asked is not None and asked not in valid:
+    """Refuse wires that would lose what the rest of the config promises."""
+    asked, wire = policy.communication_data_type, policy.wire_dtype
+    is_native = policy.reduce_accumulate_dtype == "native"
+    if asked == torch.float16 and policy.low_dtype != torch.float16:
+        reason = "float16 gradients over- and underflow without loss scaling, which only float16 compute has."
+        raise ConfigError(describe("communication_data_type", "fp16", '"fp32" or "bf16"', reason))
+    if policy.stage == 0 and asked in LOW_DTYPES and not is_native:
         raise ConfigError(
             describe(
                 "communication_data_type",
-                short_name(asked),
-                " or ".join(sorted(short_name(dtype) for dtype in valid)) + f" (mode {policy.mode})",
-                "Choose fp32, the dtype of the precision mode, or leave it out.",
+                f"{short_name(wire)} at stage 0 with zeroamp.reduce_accumulate_dtype fp32",
+                '"fp32", or reduce_accumulate_dtype "native", or stage 1 and above',
+                "Stage 0 is an all-reduce, which sums on the way: a sum in fp32 needs fp32 on the wire.",
+            )
+        )
+    if policy.stage == 0 and is_native and wire == torch.float16:
+        raise ConfigError(
+            describe(
+                "zeroamp.reduce_accumulate_dtype",
+                "native at stage 0 with fp16 on the wire",
+                '"fp32", or communication_data_type "fp32" or "bf16"',
+                "An all-reduce of fp16 divides after it has summed, and overflows.",
             )
         )

@@ -5,6 +5,8 @@ from typing import Literal
 
 import torch
 
+from zeroamp.policies.loss_scale import NO_LOSS_SCALE, LossScale
+
 Mode = Literal["autocast", "bf16", "fp16", "fp32"]
 Stage = Literal[0, 1, 2, 3]
 ReduceAccumulate = Literal["fp32", "native"]
@@ -31,12 +33,23 @@ class Policy:
     """ZeRO stage: 0 replicates; 1 shards optimizer state; 2 also gradients; 3 also parameters."""
 
     communication_data_type: torch.dtype | None = None
-    """Dtype on the wire of the gradient reduction of low-precision parameters. None means the dtype their raw gradients
-    have (which loses nothing). Under autocast, unsafe parameters always reduce in fp32."""
+    """Dtype on the wire of the gradient reduction of low-precision parameters (of all parameters in mode "fp32"). None
+    means the dtype their raw gradients have, which loses nothing. Under autocast, unsafe parameters always reduce in
+    fp32."""
 
     reduce_accumulate_dtype: ReduceAccumulate = "fp32"
     """How a low-precision wire is summed: "fp32" sends low precision and sums in fp32 in rank order; "native" uses the
     backend's own reduction in the wire dtype. No effect on a wire of fp32."""
+
+    grad_accum_dtype: torch.dtype = torch.float32
+    """Dtype in which the gradients of several micro-batches are summed: unsharded at stages 0 and 1, sharded at stages
+    2 and 3. No effect with one micro-batch per step."""
+
+    loss_scale: LossScale = NO_LOSS_SCALE
+    """Only float16 scales the loss."""
+
+    count_traffic: bool = True
+    """Whether collectives are counted (calls and bytes). Results are the same bits either way."""
 
     gradient_accumulation_steps: int = 1
     """Micro-batches per optimizer step and rank."""

@@ -21,3 +21,10 @@ def ranks4():
     ranks = Ranks(4)
     yield ranks
     ranks.stop()
+
+
+@pytest.fixture(scope="module")
+def ranks8():
+    ranks = Ranks(8)
+    yield ranks
+    ranks.stop()

@@ -21,12 +21,14 @@ def train(
     num_replicas=1,
     lr=1e-2,
     prepare=None,
+    loss_scale=1.0,
 ):
     """Return (losses[step][rank][micro], norms[step], {fqn: parameter}).
 
     autocast: its dtype, or None for none. low_model: instead, run the whole model in this dtype, fp32 master weights.
     reduce_each: average over ranks after every micro-batch, then accumulate (stages 2 and 3), instead of accumulating
     on each rank and averaging once (stages 0 and 1).
+    loss_scale: a fixed one, a power of two.
     num_replicas: neighbouring ranks share a shard group; their averages are then averaged over the replicas (HSDP).
     """
     model = build(name)
@@ -38,12 +40,14 @@ def train(
         by_rank = []
         for rank in range(world_size):
             indices = [(step * accumulation + micro) * world_size + rank for micro in range(accumulation)]
-            by_rank.append([_gradients(model, batch(name, i), accumulation, autocast, low_model) for i in indices])
+            by_rank.append(
+                [_gradients(model, batch(name, i), accumulation / loss_scale, autocast, low_model) for i in indices]
+            )
         losses.append([[loss for loss, _ in micros] for micros in by_rank])
         gradients = [[gradient for _, gradient in micros] for micros in by_rank]
         for index, parameter in enumerate(_trainable(model).values()):
             table = [[micro[index] for micro in rank] for rank in gradients]
-            parameter.grad = _combine(table, reduce_each, num_replicas)
+            parameter.grad = _combine(table, reduce_each, num_replicas) / loss_scale
         norms.append(_clip(model, clip))
         optimizer.step()
         optimizer.zero_grad()
@@ -59,7 +63,9 @@ def _gradients(model, inputs, accumulation, autocast, low_model):
         return _gradients_of_low_model(model, inputs, accumulation, low_model)
     with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
         loss = loss_of(model, inputs)
-    gradients = torch.autograd.grad(loss / accumulation, list(_trainable(model).values()), materialize_grads=True)
+    gradients = torch.autograd.grad(
+        loss.float() / accumulation, list(_trainable(model).values()), materialize_grads=True
+    )
     return float(loss.detach()), gradients
 
 
@@ -68,7 +74,7 @@ def _gradients_of_low_model(model, inputs, accumulation, dtype):
     if inputs.is_floating_point():
         inputs = inputs.to(dtype)
     loss = torch.func.functional_call(model, low, (inputs,))
-    gradients = torch.autograd.grad(loss / accumulation, list(low.values()), materialize_grads=True)
+    gradients = torch.autograd.grad(loss.float() / accumulation, list(low.values()), materialize_grads=True)
     return float(loss.detach()), gradients
 
 

@@ -46,7 +46,7 @@ def _initializer(model: nn.Module, module: nn.Module) -> Callable[[], object] | 
 
 
 def _initialize(module: nn.Module, fqn: str, initializer: Callable[[], object] | None, device: torch.device) -> None:
-    sharded = dict(module.named_parameters(recurse=False))
+    sharded = {name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
     for _, buffer in module.named_buffers(recurse=False):
         _poison(buffer)
     for name, parameter in sharded.items():

@@ -24,10 +24,17 @@ def local_sum_of_squares(parameters: Sequence[nn.Parameter], device: torch.devic
     return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
 
 
-def clip_gradients(parameters: Sequence[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
-    """Scale all gradient shards by min(1, max_norm / (norm + 1e-6)), the rule of `torch.nn.utils.clip_grad_norm_`.
+def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Return min(1, max_norm / (norm + 1e-6)), the rule of `torch.nn.utils.clip_grad_norm_`; 1 if `max_norm` is 0.
 
-    `norm` is 0-D fp32. Nothing is read back to the host.
+    `norm` is 0-D fp32, and so is the result. Nothing is read back to the host.
     """
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_([local_gradient(parameter) for parameter in parameters], factor)
+    if max_norm == 0:
+        return torch.ones_like(norm)
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def multiply_gradients(parameters: Sequence[nn.Parameter], factor: torch.Tensor) -> None:
+    """Multiply all gradient shards by `factor`, 0-D fp32."""
+    if parameters:
+        torch._foreach_mul_([local_gradient(parameter) for parameter in parameters], factor)

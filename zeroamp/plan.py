@@ -95,6 +95,8 @@ class Plan:
     units: tuple[str, ...]
     """FQNs below the root, children before parents."""
     groups: tuple[GroupPlan, ...]
+    empty_params: tuple[ParamPlan, ...] = ()
+    """Parameters without elements: in no group, since there is nothing to shard and FSDP2 cannot reduce them."""
 
     @property
     def params(self) -> tuple[ParamPlan, ...]:
@@ -111,7 +113,12 @@ def build_plan(model: nn.Module, policy: Policy, auto_wrap_policy: AutoWrapPolic
     """
     units = find_units(model, auto_wrap_policy)
     params = _plan_params(model, policy, units)
-    return Plan(policy=policy, units=tuple(units), groups=tuple(_group(params, policy)))
+    return Plan(
+        policy=policy,
+        units=tuple(units),
+        groups=tuple(_group((param for param in params if param.numel > 0), policy)),
+        empty_params=tuple(param for param in params if param.numel == 0),
+    )
 
 
 @dataclass(slots=True)
@@ -229,13 +236,13 @@ def _dtypes(parameter: nn.Parameter, policy: Policy, low: bool) -> ParamDtypes:
         else short_name(policy.gather_dtype if low else storage),
         gradient=gather if wire else None,
         wire=wire,
-        accumulate=torch.float32 if wire else None,
+        accumulate=policy.grad_accum_dtype if wire else None,
         optimizer=storage if wire else None,
     )
 
 
 def _wire_dtype(policy: Policy, low: bool) -> torch.dtype:
-    if not low:
+    if not low and policy.mode != "fp32":
         return torch.float32
     if policy.stage == 0 and policy.reduce_accumulate_dtype == "fp32":
         return torch.float32  # an all-reduce sums on the way, so an fp32 sum needs fp32 on the wire

@@ -1,4 +1,4 @@
-"""`TrainStep`: accumulation, the flags of each ZeRO stage between micro-batches, the norm, clipping, the update."""
+"""`TrainStep`: accumulation, the flags of each ZeRO stage between micro-batches, loss scale, norm, clipping, update."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -9,8 +9,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from zeroamp.hooks import complete_accumulation
+from zeroamp.loss_scaler import LossScaler
 from zeroamp.mesh import replicate_size
-from zeroamp.norm import clip_gradients, local_sum_of_squares
+from zeroamp.norm import clip_factor, local_sum_of_squares, multiply_gradients
 from zeroamp.policies.errors import StepError, describe
 from zeroamp.wrap import WrapState, wrap_state
 
@@ -27,13 +29,16 @@ class StepReport:
     """One optimizer step. Values stay on the device until they are read."""
 
     step: int
-    """Optimizer steps taken, this one included."""
+    """Optimizer steps taken, this one included unless it was skipped."""
     loss_tensor: torch.Tensor
     """0-D fp64: the mean of the losses of all micro-batches and all ranks."""
     grad_norm_tensor: torch.Tensor
-    """0-D fp32: the 2-norm of the averaged gradient before clipping, over all trainable parameters."""
+    """0-D fp32: the 2-norm of the averaged, unscaled gradient before clipping, over all trainable parameters. inf or
+    nan where a gradient is."""
     loss_scale: float
+    """What the losses of this step were multiplied by; 1 but for float16."""
     skipped: bool
+    """Whether a gradient overflowed float16: no update, no scheduler step. Other modes skip nothing."""
 
     @property
     def loss(self) -> float:
@@ -72,6 +77,10 @@ class TrainStep:
         self._parameters = list(model.parameters())
         _refuse_foreign(optimizer, self._parameters)
         self._world = _process_group(self._state)
+        policy = self._state.plan.policy
+        self._scaler = LossScaler(
+            policy.loss_scale, self._state.mesh.device_type, enabled=policy.low_dtype == torch.float16
+        )
         self._num_micro_batches = 0  # of this window that were run backward
         self._is_stepped = True  # whether `step` was called since the last backward
         self._loss_sum: torch.Tensor | None = None  # 0-D fp32, this rank's, of this window
@@ -97,7 +106,9 @@ class TrainStep:
         if guard is not None:
             guard.armed = True
         try:
-            (loss / policy.gradient_accumulation_steps).backward()  # type: ignore[no-untyped-call]
+            # In fp32: a float16 loss times its scale would overflow.
+            scaled = self._scaler.scale_loss(loss.float() / policy.gradient_accumulation_steps)
+            scaled.backward()  # type: ignore[no-untyped-call]
         finally:
             if guard is not None:
                 guard.armed = False
@@ -121,18 +132,53 @@ class TrainStep:
         if self._num_micro_batches < policy.gradient_accumulation_steps:
             return None
         self._reshard()
-        with_gradient = [parameter for parameter in self._parameters if parameter.grad is not None]
-        loss, norm = self._reduce_statistics(with_gradient)
-        if policy.gradient_clipping > 0:
-            clip_gradients(with_gradient, norm, policy.gradient_clipping)
-        self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
+        if self._state.shard_accumulator is not None:
+            self._state.shard_accumulator.flush()
+        report = self._update()
         for parameter in self._parameters:  # also those that the optimizer does not hold
             parameter.grad = None
         self._num_micro_batches, self._loss_sum = 0, None
-        self.num_steps += 1
-        return StepReport(step=self.num_steps, loss_tensor=loss, grad_norm_tensor=norm, loss_scale=1.0, skipped=False)
+        return report
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the count of steps and the loss scale, as plain numbers; optimizer and scheduler have their own.
+
+        Raises:
+            StepError: inside an accumulation window, whose gradients would be lost.
+        """
+        if self._num_micro_batches > 0:
+            raise StepError(
+                describe(
+                    "TrainStep.state_dict",
+                    f"{self._num_micro_batches} micro-batches of an unfinished window",
+                    "the end of a window, after step() returned a report",
+                    "Save there.",
+                )
+            )
+        return {"num_steps": self.num_steps, "loss_scale": self._scaler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.num_steps = state["num_steps"]
+        self._scaler.load_state_dict(state["loss_scale"])
+
+    def _update(self) -> StepReport:
+        """Norm, overflow check, unscale and clip in one pass, update or skip."""
+        with_gradient = [parameter for parameter in self._parameters if parameter.grad is not None]
+        scale = self._scaler.scale
+        loss, norm = self._reduce_statistics(with_gradient, scale)
+        skipped = self._scaler.overflowed(norm, self.num_steps)
+        if not skipped:
+            clipping = self._state.plan.policy.gradient_clipping
+            if clipping > 0 or scale != 1.0:
+                multiply_gradients(with_gradient, clip_factor(norm, clipping) / scale)
+            self.optimizer.step()
+            self.num_steps += 1
+            if self.scheduler is not None:
+                self.scheduler.step()
+        return StepReport(
+            step=self.num_steps, loss_tensor=loss, grad_norm_tensor=norm, loss_scale=scale, skipped=skipped
+        )
 
     def _set_flags(self, is_last: bool) -> None:
         """Say what FSDP2 does in this backward. See the table of stages in the README.
@@ -144,6 +190,9 @@ class TrainStep:
         root = self.model
         if not isinstance(root, FSDPModule):
             raise AssertionError(f"expected a wrapped root, got {type(root).__name__}")
+        if is_last and stage < 2 and self._num_micro_batches > 0:
+            for unit in self._units:
+                complete_accumulation(unit)
         root.set_is_last_backward(is_last)
         root.set_requires_gradient_sync(is_last or stage >= 2)
         root.set_reshard_after_backward(is_last or stage == 3)
@@ -159,8 +208,8 @@ class TrainStep:
         for unit in self._units:
             unit.reshard()
 
-    def _reduce_statistics(self, parameters: list[nn.Parameter]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the mean loss (0-D fp64) and the gradient norm (0-D fp32), with one collective.
+    def _reduce_statistics(self, parameters: list[nn.Parameter], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the mean loss (0-D fp64) and the unscaled gradient norm (0-D fp32), with one collective.
 
         Ranks that hold the same shard count it once: each contributes its part of the squares.
         """
@@ -174,8 +223,9 @@ class TrainStep:
                 local_sum_of_squares(parameters, self._loss_sum.device) / replicate_size(mesh),
             ]
         )
+        self._state.traffic.count("all_reduce", statistics, "step")
         dist.all_reduce(statistics, group=self._world)
-        return statistics[0], statistics[1].sqrt().float()
+        return statistics[0], (statistics[1].sqrt() / scale).float()
 
 
 def _refuse_foreign(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:

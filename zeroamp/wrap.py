@@ -11,20 +11,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.utils.hooks import RemovableHandle
 
+from zeroamp.collectives import attach_collectives
 from zeroamp.consistency import check_ranks_agree
 from zeroamp.hooks import (
     AutocastHook,
     BackwardGuard,
-    WireReduceScatter,
+    ReceiveBuffers,
+    ShardAccumulator,
+    Traffic,
     attach_typed_group,
     group_policy,
     shard_typed_group,
     typed_group_hooks,
+    zero_fill_unused,
 )
 from zeroamp.materialize import materialize
-from zeroamp.mesh import mesh_for_stage, shard_size
+from zeroamp.mesh import mesh_for_stage
 from zeroamp.plan import GroupKind, GroupPlan, Plan, build_plan
-from zeroamp.policies.errors import ConfigError, WrapError, describe
+from zeroamp.policies.errors import WrapError, describe
 from zeroamp.policies.policy import Policy
 from zeroamp.policies.wrap import AutoWrapPolicy
 
@@ -37,10 +41,13 @@ class WrapState:
 
     plan: Plan
     mesh: DeviceMesh
+    traffic: Traffic
+    """What the collectives moved since it was last reset."""
     holders: dict[str, FSDPModule] = field(default_factory=dict)
     """Group name -> holder, for the groups that are not a unit's own."""
     autocast: AutocastHook | None = None
     guard: BackwardGuard | None = None
+    shard_accumulator: ShardAccumulator | None = None
     handles: list[RemovableHandle] = field(default_factory=list)
 
 
@@ -64,12 +71,12 @@ def wrap_model(
         WrapError: the model, mesh or wrap policy cannot be wrapped as asked.
         ConfigError: the policy does not fit the model or the device.
     """
-    _refuse_unusable(model, policy)
+    _refuse_unusable(model)
     plan = build_plan(model, policy, auto_wrap_policy)
     mesh = mesh_for_stage(policy.stage, mesh)
     check_ranks_agree(model, mesh)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
-    state = WrapState(plan=plan, mesh=mesh)
+    state = WrapState(plan=plan, mesh=mesh, traffic=Traffic(enabled=policy.count_traffic))
     _shard(model, state)
     _attach(model, state)
     if is_meta:
@@ -121,7 +128,7 @@ def register_forward_method(model: nn.Module, method_name: str) -> None:
     register_fsdp_forward_method(model, method_name)
 
 
-def _refuse_unusable(model: object, policy: Policy) -> None:
+def _refuse_unusable(model: object) -> None:
     if not isinstance(model, nn.Module):
         raise WrapError(describe("model", f"a {type(model).__name__}", "a torch.nn.Module", "Pass the module itself."))
     wrapped = next((fqn for fqn, module in model.named_modules() if isinstance(module, FSDPModule)), None)
@@ -134,15 +141,6 @@ def _refuse_unusable(model: object, policy: Policy) -> None:
                 "Wrap once.",
             )
         )
-    if policy.low_dtype == torch.float16:
-        raise ConfigError(
-            describe(
-                "dtype",
-                "float16",
-                "bfloat16, or no mixed precision",
-                "float16 needs loss scaling, which is not built yet.",
-            )
-        )
 
 
 def _device(mesh: DeviceMesh) -> torch.device:
@@ -153,6 +151,9 @@ def _device(mesh: DeviceMesh) -> torch.device:
 
 def _shard(model: nn.Module, state: WrapState) -> None:
     """Apply `fully_shard`: all typed groups first (see `shard_typed_group`), then units bottom-up, then the root."""
+    for param in state.plan.empty_params:  # FSDP2 moves only what it shards
+        empty = model.get_parameter(param.fqn)
+        empty.data = empty.data.to(_device(state.mesh))
     own_groups: dict[str, GroupPlan] = {}
     for group in state.plan.groups:
         if group.kind == "unit":
@@ -164,7 +165,7 @@ def _shard(model: nn.Module, state: WrapState) -> None:
             list({model.get_submodule(fqn): None for param in group.params for fqn in param.owner_fqns}),
             [param.fqn for param in group.params],
             mesh=state.mesh,
-            mp_policy=group_policy(group.gather, torch.float32),
+            mp_policy=group_policy(group.gather, _unsharded_accumulation(state.plan.policy)),
             reshard_after_forward=_reshard_after_forward(group.kind, group.unit, state.plan.policy),
         )
     for unit in (*state.plan.units, ""):
@@ -181,11 +182,18 @@ def _shard_unit(model: nn.Module, unit: str, group: GroupPlan | None, state: Wra
         module,
         mesh=state.mesh,
         mp_policy=group_policy(
-            group.gather if group else policy.gather_dtype, torch.float32, cast_forward_inputs=casts_inputs
+            group.gather if group else policy.gather_dtype,
+            _unsharded_accumulation(policy),
+            cast_forward_inputs=casts_inputs,
         ),
         reshard_after_forward=_reshard_after_forward("unit", unit, policy),
         ignored_params={parameter for parameter in module.parameters() if id(parameter) not in own},
     )
+
+
+def _unsharded_accumulation(policy: Policy) -> torch.dtype:
+    # At stages 2 and 3 nothing accumulates unsharded; a sum over micro-batches is then `ShardAccumulator`'s.
+    return policy.grad_accum_dtype if policy.stage < 2 else torch.float32
 
 
 def _reshard_after_forward(kind: GroupKind, unit: str, policy: Policy) -> bool:
@@ -195,27 +203,23 @@ def _reshard_after_forward(kind: GroupKind, unit: str, policy: Policy) -> bool:
 
 def _attach(model: nn.Module, state: WrapState) -> None:
     policy = state.plan.policy
+    buffers = ReceiveBuffers()
     for group in state.plan.groups:
         hook_at = model.get_submodule(group.unit)
         holder = state.holders.get(group.name)
         if holder is not None:
             state.handles += attach_typed_group(holder, hook_at)
-        if group.dtypes.wire not in (None, torch.float32):
-            _set_wire(cast(FSDPModule, holder or hook_at), group, state)
+        attach_collectives(cast(FSDPModule, holder or hook_at), group, state.plan, state.mesh, state.traffic, buffers)
+    zero_fill_unused(cast(FSDPModule, model))
     if policy.mode == "autocast":
         state.autocast = AutocastHook(state.mesh.device_type, policy.gather_dtype)
         state.handles += state.autocast.attach(model)
     if reasons := _needs_train_step(policy):
         state.guard = BackwardGuard(reasons)
         state.handles.append(state.guard.attach(model))
-
-
-def _set_wire(module: FSDPModule, group: GroupPlan, state: WrapState) -> None:
-    if group.dtypes.wire is None:
-        raise AssertionError(f"expected a group with trainable parameters, got {group.name}")
-    module.set_custom_reduce_scatter(
-        WireReduceScatter(group.dtypes.wire, state.plan.policy.reduce_accumulate_dtype, shard_size(state.mesh))
-    )
+    if policy.stage >= 2 and policy.grad_accum_dtype != torch.float32 and policy.gradient_accumulation_steps > 1:
+        state.shard_accumulator = ShardAccumulator(policy.grad_accum_dtype)
+        state.handles += [state.shard_accumulator.attach(p) for p in model.parameters() if p.requires_grad]
 
 
 def _needs_train_step(policy: Policy) -> str:
@@ -224,4 +228,5 @@ def _needs_train_step(policy: Policy) -> str:
         "gradient_accumulation_steps": policy.gradient_accumulation_steps > 1,
         "gradient_clipping": policy.gradient_clipping > 0,
     }
-    return " and ".join(f"{key} {getattr(policy, key)}" for key, applies in keys.items() if applies)
+    reasons = [f"{key} {getattr(policy, key)}" for key, applies in keys.items() if applies]
+    return " and ".join([*reasons, "float16, which scales the loss"] if policy.low_dtype == torch.float16 else reasons)

@@ -32,7 +32,7 @@ def _observe():
     unit.register_forward_pre_hook(lambda m, a: seen.__setitem__("pre, appended", _seen(m)))
     unit.register_forward_hook(lambda m, a, o: seen.__setitem__("post, prepended", _seen(m)), prepend=True)
     unit.register_forward_hook(lambda m, a, o: seen.__setitem__("post, appended", _seen(m)))
-    comm = _Recording(torch.bfloat16, "fp32", 2)
+    comm = _Recording(wire_dtype=torch.bfloat16, accumulate="fp32", world_size=2)
     comm.events = events
     unit.set_custom_reduce_scatter(comm)
     unit.weight.register_post_accumulate_grad_hook(

@@ -13,18 +13,37 @@ from zeroamp.hooks import _fsdp
 ROOT = Path(__file__).parents[2]
 
 
+GROUP_NAMES = {
+    "_fsdp_param_groups",
+    "_fsdp_param_group",
+    "fsdp_params",
+    "unsharded_accumulated_grad",
+    "_unsharded_param",
+}
+
+
 def _states():
+    torch.manual_seed(0)
     module = nn.Linear(2, 2)
     fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    module(torch.ones(1, 2))
     state = module._get_fsdp_state()
-    return [callable(getattr(state, name)) for name in _fsdp.FORWARD_HOOKS]
+    group = (getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group])[0]
+    parameter = group.fsdp_params[0]
+    found = [hasattr(parameter, name) for name in ("sharded_param", "unsharded_accumulated_grad", "_unsharded_param")]
+    return [callable(getattr(state, name)) for name in _fsdp.FORWARD_HOOKS] + found
 
 
 def test_the_names_exist(ranks2):
-    assert ranks2.run(_states)[0] == [True, True]
+    assert ranks2.run(_states)[0] == [True] * 5
     assert hasattr(FSDPModule, "_get_fsdp_state")
-    assert hasattr(_fsdp.ReduceScatter, "allocate")
-    assert hasattr(torch.distributed, "reduce_scatter_single") or hasattr(torch.distributed, "reduce_scatter_tensor")
+    for base in (_fsdp.ReduceScatter, _fsdp.AllGather):
+        assert base.__abstractmethods__ == {"allocate", "__call__"}
+    for new, old in (
+        ("reduce_scatter_single", "reduce_scatter_tensor"),
+        ("all_gather_single", "all_gather_into_tensor"),
+    ):
+        assert hasattr(torch.distributed, new) or hasattr(torch.distributed, old)
 
 
 def _private_imports(path):
@@ -32,7 +51,7 @@ def _private_imports(path):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("torch"):
             names = [*node.module.split("."), *(alias.name for alias in node.names)]
             yield from (f"{node.module}: {name}" for name in names if name.startswith("_"))
-        if isinstance(node, ast.Attribute) and node.attr in {*_fsdp.FORWARD_HOOKS, "_get_fsdp_state"}:
+        if isinstance(node, ast.Attribute) and node.attr in {*_fsdp.FORWARD_HOOKS, *GROUP_NAMES, "_get_fsdp_state"}:
             yield node.attr
 
 

@@ -1,8 +1,11 @@
 """`WireReduceScatter` against sums written out."""
 
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroamp.hooks import WireReduceScatter
 
@@ -16,7 +19,7 @@ def _gradient(rank, world_size):
 
 def _reduce(accumulate, op_name):
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    comm = WireReduceScatter(torch.bfloat16, accumulate, world_size)
+    comm = WireReduceScatter(wire_dtype=torch.bfloat16, accumulate=accumulate, world_size=world_size)
     sent = comm.allocate((NUMEL * world_size,), dtype=torch.float32, device=torch.device("cpu"))
     result = comm.allocate((NUMEL,), dtype=torch.float32, device=torch.device("cpu"))
     assert sent.dtype == torch.bfloat16  # no staging copy in fp32
@@ -26,7 +29,7 @@ def _reduce(accumulate, op_name):
 
 
 @pytest.mark.parametrize("op", ["AVG", "SUM"])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_sums_in_fp32_in_rank_order(request, world_size, op):
     results = request.getfixturevalue(f"ranks{world_size}").run(_reduce, "fp32", op)
     total = torch.zeros(NUMEL * world_size)
@@ -45,13 +48,67 @@ def test_native_sums_in_the_wire_dtype(ranks4):
 
 
 def test_an_abandoned_reduction_does_not_mix_up_the_next():
-    comm = WireReduceScatter(torch.bfloat16, "fp32", 2)
+    comm = WireReduceScatter(wire_dtype=torch.bfloat16, accumulate="fp32", world_size=2)
     allocate = lambda numel: comm.allocate((numel,), dtype=torch.float32, device=torch.device("cpu")).dtype  # noqa: E731
     assert allocate(8) == torch.bfloat16
     assert [allocate(8), allocate(4)] == [torch.bfloat16, torch.float32]  # the first one's output was never asked for
 
 
 def test_one_rank_alone_is_input_then_output():
-    comm = WireReduceScatter(torch.bfloat16, "fp32", 1)
+    comm = WireReduceScatter(wire_dtype=torch.bfloat16, accumulate="fp32", world_size=1)
     dtypes = [comm.allocate((8,), dtype=torch.float32, device=torch.device("cpu")).dtype for _ in range(4)]
     assert dtypes == [torch.bfloat16, torch.float32] * 2
+
+
+class _Live(TorchDispatchMode):
+    """The peak of the bytes of tensors made under it that are alive at once.
+
+    Not the backend's own scratch memory (gloo reduces a clone of the input), of which it only sees views.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.peak = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor) and not func.is_view:
+                storage = tensor.untyped_storage()
+                self.live[storage.data_ptr()] = (weakref.ref(storage), storage.nbytes())
+        self.live = {pointer: entry for pointer, entry in self.live.items() if entry[0]() is not None}
+        self.peak = max(self.peak, sum(num_bytes for _, num_bytes in self.live.values()))
+        return out
+
+
+def _peak(accumulate, wire_dtype):
+    world_size = dist.get_world_size()
+    comm = WireReduceScatter(wire_dtype=wire_dtype, accumulate=accumulate, world_size=world_size)
+    gradient = torch.randn(NUMEL * world_size)
+    with _Live() as live:
+        sent = comm.allocate((NUMEL * world_size,), dtype=torch.float32, device=torch.device("cpu"))
+        result = comm.allocate((NUMEL,), dtype=torch.float32, device=torch.device("cpu"))
+        sent.copy_(gradient)
+        comm(result, sent, dist.group.WORLD, dist.ReduceOp.AVG)
+    return live.peak, sent.nbytes, result.nbytes
+
+
+@pytest.mark.parametrize("wire_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("accumulate", ["fp32", "native"])
+def test_one_reduction_needs_no_more_than_its_formula(ranks4, accumulate, wire_dtype):
+    peak, wire_bytes, shard_bytes = ranks4.run(_peak, accumulate, wire_dtype)[0]
+    assert wire_bytes == 4 * NUMEL * wire_dtype.itemsize
+    sums_here = accumulate == "fp32" and wire_dtype != torch.float32
+    assert peak == (2 if sums_here else 1) * wire_bytes + shard_bytes
+    assert shard_bytes == NUMEL * (4 if accumulate == "fp32" else wire_dtype.itemsize)
+
+
+def _reused():
+    comm = WireReduceScatter(wire_dtype=torch.bfloat16, accumulate="fp32", world_size=2)
+    small, large = torch.empty(10, dtype=torch.bfloat16), torch.empty(20, dtype=torch.bfloat16)
+    first = comm.buffers.like(large).data_ptr()
+    return comm.buffers.like(small).data_ptr() == first, comm.buffers.like(large).data_ptr() == first
+
+
+def test_receive_buffers_are_reused():
+    assert _reused() == (True, True)

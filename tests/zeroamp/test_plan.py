@@ -110,6 +110,14 @@ def test_stage_0_says_that_its_wire_is_fp32_unless_native():
     assert {p.dtypes.wire for p in native.params} == {torch.float32, torch.bfloat16}
 
 
+def test_a_parameter_without_elements_is_in_no_group():
+    model = meta(Llama, tied=True)
+    model.nothing = nn.Parameter(torch.empty(0, 4, device="meta"))
+    built = plan(model)
+    assert [param.fqn for param in built.empty_params] == ["nothing"]
+    assert "nothing" not in {param.fqn for param in built.params}
+
+
 def test_trainable_low_precision_storage_is_refused():
     with pytest.raises(
         zeroamp.WrapError, match=r"embed.weight: found a trainable parameter stored in bf16.*model.float"

@@ -1,0 +1,51 @@
+"""Gradient accumulation of sharded gradients in another dtype than fp32 (stages 2 and 3).
+
+FSDP2 adds each micro-batch's reduced shard to `parameter.grad`, which has the parameter's dtype. To accumulate lower,
+the shard is taken from there after every reduction, added to a buffer in the asked dtype, and put back at the boundary.
+"""
+
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+
+class ShardAccumulator:
+    """Holds this rank's accumulated gradient shards in `dtype` between micro-batches."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._sums: dict[nn.Parameter, torch.Tensor] = {}
+
+    def attach(self, parameter: nn.Parameter) -> RemovableHandle:
+        """Take over the gradient of a sharded parameter after every reduction; return the handle.
+
+        FSDP2 runs these hooks itself, once per reduction, with the sharded fp32 gradient in `parameter.grad`.
+        """
+        register = parameter.register_post_accumulate_grad_hook
+        return cast(RemovableHandle, register(self._take))  # type: ignore[no-untyped-call]
+
+    def _take(self, parameter: torch.Tensor) -> None:
+        shard = cast(DTensor, parameter.grad).to_local()  # sharded fp32
+        parameter.grad = None
+        key = cast(nn.Parameter, parameter)
+        if key in self._sums:
+            self._sums[key].add_(shard)  # computed in fp32, rounded once
+        else:
+            self._sums[key] = shard.to(self.dtype)
+
+    def flush(self) -> None:
+        """Put the sums into `parameter.grad`, as fp32 DTensors, and forget them."""
+        for parameter, total in self._sums.items():
+            sharded = cast(DTensor, parameter)
+            parameter.grad = DTensor.from_local(
+                total.to(parameter.dtype),
+                sharded.device_mesh,
+                sharded.placements,
+                run_check=False,
+                shape=sharded.shape,
+                stride=sharded.stride(),
+            )
+        self._sums.clear()

@@ -1,0 +1,43 @@
+"""Which pairs of compute and accumulation dtype work, at which stages, and why the others are refused."""
+
+import torch
+from tabulate import tabulate
+
+from zeroamp.policies.dtypes import short_name
+from zeroamp.policies.policy import Mode, Stage
+
+COMPUTE: tuple[tuple[Mode, torch.dtype | None], ...] = (
+    ("fp32", None),
+    ("bf16", torch.bfloat16),
+    ("fp16", torch.float16),
+    ("autocast", torch.bfloat16),
+    ("autocast", torch.float16),
+)
+ACCUMULATE = (torch.float32, torch.bfloat16, torch.float16)
+STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
+
+
+def refusal(low_dtype: torch.dtype | None, accumulate: torch.dtype) -> str | None:
+    """Return why gradients of this compute dtype cannot accumulate in `accumulate`, or None if they can."""
+    if accumulate == torch.float16 and low_dtype != torch.float16:
+        return "float16 gradients over- and underflow without loss scaling, which only float16 compute has"
+    return None
+
+
+def how(accumulate: torch.dtype, stage: Stage) -> str:
+    """Say where gradients of several micro-batches are summed."""
+    if stage < 2:
+        return f"unsharded {short_name(accumulate)}, reduced once"
+    return f"sharded {short_name(accumulate)}, reduced every micro-batch"
+
+
+def render_table() -> str:
+    """Return the table of `docs/accumulation.md`: every cell, from the code that decides it."""
+    rows = []
+    for mode, low_dtype in COMPUTE:
+        name = f"autocast {short_name(low_dtype)}" if mode == "autocast" and low_dtype else mode
+        for accumulate in ACCUMULATE:
+            reason = refusal(low_dtype, accumulate)
+            cells = [f"refused: {reason}" if reason else how(accumulate, stage) for stage in STAGES]
+            rows.append([name, short_name(accumulate), *cells])
+    return tabulate(rows, headers=["compute", "accumulate", *(f"stage {stage}" for stage in STAGES)], tablefmt="github")

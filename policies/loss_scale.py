@@ -1,0 +1,78 @@
+"""Loss scaling for float16, as values: what the config asks for, and how the scale moves from step to step.
+
+The rules and defaults are DeepSpeed's (0.19.8): `initial_scale_power`, `loss_scale_window`, `hysteresis`,
+`consecutive_hysteresis`, `min_loss_scale`; `loss_scale` other than 0 is a fixed scale.
+"""
+
+from dataclasses import dataclass, replace
+
+BACKOFF = 0.5
+GROWTH = 2.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossScale:
+    """How the loss is scaled."""
+
+    initial: float = 65536.0
+    """The scale of the first step."""
+    dynamic: bool = True
+    """Whether it moves. A fixed scale still skips the steps that overflow."""
+    window: int = 1000
+    """Steps without overflow after which it doubles; DeepSpeed counts from the step after the last overflow."""
+    hysteresis: int = 2
+    """Overflows that are needed to halve it. The first hysteresis - 1 only use up the counter."""
+    consecutive_hysteresis: bool = False
+    """True: any good step refills the counter. False: only a doubling does."""
+    minimum: float = 1.0
+    """An overflow at this scale is an error: it cannot get smaller."""
+
+    def start(self) -> "LossScaleState":
+        """Return the state before the first step."""
+        return LossScaleState(scale=self.initial, hysteresis_left=self.hysteresis)
+
+    def is_exhausted(self, state: "LossScaleState") -> bool:
+        """Whether an overflow in `state` has nothing left to lower."""
+        return self.dynamic and state.hysteresis_left == 1 and state.scale <= self.minimum
+
+    def after(self, state: "LossScaleState", *, overflow: bool) -> "LossScaleState":
+        """Return the state after one optimizer step.
+
+        on overflow:
+            counter at 1: scale = max(scale / 2, minimum); else: counter -= 1
+        on a good step:
+            if consecutive: counter = hysteresis
+            stable = steps since the last overflow, this one not counted
+            if stable > 0 and stable is a multiple of the window: scale *= 2; counter = hysteresis
+        """
+        step = state.num_steps
+        moved = replace(state, num_steps=step + 1)
+        if not self.dynamic:
+            return moved
+        if overflow:
+            moved = replace(moved, last_overflow=step)
+            if state.hysteresis_left > 1:
+                return replace(moved, hysteresis_left=state.hysteresis_left - 1)
+            return replace(moved, scale=max(state.scale * BACKOFF, self.minimum))
+        if self.consecutive_hysteresis:
+            moved = replace(moved, hysteresis_left=self.hysteresis)
+        stable = step - state.last_overflow - 1
+        if stable > 0 and stable % self.window == 0:
+            return replace(moved, scale=state.scale * GROWTH, hysteresis_left=self.hysteresis)
+        return moved
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossScaleState:
+    """Where the scale stands."""
+
+    scale: float
+    hysteresis_left: int
+    num_steps: int = 0
+    """Steps seen, skipped ones included."""
+    last_overflow: int = -1
+    """Number of the last step that overflowed; -1 for none."""
+
+
+NO_LOSS_SCALE = LossScale(initial=1.0, dynamic=False)
+"""What every mode but float16 uses."""

@@ -1,0 +1,76 @@
+"""Loss scaling: `torch.amp.GradScaler` holds the scale and applies it, `policies.LossScale` says how it moves.
+
+GradScaler's own `update` knows neither hysteresis nor a minimum, and its non-finite check is one collective per
+parameter group; here the check is the global gradient norm's, which all ranks share already.
+"""
+
+from collections import deque
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from zeroamp.policies.errors import StepError, describe
+from zeroamp.policies.loss_scale import LossScale, LossScaleState
+
+NUM_NORMS_KEPT = 5
+
+
+class LossScaler:
+    """The loss scale of one training run; with a scale that is off, everything passes through unchanged."""
+
+    def __init__(self, config: LossScale, device_type: str, *, enabled: bool) -> None:
+        self.config = config
+        self.state = config.start()
+        self.enabled = enabled
+        self._device_type = device_type
+        self._grad_scaler = torch.amp.GradScaler(device_type, init_scale=config.initial, enabled=enabled)
+        self._norms: deque[float] = deque(maxlen=NUM_NORMS_KEPT)  # of the last steps, for the error below
+
+    @property
+    def scale(self) -> float:
+        """What the next backward multiplies the loss by. Known on the host."""
+        return self.state.scale if self.enabled else 1.0
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss times the scale."""
+        return self._grad_scaler.scale(loss)
+
+    def overflowed(self, norm: torch.Tensor, num_steps: int) -> bool:
+        """Move the scale after a step with this unscaled global norm (0-D); return whether the step must be skipped.
+
+        A sum of squares in fp64 of finite fp32 gradients is finite, so the norm is non-finite exactly where a gradient
+        is, and the same on all ranks. Reads the norm on the host, as `GradScaler.step` does.
+
+        Raises:
+            StepError: on all ranks, if it overflows at the minimum scale.
+        """
+        if not self.enabled:
+            return False
+        value = float(norm)
+        overflow = not torch.isfinite(norm).item()
+        self._norms.append(value)
+        if overflow and self.config.is_exhausted(self.state):
+            raise StepError(
+                describe(
+                    f"TrainStep.step after {num_steps} optimizer steps",
+                    f"an overflow at the loss scale {self.scale:g}, fp16.min_loss_scale {self.config.minimum:g}; "
+                    f"last gradient norms {[f'{norm:g}' for norm in self._norms]}",
+                    "gradients that are finite in float16",
+                    "Lower the learning rate or fp16.min_loss_scale, look for bad batches, or train in bfloat16.",
+                )
+            )
+        self.state = self.config.after(self.state, overflow=overflow)
+        self._grad_scaler.update(self.state.scale)
+        return overflow
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `load_state_dict` restores: plain numbers."""
+        return asdict(self.state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the scale and its counters."""
+        self.state = LossScaleState(**state)
+        if self.enabled:
+            # A new one, because GradScaler takes a new scale only after its first use.
+            self._grad_scaler = torch.amp.GradScaler(self._device_type, init_scale=self.state.scale)

@@ -4,7 +4,9 @@ from zeroamp.hooks._fsdp import complete_accumulation, zero_fill_unused
 from zeroamp.hooks.all_gather import CountingAllGather
 from zeroamp.hooks.autocast import AutocastHook
 from zeroamp.hooks.backward_guard import BackwardGuard
+from zeroamp.hooks.evaluation import ReshardAfterEvaluation
 from zeroamp.hooks.reduce_scatter import ReceiveBuffers, WireReduceScatter
+from zeroamp.hooks.safe_module_guard import attach_safe_module_guard
 from zeroamp.hooks.shard_accumulator import ShardAccumulator
 from zeroamp.hooks.traffic import Traffic, TrafficKey
 from zeroamp.hooks.typed_groups import (
@@ -21,10 +23,12 @@ __all__ = [
     "CountingAllGather",
     "Holder",
     "ReceiveBuffers",
+    "ReshardAfterEvaluation",
     "ShardAccumulator",
     "Traffic",
     "TrafficKey",
     "WireReduceScatter",
+    "attach_safe_module_guard",
     "attach_typed_group",
     "complete_accumulation",
     "group_policy",

@@ -30,10 +30,12 @@ class AutocastHook:
         """Return a new autocast context of the same kind, for methods that are no `forward`."""
         return torch.autocast(self.device_type, dtype=self.dtype)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter(self, _module: nn.Module, _args: Any) -> None:
         context = self.context()
         context.__enter__()  # type: ignore[no-untyped-call]
         self._entered.append(context)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         self._entered.pop().__exit__(None, None, None)

@@ -1,7 +1,7 @@
 """Refuses a backward that the config says would train wrongly: one that does not go through `TrainStep`."""
 
+import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,11 +21,15 @@ class BackwardGuard:
         self.armed = False
 
     def attach(self, module: nn.Module) -> RemovableHandle:
-        """Watch the outputs of `module`; return the handle."""
-        return module.register_forward_hook(self._watch, prepend=False)
+        """Watch the outputs of `module`; return the handle.
 
-    def _watch(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        # An observer: the output goes on unchanged.
+        Before FSDP2's own post-forward hook, so that of the hooks on an output tensor this one runs first: raising
+        after FSDP2's pre-backward would leave its backward begun for ever.
+        """
+        return module.register_forward_hook(lambda _module, _args, output: self.watch(output), prepend=True)
+
+    def watch(self, output: object) -> None:
+        """Observe the tensors in `output`; it goes on unchanged."""
         if torch.is_grad_enabled():
             for tensor in _tensors(output):
                 if tensor.requires_grad:
@@ -49,6 +53,9 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from _tensors(item)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name))
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _tensors(item)

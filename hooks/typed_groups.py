@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.hooks import RemovableHandle
 
 from zeroamp.hooks import _fsdp
+from zeroamp.policies.errors import WrapError, describe
 
 HOLDER_NAME = "_zeroamp_group"
 
@@ -30,6 +31,17 @@ class Holder(nn.Module):
     def __init__(self, group_name: str) -> None:
         super().__init__()
         self.group_name = group_name
+
+    def forward(self, *_args: object, **_kwargs: object) -> None:
+        """Raise: something iterates over the children of the module that this holder hangs in, and calls them."""
+        raise WrapError(
+            describe(
+                self.group_name,
+                "a call of the module that keeps a group's state",
+                "calls of the model's own modules",
+                f"Skip children whose name starts with {HOLDER_NAME}, or put the modules to call into a list.",
+            )
+        )
 
     def extra_repr(self) -> str:
         """Show the group's name in `print(model)`."""

@@ -1,7 +1,7 @@
 """Values: what a config asks for. Nothing here touches `torch.distributed`."""
 
 from zeroamp.policies.config import policy_from_config
-from zeroamp.policies.errors import ConfigError, StepError, WrapError, ZeroAmpError
+from zeroamp.policies.errors import ConfigError, PrecisionError, StepError, WrapError, ZeroAmpError
 from zeroamp.policies.policy import Policy
 from zeroamp.policies.wrap import AutoWrapPolicy, find_units
 
@@ -9,6 +9,7 @@ __all__ = [
     "AutoWrapPolicy",
     "ConfigError",
     "Policy",
+    "PrecisionError",
     "StepError",
     "WrapError",
     "ZeroAmpError",

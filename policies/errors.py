@@ -17,6 +17,10 @@ class StepError(ZeroAmpError, RuntimeError):
     """The training step was driven in an order or in a way that would train wrongly."""
 
 
+class PrecisionError(ZeroAmpError, RuntimeError):
+    """A module met another precision than the config promised it."""
+
+
 def describe(where: str, found: object, valid: str, remedy: str) -> str:
     """Build an error text of four parts: where it is, what was found, what is valid there, what to do."""
     return f"{where}: found {found}; valid: {valid}. {remedy}"

@@ -67,6 +67,17 @@ def _find_bare_class(name: str, model: nn.Module) -> object:
     )
 
 
-def unsafe_owner(owners: Sequence[nn.Module], safe_classes: tuple[type[nn.Module], ...]) -> nn.Module | None:
-    """Return the first owner that is no instance of a safe class, or None when all are (the parameter is safe)."""
-    return next((owner for owner in owners if not isinstance(owner, safe_classes)), None)
+def unsafe_owner(
+    owners: Sequence[tuple[nn.Module, str]], safe_classes: tuple[type[nn.Module], ...]
+) -> nn.Module | None:
+    """Return the first owner that makes a parameter unsafe, or None if there is none.
+
+    `owners` are pairs of a module and its name for the parameter. Of torch.nn's own classes only `weight` and `bias`
+    reach an op that autocast casts: `weight_g` and `weight_v` of weight normalisation, say, are used in fp32 before.
+    """
+    return next((owner for owner, name in owners if not _is_safe_use(owner, name, safe_classes)), None)
+
+
+def _is_safe_use(owner: nn.Module, name: str, safe_classes: tuple[type[nn.Module], ...]) -> bool:
+    matched = [cls for cls in safe_classes if isinstance(owner, cls)]
+    return any(name in ("weight", "bias") or not cls.__module__.startswith("torch.nn.") for cls in matched)

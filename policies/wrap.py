@@ -12,7 +12,7 @@ logger = logging.getLogger("zeroamp")
 TorchWrapPolicy = Callable[..., bool]
 """FSDP1's protocol, `policy(module=, recurse=, nonwrapped_numel=) -> bool`: `ModuleWrapPolicy`, and
 `functools.partial` of `transformer_auto_wrap_policy` or `size_based_auto_wrap_policy`, all from
-`torch.distributed.fsdp.wrap`."""
+`torch.distributed.fsdp.wrap`. Its `CustomPolicy` does not follow it."""
 
 AutoWrapPolicy = TorchWrapPolicy | type[nn.Module] | str | Iterable[type[nn.Module] | str] | None
 """A module class or class name, several of them, a policy in FSDP1's protocol, or None for the default."""
@@ -39,7 +39,22 @@ def find_units(model: nn.Module, auto_wrap_policy: AutoWrapPolicy = None) -> lis
         _refuse_unmatched(model, classes)
     if not units:
         raise WrapError(_matches_nothing(model, asked))
+    _refuse_containers(model, units)
     return [fqn for fqn in units if fqn]
+
+
+def _refuse_containers(model: nn.Module, units: Iterable[str]) -> None:
+    for fqn in units:
+        module = model.get_submodule(fqn)
+        if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
+            raise WrapError(
+                describe(
+                    "auto_wrap_policy",
+                    f"{fqn}, a {type(module).__name__}, which is never called",
+                    "modules with a forward",
+                    "Name the class of its children.",
+                )
+            )
 
 
 def _class_list(asked: object) -> list[type[nn.Module] | str]:
@@ -56,7 +71,7 @@ def _class_list(asked: object) -> list[type[nn.Module] | str]:
             describe(
                 "auto_wrap_policy",
                 repr(bad[0] if bad else asked),
-                "module classes, class names, or a policy of torch.distributed.fsdp.wrap",
+                "module classes, class names, or a callable policy(module=, recurse=, nonwrapped_numel=)",
                 'For example auto_wrap_policy={"LlamaDecoderLayer"}.',
             )
         )

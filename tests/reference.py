@@ -3,6 +3,8 @@
 fp32 parameters, `torch.autocast`, each rank's micro-batches one after the other, averages as written-out sums.
 """
 
+import copy
+
 import torch
 
 from tests.models import batch, build, loss_of
@@ -70,11 +72,11 @@ def _gradients(model, inputs, accumulation, autocast, low_model):
 
 
 def _gradients_of_low_model(model, inputs, accumulation, dtype):
-    low = {fqn: parameter.detach().to(dtype).requires_grad_() for fqn, parameter in model.named_parameters()}
+    low = copy.deepcopy(model).to(dtype)
     if inputs.is_floating_point():
         inputs = inputs.to(dtype)
-    loss = torch.func.functional_call(model, low, (inputs,))
-    gradients = torch.autograd.grad(loss.float() / accumulation, list(low.values()), materialize_grads=True)
+    loss = loss_of(low, inputs)
+    gradients = torch.autograd.grad(loss.float() / accumulation, list(_trainable(low).values()), materialize_grads=True)
     return float(loss.detach()), gradients
 
 

@@ -1,6 +1,6 @@
 """zeroamp: torch.autocast numerics and ZeRO stages on native PyTorch FSDP2, from a DeepSpeed-style config."""
 
-from zeroamp.errors import ConfigError, StepError, WrapError, ZeroAmpError
+from zeroamp.errors import ConfigError, PrecisionError, StepError, WrapError, ZeroAmpError
 from zeroamp.plan import Plan, build_plan
 from zeroamp.policies import Policy, policy_from_config
 from zeroamp.report import Ledger, explain
@@ -14,6 +14,7 @@ __all__ = [
     "Ledger",
     "Plan",
     "Policy",
+    "PrecisionError",
     "StepError",
     "StepReport",
     "TrainStep",

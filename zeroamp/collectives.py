@@ -18,13 +18,10 @@ def attach_collectives(
     leaves: fp32, or a native bf16 wire's. It is only counted.
     """
     module.set_custom_all_gather(CountingAllGather(group_name=group.name, traffic=traffic))
-    wire = group.dtypes.wire
-    if wire is None:
-        return  # frozen: nothing is reduced
     is_replicated = replicate_size(mesh) > 1
     module.set_custom_reduce_scatter(
         WireReduceScatter(
-            wire_dtype=wire,
+            wire_dtype=group.wire,
             accumulate=plan.policy.reduce_accumulate_dtype,
             world_size=shard_size(mesh),
             is_replicated=is_replicated,

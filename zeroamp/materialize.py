@@ -1,7 +1,7 @@
 """Gives a sharded meta-device model its storage and its initial values, one module's parameters at a time.
 
-No rank ever holds a full copy: `to_empty` allocates shards only; then each module that owns parameters gets full ones
-for the moment of its own initialisation, and keeps its shard of them.
+No rank ever holds a full copy: only shards are allocated; then each module that owns parameters gets full ones for the
+moment of its own initialisation, and keeps its shard of them.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,17 +19,35 @@ from zeroamp.policies.errors import WrapError, describe
 def materialize(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
     """Allocate and initialise a model whose parameters are sharded DTensors on the meta device.
 
-    A transformers model is initialised by its `_init_weights`, other modules by `reset_parameters`. All ranks draw the
-    same values: the seed is rank 0's of the mesh, and the random state is put back afterwards.
+    Children before parents, as `nn.Module.apply` goes. A transformers model is initialised by its `_init_weights`,
+    other modules by `reset_parameters`. All ranks draw the same values: the seed is rank 0's of the mesh, and the
+    random state is put back afterwards. Buffers that hold values keep them.
 
     Raises:
         WrapError: a module owns parameters or buffers that none of these initialises.
     """
-    model.to_empty(device=device)
+    pending = {module for module in model.modules() if any(tensor.is_meta for _, tensor in _own_tensors(module))}
+    model._apply(  # type: ignore[no-untyped-call]  # `to_empty` would drop the values of buffers that have some
+        lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+    )
+    fqns = {module: fqn for fqn, module in model.named_modules()}
     with _same_seed(mesh, device), torch.no_grad():
-        for fqn, module in model.named_modules():
-            if any(True for _ in _own_tensors(module)):
-                _initialize(module, fqn or "the root", _initializer(model, module), device)
+        for module in _children_first(model):
+            if module in pending:
+                _initialize(module, fqns[module], _initializers(model, module), device)
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    seen: set[nn.Module] = set()
+
+    def walk(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            if child not in seen:
+                seen.add(child)
+                yield from walk(child)
+        yield module
+
+    yield from walk(module)
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -37,52 +55,70 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers(recurse=False)
 
 
-def _initializer(model: nn.Module, module: nn.Module) -> Callable[[], object] | None:
+def _initializers(model: nn.Module, module: nn.Module) -> list[Callable[[], object]]:
+    """Return what may initialise `module`, the most specific first."""
     for_module = getattr(model, "_init_weights", None)  # transformers' one method for all modules of a model
-    if callable(for_module):
-        return lambda: for_module(module)
+    found: list[Callable[[], object]] = [lambda: for_module(module)] if callable(for_module) else []
     own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    return own if callable(own) else None
+    return [*found, own] if callable(own) else found
 
 
-def _initialize(module: nn.Module, fqn: str, initializer: Callable[[], object] | None, device: torch.device) -> None:
+def _initialize(module: nn.Module, fqn: str, initializers: list[Callable[[], object]], device: torch.device) -> None:
     sharded = {name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
-    for _, buffer in module.named_buffers(recurse=False):
-        _poison(buffer)
     for name, parameter in sharded.items():
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-        _poison(full)
         module._parameters[name] = nn.Parameter(full, requires_grad=parameter.requires_grad)
     try:
-        if initializer is not None:
-            initializer()
-        for name, tensor in _own_tensors(module):
-            _refuse_poison(tensor, f"{fqn}.{name}", module)
+        missed = _run_first_that_covers(module, initializers)
+        if missed is not None:
+            raise WrapError(
+                describe(
+                    f"{fqn}.{missed}" if fqn else missed,
+                    f"a meta-device tensor that {type(module).__name__.removeprefix('FSDP')} does not initialise",
+                    "modules with reset_parameters(), or a transformers model",
+                    "Give the class a reset_parameters() that sets it, or build the model off the meta device.",
+                )
+            )
         for name, parameter in sharded.items():
             _keep_shard(parameter, module.get_parameter(name))
     finally:
         module._parameters.update(sharded)
 
 
-def _poison(tensor: torch.Tensor) -> None:
-    """Fill with a value that no initialisation leaves behind, so that what was not initialised is found."""
-    if tensor.is_floating_point():
-        tensor.fill_(float("nan"))
-    elif tensor.dtype != torch.bool:
-        tensor.fill_(torch.iinfo(tensor.dtype).min)
+def _run_first_that_covers(module: nn.Module, initializers: list[Callable[[], object]]) -> str | None:
+    """Run the initialisers in turn until every own tensor is set; return the name of one that none sets."""
+    missed = next((name for name, _ in _own_tensors(module)), None)
+    for initializer in initializers:
+        missed = _first_unset(module, initializer)
+        if missed is None:
+            break
+    return missed
 
 
-def _refuse_poison(tensor: torch.Tensor, fqn: str, module: nn.Module) -> None:
-    poisoned = tensor.isnan() if tensor.is_floating_point() else tensor == torch.iinfo(tensor.dtype).min
-    if bool(poisoned.any()):
-        raise WrapError(
-            describe(
-                fqn,
-                f"a meta-device tensor that {type(module).__name__} does not initialise",
-                "modules with reset_parameters(), or a transformers model",
-                "Give the class a reset_parameters() that sets it, or build the model off the meta device.",
-            )
-        )
+def _first_unset(module: nn.Module, initializer: Callable[[], object]) -> str | None:
+    """Run `initializer` over tensors that are filled before; return the name of the first that still is.
+
+    NaN marks what is not set. Integers and booleans have no such value: with them, a second run over another fill
+    shows what the run itself did not decide.
+    """
+    exact = [(name, tensor) for name, tensor in _own_tensors(module) if not _has_nan(tensor)]
+    before = torch.get_rng_state()
+    results = []
+    for fill in (0, 1) if exact else (0,):
+        torch.set_rng_state(before)
+        for _, tensor in _own_tensors(module):
+            tensor.fill_(float("nan") if _has_nan(tensor) else fill)
+        initializer()
+        results.append({name: tensor.clone() for name, tensor in _own_tensors(module) if not _has_nan(tensor)})
+    for name, tensor in _own_tensors(module):
+        is_set = not tensor.isnan().any() if _has_nan(tensor) else torch.equal(results[0][name], results[-1][name])
+        if not is_set:
+            return name
+    return None
+
+
+def _has_nan(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _keep_shard(parameter: nn.Parameter, full: torch.Tensor) -> None:

@@ -30,7 +30,10 @@ def mesh_for_stage(stage: Stage, mesh: DeviceMesh | None) -> DeviceMesh:
         return init_device_mesh(device_type, (ranks,), mesh_dim_names=(SHARD,))
     _refuse_unusable(stage, mesh)
     if stage == 0 and mesh.ndim == 1:
-        return DeviceMesh(mesh.device_type, mesh.mesh.view(-1, 1), mesh_dim_names=(REPLICATE, SHARD))
+        # Groups of this mesh's ranks only: a slice of a larger mesh must not wait for ranks that are not here.
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        groups = [mesh.get_group(), alone]
+        return DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh.view(-1, 1), mesh_dim_names=(REPLICATE, SHARD))
     return mesh
 
 
@@ -59,3 +62,10 @@ def shard_size(mesh: DeviceMesh) -> int:
 def replicate_size(mesh: DeviceMesh) -> int:
     """Return the number of ranks that hold the same shard."""
     return mesh.size() // shard_size(mesh)
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Return this rank's device: the current one, where the mesh's type has several."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())

@@ -3,6 +3,7 @@
 Pure: reads module classes, shapes and names only, so it works on the meta device and without a process group.
 """
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -15,6 +16,8 @@ from zeroamp.policies.errors import ConfigError, WrapError, describe
 from zeroamp.policies.policy import Policy
 from zeroamp.policies.safe_modules import KEY, resolve_safe_classes, unsafe_owner
 from zeroamp.policies.wrap import AutoWrapPolicy, find_units
+
+logger = logging.getLogger("zeroamp")
 
 GroupKind = Literal["unit", "typed", "model-wide"]
 GroupKey = tuple[torch.dtype, torch.dtype, torch.dtype]
@@ -51,6 +54,8 @@ class ParamPlan:
     """FQN of the innermost unit that contains all owners; "" is the root."""
     dtypes: ParamDtypes
     group_key: GroupKey
+    is_inside_inner_units: bool
+    """Whether every use lies inside units nested in `unit`, where FSDP2's walk from `unit` does not look."""
     reason: str
     """Why these dtypes: which class matched, or which owner prevented it."""
 
@@ -66,8 +71,8 @@ class GroupPlan:
 
     name: str
     kind: GroupKind
-    """"unit": FSDP2's own group of a unit. "typed": a further dtype of that unit. "model-wide": small fp32 parameters
-    of all units, gathered once per step at the root."""
+    """"unit": FSDP2's own group of a unit. "typed": a further group of that unit, for another dtype or for parameters
+    that inner units share. "model-wide": small fp32 parameters of all units, gathered once per step at the root."""
     unit: str
     params: tuple[ParamPlan, ...]
 
@@ -79,7 +84,12 @@ class GroupPlan:
     @property
     def gather(self) -> torch.dtype:
         """The dtype on the wire of its all-gather."""
-        return self.params[0].dtypes.gather
+        return self.params[0].group_key[1]
+
+    @property
+    def wire(self) -> torch.dtype:
+        """The dtype on the wire of its reduction, also where all its parameters are frozen: they may be unfrozen."""
+        return self.params[0].group_key[2]
 
     @property
     def numel(self) -> int:
@@ -112,6 +122,12 @@ def build_plan(model: nn.Module, policy: Policy, auto_wrap_policy: AutoWrapPolic
         ConfigError: a safe module class is unknown, or none of them is in the model.
     """
     units = find_units(model, auto_wrap_policy)
+    if policy.stage == 3 and not units:
+        logger.warning(
+            "no units below the root of %s: at stage 3 all of it is gathered at once. Name its blocks with "
+            "auto_wrap_policy to save memory.",
+            type(model).__name__,
+        )
     params = _plan_params(model, policy, units)
     return Plan(
         policy=policy,
@@ -129,6 +145,15 @@ class _Uses:
     fqns: list[str]
     owners: dict[nn.Module, str]  # owner -> its first FQN
     chains: list[tuple[str, ...]]  # per use: FQNs of the units around it, outermost first
+
+    def named_owners(self) -> list[tuple[nn.Module, str]]:
+        """Return (owner, the name it has for the parameter)."""
+        return [
+            (owner, name)
+            for owner in self.owners
+            for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
+            if parameter is self.parameter
+        ]
 
 
 def _find_uses(model: nn.Module, units: Iterable[str]) -> list[_Uses]:
@@ -170,7 +195,8 @@ def _plan_params(model: nn.Module, policy: Policy, units: Iterable[str]) -> list
                 aliases=tuple(use.fqns[1:]),
                 owner_fqns=tuple(use.owners.values()),
                 shape=tuple(use.parameter.shape),
-                unit=_innermost_common(use.chains),
+                unit=(unit := _innermost_common(use.chains)),
+                is_inside_inner_units=all((chain[-1] if chain else "") != unit for chain in use.chains),
                 dtypes=(dtypes := _dtypes(use.parameter, policy, low)),
                 group_key=(dtypes.storage, dtypes.gather, _wire_dtype(policy, low)),
                 reason=reason,
@@ -214,7 +240,7 @@ def _is_low(use: _Uses, policy: Policy, safe_classes: tuple[type[nn.Module], ...
     if not use.parameter.dtype.is_floating_point:
         return False, f"{short_name(use.parameter.dtype)} is no floating-point dtype"
     if policy.mode == "autocast":
-        culprit = unsafe_owner(list(use.owners), safe_classes)
+        culprit = unsafe_owner(use.named_owners(), safe_classes)
         if culprit is None:
             return True, f"safe: owned by {type(next(iter(use.owners))).__name__}"
         tied = f", tied with {', '.join(use.fqns[1:])}" if len(use.owners) > 1 else ""
@@ -251,25 +277,28 @@ def _wire_dtype(policy: Policy, low: bool) -> torch.dtype:
 
 def _group(params: Iterable[ParamPlan], policy: Policy) -> list[GroupPlan]:
     """One group per (unit, dtype key), small fp32 parameters of low-precision units apart, in one model-wide group."""
-    by_unit: dict[str, dict[GroupKey, list[ParamPlan]]] = {}
+    by_unit: dict[str, dict[tuple[GroupKey, bool], list[ParamPlan]]] = {}
     for param in params:
-        by_unit.setdefault(param.unit, {}).setdefault(param.group_key, []).append(param)
+        kind = param.group_key, param.is_inside_inner_units
+        by_unit.setdefault(param.unit, {}).setdefault(kind, []).append(param)
     groups: list[GroupPlan] = []
     small: list[ParamPlan] = []
-    for unit, by_key in by_unit.items():
-        main_key = max(by_key, key=lambda key: (key[1] in LOW_DTYPES, sum(p.numel for p in by_key[key])))
-        groups.append(GroupPlan(name=unit or "root", kind="unit", unit=unit, params=tuple(by_key.pop(main_key))))
-        for key, members in by_key.items():
+    for unit, by_kind in by_unit.items():
+        if own_kinds := [kind for kind in by_kind if not kind[1]]:
+            main = max(own_kinds, key=lambda kind: (kind[0][1] in LOW_DTYPES, sum(p.numel for p in by_kind[kind])))
+            groups.append(GroupPlan(name=unit or "root", kind="unit", unit=unit, params=tuple(by_kind.pop(main))))
+        for (key, is_shared), members in by_kind.items():
             threshold = policy.param_persistence_threshold if key[:2] == (torch.float32, torch.float32) else 0
             small += [p for p in members if p.numel < threshold]
             if large := tuple(p for p in members if p.numel >= threshold):
-                groups.append(GroupPlan(name=_typed_name(unit, key), kind="typed", unit=unit, params=large))
+                name = _typed_name(unit, key, is_shared)
+                groups.append(GroupPlan(name=name, kind="typed", unit=unit, params=large))
     if small:
         groups.append(GroupPlan(name="model-wide:fp32", kind="model-wide", unit="", params=tuple(small)))
     return groups
 
 
-def _typed_name(unit: str, key: GroupKey) -> str:
+def _typed_name(unit: str, key: GroupKey, is_shared: bool) -> str:
     storage, gather, _wire = key
     stored = "" if storage == torch.float32 else f" (stored {short_name(storage)})"
-    return f"{unit or 'root'}:{short_name(gather)}{stored}"
+    return f"{unit or 'root'}:{short_name(gather)}{stored}{' (shared by inner units)' if is_shared else ''}"

@@ -9,7 +9,7 @@ from torch import nn
 
 from zeroamp.plan import ParamDtypes, Plan
 from zeroamp.policies.dtypes import short_name
-from zeroamp.wrap import wrap_state
+from zeroamp.state import wrap_state
 
 _DTYPE_COLUMNS = ("storage", "gather", "compute", "gradient", "wire", "accumulate", "optimizer")
 

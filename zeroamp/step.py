@@ -14,7 +14,7 @@ from zeroamp.loss_scaler import LossScaler
 from zeroamp.mesh import replicate_size
 from zeroamp.norm import clip_factor, local_sum_of_squares, multiply_gradients
 from zeroamp.policies.errors import StepError, describe
-from zeroamp.wrap import WrapState, wrap_state
+from zeroamp.state import WrapState, wrap_state
 
 
 class Scheduler(Protocol):
@@ -62,19 +62,22 @@ class TrainStep:
         """Take a model that `wrap_model` returned and an optimizer that was built after it.
 
         Raises:
-            StepError: the optimizer holds parameters that are not the wrapped model's.
+            StepError: the optimizer holds parameters that are not the wrapped model's, or the scheduler needs a metric.
             WrapError: the model is not wrapped.
         """
         self.model = model
         self.optimizer = optimizer
+        _refuse_metric(scheduler)
         self.scheduler = scheduler
         self.num_steps = 0
         """Optimizer steps taken."""
         self._state = wrap_state(model)
-        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        # Not `model`: torch.compile puts a module of its own around it.
+        self._root = cast(FSDPModule, self._state.root)
+        self._units = [module for module in self._state.root.modules() if isinstance(module, FSDPModule)]
         self._reshard()
         # Kept, because while a group is unsharded `model.parameters()` yields other objects, without gradients.
-        self._parameters = list(model.parameters())
+        self._parameters = list(self._state.root.parameters())
         _refuse_foreign(optimizer, self._parameters)
         self._world = _process_group(self._state)
         policy = self._state.plan.policy
@@ -112,7 +115,7 @@ class TrainStep:
         finally:
             if guard is not None:
                 guard.armed = False
-        detached = loss.detach().float()
+        detached = loss.detach().float().reshape(())
         self._loss_sum = detached if self._loss_sum is None else self._loss_sum + detached
         self._num_micro_batches += 1
         self._is_stepped = False
@@ -165,6 +168,15 @@ class TrainStep:
     def _update(self) -> StepReport:
         """Norm, overflow check, unscale and clip in one pass, update or skip."""
         with_gradient = [parameter for parameter in self._parameters if parameter.grad is not None]
+        if not with_gradient:
+            raise StepError(
+                describe(
+                    "TrainStep.step",
+                    "no gradient on any parameter",
+                    "a loss that depends on trainable parameters of the wrapped model",
+                    "Check that the loss comes from this model's forward, and that it is not frozen as a whole.",
+                )
+            )
         scale = self._scaler.scale
         loss, norm = self._reduce_statistics(with_gradient, scale)
         skipped = self._scaler.overflowed(norm, self.num_steps)
@@ -187,9 +199,7 @@ class TrainStep:
         model-wide group, which is small.
         """
         stage = self._state.plan.policy.stage
-        root = self.model
-        if not isinstance(root, FSDPModule):
-            raise AssertionError(f"expected a wrapped root, got {type(root).__name__}")
+        root = self._root
         if is_last and stage < 2 and self._num_micro_batches > 0:
             for unit in self._units:
                 complete_accumulation(unit)
@@ -226,6 +236,18 @@ class TrainStep:
         self._state.traffic.count("all_reduce", statistics, "step")
         dist.all_reduce(statistics, group=self._world)
         return statistics[0], (statistics[1].sqrt() / scale).float()
+
+
+def _refuse_metric(scheduler: Scheduler | None) -> None:
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise StepError(
+            describe(
+                "TrainStep(scheduler=)",
+                "ReduceLROnPlateau, whose step needs a metric",
+                "a scheduler whose step() takes nothing",
+                "Leave it out here and call its step(metric) after each evaluation.",
+            )
+        )
 
 
 def _refuse_foreign(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:

@@ -85,6 +85,13 @@ def test_a_policy_that_matches_nothing_names_the_classes_that_exist(policy):
         find_units(model(), policy)
 
 
+def test_a_container_that_is_never_called_is_no_unit():
+    with pytest.raises(
+        WrapError, match="found blocks, a ModuleList, which is never called; valid: modules with a forward"
+    ):
+        find_units(model(), "ModuleList")
+
+
 @pytest.mark.parametrize("policy", [3, [], [3], {nn.Linear(1, 1)}, int], ids=str)
 def test_other_forms_are_refused(policy):
     with pytest.raises(WrapError, match="auto_wrap_policy: found .*; valid: module classes, class names"):

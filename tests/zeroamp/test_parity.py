@@ -119,6 +119,34 @@ def test_frozen_parameters_stay_and_are_left_out_of_the_norm(ranks2):
     _check(by_rank, oracle)
 
 
+def _share_linear_across_units(model: Llama):
+    model.blocks[2].out = model.blocks[0].out
+
+
+def _share_norm_across_units(model: Llama):
+    model.blocks[2].norm1 = model.blocks[0].norm1
+
+
+def _tie_weights_across_units(model: Llama):
+    model.blocks[2].down.weight = model.blocks[0].down.weight
+
+
+@pytest.mark.parametrize("share", [_share_linear_across_units, _share_norm_across_units, _tie_weights_across_units])
+@pytest.mark.parametrize("threshold", [None, 0], ids=["model-wide group", "group per unit"])
+def test_what_two_units_share_is_reduced_once_for_both(ranks2, share, threshold):
+    by_rank = ranks2.run(_all_stages, "llama_untied", (0, 1, 2, 3), {"threshold": threshold}, None, share)
+    _check(by_rank, reference.train("llama_untied", world_size=2, num_steps=NUM_STEPS, clip=CLIP, prepare=share))
+
+
+@pytest.mark.parametrize("share", [_share_linear_across_units, _share_norm_across_units])
+def test_what_two_units_share_in_the_other_modes(ranks2, share):
+    by_rank = ranks2.run(_all_stages, "llama_untied", (0, 3), {"dtype": None}, None, share)
+    oracle = {"world_size": 2, "num_steps": NUM_STEPS, "clip": CLIP, "prepare": share}
+    _check(by_rank, reference.train("llama_untied", autocast=None, **oracle))
+    by_rank = ranks2.run(_all_stages, "llama_untied", (0, 3), {"dtype": None, "bf16": {"enabled": True}}, None, share)
+    _check(by_rank, reference.train("llama_untied", low_model=torch.bfloat16, **oracle))
+
+
 def _share(model: Llama):
     model.blocks[2] = model.blocks[0]  # one unit, called twice
     model.blocks[1].norm2 = model.blocks[1].norm1  # one module, called twice in a unit

@@ -1,5 +1,7 @@
 """Units, dtypes and groups, on the meta device: nothing here runs."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -108,6 +110,37 @@ def test_stage_0_says_that_its_wire_is_fp32_unless_native():
     assert {p.dtypes.wire for p in plan(meta(Llama, tied=True), stage=0).params} == {torch.float32}
     native = plan(meta(Llama, tied=True), stage=0, zeroamp={"reduce_accumulate_dtype": "native"})
     assert {p.dtypes.wire for p in native.params} == {torch.float32, torch.bfloat16}
+
+
+def test_stage_3_without_units_is_warned_of(caplog):
+    with caplog.at_level("WARNING", logger="zeroamp"):
+        plan(meta(nn.Linear, 4, 4))
+        plan(meta(nn.Linear, 4, 4), stage=2)
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["no units below the root of Linear"]
+
+
+def test_other_parameters_of_torchs_safe_classes_are_unsafe():
+    model = meta(Llama, tied=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # the old weight_norm is deprecated, and still in use
+        torch.nn.utils.weight_norm(model.blocks[0].out)
+    assert "blocks.0.out.weight_v" not in low(plan(model))
+    assert "blocks.0.qkv.weight" in low(plan(model))
+
+
+def test_all_parameters_of_a_listed_class_of_the_users_are_safe():
+    class Scaled(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.scale = nn.Parameter(torch.ones(4))
+
+    model = meta(nn.Sequential, meta(Scaled))
+    assert low(plan(model)) == {"0.weight", "0.bias"}
+    model.own = None
+    cfg = config()
+    cfg["torch_autocast"]["lower_precision_safe_modules"] = ["Scaled"]
+    built = zeroamp.build_plan(model, zeroamp.policy_from_config(cfg))
+    assert low(built) == {"0.weight", "0.bias", "0.scale"}
 
 
 def test_a_parameter_without_elements_is_in_no_group():

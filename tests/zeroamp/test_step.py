@@ -1,5 +1,7 @@
 """`TrainStep`: what it refuses, and what a plain loop may do."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -61,7 +63,13 @@ def _misuse(how):
     if how == "foreign optimizer":
         return zeroamp.TrainStep(model, torch.optim.SGD(build(NAME).parameters(), lr=0.1))
     step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if how == "plateau":
+        optimizer = step.optimizer
+        return zeroamp.TrainStep(model, optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
     loss = loss_of(model, batch(NAME, 0))
+    if how == "no gradient":
+        step.backward(torch.ones((), requires_grad=True) * 2)
+        return step.step()
     if how == "step first":
         return step.step()
     if how == "vector loss":
@@ -74,6 +82,8 @@ def _misuse(how):
     ("how", "text"),
     [
         ("foreign optimizer", "Build the optimizer from model.parameters\\(\\) after wrap_model"),
+        ("plateau", "ReduceLROnPlateau, whose step needs a metric"),
+        ("no gradient", "TrainStep.step: found no gradient on any parameter"),
         ("step first", "TrainStep.step: found no backward since the last one"),
         ("vector loss", "TrainStep.backward: found a loss of shape \\(2,\\); valid: a scalar"),
         ("backward twice", "TrainStep.backward: found no step\\(\\) since the last one"),
@@ -82,6 +92,85 @@ def _misuse(how):
 def test_misuse_is_a_named_error_on_all_ranks(ranks2, how, text):
     with pytest.raises(RankError, match=f"StepError: .*{text}"):
         ranks2.run(_misuse, how)
+
+
+def _after_refusal(refused_first):
+    model = wrapped(NAME, config(2, accumulation=2))
+    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if refused_first:
+        with pytest.raises(zeroamp.StepError):
+            loss_of(model, batch(NAME, 0)).backward()
+    norms = []
+    for index in range(4):
+        step.backward(loss_of(model, batch(NAME, index)))
+        if (report := step.step()) is not None:
+            norms.append(report.grad_norm)
+    return norms, full_parameters(model)
+
+
+def test_training_goes_on_after_a_refused_backward(ranks2):
+    (norms, parameters), (plain_norms, plain_parameters) = (
+        ranks2.run(_after_refusal, first)[0] for first in (True, False)
+    )
+    assert norms == plain_norms
+    assert same_bits(parameters, plain_parameters) == []
+
+
+@dataclasses.dataclass
+class Output:
+    nested: dict
+
+
+def _unusual_outputs(how):
+    model = wrapped("llama_untied", config(3, clip=1.0))
+    if how == "registered method":
+        zeroamp.register_forward_method(model, "logits")
+        return model.logits(batch(NAME, 0)).sum().backward()
+    forward = model.forward
+    model.forward = lambda tokens: Output({"loss": [forward(tokens)]})
+    return model(batch(NAME, 0)).nested["loss"][0].backward()
+
+
+@pytest.mark.parametrize("how", ["registered method", "dataclass"])
+def test_the_guard_sees_registered_methods_and_nested_outputs(ranks2, how):
+    with pytest.raises(RankError, match="StepError: backward: found loss.backward\\(\\) with gradient_clipping 1.0"):
+        ranks2.run(_unusual_outputs, how)
+
+
+def _plain_loop_with_evaluations(stage):
+    model = wrapped(NAME, config(stage))
+    _evaluate(model, NAME)  # before the optimizer is built
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    for index in range(3):
+        loss_of(model, batch(NAME, 2 * index + torch.distributed.get_rank())).backward()
+        _evaluate(model, NAME)  # between backward and step
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_parameters(model)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_plain_loop_may_evaluate_anywhere(ranks2, stage):
+    parameters = ranks2.run(_plain_loop_with_evaluations, stage)[0]
+    assert same_bits(parameters, reference.train(NAME, world_size=2, num_steps=3)[2]) == []
+
+
+def _compiled_whole():
+    model = wrapped(NAME, config(3))
+    compiled = torch.compile(model, backend="aot_eager")
+    step = zeroamp.TrainStep(compiled, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1))
+    losses = []
+    for index in range(3):
+        loss = compiled(batch(NAME, 2 * index + torch.distributed.get_rank()))
+        losses.append(float(loss.detach()))
+        step.backward(loss)
+        step.step()
+    return losses
+
+
+def test_a_model_that_is_compiled_as_a_whole_trains(ranks2):
+    losses, _, _ = reference.train(NAME, world_size=2, num_steps=3)
+    assert ranks2.run(_compiled_whole)[0] == [ranks[0][0] for ranks in losses]
 
 
 def _schedule():
@@ -101,6 +190,18 @@ def test_the_scheduler_and_the_count_move_once_per_window(ranks2):
     rates, reports = ranks2.run(_schedule)[0]
     assert rates == [1.0, 0.5, 0.5, 0.25, 0.25, 0.125]
     assert reports == [None, (1, False, 1.0), None, (2, False, 1.0), None, (3, False, 1.0)]
+
+
+def _loss_of_one_element():
+    model = wrapped(NAME, config(3))
+    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loss = loss_of(model, batch(NAME, 0)).reshape(1)
+    step.backward(loss)
+    return step.step().loss == float(loss.detach())
+
+
+def test_a_loss_of_one_element_is_a_scalar(ranks2):
+    assert ranks2.run(_loss_of_one_element)[0]
 
 
 def _gradients_left():

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 import zeroamp
-from tests.models import HfLlama, Llama, RMSNorm, batch, build, loss_of
+from tests.models import HfLlama, Llama, batch, build, loss_of
 from tests.ranks import RankError
 from tests.training import config, full_parameters, same_bits, wrapped
 
@@ -66,9 +66,14 @@ def _refuse(how):
         model = model.state_dict()
     if how == "mesh":
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    if how == "half meta":
+        model.head = nn.Linear(32, 80, bias=False, device="meta")
+    if how == "inference":
+        with torch.inference_mode():
+            return zeroamp.wrap_model(model, policy)
     if how == "unequal" and dist.get_rank() == 1:
         model.blocks[2].down.bias.data[0] += 1e-3
-    zeroamp.wrap_model(model, policy, mesh)
+    return zeroamp.wrap_model(model, policy, mesh)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +83,11 @@ def _refuse(how):
         ("fully_shard", "blocks.1: found a module that fully_shard was applied to"),
         ("no module", "valid: a torch.nn.Module"),
         ("mesh", "mesh: found shape \\(1, 2\\) at stage 0"),
+        (
+            "half meta",
+            "head.weight: found a parameter on the meta device beside others that hold values, such as embed",
+        ),
+        ("inference", "wrap_model: found torch.inference_mode\\(\\)"),
         ("unequal", "blocks.2.down.bias: found values that differ between ranks \\(1 parameters do\\)"),
     ],
 )
@@ -137,6 +147,127 @@ def test_a_meta_model_starts_from_the_values_of_its_own_initialisation(ranks2, f
     assert losses[-1] < losses[0]
 
 
+class ManyBuffers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.own = BufferOwner()
+
+    def forward(self, x):
+        return self.attention(x, x, x)[0].square().mean() + self.own(x)
+
+
+class BufferOwner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("mask", torch.empty(4, dtype=torch.bool))
+        self.register_buffer("bytes", torch.empty(4, dtype=torch.uint8))
+        self.register_buffer("phase", torch.empty(4, dtype=torch.complex64))
+        self.register_buffer("count", torch.empty((), dtype=torch.int64))
+
+    def reset_parameters(self):
+        self.mask.fill_(True)
+        self.bytes.zero_()
+        self.phase.fill_(1j)
+        self.count.fill_(7)
+
+    def forward(self, x):
+        return self.layer(x).square().mean()
+
+
+def _meta_buffers():
+    with torch.device("meta"):
+        model = ManyBuffers()
+    model.register_buffer("kept", torch.arange(3.0))  # off the meta device: its values stay
+    model = zeroamp.wrap_model(model, zeroamp.policy_from_config(config(3)))
+    own, bias = model.own, model.attention.out_proj.bias.full_tensor()
+    values = [own.mask.all().item(), own.bytes.sum().item(), own.phase[0].item(), own.count.item(), model.kept.tolist()]
+    return values, bias.abs().max().item()
+
+
+def test_meta_buffers_of_every_dtype_and_what_a_parent_sets_in_its_child(ranks2):
+    values, bias = ranks2.run(_meta_buffers)[0]
+    assert values == [True, 0, 1j, 7, [0.0, 1.0, 2.0]]
+    assert bias == 0.0  # nn.MultiheadAttention zeroes it after nn.Linear has drawn it
+
+
+class ForgetsBuffer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mask", torch.empty(4, dtype=torch.bool))
+
+    def reset_parameters(self):
+        pass
+
+
+def _meta_forgotten_buffer():
+    with torch.device("meta"):
+        model = ForgetsBuffer()
+    zeroamp.wrap_model(model, zeroamp.policy_from_config(config(3)))
+
+
+def test_a_boolean_buffer_that_nothing_initialises_is_refused_too(ranks2):
+    with pytest.raises(RankError, match="mask: found a meta-device tensor that ForgetsBuffer does not initialise"):
+        ranks2.run(_meta_forgotten_buffer)
+
+
+def _sliced_mesh(stage):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"]
+    torch.manual_seed(0)
+    model = zeroamp.wrap_model(Llama(tied=True), zeroamp.policy_from_config(config(stage)), mesh)
+    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    norms = []
+    for index in range(3):
+        step.backward(model(batch("llama_tied", 2 * index + mesh.get_local_rank())))
+        norms.append(step.step().grad_norm)
+    return norms
+
+
+def test_a_slice_of_a_larger_mesh_works_at_every_stage(ranks4):
+    by_stage = {stage: ranks4.run(_sliced_mesh, stage) for stage in (0, 1, 2, 3)}
+    assert len({tuple(norms) for runs in by_stage.values() for norms in runs}) == 1
+
+
+def _holder_called():
+    class CallsChildren(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            for child in self.children():
+                x = child(x)
+            return x * self.scale
+
+    torch.manual_seed(0)
+    zeroamp.wrap_model(CallsChildren(), zeroamp.policy_from_config(config(3)))(torch.ones(1, 4))
+
+
+def test_a_model_that_calls_all_its_children_is_told_which_one_to_skip(ranks2):
+    with pytest.raises(
+        RankError, match="WrapError: model-wide:fp32: found a call of .* whose name starts with _zeroamp_group"
+    ):
+        ranks2.run(_holder_called)
+
+
+def _unfreeze():
+    model = build("llama_untied")
+    model.blocks[0].requires_grad_(False)
+    model = zeroamp.wrap_model(model, zeroamp.policy_from_config(config(3)))
+    model.blocks[0].requires_grad_(True)
+    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    step.backward(model(batch("llama_untied", 0)))
+    step.step()
+    return {key.dtype for key in model._zeroamp_state.traffic.calls if key[::2] == ("all_to_all", "blocks.0")}
+
+
+def test_a_unit_that_is_unfrozen_later_has_its_wire(ranks2):
+    assert ranks2.run(_unfreeze)[0] == {torch.bfloat16}
+
+
 class Uninitialised(nn.Module):
     def __init__(self):
         super().__init__()
@@ -151,7 +282,7 @@ def _meta_without_initialisation():
 
 
 def test_a_meta_tensor_that_nothing_initialises_is_refused_by_name(ranks2):
-    with pytest.raises(RankError, match="scale: found a meta-device tensor that FSDPUninitialised does not initialise"):
+    with pytest.raises(RankError, match="scale: found a meta-device tensor that Uninitialised does not initialise"):
         ranks2.run(_meta_without_initialisation)
 
 
@@ -180,11 +311,10 @@ def test_materialising_never_holds_more_than_one_modules_parameters(ranks2):
     assert largest == largest_parameter
 
 
-def _entry_points(register):
+def _entry_points():
     model = wrapped("llama_untied", config(3))
     tokens = batch("llama_untied", 0)
-    if register:
-        zeroamp.register_forward_method(model, "logits")
+    zeroamp.register_forward_method(model, "logits")
     with torch.no_grad():
         logits = model.logits(tokens)
         loss = model(tokens)
@@ -194,7 +324,7 @@ def _entry_points(register):
 
 
 def test_a_registered_method_gathers_typed_groups_and_runs_under_autocast(ranks2):
-    assert ranks2.run(_entry_points, True)[0] == (True, True)
+    assert ranks2.run(_entry_points)[0] == (True, True)
 
 
 def _generate(stage):
@@ -210,7 +340,3 @@ def _generate(stage):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_generate_works_unregistered_because_it_calls_the_model(ranks2, stage):
     assert ranks2.run(_generate, stage)[0] is True
-
-
-def test_a_norm_that_resets_is_what_the_models_here_rely_on():
-    assert hasattr(RMSNorm, "reset_parameters")

@@ -1,0 +1,60 @@
+"""Attaches zeroamp's hooks to a model that FSDP2 has sharded."""
+
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from zeroamp.collectives import attach_collectives
+from zeroamp.hooks import (
+    AutocastHook,
+    BackwardGuard,
+    ReceiveBuffers,
+    ShardAccumulator,
+    attach_safe_module_guard,
+    attach_typed_group,
+    zero_fill_unused,
+)
+from zeroamp.policies.policy import Policy
+from zeroamp.state import WrapState
+
+
+def attach_hooks(model: nn.Module, state: WrapState) -> None:
+    """Register everything that runs beside FSDP2's own hooks. See each hook for why its place works."""
+    policy = state.plan.policy
+    buffers = ReceiveBuffers()
+    for group in state.plan.groups:
+        hook_at = model.get_submodule(group.unit)
+        holder = state.holders.get(group.name)
+        if holder is not None:
+            state.handles += attach_typed_group(holder, hook_at)
+        attach_collectives(cast(FSDPModule, holder or hook_at), group, state.plan, state.mesh, state.traffic, buffers)
+    zero_fill_unused(cast(FSDPModule, model))
+    state.handles += state.evaluation.attach(model)
+    if policy.mode == "autocast":
+        _guard_safe_modules(model, state)
+        state.autocast = AutocastHook(state.mesh.device_type, policy.gather_dtype)
+        state.handles += state.autocast.attach(model)
+    if reasons := _needs_train_step(policy):
+        state.guard = BackwardGuard(reasons)
+        state.handles.append(state.guard.attach(model))
+    if policy.stage >= 2 and policy.grad_accum_dtype != torch.float32 and policy.gradient_accumulation_steps > 1:
+        state.shard_accumulator = ShardAccumulator(policy.grad_accum_dtype)
+        state.handles += [state.shard_accumulator.attach(p) for p in model.parameters() if p.requires_grad]
+
+
+def _needs_train_step(policy: Policy) -> str:
+    """Say which keys of the config a plain `loss.backward(); optimizer.step()` would leave out; "" for none."""
+    keys = {
+        "gradient_accumulation_steps": policy.gradient_accumulation_steps > 1,
+        "gradient_clipping": policy.gradient_clipping > 0,
+    }
+    reasons = [f"{key} {getattr(policy, key)}" for key, applies in keys.items() if applies]
+    return " and ".join([*reasons, "float16, which scales the loss"] if policy.low_dtype == torch.float16 else reasons)
+
+
+def _guard_safe_modules(model: nn.Module, state: WrapState) -> None:
+    low = [param for param in state.plan.params if param.dtypes.gather != param.dtypes.storage]
+    for fqn in sorted({owner for param in low for owner in param.owner_fqns}):
+        state.handles.append(attach_safe_module_guard(model.get_submodule(fqn), fqn, state.mesh.device_type))

@@ -1,0 +1,53 @@
+"""What `wrap_model` leaves on a model for the step and the reports."""
+
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
+
+from zeroamp.hooks import AutocastHook, BackwardGuard, ReshardAfterEvaluation, ShardAccumulator, Traffic
+from zeroamp.plan import Plan
+from zeroamp.policies.errors import WrapError, describe
+
+_ATTRIBUTE = "_zeroamp_state"
+
+
+@dataclass(kw_only=True, slots=True)
+class WrapState:
+    """What `wrap_model` attached to a model; the step and the reports read it."""
+
+    root: nn.Module
+    plan: Plan
+    mesh: DeviceMesh
+    traffic: Traffic
+    """What the collectives moved since it was last reset."""
+    holders: dict[str, FSDPModule] = field(default_factory=dict)
+    """Group name -> holder, for the groups that are not a unit's own."""
+    autocast: AutocastHook | None = None
+    evaluation: ReshardAfterEvaluation = field(default_factory=ReshardAfterEvaluation)
+    guard: BackwardGuard | None = None
+    shard_accumulator: ShardAccumulator | None = None
+    handles: list[RemovableHandle] = field(default_factory=list)
+
+
+def record_state(model: nn.Module, state: WrapState) -> None:
+    """Leave `state` on the wrapped root."""
+    setattr(model, _ATTRIBUTE, state)
+
+
+def wrap_state(model: nn.Module) -> WrapState:
+    """Return what `wrap_model` recorded on `model`.
+
+    Raises:
+        WrapError: `model` is not a wrapped root.
+    """
+    state = getattr(model, _ATTRIBUTE, None)
+    if not isinstance(state, WrapState):
+        raise WrapError(
+            describe(
+                "model", f"a {type(model).__name__} that is not wrapped", "what wrap_model returned", "Wrap it first."
+            )
+        )
+    return state

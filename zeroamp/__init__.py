@@ -4,7 +4,8 @@ from zeroamp.errors import ConfigError, PrecisionError, StepError, WrapError, Ze
 from zeroamp.plan import Plan, build_plan
 from zeroamp.policies import Policy, policy_from_config
 from zeroamp.report import Ledger, explain
-from zeroamp.step import StepReport, TrainStep
+from zeroamp.step import TrainStep
+from zeroamp.step_report import StepReport
 from zeroamp.wrap import register_forward_method, wrap_model
 
 __version__ = "0.1.0"

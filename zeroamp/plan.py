@@ -4,13 +4,14 @@ Pure: reads module classes, shapes and names only, so it works on the meta devic
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import nn
 
+from zeroamp.ownership import ParameterUses, find_uses, innermost_common
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.errors import ConfigError, WrapError, describe
 from zeroamp.policies.policy import Policy
@@ -137,56 +138,10 @@ def build_plan(model: nn.Module, policy: Policy, auto_wrap_policy: AutoWrapPolic
     )
 
 
-@dataclass(slots=True)
-class _Uses:
-    """Where one parameter hangs in the module tree."""
-
-    parameter: nn.Parameter
-    fqns: list[str]
-    owners: dict[nn.Module, str]  # owner -> its first FQN
-    chains: list[tuple[str, ...]]  # per use: FQNs of the units around it, outermost first
-
-    def named_owners(self) -> list[tuple[nn.Module, str]]:
-        """Return (owner, the name it has for the parameter)."""
-        return [
-            (owner, name)
-            for owner in self.owners
-            for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
-            if parameter is self.parameter
-        ]
-
-
-def _find_uses(model: nn.Module, units: Iterable[str]) -> list[_Uses]:
-    """Walk the tree once, shared modules and parameters once per path."""
-    unit_names = {model.get_submodule(fqn): fqn for fqn in units}
-    chains: dict[str, tuple[str, ...]] = {}
-    uses: dict[nn.Parameter, _Uses] = {}
-    for module_fqn, module in model.named_modules(remove_duplicate=False):
-        around = chains[module_fqn.rpartition(".")[0]] if module_fqn else ()
-        # A unit is known by its module, not by its path: a block that is registered twice is one unit.
-        chain = (*around, unit_names[module]) if module in unit_names else around
-        chains[module_fqn] = chain
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            use = uses.setdefault(parameter, _Uses(parameter, [], {}, []))
-            use.fqns.append(f"{module_fqn}.{name}" if module_fqn else name)
-            use.owners.setdefault(module, module_fqn)
-            use.chains.append(chain)
-    return list(uses.values())
-
-
-def _innermost_common(chains: Sequence[tuple[str, ...]]) -> str:
-    common = ""
-    for level in zip(*chains, strict=False):
-        if len(set(level)) > 1:
-            break
-        common = level[0]
-    return common
-
-
 def _plan_params(model: nn.Module, policy: Policy, units: Iterable[str]) -> list[ParamPlan]:
     safe_classes = resolve_safe_classes(policy.lower_precision_safe_modules, model)
     params = []
-    for use in _find_uses(model, units):
+    for use in find_uses(model, units):
         _refuse_unusable(use)
         low, reason = _is_low(use, policy, safe_classes)
         params.append(
@@ -195,7 +150,7 @@ def _plan_params(model: nn.Module, policy: Policy, units: Iterable[str]) -> list
                 aliases=tuple(use.fqns[1:]),
                 owner_fqns=tuple(use.owners.values()),
                 shape=tuple(use.parameter.shape),
-                unit=(unit := _innermost_common(use.chains)),
+                unit=(unit := innermost_common(use.chains)),
                 is_inside_inner_units=all((chain[-1] if chain else "") != unit for chain in use.chains),
                 dtypes=(dtypes := _dtypes(use.parameter, policy, low)),
                 group_key=(dtypes.storage, dtypes.gather, _wire_dtype(policy, low)),
@@ -214,7 +169,7 @@ def _plan_params(model: nn.Module, policy: Policy, units: Iterable[str]) -> list
     return params
 
 
-def _refuse_unusable(use: _Uses) -> None:
+def _refuse_unusable(use: ParameterUses) -> None:
     parameter, fqn = use.parameter, use.fqns[0]
     if parameter.dim() == 0:
         raise WrapError(
@@ -236,7 +191,7 @@ def _refuse_unusable(use: _Uses) -> None:
         )
 
 
-def _is_low(use: _Uses, policy: Policy, safe_classes: tuple[type[nn.Module], ...]) -> tuple[bool, str]:
+def _is_low(use: ParameterUses, policy: Policy, safe_classes: tuple[type[nn.Module], ...]) -> tuple[bool, str]:
     if not use.parameter.dtype.is_floating_point:
         return False, f"{short_name(use.parameter.dtype)} is no floating-point dtype"
     if policy.mode == "autocast":

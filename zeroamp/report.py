@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from tabulate import tabulate
 from torch import nn
@@ -27,11 +28,33 @@ class Ledger:
             f"zeroamp: mode {policy.mode}, ZeRO stage {policy.stage}, {len(self.plan.units)} units below the root, "
             f"{len(self.plan.groups)} groups, {sum(group.numel for group in self.plan.groups):,} parameters"
         )
-        return f"{title}\n{self._table(_fold(self.group_rows()))}"
+        return f"{title}\n{self._table(self.summary_rows())}\n\n{self._table(_fold(self.group_rows()))}"
 
     def per_parameter(self) -> str:
         """Return a table of one row per parameter, with the reason of its dtypes."""
         return self._table(self.parameter_rows())
+
+    def summary_rows(self) -> list[dict[str, Any]]:
+        """Return one dict per pair of gather and wire dtype: parameters, elements, and MB of one gather of them all."""
+        params = self.plan.params
+        names = [f"{short_name(p.group_key[1])} {short_name(p.group_key[2])}" for p in params]
+        pairs, index = np.unique(names, return_inverse=True)
+        elements = np.array([param.numel for param in params], dtype=np.int64)
+        num_bytes = elements * np.array([param.group_key[1].itemsize for param in params], dtype=np.int64)
+        rows = []
+        for number, pair in enumerate(pairs):
+            gather, wire = str(pair).split()
+            chosen = index == number
+            rows.append(
+                {
+                    "gathered in": gather,
+                    "reduced in": wire,
+                    "params": int(chosen.sum()),
+                    "elements": int(elements[chosen].sum()),
+                    "MB per gather": round(float(num_bytes[chosen].sum()) / 1e6, 1),
+                }
+            )
+        return rows
 
     def group_rows(self) -> list[dict[str, Any]]:
         """Return one dict per group: name, kind, numbers of parameters and elements, and the seven dtypes."""

@@ -1,6 +1,5 @@
 """`TrainStep`: accumulation, the flags of each ZeRO stage between micro-batches, loss scale, norm, clipping, update."""
 
-from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
@@ -15,6 +14,7 @@ from zeroamp.mesh import replicate_size
 from zeroamp.norm import clip_factor, local_sum_of_squares, multiply_gradients
 from zeroamp.policies.errors import StepError, describe
 from zeroamp.state import WrapState, wrap_state
+from zeroamp.step_report import StepReport
 
 
 class Scheduler(Protocol):
@@ -22,33 +22,6 @@ class Scheduler(Protocol):
 
     def step(self) -> Any:
         """Move to the next optimizer step's learning rate."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepReport:
-    """One optimizer step. Values stay on the device until they are read."""
-
-    step: int
-    """Optimizer steps taken, this one included unless it was skipped."""
-    loss_tensor: torch.Tensor
-    """0-D fp64: the mean of the losses of all micro-batches and all ranks."""
-    grad_norm_tensor: torch.Tensor
-    """0-D fp32: the 2-norm of the averaged, unscaled gradient before clipping, over all trainable parameters. inf or
-    nan where a gradient is."""
-    loss_scale: float
-    """What the losses of this step were multiplied by; 1 but for float16."""
-    skipped: bool
-    """Whether a gradient overflowed float16: no update, no scheduler step. Other modes skip nothing."""
-
-    @property
-    def loss(self) -> float:
-        """The mean loss; waits for the device."""
-        return float(self.loss_tensor)
-
-    @property
-    def grad_norm(self) -> float:
-        """The gradient norm; waits for the device."""
-        return float(self.grad_norm_tensor)
 
 
 class TrainStep:

@@ -30,6 +30,7 @@ def test_one_row_per_group_and_one_per_parameter(ranks2):
     assert sum(row["elements"] for row in parameters) == sum(row["elements"] for row in groups)
     assert text.startswith("zeroamp: mode autocast, ZeRO stage 3, 3 units below the root, 5 groups, 33,600 parameters")
     assert "10,272" in text
+    assert text.splitlines()[3].split() == ["bf16", "bf16", "15", "30,816", "0.1"]
     assert "blocks.0 … blocks.2" in text  # three equal rows are one
     assert "blocks.1" not in text
     assert "safe: owned by Linear" in long_text

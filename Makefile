@@ -4,11 +4,14 @@
 #   PYTHON        interpreter that makes the virtual environment (3.11 or newer)
 #   TORCH_SKIP    1: use the torch that PYTHON already has instead of installing the pinned one.
 #                 By default 1 where that torch sees a GPU, else 0.
+#   RANKS         processes of `make demo`
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-RANKS ?= 2
 TORCH_SKIP ?= $(shell $(PYTHON) -c 'import torch; print(int(torch.cuda.is_available()))' 2>/dev/null || echo 0)
+
+# One rank per GPU, or two on a machine without one.
+RANKS ?= $(shell $(PYTHON) -c 'import torch; print(torch.cuda.device_count() or 2)' 2>/dev/null || echo 2)
 
 export OMP_NUM_THREADS ?= 1
 

@@ -18,7 +18,8 @@ def torchrun(*arguments, ranks=2, timeout_s=240, cwd=ROOT):
         stderr=subprocess.STDOUT,
         text=True,
         cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        # On the CPU everywhere: a machine may have fewer GPUs than ranks.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         start_new_session=True,  # so that the ranks can be ended together
     )
     try:

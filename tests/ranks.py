@@ -24,14 +24,19 @@ class RankError(AssertionError):
     """A body raised on some ranks."""
 
 
-def _serve(rank: int, world_size: int, port: int, connection: Connection) -> None:
+def _serve(rank: int, world_size: int, device: str, port: int, connection: Connection) -> None:
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU machine runs the same tests on its CPU
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     # Compilation looks at `.grad` of every input, which warns on tensors that are no leaves.
     warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
     warnings.filterwarnings("ignore", message=r"`torch\.jit", category=DeprecationWarning)  # inductor's imports
-    dist.init_process_group("gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
     while (call := connection.recv()) is not None:
         body, args = call
         try:
@@ -44,10 +49,11 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection) -> Non
 
 
 class Ranks:
-    """`world_size` gloo processes on this machine, one thread each."""
+    """`world_size` processes on this machine, one thread each: gloo on the CPU, or NCCL with a GPU each."""
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, device: str = "cpu") -> None:
         self.world_size = world_size
+        self.device = device
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
 
@@ -74,7 +80,9 @@ class Ranks:
             port = probe.getsockname()[1]
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.world_size, port, theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self.world_size, self.device, port, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self._processes.append(process)

@@ -24,6 +24,7 @@ def train(
     lr=1e-2,
     prepare=None,
     loss_scale=1.0,
+    device="cpu",
 ):
     """Return (losses[step][rank][micro], norms[step], {fqn: parameter}).
 
@@ -36,6 +37,7 @@ def train(
     model = build(name)
     if prepare is not None:
         prepare(model)
+    model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)
     losses, norms = [], []
     for step in range(num_steps):
@@ -43,7 +45,10 @@ def train(
         for rank in range(world_size):
             indices = [(step * accumulation + micro) * world_size + rank for micro in range(accumulation)]
             by_rank.append(
-                [_gradients(model, batch(name, i), accumulation / loss_scale, autocast, low_model) for i in indices]
+                [
+                    _gradients(model, batch(name, i).to(device), accumulation / loss_scale, autocast, low_model)
+                    for i in indices
+                ]
             )
         losses.append([[loss for loss, _ in micros] for micros in by_rank])
         gradients = [[gradient for _, gradient in micros] for micros in by_rank]
@@ -53,7 +58,7 @@ def train(
         norms.append(_clip(model, clip))
         optimizer.step()
         optimizer.zero_grad()
-    return losses, norms, {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
+    return losses, norms, {fqn: p.detach().cpu().clone() for fqn, p in model.named_parameters()}
 
 
 def _trainable(model):
@@ -63,7 +68,7 @@ def _trainable(model):
 def _gradients(model, inputs, accumulation, autocast, low_model):
     if low_model is not None:
         return _gradients_of_low_model(model, inputs, accumulation, low_model)
-    with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+    with torch.autocast(inputs.device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None):
         loss = loss_of(model, inputs)
     gradients = torch.autograd.grad(
         loss.float() / accumulation, list(_trainable(model).values()), materialize_grads=True

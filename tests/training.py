@@ -67,7 +67,8 @@ def train(name, cfg, num_steps, *, mesh_shape=None, lr=1e-2, prepare_before=None
 
 def full_parameters(model):
     return {
-        fqn: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for fqn, p in model.named_parameters()
+        fqn: (p.full_tensor() if isinstance(p, DTensor) else p).detach().cpu().clone()
+        for fqn, p in model.named_parameters()
     }
 
 

@@ -110,11 +110,12 @@ class TrainStep:
         self._reshard()
         if self._state.shard_accumulator is not None:
             self._state.shard_accumulator.flush()
-        report = self._update()
-        for parameter in self._parameters:  # also those that the optimizer does not hold
-            parameter.grad = None
-        self._num_micro_batches, self._loss_sum = 0, None
-        return report
+        try:
+            return self._update()
+        finally:  # whatever it raised, the next backward begins a new window
+            for parameter in self._parameters:  # also those that the optimizer does not hold
+                parameter.grad = None
+            self._num_micro_batches, self._loss_sum = 0, None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the count of steps and the loss scale, as plain numbers; optimizer and scheduler have their own.

@@ -192,6 +192,20 @@ def test_the_scheduler_and_the_count_move_once_per_window(ranks2):
     assert reports == [None, (1, False, 1.0), None, (2, False, 1.0), None, (3, False, 1.0)]
 
 
+def _after_a_step_without_gradients():
+    model = wrapped(NAME, config(3))
+    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    step.backward(torch.ones((), requires_grad=True) * 2)
+    with pytest.raises(zeroamp.StepError):
+        step.step()
+    step.backward(loss_of(model, batch(NAME, 0)))
+    return step.step().step
+
+
+def test_the_next_window_begins_after_a_step_that_raised(ranks2):
+    assert ranks2.run(_after_a_step_without_gradients)[0] == 1
+
+
 def _loss_of_one_element():
     model = wrapped(NAME, config(3))
     step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))

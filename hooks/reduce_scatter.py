@@ -8,7 +8,9 @@ That is the fp32 reduction of the same gradients at half the bytes, and determin
 
 [Note: Dividing fp16]
 A native sum of fp16 can overflow before it is divided, and dividing first can underflow. As FSDP2 does for its own fp16
-reductions, divide by about sqrt(N) before and by the rest after. A sum in fp32 needs neither.
+reductions, divide by about sqrt(N) before and by the rest after: equal gradients on N ranks may then be as large as
+65504 / sqrt(N) and as small as sqrt(N) x 2^-24. A sum in fp32 needs neither. (With float16
+accumulation at stages 0 and 1, FSDP2 divides so itself, whatever the sum: it then asks for SUM.)
 """
 
 import math
@@ -99,8 +101,8 @@ class WireReduceScatter(ReduceScatter):
         self.traffic.count("all_to_all" if sums_here else "reduce_scatter", input_tensor, self.group_name)
         if sums_here:
             self._sum_in_rank_order(output_tensor, input_tensor, group, op)
-        elif self.wire_dtype == torch.float16 and op == dist.ReduceOp.AVG:
-            _average_fp16(output_tensor, input_tensor, group)
+        elif self.wire_dtype == torch.float16:
+            _reduce_fp16(output_tensor, input_tensor, group, averages=op == dist.ReduceOp.AVG)
         else:
             reduce_scatter(output_tensor, input_tensor, group, op)
 
@@ -118,14 +120,18 @@ class WireReduceScatter(ReduceScatter):
             output_tensor.div_(group.size())
 
 
-def _average_fp16(output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+def _reduce_fp16(
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, *, averages: bool
+) -> None:
     # See [Note: Dividing fp16].
-    before = 2 ** math.ceil(math.log2(group.size()) / 2)
-    input_tensor.div_(before)
+    before = 2 ** math.ceil(math.log2(group.size()) / 2) if averages else 1
+    if before > 1:
+        input_tensor.div_(before)
     reduced = output_tensor
     if output_tensor.dtype != input_tensor.dtype:
         reduced = torch.empty_like(output_tensor, dtype=input_tensor.dtype)
     reduce_scatter(reduced, input_tensor, group, dist.ReduceOp.SUM)
     if reduced is not output_tensor:
         output_tensor.copy_(reduced)
-    output_tensor.div_(group.size() / before)
+    if averages:
+        output_tensor.div_(group.size() / before)

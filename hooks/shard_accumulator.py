@@ -4,6 +4,7 @@ FSDP2 adds each micro-batch's reduced shard to `parameter.grad`, which has the p
 the shard is taken from there after every reduction, added to a buffer in the asked dtype, and put back at the boundary.
 """
 
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -18,14 +19,18 @@ class ShardAccumulator:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self._sums: dict[nn.Parameter, torch.Tensor] = {}
+        self._handles: dict[nn.Parameter, RemovableHandle] = {}
 
-    def attach(self, parameter: nn.Parameter) -> RemovableHandle:
-        """Take over the gradient of a sharded parameter after every reduction; return the handle.
+    def watch(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take over the gradients of those that are sharded and trainable, after every reduction from now on.
 
-        FSDP2 runs these hooks itself, once per reduction, with the sharded fp32 gradient in `parameter.grad`.
+        FSDP2 runs these hooks itself, once per reduction, with the sharded fp32 gradient in `parameter.grad`. Call
+        before each backward: a parameter that is unfrozen later is then taken too.
         """
-        register = parameter.register_post_accumulate_grad_hook
-        return cast(RemovableHandle, register(self._take))  # type: ignore[no-untyped-call]
+        for parameter in parameters:
+            if parameter.requires_grad and isinstance(parameter, DTensor) and parameter not in self._handles:
+                register = parameter.register_post_accumulate_grad_hook
+                self._handles[parameter] = register(self._take)  # type: ignore[no-untyped-call]
 
     def _take(self, parameter: torch.Tensor) -> None:
         shard = cast(DTensor, parameter.grad).to_local()  # sharded fp32

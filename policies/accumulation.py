@@ -4,7 +4,7 @@ import torch
 from tabulate import tabulate
 
 from zeroamp.policies.dtypes import short_name
-from zeroamp.policies.policy import Mode, Stage
+from zeroamp.policies.policy import Mode, Policy, Stage
 
 COMPUTE: tuple[tuple[Mode, torch.dtype | None], ...] = (
     ("fp32", None),
@@ -24,11 +24,26 @@ def refusal(low_dtype: torch.dtype | None, accumulate: torch.dtype) -> str | Non
     return None
 
 
-def how(accumulate: torch.dtype, stage: Stage) -> str:
+def unsharded_accumulation(policy: Policy) -> torch.dtype:
+    """Return the dtype in which FSDP2 keeps unsharded gradients between micro-batches.
+
+    fp32 where it keeps none: at stages 2 and 3, and with one micro-batch, whose gradient goes to the wire as it is.
+    """
+    accumulates = policy.stage < 2 and policy.gradient_accumulation_steps > 1
+    return policy.grad_accum_dtype if accumulates else torch.float32
+
+
+def sharded_accumulation(policy: Policy) -> torch.dtype:
+    """Return the dtype in which reduced gradients are kept between micro-batches; fp32 where none are."""
+    accumulates = policy.stage >= 2 and policy.gradient_accumulation_steps > 1
+    return policy.grad_accum_dtype if accumulates else torch.float32
+
+
+def how(policy: Policy) -> str:
     """Say where gradients of several micro-batches are summed."""
-    if stage < 2:
-        return f"unsharded {short_name(accumulate)}, reduced once"
-    return f"sharded {short_name(accumulate)}, reduced every micro-batch"
+    if policy.stage < 2:
+        return f"unsharded {short_name(unsharded_accumulation(policy))}, reduced once"
+    return f"sharded {short_name(sharded_accumulation(policy))}, reduced every micro-batch"
 
 
 def render_table() -> str:
@@ -38,6 +53,16 @@ def render_table() -> str:
         name = f"autocast {short_name(low_dtype)}" if mode == "autocast" and low_dtype else mode
         for accumulate in ACCUMULATE:
             reason = refusal(low_dtype, accumulate)
-            cells = [f"refused: {reason}" if reason else how(accumulate, stage) for stage in STAGES]
+            policies = [
+                Policy(
+                    mode=mode,
+                    low_dtype=low_dtype,
+                    stage=stage,
+                    grad_accum_dtype=accumulate,
+                    gradient_accumulation_steps=2,
+                )
+                for stage in STAGES
+            ]
+            cells = [f"refused: {reason}" if reason else how(policy) for policy in policies]
             rows.append([name, short_name(accumulate), *cells])
     return tabulate(rows, headers=["compute", "accumulate", *(f"stage {stage}" for stage in STAGES)], tablefmt="github")

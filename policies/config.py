@@ -152,6 +152,15 @@ def _accumulation_dtype(config: Config) -> torch.dtype:
 def _loss_scale(block: Fp16Block) -> LossScale:
     if block.loss_scale > 0:
         return LossScale(initial=block.loss_scale, dynamic=False)
+    if block.min_loss_scale > 2.0**block.initial_scale_power:
+        raise ConfigError(
+            describe(
+                "fp16.min_loss_scale",
+                f"{block.min_loss_scale:g}, above the initial scale 2**{block.initial_scale_power}",
+                "at most the initial scale",
+                "Lower it, or raise fp16.initial_scale_power.",
+            )
+        )
     return LossScale(
         initial=2.0**block.initial_scale_power,
         window=block.loss_scale_window,

@@ -53,8 +53,8 @@ class Fp16Block(_Block):
     """`fp16`: everything in float16, fp32 master weights. Its loss-scale keys apply to float16 autocast as well."""
 
     enabled: bool = False
-    loss_scale: Annotated[Number, Field(ge=0, allow_inf_nan=False)] = 0.0
-    initial_scale_power: Annotated[int, Field(ge=0)] = 16
+    loss_scale: Annotated[Number, Field(ge=0, le=2.0**127, allow_inf_nan=False)] = 0.0
+    initial_scale_power: Annotated[int, Field(ge=0, le=127)] = 16  # the scale itself is fp32
     loss_scale_window: Annotated[int, Field(gt=0)] = 1000
     hysteresis: Annotated[int, Field(ge=1)] = 2
     consecutive_hysteresis: bool = False

@@ -16,6 +16,7 @@ from zeroamp.hooks import (
     attach_typed_group,
     zero_fill_unused,
 )
+from zeroamp.policies.accumulation import sharded_accumulation
 from zeroamp.policies.policy import Policy
 from zeroamp.state import WrapState
 
@@ -39,9 +40,8 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     if reasons := _needs_train_step(policy):
         state.guard = BackwardGuard(reasons)
         state.handles.append(state.guard.attach(model))
-    if policy.stage >= 2 and policy.grad_accum_dtype != torch.float32 and policy.gradient_accumulation_steps > 1:
-        state.shard_accumulator = ShardAccumulator(policy.grad_accum_dtype)
-        state.handles += [state.shard_accumulator.attach(p) for p in model.parameters() if p.requires_grad]
+    if (dtype := sharded_accumulation(policy)) != torch.float32:
+        state.shard_accumulator = ShardAccumulator(dtype)
 
 
 def _needs_train_step(policy: Policy) -> str:

@@ -30,7 +30,7 @@ def attach_collectives(
             buffers=buffers,
         )
     )
-    if is_replicated:
+    if mesh.ndim == 2:  # FSDP2 runs the all-reduce over an axis of one rank too
 
         def count(reduced: torch.Tensor) -> None:
             traffic.count("all_reduce", reduced, group.name)

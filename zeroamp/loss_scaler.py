@@ -4,6 +4,7 @@ GradScaler's own `update` knows neither hysteresis nor a minimum, and its non-fi
 parameter group; here the check is the global gradient norm's, which all ranks share already.
 """
 
+import math
 from collections import deque
 from dataclasses import asdict
 from typing import Any
@@ -28,6 +29,10 @@ class LossScaler:
         self._norms: deque[float] = deque(maxlen=NUM_NORMS_KEPT)  # of the last steps, for the error below
 
     @property
+    def _kind(self) -> str:
+        return ("dynamic" if self.config.dynamic else "fixed") if self.enabled else "switched-off"
+
+    @property
     def scale(self) -> float:
         """What the next backward multiplies the loss by. Known on the host."""
         return self.state.scale if self.enabled else 1.0
@@ -37,7 +42,7 @@ class LossScaler:
         return self._grad_scaler.scale(loss)
 
     def overflowed(self, norm: torch.Tensor, num_steps: int) -> bool:
-        """Move the scale after a step with this unscaled global norm (0-D); return whether the step must be skipped.
+        """Move the scale after a step with this unscaled global norm (0-D fp64); return whether to skip the step.
 
         A sum of squares in fp64 of finite fp32 gradients is finite, so the norm is non-finite exactly where a gradient
         is, and the same on all ranks. Reads the norm on the host, as `GradScaler.step` does.
@@ -48,7 +53,7 @@ class LossScaler:
         if not self.enabled:
             return False
         value = float(norm)
-        overflow = not torch.isfinite(norm).item()
+        overflow = not math.isfinite(value)
         self._norms.append(value)
         if overflow and self.config.is_exhausted(self.state):
             raise StepError(
@@ -66,11 +71,27 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `load_state_dict` restores: plain numbers."""
-        return asdict(self.state)
+        return {"kind": self._kind, **asdict(self.state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the scale and its counters."""
-        self.state = LossScaleState(**state)
+        """Restore the scale and its counters.
+
+        Raises:
+            StepError: the state is of another kind of scale (off, fixed or dynamic) than the config's, or of another
+                fixed one.
+        """
+        values = {key: value for key, value in state.items() if key != "kind"}
+        if state["kind"] != self._kind or (self._kind == "fixed" and values["scale"] != self.config.initial):
+            raise StepError(
+                describe(
+                    "TrainStep.load_state_dict",
+                    f"the state of a {state['kind']} loss scale at {values['scale']:g}",
+                    f"a {self._kind} one, as the config says"
+                    + (f", at {self.scale:g}" if self._kind == "fixed" else ""),
+                    'To start with the config\'s scale, leave "loss_scale" out of the state.',
+                )
+            )
+        self.state = LossScaleState(**values)
         if self.enabled:
             # A new one, because GradScaler takes a new scale only after its first use.
             self._grad_scaler = torch.amp.GradScaler(self._device_type, init_scale=self.state.scale)

@@ -1,6 +1,5 @@
 """Applies FSDP2 to a model as a `Plan` says: typed groups, units, root."""
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -9,6 +8,7 @@ from torch.distributed.tensor import DTensor
 from zeroamp.hooks import group_policy, shard_typed_group
 from zeroamp.mesh import device_of
 from zeroamp.plan import GroupKind, GroupPlan, Plan
+from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.policy import Policy
 
 
@@ -33,7 +33,7 @@ def shard_model(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, FSD
             list({model.get_submodule(fqn): None for param in group.params for fqn in param.owner_fqns}),
             [param.fqn for param in group.params],
             mesh=mesh,
-            mp_policy=group_policy(group.gather, _unsharded_accumulation(plan.policy)),
+            mp_policy=group_policy(group.gather, unsharded_accumulation(plan.policy)),
             reshard_after_forward=_reshard_after_forward(group.kind, group.unit, plan.policy),
         )
     for unit in (*plan.units, ""):
@@ -58,17 +58,12 @@ def _shard_unit(model: nn.Module, unit: str, group: GroupPlan | None, policy: Po
         mesh=mesh,
         mp_policy=group_policy(
             group.gather if group else policy.gather_dtype,
-            _unsharded_accumulation(policy),
+            unsharded_accumulation(policy),
             cast_forward_inputs=casts_inputs,
         ),
         reshard_after_forward=_reshard_after_forward("unit", unit, policy),
         ignored_params={parameter for parameter in module.parameters() if id(parameter) not in own},
     )
-
-
-def _unsharded_accumulation(policy: Policy) -> torch.dtype:
-    # At stages 2 and 3 nothing accumulates unsharded; a sum over micro-batches is then `ShardAccumulator`'s.
-    return policy.grad_accum_dtype if policy.stage < 2 else torch.float32
 
 
 def _reshard_after_forward(kind: GroupKind, unit: str, policy: Policy) -> bool:

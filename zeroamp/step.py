@@ -60,14 +60,16 @@ class TrainStep:
         self._num_micro_batches = 0  # of this window that were run backward
         self._is_stepped = True  # whether `step` was called since the last backward
         self._loss_sum: torch.Tensor | None = None  # 0-D fp32, this rank's, of this window
+        self._is_broken = False  # whether a backward raised midway
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run the backward of one micro-batch: `loss` (a scalar) divided by the accumulation steps.
 
         Raises:
-            StepError: `step` was not called since the last backward, or `loss` is no scalar.
+            StepError: `step` was not called since the last backward, `loss` is no scalar, or a backward raised before.
         """
         policy = self._state.plan.policy
+        self._refuse_broken("backward")
         if not self._is_stepped:
             raise StepError(
                 describe("TrainStep.backward", "no step() since the last one", "step() after each", "Call it.")
@@ -77,29 +79,47 @@ class TrainStep:
                 describe("TrainStep.backward", f"a loss of shape {tuple(loss.shape)}", "a scalar", "Reduce it.")
             )
         is_last = self._num_micro_batches + 1 == policy.gradient_accumulation_steps
+        if self._state.shard_accumulator is not None:
+            self._state.shard_accumulator.watch(self._parameters)
         self._set_flags(is_last)
-        guard = self._state.guard
-        if guard is not None:
-            guard.armed = True
-        try:
-            # In fp32: a float16 loss times its scale would overflow.
-            scaled = self._scaler.scale_loss(loss.float() / policy.gradient_accumulation_steps)
-            scaled.backward()  # type: ignore[no-untyped-call]
-        finally:
-            if guard is not None:
-                guard.armed = False
+        # In fp32: a float16 loss times its scale would overflow.
+        self._run_backward(self._scaler.scale_loss(loss.float() / policy.gradient_accumulation_steps))
         detached = loss.detach().float().reshape(())
         self._loss_sum = detached if self._loss_sum is None else self._loss_sum + detached
         self._num_micro_batches += 1
         self._is_stepped = False
 
+    def _run_backward(self, loss: torch.Tensor) -> None:
+        guard = self._state.guard
+        if guard is not None:
+            guard.armed = True
+        self._is_broken = True
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._is_broken = False
+        finally:
+            if guard is not None:
+                guard.armed = False
+
+    def _refuse_broken(self, method: str) -> None:
+        if self._is_broken:
+            raise StepError(
+                describe(
+                    f"TrainStep.{method}",
+                    "an earlier backward that raised: FSDP2 has not finished it, gradients would be wrong from here",
+                    "backwards that return",
+                    "Restart from the last checkpoint.",
+                )
+            )
+
     def step(self) -> StepReport | None:
         """At the end of an accumulation window: norm, clip, update, schedule, zero the gradients. Else None.
 
         Raises:
-            StepError: there was no backward since the last call.
+            StepError: there was no backward since the last call, or it raised.
         """
         policy = self._state.plan.policy
+        self._refuse_broken("step")
         if self._is_stepped:
             raise StepError(
                 describe("TrainStep.step", "no backward since the last one", "backward(loss) first", "Call it.")
@@ -123,21 +143,30 @@ class TrainStep:
         Raises:
             StepError: inside an accumulation window, whose gradients would be lost.
         """
-        if self._num_micro_batches > 0:
-            raise StepError(
-                describe(
-                    "TrainStep.state_dict",
-                    f"{self._num_micro_batches} micro-batches of an unfinished window",
-                    "the end of a window, after step() returned a report",
-                    "Save there.",
-                )
-            )
+        self._refuse_unfinished_window("state_dict")
         return {"num_steps": self.num_steps, "loss_scale": self._scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore what `state_dict` returned.
+
+        Raises:
+            StepError: inside an accumulation window, or the state's kind of loss scale is not the config's.
+        """
+        self._refuse_unfinished_window("load_state_dict")
+        if "loss_scale" in state:
+            self._scaler.load_state_dict(state["loss_scale"])
         self.num_steps = state["num_steps"]
-        self._scaler.load_state_dict(state["loss_scale"])
+
+    def _refuse_unfinished_window(self, method: str) -> None:
+        if self._num_micro_batches > 0:
+            raise StepError(
+                describe(
+                    f"TrainStep.{method}",
+                    f"{self._num_micro_batches} micro-batches of an unfinished window",
+                    "the end of a window, after step() returned a report",
+                    "Call it there.",
+                )
+            )
 
     def _update(self) -> StepReport:
         """Norm, overflow check, unscale and clip in one pass, update or skip."""
@@ -157,13 +186,13 @@ class TrainStep:
         if not skipped:
             clipping = self._state.plan.policy.gradient_clipping
             if clipping > 0 or scale != 1.0:
-                multiply_gradients(with_gradient, clip_factor(norm, clipping) / scale)
+                multiply_gradients(with_gradient, clip_factor(norm.float(), clipping) / scale)
             self.optimizer.step()
             self.num_steps += 1
             if self.scheduler is not None:
                 self.scheduler.step()
         return StepReport(
-            step=self.num_steps, loss_tensor=loss, grad_norm_tensor=norm, loss_scale=scale, skipped=skipped
+            step=self.num_steps, loss_tensor=loss, grad_norm_tensor=norm.float(), loss_scale=scale, skipped=skipped
         )
 
     def _set_flags(self, is_last: bool) -> None:
@@ -193,7 +222,7 @@ class TrainStep:
             unit.reshard()
 
     def _reduce_statistics(self, parameters: list[nn.Parameter], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the mean loss (0-D fp64) and the unscaled gradient norm (0-D fp32), with one collective.
+        """Return the mean loss and the unscaled gradient norm, both 0-D fp64, with one collective.
 
         Ranks that hold the same shard count it once: each contributes its part of the squares.
         """
@@ -209,7 +238,7 @@ class TrainStep:
         )
         self._state.traffic.count("all_reduce", statistics, "step")
         dist.all_reduce(statistics, group=self._world)
-        return statistics[0], (statistics[1].sqrt() / scale).float()
+        return statistics[0], statistics[1].sqrt() / scale
 
 
 def _refuse_metric(scheduler: Scheduler | None) -> None:

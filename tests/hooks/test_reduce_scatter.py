@@ -103,6 +103,26 @@ def test_one_reduction_needs_no_more_than_its_formula(ranks4, accumulate, wire_d
     assert shard_bytes == NUMEL * (4 if accumulate == "fp32" else wire_dtype.itemsize)
 
 
+def _average_of_equals(value, is_replicated):
+    world_size = dist.get_world_size()
+    comm = WireReduceScatter(
+        wire_dtype=torch.float16, accumulate="native", world_size=world_size, is_replicated=is_replicated
+    )
+    sent = comm.allocate((NUMEL * world_size,), dtype=torch.float32, device=torch.device("cpu"))
+    result = comm.allocate((NUMEL,), dtype=torch.float32, device=torch.device("cpu"))
+    sent.fill_(value)
+    comm(result, sent, dist.group.WORLD, dist.ReduceOp.AVG)
+    return result.dtype, result.float().unique().tolist()
+
+
+@pytest.mark.parametrize("is_replicated", [False, True])
+def test_a_native_fp16_average_neither_overflows_nor_underflows(ranks4, is_replicated):
+    large, small = 30_000.0, 2.0**-23  # 4 x 30,000 is beyond float16; a quarter of 2^-23 is below its smallest
+    dtype = torch.float32 if is_replicated else torch.float16
+    assert ranks4.run(_average_of_equals, large, is_replicated)[0] == (dtype, [large])
+    assert ranks4.run(_average_of_equals, small, is_replicated)[0] == (dtype, [small])
+
+
 def _reused():
     comm = WireReduceScatter(wire_dtype=torch.bfloat16, accumulate="fp32", world_size=2)
     small, large = torch.empty(10, dtype=torch.bfloat16), torch.empty(20, dtype=torch.bfloat16)

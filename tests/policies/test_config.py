@@ -96,6 +96,16 @@ BAD = [
     ),
     ({"data_types": {"grad_accum_dtype": "int8"}}, "data_types.grad_accum_dtype: found str 'int8'", "'bf16'"),
     ({"fp16": {"enabled": True, "loss_scale": True}}, "fp16.loss_scale: found bool True", "a boolean is not a number"),
+    (
+        {"fp16": {"enabled": True, "initial_scale_power": 128}},
+        "fp16.initial_scale_power: found int 128",
+        "equal to 127",
+    ),
+    (
+        {"fp16": {"enabled": True, "initial_scale_power": 4, "min_loss_scale": 32}},
+        "fp16.min_loss_scale: found 32, above the initial scale 2**4",
+        "at most the initial scale",
+    ),
     ({"fp16": {"enabled": True, "hysteresis": 0}}, "fp16.hysteresis: found int 0", "greater than or equal to 1"),
     ("{}", "config: found a string of JSON", "Call json.loads"),
     ("no/such/file.json", "config: found no readable file at 'no/such/file.json'", "Check the path"),

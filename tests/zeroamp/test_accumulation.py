@@ -98,8 +98,9 @@ def test_the_error_of_sixteen_micro_batches(ranks2, mode, low_dtype):
                 # fp32 sums of what the ranks sent as it is. Only stage 1 sends the accumulated sum, in low precision.
                 assert error < 1e-6, f"stage {stage}"
         else:
-            # Asked for and not ignored: a sum in 8 or 11 significant bits cannot be as good as fp32's.
-            assert 1e-5 < error < 2e-2, f"{accumulate} at stage {stage}"
+            # Asked for and not ignored: sums in 8 and in 11 significant bits, each with its own error.
+            low, high = (1e-3, 1e-2) if accumulate == torch.bfloat16 else (1e-4, 1e-3)
+            assert low < error < high, f"{accumulate} at stage {stage}"
 
 
 def test_every_refused_cell_is_refused_by_name():
@@ -138,9 +139,41 @@ def test_a_bf16_buffer_is_bf16_between_micro_batches(ranks2, stage):
     assert ranks2.run(_buffer_dtypes, stage)[0] == (set(), {torch.bfloat16})
 
 
-def _gradient_accumulation_dtype_alias():
-    return zeroamp.policy_from_config({"gradient_accumulation_dtype": "bf16"}).grad_accum_dtype
-
-
 def test_the_alias_means_the_same():
-    assert _gradient_accumulation_dtype_alias() == torch.bfloat16
+    assert zeroamp.policy_from_config({"gradient_accumulation_dtype": "bf16"}).grad_accum_dtype == torch.bfloat16
+
+
+def _late_comers(stage):
+    """A parameter without elements, and one that is unfrozen after wrapping."""
+    model = build(NAME)
+    model.nothing = torch.nn.Parameter(torch.empty(0, 4))
+    model.blocks[0].requires_grad_(False)
+    cfg = config(stage, accumulation=2, data_types={"grad_accum_dtype": "bf16"})
+    model = zeroamp.wrap_model(model, zeroamp.policy_from_config(cfg))
+    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model.blocks[0].requires_grad_(True)
+    step.backward(loss_of(model, batch(NAME, 0)) + model.nothing.sum())
+    step.step()
+    held = [fqn for fqn, p in model.named_parameters() if p.grad is not None and p.numel() > 0]
+    step.backward(loss_of(model, batch(NAME, 1)))
+    return held, len(model._zeroamp_state.shard_accumulator._sums), step.step().grad_norm
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_parameters_that_are_unfrozen_later_accumulate_like_the_others(ranks2, stage):
+    held, num_sums, norm = ranks2.run(_late_comers, stage)[0]
+    assert held == []
+    assert num_sums == len(list(build(NAME).parameters()))
+    assert norm > 0
+
+
+def _one_micro_batch(accumulate):
+    cfg = config(1, dtype="float16", fp16={"loss_scale": 1}, data_types={"grad_accum_dtype": accumulate})
+    model = wrapped(NAME, cfg)
+    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    step.backward(loss_of(model, batch(NAME, dist.get_rank())) * 1e-3)  # gradients among fp16's subnormals
+    return step.step().grad_norm
+
+
+def test_with_one_micro_batch_the_key_has_no_effect(ranks2):
+    assert len({ranks2.run(_one_micro_batch, accumulate)[0] for accumulate in ("fp32", "bf16", "fp16")}) == 1

@@ -161,14 +161,72 @@ def test_the_scale_and_its_counters_survive_a_state_dict(ranks2):
     assert saved["num_steps"] == 2
 
 
-def _state_dict_in_a_window():
+def _state_dict_in_a_window(method):
     model = wrapped(NAME, config(2, accumulation=2))
     step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    saved = step.state_dict()
     step.backward(loss_of(model, batch(NAME, 0)))
     step.step()
-    step.state_dict()
+    return step.state_dict() if method == "state_dict" else step.load_state_dict(saved)
 
 
-def test_a_state_dict_inside_a_window_is_refused(ranks2):
-    with pytest.raises(RankError, match="TrainStep.state_dict: found 1 micro-batches of an unfinished window"):
-        ranks2.run(_state_dict_in_a_window)
+@pytest.mark.parametrize("method", ["state_dict", "load_state_dict"])
+def test_a_state_dict_inside_a_window_is_refused(ranks2, method):
+    with pytest.raises(RankError, match=f"TrainStep.{method}: found 1 micro-batches of an unfinished window"):
+        ranks2.run(_state_dict_in_a_window, method)
+
+
+def _load_into(cfg, saved_cfg):
+    steps = []
+    for each in (saved_cfg, cfg):
+        model = wrapped(NAME, each)
+        steps.append(zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    saved = steps[0].state_dict()
+    without_scale = {key: value for key, value in saved.items() if key != "loss_scale"}
+    steps[1].load_state_dict(without_scale)
+    steps[1].load_state_dict(saved)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "saved_cfg", "text"),
+    [
+        (
+            config(3, dtype="float16", **FIXED),
+            dynamic(3),
+            "a dynamic loss scale at 1024; valid: a fixed one, .* at 1024",
+        ),
+        (dynamic(3), config(3), "a switched-off loss scale at 1; valid: a dynamic one"),
+        (
+            config(3, dtype="float16", **FIXED),
+            config(3, dtype="float16", fp16={"loss_scale": 2}),
+            "a fixed loss scale at 2; valid: a fixed one, as the config says, at 1024",
+        ),
+    ],
+    ids=["dynamic into fixed", "bf16 into dynamic", "another fixed one"],
+)
+def test_the_state_of_another_loss_scale_is_refused(ranks2, cfg, saved_cfg, text):
+    with pytest.raises(RankError, match=f"StepError: TrainStep.load_state_dict: found the state of {text}"):
+        ranks2.run(_load_into, cfg, saved_cfg)
+
+
+def _overflow_in_a_window(stage, accumulate, bad):
+    cfg = config(stage, dtype="float16", clip=1.0, accumulation=2, data_types={"grad_accum_dtype": accumulate})
+    cfg["fp16"] = {"initial_scale_power": 10, "hysteresis": 1}
+    model = wrapped(NAME, cfg)
+    step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    reports = []
+    for window in range(2):
+        for micro in range(2):
+            factor = bad if (window, micro, dist.get_rank()) == (0, 0, 1) else 1.0
+            step.backward(loss_of(model, batch(NAME, micro)) * factor)
+            report = step.step()
+        reports.append((report.skipped, report.loss_scale))
+    return reports
+
+
+@pytest.mark.parametrize("bad", [1e30, float("nan")])
+@pytest.mark.parametrize("accumulate", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_bad_micro_batch_of_one_rank_skips_the_window(ranks2, stage, accumulate, bad):
+    for reports in ranks2.run(_overflow_in_a_window, stage, accumulate, bad):
+        assert reports == [(True, 1024.0), (False, 512.0)]

@@ -91,6 +91,23 @@ def test_gradients_are_averaged_once_over_shards_and_replicas_on_an_fp16_wire(ra
     assert float(half[2] @ full[2] / full[2].square().sum()) == pytest.approx(1.0, abs=2e-3)
 
 
+def _fp16_accumulation(stage):
+    options = {"fp16": {"loss_scale": 128}, "data_types": {"grad_accum_dtype": "fp16"}}
+    cfg = config(stage, dtype="float16", accumulation=2, zeroamp={"reduce_accumulate_dtype": "native"}, **options)
+    model = wrapped("llama_untied", cfg, mesh_shape=(2, 2))
+    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    for _ in range(2):
+        step.backward(loss_of(model, batch("llama_untied", dist.get_rank())))
+        report = step.step()
+    return report.grad_norm
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_fp16_accumulation_on_a_native_fp16_wire_with_replicas(ranks4, stage):
+    full = ranks4.run(_first_step, config(3, dtype=None), 1.0, (2, 2))[0]
+    assert ranks4.run(_fp16_accumulation, stage)[0] == pytest.approx(full[1], rel=1e-2)  # 11 bits, summed
+
+
 def _embedding_output(stage):
     model = wrapped(NAME, config(stage))
     seen = {}

@@ -206,6 +206,64 @@ def test_the_next_window_begins_after_a_step_that_raised(ranks2):
     assert ranks2.run(_after_a_step_without_gradients)[0] == 1
 
 
+class FailsOnce(torch.optim.SGD):
+    failed = False
+
+    def step(self, closure=None):
+        if not self.failed:
+            self.failed = True
+            raise MemoryError
+        return super().step(closure)
+
+
+def _after_an_optimizer_that_raised(stage):
+    model = wrapped(NAME, config(stage, accumulation=2))
+    step = zeroamp.TrainStep(model, FailsOnce(model.parameters(), lr=0.0))
+    norms = []
+    for _ in range(3):
+        for micro in range(2):
+            step.backward(loss_of(model, batch(NAME, micro)))
+            try:
+                report = step.step()
+            except MemoryError:
+                continue
+            norms.append(report and report.grad_norm)
+    return norms
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_next_window_is_whole_after_an_optimizer_that_raised(ranks2, stage):
+    norms = ranks2.run(_after_an_optimizer_that_raised, stage)[0]
+    assert norms[0] is norms[1] is norms[3] is None
+    assert norms[2] == norms[4] > 0
+
+
+class RaisesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise MemoryError
+
+
+def _after_a_backward_that_raised(then):
+    model = wrapped(NAME, config(3))
+    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    handle = model.blocks[1].register_forward_hook(lambda module, args, out: RaisesInBackward.apply(out))
+    with pytest.raises(MemoryError):
+        step.backward(loss_of(model, batch(NAME, 0)))
+    handle.remove()
+    return step.step() if then == "step" else step.backward(torch.ones((), requires_grad=True) * 1)
+
+
+@pytest.mark.parametrize("then", ["step", "backward"])
+def test_training_does_not_go_on_after_a_backward_that_raised(ranks2, then):
+    with pytest.raises(RankError, match=f"StepError: TrainStep.{then}: found an earlier backward that raised"):
+        ranks2.run(_after_a_backward_that_raised, then)
+
+
 def _loss_of_one_element():
     model = wrapped(NAME, config(3))
     step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -11,8 +11,8 @@ from tests.training import config, same_bits, train, wrapped
 NAME = "llama_untied"
 
 
-def _both_counts(options):
-    model = wrapped(NAME, config(**options))
+def _both_counts(options, mesh_shape=None):
+    model = wrapped(NAME, config(**options), mesh_shape=mesh_shape)
     step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with Collectives() as collectives:
         for _ in range(options.get("accumulation", 1)):
@@ -40,6 +40,12 @@ def test_calls_and_bytes_are_those_that_reach_the_process_group(ranks2, options)
     same_calls, same_bytes, num_calls = ranks2.run(_both_counts, options)[0]
     assert (same_calls, same_bytes) == (True, True)
     assert num_calls > 5
+
+
+@pytest.mark.parametrize("mesh_shape", [(1, 2), (2, 1)])
+def test_the_all_reduce_over_replicas_is_counted_too(ranks2, mesh_shape):
+    same_calls, same_bytes, _ = ranks2.run(_both_counts, {"stage": 3}, mesh_shape)[0]
+    assert (same_calls, same_bytes) == (True, True)
 
 
 def _per_group():

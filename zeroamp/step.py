@@ -196,7 +196,7 @@ class TrainStep:
         )
 
     def _set_flags(self, is_last: bool) -> None:
-        """Say what FSDP2 does in this backward. See the table of stages in the README.
+        """Say what FSDP2 does in this backward. See the table of stages in docs/precision.md.
 
         Stages 0 and 1 reduce once per window; stages 0 to 2 keep parameters gathered until its end; stage 3 only the
         model-wide group, which is small.

@@ -4,11 +4,14 @@ import json
 
 import pytest
 import torch
+from pydantic import BaseModel
 from torch import nn
 
+from tests.launch import ROOT
 from tests.models import Llama
 from zeroamp import ConfigError, policy_from_config
 from zeroamp.policies.safe_modules import resolve_safe_classes
+from zeroamp.policies.schema import Config
 
 AUTOCAST = {"enabled": True, "dtype": "bfloat16"}
 
@@ -148,3 +151,15 @@ def test_a_class_name_that_is_none_says_what_was_looked_up(name, words):
     with pytest.raises(ConfigError, match="torch_autocast.lower_precision_safe_modules: found") as caught:
         resolve_safe_classes([name], nn.Linear(1, 1))
     assert words in str(caught.value)
+
+
+def _keys(model, prefix=""):
+    for name, field in model.model_fields.items():
+        is_block = isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+        yield from _keys(field.annotation, f"{name}.") if is_block else [(prefix, name)]
+
+
+def test_every_key_is_in_the_docs():
+    documented = (ROOT / "docs" / "config.md").read_text()
+    for prefix, name in _keys(Config):
+        assert f"`{prefix}{name}`" in documented or f"`.{name}`" in documented, prefix + name

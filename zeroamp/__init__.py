@@ -3,7 +3,7 @@
 from zeroamp.errors import ConfigError, PrecisionError, StepError, WrapError, ZeroAmpError
 from zeroamp.plan import Plan, build_plan
 from zeroamp.policies import Policy, policy_from_config
-from zeroamp.report import Ledger, explain
+from zeroamp.report import Ledger, explain, traffic
 from zeroamp.step import TrainStep
 from zeroamp.step_report import StepReport
 from zeroamp.wrap import register_forward_method, wrap_model
@@ -25,5 +25,6 @@ __all__ = [
     "explain",
     "policy_from_config",
     "register_forward_method",
+    "traffic",
     "wrap_model",
 ]

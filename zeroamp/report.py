@@ -8,6 +8,7 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
+from zeroamp.hooks import Traffic
 from zeroamp.plan import ParamDtypes, Plan
 from zeroamp.policies.dtypes import short_name
 from zeroamp.state import wrap_state
@@ -96,6 +97,15 @@ def explain(model: nn.Module) -> Ledger:
         WrapError: the model is not wrapped.
     """
     return Ledger(plan=wrap_state(model).plan)
+
+
+def traffic(model: nn.Module) -> Traffic:
+    """Return the counters of a wrapped model's collectives: `.by_dtype()`, `.calls`, `.num_bytes`, `.reset()`.
+
+    Raises:
+        WrapError: the model is not wrapped.
+    """
+    return wrap_state(model).traffic
 
 
 def _fold(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

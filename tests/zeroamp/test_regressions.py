@@ -60,10 +60,10 @@ def _two_models():
     _first_step(config(2, **HALF))
     model = wrapped("llama_untied", config(2, dtype=None, bf16={"enabled": True}, comm="fp32"))
     step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    model._zeroamp_state.traffic.reset()
+    zeroamp.traffic(model).reset()
     step.backward(loss_of(model, batch("llama_untied", dist.get_rank())))
     report = step.step()
-    wires = {key.dtype for key in model._zeroamp_state.traffic.calls if key.collective == "reduce_scatter"}
+    wires = {key.dtype for key in zeroamp.traffic(model).calls if key.collective == "reduce_scatter"}
     return report.loss_scale, report.grad_norm, wires, torch.is_autocast_enabled("cpu")
 
 

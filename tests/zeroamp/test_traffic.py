@@ -18,8 +18,8 @@ def _both_counts(options, mesh_shape=None):
         for _ in range(options.get("accumulation", 1)):
             step.backward(loss_of(model, batch(NAME, 0)))
             step.step()
-    calls = {key: calls for key, (calls, _) in model._zeroamp_state.traffic.by_dtype().items()}
-    num_bytes = {key: n for key, (_, n) in model._zeroamp_state.traffic.by_dtype().items()}
+    calls = {key: calls for key, (calls, _) in zeroamp.traffic(model).by_dtype().items()}
+    num_bytes = {key: n for key, (_, n) in zeroamp.traffic(model).by_dtype().items()}
     observed_bytes = {key: n * key[1].itemsize for key, n in collectives.elements.items()}
     return calls == dict(collectives.calls), num_bytes == observed_bytes, sum(calls.values())
 
@@ -51,7 +51,7 @@ def test_the_all_reduce_over_replicas_is_counted_too(ranks2, mesh_shape):
 def _per_group():
     model = wrapped(NAME, config(3))
     model(batch(NAME, 0)).backward()
-    return model._zeroamp_state.traffic.num_bytes
+    return zeroamp.traffic(model).num_bytes
 
 
 def test_bytes_are_counted_per_group(ranks2):
@@ -66,7 +66,7 @@ def _replica_dtypes(options):
     step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
     step.backward(loss_of(model, batch(NAME, 0)))
     step.step()
-    keys = model._zeroamp_state.traffic.calls
+    keys = zeroamp.traffic(model).calls
     return {key.dtype for key in keys if key.collective == "all_reduce" and key.group.startswith("blocks")}
 
 
@@ -96,7 +96,7 @@ def test_the_same_bits_with_and_without_counting(ranks2):
 def _counts_when_off():
     model = wrapped(NAME, config(3, zeroamp={"count_traffic": False}))
     model(batch(NAME, 0)).backward()
-    return len(model._zeroamp_state.traffic.calls)
+    return len(zeroamp.traffic(model).calls)
 
 
 def test_nothing_is_counted_when_off(ranks2):

@@ -34,7 +34,7 @@ def _bytes_per_step(stage):
     step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
     step.backward(loss_of(model, torch.randint(0, 1024, (1, 16))))
     step.step()
-    totals = model._zeroamp_state.traffic.by_dtype()
+    totals = zeroamp.traffic(model).by_dtype()
     weight = {"all_reduce": 2}
     return num_parameters, sum(n * weight.get(kind, 1) for (kind, _), (_, n) in totals.items())
 

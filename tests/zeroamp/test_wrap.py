@@ -261,7 +261,7 @@ def _unfreeze():
     step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
     step.backward(model(batch("llama_untied", 0)))
     step.step()
-    return {key.dtype for key in model._zeroamp_state.traffic.calls if key[::2] == ("all_to_all", "blocks.0")}
+    return {key.dtype for key in zeroamp.traffic(model).calls if key[::2] == ("all_to_all", "blocks.0")}
 
 
 def test_a_unit_that_is_unfrozen_later_has_its_wire(ranks2):

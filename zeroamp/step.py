@@ -1,12 +1,11 @@
 """`TrainStep`: accumulation, the flags of each ZeRO stage between micro-batches, loss scale, norm, clipping, update."""
 
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks import complete_accumulation
 from zeroamp.loss_scaler import LossScaler
@@ -14,14 +13,8 @@ from zeroamp.mesh import replicate_size
 from zeroamp.norm import clip_factor, local_sum_of_squares, multiply_gradients
 from zeroamp.policies.errors import StepError, describe
 from zeroamp.state import WrapState, wrap_state
+from zeroamp.step_checks import Scheduler, refuse_foreign, refuse_metric
 from zeroamp.step_report import StepReport
-
-
-class Scheduler(Protocol):
-    """What `TrainStep` needs of a learning-rate scheduler."""
-
-    def step(self) -> Any:
-        """Move to the next optimizer step's learning rate."""
 
 
 class TrainStep:
@@ -40,7 +33,7 @@ class TrainStep:
         """
         self.model = model
         self.optimizer = optimizer
-        _refuse_metric(scheduler)
+        refuse_metric(scheduler)
         self.scheduler = scheduler
         self.num_steps = 0
         """Optimizer steps taken."""
@@ -51,7 +44,7 @@ class TrainStep:
         self._reshard()
         # Kept, because while a group is unsharded `model.parameters()` yields other objects, without gradients.
         self._parameters = list(self._state.root.parameters())
-        _refuse_foreign(optimizer, self._parameters)
+        refuse_foreign(optimizer, self._parameters)
         self._world = _process_group(self._state)
         policy = self._state.plan.policy
         self._scaler = LossScaler(
@@ -239,34 +232,6 @@ class TrainStep:
         self._state.traffic.count("all_reduce", statistics, "step")
         dist.all_reduce(statistics, group=self._world)
         return statistics[0], statistics[1].sqrt() / scale
-
-
-def _refuse_metric(scheduler: Scheduler | None) -> None:
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise StepError(
-            describe(
-                "TrainStep(scheduler=)",
-                "ReduceLROnPlateau, whose step needs a metric",
-                "a scheduler whose step() takes nothing",
-                "Leave it out here and call its step(metric) after each evaluation.",
-            )
-        )
-
-
-def _refuse_foreign(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-    known = {id(parameter) for parameter in parameters}
-    for index, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if id(parameter) not in known:
-                kind = "sharded" if isinstance(parameter, DTensor) else "unsharded"
-                raise StepError(
-                    describe(
-                        f"optimizer.param_groups[{index}]",
-                        f"a {kind} parameter of shape {tuple(parameter.shape)} that is not the wrapped model's",
-                        "the parameters of the wrapped model, while sharded",
-                        "Build the optimizer from model.parameters() after wrap_model and before the first forward.",
-                    )
-                )
 
 
 def _process_group(state: WrapState) -> dist.ProcessGroup | None:

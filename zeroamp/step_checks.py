@@ -1,0 +1,46 @@
+"""What `TrainStep` takes: the scheduler's interface, and optimizers and schedulers that it refuses."""
+
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from zeroamp.policies.errors import StepError, describe
+
+
+class Scheduler(Protocol):
+    """What `TrainStep` needs of a learning-rate scheduler."""
+
+    def step(self) -> Any:
+        """Move to the next optimizer step's learning rate."""
+
+
+def refuse_metric(scheduler: Scheduler | None) -> None:
+    """Raise StepError for a scheduler whose step needs an argument."""
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise StepError(
+            describe(
+                "TrainStep(scheduler=)",
+                "ReduceLROnPlateau, whose step needs a metric",
+                "a scheduler whose step() takes nothing",
+                "Leave it out here and call its step(metric) after each evaluation.",
+            )
+        )
+
+
+def refuse_foreign(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+    """Raise StepError if the optimizer holds others than `parameters`, the wrapped model's sharded ones."""
+    known = {id(parameter) for parameter in parameters}
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in known:
+                kind = "sharded" if isinstance(parameter, DTensor) else "unsharded"
+                raise StepError(
+                    describe(
+                        f"optimizer.param_groups[{index}]",
+                        f"a {kind} parameter of shape {tuple(parameter.shape)} that is not the wrapped model's",
+                        "the parameters of the wrapped model, while sharded",
+                        "Build the optimizer from model.parameters() after wrap_model and before the first forward.",
+                    )
+                )

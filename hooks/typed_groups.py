@@ -9,7 +9,7 @@ compilation of the unit, and cannot express a parameter whose owner also has des
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -117,5 +117,4 @@ def group_policy(
     The wire dtype is not in it: `WireReduceScatter` casts on the way into the reduction. `reduce_dtype` is always set,
     because what None means changed in torch 2.15.
     """
-    options: dict[str, Any] = {"param_dtype": gather, "reduce_dtype": accumulate}
-    return MixedPrecisionPolicy(**options, cast_forward_inputs=cast_forward_inputs)
+    return MixedPrecisionPolicy(param_dtype=gather, reduce_dtype=accumulate, cast_forward_inputs=cast_forward_inputs)

@@ -23,7 +23,8 @@ logger = logging.getLogger("zeroamp")
 GroupKind = Literal["unit", "typed", "model-wide"]
 GroupKey = tuple[torch.dtype, torch.dtype, torch.dtype]
 """(storage, gather, wire): parameters of one unit with equal keys are one group. A frozen parameter has the wire that
-it would have if it were trained, so that freezing a bias does not split a group."""
+it would have if it were trained, so that freezing a bias does not split a group; one that is stored in another dtype
+than fp32 cannot be trained, and whether it is safe splits nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,7 +154,7 @@ def _plan_params(model: nn.Module, policy: Policy, units: Iterable[str]) -> list
                 unit=(unit := innermost_common(use.chains)),
                 is_inside_inner_units=all((chain[-1] if chain else "") != unit for chain in use.chains),
                 dtypes=(dtypes := _dtypes(use.parameter, policy, low)),
-                group_key=(dtypes.storage, dtypes.gather, _wire_dtype(policy, low)),
+                group_key=(dtypes.storage, dtypes.gather, _wire_dtype(policy, low and dtypes.storage == torch.float32)),
                 reason=reason,
             )
         )

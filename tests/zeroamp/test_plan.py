@@ -89,6 +89,17 @@ def test_fp32_adapters_on_a_frozen_bf16_base_are_groups_apart():
     assert all(param.dtypes.gather == torch.bfloat16 for param in built.params if "norm" in param.fqn)
 
 
+def test_frozen_bf16_parameters_are_one_group_and_no_two_groups_share_a_name():
+    model = meta(Llama, tied=True)
+    for block in model.blocks:
+        block.norm1.bfloat16().requires_grad_(False)  # unsafe
+        block.out.bfloat16().requires_grad_(False)  # safe, and smaller than the trainable rest
+    built = plan(model)
+    frozen = {"blocks.0.norm1.weight", "blocks.0.out.weight"}
+    assert groups(built)["blocks.0:bf16 (stored bf16)"] == frozen
+    assert len(groups(built)) == len(built.groups)
+
+
 def test_a_module_in_two_units_belongs_to_the_innermost_unit_around_both():
     model = meta(Llama, tied=True)
     model.blocks[2].norm1 = model.blocks[0].norm1

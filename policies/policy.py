@@ -13,6 +13,35 @@ ReduceAccumulate = Literal["fp32", "native"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Offload:
+    """Where the sharded parameters, their gradients and the optimizer state live: FSDP2 moves all three together."""
+
+    to_cpu: bool = False
+    """Gathered copies stay on the accelerator; only shards move."""
+
+    pin_memory: bool = True
+    """Page-locked memory, which copies overlap with compute. Only where there is an accelerator."""
+
+
+NO_OFFLOAD = Offload()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeafModules:
+    """Modules that are gathered whole, as one unit: sparse experts, of which a forward runs only some."""
+
+    classes: tuple[str, ...] = ()
+    """Class names, bare or "package.module.Class"; subclasses count."""
+    names: tuple[str, ...] = ()
+    """FQNs."""
+    name_suffixes: tuple[str, ...] = ()
+    """Ends of FQNs, at a dot: "mlp" is the end of "layers.0.mlp"."""
+
+
+NO_LEAF_MODULES = LeafModules()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
     """Precision, sharding stage and step of one training run, from `policy_from_config`.
 
@@ -60,6 +89,40 @@ class Policy:
     param_persistence_threshold: int = 100_000
     """Elements. fp32 parameters smaller than this, in units whose main group is low precision, are gathered once per
     step in one model-wide group. DeepSpeed's `stage3_param_persistence_threshold`, here at every stage."""
+
+    train_batch_size: int | None = None
+    """Samples per optimizer step over all ranks. None: not said."""
+
+    train_micro_batch_size_per_gpu: int | None = None
+    """Samples per micro-batch and rank, for the data loader. None: not said."""
+
+    check_grad_overflow: bool = False
+    """Whether a step with a non-finite gradient is skipped without float16 too (which always skips it)."""
+
+    hpz_partition_size: int = 1
+    """Stage 3: ranks that a parameter is sharded over between forward and backward; must divide the ranks. 1 keeps the
+    sharding over all of them. DeepSpeed's `zero_hpz_partition_size`."""
+
+    max_live_parameters: int = 0
+    """Stage 3: elements that may stay gathered from forward to backward; the last units of the forward do, as long as
+    they fit under it together. DeepSpeed's `stage3_max_live_parameters`."""
+
+    prefetch_bucket_size: int = 0
+    """Stage 3: elements to gather ahead: each unit starts the gathers of those after it as long as they fit under it
+    together. 0 leaves it to FSDP2 (one unit ahead in backward). DeepSpeed's `stage3_prefetch_bucket_size`."""
+
+    reduce_bucket_size: int = 0
+    """Elements: neighbouring units are merged, that is gathered and reduced as one, as long as they fit under it
+    together. 0 merges none."""
+
+    leaf_modules: LeafModules = NO_LEAF_MODULES
+    """Modules that become units, with no unit inside."""
+
+    offload: Offload = NO_OFFLOAD
+    """Whether shards live on the CPU."""
+
+    steps_per_print: int = 0
+    """Optimizer steps between two log lines of `TrainStep` (logger "zeroamp", level INFO, first rank). 0: none."""
 
     @property
     def gather_dtype(self) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""The config's schema: every key that is honoured, its type and default, and errors that name the key.
+"""The top level of the config, and errors that name the key.
 
 Meanings and defaults are DeepSpeed's (0.19.8) except where a field says so.
 """

@@ -1,0 +1,101 @@
+"""What every config key is to zeroamp: honoured, native or unsupported. There is no fourth class."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Honoured:
+    """The key does what it says."""
+
+    note: str
+    """What it does, where that is not plain from its name or differs from DeepSpeed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """The key is accepted and changes nothing: FSDP2 or zeroamp always does it, or has nothing there to tune."""
+
+    note: str
+    """Why it changes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unsupported:
+    """The key is refused, except with a value that asks for nothing."""
+
+    note: str
+    """What to do instead, as a sentence."""
+    off: tuple[Any, ...] = (None, False)
+    """The values that ask for nothing."""
+
+
+KeyClass = Honoured | Native | Unsupported
+
+
+class Block(BaseModel):
+    """A JSON object of the config. Unknown keys are errors, values are never converted."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Key:
+    """One key of the schema."""
+
+    path: str
+    """With dots: "zero_optimization.stage"."""
+    key_class: KeyClass
+    default: Any
+
+
+def iter_keys(block: type[Block], prefix: str = "") -> Iterator[Key]:
+    """Yield every key of a block and of the blocks in it.
+
+    A field without a class of its own must be a block, whose keys have them. A block with one is a key as a whole.
+    """
+    for name, field in block.model_fields.items():
+        path = f"{prefix}{name}"
+        key_class = next((item for item in field.metadata if isinstance(item, KeyClass)), None)
+        inner = inner_block(field)
+        if key_class is not None:
+            yield Key(path=path, key_class=key_class, default=field.default)
+        elif inner is not None:
+            yield from iter_keys(inner, f"{path}.")
+        else:
+            raise AssertionError(f"expected {path} to be a block or to have a class, got {field.annotation}")
+
+
+def inner_block(field: FieldInfo) -> type[Block] | None:
+    """Return the block that a field holds, whether it may be None or not; None if it holds none."""
+    annotation = field.annotation
+    options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return next((option for option in options if isinstance(option, type) and issubclass(option, Block)), None)
+
+
+def _refuse_bool(value: object) -> object:
+    # pydantic's strict int still takes True for 1 in a union with float; a boolean is never a number here.
+    if isinstance(value, bool):
+        raise ValueError("a boolean is not a number")
+    return value
+
+
+def _whole(value: object) -> object:
+    # JSON written by Python has 5e8 for 500000000: a whole number all the same.
+    is_whole = isinstance(value, float) and value.is_integer()
+    return int(value) if is_whole else value  # type: ignore[call-overload]  # a float, by the line above
+
+
+Number = Annotated[float, BeforeValidator(_refuse_bool), Field(allow_inf_nan=False)]
+"""A finite number; a boolean is none."""
+
+Count = Annotated[int, Field(ge=0)]
+"""A whole number from 0 on, written as one."""
+
+Elements = Annotated[int, BeforeValidator(_whole), BeforeValidator(_refuse_bool), Field(ge=0)]
+"""A number of elements: whole, from 0 on; 5e8 is one too, as DeepSpeed's examples write it."""

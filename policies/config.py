@@ -1,97 +1,78 @@
-"""From a DeepSpeed-style config to a `Policy`. Every key is either honoured or refused."""
+"""From a DeepSpeed-style config to a `Policy`. Every key is honoured, native (it changes nothing), or refused."""
 
-import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from zeroamp.policies.accumulation import refusal
-from zeroamp.policies.dtypes import DTYPE_BY_NAME, LOW_DTYPES, short_name
+from zeroamp.policies.auto_values import fill_auto
+from zeroamp.policies.batch_sizes import resolve_batch_sizes
+from zeroamp.policies.conflicts import check_param_dtype, check_policy
+from zeroamp.policies.dtypes import DTYPE_BY_NAME, LOW_DTYPES
 from zeroamp.policies.errors import ConfigError, describe
+from zeroamp.policies.load import flatten, load_config
 from zeroamp.policies.loss_scale import NO_LOSS_SCALE, LossScale
-from zeroamp.policies.policy import Mode, Policy
+from zeroamp.policies.policy import NO_LEAF_MODULES, NO_OFFLOAD, LeafModules, Mode, Offload, Policy
 from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES
 from zeroamp.policies.schema import Config, Fp16Block, TorchAutocastBlock, validate
 
 _FLOAT16 = ("fp16", "float16", "half")
 
 
-def policy_from_config(cfg: Mapping[str, Any] | str | os.PathLike[str]) -> Policy:
+def policy_from_config(
+    cfg: Mapping[str, Any] | str | os.PathLike[str], *, world_size: int | None = None, **auto: Any
+) -> Policy:
     """Read a DeepSpeed-style config.
 
     Args:
         cfg: a mapping, or the path of a JSON file.
+        world_size: data-parallel ranks, to derive and check batch sizes. By default WORLD_SIZE of the environment,
+            which torchrun sets; `wrap_model` checks against the mesh.
+        auto: values for the keys that are `"auto"` in the config, by the key's path with dots, its last part, or, for
+            `block.enabled`, the block. `hidden_size` fills the three sizes that transformers derives from it.
 
     Raises:
-        ConfigError: a key is unknown or unsupported, a value is impossible, or two keys contradict each other. The text
-            names the key.
+        ConfigError: a key is unknown or unsupported, a value is impossible, two keys contradict each other, or an
+            "auto" is left. The text names the key.
     """
-    config = validate(_load(cfg))
+    filled = fill_auto(load_config(cfg), auto)
+    config = validate(filled)
+    zero = config.zero_optimization
     mode, dtype_name = _mode(config)
     comm = config.communication_data_type
+    sizes = resolve_batch_sizes(
+        config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps, world_size
+    )
     policy = Policy(
         mode=mode,
         low_dtype=None if dtype_name is None else DTYPE_BY_NAME[dtype_name],
         lower_precision_safe_modules=_safe_modules(config),
-        stage=config.zero_optimization.stage,
+        stage=zero.stage,
         communication_data_type=None if comm is None else DTYPE_BY_NAME[comm],
         reduce_accumulate_dtype=config.zeroamp.reduce_accumulate_dtype,
         grad_accum_dtype=_accumulation_dtype(config),
         loss_scale=_loss_scale(config.fp16) if dtype_name in _FLOAT16 else NO_LOSS_SCALE,
-        count_traffic=config.zeroamp.count_traffic,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        count_traffic=_count_traffic(config),
+        train_batch_size=sizes.total,
+        train_micro_batch_size_per_gpu=sizes.micro,
+        gradient_accumulation_steps=sizes.accumulation_steps,
         gradient_clipping=config.gradient_clipping,
-        param_persistence_threshold=config.zero_optimization.stage3_param_persistence_threshold,
+        check_grad_overflow=mode == "bf16" and config.bf16.check_grad_overflow,
+        param_persistence_threshold=zero.stage3_param_persistence_threshold,
+        hpz_partition_size=zero.zero_hpz_partition_size,
+        dp_replicate_size=config.zeroamp.dp_replicate_size,
+        max_live_parameters=zero.stage3_max_live_parameters,
+        prefetch_bucket_size=zero.stage3_prefetch_bucket_size,
+        reduce_bucket_size=zero.reduce_bucket_size,
+        leaf_modules=_leaf_modules(config),
+        offload=_offload(config),
+        steps_per_print=config.steps_per_print or 0,
+        given=tuple(flatten(filled).items()),
     )
-    _check_communication(policy)
-    if reason := refusal(policy.low_dtype, policy.grad_accum_dtype):
-        found = f"{short_name(policy.grad_accum_dtype)} with compute in {short_name(policy.gather_dtype)}"
-        raise ConfigError(describe("data_types.grad_accum_dtype", found, '"fp32" or "bf16"', f"{reason}."))
+    check_policy(policy)
+    check_param_dtype(config, policy)
     return policy
-
-
-def _load(cfg: object) -> dict[str, Any]:
-    if isinstance(cfg, Mapping):
-        return dict(cfg)
-    if isinstance(cfg, str) and cfg.lstrip().startswith("{"):
-        raise ConfigError(
-            describe(
-                "config", "a string of JSON", "a mapping, or the path of a JSON file", "Call json.loads on it first."
-            )
-        )
-    if not isinstance(cfg, str | os.PathLike):
-        raise ConfigError(
-            describe(
-                "config", f"{type(cfg).__name__} {cfg!r}", "a mapping, or the path of a JSON file", "Pass one of them."
-            )
-        )
-    path = Path(cfg)
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_refuse_duplicates)
-    except OSError as error:
-        raise ConfigError(
-            describe(
-                "config", f"no readable file at {str(path)!r} ({error})", "the path of a JSON file", "Check the path."
-            )
-        ) from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(describe("config", f"{str(path)!r}: {error}", "a JSON object", "Mend the file.")) from error
-    if not isinstance(loaded, dict):
-        raise ConfigError(
-            describe("config", f"{str(path)!r}: {type(loaded).__name__}", "a JSON object", "Mend the file.")
-        )
-    return loaded
-
-
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise ConfigError(describe(key, "the key twice in one JSON object", "each key once", "Remove one of them."))
-    return dict(pairs)
 
 
 def _mode(config: Config) -> tuple[Mode, str | None]:
@@ -130,7 +111,7 @@ def _safe_modules(config: Config) -> tuple[str, ...]:
     if not block.enabled:
         return ()
     named = block.lower_precision_safe_modules
-    return DEFAULT_SAFE_MODULES if named is None else tuple(named)
+    return DEFAULT_SAFE_MODULES if named is None else named
 
 
 def _accumulation_dtype(config: Config) -> torch.dtype:
@@ -170,28 +151,43 @@ def _loss_scale(block: Fp16Block) -> LossScale:
     )
 
 
-def _check_communication(policy: Policy) -> None:
-    """Refuse wires that would lose what the rest of the config promises."""
-    asked, wire = policy.communication_data_type, policy.wire_dtype
-    is_native = policy.reduce_accumulate_dtype == "native"
-    if asked == torch.float16 and policy.low_dtype != torch.float16:
-        reason = "float16 gradients over- and underflow without loss scaling, which only float16 compute has."
-        raise ConfigError(describe("communication_data_type", "fp16", '"fp32" or "bf16"', reason))
-    if policy.stage == 0 and asked in LOW_DTYPES and not is_native:
+def _count_traffic(config: Config) -> bool:
+    ours, deepspeed = config.zeroamp.count_traffic, config.comms_logger.enabled
+    if ours is not None and deepspeed is not None and ours != deepspeed:
         raise ConfigError(
             describe(
-                "communication_data_type",
-                f"{short_name(wire)} at stage 0 with zeroamp.reduce_accumulate_dtype fp32",
-                '"fp32", or reduce_accumulate_dtype "native", or stage 1 and above',
-                "Stage 0 is an all-reduce, which sums on the way: a sum in fp32 needs fp32 on the wire.",
+                "comms_logger.enabled",
+                f"{deepspeed} beside zeroamp.count_traffic {ours}",
+                "one of the two keys, or both alike",
+                "Remove one of them.",
             )
         )
-    if policy.stage == 0 and is_native and wire == torch.float16:
-        raise ConfigError(
-            describe(
-                "zeroamp.reduce_accumulate_dtype",
-                "native at stage 0 with fp16 on the wire",
-                '"fp32", or communication_data_type "fp32" or "bf16"',
-                "An all-reduce of fp16 divides after it has summed, and overflows.",
-            )
-        )
+    return next((asked for asked in (ours, deepspeed) if asked is not None), True)
+
+
+def _leaf_modules(config: Config) -> LeafModules:
+    block = config.zero_optimization.leaf_module
+    if block is None:
+        return NO_LEAF_MODULES
+    return LeafModules(classes=block.classes, names=block.names, name_suffixes=block.name_suffixes)
+
+
+def _offload(config: Config) -> Offload:
+    zero = config.zero_optimization
+    blocks = {"offload_param": zero.offload_param, "offload_optimizer": zero.offload_optimizer}
+    pins = set()
+    for name, block in blocks.items():
+        if block is None or block.device == "none":
+            continue
+        key = f"zero_optimization.{name}.device"
+        if block.device == "nvme":
+            raise ConfigError(describe(key, '"nvme"', '"cpu" or "none"', "There is no NVMe offload."))
+        if name == "offload_param" and zero.stage != 3:
+            found = f'"cpu" at stage {zero.stage}'
+            raise ConfigError(describe(key, found, '"none", or stage 3', "offload_optimizer is for stages 1 and 2."))
+        pins.add(block.pin_memory)
+    if len(pins) > 1:
+        found = "another value than zero_optimization.offload_param.pin_memory"
+        key = "zero_optimization.offload_optimizer.pin_memory"
+        raise ConfigError(describe(key, found, "the same value twice", "FSDP2 offloads both together."))
+    return Offload(to_cpu=True, pin_memory=pins.pop()) if pins else NO_OFFLOAD

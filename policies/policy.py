@@ -1,11 +1,13 @@
 """`Policy`: what a config asks for, as frozen values. Nothing here knows a model or a process group."""
 
-from dataclasses import dataclass
-from typing import Literal
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 
 from zeroamp.policies.loss_scale import NO_LOSS_SCALE, LossScale
+from zeroamp.policies.render import render_report, to_config
 
 Mode = Literal["autocast", "bf16", "fp16", "fp32"]
 Stage = Literal[0, 1, 2, 3]
@@ -45,7 +47,8 @@ NO_LEAF_MODULES = LeafModules()
 class Policy:
     """Precision, sharding stage and step of one training run, from `policy_from_config`.
 
-    Change a field with `dataclasses.replace`.
+    Change a field with `dataclasses.replace`. `str(policy)` is JSON, of a config that `policy_from_config` turns into an
+    equal policy.
     """
 
     mode: Mode = "fp32"
@@ -103,6 +106,9 @@ class Policy:
     """Stage 3: ranks that a parameter is sharded over between forward and backward; must divide the ranks. 1 keeps the
     sharding over all of them. DeepSpeed's `zero_hpz_partition_size`."""
 
+    dp_replicate_size: int = 1
+    """HSDP: replicas that each shard the model over the ranks they have. Only where `wrap_model` makes the mesh."""
+
     max_live_parameters: int = 0
     """Stage 3: elements that may stay gathered from forward to backward; the last units of the forward do, as long as
     they fit under it together. DeepSpeed's `stage3_max_live_parameters`."""
@@ -123,6 +129,21 @@ class Policy:
 
     steps_per_print: int = 0
     """Optimizer steps between two log lines of `TrainStep` (logger "zeroamp", level INFO, first rank). 0: none."""
+
+    given: tuple[tuple[str, Any], ...] = field(default=(), compare=False, repr=False)
+    """The keys of the config this came from, with dots, and their values. For `report`; policies compare without."""
+
+    def __str__(self) -> str:
+        """Return the config as JSON, defaults written out."""
+        return json.dumps(self.to_config(), indent=2)
+
+    def to_config(self) -> dict[str, Any]:
+        """Return the config, defaults written out, from which `policy_from_config` makes an equal policy."""
+        return to_config(self)
+
+    def report(self) -> str:
+        """Return a table of what became of each key: honoured, native, off, no effect, or a default."""
+        return render_report(self)
 
     @property
     def gather_dtype(self) -> torch.dtype:

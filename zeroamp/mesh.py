@@ -1,23 +1,27 @@
 """The device mesh of each ZeRO stage."""
 
+from typing import cast
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from zeroamp.policies.errors import WrapError, describe
+from zeroamp.policies.errors import ConfigError, WrapError, describe
 from zeroamp.policies.policy import Stage
 
 REPLICATE, SHARD = "replicate", "shard"
 
 
-def mesh_for_stage(stage: Stage, mesh: DeviceMesh | None) -> DeviceMesh:
+def mesh_for_stage(stage: Stage, mesh: DeviceMesh | None, num_replicas: int = 1) -> DeviceMesh:
     """Return the mesh that FSDP2 gets: 1-D (shard) or 2-D (replicate, shard).
 
     Stage 0 shards over one rank and replicates over all, so it needs the shape (N, 1). Stages 1 to 3 take the given
-    mesh, or all ranks in one axis. Without a process group one is initialised from the environment, as FSDP2 does.
+    mesh, or all ranks in one axis, or in two where the config asks for more than one replica. Without a process group
+    one is initialised from the environment, as FSDP2 does.
 
     Raises:
         WrapError: the mesh has another number of axes than the stage can use.
+        ConfigError: `num_replicas` does not divide the ranks, or the mesh has another number of them.
     """
     if mesh is None:
         if not dist.is_initialized():
@@ -27,8 +31,15 @@ def mesh_for_stage(stage: Stage, mesh: DeviceMesh | None) -> DeviceMesh:
         ranks = dist.get_world_size()
         if stage == 0:
             return init_device_mesh(device_type, (ranks, 1), mesh_dim_names=(REPLICATE, SHARD))
-        return init_device_mesh(device_type, (ranks,), mesh_dim_names=(SHARD,))
+        if num_replicas == 1:
+            return init_device_mesh(device_type, (ranks,), mesh_dim_names=(SHARD,))
+        if ranks % num_replicas:
+            raise ConfigError(_replicas(num_replicas, f"a divisor of the {ranks} ranks"))
+        shape = (num_replicas, ranks // num_replicas)
+        return init_device_mesh(device_type, shape, mesh_dim_names=(REPLICATE, SHARD))
     _refuse_unusable(stage, mesh)
+    if num_replicas not in (1, replicate_size(mesh)):
+        raise ConfigError(_replicas(num_replicas, f"{replicate_size(mesh)}, the replicas of the mesh given"))
     if stage == 0 and mesh.ndim == 1:
         # Groups of this mesh's ranks only: a slice of a larger mesh must not wait for ranks that are not here.
         alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -52,6 +63,20 @@ def _refuse_unusable(stage: Stage, mesh: DeviceMesh) -> None:
                 "mesh", "a 2-D mesh without names", 'names such as ("replicate", "shard")', "Pass mesh_dim_names to it."
             )
         )
+
+
+def _replicas(found: int, valid: str) -> str:
+    return describe("zeroamp.dp_replicate_size", str(found), valid, "Change it, or leave it out and pass a mesh.")
+
+
+def process_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """Return one group of all ranks of the mesh; None is the default group. A collective where a group is made."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    if mesh.size() == dist.get_world_size():
+        return None
+    ranks = mesh.mesh.flatten().tolist()
+    return cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))
 
 
 def shard_size(mesh: DeviceMesh) -> int:

@@ -1,5 +1,6 @@
 """`TrainStep`: accumulation, the flags of each ZeRO stage between micro-batches, loss scale, norm, clipping, update."""
 
+import math
 from typing import Any, cast
 
 import torch
@@ -9,12 +10,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks import complete_accumulation
 from zeroamp.loss_scaler import LossScaler
-from zeroamp.mesh import replicate_size
+from zeroamp.mesh import process_group, replicate_size
 from zeroamp.norm import clip_factor, local_sum_of_squares, multiply_gradients
 from zeroamp.policies.errors import StepError, describe
-from zeroamp.state import WrapState, wrap_state
+from zeroamp.state import wrap_state
 from zeroamp.step_checks import Scheduler, refuse_foreign, refuse_metric
-from zeroamp.step_report import StepReport
+from zeroamp.step_report import StepReport, log_step
 
 
 class TrainStep:
@@ -37,6 +38,8 @@ class TrainStep:
         self.scheduler = scheduler
         self.num_steps = 0
         """Optimizer steps taken."""
+        self.num_skipped = 0
+        """Optimizer steps skipped because a gradient was not finite."""
         self._state = wrap_state(model)
         # Not `model`: torch.compile puts a module of its own around it.
         self._root = cast(FSDPModule, self._state.root)
@@ -45,7 +48,7 @@ class TrainStep:
         # Kept, because while a group is unsharded `model.parameters()` yields other objects, without gradients.
         self._parameters = list(self._state.root.parameters())
         refuse_foreign(optimizer, self._parameters)
-        self._world = _process_group(self._state)
+        self._world = process_group(self._state.mesh)
         policy = self._state.plan.policy
         self._scaler = LossScaler(
             policy.loss_scale, self._state.mesh.device_type, enabled=policy.low_dtype == torch.float16
@@ -131,13 +134,13 @@ class TrainStep:
             self._num_micro_batches, self._loss_sum = 0, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the count of steps and the loss scale, as plain numbers; optimizer and scheduler have their own.
+        """Return the counts of steps and the loss scale, as plain numbers; optimizer and scheduler have their own.
 
         Raises:
             StepError: inside an accumulation window, whose gradients would be lost.
         """
         self._refuse_unfinished_window("state_dict")
-        return {"num_steps": self.num_steps, "loss_scale": self._scaler.state_dict()}
+        return {"num_steps": self.num_steps, "num_skipped": self.num_skipped, "loss_scale": self._scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned.
@@ -149,6 +152,7 @@ class TrainStep:
         if "loss_scale" in state:
             self._scaler.load_state_dict(state["loss_scale"])
         self.num_steps = state["num_steps"]
+        self.num_skipped = state["num_skipped"]
 
     def _refuse_unfinished_window(self, method: str) -> None:
         if self._num_micro_batches > 0:
@@ -175,18 +179,24 @@ class TrainStep:
             )
         scale = self._scaler.scale
         loss, norm = self._reduce_statistics(with_gradient, scale)
-        skipped = self._scaler.overflowed(norm, self.num_steps)
+        policy = self._state.plan.policy
+        skipped = self._scaler.overflowed(norm, self.num_steps) or (
+            policy.check_grad_overflow and not math.isfinite(float(norm))
+        )
         if not skipped:
-            clipping = self._state.plan.policy.gradient_clipping
-            if clipping > 0 or scale != 1.0:
-                multiply_gradients(with_gradient, clip_factor(norm.float(), clipping) / scale)
+            if policy.gradient_clipping > 0 or scale != 1.0:
+                multiply_gradients(with_gradient, clip_factor(norm.float(), policy.gradient_clipping) / scale)
             self.optimizer.step()
             self.num_steps += 1
             if self.scheduler is not None:
                 self.scheduler.step()
-        return StepReport(
+        self.num_skipped += skipped
+        report = StepReport(
             step=self.num_steps, loss_tensor=loss, grad_norm_tensor=norm.float(), loss_scale=scale, skipped=skipped
         )
+        if policy.steps_per_print and (self.num_steps + self.num_skipped) % policy.steps_per_print == 0:
+            log_step(report, self.num_skipped, self.optimizer, self._state.mesh)
+        return report
 
     def _set_flags(self, is_last: bool) -> None:
         """Say what FSDP2 does in this backward. See the table of stages in docs/precision.md.
@@ -232,14 +242,3 @@ class TrainStep:
         self._state.traffic.count("all_reduce", statistics, "step")
         dist.all_reduce(statistics, group=self._world)
         return statistics[0], statistics[1].sqrt() / scale
-
-
-def _process_group(state: WrapState) -> dist.ProcessGroup | None:
-    """Return one group of all ranks of the mesh; None is the default group."""
-    mesh = state.mesh
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    if mesh.size() == dist.get_world_size():
-        return None
-    ranks = mesh.mesh.flatten().tolist()
-    return cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))

@@ -1,8 +1,13 @@
 """`StepReport`: what one optimizer step did."""
 
+import logging
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+logger = logging.getLogger("zeroamp")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,7 +24,7 @@ class StepReport:
     loss_scale: float
     """What the losses of this step were multiplied by; 1 but for float16."""
     skipped: bool
-    """Whether a gradient overflowed float16: no update, no scheduler step. Other modes skip nothing."""
+    """Whether a gradient was not finite: no update, no scheduler step. Only float16, and `bf16.check_grad_overflow`."""
 
     @property
     def loss(self) -> float:
@@ -30,3 +35,13 @@ class StepReport:
     def grad_norm(self) -> float:
         """The gradient norm; waits for the device."""
         return float(self.grad_norm_tensor)
+
+
+def log_step(report: StepReport, num_skipped: int, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> None:
+    """Log one line about a step, on the first rank of the mesh. Waits for the device there."""
+    if dist.get_rank() == int(mesh.mesh.flatten()[0]):
+        rates = ", ".join(f"{float(group['lr']):.3e}" for group in optimizer.param_groups)
+        logger.info(
+            "step %d: loss %.4f, gradient norm %.4f, lr %s, loss scale %g, %d skipped",
+            *(report.step, report.loss, report.grad_norm, rates, report.loss_scale, num_skipped),
+        )

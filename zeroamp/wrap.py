@@ -11,10 +11,12 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from zeroamp.attach import attach_hooks
 from zeroamp.consistency import check_ranks_agree
+from zeroamp.device_support import check_device
 from zeroamp.hooks import Traffic, typed_group_hooks
 from zeroamp.materialize import materialize
 from zeroamp.mesh import device_of, mesh_for_stage
 from zeroamp.plan import build_plan
+from zeroamp.policies.batch_sizes import BatchSizes, check_batch_sizes
 from zeroamp.policies.errors import WrapError, describe
 from zeroamp.policies.policy import Policy
 from zeroamp.policies.wrap import AutoWrapPolicy
@@ -44,7 +46,8 @@ def wrap_model(
     """
     _refuse_unusable(model)
     plan = build_plan(model, policy, auto_wrap_policy)
-    mesh = mesh_for_stage(policy.stage, mesh)
+    mesh = mesh_for_stage(policy.stage, mesh, policy.dp_replicate_size)
+    _check_fits(policy, mesh)
     check_ranks_agree(model, mesh)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     holders = shard_model(model, plan, mesh)
@@ -55,6 +58,16 @@ def wrap_model(
     attach_hooks(model, state)
     record_state(model, state)
     return cast(FSDPModule, model)
+
+
+def _check_fits(policy: Policy, mesh: DeviceMesh) -> None:
+    check_device(policy, mesh.device_type)
+    sizes = BatchSizes(
+        total=policy.train_batch_size,
+        micro=policy.train_micro_batch_size_per_gpu,
+        accumulation_steps=policy.gradient_accumulation_steps,
+    )
+    check_batch_sizes(sizes, mesh.size())
 
 
 def register_forward_method(model: nn.Module, method_name: str) -> None:

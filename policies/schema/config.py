@@ -1,130 +1,128 @@
-"""The top level of the config, and errors that name the key.
+"""The top level of the config."""
 
-Meanings and defaults are DeepSpeed's (0.19.8) except where a field says so.
-"""
+from typing import Annotated, Literal
 
-import difflib
-from typing import Annotated, Any, Literal
+from pydantic import Field
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from zeroamp.policies.schema.instruments import (
+    ActivationCheckpointingBlock,
+    CheckpointBlock,
+    CometBlock,
+    CommsLoggerBlock,
+    FileMonitorBlock,
+    FlopsProfilerBlock,
+    TimersBlock,
+    WandbBlock,
+)
+from zeroamp.policies.schema.keys import Block, Count, Honoured, Native, Number, Unsupported
+from zeroamp.policies.schema.precision import Bf16Block, DataTypesBlock, DtypeName, Fp16Block, TorchAutocastBlock
+from zeroamp.policies.schema.zero import ZeroOptimizationBlock
 
-from zeroamp.policies.errors import ConfigError, describe
+_SUMS_IN_FP32 = "Remove it: gradients are summed in fp32 and divided after, so that nothing over- or underflows before."
+_NO_SUCH_FEATURE = "Remove it: zeroamp has no such feature, and would otherwise ignore the block."
+_GONE = "Remove it: DeepSpeed 0.19.8 has removed it too."
 
-DtypeName = Literal["fp32", "float32", "float", "bf16", "bfloat16", "fp16", "float16", "half"]
-
-
-def _refuse_bool(value: object) -> object:
-    # pydantic's strict int still takes True for 1 in a union with float; a boolean is never a number here.
-    if isinstance(value, bool):
-        raise ValueError("a boolean is not a number")
-    return value
-
-
-def _only_int(value: object) -> object:
-    # A Literal compares with ==, for which True is 1 and 2.0 is 2.
-    if type(value) is not int:
-        raise ValueError("the input should be an integer: 0, 1, 2 or 3")
-    return value
+AtLeastOne = Annotated[int, Field(ge=1)]
 
 
-Number = Annotated[float, BeforeValidator(_refuse_bool)]
-StageNumber = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_only_int)]
-
-
-class _Block(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class TorchAutocastBlock(_Block):
-    """`torch_autocast`: per-op precision of `torch.autocast`."""
-
-    enabled: bool = False
-    dtype: DtypeName | None = None
-    lower_precision_safe_modules: list[str] | None = None
-
-
-class Bf16Block(_Block):
-    """`bf16`: everything in bfloat16, fp32 master weights."""
-
-    enabled: bool = False
-
-
-class Fp16Block(_Block):
-    """`fp16`: everything in float16, fp32 master weights. Its loss-scale keys apply to float16 autocast as well."""
-
-    enabled: bool = False
-    loss_scale: Annotated[Number, Field(ge=0, le=2.0**127, allow_inf_nan=False)] = 0.0
-    initial_scale_power: Annotated[int, Field(ge=0, le=127)] = 16  # the scale itself is fp32
-    loss_scale_window: Annotated[int, Field(gt=0)] = 1000
-    hysteresis: Annotated[int, Field(ge=1)] = 2
-    consecutive_hysteresis: bool = False
-    min_loss_scale: Annotated[Number, Field(gt=0, allow_inf_nan=False)] = 1.0
-
-
-class ZeroOptimizationBlock(_Block):
-    """`zero_optimization`: what is sharded."""
-
-    stage: StageNumber = 0
-    stage3_param_persistence_threshold: Annotated[int, Field(ge=0)] = 100_000
-
-
-class DataTypesBlock(_Block):
-    """`data_types`: dtypes of the training state."""
-
-    grad_accum_dtype: DtypeName | None = None
-
-
-class ZeroampBlock(_Block):
+class ZeroampBlock(Block):
     """`zeroamp`: what DeepSpeed has no key for."""
 
-    reduce_accumulate_dtype: Literal["fp32", "native"] = "fp32"
-    count_traffic: bool = True
+    reduce_accumulate_dtype: Annotated[
+        Literal["fp32", "native"],
+        Honoured("how a low-precision wire is summed; `native`: the backend's own reduction in the wire dtype"),
+    ] = "fp32"
+    dp_replicate_size: Annotated[
+        AtLeastOne, Honoured("HSDP: replicas, each sharded over its part of the ranks, where no mesh is passed")
+    ] = 1
+    count_traffic: Annotated[
+        bool | None,
+        Honoured("count calls and bytes of every collective (`zeroamp.traffic(model)`). Default: true; same results"),
+    ] = None
 
 
-class Config(_Block):
-    """The top level of a config."""
+class Config(Block):
+    """All keys. Those of a block that is not enabled are checked and have no effect."""
 
+    train_batch_size: Annotated[
+        AtLeastOne | None, Honoured("samples per step: micro-batch size x accumulation steps x ranks, checked")
+    ] = None
+    train_micro_batch_size_per_gpu: Annotated[AtLeastOne | None, Honoured("samples per micro-batch and rank")] = None
+    gradient_accumulation_steps: Annotated[
+        AtLeastOne | None, Honoured("micro-batches per step and rank. Default: from the batch sizes, else 1")
+    ] = None
+    gradient_clipping: Annotated[Number, Field(ge=0), Honoured("largest global 2-norm; 0 is off", 1.0)] = 0.0
     torch_autocast: TorchAutocastBlock = TorchAutocastBlock()
     bf16: Bf16Block = Bf16Block()
     fp16: Fp16Block = Fp16Block()
-    zero_optimization: ZeroOptimizationBlock = ZeroOptimizationBlock()
     data_types: DataTypesBlock = DataTypesBlock()
-    gradient_accumulation_dtype: DtypeName | None = None
-    communication_data_type: DtypeName | None = None
-    gradient_accumulation_steps: Annotated[int, Field(ge=1)] = 1
-    gradient_clipping: Annotated[Number, Field(ge=0, allow_inf_nan=False)] = 0.0
+    gradient_accumulation_dtype: Annotated[
+        DtypeName | None, Honoured("the same as data_types.grad_accum_dtype; both must agree")
+    ] = None
+    communication_data_type: Annotated[
+        DtypeName | None, Honoured("dtype of low-precision gradients on the wire. Default: the dtype they have")
+    ] = None
+    zero_optimization: ZeroOptimizationBlock = ZeroOptimizationBlock()
     zeroamp: ZeroampBlock = ZeroampBlock()
+    steps_per_print: Annotated[
+        Count | None, Honoured("steps between two log lines of TrainStep. Default: none", 10)
+    ] = None
+    comms_logger: CommsLoggerBlock = CommsLoggerBlock()
 
+    activation_checkpointing: ActivationCheckpointingBlock = ActivationCheckpointingBlock()
+    checkpoint: CheckpointBlock = CheckpointBlock()
+    timers: TimersBlock = TimersBlock()
+    tensorboard: FileMonitorBlock = FileMonitorBlock()
+    csv_monitor: FileMonitorBlock = FileMonitorBlock()
+    wandb: WandbBlock = WandbBlock()
+    comet: CometBlock = CometBlock()
+    flops_profiler: FlopsProfilerBlock = FlopsProfilerBlock()
 
-def validate(cfg: dict[str, Any]) -> Config:
-    """Check `cfg` against the schema.
+    zero_allow_untested_optimizer: Annotated[bool, Native("any torch optimizer works")] = False
+    zero_force_ds_cpu_optimizer: Annotated[bool, Native("the optimizer is always torch's")] = True
+    use_data_before_expert_parallelism: Annotated[bool, Native("there is no expert parallelism")] = False
+    log_level: Annotated[str | None, Native('set it with logging.getLogger("zeroamp")')] = None
+    vocabulary_size: Annotated[Count | None, Native("DeepSpeed only warns where it does not divide")] = None
 
-    Raises:
-        ConfigError: with one line per bad key.
-    """
-    try:
-        return Config.model_validate(cfg)
-    except ValidationError as error:
-        raise ConfigError("\n".join(_explain_error(detail) for detail in error.errors())) from None
+    wall_clock_breakdown: Annotated[bool, Unsupported("Use torch.profiler around a few steps.")] = False
+    memory_breakdown: Annotated[bool, Unsupported("Use torch.cuda.memory_summary() or its snapshot.")] = False
+    dump_state: Annotated[bool, Unsupported("Print policy.report() and zeroamp.explain(model).")] = False
+    prescale_gradients: Annotated[bool, Unsupported(_SUMS_IN_FP32)] = False
+    gradient_predivide_factor: Annotated[Number, Unsupported(_SUMS_IN_FP32, (1.0,))] = 1.0
+    gradient_allreduce_op: Annotated[
+        Literal["mean", "sum"], Unsupported("Multiply the loss by the number of ranks.", ("mean",))
+    ] = "mean"
+    seq_parallel_communication_data_type: Annotated[
+        DtypeName | None, Unsupported("Remove it: there is no sequence parallelism.", (None, "fp32", "float32"))
+    ] = None
+    managed_gradient_accumulation: Annotated[
+        bool, Unsupported("Remove it: TrainStep keeps the boundary; or write a plain loop.", (True,))
+    ] = True
+    disable_allgather: Annotated[bool, Unsupported("Remove it: parameters must be gathered.")] = False
+    disable_python_gc: Annotated[bool, Unsupported("Call gc.disable() yourself.")] = False
+    dataloader_drop_last: Annotated[bool, Unsupported("Give it to your DataLoader: zeroamp has none.")] = False
 
-
-def _explain_error(detail: Any) -> str:
-    location = [str(part) for part in detail["loc"]]
-    key = ".".join(location)
-    if detail["type"] == "extra_forbidden":
-        known = _known_keys(location[:-1])
-        near = difflib.get_close_matches(location[-1], known, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else "Remove it: zeroamp refuses what it would otherwise ignore."
-        return describe(key, "a key that zeroamp does not support", ", ".join(known), hint)
-    found = f"{type(detail['input']).__name__} {detail['input']!r}"
-    return describe(key, found, detail["msg"], "Change the value; JSON types are not converted.")
-
-
-def _known_keys(path: list[str]) -> list[str]:
-    model: type[BaseModel] = Config
-    for part in path:
-        annotation = model.model_fields[part].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            raise AssertionError(f"expected {part} to be a block, got {annotation}")
-        model = annotation
-    return sorted(model.model_fields)
+    aio: Annotated[object, Unsupported("Remove it: only NVMe offload reads it.", (None,))] = None
+    amp: Annotated[object, Unsupported("Write torch_autocast: it is what replaced Apex AMP.")] = None
+    autotuning: Annotated[object, Unsupported(_NO_SUCH_FEATURE)] = None
+    bfloat16: Annotated[object, Unsupported("Write bf16.")] = None
+    compile: Annotated[object, Unsupported("Call torch.compile on the model's blocks before wrap_model.")] = None
+    compression_training: Annotated[object, Unsupported(_GONE)] = None
+    curriculum_learning: Annotated[object, Unsupported(_GONE)] = None
+    data_efficiency: Annotated[object, Unsupported(_NO_SUCH_FEATURE)] = None
+    datastates_ckpt: Annotated[object, Unsupported(_NO_SUCH_FEATURE)] = None
+    eigenvalue: Annotated[object, Unsupported(_GONE)] = None
+    elasticity: Annotated[object, Unsupported(_GONE)] = None
+    expert_parallel: Annotated[object, Unsupported(_NO_SUCH_FEATURE)] = None
+    fp32_allreduce: Annotated[object, Unsupported('Write "communication_data_type": "fp32".')] = None
+    graph_harvesting: Annotated[object, Unsupported(_GONE)] = None
+    hybrid_engine: Annotated[object, Unsupported(_NO_SUCH_FEATURE)] = None
+    nebula: Annotated[object, Unsupported(_GONE)] = None
+    pipeline: Annotated[object, Unsupported(_NO_SUCH_FEATURE)] = None
+    progressive_layer_drop: Annotated[object, Unsupported(_GONE)] = None
+    quantize_training: Annotated[object, Unsupported(_GONE)] = None
+    sequence_parallel_size: Annotated[object, Unsupported(_NO_SUCH_FEATURE, (None, 1))] = None
+    sparse_attention: Annotated[object, Unsupported(_GONE)] = None
+    sparse_gradients: Annotated[object, Unsupported(_GONE)] = None
+    tensor_parallel: Annotated[object, Unsupported(_NO_SUCH_FEATURE)] = None
+    weight_quantization: Annotated[object, Unsupported(_NO_SUCH_FEATURE)] = None

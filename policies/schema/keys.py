@@ -8,6 +8,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
+SAME = object()
+
 
 @dataclass(frozen=True, slots=True)
 class Honoured:
@@ -15,6 +17,8 @@ class Honoured:
 
     note: str
     """What it does, where that is not plain from its name or differs from DeepSpeed."""
+    deepspeed_default: Any = SAME
+    """DeepSpeed 0.19.8's default, where ours is another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +82,15 @@ def inner_block(field: FieldInfo) -> type[Block] | None:
     return next((option for option in options if isinstance(option, type) and issubclass(option, Block)), None)
 
 
+def unsupported_class(field: FieldInfo) -> Unsupported | None:
+    """Return why a field is refused, or None if it is not."""
+    return next((item for item in field.metadata if isinstance(item, Unsupported)), None)
+
+
 def _refuse_bool(value: object) -> object:
     # pydantic's strict int still takes True for 1 in a union with float; a boolean is never a number here.
     if isinstance(value, bool):
-        raise ValueError("a boolean is not a number")
+        raise ValueError("a number, which a boolean is not")
     return value
 
 

@@ -1,0 +1,86 @@
+"""Writes `config.md` and the key tables of `migrating-from-deepspeed.md` from the schema: python docs/generate.py"""
+
+import json
+import sys
+from pathlib import Path
+
+from tabulate import tabulate
+
+from zeroamp.policies.schema import SAME, Config, Honoured, Key, Native, Unsupported, iter_keys
+from zeroamp.policies.schema.optimizer import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
+
+HERE = Path(__file__).parent
+BEGIN, END = "<!-- generated: {name} -->\n", "<!-- end: {name} -->\n"
+
+
+def tables() -> dict[str, str]:
+    """Return the generated tables by name."""
+    keys = list(iter_keys(Config))
+    return {
+        "honoured": _table([_honoured_row(key) for key in keys if isinstance(key.key_class, Honoured)]),
+        "native": _table([_row(key, "why") for key in keys if isinstance(key.key_class, Native)]),
+        "unsupported": _table([_unsupported_row(key) for key in keys if isinstance(key.key_class, Unsupported)]),
+        "defaults": _table([_defaults_row(key) for key in keys if _differs(key)]),
+        "optimizers": _table([_params_row(name, block) for name, block in OPTIMIZER_PARAMS.items()]),
+        "schedulers": _table([_params_row(name, block) for name, block in SCHEDULER_PARAMS.items()]),
+    }
+
+
+def _row(key: Key, heading: str) -> dict[str, str]:
+    return {"key": f"`{key.path}`", heading: key.key_class.note}
+
+
+def _honoured_row(key: Key) -> dict[str, str]:
+    return {"key": f"`{key.path}`", "default": _json(key.default), "meaning": key.key_class.note}
+
+
+def _unsupported_row(key: Key) -> dict[str, str]:
+    if not isinstance(key.key_class, Unsupported):
+        raise AssertionError(f"expected an unsupported key, got {key.key_class}")
+    off = ", ".join(_json(value) for value in key.key_class.off if value is not None)
+    return {"key": f"`{key.path}`", "accepted": off or "-", "instead": key.key_class.note}
+
+
+def _differs(key: Key) -> bool:
+    return isinstance(key.key_class, Honoured) and key.key_class.deepspeed_default is not SAME
+
+
+def _defaults_row(key: Key) -> dict[str, str]:
+    if not isinstance(key.key_class, Honoured):
+        raise AssertionError(f"expected an honoured key, got {key.key_class}")
+    theirs = key.key_class.deepspeed_default
+    return {
+        "key": f"`{key.path}`",
+        "zeroamp": _json(key.default),
+        "DeepSpeed 0.19.8": theirs if isinstance(theirs, str) else _json(theirs),
+        "meaning": key.key_class.note,
+    }
+
+
+def _params_row(name: str, block: type) -> dict[str, str]:
+    keys = [key for key in iter_keys(block) if not isinstance(key.key_class, Unsupported)]
+    return {"type": f"`{name}`", "params and defaults": ", ".join(f"`{key.path}` {_json(key.default)}" for key in keys)}
+
+
+def _json(value: object) -> str:
+    return "-" if value is None else f"`{json.dumps(value)}`"
+
+
+def _table(rows: list[dict[str, str]]) -> str:
+    return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True) + "\n"
+
+
+def render(text: str) -> str:
+    """Return `text` with every generated table replaced by the schema's."""
+    for name, table in tables().items():
+        begin, end = BEGIN.format(name=name), END.format(name=name)
+        if begin in text:
+            head, _, rest = text.partition(begin)
+            text = f"{head}{begin}{table}{end}{rest.partition(end)[2]}"
+    return text
+
+
+if __name__ == "__main__":
+    for path in (HERE / "config.md", HERE / "migrating-from-deepspeed.md"):
+        path.write_text(render(path.read_text()))
+        sys.stdout.write(f"wrote {path.name}\n")

@@ -1,0 +1,116 @@
+"""Checks a config against the schema. Errors name the key, one line per bad key."""
+
+import difflib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from zeroamp.policies.errors import ConfigError, describe
+from zeroamp.policies.schema.config import Config
+from zeroamp.policies.schema.keys import Block, Unsupported, inner_block, iter_keys, unsupported_class
+
+_WORDS = {"tuple_type": "a list", "model_type": "an object of keys"}  # pydantic's words for JSON's list and object
+_MANY = 12  # keys that an error lists; of a longer block it says where they are
+
+
+def validate(cfg: Mapping[str, Any]) -> Config:
+    """Return the typed config.
+
+    Raises:
+        ConfigError: a key is unknown, unsupported, or of another type, with one line per bad key.
+    """
+    bad: dict[str, str] = {}
+    config = None
+    try:
+        config = Config.model_validate(dict(cfg))
+    except ValidationError as error:
+        for detail in error.errors():
+            path, text = _explain(detail, cfg)
+            bad.setdefault(path, text)
+    for path, text in _unsupported(cfg, Config, ""):
+        bad.setdefault(path, text)
+    if bad or config is None:
+        raise ConfigError("\n".join(bad.values()))
+    return config
+
+
+def _explain(detail: Any, cfg: Mapping[str, Any]) -> tuple[str, str]:
+    path = _path(detail["loc"], cfg)
+    if detail["type"] == "extra_forbidden":
+        known = _siblings(path)
+        block = path.rpartition(".")[0] or "the top level"
+        valid = ", ".join(known) if len(known) <= _MANY else f"the keys of {block} in docs/config.md"
+        return path, describe(path, "a key that neither DeepSpeed 0.19.8 nor zeroamp has", valid, _nearest(path, known))
+    found = f"{type(detail['input']).__name__} {detail['input']!r}"
+    words = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    is_type = detail["type"].endswith(("_type", "_parsing", "_from_float")) or detail["type"] == "value_error"
+    remedy = "Change the value; JSON types are not converted." if is_type else "Change the value."
+    return path, describe(path, found, _WORDS.get(detail["type"], words), remedy)
+
+
+def _path(location: tuple[Any, ...], cfg: Any) -> str:
+    """Return the part of a pydantic location that is in the config; it also has the names of union members."""
+    parts: list[str] = []
+    for part in location:
+        if (isinstance(cfg, Mapping) and part in cfg) or (isinstance(cfg, list) and isinstance(part, int)):
+            cfg = cfg[part]
+        elif parts:
+            continue
+        parts.append(str(part))
+    return ".".join(parts)
+
+
+def _siblings(path: str) -> list[str]:
+    """Return the keys beside `path` that may be set."""
+    block: type[Block] = Config
+    for part in path.split(".")[:-1]:
+        inner = inner_block(block.model_fields[part])
+        if inner is None:
+            raise AssertionError(f"expected {part} to be a block, got {block.model_fields[part].annotation}")
+        block = inner
+    return sorted(name for name, field in block.model_fields.items() if not unsupported_class(field))
+
+
+def _nearest(path: str, siblings: list[str]) -> str:
+    name = path.rpartition(".")[2]
+    if near := difflib.get_close_matches(name, siblings, n=1):
+        return f"Did you mean {near[0]!r}?"
+    elsewhere = {key.path.rpartition(".")[2]: key.path for key in iter_keys(Config)}
+    if near := difflib.get_close_matches(name, elsewhere, n=1):
+        return f"Did you mean {elsewhere[near[0]]!r}?"
+    return "Remove it: zeroamp refuses what it would otherwise ignore."
+
+
+def _unsupported(cfg: Mapping[str, Any], block: type[Block], prefix: str) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for name, value in cfg.items():
+        field = block.model_fields.get(name)
+        if field is None:
+            continue
+        key_class = unsupported_class(field)
+        inner = inner_block(field)
+        if key_class is not None and not is_off(value, key_class):
+            off = " or ".join(_json(item) for item in key_class.off if item is not None) or "no such key"
+            path = f"{prefix}{name}"
+            found.append((path, describe(path, f"{_json(value)}, which is not supported", off, key_class.note)))
+        elif inner is not None and isinstance(value, Mapping):
+            found += _unsupported(value, inner, f"{prefix}{name}.")
+    return found
+
+
+def is_off(value: object, key_class: Unsupported) -> bool:
+    """Return whether the value of an unsupported key asks for nothing."""
+    if isinstance(value, Mapping):
+        return not value or value.get("enabled") is False
+    # == alone would take 0 for False.
+    return any(isinstance(value, bool) == isinstance(item, bool) and value == item for item in key_class.off)
+
+
+def _json(value: object) -> str:
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,88 @@
+"""The blocks that choose dtypes: `torch_autocast`, `bf16`, `fp16`, `data_types`."""
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from zeroamp.policies.schema.keys import Block, Honoured, Native, Number, Unsupported
+
+DtypeName = Literal["fp32", "float32", "float", "bf16", "bfloat16", "fp16", "float16", "half"]
+
+
+def _as_tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value  # JSON has lists, frozen blocks have tuples
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+"""A list of strings; one string is not taken for a list of its characters."""
+
+
+class TorchAutocastBlock(Block):
+    """`torch_autocast`: per-op precision of `torch.autocast`."""
+
+    enabled: Annotated[bool, Honoured("per-op precision; safe parameters travel in `dtype`")] = False
+    dtype: Annotated[DtypeName | None, Honoured("`bfloat16` or `float16`; must be given where enabled")] = None
+    lower_precision_safe_modules: Annotated[
+        Names | None,
+        Honoured(
+            "classes, `package.module.Class` or bare, whose parameters are safe; subclasses count. Default: Linear, "
+            "Conv1d, Conv2d, Conv3d"
+        ),
+    ] = None
+
+
+class Bf16Block(Block):
+    """`bf16`: everything in bfloat16, fp32 master weights."""
+
+    enabled: Annotated[bool, Honoured("gather and compute in bfloat16; storage and optimizer stay fp32")] = False
+    check_grad_overflow: Annotated[bool, Honoured("skip the steps whose gradients are not finite", True)] = False
+    immediate_grad_update: Annotated[bool, Native("gradients reach fp32 in the reduction itself")] = False
+    bf16_master_weights_and_grads: Annotated[
+        bool, Unsupported("Remove it: master weights are fp32; data_types.grad_accum_dtype sets the gradients' dtype.")
+    ] = False
+    bf16_optimizer_states: Annotated[
+        bool, Unsupported("Remove it, or build an optimizer with low-precision states and pass it to TrainStep.")
+    ] = False
+
+
+class Fp16Block(Block):
+    """`fp16`: everything in float16, fp32 master weights. Its loss-scale keys apply to float16 autocast as well."""
+
+    enabled: Annotated[bool, Honoured("gather and compute in float16; storage and optimizer stay fp32")] = False
+    auto_cast: Annotated[bool, Native("inputs of the model, positional and keyword, are always cast")] = False
+    loss_scale: Annotated[
+        Number, Field(ge=0, le=2.0**127), Honoured("0: dynamic; else a fixed scale, above 1. Float16 autocast too")
+    ] = 0.0
+    initial_scale_power: Annotated[
+        int,
+        Field(ge=0, le=127),  # the scale itself is fp32
+        Honoured("the first dynamic scale is 2 to this power"),
+    ] = 16
+    loss_scale_window: Annotated[int, Field(gt=0), Honoured("steps without overflow before the scale doubles")] = 1000
+    hysteresis: Annotated[int, Field(ge=1), Honoured("overflows before the scale halves")] = 2
+    consecutive_hysteresis: Annotated[bool, Honoured("any good step refills the hysteresis")] = False
+    min_loss_scale: Annotated[Number, Field(gt=0), Honoured("an overflow at this scale is an error")] = 1.0
+    fp16_master_weights_and_grads: Annotated[
+        bool, Unsupported("Remove it: master weights are fp32; data_types.grad_accum_dtype sets the gradients' dtype.")
+    ] = False
+
+
+class DataTypesBlock(Block):
+    """`data_types`: dtypes of the training state."""
+
+    grad_accum_dtype: Annotated[
+        DtypeName | None, Honoured("dtype that sums micro-batches: fp32, `bf16`, or `fp16` with float16 compute")
+    ] = None
+    param_dtype: Annotated[
+        DtypeName | None, Honoured("checked: the dtype of the enabled `bf16` or `fp16` block, else fp32")
+    ] = None
+    buffer_dtype: Annotated[
+        DtypeName | None,
+        Unsupported("Remove it: buffers keep the dtype they have; cast them before wrap_model.", (None,)),
+    ] = None
+    keep_in_fp32_modules: Annotated[
+        Names | Literal["auto"] | None,
+        Unsupported(
+            "Remove it; torch_autocast keeps what lower_precision_safe_modules leaves out in fp32.", (None, "auto")
+        ),
+    ] = None

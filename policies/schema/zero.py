@@ -1,0 +1,145 @@
+"""`zero_optimization`: what is sharded, gathered and offloaded, and what FSDP2 does by itself."""
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from zeroamp.policies.schema.keys import Block, Count, Elements, Honoured, Native, Number, Unsupported
+from zeroamp.policies.schema.precision import Names
+
+_NO_NVME = "Remove it: there is no NVMe offload; device cpu is there."
+_NVME_ONLY = "only NVMe offload reads it, which is refused by its device"
+_QUANTIZED = "Remove it: quantized communication is not there; safe modules already travel in 16 bits."
+
+
+def _only_int(value: object) -> object:
+    # A Literal compares with ==, for which True is 1 and 2.0 is 2.
+    if type(value) is not int:
+        raise ValueError("an integer: 0, 1, 2 or 3")
+    return value
+
+
+StageNumber = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_only_int)]
+Device = Literal["none", "cpu", "nvme"]
+Fraction = Annotated[Number, Field(ge=0, le=1)]
+
+
+class OffloadParamBlock(Block):
+    """`offload_param`."""
+
+    device: Annotated[
+        Device, Honoured("`cpu`: shards, gradients and optimizer state live there. Stage 3. `nvme` is refused")
+    ] = "none"
+    pin_memory: Annotated[bool, Honoured("page-locked memory, where there is an accelerator")] = True
+    nvme_path: Annotated[str | None, Unsupported(_NO_NVME, (None,))] = None
+    buffer_count: Annotated[Count, Native(_NVME_ONLY)] = 5
+    buffer_size: Annotated[Elements, Native(_NVME_ONLY)] = 100_000_000
+    max_in_cpu: Annotated[Elements, Native(_NVME_ONLY)] = 1_000_000_000
+
+
+class OffloadOptimizerBlock(Block):
+    """`offload_optimizer`."""
+
+    device: Annotated[
+        Device, Honoured("`cpu`: shards, gradients and optimizer state live there. Stages 1 to 3. `nvme` is refused")
+    ] = "none"
+    pin_memory: Annotated[bool, Honoured("page-locked memory, where there is an accelerator")] = True
+    nvme_path: Annotated[str | None, Unsupported(_NO_NVME, (None,))] = None
+    buffer_count: Annotated[Count, Native(_NVME_ONLY)] = 4
+    pipeline_read: Annotated[bool, Native(_NVME_ONLY)] = False
+    pipeline_write: Annotated[bool, Native(_NVME_ONLY)] = False
+    fast_init: Annotated[bool, Native(_NVME_ONLY)] = False
+    ratio: Annotated[
+        Fraction, Unsupported("Remove it: FSDP2 moves all of the optimizer state or none of it.", (1.0,))
+    ] = 1.0
+    super_offload: Annotated[bool, Unsupported("Remove it: the optimizer steps on the CPU, as torch's does.")] = False
+    cpuadam_cores_perc: Annotated[Fraction, Native("the optimizer is torch's: OMP_NUM_THREADS says how many cores")] = (
+        0.8
+    )
+
+
+class LeafModuleBlock(Block):
+    """`leaf_module`: modules that are gathered whole."""
+
+    classes: Annotated[
+        Names,
+        Honoured("classes that become units, with no unit inside: sparse experts", "sparse MoE blocks of transformers"),
+    ] = ()
+    names: Annotated[Names, Honoured("the same, by FQN")] = ()
+    name_suffixes: Annotated[Names, Honoured("the same, by the end of the FQN")] = ()
+
+
+class ZeroOptimizationBlock(Block):
+    """`zero_optimization`."""
+
+    stage: Annotated[StageNumber, Honoured("0 replicates; 1 shards optimizer state, 2 gradients too, 3 parameters")] = 0
+    stage3_param_persistence_threshold: Annotated[
+        Elements, Honoured("smaller fp32 parameters are gathered once per step, in one group, at every stage")
+    ] = 100_000
+    stage3_max_live_parameters: Annotated[
+        Elements,
+        Honoured("the last units stay gathered for the backward while they fit. Default: none do", 1_000_000_000),
+    ] = 0
+    stage3_prefetch_bucket_size: Annotated[
+        Elements, Honoured("units gathered ahead while they fit. Default: as FSDP2 does", 50_000_000)
+    ] = 0
+    reduce_bucket_size: Annotated[Elements, Honoured("neighbouring units are merged while they fit.", 500_000_000)] = 0
+    zero_hpz_partition_size: Annotated[
+        int, Field(ge=1), Honoured("stage 3: ranks to shard over between forward and backward")
+    ] = 1
+    offload_param: OffloadParamBlock | None = None
+    offload_optimizer: OffloadOptimizerBlock | None = None
+    leaf_module: LeafModuleBlock | None = None
+    ignore_unused_parameters: Annotated[
+        bool, Unsupported("Remove it: from torch 2.13 on, unused parameters are reduced as zeros.", (True,))
+    ] = True
+    stage3_gather_16bit_weights_on_model_save: Annotated[
+        bool, Native("saving says what it gathers: get_model_state_dict of torch.distributed.checkpoint.state_dict")
+    ] = False
+    contiguous_gradients: Annotated[bool, Native("FSDP2 reduces from one contiguous buffer per group")] = True
+    overlap_comm: Annotated[bool | None, Native("FSDP2 always overlaps communication with compute")] = None
+    reduce_scatter: Annotated[bool, Native("stages 1 to 3 always reduce-scatter")] = True
+    allgather_partitions: Annotated[bool, Native("parameters are always all-gathered")] = True
+    allgather_bucket_size: Annotated[Elements, Native("a unit is gathered as one buffer per dtype")] = 500_000_000
+    use_multi_rank_bucket_allreduce: Annotated[bool, Native("there is one reduction per group, of all ranks")] = True
+    round_robin_gradients: Annotated[bool, Native("every parameter is sharded over all ranks")] = False
+    parameter_alignment: Annotated[bool, Native("FSDP2 pads shards itself")] = False
+    compute_grad_norm: Annotated[bool, Native("the norm is always computed, in the step's one collective")] = True
+    sub_group_size: Annotated[Elements, Native("torch's optimizers step over shards, with no flat copy to cut")] = (
+        1_000_000_000
+    )
+    stage3_model_persistence_threshold: Annotated[
+        Elements, Native("the persistent group is bounded by the size of its parameters alone")
+    ] = 2**63 - 1
+    stage3_max_reuse_distance: Annotated[
+        Elements, Native("units release after use; see stage3_max_live_parameters")
+    ] = 1_000_000_000
+    stage3_module_granularity_threshold: Annotated[Count, Native("auto_wrap_policy and leaf_module choose units")] = 0
+    stage3_use_all_reduce_for_fetch_params: Annotated[bool, Native("parameters are gathered by all-gather")] = False
+    stage3_allgather_sequential: Annotated[bool, Native("see stage3_prefetch_bucket_size")] = False
+    memory_efficient_linear: Annotated[bool, Native("autograd saves the gathered weight, which FSDP2 frees")] = True
+    override_module_apply: Annotated[bool, Native("meta-device models are initialised after sharding")] = True
+    pipeline_loading_checkpoint: Annotated[bool, Native("there are no pipeline stages")] = False
+    load_from_fp32_weights: Annotated[bool, Native("stored parameters are the fp32 weights")] = True
+    elastic_checkpoint: Annotated[bool, Native("DTensor state loads at any number of ranks")] = False
+    log_trace_cache_warnings: Annotated[bool, Native("nothing is traced")] = False
+    enable_sanity_checks: Annotated[bool, Native("the checks are always on")] = False
+    save_muon_momentum_buffer_in_memory: Annotated[bool, Native("only DeepSpeed's Muon reads it")] = False
+    zero_quantized_weights: Annotated[bool, Unsupported(_QUANTIZED)] = False
+    zero_quantized_nontrainable_weights: Annotated[bool, Unsupported(_QUANTIZED)] = False
+    zero_quantized_gradients: Annotated[bool, Unsupported(_QUANTIZED)] = False
+    legacy_stage1: Annotated[bool, Unsupported("Remove it: there is one stage 1.")] = False
+    zenflow: Annotated[object, Unsupported("Remove it: there is no ZenFlow; offload_optimizer is there.")] = None
+    cpu_offload: Annotated[object, Unsupported('Write "offload_optimizer": {"device": "cpu"}.')] = None
+    cpu_offload_param: Annotated[object, Unsupported('Write "offload_param": {"device": "cpu"}.')] = None
+    cpu_offload_use_pin_memory: Annotated[object, Unsupported("Write pin_memory in the offload blocks.")] = None
+    stage3_gather_fp16_weights_on_model_save: Annotated[
+        object, Unsupported("Write stage3_gather_16bit_weights_on_model_save.")
+    ] = None
+    mics_shard_size: Annotated[object, Unsupported("Pass a 2-D mesh (replicate, shard) to wrap_model.", (None, -1))] = (
+        None
+    )
+    mics_hierarchical_params_gather: Annotated[
+        object, Unsupported("Pass a 2-D mesh (replicate, shard) to wrap_model.")
+    ] = None
+    zeropp_loco_param: Annotated[object, Unsupported(_QUANTIZED)] = None

@@ -1,0 +1,119 @@
+"""Random configs: each is a Policy that round-trips with every key accounted for, or a ConfigError that names the key."""
+
+import json
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
+
+from zeroamp import ConfigError, policy_from_config
+from zeroamp.policies.dtypes import DTYPE_BY_NAME
+from zeroamp.policies.load import flatten, nest
+from zeroamp.policies.render import report_rows
+from zeroamp.policies.schema import Config, Unsupported, iter_keys
+
+POOL = [
+    True, False, None, 0, 1, 2, 3, 4, 16, 1000, 100_000, 5e8, 0.5, 1.0, 0.0, 256.0, -1, float("nan"), float("inf"),
+    "auto", "fp32", "bf16", "fp16", "half", "int8", "cpu", "none", "nvme", "mean", "sum", "native", "Warn", "text", "",
+    [], ["Linear"], ["torch.nn.Linear"], [1], {}, {"enabled": False}, {"enabled": True}, "Linear",
+]  # fmt: skip
+UNKNOWN = ["stag", "optimiser", "torch_autocast.enable", "zero_optimization.stage2", "zeroamp.fast", "fp16.scale"]
+# Keys whose value the policy holds under another key's name.
+OFFLOAD = "zero_optimization.offload_{}.{}".format
+ALIASES = {
+    "gradient_accumulation_dtype": "data_types.grad_accum_dtype",
+    "comms_logger.enabled": "zeroamp.count_traffic",
+    OFFLOAD("param", "device"): OFFLOAD("optimizer", "device"),
+    OFFLOAD("param", "pin_memory"): OFFLOAD("optimizer", "pin_memory"),
+}
+CHECKED_ONLY = {"data_types.param_dtype"}
+
+
+def _all_keys():
+    """Every key's path and the values of the pool that its type takes."""
+    keys = {}
+    for key in iter_keys(Config):
+        block = Config
+        *blocks, name = key.path.split(".")
+        for part in blocks:
+            annotation = block.model_fields[part].annotation
+            block = next(a for a in (annotation, *getattr(annotation, "__args__", ())) if hasattr(a, "model_fields"))
+        field = block.model_fields[name]
+        adapter = TypeAdapter(field.rebuild_annotation())
+        off = key.key_class.off if isinstance(key.key_class, Unsupported) else None
+        keys[key.path] = [value for value in POOL if _fits(adapter, value) and (off is None or value in off)]
+    return keys
+
+
+def _fits(adapter, value):
+    try:
+        adapter.validate_python(value, strict=True)
+    except ValidationError:
+        return False
+    return True
+
+
+KEYS = _all_keys()
+
+
+@st.composite
+def configs(draw):
+    flat = {}
+    modes = draw(st.sampled_from([{}, {"torch_autocast.enabled": True, "torch_autocast.dtype": "bf16"},
+                                  {"torch_autocast.enabled": True, "torch_autocast.dtype": "half"},
+                                  {"bf16.enabled": True}, {"fp16.enabled": True}]))  # fmt: skip
+    flat |= modes | {"zero_optimization.stage": draw(st.integers(0, 3))}
+    for path in draw(st.lists(st.sampled_from(sorted(KEYS)), max_size=6, unique=True)):
+        is_odd = draw(st.integers(0, 29)) == 0
+        flat[path] = draw(st.sampled_from(POOL if is_odd or not KEYS[path] else KEYS[path]))
+    if draw(st.integers(0, 19)) == 0:
+        flat[draw(st.sampled_from(UNKNOWN))] = draw(st.sampled_from(POOL))
+    return nest({path: value for path, value in flat.items() if not _is_inside(path, flat)})
+
+
+def _is_inside(path, flat):
+    return any(path.startswith(f"{other}.") for other in flat)
+
+
+def _names_a_key(text, cfg, arguments):
+    known = {*KEYS, *flatten(cfg), *(f"the argument {name}" for name in arguments)}
+    known |= {path.rpartition(".")[0] for path in known}
+    wheres = [where for line in text.splitlines() for where in line.partition(": found ")[0].split(" and ")]
+    return all(where in known or where.rpartition(".")[0] in known for where in wheres)
+
+
+def _same(asked, held):
+    if isinstance(asked, str) and asked in DTYPE_BY_NAME and held in DTYPE_BY_NAME:
+        return DTYPE_BY_NAME[asked] == DTYPE_BY_NAME[held]
+    return asked == held or (asked in (None, 0) and held in (None, 0)) or asked == "none"
+
+
+@settings(max_examples=2500, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(cfg=configs(), arguments=st.sampled_from([{}] * 9 + [{"gradient_clipping": 1.0}, {"hidden_size": 8}, {"lr": 1}]),
+       world_size=st.sampled_from([None, 1, 2, 3] * 3 + [0]))  # fmt: skip
+def test_any_config_is_a_policy_that_round_trips_or_an_error_that_names_the_key(cfg, arguments, world_size):
+    try:
+        policy = policy_from_config(cfg, world_size=world_size, **arguments)
+    except ConfigError as error:
+        assert _names_a_key(str(error), cfg, {**arguments, "world_size": world_size}), str(error)
+        SEEN["refused"] += 1
+        return
+    SEEN["accepted"] += 1
+    again = policy_from_config(json.loads(str(policy)), world_size=world_size)
+    assert again == policy
+    assert str(again) == str(policy)
+    given_keys, held = dict(policy.given), flatten(policy.to_config())
+    status = {row["key"]: row["status"] for row in report_rows(policy)}
+    assert given_keys.keys() <= status.keys()
+    for path, value in given_keys.items():
+        if status.get(path) == "honoured" and path not in CHECKED_ONLY:
+            found = held.get(ALIASES.get(path, path))
+            assert _same(list(value) if isinstance(value, tuple) else value, found), (path, value, found)
+
+
+SEEN = {"accepted": 0, "refused": 0}
+
+
+def test_both_outcomes_were_met_often():
+    assert SEEN["accepted"] >= 500, SEEN
+    assert SEEN["refused"] >= 500, SEEN

@@ -1,0 +1,62 @@
+"""Values that are "auto" in the config, and the arguments that fill them."""
+
+import pytest
+
+from zeroamp import ConfigError, policy_from_config
+
+ZERO = "zero_optimization"
+
+
+def test_an_argument_is_named_by_the_last_part_by_the_path_or_by_the_block():
+    cfg = {"bf16": {"enabled": "auto"}, "gradient_clipping": "auto", ZERO: {"stage": "auto"}}
+    policy = policy_from_config(cfg, bf16=True, gradient_clipping=0.5, zero_optimization__stage=2)
+    assert (policy.mode, policy.gradient_clipping, policy.stage) == ("bf16", 0.5, 2)
+    assert policy == policy_from_config(
+        cfg, **{"bf16.enabled": True, "gradient_clipping": 0.5, "zero_optimization.stage": 2}
+    )
+
+
+def test_hidden_size_fills_the_three_sizes_that_transformers_derives_from_it():
+    sizes = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    policy = policy_from_config({ZERO: {"stage": 3, **dict.fromkeys(sizes, "auto")}}, hidden_size=64)
+    filled = policy.reduce_bucket_size, policy.prefetch_bucket_size, policy.param_persistence_threshold
+    assert filled == (64 * 64, int(0.9 * 64 * 64), 640)
+
+
+def test_an_explicit_argument_wins_over_a_derived_one():
+    cfg = {ZERO: {"reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}}
+    for arguments in ({"hidden_size": 8, "reduce_bucket_size": 5}, {"reduce_bucket_size": 5, "hidden_size": 8}):
+        assert policy_from_config(cfg, **arguments).reduce_bucket_size == 5
+
+
+def test_every_auto_that_is_left_is_named():
+    with pytest.raises(ConfigError) as caught:
+        policy_from_config({"bf16": {"enabled": "auto"}, "gradient_clipping": "auto"})
+    lines = str(caught.value).splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["bf16.enabled", "gradient_clipping"]
+
+
+def test_an_argument_that_agrees_with_the_config_is_welcome_and_one_that_does_not_is_an_error():
+    assert policy_from_config({"gradient_clipping": 2.0}, gradient_clipping=2.0).gradient_clipping == 2.0
+    with pytest.raises(ConfigError, match=r"gradient_clipping: found 2.0 beside the argument gradient_clipping=1.0"):
+        policy_from_config({"gradient_clipping": 2.0}, gradient_clipping=1.0)
+    with pytest.raises(ConfigError, match="bf16.enabled: found True beside the argument bf16=1"):
+        policy_from_config({"bf16": {"enabled": True}}, bf16=1)
+
+
+@pytest.mark.parametrize("name", ["gradient_cliping", "enabled", "stage"])
+def test_an_argument_that_fills_nothing_is_an_error(name):
+    with pytest.raises(ConfigError, match=f"the argument {name}: found 1, which fills no key of the config"):
+        policy_from_config({"bf16": {"enabled": "auto"}}, **{name: 1})
+
+
+def test_a_filled_value_is_checked_like_a_written_one():
+    with pytest.raises(ConfigError, match="gradient_clipping: found str 'much'"):
+        policy_from_config({"gradient_clipping": "auto"}, gradient_clipping="much")
+    with pytest.raises(ConfigError, match="the argument hidden_size: found str '64'"):
+        policy_from_config({ZERO: {"reduce_bucket_size": "auto"}}, hidden_size="64")
+
+
+def test_the_report_shows_what_was_filled():
+    policy = policy_from_config({"gradient_clipping": "auto"}, gradient_clipping=0.5)
+    assert dict(policy.given) == {"gradient_clipping": 0.5}

@@ -1,0 +1,120 @@
+"""The schema itself: classes of keys, DeepSpeed's defaults, and docs that are generated from it."""
+
+import importlib.util
+
+import pytest
+
+from tests.launch import ROOT
+from zeroamp import ConfigError, policy_from_config
+from zeroamp.policies.schema import SAME, Config, Honoured, Native, Unsupported, iter_keys
+
+KEYS = {key.path: key for key in iter_keys(Config)}
+
+# DeepSpeed 0.19.8's defaults, from its documentation and source, of every key that we honour. None: no default.
+DEEPSPEED = {
+    "train_batch_size": None,
+    "train_micro_batch_size_per_gpu": None,
+    "gradient_accumulation_steps": None,
+    "gradient_clipping": 1.0,
+    "torch_autocast.enabled": False,
+    "torch_autocast.dtype": None,
+    "torch_autocast.lower_precision_safe_modules": None,
+    "bf16.enabled": False,
+    "bf16.check_grad_overflow": True,
+    "fp16.enabled": False,
+    "fp16.loss_scale": 0,
+    "fp16.initial_scale_power": 16,
+    "fp16.loss_scale_window": 1000,
+    "fp16.hysteresis": 2,
+    "fp16.consecutive_hysteresis": False,
+    "fp16.min_loss_scale": 1,
+    "data_types.grad_accum_dtype": None,
+    "data_types.param_dtype": None,
+    "communication_data_type": None,
+    "zero_optimization.stage": 0,
+    "zero_optimization.stage3_param_persistence_threshold": 100_000,
+    "zero_optimization.stage3_max_live_parameters": 1_000_000_000,
+    "zero_optimization.stage3_prefetch_bucket_size": 50_000_000,
+    "zero_optimization.reduce_bucket_size": 500_000_000,
+    "zero_optimization.zero_hpz_partition_size": 1,
+    "zero_optimization.offload_param.device": "none",
+    "zero_optimization.offload_param.pin_memory": True,
+    "zero_optimization.offload_optimizer.device": "none",
+    "zero_optimization.offload_optimizer.pin_memory": True,
+    "zero_optimization.leaf_module.classes": "sparse MoE blocks of transformers",
+    "zero_optimization.leaf_module.names": (),
+    "zero_optimization.leaf_module.name_suffixes": (),
+    "steps_per_print": 10,
+    "comms_logger.enabled": False,
+}
+OURS = {"gradient_accumulation_dtype"}  # and the block "zeroamp"
+
+
+def test_our_defaults_are_deepspeeds_where_the_schema_does_not_say_otherwise():
+    honoured = {path: key for path, key in KEYS.items() if isinstance(key.key_class, Honoured)}
+    shared = {path for path in honoured if not path.startswith(("zeroamp.", "optimizer", "scheduler"))} - OURS
+    assert shared == set(DEEPSPEED)
+    for path in shared:
+        stated = honoured[path].key_class.deepspeed_default
+        assert DEEPSPEED[path] == (honoured[path].default if stated is SAME else stated), path
+
+
+@pytest.mark.parametrize("path", [path for path, key in KEYS.items() if isinstance(key.key_class, Unsupported)])
+def test_an_unsupported_key_is_refused_with_what_to_do_and_accepted_where_it_asks_for_nothing(path):
+    key = KEYS[path]
+    for value in (True, "auto_", 2, {"enabled": True}):
+        if value not in key.key_class.off:
+            with pytest.raises(ConfigError) as caught:
+                policy_from_config(_nested(path, value))
+            assert str(caught.value).startswith(f"{path}: found ")
+    for value in key.key_class.off:
+        if value is not None:
+            cfg = _nested(path, value)
+            cfg.setdefault("torch_autocast", {}) if path.startswith("data_types") else None
+            policy = _accepted(cfg)
+            assert policy is None or f"{path} " in policy.report()
+
+
+def _accepted(cfg):
+    try:
+        return policy_from_config(cfg)
+    except ConfigError as error:  # `False` asks for nothing, and is still no value of a key that holds text
+        assert "JSON types are not converted" in str(error) or "Change the value" in str(error)
+        return None
+
+
+def _nested(path, value):
+    *blocks, name = path.split(".")
+    cfg = {name: value}
+    for block in reversed(blocks):
+        cfg = {block: cfg}
+    return cfg
+
+
+@pytest.mark.parametrize("path", [path for path, key in KEYS.items() if isinstance(key.key_class, Native)])
+def test_a_native_key_is_accepted_and_reported(path):
+    value = KEYS[path].default
+    policy = policy_from_config(_nested(path, list(value) if isinstance(value, tuple) else value))
+    row = next(line for line in policy.report().splitlines() if line.startswith(f"{path} "))
+    assert " native " in row
+    assert policy == policy_from_config({})
+
+
+def test_a_block_that_is_off_is_accepted_whatever_else_it_says():
+    policy = policy_from_config({"autotuning": {"enabled": False, "fast": True}, "amp": {}})
+    assert "autotuning.fast" in policy.report()
+
+
+def _generator():
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["config.md", "migrating-from-deepspeed.md"])
+def test_the_docs_are_what_the_schema_generates(name):
+    text = (ROOT / "docs" / name).read_text()
+    assert text == _generator().render(text), "run: python docs/generate.py"
+    for path in KEYS:
+        assert f"`{path}`" in text, path

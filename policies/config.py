@@ -45,6 +45,8 @@ def policy_from_config(cfg: Mapping[str, Any] | str | os.PathLike[str]) -> Polic
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         gradient_clipping=config.gradient_clipping,
         param_persistence_threshold=config.zero_optimization.stage3_param_persistence_threshold,
+        optimizer=config.optimizer,
+        scheduler=config.scheduler,
     )
     _check_communication(policy)
     if reason := refusal(policy.low_dtype, policy.grad_accum_dtype):

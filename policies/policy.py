@@ -6,6 +6,8 @@ from typing import Literal
 import torch
 
 from zeroamp.policies.loss_scale import NO_LOSS_SCALE, LossScale
+from zeroamp.policies.schema.optimizer import OptimizerBlock
+from zeroamp.policies.schema.scheduler import SchedulerBlock
 
 Mode = Literal["autocast", "bf16", "fp16", "fp32"]
 Stage = Literal[0, 1, 2, 3]
@@ -123,6 +125,12 @@ class Policy:
 
     steps_per_print: int = 0
     """Optimizer steps between two log lines of `TrainStep` (logger "zeroamp", level INFO, first rank). 0: none."""
+
+    optimizer: OptimizerBlock | None = None
+    """What `optimizer_from_config` builds. None: not said."""
+
+    scheduler: SchedulerBlock | None = None
+    """What `scheduler_from_config` builds. None: not said."""
 
     @property
     def gather_dtype(self) -> torch.dtype:

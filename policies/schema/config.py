@@ -6,18 +6,14 @@ Meanings and defaults are DeepSpeed's (0.19.8) except where a field says so.
 import difflib
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
 from zeroamp.policies.errors import ConfigError, describe
+from zeroamp.policies.schema.keys import Block, Number, inner_block
+from zeroamp.policies.schema.optimizer import OptimizerBlock
+from zeroamp.policies.schema.scheduler import SchedulerBlock
 
 DtypeName = Literal["fp32", "float32", "float", "bf16", "bfloat16", "fp16", "float16", "half"]
-
-
-def _refuse_bool(value: object) -> object:
-    # pydantic's strict int still takes True for 1 in a union with float; a boolean is never a number here.
-    if isinstance(value, bool):
-        raise ValueError("a boolean is not a number")
-    return value
 
 
 def _only_int(value: object) -> object:
@@ -27,15 +23,10 @@ def _only_int(value: object) -> object:
     return value
 
 
-Number = Annotated[float, BeforeValidator(_refuse_bool)]
 StageNumber = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_only_int)]
 
 
-class _Block(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class TorchAutocastBlock(_Block):
+class TorchAutocastBlock(Block):
     """`torch_autocast`: per-op precision of `torch.autocast`."""
 
     enabled: bool = False
@@ -43,45 +34,45 @@ class TorchAutocastBlock(_Block):
     lower_precision_safe_modules: list[str] | None = None
 
 
-class Bf16Block(_Block):
+class Bf16Block(Block):
     """`bf16`: everything in bfloat16, fp32 master weights."""
 
     enabled: bool = False
 
 
-class Fp16Block(_Block):
+class Fp16Block(Block):
     """`fp16`: everything in float16, fp32 master weights. Its loss-scale keys apply to float16 autocast as well."""
 
     enabled: bool = False
-    loss_scale: Annotated[Number, Field(ge=0, le=2.0**127, allow_inf_nan=False)] = 0.0
+    loss_scale: Annotated[Number, Field(ge=0, le=2.0**127)] = 0.0
     initial_scale_power: Annotated[int, Field(ge=0, le=127)] = 16  # the scale itself is fp32
     loss_scale_window: Annotated[int, Field(gt=0)] = 1000
     hysteresis: Annotated[int, Field(ge=1)] = 2
     consecutive_hysteresis: bool = False
-    min_loss_scale: Annotated[Number, Field(gt=0, allow_inf_nan=False)] = 1.0
+    min_loss_scale: Annotated[Number, Field(gt=0)] = 1.0
 
 
-class ZeroOptimizationBlock(_Block):
+class ZeroOptimizationBlock(Block):
     """`zero_optimization`: what is sharded."""
 
     stage: StageNumber = 0
     stage3_param_persistence_threshold: Annotated[int, Field(ge=0)] = 100_000
 
 
-class DataTypesBlock(_Block):
+class DataTypesBlock(Block):
     """`data_types`: dtypes of the training state."""
 
     grad_accum_dtype: DtypeName | None = None
 
 
-class ZeroampBlock(_Block):
+class ZeroampBlock(Block):
     """`zeroamp`: what DeepSpeed has no key for."""
 
     reduce_accumulate_dtype: Literal["fp32", "native"] = "fp32"
     count_traffic: bool = True
 
 
-class Config(_Block):
+class Config(Block):
     """The top level of a config."""
 
     torch_autocast: TorchAutocastBlock = TorchAutocastBlock()
@@ -92,8 +83,10 @@ class Config(_Block):
     gradient_accumulation_dtype: DtypeName | None = None
     communication_data_type: DtypeName | None = None
     gradient_accumulation_steps: Annotated[int, Field(ge=1)] = 1
-    gradient_clipping: Annotated[Number, Field(ge=0, allow_inf_nan=False)] = 0.0
+    gradient_clipping: Annotated[Number, Field(ge=0)] = 0.0
     zeroamp: ZeroampBlock = ZeroampBlock()
+    optimizer: OptimizerBlock | None = None
+    scheduler: SchedulerBlock | None = None
 
 
 def validate(cfg: dict[str, Any]) -> Config:
@@ -111,6 +104,10 @@ def validate(cfg: dict[str, Any]) -> Config:
 def _explain_error(detail: Any) -> str:
     location = [str(part) for part in detail["loc"]]
     key = ".".join(location)
+    if detail["type"] == "refused":
+        return describe(key, **detail["ctx"])
+    if detail["type"] == "missing":
+        return describe(key, "no such key", "a value", "Add it: it has no default.")
     if detail["type"] == "extra_forbidden":
         known = _known_keys(location[:-1])
         near = difflib.get_close_matches(location[-1], known, n=1)
@@ -121,10 +118,10 @@ def _explain_error(detail: Any) -> str:
 
 
 def _known_keys(path: list[str]) -> list[str]:
-    model: type[BaseModel] = Config
+    model: type[Block] = Config
     for part in path:
-        annotation = model.model_fields[part].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-            raise AssertionError(f"expected {part} to be a block, got {annotation}")
-        model = annotation
+        inner = inner_block(model.model_fields[part])
+        if inner is None:
+            raise AssertionError(f"expected {part} to be a block, got {model.model_fields[part].annotation}")
+        model = inner
     return sorted(model.model_fields)

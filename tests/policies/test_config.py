@@ -42,8 +42,8 @@ BAD = [
     ({"zero_optimisation": {}}, "zero_optimisation: found a key that zeroamp does not support", "'zero_optimization'"),
     ({"torch_autocast": {"enable": True}}, "torch_autocast.enable: found a key", "Did you mean 'enabled'?"),
     (
-        {"optimizer": {}},
-        "optimizer: found a key that zeroamp does not support",
+        {"elasticity": {}},
+        "elasticity: found a key that zeroamp does not support",
         "refuses what it would otherwise ignore",
     ),
     ({"torch_autocast": {"enabled": "false"}}, "torch_autocast.enabled: found str 'false'", "valid boolean"),

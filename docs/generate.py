@@ -4,10 +4,20 @@ import json
 import sys
 from pathlib import Path
 
+from pydantic_core import PydanticUndefined
 from tabulate import tabulate
 
-from zeroamp.policies.schema import SAME, Config, Honoured, Key, Native, Unsupported, iter_keys
-from zeroamp.policies.schema.optimizer import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
+from zeroamp.policies.schema import (
+    OPTIMIZER_PARAMS,
+    SAME,
+    SCHEDULER_PARAMS,
+    Config,
+    Honoured,
+    Key,
+    Native,
+    Unsupported,
+    iter_keys,
+)
 
 HERE = Path(__file__).parent
 BEGIN, END = "<!-- generated: {name} -->\n", "<!-- end: {name} -->\n"
@@ -63,6 +73,8 @@ def _params_row(name: str, block: type) -> dict[str, str]:
 
 
 def _json(value: object) -> str:
+    if value is PydanticUndefined:
+        return "(required)"
     return "-" if value is None else f"`{json.dumps(value)}`"
 
 

@@ -68,6 +68,8 @@ def policy_from_config(
         leaf_modules=_leaf_modules(config),
         offload=_offload(config),
         steps_per_print=config.steps_per_print or 0,
+        optimizer=config.optimizer,
+        scheduler=config.scheduler,
         given=tuple(flatten(filled).items()),
     )
     check_policy(policy)

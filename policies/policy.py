@@ -8,6 +8,8 @@ import torch
 
 from zeroamp.policies.loss_scale import NO_LOSS_SCALE, LossScale
 from zeroamp.policies.render import render_report, to_config
+from zeroamp.policies.schema.optimizer import OptimizerBlock
+from zeroamp.policies.schema.scheduler import SchedulerBlock
 
 Mode = Literal["autocast", "bf16", "fp16", "fp32"]
 Stage = Literal[0, 1, 2, 3]
@@ -47,8 +49,8 @@ NO_LEAF_MODULES = LeafModules()
 class Policy:
     """Precision, sharding stage and step of one training run, from `policy_from_config`.
 
-    Change a field with `dataclasses.replace`. `str(policy)` is JSON, of a config that `policy_from_config` turns into an
-    equal policy.
+    Change a field with `dataclasses.replace`. `str(policy)` is JSON, of a config that `policy_from_config` turns into
+    an equal policy.
     """
 
     mode: Mode = "fp32"
@@ -129,6 +131,12 @@ class Policy:
 
     steps_per_print: int = 0
     """Optimizer steps between two log lines of `TrainStep` (logger "zeroamp", level INFO, first rank). 0: none."""
+
+    optimizer: OptimizerBlock | None = None
+    """What `optimizer_from_config` builds. None: not said."""
+
+    scheduler: SchedulerBlock | None = None
+    """What `scheduler_from_config` builds. None: not said."""
 
     given: tuple[tuple[str, Any], ...] = field(default=(), compare=False, repr=False)
     """The keys of the config this came from, with dots, and their values. For `report`; policies compare without."""

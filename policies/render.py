@@ -9,7 +9,7 @@ from tabulate import tabulate
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import ConfigError, describe
 from zeroamp.policies.load import flatten, nest
-from zeroamp.policies.schema import Config, Honoured, KeyClass, Native, Unsupported, iter_keys
+from zeroamp.policies.schema import Block, Config, Honoured, KeyClass, Native, Unsupported, iter_keys
 
 if TYPE_CHECKING:
     from zeroamp.policies.policy import Policy
@@ -25,8 +25,11 @@ def to_config(policy: "Policy") -> dict[str, Any]:
     """
     native = {key.path for key in iter_keys(Config) if isinstance(key.key_class, Native)}
     flat = {path: value for path, value in policy.given if path in native}
-    flat |= {path: value for path, value in _honoured(policy).items() if value is not None}
-    return nest(flat)
+    flat |= flatten({path: value for path, value in _honoured(policy).items() if value is not None})
+    places = {key.path: place for place, key in enumerate(iter_keys(Config))}
+    # The keys of optimizer.params and scheduler.params come where those are.
+    place = {path: places.get(path, places.get(path.rpartition(".")[0], 0)) for path in flat}
+    return nest({path: flat[path] for path in sorted(flat, key=lambda path: place[path])})
 
 
 def _honoured(policy: "Policy") -> dict[str, Any]:
@@ -60,10 +63,16 @@ def _honoured(policy: "Policy") -> dict[str, Any]:
         "communication_data_type": None if comm is None else short_name(comm),
         **{f"zero_optimization.{name}": value for name, value in zero.items()},
         "steps_per_print": policy.steps_per_print,
+        "optimizer": _block(policy.optimizer),
+        "scheduler": _block(policy.scheduler),
         "zeroamp.reduce_accumulate_dtype": policy.reduce_accumulate_dtype,
         "zeroamp.dp_replicate_size": policy.dp_replicate_size,
         "zeroamp.count_traffic": policy.count_traffic,
     }
+
+
+def _block(block: Block | None) -> dict[str, Any] | None:
+    return None if block is None else block.model_dump(mode="json", exclude_none=True)
 
 
 def _offload(policy: "Policy") -> dict[str, Any]:

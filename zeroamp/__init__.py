@@ -1,9 +1,11 @@
 """zeroamp: torch.autocast numerics and ZeRO stages on native PyTorch FSDP2, from a DeepSpeed-style config."""
 
 from zeroamp.errors import ConfigError, PrecisionError, StepError, WrapError, ZeroAmpError
+from zeroamp.optimizers import optimizer_from_config
 from zeroamp.plan import Plan, build_plan
 from zeroamp.policies import Policy, policy_from_config
 from zeroamp.report import Ledger, explain, traffic
+from zeroamp.schedulers import scheduler_from_config
 from zeroamp.step import TrainStep
 from zeroamp.step_report import StepReport
 from zeroamp.wrap import register_forward_method, wrap_model
@@ -23,8 +25,10 @@ __all__ = [
     "ZeroAmpError",
     "build_plan",
     "explain",
+    "optimizer_from_config",
     "policy_from_config",
     "register_forward_method",
+    "scheduler_from_config",
     "traffic",
     "wrap_model",
 ]

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from zeroamp.policies.errors import ConfigError, describe
 from zeroamp.policies.schema.config import Config
-from zeroamp.policies.schema.keys import Block, Unsupported, inner_block, iter_keys, unsupported_class
+from zeroamp.policies.schema.keys import Block, Unsupported, inner_block, iter_keys, own_class
 
 _WORDS = {"tuple_type": "a list", "model_type": "an object of keys"}  # pydantic's words for JSON's list and object
 _MANY = 12  # keys that an error lists; of a longer block it says where they are
@@ -37,7 +37,11 @@ def validate(cfg: Mapping[str, Any]) -> Config:
 
 
 def _explain(detail: Any, cfg: Mapping[str, Any]) -> tuple[str, str]:
-    path = _path(detail["loc"], cfg)
+    path = _path(detail["loc"], cfg, is_missing=detail["type"] == "missing")
+    if detail["type"] == "refused":
+        return path, describe(path, **detail["ctx"])
+    if detail["type"] == "missing":
+        return path, describe(path, "no such key", "a value", "Add it: it has no default.")
     if detail["type"] == "extra_forbidden":
         known = _siblings(path)
         block = path.rpartition(".")[0] or "the top level"
@@ -50,13 +54,17 @@ def _explain(detail: Any, cfg: Mapping[str, Any]) -> tuple[str, str]:
     return path, describe(path, found, _WORDS.get(detail["type"], words), remedy)
 
 
-def _path(location: tuple[Any, ...], cfg: Any) -> str:
-    """Return the part of a pydantic location that is in the config; it also has the names of union members."""
+def _path(location: tuple[Any, ...], cfg: Any, *, is_missing: bool) -> str:
+    """Return the part of a pydantic location that is in the config; it also has the names of union members.
+
+    Of a key that is missing, the last part is not there either.
+    """
     parts: list[str] = []
-    for part in location:
-        if (isinstance(cfg, Mapping) and part in cfg) or (isinstance(cfg, list) and isinstance(part, int)):
+    for position, part in enumerate(location):
+        is_key = isinstance(cfg, Mapping) and part in cfg
+        if is_key or (isinstance(cfg, list | tuple) and isinstance(part, int) and part < len(cfg)):
             cfg = cfg[part]
-        elif parts:
+        elif parts and not (is_missing and position == len(location) - 1):
             continue
         parts.append(str(part))
     return ".".join(parts)
@@ -70,7 +78,7 @@ def _siblings(path: str) -> list[str]:
         if inner is None:
             raise AssertionError(f"expected {part} to be a block, got {block.model_fields[part].annotation}")
         block = inner
-    return sorted(name for name, field in block.model_fields.items() if not unsupported_class(field))
+    return sorted(name for name, field in block.model_fields.items() if not isinstance(own_class(field), Unsupported))
 
 
 def _nearest(path: str, siblings: list[str]) -> str:
@@ -89,9 +97,9 @@ def _unsupported(cfg: Mapping[str, Any], block: type[Block], prefix: str) -> lis
         field = block.model_fields.get(name)
         if field is None:
             continue
-        key_class = unsupported_class(field)
-        inner = inner_block(field)
-        if key_class is not None and not is_off(value, key_class):
+        key_class = own_class(field)
+        inner = inner_block(field) if key_class is None else None
+        if isinstance(key_class, Unsupported) and not is_off(value, key_class):
             off = " or ".join(_json(item) for item in key_class.off if item is not None) or "no such key"
             path = f"{prefix}{name}"
             found.append((path, describe(path, f"{_json(value)}, which is not supported", off, key_class.note)))

@@ -15,7 +15,9 @@ from zeroamp.policies.schema.instruments import (
     WandbBlock,
 )
 from zeroamp.policies.schema.keys import Block, Count, Honoured, Native, Number, Unsupported
+from zeroamp.policies.schema.optimizer import OptimizerBlock
 from zeroamp.policies.schema.precision import Bf16Block, DataTypesBlock, DtypeName, Fp16Block, TorchAutocastBlock
+from zeroamp.policies.schema.scheduler import SchedulerBlock
 from zeroamp.policies.schema.zero import ZeroOptimizationBlock
 
 _SUMS_IN_FP32 = "Remove it: gradients are summed in fp32 and divided after, so that nothing over- or underflows before."
@@ -64,6 +66,8 @@ class Config(Block):
     ] = None
     zero_optimization: ZeroOptimizationBlock = ZeroOptimizationBlock()
     zeroamp: ZeroampBlock = ZeroampBlock()
+    optimizer: OptimizerBlock | None = None
+    scheduler: SchedulerBlock | None = None
     steps_per_print: Annotated[
         Count | None, Honoured("steps between two log lines of TrainStep. Default: none", 10)
     ] = None

@@ -1,4 +1,4 @@
-"""The blocks that log, measure and save: monitors, profilers, `comms_logger`, `checkpoint`, `activation_checkpointing`."""
+"""The blocks that log, measure and save: monitors, profilers, checkpoints."""
 
 from typing import Annotated, Literal
 

@@ -56,6 +56,7 @@ class Key:
     """With dots: "zero_optimization.stage"."""
     key_class: KeyClass
     default: Any
+    """What its absence means; pydantic's `PydanticUndefined` where the key must be given."""
 
 
 def iter_keys(block: type[Block], prefix: str = "") -> Iterator[Key]:
@@ -65,7 +66,7 @@ def iter_keys(block: type[Block], prefix: str = "") -> Iterator[Key]:
     """
     for name, field in block.model_fields.items():
         path = f"{prefix}{name}"
-        key_class = next((item for item in field.metadata if isinstance(item, KeyClass)), None)
+        key_class = own_class(field)
         inner = inner_block(field)
         if key_class is not None:
             yield Key(path=path, key_class=key_class, default=field.default)
@@ -82,9 +83,9 @@ def inner_block(field: FieldInfo) -> type[Block] | None:
     return next((option for option in options if isinstance(option, type) and issubclass(option, Block)), None)
 
 
-def unsupported_class(field: FieldInfo) -> Unsupported | None:
-    """Return why a field is refused, or None if it is not."""
-    return next((item for item in field.metadata if isinstance(item, Unsupported)), None)
+def own_class(field: FieldInfo) -> KeyClass | None:
+    """Return what a field is as a whole; None for a block whose keys say it."""
+    return next((item for item in field.metadata if isinstance(item, KeyClass)), None)
 
 
 def _refuse_bool(value: object) -> object:

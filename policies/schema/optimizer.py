@@ -1,0 +1,134 @@
+"""`optimizer`: which torch optimizer, and with what arguments. Meanings and defaults are DeepSpeed's (0.19.8)."""
+
+from typing import Annotated, Literal
+
+import torch
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+
+from zeroamp.policies.schema.keys import Block, Honoured, Native, Number, Unsupported
+from zeroamp.policies.schema.params import NotNegative, ParamsBlock, as_tuple, nearest, refused, typed_params
+
+OptimizerName = Literal["Adam", "AdamW", "SGD"]
+
+_BUILD_IT = "Build it yourself, after wrap_model, and pass it to TrainStep."
+_OF_DEEPSPEED = (
+    *("Adagrad", "CPUAdam", "FusedAdam", "Lamb", "Lion", "MuAdam", "MuAdamW", "MuSGD", "Muon"),
+    *("OneBitAdam", "OneBitLamb", "ZeroOneAdam"),
+)
+
+Beta = Annotated[Number, Field(ge=0, lt=1)]
+Betas = Annotated[tuple[Beta, Beta], BeforeValidator(as_tuple)]
+
+
+class _TorchParams(ParamsBlock):
+    """What all of torch's optimizers take."""
+
+    lr: Annotated[NotNegative, Honoured("learning rate. A scheduler sets it from the first step on")] = 1e-3
+    foreach: Annotated[
+        bool | None, Honoured("torch's implementation over lists of tensors. Default: torch chooses by device")
+    ] = None
+    fused: Annotated[bool | None, Honoured("torch's implementation in one kernel. Default: torch chooses")] = None
+    maximize: Annotated[bool, Honoured("go up the gradient")] = False
+    differentiable: Annotated[bool, Unsupported(_BUILD_IT)] = False
+    max_grad_norm: Annotated[object, Unsupported('Write "gradient_clipping" at the top level.', (None,))] = None
+
+    @field_validator("fused", mode="after")
+    @classmethod
+    def _one_implementation(cls, value: bool | None, info: ValidationInfo) -> bool | None:
+        if value and info.data.get("foreach"):
+            raise refused("true beside foreach", "at most one of foreach and fused", "Remove one of them.")
+        return value
+
+
+class AdamParams(_TorchParams):
+    """`optimizer.params` of Adam."""
+
+    betas: Annotated[Betas, Honoured("decay of the running means of the gradient and of its square")] = (0.9, 0.999)
+    eps: Annotated[NotNegative, Honoured("added to the denominator")] = 1e-8
+    weight_decay: Annotated[
+        NotNegative | None, Honoured("Default 0, as FusedAdam's; with torch_adam torch's: 0.01 for AdamW, 0 for Adam")
+    ] = None
+    adam_w_mode: Annotated[
+        bool, Honoured('decay weights apart from the gradient: "Adam" is torch.optim.AdamW unless this is false')
+    ] = True
+    amsgrad: Annotated[bool, Honoured("divide by the largest second moment so far (DeepSpeed: with torch_adam)")] = (
+        False
+    )
+    torch_adam: Annotated[bool, Honoured("the optimizer is torch's either way; sets the default of weight_decay")] = (
+        False
+    )
+    bias_correction: Annotated[
+        bool, Unsupported("Remove it: torch's Adam always corrects the bias of its means.", (True,))
+    ] = True
+    set_grad_none: Annotated[bool, Unsupported("Remove it: gradients are None after a step.", (True,))] = True
+    fp32_optimizer_states: Annotated[
+        bool | None, Unsupported("Remove it: optimizer state has the dtype of the parameters, fp32.", (None, True))
+    ] = None
+    capturable: Annotated[bool, Unsupported(_BUILD_IT)] = False
+
+    @property
+    def weight_decay_or_default(self) -> float:
+        """The weight decay of the key, or what its absence means."""
+        if self.weight_decay is not None:
+            return self.weight_decay
+        return 0.01 if self.torch_adam and self.adam_w_mode else 0.0
+
+
+class AdamWParams(AdamParams):
+    """`optimizer.params` of AdamW."""
+
+    adam_w_mode: Annotated[bool, Unsupported('Write "type": "Adam": DeepSpeed ignores the key here.', (True,))] = True
+
+
+class SGDParams(_TorchParams):
+    """`optimizer.params` of SGD: the arguments of torch.optim.SGD."""
+
+    momentum: Annotated[NotNegative, Honoured("part of the last update that goes into the next")] = 0.0
+    dampening: Annotated[Number, Honoured("part of the gradient that stays out of the momentum")] = 0.0
+    weight_decay: Annotated[NotNegative, Honoured("added to the gradient, times the weight")] = 0.0
+    nesterov: Annotated[bool, Honoured("Nesterov's momentum; needs momentum, and dampening 0")] = False
+
+    @field_validator("nesterov", mode="after")
+    @classmethod
+    def _nesterov_needs_momentum(cls, value: bool, info: ValidationInfo) -> bool:
+        momentum, dampening = info.data.get("momentum"), info.data.get("dampening")
+        if value and (momentum == 0 or dampening != 0):
+            found = f"true with momentum {momentum} and dampening {dampening}"
+            raise refused(found, "momentum above 0 and dampening 0", "Set momentum, or remove nesterov.")
+        return value
+
+
+OPTIMIZER_PARAMS: dict[str, type[ParamsBlock]] = {"Adam": AdamParams, "AdamW": AdamWParams, "SGD": SGDParams}
+"""The block of `optimizer.params`, by `optimizer.type`."""
+
+
+def _known_name(value: object) -> object:
+    """Return the name as DeepSpeed's documentation writes it."""
+    known = {name.lower(): name for name in OPTIMIZER_PARAMS}
+    if not isinstance(value, str):
+        raise refused(f"{type(value).__name__} {value!r}", ", ".join(OPTIMIZER_PARAMS), "Name one of them.")
+    if value.lower() in known:
+        return known[value.lower()]
+    valid = ", ".join(OPTIMIZER_PARAMS)
+    if value.lower() == "lion" and not hasattr(torch.optim, "Lion"):
+        raise refused(f"{value!r}, which this torch does not have", valid, _BUILD_IT)
+    elsewhere = {*_OF_DEEPSPEED, *(name for name in dir(torch.optim) if name[0].isupper())}
+    if value.lower() in {name.lower() for name in elsewhere}:
+        raise refused(f"{value!r}, which zeroamp does not build", valid, _BUILD_IT)
+    raise refused(f"{value!r}, which no optimizer is called", valid, nearest(value, OPTIMIZER_PARAMS) or _BUILD_IT)
+
+
+class OptimizerBlock(Block):
+    """`optimizer`: built by `optimizer_from_config`; nothing else reads it."""
+
+    type: Annotated[OptimizerName, BeforeValidator(_known_name), Honoured("its name; case does not matter")]
+    params: Annotated[
+        AdamWParams | AdamParams | SGDParams, Honoured("its arguments, as their own tables list them by type")
+    ] = Field(default=None, validate_default=True)
+    legacy_fusion: Annotated[bool, Native("torch's optimizers have no such variant")] = False
+
+    @field_validator("params", mode="wrap")
+    @classmethod
+    def _of_the_type(cls, value: object, _: object, info: ValidationInfo) -> object:
+        # Without a type the type's own error is the one to read, and no keys of params are right or wrong.
+        return typed_params(value, OPTIMIZER_PARAMS[info.data["type"]]) if "type" in info.data else value

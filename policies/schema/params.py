@@ -1,0 +1,104 @@
+"""What `optimizer` and `scheduler` share: the keys of `params` depend on the `type` beside them."""
+
+import difflib
+import json
+import math
+from collections.abc import Iterable
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from zeroamp.policies.schema.keys import Block, Number, Unsupported
+
+
+def refused(found: str, valid: str, remedy: str) -> PydanticCustomError:
+    """Build an error that carries the parts of `describe` in its context; the place is where it is raised."""
+    context = {"found": found, "valid": valid, "remedy": remedy}
+    return PydanticCustomError("refused", "{found}; valid: {valid}. {remedy}", context)
+
+
+class ParamsBlock(Block):
+    """The `params` of one type."""
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _refuse_unsupported(cls, value: object, info: ValidationInfo) -> object:
+        metadata = cls.model_fields[str(info.field_name)].metadata
+        key_class = next((item for item in metadata if isinstance(item, Unsupported)), None)
+        # Types are compared too: 0 == False, yet 0 is no way to write it.
+        if key_class is None or any(type(value) is type(off) and value == off for off in key_class.off):
+            return value
+        valid = " or ".join(json.dumps(off) for off in key_class.off)
+        raise refused(f"{type(value).__name__} {value!r}", valid, key_class.note)
+
+
+def typed_params(value: object, params: type[ParamsBlock]) -> ParamsBlock:
+    """Check `value` against the block of its type; None is an empty block.
+
+    Raises:
+        ValidationError: with locations from the keys of `params` on. pydantic puts the keys above in front.
+    """
+    try:
+        return params.model_validate({} if value is None else value)
+    except ValidationError as error:
+        lines = [_line(detail, params) for detail in error.errors()]
+        raise ValidationError.from_exception_data(params.__name__, lines) from None
+
+
+def _line(detail: Any, params: type[ParamsBlock]) -> InitErrorDetails:
+    place, context = detail["loc"], detail.get("ctx", {})
+    error: str | PydanticCustomError = detail["type"]
+    if error == "refused":
+        error = refused(**context)
+    elif error == "extra_forbidden":
+        # Outside this block nothing knows which keys its type has.
+        hint = (
+            nearest(str(place[-1]), params.model_fields) or "Remove it: zeroamp refuses what it would otherwise ignore."
+        )
+        error = refused("a key that zeroamp does not support", ", ".join(sorted(params.model_fields)), hint)
+    return InitErrorDetails(type=error, loc=place, input=detail["input"], ctx=context)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the question whether another name was meant, case aside; an empty text if none is near."""
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    return f"Did you mean {by_lower[near[0]]!r}?" if near else ""
+
+
+def as_tuple(value: object) -> object:
+    """Return a JSON list as a tuple: fields are hashable, and strict validation takes no list for a tuple."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _per_group(value: object) -> float | tuple[float, ...]:
+    # Checked here and not by a union of types, whose members pydantic would write into the key's name.
+    if isinstance(value, list | tuple) and value:
+        return tuple(_not_negative(item) for item in value)
+    return _not_negative(value)
+
+
+def _not_negative(value: object) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0:
+        return float(value)
+    raise ValueError("a number from 0 on, or a list with one such number per param group")
+
+
+def _fractions(value: float | tuple[float, ...]) -> float | tuple[float, ...]:
+    if any(item >= 1 for item in (value if isinstance(value, tuple) else (value,))):
+        raise ValueError("a number from 0 to below 1, or a list with one such number per param group")
+    return value
+
+
+PositiveInt = Annotated[int, Field(ge=1)]
+"""A whole number from 1 on, written as one."""
+
+NotNegative = Annotated[Number, Field(ge=0)]
+"""A number from 0 on."""
+
+PerGroup = Annotated[float | tuple[float, ...], BeforeValidator(_per_group)]
+"""A number from 0 on; or a JSON list with one for each param group of the optimizer."""
+
+MomentumPerGroup = Annotated[PerGroup, AfterValidator(_fractions)]
+"""The same, below 1."""

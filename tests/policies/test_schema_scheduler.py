@@ -1,0 +1,131 @@
+"""The block `scheduler`: names, the words of each refusal, and the round trip."""
+
+import json
+
+import pytest
+
+from zeroamp import ConfigError, policy_from_config
+from zeroamp.policies.schema import SCHEDULER_PARAMS, SchedulerBlock
+from zeroamp.policies.schema.keys import Honoured, Unsupported, iter_keys
+
+CYCLE = {"cycle_min_lr": 1e-4, "cycle_max_lr": [1e-2, 2e-2]}
+
+
+def test_without_the_block_the_policy_has_none():
+    assert policy_from_config({}).scheduler is policy_from_config({"scheduler": None}).scheduler is None
+
+
+def test_the_type_is_written_as_deepspeed_writes_it_whatever_the_case():
+    for name in ("WarmupLR", "LRRangeTest"):
+        assert policy_from_config({"scheduler": {"type": name.lower()}}).scheduler.type == name
+
+
+def test_one_cycle_needs_its_bounds_and_the_others_their_total():
+    required = {
+        name: {key for key, field in block.model_fields.items() if field.is_required()}
+        for name, block in SCHEDULER_PARAMS.items()
+    }
+    assert required == {
+        "LRRangeTest": set(),
+        "OneCycle": {"cycle_min_lr", "cycle_max_lr"},
+        "WarmupCosineLR": {"total_num_steps"},
+        "WarmupDecayLR": {"total_num_steps"},
+        "WarmupLR": set(),
+    }
+
+
+NAMES = "LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR"
+UNCONVERTED = "Change the value; JSON types are not converted."
+PER_GROUP = "a number from 0 on, or a list with one such number per param group"
+BAD = [
+    ({"params": {"no": 1}}, "type: found no such key; valid: a value. Add it: it has no default."),
+    ({"type": None}, f"type: found NoneType None; valid: {NAMES}. Name one of them."),
+    (
+        {"type": "StepLR"},
+        f"type: found 'StepLR', which zeroamp does not build; valid: {NAMES}. "
+        "Build it yourself and pass it to TrainStep(scheduler=).",
+    ),
+    (
+        {"type": "WarmupCosLR"},
+        f"type: found 'WarmupCosLR', which no scheduler is called; valid: {NAMES}. Did you mean 'WarmupCosineLR'?",
+    ),
+    (
+        {"type": "OneCycle", "params": {"cycle_min_lr": 0.1}},
+        "params.cycle_max_lr: found no such key; valid: a value. Add it: it has no default.",
+    ),
+    (
+        {"type": "WarmupLR", "params": {"last_batch_iteration": 3}},
+        "params.last_batch_iteration: found int 3; valid: -1. "
+        "Remove it, and give the saved state to the scheduler's load_state_dict.",
+    ),
+    (
+        {"type": "WarmupLR", "params": {"warmup_type": "cosine"}},
+        "params.warmup_type: found str 'cosine'; valid: 'log' or 'linear'. Change the value.",
+    ),
+    (
+        {"type": "WarmupLR", "params": {"warmup_num_steps": 0}},
+        "params.warmup_num_steps: found int 0; valid: greater than or equal to 1. Change the value.",
+    ),
+    (
+        {"type": "WarmupLR", "params": {"warmup_min_lr": []}},
+        f"params.warmup_min_lr: found list []; valid: {PER_GROUP}. {UNCONVERTED}",
+    ),
+    (
+        {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, True]}},
+        f"params.warmup_max_lr: found list [0.1, True]; valid: {PER_GROUP}. {UNCONVERTED}",
+    ),
+    (
+        {"type": "LRRangeTest", "params": {"lr_range_test_min_lr": float("nan")}},
+        f"params.lr_range_test_min_lr: found float nan; valid: {PER_GROUP}. {UNCONVERTED}",
+    ),
+    (
+        {"type": "OneCycle", "params": {**CYCLE, "cycle_max_mom": [0.9, 1.0]}},
+        "params.cycle_max_mom: found list [0.9, 1.0]; valid: "
+        f"a number from 0 to below 1, or a list with one such number per param group. {UNCONVERTED}",
+    ),
+    (
+        {"type": "OneCycle", "params": {**CYCLE, "cycle_first_step_size": 0}},
+        "params.cycle_first_step_size: found int 0; valid: greater than 0. Change the value.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("block", "words"), BAD, ids=str)
+def test_bad_input_is_refused_by_name(block, words):
+    with pytest.raises(ConfigError) as caught:
+        policy_from_config({"scheduler": block})
+    assert str(caught.value) == f"scheduler.{words}"
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        SchedulerBlock(type="OneCycle", params={**CYCLE, "cycle_second_stair_count": 3, "cycle_min_mom": [0.5, 0.6]}),
+        SchedulerBlock(type="WarmupLR"),
+        SchedulerBlock(type="WarmupDecayLR", params={"total_num_steps": 9, "warmup_max_lr": [1, 2]}),
+        SchedulerBlock(type="WarmupCosineLR", params={"total_num_steps": 9}),
+        SchedulerBlock(type="LRRangeTest", params={"lr_range_test_min_lr": [1e-3, 1e-4]}),
+    ],
+    ids=str,
+)
+def test_what_is_written_out_reads_back_as_the_same_block(block):
+    written = json.loads(json.dumps(block.model_dump(mode="json", exclude_none=True)))
+    again = type(block).model_validate(written)
+    assert again == block
+    assert type(again.params) is type(block.params)
+    assert hash(again) == hash(block)
+
+
+@pytest.mark.parametrize("block", [*SCHEDULER_PARAMS.values(), SchedulerBlock])
+def test_every_key_has_a_class_and_a_note(block):
+    keys = list(iter_keys(block))
+    assert [key.path for key in keys] == list(block.model_fields)
+    assert all(key.key_class.note for key in keys)
+    assert any(isinstance(key.key_class, Honoured) for key in keys)
+
+
+@pytest.mark.parametrize("block", SCHEDULER_PARAMS.values())
+def test_the_default_of_an_unsupported_key_asks_for_nothing(block):
+    for key in iter_keys(block):
+        if isinstance(key.key_class, Unsupported):
+            assert key.default in key.key_class.off, key.path

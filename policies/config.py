@@ -19,7 +19,12 @@ from zeroamp.policies.schema import Config, Fp16Block, TorchAutocastBlock, valid
 _FLOAT16 = ("fp16", "float16", "half")
 
 
-def policy_from_config(cfg: Mapping[str, Any] | str | os.PathLike[str]) -> Policy:
+def policy_from_config(
+    cfg: Mapping[str, Any] | str | os.PathLike[str],
+    *,
+    world_size: int | None = None,  # noqa: ARG001  # a stub, as is `auto`: main has the real ones
+    **auto: Any,
+) -> Policy:
     """Read a DeepSpeed-style config.
 
     Args:
@@ -29,7 +34,7 @@ def policy_from_config(cfg: Mapping[str, Any] | str | os.PathLike[str]) -> Polic
         ConfigError: a key is unknown or unsupported, a value is impossible, or two keys contradict each other. The text
             names the key.
     """
-    config = validate(_load(cfg))
+    config = validate({key: auto.get(key, value) if value == "auto" else value for key, value in _load(cfg).items()})
     mode, dtype_name = _mode(config)
     comm = config.communication_data_type
     policy = Policy(

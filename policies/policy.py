@@ -133,3 +133,7 @@ class Policy:
     def wire_dtype(self) -> torch.dtype:
         """Dtype in which the gradients of low-precision parameters are sent at stages 1 to 3."""
         return self.communication_data_type or self.gather_dtype
+
+    def report(self) -> str:
+        """Return one line per field (a stub: the table of keys replaces it at merge)."""
+        return "\n".join(f"{name}: {getattr(self, name)}" for name in self.__dataclass_fields__)

@@ -82,7 +82,7 @@ def _load(cfg: object) -> dict[str, Any]:
                 "config", f"no readable file at {str(path)!r} ({error})", "the path of a JSON file", "Check the path."
             )
         ) from error
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(describe("config", f"{str(path)!r}: {error}", "a JSON object", "Mend the file.")) from error
     if not isinstance(loaded, dict):
         raise ConfigError(

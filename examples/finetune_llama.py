@@ -54,8 +54,7 @@ def finetune(args: argparse.Namespace, device: torch.device) -> None:
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
-    # zeroamp's part is the policy, wrap_model and TrainStep. wrap_model also moves the model to this rank's device, unit
-    # by unit.
+    # zeroamp's part is the policy, wrap_model and TrainStep. wrap_model also moves the model to this rank's device.
     policy = zeroamp.policy_from_config(read_config(args))
     args.micro_batch_size = policy.train_micro_batch_size_per_gpu or DEFAULT_MICRO_BATCH_SIZE
     model = zeroamp.wrap_model(model, policy)

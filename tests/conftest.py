@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 import torch
 
@@ -28,3 +30,20 @@ def ranks8():
     ranks = Ranks(8)
     yield ranks
     ranks.stop()
+
+
+@pytest.fixture
+def python_file(tmp_path, monkeypatch):
+    """Return a function that writes a module into tmp_path; what is imported from there is forgotten afterwards."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def write(name, text):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text(text)
+        return path
+
+    yield write
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]

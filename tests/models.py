@@ -102,17 +102,22 @@ class Encoder(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
 
 
+def hf_llama_config(**more):
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=True, **more,
+    )  # fmt: skip
+
+
 class HfLlama(nn.Module):
     """transformers' LLaMA, called as a user calls it."""
 
     def __new__(cls):
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import LlamaForCausalLM
 
-        config = LlamaConfig(
-            vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=True,
-        )  # fmt: skip
-        return LlamaForCausalLM(config)
+        return LlamaForCausalLM(hf_llama_config())
 
 
 MODELS = {

@@ -37,6 +37,55 @@ class Ledger:
 
     def summary_rows(self) -> list[dict[str, Any]]:
         """Return one dict per pair of gather and wire dtype: parameters, elements, and MB of one gather of them all."""
+        return [
+            {
+                "gathered in": row["gather"],
+                "reduced in": row["wire"],
+                "params": row["params"],
+                "elements": row["elements"],
+                "MB per gather": round(row["bytes_per_gather"] / 1e6, 1),
+            }
+            for row in self._totals()
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what JSON can hold: config, units, summary, groups, parameters. Its keys stay; new ones may come.
+
+        dtypes are short names, and None where a frozen parameter has none. "config" is one that makes an equal policy;
+        "units" the FQNs below the root; "summary" the totals per pair of gather and wire dtype.
+        """
+        return {
+            "config": self.plan.policy.to_config(),
+            "units": list(self.plan.units),
+            "summary": self._totals(),
+            "groups": [
+                {
+                    "group": group.name,
+                    "kind": group.kind,
+                    "unit": group.unit or "root",
+                    "params": len(group.params),
+                    "elements": group.numel,
+                    **_dtype_names(group.dtypes),
+                }
+                for group in self.plan.groups
+            ],
+            "parameters": [
+                {
+                    "parameter": param.fqn,
+                    "aliases": list(param.aliases),
+                    "unit": param.unit or "root",
+                    "group": group.name,
+                    "shape": list(param.shape),
+                    "elements": param.numel,
+                    **_dtype_names(param.dtypes),
+                    "why": param.reason,
+                }
+                for group in self.plan.groups
+                for param in group.params
+            ],
+        }
+
+    def _totals(self) -> list[dict[str, Any]]:
         params = self.plan.params
         names = [f"{short_name(p.group_key[1])} {short_name(p.group_key[2])}" for p in params]
         pairs, index = np.unique(names, return_inverse=True)
@@ -48,11 +97,11 @@ class Ledger:
             chosen = index == number
             rows.append(
                 {
-                    "gathered in": gather,
-                    "reduced in": wire,
+                    "gather": gather,
+                    "wire": wire,
                     "params": int(chosen.sum()),
                     "elements": int(elements[chosen].sum()),
-                    "MB per gather": round(float(num_bytes[chosen].sum()) / 1e6, 1),
+                    "bytes_per_gather": int(num_bytes[chosen].sum()),
                 }
             )
         return rows
@@ -128,5 +177,9 @@ def _fold(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _dtype_cells(dtypes: ParamDtypes) -> dict[str, str]:
-    cells = {name: getattr(dtypes, name) for name in _DTYPE_COLUMNS}
-    return {name: short_name(cell) if isinstance(cell, torch.dtype) else cell or "-" for name, cell in cells.items()}
+    return {column: name or "-" for column, name in _dtype_names(dtypes).items()}
+
+
+def _dtype_names(dtypes: ParamDtypes) -> dict[str, str | None]:
+    cells = {column: getattr(dtypes, column) for column in _DTYPE_COLUMNS}
+    return {column: short_name(cell) if isinstance(cell, torch.dtype) else cell for column, cell in cells.items()}

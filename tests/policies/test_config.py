@@ -43,6 +43,14 @@ def test_a_key_twice_in_a_file_is_refused(tmp_path):
         policy_from_config(path)
 
 
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b""])
+def test_a_file_that_is_no_json_is_refused(tmp_path, content):
+    path = tmp_path / "config.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="valid: a JSON object. Mend the file"):
+        policy_from_config(path)
+
+
 def test_safe_classes_by_full_name_by_bare_name_and_from_the_model():
     classes = resolve_safe_classes(["torch.nn.Linear", "Conv2d", "Block"], Llama(tied=True))
     assert classes[:2] == (nn.Linear, nn.Conv2d)

@@ -1,6 +1,11 @@
 """The ledger says what was planned, for every parameter."""
 
+import json
+
+import torch
+
 import zeroamp
+from tests.models import Llama
 from tests.training import config, wrapped
 
 
@@ -56,3 +61,45 @@ def test_an_unwrapped_model_is_refused():
 
     with pytest.raises(zeroamp.WrapError, match="a Linear that is not wrapped"):
         zeroamp.explain(nn.Linear(1, 1))
+
+
+def _meta_ledger(**options):
+    with torch.device("meta"):
+        model = Llama(tied=True)
+    model.blocks[1].qkv.requires_grad_(False)
+    return zeroamp.Ledger(plan=zeroamp.build_plan(model, zeroamp.policy_from_config(config(**options))))
+
+
+def test_as_a_dict_it_is_what_json_holds_under_five_keys():
+    as_dict = _meta_ledger(comm="fp32", clip=0.5).to_dict()
+    assert json.loads(json.dumps(as_dict, allow_nan=False)) == as_dict
+    assert list(as_dict) == ["config", "units", "summary", "groups", "parameters"]
+    assert as_dict["units"] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert zeroamp.policy_from_config(as_dict["config"]) == _meta_ledger(comm="fp32", clip=0.5).plan.policy
+
+
+def test_the_dict_has_the_rows_of_the_tables_with_none_for_no_dtype():
+    ledger = _meta_ledger()
+    as_dict = ledger.to_dict()
+    for rows, expected in (("groups", ledger.group_rows()), ("parameters", ledger.parameter_rows())):
+        shared = [{key: "-" if row[key] is None else row[key] for key in expected[0]} for row in as_dict[rows]]
+        assert shared == expected
+    embed, frozen = (
+        next(row for row in as_dict["parameters"] if row["parameter"] == fqn)
+        for fqn in ("embed.weight", "blocks.1.qkv.weight")
+    )
+    assert (embed["aliases"], embed["shape"], embed["unit"]) == (["head.weight"], [80, 32], "root")
+    assert (frozen["gather"], frozen["gradient"], frozen["wire"], frozen["optimizer"]) == ("bf16", None, None, None)
+    assert as_dict["groups"][1]["unit"] == "blocks.0"
+
+
+def test_the_summary_of_the_dict_counts_bytes():
+    summary = _meta_ledger().to_dict()["summary"]
+    assert summary[0] == {
+        "gather": "bf16",
+        "wire": "bf16",
+        "params": 15,
+        "elements": 30_816,
+        "bytes_per_gather": 61_632,
+    }
+    assert summary[1]["bytes_per_gather"] == 4 * summary[1]["elements"]

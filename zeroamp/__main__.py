@@ -1,0 +1,18 @@
+"""`python -m zeroamp`, and the entry point `zeroamp`: the command line, or how to install it."""
+
+import sys
+
+
+def main() -> None:
+    """Run the command line; without typer, say what to install, exit code 1."""
+    try:
+        from zeroamp.cli import app
+    except ModuleNotFoundError as error:
+        if error.name != "typer":
+            raise
+        sys.exit("The command line of zeroamp needs typer: pip install zeroamp[cli]")
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""The command line: what a config asks for, and what it does to a model, before anything runs.
+
+Needs typer (the extra `cli`), so nothing else imports this file. Data goes to stdout, all else to stderr. Exit codes:
+0, 1 for a mistake in config or model, 2 for a mistake in the arguments.
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import zeroamp
+from zeroamp.model_source import load_model
+from zeroamp.plan import Plan, build_plan
+from zeroamp.policies import Policy, ZeroAmpError, policy_from_config
+from zeroamp.report import Ledger
+
+logger = logging.getLogger("zeroamp")
+
+app = typer.Typer(
+    help="What a DeepSpeed-style config asks for, and which dtype it puts where: without a GPU, weights or ranks.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    no_args_is_help=True,
+)
+
+ConfigPath = Annotated[Path, typer.Argument(help="The config, a JSON file.", show_default=False)]
+WorldSize = Annotated[
+    int | None,
+    typer.Option("--world-size", metavar="N", min=1, help="Ranks of the run, which some keys are checked against."),
+]
+Auto = Annotated[
+    list[str] | None, typer.Option("--auto", metavar="KEY=VALUE", help='Value of a key that is "auto"; repeatable.')
+]
+AutoWrap = Annotated[
+    list[str] | None, typer.Option("--auto-wrap", metavar="CLASS", help="Class of the units; repeatable.")
+]
+Verbosity = Annotated[
+    int,
+    typer.Option(
+        "--verbose", "-v", count=True, show_default=False, help="Log more to stderr; twice: an error's traceback too."
+    ),
+]
+_MODEL_HELP = "A folder with a transformers config.json, or package.module:factory, or path/to/file.py:factory."
+Model = Annotated[str, typer.Option("--model", metavar="FOLDER_OR_FACTORY", help=_MODEL_HELP, show_default=False)]
+OptionalModel = Annotated[str | None, typer.Option("--model", metavar="FOLDER_OR_FACTORY", help=_MODEL_HELP)]
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        typer.echo(f"zeroamp {zeroamp.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def check(
+    config: ConfigPath,
+    *,
+    model: OptionalModel = None,
+    world_size: WorldSize = None,
+    auto: Auto = None,
+    auto_wrap: AutoWrap = None,
+    verbose: Verbosity = 0,
+) -> None:
+    """Say what becomes of every key of a config, or what is wrong."""
+    if auto_wrap and model is None:
+        raise typer.BadParameter("units are those of a model: name it with --model.", param_hint="--auto-wrap")
+    values = _auto_values(auto or [])
+    with _messages_to_stderr(verbose):
+        policy = policy_from_config(config, world_size=world_size, **values)
+        plan = None if model is None else _plan(model, policy, auto_wrap)
+        typer.echo(policy.report())
+        if plan is not None:
+            typer.echo(f"{model}: {len(plan.units)} units below the root, {len(plan.groups)} groups")
+
+
+@app.command()
+def explain(
+    config: ConfigPath,
+    *,
+    model: Model,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object: config, units, summary, groups, parameters.")
+    ] = False,
+    per_parameter: Annotated[
+        bool, typer.Option("--per-parameter", help="Also one row per parameter (--json has them always).")
+    ] = False,
+    world_size: WorldSize = None,
+    auto: Auto = None,
+    auto_wrap: AutoWrap = None,
+    verbose: Verbosity = 0,
+) -> None:
+    """Print the dtype ledger: which dtype a model gets where.
+
+    The model is built on the meta device.
+    """
+    values = _auto_values(auto or [])
+    with _messages_to_stderr(verbose):
+        ledger = Ledger(plan=_plan(model, policy_from_config(config, world_size=world_size, **values), auto_wrap))
+        if as_json:
+            typer.echo(json.dumps(ledger.to_dict(), indent=2, allow_nan=False))
+        else:
+            typer.echo(ledger)
+            if per_parameter:
+                typer.echo(f"\n{ledger.per_parameter()}")
+
+
+def _plan(source: str, policy: Policy, auto_wrap: list[str] | None) -> Plan:
+    with redirect_stdout(sys.stderr):  # a factory may print, and stdout may be parsed
+        return build_plan(load_model(source), policy, auto_wrap)
+
+
+def _auto_values(pairs: list[str]) -> dict[str, Any]:
+    """Read KEY=VALUE pairs; a VALUE that is no JSON is a string, so that dtypes need no quotes."""
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        key, _, text = pair.partition("=")
+        if not key or not text:
+            raise typer.BadParameter(f"{pair!r} is not KEY=VALUE.", param_hint="--auto")
+        if key in ("cfg", "world_size"):  # arguments of policy_from_config, not of its **auto
+            raise typer.BadParameter(f"{key!r} is no key of the config (the ranks: --world-size).", param_hint="--auto")
+        if key in values:
+            raise typer.BadParameter(f"{key!r} has two values.", param_hint="--auto")
+        try:
+            values[key] = json.loads(text)
+        except json.JSONDecodeError:
+            values[key] = text
+    return values
+
+
+@contextmanager
+def _messages_to_stderr(verbosity: int) -> Iterator[None]:
+    """Log to stderr inside, and print a mistake of the user there, whole and without a traceback; exit code 1."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel((logging.WARNING, logging.INFO, logging.DEBUG)[min(verbosity, 2)])
+    try:
+        yield
+    except ZeroAmpError as error:
+        logger.debug("the error's traceback", exc_info=True)
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(1) from None
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)

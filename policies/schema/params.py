@@ -26,8 +26,7 @@ class ParamsBlock(Block):
     def _refuse_unsupported(cls, value: object, info: ValidationInfo) -> object:
         metadata = cls.model_fields[str(info.field_name)].metadata
         key_class = next((item for item in metadata if isinstance(item, Unsupported)), None)
-        # Types are compared too: 0 == False, yet 0 is no way to write it.
-        if key_class is None or any(type(value) is type(off) and value == off for off in key_class.off):
+        if key_class is None or value in key_class.off:
             return value
         valid = " or ".join(json.dumps(off) for off in key_class.off)
         raise refused(f"{type(value).__name__} {value!r}", valid, key_class.note)

@@ -54,6 +54,7 @@ UNCONVERTED = "Change the value; JSON types are not converted."
 
 BAD = [
     ({}, "type: found no such key; valid: a value. Add it: it has no default."),
+    ({"params": {"no": 1}}, "type: found no such key; valid: a value. Add it: it has no default."),
     ({"type": 3}, f"type: found int 3; valid: {NAMES}. Name one of them."),
     ({"type": "Lamb"}, f"type: found 'Lamb', which zeroamp does not build; valid: {NAMES}. {BUILD_IT}"),
     ({"type": "onebitadam"}, f"type: found 'onebitadam', which zeroamp does not build; valid: {NAMES}. {BUILD_IT}"),

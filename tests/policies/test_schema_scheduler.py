@@ -75,6 +75,10 @@ BAD = [
         f"params.warmup_max_lr: found list [0.1, True]; valid: {PER_GROUP}. {UNCONVERTED}",
     ),
     (
+        {"type": "WarmupLR", "params": {"warmup_max_lr": float("inf")}},
+        f"params.warmup_max_lr: found float inf; valid: {PER_GROUP}. {UNCONVERTED}",
+    ),
+    (
         {"type": "LRRangeTest", "params": {"lr_range_test_min_lr": float("nan")}},
         f"params.lr_range_test_min_lr: found float nan; valid: {PER_GROUP}. {UNCONVERTED}",
     ),

@@ -111,3 +111,9 @@ def _train(by_hand):
 def test_a_sharded_model_trains_with_it_as_with_one_built_by_hand(ranks2):
     ours, by_hand = (ranks2.run(_train, how)[0] for how in (False, True))
     assert same_bits(ours, by_hand) == []
+
+
+def test_auto_values_are_filled_by_arguments():
+    cfg = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}}
+    optimizer = zeroamp.optimizer_from_config(cfg, [torch.nn.Parameter(torch.zeros(1))], lr=0.25, weight_decay=0.5)
+    assert (optimizer.defaults["lr"], optimizer.defaults["weight_decay"]) == (0.25, 0.5)

@@ -153,6 +153,7 @@ def test_a_learning_rate_that_is_a_tensor_stays_that_tensor():
     scheduler.step(4)  # the last of the warm-up
     torch.testing.assert_close(rates, [torch.tensor(lr) for lr in LRS])
     assert all(group["lr"] is rate for group, rate in zip(optimizer.param_groups, rates, strict=True))
+    assert {type(lr) for lr in scheduler.get_last_lr() + scheduler.state_dict()["base_lrs"]} == {float}
 
 
 def test_a_policy_and_a_mapping_give_the_same_and_values_beside_a_config_go_to_its_reader(monkeypatch):
@@ -201,12 +202,13 @@ def test_what_does_not_fit_is_refused_before_the_optimizer_is_touched(case, opti
     assert [group["lr"] for group in optimizer.param_groups] == before
 
 
-def test_one_cycle_without_momentum_fits_an_optimizer_without_betas():
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
-    scheduler = scheduler_from_config(
-        cfg("OneCycle", cycle_min_lr=0.1, cycle_max_lr=0.2, cycle_momentum=False), optimizer
-    )
-    assert scheduler.get_last_lr() == [0.1]
+@pytest.mark.parametrize(
+    "case",
+    [cfg("WarmupLR", warmup_min_lr=0.1), cfg("OneCycle", cycle_min_lr=0.1, cycle_max_lr=0.2, cycle_momentum=False)],
+    ids=["WarmupLR", "OneCycle"],
+)
+def test_a_scheduler_without_momentum_fits_an_optimizer_without_betas(case):
+    assert scheduler_from_config(case, torch.optim.SGD([nn.Parameter(torch.zeros(1))])).get_last_lr() == [0.1]
 
 
 def _train(case, accumulation):

@@ -5,6 +5,7 @@ from zeroamp.hooks.all_gather import CountingAllGather
 from zeroamp.hooks.autocast import AutocastHook
 from zeroamp.hooks.backward_guard import BackwardGuard
 from zeroamp.hooks.evaluation import ReshardAfterEvaluation
+from zeroamp.hooks.outer_autocast import OuterAutocastGuard
 from zeroamp.hooks.reduce_scatter import ReceiveBuffers, WireReduceScatter
 from zeroamp.hooks.safe_module_guard import attach_safe_module_guard
 from zeroamp.hooks.shard_accumulator import ShardAccumulator
@@ -22,6 +23,7 @@ __all__ = [
     "BackwardGuard",
     "CountingAllGather",
     "Holder",
+    "OuterAutocastGuard",
     "ReceiveBuffers",
     "ReshardAfterEvaluation",
     "ShardAccumulator",

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zeroamp.hooks.outer_autocast import warn_if_different
+
 
 class AutocastHook:
     """Enters `torch.autocast` before a module's forward and leaves it after, also when the forward raises."""
@@ -15,6 +17,7 @@ class AutocastHook:
         self.dtype = dtype
         # A stack, since a forward may call its own module again (generation does).
         self._entered: list[torch.autocast] = []
+        self._has_warned = False  # about another autocast around the forward; once per model
 
     def attach(self, module: nn.Module) -> list[RemovableHandle]:
         """Register on `module`, first before everything else and last after it; return the handles.
@@ -30,8 +33,14 @@ class AutocastHook:
         """Return a new autocast context of the same kind, for methods that are no `forward`."""
         return torch.autocast(self.device_type, dtype=self.dtype)
 
+    def look_around(self) -> None:
+        """Warn, once, if the caller has another autocast around the forward. See `hooks/outer_autocast.py`."""
+        if not (self._has_warned or self._entered):
+            self._has_warned = warn_if_different(self.device_type, self.dtype)
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter(self, _module: nn.Module, _args: Any) -> None:
+        self.look_around()
         context = self.context()
         context.__enter__()  # type: ignore[no-untyped-call]
         self._entered.append(context)

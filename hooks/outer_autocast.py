@@ -36,8 +36,8 @@ def warn_if_different(device_type: str, dtype: torch.dtype) -> bool:
     else:
         return False
     logger.warning(
-        "%s around the model's forward, and torch_autocast.dtype %s in the config: inside the model the config's holds. "
-        "Remove the one around it.",
+        "%s around the model's forward, and torch_autocast.dtype %s in the config: inside the model the config's "
+        "holds. Remove the one around it.",
         *(words, short_name(dtype)),
     )
     return True

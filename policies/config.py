@@ -51,6 +51,7 @@ def policy_from_config(
         stage=zero.stage,
         communication_data_type=None if comm is None else DTYPE_BY_NAME[comm],
         reduce_accumulate_dtype=config.zeroamp.reduce_accumulate_dtype,
+        external_autocast=config.zeroamp.external_autocast,
         grad_accum_dtype=_accumulation_dtype(config),
         loss_scale=_loss_scale(config.fp16) if dtype_name in _FLOAT16 else NO_LOSS_SCALE,
         count_traffic=_count_traffic(config),

@@ -14,6 +14,7 @@ from zeroamp.policies.schema.scheduler import SchedulerBlock
 Mode = Literal["autocast", "bf16", "fp16", "fp32"]
 Stage = Literal[0, 1, 2, 3]
 ReduceAccumulate = Literal["fp32", "native"]
+ExternalAutocast = Literal["error", "allow"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +79,10 @@ class Policy:
     grad_accum_dtype: torch.dtype = torch.float32
     """Dtype in which the gradients of several micro-batches are summed: unsharded at stages 0 and 1, sharded at stages
     2 and 3. No effect with one micro-batch per step."""
+
+    external_autocast: ExternalAutocast = "error"
+    """What a forward inside the caller's own `torch.autocast` is, where the mode is not "autocast": an error, or let
+    through."""
 
     loss_scale: LossScale = NO_LOSS_SCALE
     """Only float16 scales the loss."""

@@ -66,6 +66,7 @@ def _honoured(policy: "Policy") -> dict[str, Any]:
         "optimizer": _block(policy.optimizer),
         "scheduler": _block(policy.scheduler),
         "zeroamp.reduce_accumulate_dtype": policy.reduce_accumulate_dtype,
+        "zeroamp.external_autocast": policy.external_autocast,
         "zeroamp.dp_replicate_size": policy.dp_replicate_size,
         "zeroamp.count_traffic": policy.count_traffic,
     }
@@ -149,6 +150,8 @@ def _idle(path: str, policy: "Policy") -> str | None:
         return "fp16.loss_scale fixes the scale"
     if name in ("stage3_max_live_parameters", "stage3_prefetch_bucket_size") and policy.stage != 3:
         return f"stage is {policy.stage}"
+    if name == "external_autocast" and policy.mode == "autocast":
+        return "torch_autocast wins over any other"
     if name == "pin_memory" and not policy.offload.to_cpu:
         return "nothing is offloaded"
     if name == "grad_accum_dtype" and policy.gradient_accumulation_steps == 1:

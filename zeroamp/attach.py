@@ -10,6 +10,7 @@ from zeroamp.collectives import attach_collectives
 from zeroamp.hooks import (
     AutocastHook,
     BackwardGuard,
+    OuterAutocastGuard,
     ReceiveBuffers,
     ShardAccumulator,
     attach_safe_module_guard,
@@ -37,6 +38,9 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
         _guard_safe_modules(model, state)
         state.autocast = AutocastHook(state.mesh.device_type, policy.gather_dtype)
         state.handles += state.autocast.attach(model)
+    elif policy.external_autocast == "error":
+        state.outer_autocast = OuterAutocastGuard(state.mesh.device_type, policy.mode)
+        state.handles.append(state.outer_autocast.attach(model))
     if reasons := _needs_train_step(policy):
         state.guard = BackwardGuard(reasons)
         state.handles.append(state.guard.attach(model))

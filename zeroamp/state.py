@@ -7,7 +7,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
-from zeroamp.hooks import AutocastHook, BackwardGuard, ReshardAfterEvaluation, ShardAccumulator, Traffic
+from zeroamp.hooks import (
+    AutocastHook,
+    BackwardGuard,
+    OuterAutocastGuard,
+    ReshardAfterEvaluation,
+    ShardAccumulator,
+    Traffic,
+)
 from zeroamp.plan import Plan
 from zeroamp.policies.errors import WrapError, describe
 
@@ -27,6 +34,7 @@ class WrapState:
     """Group name -> holder, for the groups that are not a unit's own."""
     autocast: AutocastHook | None = None
     evaluation: ReshardAfterEvaluation = field(default_factory=ReshardAfterEvaluation)
+    outer_autocast: OuterAutocastGuard | None = None
     guard: BackwardGuard | None = None
     shard_accumulator: ShardAccumulator | None = None
     handles: list[RemovableHandle] = field(default_factory=list)

@@ -100,6 +100,10 @@ def register_forward_method(model: nn.Module, method_name: str) -> None:
 
     @wraps(method)
     def outside(*args: Any, **kwargs: Any) -> Any:
+        if state.autocast is not None:
+            state.autocast.look_around()
+        if state.outer_autocast is not None:
+            state.outer_autocast.check()
         state.evaluation.enter()
         try:
             return registered(*args, **kwargs)

@@ -34,6 +34,10 @@ class ZeroampBlock(Block):
         Literal["fp32", "native"],
         Honoured("how a low-precision wire is summed; `native`: the backend's own reduction in the wire dtype"),
     ] = "fp32"
+    external_autocast: Annotated[
+        Literal["error", "allow"],
+        Honoured("a forward inside your own `torch.autocast`, where `torch_autocast` is off: refused, or let through"),
+    ] = "error"
     dp_replicate_size: Annotated[
         AtLeastOne, Honoured("HSDP: replicas, each sharded over its part of the ranks, where no mesh is passed")
     ] = 1

@@ -22,7 +22,6 @@ def _outer(name):
 
 def _train_inside(outer, compiled):
     model = wrapped(NAME, config(3))
-    run = model
     if compiled:
         for block in model.blocks:
             block.compile(backend="eager")

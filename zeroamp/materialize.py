@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from zeroamp.ownership import children_first
 from zeroamp.policies.errors import WrapError, describe
 
 
@@ -32,22 +33,9 @@ def materialize(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> Non
     )
     fqns = {module: fqn for fqn, module in model.named_modules()}
     with _same_seed(mesh, device), torch.no_grad():
-        for module in _children_first(model):
+        for module in children_first(model):
             if module in pending:
                 _initialize(module, fqns[module], _initializers(model, module), device)
-
-
-def _children_first(module: nn.Module) -> Iterator[nn.Module]:
-    seen: set[nn.Module] = set()
-
-    def walk(module: nn.Module) -> Iterator[nn.Module]:
-        for child in module.children():
-            if child not in seen:
-                seen.add(child)
-                yield from walk(child)
-        yield module
-
-    yield from walk(module)
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

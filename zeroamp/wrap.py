@@ -13,7 +13,7 @@ from zeroamp.attach import attach_hooks
 from zeroamp.consistency import check_ranks_agree
 from zeroamp.hooks import Traffic, typed_group_hooks
 from zeroamp.materialize import materialize
-from zeroamp.mesh import device_of, mesh_for_stage
+from zeroamp.mesh import device_of, mesh_for_stage, refuse_partition, shard_device
 from zeroamp.plan import build_plan
 from zeroamp.policies.errors import WrapError, describe
 from zeroamp.policies.policy import Policy
@@ -45,11 +45,12 @@ def wrap_model(
     _refuse_unusable(model)
     plan = build_plan(model, policy, auto_wrap_policy)
     mesh = mesh_for_stage(policy.stage, mesh)
+    refuse_partition(policy, mesh)
     check_ranks_agree(model, mesh)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     holders = shard_model(model, plan, mesh)
     if is_meta:
-        materialize(model, mesh, device_of(mesh))
+        materialize(model, mesh, device_of(mesh), shard_device(policy, mesh))
     traffic = Traffic(enabled=policy.count_traffic)
     state = WrapState(root=model, plan=plan, mesh=mesh, traffic=traffic, holders=holders)
     attach_hooks(model, state)

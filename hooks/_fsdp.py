@@ -52,7 +52,9 @@ def forward_hooks(module: FSDPModule) -> tuple[PreForward, PostForward]:
 def modules_to_run(module: FSDPModule) -> set[nn.Module]:
     """Return the set in which FSDP2 keeps which modules of a group of several have yet to run in this forward.
 
-    Newer versions finish, at the end of the root's forward, the states whose set is not empty by then.
+    Newer versions finish, at the end of the root's forward, the states whose set is not empty by then. On 2.11 it must
+    be cleared after a backward that is not the last of a window: of a group of which only some modules were recomputed
+    there, the next forward would take the first module for a later one.
     """
     waiting: set[nn.Module] = module._get_fsdp_state()._modules_to_run_forward
     return waiting
@@ -64,9 +66,8 @@ def release(module: FSDPModule) -> None:
     `FSDPModule.reshard` would leave a gather that was started ahead and never waited for, which a later forward would
     take for current; and it does nothing for a group of several modules of which a forward ran only some.
     """
-    state = module._get_fsdp_state()
-    state._modules_to_run_forward.clear()
-    for group in _groups(state):
+    modules_to_run(module).clear()
+    for group in _groups(module._get_fsdp_state()):
         group.wait_for_unshard()
         group._to_sharded()
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from zeroamp.hooks import complete_accumulation, release
+from zeroamp.hooks import complete_accumulation, modules_to_run, release
 from zeroamp.loss_scaler import LossScaler
 from zeroamp.mesh import device_of, replicate_size
 from zeroamp.norm import clip_factor, local_sum_of_squares, multiply_gradients
@@ -89,6 +89,8 @@ class TrainStep:
         self._is_broken = True
         try:
             loss.backward()  # type: ignore[no-untyped-call]
+            for unit in self._units:
+                modules_to_run(unit).clear()
             self._is_broken = False
         finally:
             if guard is not None:

@@ -1,14 +1,18 @@
-"""`hpz_partition_size` and `max_live_parameters`: what is gathered when and over which ranks, and the same bits."""
+"""A secondary partition, live units and leaf modules: what is gathered when, over which ranks, and the same bits."""
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 import zeroamp
 from tests.collectives import Collectives, Gathers
 from tests.models import batch, loss_of
 from tests.ranks import RankError
-from tests.training import config, same_bits, train, wrapped
+from tests.training import config, full_parameters, policy, same_bits, train, wrapped
+from tests.zeroamp.test_unused_parameters import CAN_ZERO_FILL
+from zeroamp.policies.policy import LeafModules
 
 FP32, BF16 = torch.float32, torch.bfloat16
 NUM_STEPS = 5
@@ -149,3 +153,46 @@ def test_live_units_of_hybrid_sharding_with_a_secondary_partition(ranks4):
     fields = {"max_live_parameters": BLOCK, "hpz_partition_size": 2}
     check_same(ranks4.run(_train, "llama_tied", {}, fields, (1, 4)), expected)
     check_same(ranks4.run(_train, "llama_tied", {}, fields, (1, 4), True), expected)
+
+
+class Experts(nn.Module):
+    """A sparse layer: each rank runs one of the experts only."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        return x + self.experts[dist.get_rank()](x)
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Experts() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def _train_sparse(stage):
+    torch.manual_seed(0)
+    fields = {"leaf_modules": LeafModules(name_suffixes=("0", "1"))}  # layers and experts: the outer ones count
+    model = zeroamp.wrap_model(Sparse(), policy(config(stage), fields), auto_wrap_policy={"Linear"})
+    step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    for _ in range(NUM_STEPS):
+        step.backward(model(torch.ones(2, 8)))
+        norm = step.step().grad_norm
+    return sorted(zeroamp.wrap.wrap_state(model).plan.units), norm, full_parameters(model)
+
+
+@pytest.mark.skipif(not CAN_ZERO_FILL, reason="unused parameters are reduced as zeros from torch 2.13 on")
+def test_ranks_may_run_different_parts_of_a_leaf_module(ranks2):
+    # Were each expert a unit, as the policy says, the ranks would wait for each other in different gathers.
+    stages = [ranks2.run(_train_sparse, stage)[0] for stage in (1, 3)]
+    for units, norm, parameters in stages:
+        assert units == ["layers.0", "layers.1"]
+        assert norm == stages[0][1]
+        assert same_bits(parameters, stages[0][2]) == []

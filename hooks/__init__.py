@@ -1,6 +1,6 @@
 """What is attached to a module or to a collective."""
 
-from zeroamp.hooks._fsdp import complete_accumulation, zero_fill_unused
+from zeroamp.hooks._fsdp import complete_accumulation, modules_to_run, release, zero_fill_unused
 from zeroamp.hooks.all_gather import CountingAllGather
 from zeroamp.hooks.autocast import AutocastHook
 from zeroamp.hooks.backward_guard import BackwardGuard
@@ -34,6 +34,8 @@ __all__ = [
     "attach_typed_group",
     "complete_accumulation",
     "group_policy",
+    "modules_to_run",
+    "release",
     "shard_typed_group",
     "typed_group_hooks",
     "zero_fill_unused",

@@ -20,7 +20,9 @@ __all__ = [
     "all_gather",
     "complete_accumulation",
     "forward_hooks",
+    "modules_to_run",
     "reduce_scatter",
+    "release",
     "zero_fill_unused",
 ]
 
@@ -45,6 +47,35 @@ def forward_hooks(module: FSDPModule) -> tuple[PreForward, PostForward]:
     state = module._get_fsdp_state()
     pre_forward, post_forward = (getattr(state, name) for name in FORWARD_HOOKS)
     return pre_forward, post_forward
+
+
+def modules_to_run(module: FSDPModule) -> set[nn.Module]:
+    """Return the set in which FSDP2 keeps which modules of a group of several have yet to run in this forward.
+
+    Newer versions finish, at the end of the root's forward, the states whose set is not empty by then. On 2.11 it must
+    be cleared after a backward that is not the last of a window: of a group of which only some modules were recomputed
+    there, the next forward would take the first module for a later one.
+    """
+    waiting: set[nn.Module] = module._get_fsdp_state()._modules_to_run_forward
+    return waiting
+
+
+def release(module: FSDPModule) -> None:
+    """Put the sharded parameters of `module`'s own group back, whatever the last forward left of it.
+
+    `FSDPModule.reshard` would leave a gather that was started ahead and never waited for, which a later forward would
+    take for current; and it does nothing for a group of several modules of which a forward ran only some.
+    """
+    modules_to_run(module).clear()
+    for group in _groups(module._get_fsdp_state()):
+        group.wait_for_unshard()
+        group._to_sharded()
+
+
+def _groups(state: Any) -> list[Any]:
+    # A list since 2.12, one or None before.
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
 
 
 def reduce_scatter(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, op: Any) -> None:
@@ -77,10 +108,7 @@ def complete_accumulation(unit: FSDPModule) -> None:
     first computed in the last micro-batch (in the parameter's dtype). From 2.15 on it promotes them itself, and the
     accumulated gradient cannot be set.
     """
-    state = unit._get_fsdp_state()
-    # A list since 2.12, one or None before.
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    for group in filter(None, groups):
+    for group in _groups(unit._get_fsdp_state()):
         parameters = [p for p in group.fsdp_params if p.sharded_param.requires_grad and hasattr(p, "_unsharded_param")]
         accumulated = [p.unsharded_accumulated_grad for p in parameters]
         dtype = next((gradient.dtype for gradient in accumulated if gradient is not None), None)

@@ -2,13 +2,16 @@
 
 At stages 0 to 2, and for the root at stage 3, FSDP2 keeps parameters gathered after a forward, for the backward. After
 a forward without gradients no backward comes: an optimizer step would then update shards behind stale gathered copies,
-and an optimizer built at that moment would hold the copies and train nothing.
+and an optimizer built at that moment would hold the copies and train nothing. A gather that was started ahead of a unit
+that then did not run is released with them: a later forward would take it for current.
 """
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
+
+from zeroamp.hooks._fsdp import release
 
 
 class ReshardAfterEvaluation:
@@ -37,4 +40,4 @@ class ReshardAfterEvaluation:
         self._depth -= 1
         if self._depth == 0 and not torch.is_grad_enabled():
             for group in self._groups:
-                group.reshard()
+                release(group)

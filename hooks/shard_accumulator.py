@@ -16,8 +16,9 @@ from torch.utils.hooks import RemovableHandle
 class ShardAccumulator:
     """Holds this rank's accumulated gradient shards in `dtype` between micro-batches."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, device_type: str) -> None:
         self.dtype = dtype
+        self.device_type = device_type  # of the mesh: where gradients are reduced
         self._sums: dict[nn.Parameter, torch.Tensor] = {}
         self._handles: dict[nn.Parameter, RemovableHandle] = {}
 
@@ -34,6 +35,9 @@ class ShardAccumulator:
 
     def _take(self, parameter: torch.Tensor) -> None:
         shard = cast(DTensor, parameter.grad).to_local()  # sharded fp32
+        if shard.device.type != self.device_type:
+            # On torch 2.11, FSDP2 calls this while the copy to an offloaded shard may still be under way.
+            torch.accelerator.current_stream().synchronize()
         parameter.grad = None
         key = cast(nn.Parameter, parameter)
         if key in self._sums:

@@ -6,15 +6,21 @@ two dtypes therefore needs two such modules. The second is a *holder*: an empty 
 owns the FSDP state of its group. Hooks on the unit drive it, so it gathers and reduces where the unit does.
 `fully_shard([norm1, norm2])` would do without a holder, but it hooks inner modules, which breaks `fullgraph`
 compilation of the unit, and cannot express a parameter whose owner also has descendants in another group.
+
+[Note: Merged units]
+`fully_shard([block0, block1])` makes one unit of two modules: it is gathered before the first that runs and released
+after the last. Holders do the same, by the same bookkeeping: the set of modules that have yet to run in this forward.
+It is the one in FSDP2's own state of the holder, so that FSDP2 clears it after a backward, and newer versions finish a
+holder whose modules did not all run as they finish the unit.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.hooks import RemovableHandle
 
 from zeroamp.hooks import _fsdp
@@ -56,7 +62,8 @@ def shard_typed_group(
     *,
     mesh: DeviceMesh,
     mp_policy: MixedPrecisionPolicy,
-    reshard_after_forward: bool,
+    reshard_after_forward: bool | int,
+    offload_policy: OffloadPolicy,
 ) -> FSDPModule:
     """Shard the named parameters of `owners` as one group of their own; return its holder.
 
@@ -70,7 +77,12 @@ def shard_typed_group(
     # Looked up now: sharding replaces Parameter objects, so sets collected before an earlier call are stale.
     ignored = {parameter for owner in owners for parameter in owner.parameters() if id(parameter) not in wanted}
     fully_shard(
-        holder, mesh=mesh, mp_policy=mp_policy, reshard_after_forward=reshard_after_forward, ignored_params=ignored
+        holder,
+        mesh=mesh,
+        mp_policy=mp_policy,
+        reshard_after_forward=reshard_after_forward,
+        offload_policy=offload_policy,
+        ignored_params=ignored,
     )
     for index in range(len(owners)):
         delattr(holder, str(index))  # FSDP2 keeps its own references to the owners
@@ -96,17 +108,42 @@ def typed_group_hooks(holder: FSDPModule) -> tuple[_fsdp.PreForward, _fsdp.PostF
     return _fsdp.forward_hooks(holder)
 
 
-def attach_typed_group(holder: FSDPModule, hook_at: nn.Module) -> list[RemovableHandle]:
-    """Gather the holder's group before `hook_at` runs and release it after; return the handles.
+def attach_typed_group(holder: FSDPModule, unit: Sequence[nn.Module]) -> list[RemovableHandle]:
+    """Gather the holder's group before the modules of `unit` run and release it after; return the handles.
 
-    Call after `fully_shard(hook_at)`: its own pre-hook must come first, because the root initialises all groups there.
-    The post-hook comes before FSDP2's own, as the inner of two nested groups would.
+    Call after `fully_shard(unit)`: its own pre-hook must come first, because the root initialises all groups there.
+    The post-hook comes before FSDP2's own, as the inner of two nested groups would. For a unit of several modules it is
+    called whatever they raise, as FSDP2's is: checkpointing stops a recomputed forward with an exception.
     """
+    is_merged = len(unit) > 1
+    pre_forward, post_forward = _merged_hooks(holder, unit) if is_merged else typed_group_hooks(holder)
+    handles = []
+    for module in unit:
+        handles.append(module.register_forward_pre_hook(pre_forward, prepend=False, with_kwargs=True))
+        handles.append(module.register_forward_hook(post_forward, prepend=True, always_call=is_merged))
+    return handles
+
+
+def _merged_hooks(holder: FSDPModule, unit: Sequence[nn.Module]) -> tuple[_fsdp.PreForward, _fsdp.PostForward]:
+    """Return the two hooks of every module of a merged unit, see [Note: Merged units]."""
     pre_forward, post_forward = typed_group_hooks(holder)
-    return [
-        hook_at.register_forward_pre_hook(pre_forward, prepend=False, with_kwargs=True),
-        hook_at.register_forward_hook(post_forward, prepend=True),
-    ]
+    waiting = _fsdp.modules_to_run(holder)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if waiting:
+            return None
+        waiting.update(unit)
+        return pre_forward(module, args, kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
+        if module not in waiting:
+            return None
+        waiting.remove(module)
+        return None if waiting else post_forward(module, args, output)
+
+    return before, after
 
 
 def group_policy(

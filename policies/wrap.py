@@ -1,13 +1,17 @@
 """Auto-wrap policies: which modules of a model become units, that is, are gathered and reduced together."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from difflib import get_close_matches
 
 from torch import nn
 
-from zeroamp.policies.errors import WrapError, describe
+from zeroamp.policies.errors import ConfigError, WrapError, describe
+from zeroamp.policies.policy import NO_LEAF_MODULES, LeafModules
 
 logger = logging.getLogger("zeroamp")
+
+_NUM_NAMES = 8  # that an error lists, of a model that may have thousands
 
 TorchWrapPolicy = Callable[..., bool]
 """FSDP1's protocol, `policy(module=, recurse=, nonwrapped_numel=) -> bool`: `ModuleWrapPolicy`, and
@@ -18,15 +22,26 @@ AutoWrapPolicy = TorchWrapPolicy | type[nn.Module] | str | Iterable[type[nn.Modu
 """A module class or class name, several of them, a policy in FSDP1's protocol, or None for the default."""
 
 
-def find_units(model: nn.Module, auto_wrap_policy: AutoWrapPolicy = None) -> list[str]:
+def find_units(
+    model: nn.Module, auto_wrap_policy: AutoWrapPolicy = None, *, leaf_modules: LeafModules = NO_LEAF_MODULES
+) -> list[str]:
     """Return the FQNs of the units below the root, children before parents; the root ("") is always one and not listed.
 
     By default the classes in a transformers model's `_no_split_modules`, else the repeated blocks in the outermost
-    `nn.ModuleList`s, else none (the root alone is gathered and reduced, which is logged).
+    `nn.ModuleList`s, else none (the root alone is gathered and reduced, which is logged). Whatever the policy, the
+    modules that `leaf_modules` names are units, and nothing inside them is.
 
     Raises:
         WrapError: the policy matches no module of the model, or is none of the accepted forms.
+        ConfigError: an item of `leaf_modules` matches no module of the model, or one that cannot be a unit.
     """
+    leaves = find_leaf_modules(model, leaf_modules)
+    inside = {module for fqn in leaves for module in model.get_submodule(fqn).modules()}
+    others = [fqn for fqn in _units_of_policy(model, auto_wrap_policy) if model.get_submodule(fqn) not in inside]
+    return [fqn for fqn in (*leaves, *others) if fqn]
+
+
+def _units_of_policy(model: nn.Module, auto_wrap_policy: AutoWrapPolicy) -> list[str]:
     if auto_wrap_policy is None:
         return _default_units(model)
     if callable(auto_wrap_policy) and not isinstance(auto_wrap_policy, type):
@@ -39,14 +54,8 @@ def find_units(model: nn.Module, auto_wrap_policy: AutoWrapPolicy = None) -> lis
         _refuse_unmatched(model, classes)
     if not units:
         raise WrapError(_matches_nothing(model, asked))
-    _refuse_containers(model, units)
-    return [fqn for fqn in units if fqn]
-
-
-def _refuse_containers(model: nn.Module, units: Iterable[str]) -> None:
     for fqn in units:
-        module = model.get_submodule(fqn)
-        if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
+        if _is_never_called(module := model.get_submodule(fqn)):
             raise WrapError(
                 describe(
                     "auto_wrap_policy",
@@ -55,6 +64,11 @@ def _refuse_containers(model: nn.Module, units: Iterable[str]) -> None:
                     "Name the class of its children.",
                 )
             )
+    return [fqn for fqn in units if fqn]
+
+
+def _is_never_called(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
 
 
 def _class_list(asked: object) -> list[type[nn.Module] | str]:
@@ -150,3 +164,49 @@ def _repeated_blocks(module: nn.Module, fqn: str) -> Iterator[str]:
             yield child_fqn
         else:
             yield from _repeated_blocks(child, child_fqn)
+
+
+def find_leaf_modules(model: nn.Module, leaf_modules: LeafModules) -> list[str]:
+    """Return the FQNs of the modules that `leaf_modules` names, in registration order; of nested ones the outermost.
+
+    Raises:
+        ConfigError: an item matches no module of the model, or a container that is never called.
+    """
+    tests: list[tuple[str, str, Callable[[str, nn.Module], bool]]] = [
+        *(("classes", name, lambda _, module, name=name: _matches(module, name)) for name in leaf_modules.classes),
+        *(("names", name, lambda fqn, _, name=name: fqn == name) for name in leaf_modules.names),
+        *(
+            ("name_suffixes", suffix, lambda fqn, _, suffix=suffix: f".{fqn}".endswith(f".{suffix}"))
+            for suffix in leaf_modules.name_suffixes
+        ),
+    ]
+    chosen: set[nn.Module] = set()
+    for key, wanted, test in tests:
+        # Under all its names: a shared module may be meant by any of them.
+        found = {module: fqn for fqn, module in model.named_modules(remove_duplicate=False) if test(fqn, module)}
+        _refuse_leaf_modules(model, key, wanted, found)
+        chosen |= found.keys()
+    inside = {inner for module in chosen for inner in module.modules() if inner is not module}
+    return [fqn for fqn, module in model.named_modules() if module in chosen - inside]
+
+
+def _refuse_leaf_modules(model: nn.Module, key: str, wanted: str, found: Mapping[nn.Module, str]) -> None:
+    container = next((f"{fqn}, a {type(m).__name__}" for m, fqn in found.items() if _is_never_called(m)), None)
+    if found and container is None:
+        return
+    if key == "classes":
+        names = sorted({type(module).__name__ for module in model.modules()})
+    else:
+        names = [fqn for fqn, _ in model.named_modules() if fqn]
+        if key == "name_suffixes":
+            names = sorted({name.rpartition(".")[2] for name in names})
+        names = get_close_matches(wanted, names, n=_NUM_NAMES) or names[:_NUM_NAMES]
+    raise ConfigError(
+        describe(
+            f"zero_optimization.leaf_module.{key}",
+            f"{wanted!r}, which matches {container or 'no module'}"
+            + (", which is never called" if container else f" of {type(model).__name__}"),
+            f"modules with a forward, in this model {', '.join(names) or 'none below the root'}",
+            "Name the module that calls them." if container else "Name one of them, or leave it out.",
+        )
+    )

@@ -5,6 +5,8 @@ from collections import Counter
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zeroamp.hooks import CountingAllGather
+
 KINDS = {
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
@@ -36,3 +38,26 @@ class Collectives(TorchDispatchMode):
             self.calls[kind, tensor.dtype] += 1
             self.elements[kind, tensor.dtype] += tensor.numel()
         return func(*args, **(kwargs or {}))
+
+
+class Gathers:
+    """`log`: the all-gathers of zeroamp's groups in the order of their calls, as (group, ranks that gather).
+
+    What else happens may be put between them.
+    """
+
+    def __init__(self):
+        self.log = []
+
+    def __enter__(self):
+        self._original = original = CountingAllGather.__call__
+
+        def call(comm, output_tensor, input_tensor, group, async_op=False):
+            self.log.append((comm.group_name, group.size()))
+            return original(comm, output_tensor, input_tensor, group, async_op)
+
+        CountingAllGather.__call__ = call
+        return self
+
+    def __exit__(self, *_):
+        CountingAllGather.__call__ = self._original

@@ -1,5 +1,7 @@
 """What every rank runs in the training tests: zeroamp on one of the small models."""
 
+import dataclasses
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,22 +28,30 @@ def config(stage=3, *, dtype="bfloat16", comm=None, accumulation=1, clip=0.0, th
     return cfg
 
 
-def wrapped(name, cfg, *, mesh_shape=None, auto_wrap_policy=None, prepare_before=None):
+def policy(cfg, fields=None):
+    """The config's policy with some `fields` replaced."""
+    return dataclasses.replace(zeroamp.policy_from_config(cfg), **(fields or {}))
+
+
+def wrapped(name, cfg, *, mesh_shape=None, auto_wrap_policy=None, prepare_before=None, fields=None):
     mesh = None if mesh_shape is None else init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
     model = build(name)
     if prepare_before is not None:
         prepare_before(model)
     if auto_wrap_policy is None and name == "conv":
         auto_wrap_policy = {"Sequential"}
-    return zeroamp.wrap_model(model, zeroamp.policy_from_config(cfg), mesh, auto_wrap_policy)
+    return zeroamp.wrap_model(model, policy(cfg, fields), mesh, auto_wrap_policy)
 
 
-def train(name, cfg, num_steps, *, mesh_shape=None, lr=1e-2, prepare_before=None, prepare=None, between=None):
+def train(
+    name, cfg, num_steps, *, mesh_shape=None, lr=1e-2, prepare_before=None, prepare=None, between=None, fields=None
+):
     """Return (losses[step][micro] of this rank, norms[step], {fqn: full parameter}, step reports' losses).
 
     prepare_before, prepare: called with the model before and after wrapping. between: after every backward.
+    fields: of the policy, beside the config's.
     """
-    model = wrapped(name, cfg, mesh_shape=mesh_shape, prepare_before=prepare_before)
+    model = wrapped(name, cfg, mesh_shape=mesh_shape, prepare_before=prepare_before, fields=fields)
     if prepare is not None:
         prepare(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)

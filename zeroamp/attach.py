@@ -19,6 +19,7 @@ from zeroamp.hooks import (
 )
 from zeroamp.policies.accumulation import sharded_accumulation
 from zeroamp.policies.policy import Policy
+from zeroamp.prefetch import attach_prefetch
 from zeroamp.state import WrapState
 
 
@@ -27,12 +28,13 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     policy = state.plan.policy
     buffers = ReceiveBuffers()
     for group in state.plan.groups:
-        hook_at = model.get_submodule(group.unit)
+        unit = [model.get_submodule(fqn) for fqn in state.plan.modules_of(group.unit)]
         holder = state.holders.get(group.name)
         if holder is not None:
-            state.handles += attach_typed_group(holder, hook_at)
-        attach_collectives(cast(FSDPModule, holder or hook_at), group, state.plan, state.mesh, state.traffic, buffers)
+            state.handles += attach_typed_group(holder, unit)
+        attach_collectives(cast(FSDPModule, holder or unit[0]), group, state.plan, state.mesh, state.traffic, buffers)
     zero_fill_unused(cast(FSDPModule, model))
+    attach_prefetch(model, state.plan, state.holders)
     state.handles += state.evaluation.attach(model)
     if policy.mode == "autocast":
         _guard_safe_modules(model, state)
@@ -45,7 +47,7 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
         state.guard = BackwardGuard(reasons)
         state.handles.append(state.guard.attach(model))
     if (dtype := sharded_accumulation(policy)) != torch.float32:
-        state.shard_accumulator = ShardAccumulator(dtype)
+        state.shard_accumulator = ShardAccumulator(dtype, state.mesh.device_type)
 
 
 def _needs_train_step(policy: Policy) -> str:

@@ -13,11 +13,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from zeroamp.ownership import children_first
 from zeroamp.policies.errors import WrapError, describe
 
 
-def materialize(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
+def materialize(model: nn.Module, mesh: DeviceMesh, device: torch.device, shard_device: torch.device) -> None:
     """Allocate and initialise a model whose parameters are sharded DTensors on the meta device.
+
+    Shards are allocated on `shard_device`. All else is on `device`, which computes: buffers, parameters without
+    elements, and the full parameters of the module in turn, so that values do not depend on where the shards live.
 
     Children before parents, as `nn.Module.apply` goes. A transformers model is initialised by its `_init_weights`,
     other modules by `reset_parameters`. All ranks draw the same values: the seed is rank 0's of the mesh, and the
@@ -27,27 +31,17 @@ def materialize(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> Non
         WrapError: a module owns parameters or buffers that none of these initialises.
     """
     pending = {module for module in model.modules() if any(tensor.is_meta for _, tensor in _own_tensors(module))}
-    model._apply(  # type: ignore[no-untyped-call]  # `to_empty` would drop the values of buffers that have some
-        lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
-    )
+
+    def allocate(tensor: torch.Tensor) -> torch.Tensor:
+        target = shard_device if isinstance(tensor, DTensor) else device
+        return torch.empty_like(tensor, device=target) if tensor.is_meta else tensor.to(target)
+
+    model._apply(allocate)  # type: ignore[no-untyped-call]  # `to_empty` would drop the values of buffers that have some
     fqns = {module: fqn for fqn, module in model.named_modules()}
     with _same_seed(mesh, device), torch.no_grad():
-        for module in _children_first(model):
+        for module in children_first(model):
             if module in pending:
                 _initialize(module, fqns[module], _initializers(model, module), device)
-
-
-def _children_first(module: nn.Module) -> Iterator[nn.Module]:
-    seen: set[nn.Module] = set()
-
-    def walk(module: nn.Module) -> Iterator[nn.Module]:
-        for child in module.children():
-            if child not in seen:
-                seen.add(child)
-                yield from walk(child)
-        yield module
-
-    yield from walk(module)
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

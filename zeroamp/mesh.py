@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zeroamp.policies.errors import ConfigError, WrapError, describe
-from zeroamp.policies.policy import Stage
+from zeroamp.policies.policy import Policy, Stage
 
 REPLICATE, SHARD = "replicate", "shard"
 
@@ -79,6 +79,26 @@ def process_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     return cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))
 
 
+def refuse_partition(policy: Policy, mesh: DeviceMesh) -> None:
+    """Raise ConfigError where parameters cannot be sharded over `policy.hpz_partition_size` ranks after the forward.
+
+    All the ranks of the shard axis are a valid number, and the same as 1: FSDP2's `reshard_after_forward=True`.
+    """
+    size, num_shards = policy.hpz_partition_size, shard_size(mesh)
+    if size == 1 or (policy.stage == 3 and num_shards % size == 0):
+        return
+    found = f"{size} at stage {policy.stage}" if policy.stage != 3 else f"{size} with {num_shards} ranks that shard"
+    divisors = [str(number) for number in range(1, num_shards + 1) if num_shards % number == 0]
+    raise ConfigError(
+        describe(
+            "zero_optimization.zero_hpz_partition_size",
+            found,
+            "1 below stage 3" if policy.stage != 3 else f"a divisor of them: {', '.join(divisors)}",
+            "Leave it out, or set it to the number of ranks of one machine.",
+        )
+    )
+
+
 def shard_size(mesh: DeviceMesh) -> int:
     """Return the number of ranks that one parameter is sharded over."""
     return mesh.size(mesh.ndim - 1)
@@ -87,6 +107,11 @@ def shard_size(mesh: DeviceMesh) -> int:
 def replicate_size(mesh: DeviceMesh) -> int:
     """Return the number of ranks that hold the same shard."""
     return mesh.size() // shard_size(mesh)
+
+
+def shard_device(policy: Policy, mesh: DeviceMesh) -> torch.device:
+    """Return where this rank's shards of parameters, gradients and optimizer state live."""
+    return torch.device("cpu") if policy.offload.to_cpu else device_of(mesh)
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

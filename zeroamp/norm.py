@@ -1,6 +1,10 @@
-"""The true global gradient norm, and clipping by it."""
+"""The true global gradient norm, and clipping by it.
 
-from collections.abc import Sequence
+With offloading, gradient shards are on the CPU and what ranks exchange is on the mesh's device; a parameter without
+elements is no shard and stays on the mesh's device. So every function here takes gradients on several devices.
+"""
+
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -16,12 +20,15 @@ def local_gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def local_sum_of_squares(parameters: Sequence[nn.Parameter], device: torch.device) -> torch.Tensor:
-    """Return the sum of squares of this rank's gradient shards: 0-D, fp64.
+    """Return the sum of squares of this rank's gradient shards: 0-D, fp64, on `device`.
 
     In fp64, because a sharded and an unsharded sum in fp32 differ in the last bit: the stages would disagree.
     """
-    squares = [torch.linalg.vector_norm(local_gradient(p), dtype=torch.float64).square() for p in parameters]
-    return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for gradients in _by_device(local_gradient(parameter) for parameter in parameters).values():
+        squares = [torch.linalg.vector_norm(gradient, dtype=torch.float64).square() for gradient in gradients]
+        total = total + torch.stack(squares).sum().to(device)
+    return total
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
@@ -35,6 +42,13 @@ def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 
 
 def multiply_gradients(parameters: Sequence[nn.Parameter], factor: torch.Tensor) -> None:
-    """Multiply all gradient shards by `factor`, 0-D fp32."""
-    if parameters:
-        torch._foreach_mul_([local_gradient(parameter) for parameter in parameters], factor)
+    """Multiply all gradient shards by `factor`, 0-D fp32, on any device."""
+    for device, gradients in _by_device(local_gradient(parameter) for parameter in parameters).items():
+        torch._foreach_mul_(gradients, factor.to(device))
+
+
+def _by_device(tensors: Iterable[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device, []).append(tensor)
+    return found

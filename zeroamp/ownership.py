@@ -1,9 +1,13 @@
 """Which modules own a parameter, under which names, and inside which units."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
+
+from zeroamp.policies.dtypes import short_name
+from zeroamp.policies.errors import WrapError, describe
 
 
 @dataclass(slots=True)
@@ -25,12 +29,14 @@ class ParameterUses:
         ]
 
 
-def find_uses(model: nn.Module, units: Iterable[str]) -> list[ParameterUses]:
-    """Return where each parameter of `model` hangs; `units` are FQNs.
+def find_uses(
+    model: nn.Module, units: Iterable[str], merged: Mapping[str, Sequence[str]] | None = None
+) -> list[ParameterUses]:
+    """Return where each parameter of `model` hangs; `units` are FQNs, `merged` those of units of several modules.
 
     Walks the tree once, shared modules once per path.
     """
-    unit_names = {model.get_submodule(fqn): fqn for fqn in units}
+    unit_names = {model.get_submodule(fqn): unit for unit in units for fqn in (merged or {}).get(unit, (unit,))}
     chains: dict[str, tuple[str, ...]] = {}
     uses: dict[nn.Parameter, ParameterUses] = {}
     for module_fqn, module in model.named_modules(remove_duplicate=False):
@@ -54,3 +60,40 @@ def innermost_common(chains: Sequence[tuple[str, ...]]) -> str:
             break
         common = level[0]
     return common
+
+
+def refuse_unusable(use: ParameterUses) -> None:
+    """Raise WrapError for a parameter that cannot be sharded, or trained as it is stored."""
+    parameter, fqn = use.parameter, use.fqns[0]
+    if parameter.dim() == 0:
+        raise WrapError(
+            describe(
+                fqn,
+                "a parameter of no dimensions",
+                "at least one dimension, to shard on",
+                "Make it 1-D with one element.",
+            )
+        )
+    if parameter.requires_grad and parameter.dtype != torch.float32:
+        raise WrapError(
+            describe(
+                fqn,
+                f"a trainable parameter stored in {short_name(parameter.dtype)}",
+                "fp32 storage: the optimizer updates what is stored",
+                "Call model.float() before wrap_model, or freeze it; the config decides what is gathered low.",
+            )
+        )
+
+
+def children_first(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield `module` and those inside, children before parents, each once: the order of `nn.Module.apply`."""
+    seen: set[nn.Module] = set()
+
+    def walk(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            if child not in seen:
+                seen.add(child)
+                yield from walk(child)
+        yield module
+
+    yield from walk(module)

@@ -3,22 +3,20 @@
 Pure: reads module classes, shapes and names only, so it works on the meta device and without a process group.
 """
 
-import logging
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from torch import nn
 
-from zeroamp.ownership import ParameterUses, find_uses, innermost_common
+from zeroamp.ownership import ParameterUses, find_uses, innermost_common, refuse_unusable
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
-from zeroamp.policies.errors import ConfigError, WrapError, describe
+from zeroamp.policies.errors import ConfigError, describe
 from zeroamp.policies.policy import Policy
 from zeroamp.policies.safe_modules import KEY, resolve_safe_classes, unsafe_owner
-from zeroamp.policies.wrap import AutoWrapPolicy, find_units
-
-logger = logging.getLogger("zeroamp")
+from zeroamp.policies.wrap import AutoWrapPolicy
+from zeroamp.units import plan_units
 
 GroupKind = Literal["unit", "typed", "model-wide"]
 GroupKey = tuple[torch.dtype, torch.dtype, torch.dtype]
@@ -105,15 +103,25 @@ class Plan:
 
     policy: Policy
     units: tuple[str, ...]
-    """FQNs below the root, children before parents."""
+    """FQNs below the root, children before parents; a merged unit is known by its first module's."""
     groups: tuple[GroupPlan, ...]
     empty_params: tuple[ParamPlan, ...] = ()
     """Parameters without elements: in no group, since there is nothing to shard and FSDP2 cannot reduce them."""
+    merged: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
+    """Unit -> the FQNs of its modules, for the units that `reduce_bucket_size` made of several."""
 
     @property
     def params(self) -> tuple[ParamPlan, ...]:
         """All parameters, group by group."""
         return tuple(param for group in self.groups for param in group.params)
+
+    def modules_of(self, unit: str) -> tuple[str, ...]:
+        """Return the FQNs of a unit's modules: itself, unless it is a merged one. "" is the root."""
+        return self.merged.get(unit, (unit,))
+
+    def numel_of(self, unit: str) -> int:
+        """Return the elements that are gathered when a unit runs; the model-wide group is gathered before."""
+        return sum(group.numel for group in self.groups if group.unit == unit and group.kind != "model-wide")
 
 
 def build_plan(model: nn.Module, policy: Policy, auto_wrap_policy: AutoWrapPolicy = None) -> Plan:
@@ -121,29 +129,25 @@ def build_plan(model: nn.Module, policy: Policy, auto_wrap_policy: AutoWrapPolic
 
     Raises:
         WrapError: the wrap policy matches nothing, or a parameter cannot be handled.
-        ConfigError: a safe module class is unknown, or none of them is in the model.
+        ConfigError: a safe module class is unknown, or none of them is in the model; or no module is what
+            `leaf_modules` names.
     """
-    units = find_units(model, auto_wrap_policy)
-    if policy.stage == 3 and not units:
-        logger.warning(
-            "no units below the root of %s: at stage 3 all of it is gathered at once. Name its blocks with "
-            "auto_wrap_policy to save memory.",
-            type(model).__name__,
-        )
-    params = _plan_params(model, policy, units)
+    units, merged = plan_units(model, policy, auto_wrap_policy)
+    params = _plan_params(model, policy, find_uses(model, units, merged))
     return Plan(
         policy=policy,
-        units=tuple(units),
+        units=units,
+        merged=merged,
         groups=tuple(_group((param for param in params if param.numel > 0), policy)),
         empty_params=tuple(param for param in params if param.numel == 0),
     )
 
 
-def _plan_params(model: nn.Module, policy: Policy, units: Iterable[str]) -> list[ParamPlan]:
+def _plan_params(model: nn.Module, policy: Policy, uses: Iterable[ParameterUses]) -> list[ParamPlan]:
     safe_classes = resolve_safe_classes(policy.lower_precision_safe_modules, model)
     params = []
-    for use in find_uses(model, units):
-        _refuse_unusable(use)
+    for use in uses:
+        refuse_unusable(use)
         low, reason = _is_low(use, policy, safe_classes)
         params.append(
             ParamPlan(
@@ -168,28 +172,6 @@ def _plan_params(model: nn.Module, policy: Policy, units: Iterable[str]) -> list
             )
         )
     return params
-
-
-def _refuse_unusable(use: ParameterUses) -> None:
-    parameter, fqn = use.parameter, use.fqns[0]
-    if parameter.dim() == 0:
-        raise WrapError(
-            describe(
-                fqn,
-                "a parameter of no dimensions",
-                "at least one dimension, to shard on",
-                "Make it 1-D with one element.",
-            )
-        )
-    if parameter.requires_grad and parameter.dtype != torch.float32:
-        raise WrapError(
-            describe(
-                fqn,
-                f"a trainable parameter stored in {short_name(parameter.dtype)}",
-                "fp32 storage: the optimizer updates what is stored",
-                "Call model.float() before wrap_model, or freeze it; the config decides what is gathered low.",
-            )
-        )
 
 
 def _is_low(use: ParameterUses, policy: Policy, safe_classes: tuple[type[nn.Module], ...]) -> tuple[bool, str]:

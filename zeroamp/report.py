@@ -24,9 +24,11 @@ class Ledger:
 
     def __str__(self) -> str:
         """Return one row per group; neighbours that differ in name only share one."""
-        policy = self.plan.policy
+        policy, units = self.plan.policy, self.plan.units
+        num_modules = sum(len(self.plan.modules_of(unit)) for unit in units)
+        merged = f" ({num_modules} modules)" if self.plan.merged else ""
         title = (
-            f"zeroamp: mode {policy.mode}, ZeRO stage {policy.stage}, {len(self.plan.units)} units below the root, "
+            f"zeroamp: mode {policy.mode}, ZeRO stage {policy.stage}, {len(units)} units{merged} below the root, "
             f"{len(self.plan.groups)} groups, {sum(group.numel for group in self.plan.groups):,} parameters"
         )
         return f"{title}\n{self._table(self.summary_rows())}\n\n{self._table(_fold(self.group_rows()))}"
@@ -107,10 +109,14 @@ class Ledger:
         return rows
 
     def group_rows(self) -> list[dict[str, Any]]:
-        """Return one dict per group: name, kind, numbers of parameters and elements, and the seven dtypes."""
+        """Return one dict per group: name, kind, numbers of parameters and elements, and the seven dtypes.
+
+        Where units are merged also the modules of each group's unit, which is named after the first of them.
+        """
         return [
             {
                 "group": group.name,
+                **({"modules": self._modules(group.unit)} if self.plan.merged else {}),
                 "kind": group.kind,
                 "params": len(group.params),
                 "elements": group.numel,
@@ -133,6 +139,9 @@ class Ledger:
             for group in self.plan.groups
             for param in group.params
         ]
+
+    def _modules(self, unit: str) -> str:
+        return ", ".join(self.plan.modules_of(unit)) or "root"
 
     @staticmethod
     def _table(rows: list[dict[str, Any]]) -> str:

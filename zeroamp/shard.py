@@ -1,15 +1,21 @@
 """Applies FSDP2 to a model as a `Plan` says: typed groups, units, root."""
 
+import logging
+from typing import cast
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks import group_policy, shard_typed_group
 from zeroamp.mesh import device_of
 from zeroamp.plan import GroupKind, GroupPlan, Plan
 from zeroamp.policies.accumulation import unsharded_accumulation
-from zeroamp.policies.policy import Policy
+from zeroamp.policies.policy import Offload
+from zeroamp.units import forward_order
+
+logger = logging.getLogger("zeroamp")
 
 
 def shard_model(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, FSDPModule]:
@@ -21,6 +27,8 @@ def shard_model(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, FSD
     for param in plan.empty_params:  # FSDP2 moves only what it shards
         empty = model.get_parameter(param.fqn)
         empty.data = empty.data.to(device_of(mesh))
+    live = live_units(model, plan)
+    offload = offload_policy(plan.policy.offload, mesh.device_type)
     holders: dict[str, FSDPModule] = {}
     own_groups: dict[str, GroupPlan] = {}
     for group in plan.groups:
@@ -34,10 +42,12 @@ def shard_model(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, FSD
             [param.fqn for param in group.params],
             mesh=mesh,
             mp_policy=group_policy(group.gather, unsharded_accumulation(plan.policy)),
-            reshard_after_forward=_reshard_after_forward(group.kind, group.unit, plan.policy),
+            reshard_after_forward=_reshard_after_forward(group.kind, group.unit, plan, live),
+            offload_policy=offload,
         )
     for unit in (*plan.units, ""):
-        _shard_unit(model, unit, own_groups.get(unit), plan.policy, mesh)
+        reshard = _reshard_after_forward("unit", unit, plan, live)
+        _shard_unit(model, unit, own_groups.get(unit), plan, mesh, reshard, offload)
     _check_sharded(model)
     return holders
 
@@ -48,24 +58,59 @@ def _check_sharded(model: nn.Module) -> None:
             raise AssertionError(f"expected {fqn} to be sharded, got a {type(parameter).__name__}")
 
 
-def _shard_unit(model: nn.Module, unit: str, group: GroupPlan | None, policy: Policy, mesh: DeviceMesh) -> None:
-    module = model.get_submodule(unit)
+def _shard_unit(
+    model: nn.Module,
+    unit: str,
+    group: GroupPlan | None,
+    plan: Plan,
+    mesh: DeviceMesh,
+    reshard_after_forward: bool | int,
+    offload: OffloadPolicy,
+) -> None:
+    modules = [model.get_submodule(fqn) for fqn in plan.modules_of(unit)]
     own = {id(model.get_parameter(param.fqn)) for param in group.params} if group else set()
     # At the root only: inner modules get what the model hands them, rotary embeddings in fp32 for example.
-    casts_inputs = unit == "" and policy.mode in ("bf16", "fp16")
+    casts_inputs = unit == "" and plan.policy.mode in ("bf16", "fp16")
     fully_shard(
-        module,
+        # One module is given as such: FSDP2 hooks a list of one in another way, and refuses it as the root.
+        cast(nn.Module, modules if len(modules) > 1 else modules[0]),
         mesh=mesh,
         mp_policy=group_policy(
-            group.gather if group else policy.gather_dtype,
-            unsharded_accumulation(policy),
+            group.gather if group else plan.policy.gather_dtype,
+            unsharded_accumulation(plan.policy),
             cast_forward_inputs=casts_inputs,
         ),
-        reshard_after_forward=_reshard_after_forward("unit", unit, policy),
-        ignored_params={parameter for parameter in module.parameters() if id(parameter) not in own},
+        reshard_after_forward=reshard_after_forward,
+        offload_policy=offload,
+        ignored_params={p for module in modules for p in module.parameters() if id(p) not in own},
     )
 
 
-def _reshard_after_forward(kind: GroupKind, unit: str, policy: Policy) -> bool:
+def _reshard_after_forward(kind: GroupKind, unit: str, plan: Plan, live: set[str]) -> bool | int:
     # The root's groups stay: backward starts with them. So does the model-wide group: it is gathered once per step.
-    return policy.stage == 3 and unit != "" and kind != "model-wide"
+    policy = plan.policy
+    if policy.stage != 3 or unit == "" or kind == "model-wide" or unit in live:
+        return False
+    return policy.hpz_partition_size if policy.hpz_partition_size > 1 else True
+
+
+def live_units(model: nn.Module, plan: Plan) -> set[str]:
+    """Return the units that stay gathered from forward to backward: the last of the forward that fit together."""
+    live: set[str] = set()
+    numel = 0
+    for unit in reversed(forward_order(model, plan.units)[1:]):  # the root, which is first, stays in any case
+        numel += plan.numel_of(unit)
+        if numel > plan.policy.max_live_parameters:
+            break
+        live.add(unit)
+    return live
+
+
+def offload_policy(offload: Offload, device_type: str) -> OffloadPolicy:
+    """Return FSDP2's policy for shards that live as `offload` says, beside an accelerator of `device_type`."""
+    if not offload.to_cpu:
+        return OffloadPolicy()
+    if offload.pin_memory and device_type == "cpu":
+        # FSDP2 would fail: there is no device that page-locked memory could serve.
+        logger.info("pin_memory has no effect without an accelerator: the shards are in ordinary memory")
+    return CPUOffloadPolicy(pin_memory=offload.pin_memory and device_type != "cpu")

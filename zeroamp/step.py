@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from zeroamp.hooks import complete_accumulation
+from zeroamp.hooks import complete_accumulation, modules_to_run, release
 from zeroamp.loss_scaler import LossScaler
-from zeroamp.mesh import process_group, replicate_size
+from zeroamp.mesh import device_of, process_group, replicate_size
 from zeroamp.norm import clip_factor, local_sum_of_squares, multiply_gradients
 from zeroamp.policies.errors import StepError, describe
 from zeroamp.state import wrap_state
@@ -92,6 +92,8 @@ class TrainStep:
         self._is_broken = True
         try:
             loss.backward()  # type: ignore[no-untyped-call]
+            for unit in self._units:
+                modules_to_run(unit).clear()
             self._is_broken = False
         finally:
             if guard is not None:
@@ -222,7 +224,7 @@ class TrainStep:
         After a backward they are; after an evaluation in between they may not be.
         """
         for unit in self._units:
-            unit.reshard()
+            release(unit)
 
     def _reduce_statistics(self, parameters: list[nn.Parameter], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean loss and the unscaled gradient norm, both 0-D fp64, with one collective.
@@ -232,13 +234,9 @@ class TrainStep:
         if self._loss_sum is None:
             raise AssertionError("expected at least one backward in this window, got none")
         mesh = self._state.mesh
-        num_losses = self._num_micro_batches * mesh.size()
-        statistics = torch.stack(
-            [
-                self._loss_sum.double() / num_losses,
-                local_sum_of_squares(parameters, self._loss_sum.device) / replicate_size(mesh),
-            ]
-        )
+        device = device_of(mesh)  # which the collective needs, wherever loss and shards are
+        loss = self._loss_sum.to(device, torch.float64) / (self._num_micro_batches * mesh.size())
+        statistics = torch.stack([loss, local_sum_of_squares(parameters, device) / replicate_size(mesh)])
         self._state.traffic.count("all_reduce", statistics, "step")
         dist.all_reduce(statistics, group=self._world)
         return statistics[0], statistics[1].sqrt() / scale

@@ -14,7 +14,7 @@ from zeroamp.consistency import check_ranks_agree
 from zeroamp.device_support import check_device
 from zeroamp.hooks import Traffic, typed_group_hooks
 from zeroamp.materialize import materialize
-from zeroamp.mesh import device_of, mesh_for_stage
+from zeroamp.mesh import device_of, mesh_for_stage, refuse_partition, shard_device
 from zeroamp.plan import build_plan
 from zeroamp.policies.batch_sizes import BatchSizes, check_batch_sizes
 from zeroamp.policies.errors import WrapError, describe
@@ -52,7 +52,7 @@ def wrap_model(
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     holders = shard_model(model, plan, mesh)
     if is_meta:
-        materialize(model, mesh, device_of(mesh))
+        materialize(model, mesh, device_of(mesh), shard_device(policy, mesh))
     traffic = Traffic(enabled=policy.count_traffic)
     state = WrapState(root=model, plan=plan, mesh=mesh, traffic=traffic, holders=holders)
     attach_hooks(model, state)
@@ -62,6 +62,7 @@ def wrap_model(
 
 def _check_fits(policy: Policy, mesh: DeviceMesh) -> None:
     check_device(policy, mesh.device_type)
+    refuse_partition(policy, mesh)
     sizes = BatchSizes(
         total=policy.train_batch_size,
         micro=policy.train_micro_batch_size_per_gpu,

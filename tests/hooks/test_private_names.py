@@ -19,6 +19,9 @@ GROUP_NAMES = {
     "fsdp_params",
     "unsharded_accumulated_grad",
     "_unsharded_param",
+    "_to_sharded",
+    "wait_for_unshard",
+    "_modules_to_run_forward",
 }
 
 
@@ -30,12 +33,14 @@ def _states():
     state = module._get_fsdp_state()
     group = (getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group])[0]
     parameter = group.fsdp_params[0]
-    found = [hasattr(parameter, name) for name in ("sharded_param", "unsharded_accumulated_grad", "_unsharded_param")]
+    found = [callable(getattr(group, name)) for name in ("_to_sharded", "wait_for_unshard")]
+    found.append(isinstance(state._modules_to_run_forward, set))
+    found += [hasattr(parameter, name) for name in ("sharded_param", "unsharded_accumulated_grad", "_unsharded_param")]
     return [callable(getattr(state, name)) for name in _fsdp.FORWARD_HOOKS] + found
 
 
 def test_the_names_exist(ranks2):
-    assert ranks2.run(_states)[0] == [True] * 5
+    assert ranks2.run(_states)[0] == [True] * 8
     assert hasattr(FSDPModule, "_get_fsdp_state")
     for base in (_fsdp.ReduceScatter, _fsdp.AllGather):
         assert base.__abstractmethods__ == {"allocate", "__call__"}

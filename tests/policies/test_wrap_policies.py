@@ -8,8 +8,9 @@ from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from tests.models import Block, ConvNet, Encoder, HfLlama, Llama
-from zeroamp import WrapError
+from zeroamp import ConfigError, WrapError
 from zeroamp.policies import find_units
+from zeroamp.policies.policy import LeafModules
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 
@@ -96,3 +97,65 @@ def test_a_container_that_is_never_called_is_no_unit():
 def test_other_forms_are_refused(policy):
     with pytest.raises(WrapError, match="auto_wrap_policy: found .*; valid: module classes, class names"):
         find_units(model(), policy)
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        LeafModules(classes=("RMSNorm",)),
+        LeafModules(classes=("tests.models.RMSNorm",)),
+        LeafModules(name_suffixes=("norm1", "norm2", "norm")),
+        LeafModules(names=("norm",), name_suffixes=("norm1", "norm2")),
+    ],
+    ids=str,
+)
+def test_leaf_modules_are_units_beside_those_of_the_policy(leaf):
+    units = find_units(model(), leaf_modules=leaf)
+    assert sorted(units) == sorted([*BLOCKS, "norm", *(f"{block}.norm{i}" for block in BLOCKS for i in (1, 2))])
+    assert units.index("blocks.0.norm1") < units.index("blocks.0")
+
+
+def test_no_unit_is_inside_a_leaf_module():
+    inside = find_units(model(), {"RMSNorm"}, leaf_modules=LeafModules(names=("blocks.1",)))
+    assert sorted(inside) == [
+        "blocks.0.norm1",
+        "blocks.0.norm2",
+        "blocks.1",
+        "blocks.2.norm1",
+        "blocks.2.norm2",
+        "norm",
+    ]
+    assert find_units(model(), leaf_modules=LeafModules(classes=("Llama",))) == []
+    nested = LeafModules(names=("blocks.0",), name_suffixes=("norm1",))
+    assert sorted(find_units(model(), leaf_modules=nested)) == [
+        "blocks.0",
+        "blocks.1",
+        "blocks.1.norm1",
+        "blocks.2",
+        "blocks.2.norm1",
+    ]
+
+
+def test_a_suffix_ends_at_a_dot_and_a_shared_module_matches_by_any_of_its_names():
+    assert sorted(find_units(model(), leaf_modules=LeafModules(name_suffixes=("norm",)))) == [*BLOCKS, "norm"]
+    shared = model()
+    shared.alias = shared.blocks[0].norm1
+    assert "blocks.0.norm1" in find_units(shared, leaf_modules=LeafModules(names=("alias",)))
+
+
+@pytest.mark.parametrize(
+    ("leaf", "text"),
+    [
+        (
+            LeafModules(classes=("Block", "Expert")),
+            r"leaf_module.classes: found 'Expert'.*no module of Llama.*Block, Embed",
+        ),
+        (LeafModules(names=("blocks.7",)), r"leaf_module.names: found 'blocks.7'.*blocks.2"),
+        (LeafModules(name_suffixes=("gate",)), r"leaf_module.name_suffixes: found 'gate'.*gate_up"),
+        (LeafModules(names=("blocks",)), r"leaf_module.names: found 'blocks', which matches blocks, a ModuleList"),
+    ],
+    ids=str,
+)
+def test_a_leaf_module_that_is_not_in_the_model_is_refused_by_its_key(leaf, text):
+    with pytest.raises(ConfigError, match=f"zero_optimization.{text}"):
+        find_units(model(), leaf_modules=leaf)

@@ -1,5 +1,6 @@
 """Units, dtypes and groups, on the meta device: nothing here runs."""
 
+import dataclasses
 import warnings
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 import zeroamp
 from tests.models import ConvNet, Encoder, HfLlama, Llama
 from tests.training import config
+from zeroamp.policies.policy import LeafModules
 
 
 def plan(model, auto_wrap_policy=None, **options):
@@ -180,3 +182,61 @@ def test_safe_modules_that_own_nothing_are_refused():
     cfg = {**config(), "torch_autocast": {"enabled": True, "dtype": "bf16", "lower_precision_safe_modules": ["Conv1d"]}}
     with pytest.raises(zeroamp.ConfigError, match="Conv1d, which own no parameter of Llama"):
         zeroamp.build_plan(meta(Llama, tied=True), zeroamp.policy_from_config(cfg))
+
+
+BLOCK = 10_272 + 64  # elements of one block of Llama: its Linear layers and its norms
+
+
+def merged(model, size, auto_wrap_policy=None, **fields):
+    policy = dataclasses.replace(zeroamp.policy_from_config(config()), reduce_bucket_size=size, **fields)
+    built = zeroamp.build_plan(model, policy, auto_wrap_policy)
+    return built.units, dict(built.merged)
+
+
+@pytest.mark.parametrize(
+    ("size", "units"),
+    [(0, [1, 1, 1, 1]), (2 * BLOCK - 1, [1, 1, 1, 1]), (2 * BLOCK, [2, 2]), (3 * BLOCK, [3, 1]), (10**9, [4])],
+)
+def test_neighbouring_units_are_merged_while_they_fit_the_bucket(size, units):
+    names, joined = merged(meta(Llama, tied=True, num_blocks=4), size)
+    assert [len(joined.get(name, (name,))) for name in names] == units
+    assert [fqn for name in names for fqn in joined.get(name, (name,))] == [f"blocks.{i}" for i in range(4)]
+    assert all(fqns[0] == name for name, fqns in joined.items())
+
+
+def test_a_merged_unit_has_the_groups_of_one_unit():
+    policy = dataclasses.replace(zeroamp.policy_from_config(config(threshold=0)), reduce_bucket_size=2 * BLOCK)
+    built = zeroamp.build_plan(meta(Llama, tied=True), policy)
+    assert list(groups(built)) == ["root", "blocks.0", "blocks.0:fp32", "blocks.2", "blocks.2:fp32"]
+    assert groups(built)["blocks.0:fp32"] == {f"blocks.{i}.norm{j}.weight" for i in (0, 1) for j in (1, 2)}
+    assert built.modules_of("blocks.0") == ("blocks.0", "blocks.1")
+    assert built.modules_of("blocks.2") == ("blocks.2",)
+    assert (built.numel_of("blocks.0"), built.numel_of("blocks.2")) == (2 * BLOCK, BLOCK)
+    hash(built)
+
+
+def test_what_merged_blocks_share_belongs_to_their_unit_and_counts_once():
+    model = meta(Llama, tied=True)
+    model.blocks[1].qkv = model.blocks[0].qkv
+    policy = dataclasses.replace(zeroamp.policy_from_config(config()), reduce_bucket_size=2 * BLOCK - 3 * 32 * 32)
+    built = zeroamp.build_plan(model, policy)
+    assert built.units == ("blocks.0", "blocks.2")
+    assert "blocks.0.qkv.weight" in groups(built)["blocks.0"]
+
+
+def test_units_around_others_children_of_two_parents_and_blocks_used_twice_are_not_merged():
+    model = meta(Llama, tied=True)
+    names, joined = merged(model, 10**9, {"Block", "RMSNorm"})
+    # norm1 and norm2 are siblings, the blocks contain units, and the root's norm has no sibling.
+    assert joined == {f"blocks.{i}.norm1": (f"blocks.{i}.norm1", f"blocks.{i}.norm2") for i in range(3)}
+    assert len(names) == 3 + 3 + 1
+    assert names.index("blocks.0.norm1") < names.index("blocks.0")
+    model.blocks.append(model.blocks[0])
+    assert merged(model, 10**9)[1] == {"blocks.1": ("blocks.1", "blocks.2")}
+
+
+def test_leaf_modules_are_not_merged():
+    leaf = LeafModules(names=("blocks.1",))
+    assert merged(meta(Llama, tied=True, num_blocks=4), 10**9, leaf_modules=leaf)[1] == {
+        "blocks.2": ("blocks.2", "blocks.3")
+    }

@@ -5,6 +5,7 @@ from zeroamp.hooks.all_gather import CountingAllGather
 from zeroamp.hooks.autocast import AutocastHook
 from zeroamp.hooks.backward_guard import BackwardGuard
 from zeroamp.hooks.evaluation import ReshardAfterEvaluation
+from zeroamp.hooks.fp32_region import Fp32Region
 from zeroamp.hooks.outer_autocast import OuterAutocastGuard
 from zeroamp.hooks.reduce_scatter import ReceiveBuffers, WireReduceScatter
 from zeroamp.hooks.safe_module_guard import attach_safe_module_guard
@@ -22,6 +23,7 @@ __all__ = [
     "AutocastHook",
     "BackwardGuard",
     "CountingAllGather",
+    "Fp32Region",
     "Holder",
     "OuterAutocastGuard",
     "ReceiveBuffers",

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -40,7 +40,7 @@ def policy_from_config(
     config = validate(filled)
     zero = config.zero_optimization
     mode, dtype_name = _mode(config)
-    comm = config.communication_data_type
+    comm, buffers = config.communication_data_type, config.data_types.buffer_dtype
     sizes = resolve_batch_sizes(
         config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps, world_size
     )
@@ -59,6 +59,8 @@ def policy_from_config(
         train_micro_batch_size_per_gpu=sizes.micro,
         gradient_accumulation_steps=sizes.accumulation_steps,
         gradient_clipping=config.gradient_clipping,
+        keep_in_fp32_modules=config.data_types.keep_in_fp32_modules,
+        buffer_dtype=None if buffers is None else DTYPE_BY_NAME[buffers],
         check_grad_overflow=mode == "bf16" and config.bf16.check_grad_overflow,
         param_persistence_threshold=zero.stage3_param_persistence_threshold,
         hpz_partition_size=zero.zero_hpz_partition_size,
@@ -109,7 +111,7 @@ def _autocast_dtype(block: TorchAutocastBlock) -> str:
     return block.dtype
 
 
-def _safe_modules(config: Config) -> tuple[str, ...]:
+def _safe_modules(config: Config) -> tuple[str, ...] | Literal["auto"]:
     block = config.torch_autocast
     if not block.enabled:
         return ()

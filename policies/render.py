@@ -2,7 +2,7 @@
 
 import json
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from tabulate import tabulate
 
@@ -54,12 +54,16 @@ def _honoured(policy: "Policy") -> dict[str, Any]:
         "gradient_clipping": policy.gradient_clipping,
         "torch_autocast.enabled": autocast,
         "torch_autocast.dtype": dtype if autocast else None,
-        "torch_autocast.lower_precision_safe_modules": list(policy.lower_precision_safe_modules) if autocast else None,
+        "torch_autocast.lower_precision_safe_modules": _names(policy.lower_precision_safe_modules)
+        if autocast
+        else None,
         "bf16.enabled": policy.mode == "bf16",
         "bf16.check_grad_overflow": policy.check_grad_overflow,
         "fp16.enabled": policy.mode == "fp16",
         **(_loss_scale(policy) if dtype == "fp16" else {}),
         "data_types.grad_accum_dtype": short_name(policy.grad_accum_dtype),
+        "data_types.buffer_dtype": None if policy.buffer_dtype is None else short_name(policy.buffer_dtype),
+        "data_types.keep_in_fp32_modules": _names(policy.keep_in_fp32_modules),
         "communication_data_type": None if comm is None else short_name(comm),
         **{f"zero_optimization.{name}": value for name, value in zero.items()},
         "steps_per_print": policy.steps_per_print,
@@ -70,6 +74,10 @@ def _honoured(policy: "Policy") -> dict[str, Any]:
         "zeroamp.dp_replicate_size": policy.dp_replicate_size,
         "zeroamp.count_traffic": policy.count_traffic,
     }
+
+
+def _names(names: tuple[str, ...] | Literal["auto"]) -> list[str] | str:
+    return "auto" if names == "auto" else list(names)
 
 
 def _block(block: Block | None) -> dict[str, Any] | None:
@@ -152,6 +160,8 @@ def _idle(path: str, policy: "Policy") -> str | None:
         return f"stage is {policy.stage}"
     if name == "external_autocast" and policy.mode == "autocast":
         return "torch_autocast wins over any other"
+    if name == "keep_in_fp32_modules" and policy.mode == "fp32":
+        return "everything is in fp32"
     if name == "pin_memory" and not policy.offload.to_cpu:
         return "nothing is offloaded"
     if name == "grad_accum_dtype" and policy.gradient_accumulation_steps == 1:

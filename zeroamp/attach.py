@@ -10,6 +10,7 @@ from zeroamp.collectives import attach_collectives
 from zeroamp.hooks import (
     AutocastHook,
     BackwardGuard,
+    Fp32Region,
     OuterAutocastGuard,
     ReceiveBuffers,
     ShardAccumulator,
@@ -36,6 +37,10 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     zero_fill_unused(cast(FSDPModule, model))
     attach_prefetch(model, state.plan, state.holders)
     state.handles += state.evaluation.attach(model)
+    # Under autocast fp32 may come out of a region: the ops after it cast as they need.
+    output_dtype = None if policy.mode == "autocast" else policy.low_dtype
+    for fqn in state.plan.fp32_regions.modules:
+        state.fp32_regions.append(Fp32Region(model.get_submodule(fqn), state.mesh.device_type, output_dtype))
     if policy.mode == "autocast":
         _guard_safe_modules(model, state)
         state.autocast = AutocastHook(state.mesh.device_type, policy.gather_dtype)

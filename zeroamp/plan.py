@@ -10,13 +10,13 @@ from typing import Literal
 import torch
 from torch import nn
 
+from zeroamp.fp32_regions import Fp32Regions, find_fp32_regions
 from zeroamp.ownership import ParameterUses, find_uses, innermost_common, refuse_unusable
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
-from zeroamp.policies.errors import ConfigError, describe
 from zeroamp.policies.policy import Policy
-from zeroamp.policies.safe_modules import KEY, resolve_safe_classes, unsafe_owner
 from zeroamp.policies.wrap import AutoWrapPolicy
 from zeroamp.units import plan_units
+from zeroamp.verdicts import Verdict, judge
 
 GroupKind = Literal["unit", "typed", "model-wide"]
 GroupKey = tuple[torch.dtype, torch.dtype, torch.dtype]
@@ -110,6 +110,9 @@ class Plan:
     merged: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
     """Unit -> the FQNs of its modules, for the units that `reduce_bucket_size` made of several."""
 
+    fp32_regions: Fp32Regions = field(default_factory=Fp32Regions, hash=False)
+    """Modules and tensors that stay in fp32 in every mode."""
+
     @property
     def params(self) -> tuple[ParamPlan, ...]:
         """All parameters, group by group."""
@@ -129,26 +132,29 @@ def build_plan(model: nn.Module, policy: Policy, auto_wrap_policy: AutoWrapPolic
 
     Raises:
         WrapError: the wrap policy matches nothing, or a parameter cannot be handled.
-        ConfigError: a safe module class is unknown, or none of them is in the model; or no module is what
-            `leaf_modules` names.
+        ConfigError: a safe module class is unknown, or none of them is in the model; or nothing is what `leaf_modules`
+            or `keep_in_fp32_modules` name, or the latter cuts through a tied parameter.
     """
     units, merged = plan_units(model, policy, auto_wrap_policy)
-    params = _plan_params(model, policy, find_uses(model, units, merged))
+    regions = find_fp32_regions(model, policy)
+    params = _plan_params(model, policy, find_uses(model, units, merged), regions)
     return Plan(
         policy=policy,
         units=units,
         merged=merged,
+        fp32_regions=regions,
         groups=tuple(_group((param for param in params if param.numel > 0), policy)),
         empty_params=tuple(param for param in params if param.numel == 0),
     )
 
 
-def _plan_params(model: nn.Module, policy: Policy, uses: Iterable[ParameterUses]) -> list[ParamPlan]:
-    safe_classes = resolve_safe_classes(policy.lower_precision_safe_modules, model)
-    params = []
+def _plan_params(model: nn.Module, policy: Policy, uses: list[ParameterUses], regions: Fp32Regions) -> list[ParamPlan]:
     for use in uses:
         refuse_unusable(use)
-        low, reason = _is_low(use, policy, safe_classes)
+    params = []
+    for use, verdict in zip(uses, judge(model, policy, uses, regions), strict=True):
+        dtypes = _dtypes(use.parameter, policy, verdict)
+        is_low = verdict.is_low and dtypes.storage == torch.float32
         params.append(
             ParamPlan(
                 fqn=use.fqns[0],
@@ -157,47 +163,24 @@ def _plan_params(model: nn.Module, policy: Policy, uses: Iterable[ParameterUses]
                 shape=tuple(use.parameter.shape),
                 unit=(unit := innermost_common(use.chains)),
                 is_inside_inner_units=all((chain[-1] if chain else "") != unit for chain in use.chains),
-                dtypes=(dtypes := _dtypes(use.parameter, policy, low)),
-                group_key=(dtypes.storage, dtypes.gather, _wire_dtype(policy, low and dtypes.storage == torch.float32)),
-                reason=reason,
-            )
-        )
-    if safe_classes and not any(p.dtypes.gather in LOW_DTYPES for p in params):
-        raise ConfigError(
-            describe(
-                KEY,
-                f"{', '.join(policy.lower_precision_safe_modules)}, which own no parameter of {type(model).__name__}",
-                "classes that the model contains",
-                "Name the classes of its large layers, or switch torch_autocast off: as it is, all would stay fp32.",
+                dtypes=dtypes,
+                group_key=(dtypes.storage, dtypes.gather, _wire_dtype(policy, is_low)),
+                reason=verdict.reason,
             )
         )
     return params
 
 
-def _is_low(use: ParameterUses, policy: Policy, safe_classes: tuple[type[nn.Module], ...]) -> tuple[bool, str]:
-    if not use.parameter.dtype.is_floating_point:
-        return False, f"{short_name(use.parameter.dtype)} is no floating-point dtype"
-    if policy.mode == "autocast":
-        culprit = unsafe_owner(use.named_owners(), safe_classes)
-        if culprit is None:
-            return True, f"safe: owned by {type(next(iter(use.owners))).__name__}"
-        tied = f", tied with {', '.join(use.fqns[1:])}" if len(use.owners) > 1 else ""
-        return False, f"not safe: owned by {type(culprit).__name__} ({use.owners[culprit] or 'the root'}){tied}"
-    return policy.mode != "fp32", f"mode {policy.mode}"
-
-
-def _dtypes(parameter: nn.Parameter, policy: Policy, low: bool) -> ParamDtypes:
+def _dtypes(parameter: nn.Parameter, policy: Policy, verdict: Verdict) -> ParamDtypes:
     storage = parameter.dtype
-    is_fp32 = storage == torch.float32
     # A parameter that is stored in another dtype than fp32 is frozen: it travels as it is stored, which is smaller.
-    gather = policy.gather_dtype if low and is_fp32 else storage
-    wire = _wire_dtype(policy, low) if parameter.requires_grad else None
+    gather = policy.gather_dtype if verdict.is_low and storage == torch.float32 else storage
+    wire = _wire_dtype(policy, verdict.is_low) if parameter.requires_grad else None
+    computes_in = {"low": policy.gather_dtype, "fp32": torch.float32, "as stored": storage}
     return ParamDtypes(
         storage=storage,
         gather=gather,
-        compute="per op"
-        if policy.mode == "autocast" and not low
-        else short_name(policy.gather_dtype if low else storage),
+        compute="per op" if verdict.compute == "per op" else short_name(computes_in[verdict.compute]),
         gradient=gather if wire else None,
         wire=wire,
         accumulate=policy.grad_accum_dtype if wire else None,

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from zeroamp.attach import attach_hooks
+from zeroamp.buffers import cast_buffers
 from zeroamp.consistency import check_ranks_agree
 from zeroamp.device_support import check_device
 from zeroamp.hooks import Traffic, typed_group_hooks
@@ -49,6 +50,7 @@ def wrap_model(
     mesh = mesh_for_stage(policy.stage, mesh, policy.dp_replicate_size)
     _check_fits(policy, mesh)
     check_ranks_agree(model, mesh)
+    cast_buffers(model, plan)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     holders = shard_model(model, plan, mesh)
     if is_meta:

@@ -12,6 +12,7 @@ from zeroamp.policies.schema.config import Config
 from zeroamp.policies.schema.keys import Block, Unsupported, inner_block, iter_keys, own_class
 
 _WORDS = {"tuple_type": "a list", "model_type": "an object of keys"}  # pydantic's words for JSON's list and object
+_TYPE_ERRORS = ("_type", "_parsing", "_from_float", "value_error")
 _MANY = 12  # keys that an error lists; of a longer block it says where they are
 
 
@@ -26,9 +27,14 @@ def validate(cfg: Mapping[str, Any]) -> Config:
     try:
         config = Config.model_validate(dict(cfg))
     except ValidationError as error:
+        details: dict[str, list[Any]] = {}
         for detail in error.errors():
-            path, text = _explain(detail, cfg)
-            bad.setdefault(path, text)
+            path = _path(detail["loc"], cfg, is_missing=detail["type"] == "missing")
+            details.setdefault(path, []).append(detail)
+        for path, of_path in details.items():
+            # Of a union whose one member got as far as an item of the list, only that says what is wrong.
+            if not any(other.startswith(f"{path}.") for other in details):
+                bad[path] = _explain(path, of_path)
     for path, text in _unsupported(cfg, Config, ""):
         bad.setdefault(path, text)
     if bad or config is None:
@@ -36,22 +42,29 @@ def validate(cfg: Mapping[str, Any]) -> Config:
     return config
 
 
-def _explain(detail: Any, cfg: Mapping[str, Any]) -> tuple[str, str]:
-    path = _path(detail["loc"], cfg, is_missing=detail["type"] == "missing")
+def _explain(path: str, details: list[Any]) -> str:
+    """Put what pydantic says of one key into our words; of a union it says something for every member."""
+    detail = details[0]
     if detail["type"] == "refused":
-        return path, describe(path, **detail["ctx"])
+        return describe(path, **detail["ctx"])
     if detail["type"] == "missing":
-        return path, describe(path, "no such key", "a value", "Add it: it has no default.")
+        return describe(path, "no such key", "a value", "Add it: it has no default.")
     if detail["type"] == "extra_forbidden":
         known = _siblings(path)
         block = path.rpartition(".")[0] or "the top level"
         valid = ", ".join(known) if len(known) <= _MANY else f"the keys of {block} in docs/config.md"
-        return path, describe(path, "a key that neither DeepSpeed 0.19.8 nor zeroamp has", valid, _nearest(path, known))
+        return describe(path, "a key that neither DeepSpeed 0.19.8 nor zeroamp has", valid, _nearest(path, known))
     found = f"{type(detail['input']).__name__} {detail['input']!r}"
-    words = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    is_type = detail["type"].endswith(("_type", "_parsing", "_from_float")) or detail["type"] == "value_error"
-    remedy = "Change the value; JSON types are not converted." if is_type else "Change the value."
-    return path, describe(path, found, _WORDS.get(detail["type"], words), remedy)
+    valid = " or ".join(_valid(each) for each in details)
+    is_type = any(each["type"].endswith(_TYPE_ERRORS) for each in details)
+    return describe(
+        path, found, valid, "Change the value; JSON types are not converted." if is_type else "Change the value."
+    )
+
+
+def _valid(detail: Any) -> str:
+    words: str = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    return _WORDS.get(detail["type"], words)
 
 
 def _path(location: tuple[Any, ...], cfg: Any, *, is_missing: bool) -> str:

@@ -74,8 +74,8 @@ BAD = [
     (
         {"torch_autocast": {**AUTOCAST, "lower_precision_safe_modules": "torch.nn.Linear"}},
         {},
-        "torch_autocast.lower_precision_safe_modules: found str 'torch.nn.Linear'; valid: a list. Change "
-        "the value; JSON types are not converted.",
+        "torch_autocast.lower_precision_safe_modules: found str 'torch.nn.Linear'; valid: 'auto' or a "
+        "list. Change the value; JSON types are not converted.",
     ),
     (
         {"torch_autocast": {**AUTOCAST, "lower_precision_safe_modules": [1]}},
@@ -155,12 +155,6 @@ BAD = [
         {},
         "data_types.param_dtype: found 'bf16' with fp32 precision; valid: \"fp32\". It follows from the "
         "enabled bf16 or fp16 block: remove it.",
-    ),
-    (
-        {"data_types": {"buffer_dtype": "bf16"}},
-        {},
-        'data_types.buffer_dtype: found "bf16", which is not supported; valid: no such key. Remove it: '
-        "buffers keep the dtype they have; cast them before wrap_model.",
     ),
     (
         {"communication_data_type": "int8"},

@@ -231,6 +231,7 @@ def test_units_around_others_children_of_two_parents_and_blocks_used_twice_are_n
     assert joined == {f"blocks.{i}.norm1": (f"blocks.{i}.norm1", f"blocks.{i}.norm2") for i in range(3)}
     assert len(names) == 3 + 3 + 1
     assert names.index("blocks.0.norm1") < names.index("blocks.0")
+    assert merged(model, 10**9, leaf_modules=LeafModules(names=("blocks.1.norm1",)))[1] == {}
     model.blocks.append(model.blocks[0])
     assert merged(model, 10**9)[1] == {"blocks.1": ("blocks.1", "blocks.2")}
 

@@ -5,8 +5,10 @@ from zeroamp.hooks.all_gather import CountingAllGather
 from zeroamp.hooks.autocast import AutocastHook
 from zeroamp.hooks.backward_guard import BackwardGuard
 from zeroamp.hooks.evaluation import ReshardAfterEvaluation
+from zeroamp.hooks.recorded_run import can_run_backward, record_run
 from zeroamp.hooks.reduce_scatter import ReceiveBuffers, WireReduceScatter
 from zeroamp.hooks.safe_module_guard import attach_safe_module_guard
+from zeroamp.hooks.safe_parameters import UseRecorder, tensors_in
 from zeroamp.hooks.shard_accumulator import ShardAccumulator
 from zeroamp.hooks.traffic import Traffic, TrafficKey
 from zeroamp.hooks.typed_groups import (
@@ -27,12 +29,16 @@ __all__ = [
     "ShardAccumulator",
     "Traffic",
     "TrafficKey",
+    "UseRecorder",
     "WireReduceScatter",
     "attach_safe_module_guard",
     "attach_typed_group",
+    "can_run_backward",
     "complete_accumulation",
     "group_policy",
+    "record_run",
     "shard_typed_group",
+    "tensors_in",
     "typed_group_hooks",
     "zero_fill_unused",
 ]

@@ -24,8 +24,9 @@ class ParameterRecord:
     extents: list[Extent | None] = field(default_factory=list)
     """Which part each cast took that autograd differentiates; None where it took a copy."""
     recomputed_extents: list[Extent | None] = field(default_factory=list)
-    """The same for casts during the backward, where checkpointed modules run again."""
-    num_casts_without_grad: int = 0
+    """The same in the backward, where checkpointed modules run again."""
+    extents_without_grad: list[Extent | None] = field(default_factory=list)
+    """The same for casts that autograd does not see: in `no_grad`, in a `torch.autograd.Function`."""
     gradients: list[bool] = field(default_factory=list)
     """For each gradient that arrived: whether it was in the low dtype up to a last cast, as one gathered low is."""
     dtype_read_in: str | None = None
@@ -55,14 +56,14 @@ class ParameterRecord:
         """Whether the gradient has no more bits than the low dtype, so that computing it low computes the same.
 
         One gradient that a last cast widened has not. A sum of several, one per cast, has not either if the casts took
-        parts that do not overlap, for then it only adds zeros. What a backward written by hand returns for a cast
-        that autograd did not see is unknown until it has run.
+        parts that do not overlap, for then it only adds zeros. For that, autograd must have seen every cast, if only when
+        a checkpointed module ran again: what a backward written by hand returns is anyone's guess.
         """
         if with_backward and len(self.gradients) <= 1 and all(self.gradients):
             return True
-        extents = self.extents + [extent for extent in self.recomputed_extents if extent not in self.extents]
-        if not extents or (self.num_casts_without_grad and not with_backward):
+        if not set(self.extents_without_grad) <= set(self.recomputed_extents):
             return False
+        extents = self.extents + [extent for extent in self.recomputed_extents if extent not in self.extents]
         return are_disjoint(extents, self.parameter)
 
 

@@ -15,12 +15,13 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from zeroamp.hooks._dispatch import StorageWeakRef, TorchDispatchMode, is_view_op, storage_of
+from zeroamp.hooks._dispatch import StorageWeakRef, TorchDispatchMode, is_view_op, run_op, storage_of
 from zeroamp.hooks.dtype_reads import DtypeReads
 from zeroamp.hooks.parameter_record import ParameterRecord
 
-_MOVES = frozenset({"clone", "cat", "stack"})
-"""Ops that copy values unchanged: rounding before one is rounding after it, so the readers of the copy decide."""
+_MOVES = frozenset({"clone", "cat", "stack", "slice_backward", "select_backward"})
+"""Ops that copy values unchanged, among zeros at most: rounding before one is rounding after it, so the readers of the
+copy decide."""
 
 _FACTORIES = frozenset(
     {f"{kind}_like" for kind in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")}
@@ -101,7 +102,7 @@ class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run the op and note it."""
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = run_op(func, args, kwargs)
         if func.namespace != "prim":  # prim.device and the like: questions that FakeTensorMode asks
             self._note(func, list(tensors_in((args, kwargs))), out)
         return out
@@ -131,8 +132,11 @@ class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if owners := frozenset().union(*(self._owners(tensor) for tensor in inputs)):
             self._carriers[storage] = owners
             self._copies.add(storage)
-        if any(storage_of(tensor) in self._rounded for tensor in inputs):
+        storages = [storage_of(tensor) for tensor in inputs]
+        if any(source in self._rounded for source in storages):
             self._rounded.add(storage)
+        if all(source in self._widened for source in storages):
+            self._widened.add(storage)
         return None
 
     def _note_cast(self, source: torch.Tensor, out: torch.Tensor) -> None:
@@ -147,17 +151,18 @@ class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif source.dtype.is_floating_point and (storage := storage_of(out)) is not None:
             if out.dtype.itemsize < source.dtype.itemsize:
                 self._rounded.add(storage)
-            elif source.dtype == self._dtype:
+            elif source.dtype == self._dtype and out.dtype.itemsize > source.dtype.itemsize:
                 self._widened.add(storage)
-                if storage_of(source) in self._rounded:
+                # In the backward these mirror the forward's, but for the last cast of a parameter's own gradient.
+                if storage_of(source) in self._rounded and not self.has_run_backward:
                     self.program.append("a round trip through fewer bits")
 
     def _note_cast_of(self, record: ParameterRecord, source: torch.Tensor) -> None:
         record.casts.append(self._here())
-        if not torch.is_grad_enabled():
-            record.num_casts_without_grad += 1
-            return
-        extents = record.recomputed_extents if self.has_run_backward else record.extents
+        if torch.is_grad_enabled():
+            extents = record.recomputed_extents if self.has_run_backward else record.extents
+        else:
+            extents = record.extents_without_grad
         is_copy = storage_of(source) in self._copies
         extents.append(None if is_copy else (int(source.storage_offset()), tuple(source.size()), source.stride()))
 

@@ -56,8 +56,8 @@ class ParameterRecord:
         """Whether the gradient has no more bits than the low dtype, so that computing it low computes the same.
 
         One gradient that a last cast widened has not. A sum of several, one per cast, has not either if the casts took
-        parts that do not overlap, for then it only adds zeros. For that, autograd must have seen every cast, if only when
-        a checkpointed module ran again: what a backward written by hand returns is anyone's guess.
+        parts that do not overlap, for then it only adds zeros. For that, autograd must have seen every cast, if only
+        when a checkpointed module ran again: what a backward written by hand returns is anyone's guess.
         """
         if with_backward and len(self.gradients) <= 1 and all(self.gradients):
             return True

@@ -2,7 +2,6 @@
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 IDS = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(0))
 MASK = torch.ones(2, 9, dtype=torch.long)
@@ -30,7 +29,7 @@ def llama():
 
 def llama_checkpointed():
     model, args, kwargs = llama()
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     return model, args, kwargs
 
 

@@ -78,7 +78,7 @@ def same(first, second):
     """Whether two runs agree in every bit."""
     return (
         len(first[0]) == len(second[0])
-        and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(first[0], second[0]))
+        and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(first[0], second[0], strict=True))
         and first[1].keys() == second[1].keys()
         and all(torch.equal(first[1][name], second[1][name]) for name in first[1])
     )

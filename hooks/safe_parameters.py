@@ -97,6 +97,13 @@ class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name in self._owners(tensor):
             self.records[name].dtype_read_in = self.records[name].dtype_read_in or self._here()
 
+    def verdicts(self) -> dict[str, tuple[bool, str]]:
+        """Return for every parameter whether it is safe, and why."""
+        return {
+            name: record.verdict(self._dtype, with_backward=self.has_run_backward)
+            for name, record in self.records.items()
+        }
+
     def __torch_dispatch__(
         self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.example_inputs import example_arguments
 from zeroamp.hooks import UseRecorder, can_run_backward, record_run, tensors_in
 from zeroamp.policies.dtypes import LOW_DTYPES
-from zeroamp.policies.errors import ConfigError, describe
+from zeroamp.policies.errors import ConfigError, WrapError, describe
 from zeroamp.policies.safe_modules import KEY
 from zeroamp.unrouted import twins_of_unrouted
 
@@ -24,13 +25,12 @@ MAX_REAL_RUN_BYTES = 1024**3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SafeParameters:
-    """What `discover_safe_parameters` returns. Names are those of `model.named_parameters()`: of tied weights, the
-    first."""
+    """What `discover_safe_parameters` returns. Names are those of `model.named_parameters()`."""
 
     safe: frozenset[str]
-    """Parameters that are only ever cast to the low dtype."""
+    """Parameters that are only ever cast to the low dtype. A tied weight is there under its first name."""
     reasons: Mapping[str, str]
-    """For every parameter, safe or not: the op and the module that decided."""
+    """For every parameter, safe or not: the op and the module that decided, and the other names of a tied weight."""
 
 
 def discover_safe_parameters(
@@ -43,12 +43,12 @@ def discover_safe_parameters(
     """Run the model's forward and backward once under autocast, and see which parameters it only casts to `dtype`.
 
     Gathering exactly these in `dtype` changes no bit of the output or of a gradient. The run is on fake tensors: it
-    computes nothing, costs no memory, and takes models on the meta device. It follows the path that the inputs and the
-    model's present `training` flags take. The model is left as it was.
+    computes nothing, costs no memory, and takes models on the meta device. It takes the path that the inputs and the
+    present `training` flags lead to. The model is left as it was; what its forward does to other objects stays.
 
     Args:
         model: A plain model, before `wrap_model`.
-        args: Positional inputs of the forward; on any device.
+        args: Positional inputs of the forward, on any device.
         kwargs: Keyword inputs. With no inputs at all, those of a transformers model's `dummy_inputs` are used.
         dtype: torch.bfloat16 or torch.float16.
         device_type: Where the model will run: autocast's list of ops is another for each device type.
@@ -56,16 +56,14 @@ def discover_safe_parameters(
     Raises:
         ConfigError: the dtype or device type cannot be used here, there are no inputs, or control flow depends on
             values and the model is too large, or on the meta device, to run it for real.
+        WrapError: the model is wrapped already.
     """
-    _check_target(dtype, device_type)
+    _check_target(model, dtype, device_type)
     if not args and not kwargs:
         args, kwargs = example_arguments(model)
     tracer = _Tracer(model, args, kwargs or {}, dtype, device_type)
     recorder = tracer.run()
-    verdicts = {
-        name: record.verdict(dtype, with_backward=recorder.has_run_backward)
-        for name, record in recorder.records.items()
-    }
+    verdicts = recorder.verdicts()
     _judge_dtype_reads(tracer, recorder, verdicts)
     if not tracer.fake:
         _judge_unrouted(model, recorder, verdicts)
@@ -76,7 +74,16 @@ def discover_safe_parameters(
     )
 
 
-def _check_target(dtype: torch.dtype, device_type: str) -> None:
+def _check_target(model: nn.Module, dtype: torch.dtype, device_type: str) -> None:
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise WrapError(
+            describe(
+                type(model).__name__,
+                "a model that FSDP2 has sharded",
+                "a plain model",
+                "Call discover_safe_parameters before wrap_model or fully_shard.",
+            )
+        )
     if dtype not in LOW_DTYPES:
         raise ConfigError(
             describe("dtype", dtype, "torch.bfloat16 or torch.float16", "Parameters are gathered in one of these.")

@@ -6,12 +6,15 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import zeroamp
 from tests.gather_oracle import gathered, is_unchanged, randomise, rounded
 from tests.models import MODELS, batch, build
 from tests.parameter_uses import BF16, USES, Uses
+from tests.ranks import RankError
 from zeroamp import discover
 from zeroamp.example_inputs import example_arguments
 from zeroamp.ownership import find_uses
@@ -257,7 +260,7 @@ def test_targets_that_cannot_be(options, message):
 
 class Layer(nn.Sequential):
     def __init__(self):
-        super().__init__(nn.Linear(8, 8), nn.PReLU())
+        super().__init__(nn.Linear(8, 8))
 
 
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch is built for CUDA")
@@ -268,9 +271,10 @@ def test_cuda_needs_a_torch_that_is_built_for_it():
 
 @pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="autograd aborts on CUDA tensors in a CPU build")
 def test_cuda_is_traced_where_there_may_be_none():
-    found = {kind: zeroamp.discover_safe_parameters(Layer(), (X,), device_type=kind) for kind in ("cpu", "cuda")}
-    assert found["cpu"].safe == {"0.weight", "0.bias"}
-    assert found["cuda"].safe == {"0.weight", "0.bias", "1.weight"}  # PReLU is on CUDA's list alone
+    model = Uses(lambda m, x: m.lin(x) * torch.mv(m.w, x[0]))  # mv is on CUDA's list alone
+    found = {kind: zeroamp.discover_safe_parameters(model, (X,), device_type=kind) for kind in ("cpu", "cuda")}
+    assert found["cpu"].safe == {"lin.weight"}
+    assert found["cuda"].safe == {"lin.weight", "w"}
     assert not torch.is_autocast_enabled("cuda")
 
 
@@ -295,6 +299,16 @@ def test_without_a_cuda_device_what_only_a_backward_shows_is_unsafe():
         zeroamp.discover_safe_parameters(Uses(opens_a_region), (X,), device_type="cuda")
     with pytest.raises(zeroamp.ConfigError, match="LSTM"):
         zeroamp.discover_safe_parameters(nn.LSTM(8, 4), (X,), device_type="cuda")
+
+
+def _discover_sharded():
+    model = fully_shard(nn.Linear(8, 8), mesh=init_device_mesh("cpu", (2,)))
+    zeroamp.discover_safe_parameters(model, (X.detach(),))
+
+
+def test_a_sharded_model_is_refused(ranks2):
+    with pytest.raises(RankError, match="WrapError: FSDPLinear: found a model that FSDP2 has sharded"):
+        ranks2.run(_discover_sharded)
 
 
 class Dummies(nn.Module):

@@ -7,8 +7,10 @@ from zeroamp.hooks.backward_guard import BackwardGuard
 from zeroamp.hooks.evaluation import ReshardAfterEvaluation
 from zeroamp.hooks.fp32_region import Fp32Region
 from zeroamp.hooks.outer_autocast import OuterAutocastGuard
+from zeroamp.hooks.recorded_run import can_run_backward, record_run
 from zeroamp.hooks.reduce_scatter import ReceiveBuffers, WireReduceScatter
 from zeroamp.hooks.safe_module_guard import attach_safe_module_guard
+from zeroamp.hooks.safe_parameters import UseRecorder, tensors_in
 from zeroamp.hooks.shard_accumulator import ShardAccumulator
 from zeroamp.hooks.traffic import Traffic, TrafficKey
 from zeroamp.hooks.typed_groups import (
@@ -31,14 +33,18 @@ __all__ = [
     "ShardAccumulator",
     "Traffic",
     "TrafficKey",
+    "UseRecorder",
     "WireReduceScatter",
     "attach_safe_module_guard",
     "attach_typed_group",
+    "can_run_backward",
     "complete_accumulation",
     "group_policy",
     "modules_to_run",
     "release",
+    "record_run",
     "shard_typed_group",
+    "tensors_in",
     "typed_group_hooks",
     "zero_fill_unused",
 ]

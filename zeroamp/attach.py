@@ -20,6 +20,7 @@ from zeroamp.hooks import (
 )
 from zeroamp.policies.accumulation import sharded_accumulation
 from zeroamp.policies.policy import Policy
+from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES, resolve_safe_classes
 from zeroamp.prefetch import attach_prefetch
 from zeroamp.state import WrapState
 
@@ -68,5 +69,10 @@ def _needs_train_step(policy: Policy) -> str:
 
 def _guard_safe_modules(model: nn.Module, state: WrapState) -> None:
     low = [param for param in state.plan.params if param.dtypes.gather != param.dtypes.storage]
+    # A traced run that found a parameter safe may have found it outside autocast, cast by the model itself.
+    is_auto = state.plan.policy.lower_precision_safe_modules == "auto"
+    classes = resolve_safe_classes(DEFAULT_SAFE_MODULES, model) if is_auto else (nn.Module,)
     for fqn in sorted({owner for param in low for owner in param.owner_fqns}):
+        if not isinstance(model.get_submodule(fqn), classes):
+            continue
         state.handles.append(attach_safe_module_guard(model.get_submodule(fqn), fqn, state.mesh.device_type))

@@ -26,8 +26,7 @@ def mesh_for_stage(stage: Stage, mesh: DeviceMesh | None, num_replicas: int = 1)
     if mesh is None:
         if not dist.is_initialized():
             dist.init_process_group()
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        device_type = "cpu" if accelerator is None else accelerator.type
+        device_type = current_device_type()
         ranks = dist.get_world_size()
         if stage == 0:
             return init_device_mesh(device_type, (ranks, 1), mesh_dim_names=(REPLICATE, SHARD))
@@ -97,6 +96,12 @@ def refuse_partition(policy: Policy, mesh: DeviceMesh) -> None:
             "Leave it out, or set it to the number of ranks of one machine.",
         )
     )
+
+
+def current_device_type() -> str:
+    """Return the type of this machine's accelerator, else "cpu": what FSDP2 would choose."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
 
 
 def shard_size(mesh: DeviceMesh) -> int:

@@ -1,11 +1,12 @@
 """From a model and a `Policy` to a `Plan`: which parameter travels in which dtype, and in which group.
 
-Pure: reads module classes, shapes and names only, so it works on the meta device and without a process group.
+Reads module classes, shapes and names only (for safe modules "auto" it traces the model), so it works on the meta
+device and without a process group.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -127,8 +128,22 @@ class Plan:
         return sum(group.numel for group in self.groups if group.unit == unit and group.kind != "model-wide")
 
 
-def build_plan(model: nn.Module, policy: Policy, auto_wrap_policy: AutoWrapPolicy = None) -> Plan:
+def build_plan(
+    model: nn.Module,
+    policy: Policy,
+    auto_wrap_policy: AutoWrapPolicy = None,
+    example_inputs: Any = None,
+    device_type: str | None = None,
+) -> Plan:
     """Decide units, dtypes and groups.
+
+    Args:
+        model: a plain model, on the meta device too.
+        policy: from `policy_from_config`.
+        auto_wrap_policy: which modules are units, see `zeroamp.policies.find_units`.
+        example_inputs: for `lower_precision_safe_modules` "auto": a tuple of positional arguments, a mapping of keyword
+            arguments or a tensor. None takes a transformers model's own `dummy_inputs`.
+        device_type: where the model will run, for the same; None is this machine's accelerator, else the CPU.
 
     Raises:
         WrapError: the wrap policy matches nothing, or a parameter cannot be handled.
@@ -137,7 +152,10 @@ def build_plan(model: nn.Module, policy: Policy, auto_wrap_policy: AutoWrapPolic
     """
     units, merged = plan_units(model, policy, auto_wrap_policy)
     regions = find_fp32_regions(model, policy)
-    params = _plan_params(model, policy, find_uses(model, units, merged), regions)
+    uses = find_uses(model, units, merged)
+    for use in uses:
+        refuse_unusable(use)
+    params = _plan_params(policy, uses, judge(model, policy, uses, regions, example_inputs, device_type))
     return Plan(
         policy=policy,
         units=units,
@@ -148,11 +166,9 @@ def build_plan(model: nn.Module, policy: Policy, auto_wrap_policy: AutoWrapPolic
     )
 
 
-def _plan_params(model: nn.Module, policy: Policy, uses: list[ParameterUses], regions: Fp32Regions) -> list[ParamPlan]:
-    for use in uses:
-        refuse_unusable(use)
+def _plan_params(policy: Policy, uses: Iterable[ParameterUses], verdicts: Iterable[Verdict]) -> list[ParamPlan]:
     params = []
-    for use, verdict in zip(uses, judge(model, policy, uses, regions), strict=True):
+    for use, verdict in zip(uses, verdicts, strict=True):
         dtypes = _dtypes(use.parameter, policy, verdict)
         is_low = verdict.is_low and dtypes.storage == torch.float32
         params.append(

@@ -2,18 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from zeroamp.discover import discover_safe_parameters
+from zeroamp.example_inputs import example_arguments
 from zeroamp.fp32_regions import KEY as FP32_KEY
 from zeroamp.fp32_regions import Fp32Regions
+from zeroamp.mesh import current_device_type
 from zeroamp.ownership import ParameterUses
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import ConfigError, describe
 from zeroamp.policies.policy import Policy
-from zeroamp.policies.safe_modules import KEY, resolve_safe_classes, unsafe_owner
+from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES, KEY, resolve_safe_classes, unsafe_owner
 
 Compute = Literal["low", "per op", "fp32", "as stored"]
 
@@ -30,14 +33,29 @@ class Verdict:
     reason: str
 
 
-def judge(model: nn.Module, policy: Policy, uses: Sequence[ParameterUses], regions: Fp32Regions) -> list[Verdict]:
-    """Decide for every use.
+def judge(
+    model: nn.Module,
+    policy: Policy,
+    uses: Sequence[ParameterUses],
+    regions: Fp32Regions,
+    example_inputs: Any = None,
+    device_type: str | None = None,
+) -> list[Verdict]:
+    """Decide for every use. The last two are for `lower_precision_safe_modules` "auto": what the traced run gets.
 
     Raises:
-        ConfigError: a safe module class is unknown or owns no parameter, or a pattern of `keep_in_fp32_modules` cuts
-            through a tied parameter or keeps one that is stored in less than fp32.
+        ConfigError: a safe module class is unknown or owns no parameter, the run for "auto" cannot be traced or finds
+            nothing safe, or a pattern of `keep_in_fp32_modules` cuts through a tied parameter or keeps one that is
+            stored in less than fp32.
     """
-    by_class = _judge_by_class(model, policy, uses) if policy.mode == "autocast" else None
+    of_autocast: list[Verdict] = []
+    if policy.mode == "autocast":
+        names = policy.lower_precision_safe_modules
+        of_autocast = (
+            _judge_by_run(model, policy, uses, example_inputs, device_type)
+            if names == "auto"
+            else _judge_by_class(model, names, uses)
+        )
     verdicts = []
     for index, use in enumerate(uses):
         if not use.parameter.dtype.is_floating_point:
@@ -45,8 +63,8 @@ def judge(model: nn.Module, policy: Policy, uses: Sequence[ParameterUses], regio
             verdicts.append(Verdict(is_low=False, compute="as stored", reason=reason))
         elif kept := _kept(use, regions, policy):
             verdicts.append(kept)
-        elif by_class is not None:
-            verdicts.append(by_class[index])
+        elif of_autocast:
+            verdicts.append(of_autocast[index])
         else:
             is_low = policy.mode != "fp32"
             compute: Compute = "low" if is_low else "as stored"
@@ -89,10 +107,35 @@ def _kept(use: ParameterUses, regions: Fp32Regions, policy: Policy) -> Verdict |
     )
 
 
-def _judge_by_class(model: nn.Module, policy: Policy, uses: Sequence[ParameterUses]) -> list[Verdict]:
-    names = policy.lower_precision_safe_modules
-    if names == "auto":
-        raise AssertionError("expected names of classes, got auto")
+def _judge_by_run(
+    model: nn.Module,
+    policy: Policy,
+    uses: Sequence[ParameterUses],
+    example_inputs: Any,
+    device_type: str | None,
+) -> list[Verdict]:
+    if policy.low_dtype is None:
+        raise AssertionError(f"expected a low dtype in mode {policy.mode}, got None")
+    args, kwargs = example_arguments(model, example_inputs)
+    found = discover_safe_parameters(model, args, kwargs, policy.low_dtype, device_type or current_device_type())
+    classes = resolve_safe_classes(DEFAULT_SAFE_MODULES, model)
+    verdicts = []
+    for use in uses:
+        name = use.fqns[0]
+        is_low = name in found.safe
+        would_be_low = unsafe_owner(use.named_owners(), classes) is None
+        otherwise = "gather it low" if would_be_low else "keep it in fp32"
+        wrong = f"; the default class list would {otherwise}" if is_low != would_be_low else ""
+        reason = f"{found.reasons[name]}{wrong}"
+        verdicts.append(Verdict(is_low=is_low, compute="low" if is_low else "per op", reason=reason))
+    if not any(verdict.is_low for verdict in verdicts):
+        found_words = f'"auto", which finds no parameter of {type(model).__name__} that autocast only casts'
+        remedy = f"Of the first it says: {verdicts[0].reason}." if verdicts else "It has no parameters."
+        raise ConfigError(describe(KEY, found_words, "a model with layers that autocast runs in low precision", remedy))
+    return verdicts
+
+
+def _judge_by_class(model: nn.Module, names: Sequence[str], uses: Sequence[ParameterUses]) -> list[Verdict]:
     classes = resolve_safe_classes(names, model)
     verdicts = []
     for use in uses:

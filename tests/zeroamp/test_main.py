@@ -20,7 +20,7 @@ def test_the_entry_point_is_the_one_of_python_m():
 
 def test_without_typer_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "typer", None)
-    monkeypatch.delitem(sys.modules, "zeroamp.cli")
+    monkeypatch.delitem(sys.modules, "zeroamp.cli", raising=False)
     with pytest.raises(SystemExit) as raised:
         main()  # a text as its code: Python prints it to stderr and exits with 1
     assert raised.value.code == "The command line of zeroamp needs typer: pip install zeroamp[cli]"
@@ -28,7 +28,7 @@ def test_without_typer_one_line_says_what_to_install(monkeypatch):
 
 def test_another_missing_package_is_not_taken_for_typer(monkeypatch):
     monkeypatch.setitem(sys.modules, "json", None)
-    monkeypatch.delitem(sys.modules, "zeroamp.cli")
+    monkeypatch.delitem(sys.modules, "zeroamp.cli", raising=False)
     with pytest.raises(ModuleNotFoundError, match="json"):
         main()
 

@@ -36,7 +36,7 @@ def test_another_missing_package_is_not_taken_for_typer(monkeypatch):
 def python(*arguments, cwd):
     command = [sys.executable, *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # this checkout, wherever it runs
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False)
 
 
 def test_python_m_explains_a_model_that_no_machine_holds(python_file, tmp_path):

@@ -50,7 +50,8 @@ def fill_auto(cfg: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str,
             if filled[path] == AUTO:
                 filled[path] = _derive(rule, name, value)
     if left := [path for path in flat if _is_open(path, flat) and filled[path] == AUTO]:
-        remedy = f"Pass it, for example policy_from_config(cfg, {left[0].rpartition('.')[2]}=...)."
+        name = left[0].rpartition(".")[2]
+        remedy = f"Pass it: policy_from_config(cfg, {name}=...), or --auto {name}=... on the command line."
         found = '"auto" and no argument that fills it'
         raise ConfigError("\n".join(describe(path, found, "a value", remedy) for path in left))
     return nest(filled)

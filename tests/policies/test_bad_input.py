@@ -377,9 +377,11 @@ BAD = [
         {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto"},
         {},
         'train_micro_batch_size_per_gpu: found "auto" and no argument that fills it; valid: a value. '
-        "Pass it, for example policy_from_config(cfg, train_micro_batch_size_per_gpu=...).\n"
-        'gradient_clipping: found "auto" and no argument that fills it; valid: a value. Pass it, for '
-        "example policy_from_config(cfg, train_micro_batch_size_per_gpu=...).",
+        "Pass it: policy_from_config(cfg, train_micro_batch_size_per_gpu=...), or --auto "
+        'train_micro_batch_size_per_gpu=... on the command line.\ngradient_clipping: found "auto" and no '
+        "argument that fills it; valid: a value. Pass it: policy_from_config(cfg, "
+        "train_micro_batch_size_per_gpu=...), or --auto train_micro_batch_size_per_gpu=... on the "
+        "command line.",
     ),
     (
         {"gradient_clipping": "auto"},

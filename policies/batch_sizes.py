@@ -76,7 +76,7 @@ def _accumulation_steps(total: int | None, micro: int | None, ranks: int | None)
 
 
 def _divide(total: int, factor: int, words: str) -> int:
-    if total < factor or total % factor:
+    if total % factor:
         raise ConfigError(
             describe(_TOTAL, f"{total}", f"a multiple of {factor} = {words}", "Change one of them; nothing is rounded.")
         )

@@ -36,6 +36,12 @@ def test_a_disabled_block_is_validated_but_has_no_effect():
     assert policy_from_config({"torch_autocast": {"enabled": False, "dtype": "fp32"}}).mode == "fp32"
 
 
+def test_a_check_of_a_mode_that_is_off_has_no_effect():
+    policy = policy_from_config({"torch_autocast": AUTOCAST, "bf16": {"enabled": False, "check_grad_overflow": True}})
+    assert not policy.check_grad_overflow
+    assert "bf16 is not enabled" in policy.report()
+
+
 def test_a_key_twice_in_a_file_is_refused(tmp_path):
     path = tmp_path / "config.json"
     path.write_text('{"gradient_clipping": 1.0, "gradient_clipping": 2.0}')

@@ -11,11 +11,13 @@ import torch
 from torch import nn
 
 from zeroamp.ownership import ParameterUses, find_uses, innermost_common, refuse_unusable
+from zeroamp.policies.accumulation import accumulation_dtype
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.errors import ConfigError, describe
 from zeroamp.policies.policy import Policy
 from zeroamp.policies.safe_modules import KEY, resolve_safe_classes, unsafe_owner
 from zeroamp.policies.wrap import AutoWrapPolicy
+from zeroamp.run_order import UnitRun, run_order
 from zeroamp.units import plan_units
 
 GroupKind = Literal["unit", "typed", "model-wide"]
@@ -49,6 +51,8 @@ class ParamPlan:
     """Other names of the same tensor (tied weights)."""
     owner_fqns: tuple[str, ...]
     """Modules that own it directly, each once."""
+    owner_classes: tuple[str, ...]
+    """Names of their classes, each once."""
     shape: tuple[int, ...]
     unit: str
     """FQN of the innermost unit that contains all owners; "" is the root."""
@@ -105,6 +109,8 @@ class Plan:
     units: tuple[str, ...]
     """FQNs below the root, children before parents; a merged unit is known by its first module's."""
     groups: tuple[GroupPlan, ...]
+    run: UnitRun
+    """The order in which the units run, as far as the module tree can tell."""
     empty_params: tuple[ParamPlan, ...] = ()
     """Parameters without elements: in no group, since there is nothing to shard and FSDP2 cannot reduce them."""
     merged: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
@@ -139,6 +145,7 @@ def build_plan(model: nn.Module, policy: Policy, auto_wrap_policy: AutoWrapPolic
         units=units,
         merged=merged,
         groups=tuple(_group((param for param in params if param.numel > 0), policy)),
+        run=run_order(model, units, merged),
         empty_params=tuple(param for param in params if param.numel == 0),
     )
 
@@ -154,6 +161,7 @@ def _plan_params(model: nn.Module, policy: Policy, uses: Iterable[ParameterUses]
                 fqn=use.fqns[0],
                 aliases=tuple(use.fqns[1:]),
                 owner_fqns=tuple(use.owners.values()),
+                owner_classes=tuple(dict.fromkeys(type(owner).__name__ for owner in use.owners)),
                 shape=tuple(use.parameter.shape),
                 unit=(unit := innermost_common(use.chains)),
                 is_inside_inner_units=all((chain[-1] if chain else "") != unit for chain in use.chains),
@@ -200,7 +208,7 @@ def _dtypes(parameter: nn.Parameter, policy: Policy, low: bool) -> ParamDtypes:
         else short_name(policy.gather_dtype if low else storage),
         gradient=gather if wire else None,
         wire=wire,
-        accumulate=policy.grad_accum_dtype if wire else None,
+        accumulate=accumulation_dtype(policy) if wire else None,
         optimizer=storage if wire else None,
     )
 

@@ -24,19 +24,22 @@ def refusal(low_dtype: torch.dtype | None, accumulate: torch.dtype) -> str | Non
     return None
 
 
+def accumulation_dtype(policy: Policy) -> torch.dtype:
+    """Return the dtype in which the gradients of a window's micro-batches are summed; fp32 where there is one only."""
+    return policy.grad_accum_dtype if policy.gradient_accumulation_steps > 1 else torch.float32
+
+
 def unsharded_accumulation(policy: Policy) -> torch.dtype:
     """Return the dtype in which FSDP2 keeps unsharded gradients between micro-batches.
 
     fp32 where it keeps none: at stages 2 and 3, and with one micro-batch, whose gradient goes to the wire as it is.
     """
-    accumulates = policy.stage < 2 and policy.gradient_accumulation_steps > 1
-    return policy.grad_accum_dtype if accumulates else torch.float32
+    return accumulation_dtype(policy) if policy.stage < 2 else torch.float32
 
 
 def sharded_accumulation(policy: Policy) -> torch.dtype:
     """Return the dtype in which reduced gradients are kept between micro-batches; fp32 where none are."""
-    accumulates = policy.stage >= 2 and policy.gradient_accumulation_steps > 1
-    return policy.grad_accum_dtype if accumulates else torch.float32
+    return accumulation_dtype(policy) if policy.stage >= 2 else torch.float32
 
 
 def how(policy: Policy) -> str:

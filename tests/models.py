@@ -102,6 +102,76 @@ class Encoder(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
 
 
+class ExpertList(nn.Module):
+    """Experts as modules. All run, on the tokens that chose them, so that each has a gradient on every rank."""
+
+    def __init__(self, num_experts, width, inner):
+        super().__init__()
+        self.experts = nn.ModuleList(
+            nn.ModuleDict({"gate_up": nn.Linear(width, 2 * inner, bias=False), "down": nn.Linear(inner, width)})
+            for _ in range(num_experts)
+        )
+
+    def forward(self, tokens, weights):
+        result = torch.zeros_like(tokens)
+        for index, expert in enumerate(self.experts):
+            chosen = weights[:, index].nonzero().flatten()
+            gate, up = expert["gate_up"](tokens[chosen]).chunk(2, dim=-1)
+            output = expert["down"](F.silu(gate) * up) * weights[chosen, index, None]
+            result = result.index_add(0, chosen, output.to(result.dtype))
+        return result
+
+
+class StackedExperts(nn.Module):
+    """Experts as slices of two parameters, which no Linear owns."""
+
+    def __init__(self, num_experts, width, inner):
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.randn(num_experts, width, 2 * inner) * 0.1)
+        self.down = nn.Parameter(torch.randn(num_experts, inner, width) * 0.1)
+
+    def forward(self, tokens, weights):
+        gate, up = torch.bmm(tokens.expand(len(self.gate_up), -1, -1), self.gate_up).chunk(2, dim=-1)
+        output = torch.bmm(F.silu(gate) * up, self.down)  # every expert on every token; most weights are 0
+        return (output * weights.t()[:, :, None]).sum(0).to(tokens.dtype)
+
+
+class MoeBlock(nn.Module):
+    def __init__(self, experts, num_experts, width=WIDTH):
+        super().__init__()
+        self.norm = RMSNorm(width)
+        self.router = nn.Linear(width, num_experts, bias=False)
+        self.experts = experts(num_experts, width, width // 2)
+
+    def forward(self, x):
+        tokens = self.norm(x).flatten(0, 1)
+        weights = self.router(tokens).float().softmax(-1)
+        top, chosen = weights.topk(2, dim=-1)
+        weights = torch.zeros_like(weights).scatter(1, chosen, top / top.sum(-1, keepdim=True)).to(tokens.dtype)
+        return x + self.experts(tokens, weights).view_as(x)
+
+
+class Moe(nn.Module):
+    """Mixtral-like decoder without attention: a router and the two of its experts that it picks, in both usual forms.
+
+    The number of experts does not divide by the ranks.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(MoeBlock(experts, 5) for experts in (ExpertList, StackedExperts))
+        self.norm = RMSNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
 def hf_llama_config(**more):
     from transformers import LlamaConfig
 
@@ -126,6 +196,7 @@ MODELS = {
     "conv": ConvNet,
     "encoder": Encoder,
     "hf_llama": HfLlama,
+    "moe": Moe,
 }
 
 

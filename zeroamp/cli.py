@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 import zeroamp
+from zeroamp.mesh import mesh_shape
 from zeroamp.model_source import load_model
 from zeroamp.plan import Plan, build_plan
 from zeroamp.policies import Policy, ZeroAmpError, policy_from_config
@@ -33,7 +34,9 @@ app = typer.Typer(
 ConfigPath = Annotated[Path, typer.Argument(help="The config, a JSON file.", show_default=False)]
 WorldSize = Annotated[
     int | None,
-    typer.Option("--world-size", metavar="N", min=1, help="Ranks of the run, which some keys are checked against."),
+    typer.Option(
+        "--world-size", metavar="N", min=1, help="Ranks of the run, for keys that depend on them and for bytes."
+    ),
 ]
 Auto = Annotated[
     list[str] | None, typer.Option("--auto", metavar="KEY=VALUE", help='Value of a key that is "auto"; repeatable.')
@@ -97,6 +100,7 @@ def explain(
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object: config, units, summary, groups, parameters.")
     ] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="The same tables as Markdown.")] = False,
     per_parameter: Annotated[
         bool, typer.Option("--per-parameter", help="Also one row per parameter (--json has them always).")
     ] = False,
@@ -105,15 +109,20 @@ def explain(
     auto_wrap: AutoWrap = None,
     verbose: Verbosity = 0,
 ) -> None:
-    """Print the dtype ledger: which dtype a model gets where.
+    """Print the dtype ledger: which dtype a model gets where, and the bytes of an optimizer step.
 
-    The model is built on the meta device.
+    The model is built on the meta device. Bytes per rank need --world-size.
     """
+    if as_json and as_markdown:
+        raise typer.BadParameter("--json and --markdown are two forms of one output: name one.", param_hint="--json")
     values = _auto_values(auto or [])
     with _messages_to_stderr(verbose):
-        ledger = Ledger(plan=_plan(model, policy_from_config(config, world_size=world_size, **values), auto_wrap))
+        policy = policy_from_config(config, world_size=world_size, **values)
+        ledger = _ledger(_plan(model, policy, auto_wrap), world_size)
         if as_json:
             typer.echo(json.dumps(ledger.to_dict(), indent=2, allow_nan=False))
+        elif as_markdown:
+            typer.echo(ledger.to_markdown(per_parameter=per_parameter))
         else:
             typer.echo(ledger)
             if per_parameter:
@@ -123,6 +132,13 @@ def explain(
 def _plan(source: str, policy: Policy, auto_wrap: list[str] | None) -> Plan:
     with redirect_stdout(sys.stderr):  # a factory may print, and stdout may be parsed
         return build_plan(load_model(source), policy, auto_wrap)
+
+
+def _ledger(plan: Plan, world_size: int | None) -> Ledger:
+    if world_size is None:
+        return Ledger(plan=plan)
+    *replicas, num_shards = mesh_shape(plan.policy.stage, world_size, plan.policy.dp_replicate_size)
+    return Ledger(plan=plan, num_shards=num_shards, num_replicas=replicas[0] if replicas else None)
 
 
 def _auto_values(pairs: list[str]) -> dict[str, Any]:

@@ -26,16 +26,8 @@ def mesh_for_stage(stage: Stage, mesh: DeviceMesh | None, num_replicas: int = 1)
     if mesh is None:
         if not dist.is_initialized():
             dist.init_process_group()
-        device_type = current_device_type()
-        ranks = dist.get_world_size()
-        if stage == 0:
-            return init_device_mesh(device_type, (ranks, 1), mesh_dim_names=(REPLICATE, SHARD))
-        if num_replicas == 1:
-            return init_device_mesh(device_type, (ranks,), mesh_dim_names=(SHARD,))
-        if ranks % num_replicas:
-            raise ConfigError(_replicas(num_replicas, f"a divisor of the {ranks} ranks"))
-        shape = (num_replicas, ranks // num_replicas)
-        return init_device_mesh(device_type, shape, mesh_dim_names=(REPLICATE, SHARD))
+        shape = mesh_shape(stage, dist.get_world_size(), num_replicas)
+        return init_device_mesh(current_device_type(), shape, mesh_dim_names=(REPLICATE, SHARD)[-len(shape) :])
     _refuse_unusable(stage, mesh)
     if num_replicas not in (1, replicate_size(mesh)):
         raise ConfigError(_replicas(num_replicas, f"{replicate_size(mesh)}, the replicas of the mesh given"))
@@ -45,6 +37,21 @@ def mesh_for_stage(stage: Stage, mesh: DeviceMesh | None, num_replicas: int = 1)
         groups = [mesh.get_group(), alone]
         return DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh.view(-1, 1), mesh_dim_names=(REPLICATE, SHARD))
     return mesh
+
+
+def mesh_shape(stage: Stage, num_ranks: int, num_replicas: int = 1) -> tuple[int, ...]:
+    """Return the shape of the mesh that `num_ranks` ranks get where none is given: (shard,) or (replicate, shard).
+
+    Raises:
+        ConfigError: `num_replicas` does not divide the ranks.
+    """
+    if stage == 0:
+        return (num_ranks, 1)
+    if num_replicas == 1:
+        return (num_ranks,)
+    if num_ranks % num_replicas:
+        raise ConfigError(_replicas(num_replicas, f"a divisor of the {num_ranks} ranks"))
+    return (num_replicas, num_ranks // num_replicas)
 
 
 def _refuse_unusable(stage: Stage, mesh: DeviceMesh) -> None:

@@ -13,9 +13,11 @@ from torch import nn
 
 from zeroamp.fp32_regions import Fp32Regions, find_fp32_regions
 from zeroamp.ownership import ParameterUses, find_uses, innermost_common, refuse_unusable
+from zeroamp.policies.accumulation import accumulation_dtype
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.policy import Policy
 from zeroamp.policies.wrap import AutoWrapPolicy
+from zeroamp.run_order import UnitRun, run_order
 from zeroamp.units import plan_units
 from zeroamp.verdicts import Verdict, judge
 
@@ -50,6 +52,8 @@ class ParamPlan:
     """Other names of the same tensor (tied weights)."""
     owner_fqns: tuple[str, ...]
     """Modules that own it directly, each once."""
+    owner_classes: tuple[str, ...]
+    """Names of their classes, each once."""
     shape: tuple[int, ...]
     unit: str
     """FQN of the innermost unit that contains all owners; "" is the root."""
@@ -106,6 +110,8 @@ class Plan:
     units: tuple[str, ...]
     """FQNs below the root, children before parents; a merged unit is known by its first module's."""
     groups: tuple[GroupPlan, ...]
+    run: UnitRun
+    """The order in which the units run, as far as the module tree can tell."""
     empty_params: tuple[ParamPlan, ...] = ()
     """Parameters without elements: in no group, since there is nothing to shard and FSDP2 cannot reduce them."""
     merged: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
@@ -162,6 +168,7 @@ def build_plan(
         merged=merged,
         fp32_regions=regions,
         groups=tuple(_group((param for param in params if param.numel > 0), policy)),
+        run=run_order(model, units, merged),
         empty_params=tuple(param for param in params if param.numel == 0),
     )
 
@@ -176,6 +183,7 @@ def _plan_params(policy: Policy, uses: Iterable[ParameterUses], verdicts: Iterab
                 fqn=use.fqns[0],
                 aliases=tuple(use.fqns[1:]),
                 owner_fqns=tuple(use.owners.values()),
+                owner_classes=tuple(dict.fromkeys(type(owner).__name__ for owner in use.owners)),
                 shape=tuple(use.parameter.shape),
                 unit=(unit := innermost_common(use.chains)),
                 is_inside_inner_units=all((chain[-1] if chain else "") != unit for chain in use.chains),
@@ -199,7 +207,7 @@ def _dtypes(parameter: nn.Parameter, policy: Policy, verdict: Verdict) -> ParamD
         compute="per op" if verdict.compute == "per op" else short_name(computes_in[verdict.compute]),
         gradient=gather if wire else None,
         wire=wire,
-        accumulate=policy.grad_accum_dtype if wire else None,
+        accumulate=accumulation_dtype(policy) if wire else None,
         optimizer=storage if wire else None,
     )
 

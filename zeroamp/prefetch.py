@@ -20,7 +20,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.plan import Plan
-from zeroamp.units import backward_order, forward_order
 
 
 def attach_prefetch(model: nn.Module, plan: Plan, holders: Mapping[str, FSDPModule]) -> None:
@@ -36,9 +35,9 @@ def attach_prefetch(model: nn.Module, plan: Plan, holders: Mapping[str, FSDPModu
         ]
         for unit in ("", *plan.units)
     }
-    for unit, ahead in fits(forward_order(model, plan.units), plan, size).items():
+    for unit, ahead in fits(plan.run.forward_order(), plan, size).items():
         gathered[unit][-1].set_modules_to_forward_prefetch([m for other in ahead for m in gathered[other]])
-    for unit, ahead in fits(backward_order(model, plan.units), plan, size).items():
+    for unit, ahead in fits(plan.run.backward_order(), plan, size).items():
         if ahead:
             own = gathered[unit]
             own[0].set_modules_to_backward_prefetch([m for other in ahead for m in gathered[other][::-1]])

@@ -1,44 +1,135 @@
-"""The dtype ledger: which dtype is used where, for every group and every parameter."""
+"""The dtype ledger: which dtype is used where, for every group and every parameter, and what it costs."""
 
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
-from tabulate import tabulate
 from torch import nn
 
 from zeroamp.hooks import Traffic
-from zeroamp.plan import ParamDtypes, Plan
-from zeroamp.policies.dtypes import short_name
+from zeroamp.ledger_rows import DTYPE_COLUMNS, PER_RANK, PER_STEP, LedgerRows, ledger_rows
+from zeroamp.mesh import replicate_size, shard_size
+from zeroamp.plan import Plan
 from zeroamp.state import wrap_state
+from zeroamp.tables import Row, TableStyle, cells, fold, render
+from zeroamp.traffic_plan import Ranks
 
-_DTYPE_COLUMNS = ("storage", "gather", "compute", "gradient", "wire", "accumulate", "optimizer")
+_STEP_NOTE = (
+    "Per step: bytes of the unsharded tensors that one optimizer step moves on each rank, {padding}, as "
+    "zeroamp.traffic(model) counts them."
+)
+_RANK_NOTE = (
+    "Per rank: the stored shard, the gathered copy while there is one, the gradients. Not counted: optimizer state, "
+    "activations, buffers, staging of collectives."
+)
+_UNKNOWN_NOTE = (
+    "The number of ranks is not known: no bytes per rank, and no all-reduce over replicas of shards. Ledger(plan=..., "
+    "num_shards=...), or --world-size, says it."
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ledger:
-    """What `explain` returns. `print` shows the groups; `per_parameter` is the long form."""
+    """What `explain` returns. `print` shows summary, classes and groups; `per_parameter` is the long form."""
 
     plan: Plan
+    num_shards: int | None = None
+    """Ranks that a parameter is sharded over. None: not known (at stage 0 it is 1 in any case)."""
+    num_replicas: int | None = None
+    """Ranks that hold the same shard, where the mesh has an axis of them (2-D), even of one rank. None: it has not."""
 
     def __str__(self) -> str:
-        """Return one row per group; neighbours that differ in name only share one."""
+        """Return the summary, one row per module class and dtypes, and one per group; equal neighbours share one."""
+        rows = self._rows()
+        tables = [self._summary_cells(rows), self._class_cells(rows), fold(self._group_cells(rows))]
+        return "\n\n".join(["\n".join([self._title(), render(tables[0])]), *map(render, tables[1:]), self._notes()])
+
+    def per_parameter(self, style: TableStyle = "simple") -> str:
+        """Return a table of one row per parameter, with the reason of its dtypes; "github" is Markdown."""
+        return render(self.parameter_rows(), style)
+
+    def to_markdown(self, *, per_parameter: bool = False) -> str:
+        """Return what `print` shows as Markdown, with a table of all parameters if asked."""
+        rows = self._rows()
+        tables = {
+            "Dtypes on the wire": self._summary_cells(rows),
+            "Module classes": self._class_cells(rows),
+            "Groups": fold(self._group_cells(rows)),
+            **({"Parameters": self._param_cells(rows)} if per_parameter else {}),
+        }
+        parts = [self._title(), *(f"### {title}\n\n{render(table, 'github')}" for title, table in tables.items())]
+        return "\n\n".join([*parts, self._notes()])
+
+    def summary_rows(self) -> list[dict[str, Any]]:
+        """Return one dict per pair of gather and wire dtype: parameters, elements, and MB of one gather of them all.
+
+        And MB of all gathers and of all reductions of one optimizer step.
+        """
+        return self._summary_cells(self._rows())
+
+    def class_rows(self) -> list[dict[str, Any]]:
+        """Return one dict per (classes of the owning modules, seven dtypes): parameters, elements and bytes."""
+        return self._class_cells(self._rows())
+
+    def group_rows(self) -> list[dict[str, Any]]:
+        """Return one dict per group: name, kind, numbers of parameters and elements, the seven dtypes, and bytes.
+
+        Where units are merged also the modules of each group's unit, which is named after the first of them. Bytes
+        per step are those of all gathers and all reductions of one optimizer step (`zeroamp.traffic_plan`); bytes per
+        rank, which need `num_shards`, those of the stored shard (ceil(d0 / shards) rows), of the gathered copy, and
+        of the gradients (a shard; unsharded sums too, at stages 0 and 1 with accumulation).
+        """
+        return self._group_cells(self._rows())
+
+    def parameter_rows(self) -> list[dict[str, Any]]:
+        """Return one dict per parameter: FQN, unit, group, class, elements, the seven dtypes, bytes and why."""
+        return self._param_cells(self._rows())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what JSON can hold: config, units, summary, groups, parameters, and more. Its keys stay; new may come.
+
+        dtypes are short names, and None where a frozen parameter has none; bytes are None where the ranks are not
+        known. "config" is one that makes an equal policy; "units" the FQNs below the root; "summary" the totals per
+        pair of gather and wire dtype; "classes" those per module class and dtypes; "traffic" what `zeroamp.traffic`
+        counts in one optimizer step.
+        """
+        rows = self._rows()
+        return {
+            "config": self.plan.policy.to_config(),
+            "units": list(self.plan.units),
+            "summary": rows.summary,
+            "groups": rows.groups,
+            "parameters": rows.parameters,
+            "ranks": {"num_shards": self.num_shards, "num_replicas": self.num_replicas},
+            "classes": rows.classes,
+            "traffic": rows.traffic,
+        }
+
+    def _rows(self) -> LedgerRows:
+        return ledger_rows(self.plan, self._ranks)
+
+    @property
+    def _ranks(self) -> Ranks:
+        return Ranks(num_shards=self.num_shards, num_replicas=self.num_replicas)
+
+    @property
+    def _byte_columns(self) -> tuple[str, ...]:
+        return PER_STEP if self._ranks.shards(self.plan.policy) is None else (*PER_STEP, *PER_RANK)
+
+    def _title(self) -> str:
         policy, units = self.plan.policy, self.plan.units
         num_modules = sum(len(self.plan.modules_of(unit)) for unit in units)
         merged = f" ({num_modules} modules)" if self.plan.merged else ""
-        title = (
+        return (
             f"zeroamp: mode {policy.mode}, ZeRO stage {policy.stage}, {len(units)} units{merged} below the root, "
             f"{len(self.plan.groups)} groups, {sum(group.numel for group in self.plan.groups):,} parameters"
         )
-        return f"{title}\n{self._table(self.summary_rows())}\n\n{self._table(_fold(self.group_rows()))}"
 
-    def per_parameter(self) -> str:
-        """Return a table of one row per parameter, with the reason of its dtypes."""
-        return self._table(self.parameter_rows())
+    def _notes(self) -> str:
+        if self._ranks.shards(self.plan.policy) is None:
+            return f"{_STEP_NOTE.format(padding='without the padding to the ranks')}\n{_UNKNOWN_NOTE}"
+        return f"{_STEP_NOTE.format(padding='padding included')}\n{_RANK_NOTE}"
 
-    def summary_rows(self) -> list[dict[str, Any]]:
-        """Return one dict per pair of gather and wire dtype: parameters, elements, and MB of one gather of them all."""
+    def _summary_cells(self, rows: LedgerRows) -> list[Row]:
         return [
             {
                 "gathered in": row["gather"],
@@ -46,106 +137,33 @@ class Ledger:
                 "params": row["params"],
                 "elements": row["elements"],
                 "MB per gather": round(row["bytes_per_gather"] / 1e6, 1),
+                "MB gathered per step": round(row[PER_STEP[0]] / 1e6, 1),
+                "MB reduced per step": round(row[PER_STEP[1]] / 1e6, 1),
             }
-            for row in self._totals()
+            for row in rows.summary
         ]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold: config, units, summary, groups, parameters. Its keys stay; new ones may come.
+    def _class_cells(self, rows: LedgerRows) -> list[Row]:
+        columns = ("class", "params", "elements", *DTYPE_COLUMNS, *self._byte_columns)
+        return [cells(row, columns) for row in rows.classes]
 
-        dtypes are short names, and None where a frozen parameter has none. "config" is one that makes an equal policy;
-        "units" the FQNs below the root; "summary" the totals per pair of gather and wire dtype.
-        """
-        return {
-            "config": self.plan.policy.to_config(),
-            "units": list(self.plan.units),
-            "summary": self._totals(),
-            "groups": [
-                {
-                    "group": group.name,
-                    "kind": group.kind,
-                    "unit": group.unit or "root",
-                    "params": len(group.params),
-                    "elements": group.numel,
-                    **_dtype_names(group.dtypes),
-                }
-                for group in self.plan.groups
-            ],
-            "parameters": [
-                {
-                    "parameter": param.fqn,
-                    "aliases": list(param.aliases),
-                    "unit": param.unit or "root",
-                    "group": group.name,
-                    "shape": list(param.shape),
-                    "elements": param.numel,
-                    **_dtype_names(param.dtypes),
-                    "why": param.reason,
-                }
-                for group in self.plan.groups
-                for param in group.params
-            ],
-        }
-
-    def _totals(self) -> list[dict[str, Any]]:
-        params = self.plan.params
-        names = [f"{short_name(p.group_key[1])} {short_name(p.group_key[2])}" for p in params]
-        pairs, index = np.unique(names, return_inverse=True)
-        elements = np.array([param.numel for param in params], dtype=np.int64)
-        num_bytes = elements * np.array([param.group_key[1].itemsize for param in params], dtype=np.int64)
-        rows = []
-        for number, pair in enumerate(pairs):
-            gather, wire = str(pair).split()
-            chosen = index == number
-            rows.append(
-                {
-                    "gather": gather,
-                    "wire": wire,
-                    "params": int(chosen.sum()),
-                    "elements": int(elements[chosen].sum()),
-                    "bytes_per_gather": int(num_bytes[chosen].sum()),
-                }
-            )
-        return rows
-
-    def group_rows(self) -> list[dict[str, Any]]:
-        """Return one dict per group: name, kind, numbers of parameters and elements, and the seven dtypes.
-
-        Where units are merged also the modules of each group's unit, which is named after the first of them.
-        """
+    def _group_cells(self, rows: LedgerRows) -> list[Row]:
+        columns = ("kind", "params", "elements", *DTYPE_COLUMNS, *self._byte_columns)
         return [
             {
-                "group": group.name,
+                "group": row["group"],
                 **({"modules": self._modules(group.unit)} if self.plan.merged else {}),
-                "kind": group.kind,
-                "params": len(group.params),
-                "elements": group.numel,
-                **_dtype_cells(group.dtypes),
+                **cells(row, columns),
             }
-            for group in self.plan.groups
+            for row, group in zip(rows.groups, self.plan.groups, strict=True)
         ]
 
-    def parameter_rows(self) -> list[dict[str, Any]]:
-        """Return one dict per parameter: FQN, unit, group, elements, the seven dtypes and why."""
-        return [
-            {
-                "parameter": param.fqn,
-                "unit": param.unit or "root",
-                "group": group.name,
-                "elements": param.numel,
-                **_dtype_cells(param.dtypes),
-                "why": param.reason,
-            }
-            for group in self.plan.groups
-            for param in group.params
-        ]
+    def _param_cells(self, rows: LedgerRows) -> list[Row]:
+        columns = ("parameter", "unit", "group", "class", "elements", *DTYPE_COLUMNS, *self._byte_columns, "why")
+        return [cells(row, columns) for row in rows.parameters]
 
     def _modules(self, unit: str) -> str:
         return ", ".join(self.plan.modules_of(unit)) or "root"
-
-    @staticmethod
-    def _table(rows: list[dict[str, Any]]) -> str:
-        return tabulate(rows, headers="keys", tablefmt="simple", intfmt=",")
 
 
 def explain(model: nn.Module) -> Ledger:
@@ -154,7 +172,13 @@ def explain(model: nn.Module) -> Ledger:
     Raises:
         WrapError: the model is not wrapped.
     """
-    return Ledger(plan=wrap_state(model).plan)
+    state = wrap_state(model)
+    has_replicas = state.mesh.ndim == 2
+    return Ledger(
+        plan=state.plan,
+        num_shards=shard_size(state.mesh),
+        num_replicas=replicate_size(state.mesh) if has_replicas else None,
+    )
 
 
 def traffic(model: nn.Module) -> Traffic:
@@ -164,31 +188,3 @@ def traffic(model: nn.Module) -> Traffic:
         WrapError: the model is not wrapped.
     """
     return wrap_state(model).traffic
-
-
-def _fold(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join neighbouring rows that are equal but for the name: thirty decoder layers are one line."""
-    folded: list[dict[str, Any]] = []
-    for row in rows:
-        last = folded[-1] if folded else None
-        if last and all(last[key] == row[key] for key in row if key != "group"):
-            last["last"], last["groups"] = row["group"], last["groups"] + 1
-        else:
-            folded.append({**row, "last": "", "groups": 1})
-    return [
-        {
-            "group": f"{row['group']} … {last}" if (last := row.pop("last")) else row["group"],
-            "groups": row.pop("groups"),
-            **{key: value for key, value in row.items() if key != "group"},
-        }
-        for row in folded
-    ]
-
-
-def _dtype_cells(dtypes: ParamDtypes) -> dict[str, str]:
-    return {column: name or "-" for column, name in _dtype_names(dtypes).items()}
-
-
-def _dtype_names(dtypes: ParamDtypes) -> dict[str, str | None]:
-    cells = {column: getattr(dtypes, column) for column in _DTYPE_COLUMNS}
-    return {column: short_name(cell) if isinstance(cell, torch.dtype) else cell for column, cell in cells.items()}

@@ -13,7 +13,7 @@ from zeroamp.mesh import device_of
 from zeroamp.plan import GroupKind, GroupPlan, Plan
 from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.policy import Offload
-from zeroamp.units import forward_order
+from zeroamp.schedule import live_units, reshards_after_forward
 
 logger = logging.getLogger("zeroamp")
 
@@ -27,7 +27,7 @@ def shard_model(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, FSD
     for param in plan.empty_params:  # FSDP2 moves only what it shards
         empty = model.get_parameter(param.fqn)
         empty.data = empty.data.to(device_of(mesh))
-    live = live_units(model, plan)
+    live = live_units(plan)
     offload = offload_policy(plan.policy.offload, mesh.device_type)
     holders: dict[str, FSDPModule] = {}
     own_groups: dict[str, GroupPlan] = {}
@@ -87,23 +87,9 @@ def _shard_unit(
 
 
 def _reshard_after_forward(kind: GroupKind, unit: str, plan: Plan, live: set[str]) -> bool | int:
-    # The root's groups stay: backward starts with them. So does the model-wide group: it is gathered once per step.
-    policy = plan.policy
-    if policy.stage != 3 or unit == "" or kind == "model-wide" or unit in live:
+    if not reshards_after_forward(kind, unit, plan, live):
         return False
-    return policy.hpz_partition_size if policy.hpz_partition_size > 1 else True
-
-
-def live_units(model: nn.Module, plan: Plan) -> set[str]:
-    """Return the units that stay gathered from forward to backward: the last of the forward that fit together."""
-    live: set[str] = set()
-    numel = 0
-    for unit in reversed(forward_order(model, plan.units)[1:]):  # the root, which is first, stays in any case
-        numel += plan.numel_of(unit)
-        if numel > plan.policy.max_live_parameters:
-            break
-        live.add(unit)
-    return live
+    return plan.policy.hpz_partition_size if plan.policy.hpz_partition_size > 1 else True
 
 
 def offload_policy(offload: Offload, device_type: str) -> OffloadPolicy:

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from zeroamp.ownership import children_first
 from zeroamp.policies.policy import Policy
 from zeroamp.policies.wrap import AutoWrapPolicy, find_leaf_modules, find_units
 
@@ -70,15 +69,3 @@ def _merge(model: nn.Module, units: Sequence[str], policy: Policy) -> Merged:
 
 def _contains_no_other(module: nn.Module, units: Mapping[nn.Module, str]) -> bool:
     return sum(inner in units for inner in module.modules()) == 1
-
-
-def forward_order(model: nn.Module, units: Sequence[str]) -> list[str]:
-    """Return root and units in the order in which their forwards begin, if modules run as they are registered."""
-    names = {model.get_submodule(fqn): fqn for fqn in ("", *units)}
-    return [names[module] for module in model.modules() if module in names]
-
-
-def backward_order(model: nn.Module, units: Sequence[str]) -> list[str]:
-    """Return root and units in the order in which their backwards begin: the last whose forward ended comes first."""
-    names = {model.get_submodule(fqn): fqn for fqn in ("", *units)}
-    return [names[module] for module in children_first(model) if module in names][::-1]

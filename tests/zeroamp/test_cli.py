@@ -199,11 +199,45 @@ def test_explain_prints_the_ledger(cfg, llama):
     assert run("explain", cfg, "--model", llama, "--per-parameter")[1] == f"{ledger}\n\n{ledger.per_parameter()}\n"
 
 
+@pytest.mark.parametrize(
+    ("more", "shape"), [({}, (8, None)), ({"zeroamp": {"dp_replicate_size": 4}}, (2, 4)), ({"stage": 0}, (1, 8))]
+)
+def test_explain_counts_bytes_per_rank_where_the_ranks_are_said(tmp_path, net, more, shape):
+    path = tmp_path / "zero.json"
+    path.write_text(json.dumps(config(**{"stage": 3, **more})))
+    code, out, _ = run("explain", path, "--model", net, "--json", "--world-size", 8)
+    as_dict = json.loads(out)
+    assert (code, tuple(as_dict["ranks"].values())) == (0, shape)
+    rows = {row["parameter"]: row for row in as_dict["parameters"]}
+    assert rows["blocks.0.0.weight"]["storage_bytes_per_rank"] == 8 * 8 * 4 // shape[0]
+    assert "The number of ranks is not known" not in run("explain", path, "--model", net, "--world-size", 8)[1]
+
+
+def test_replicas_that_do_not_divide_the_ranks_are_a_mistake(tmp_path, net):
+    path = tmp_path / "zero.json"
+    path.write_text(json.dumps(config(3, zeroamp={"dp_replicate_size": 3})))
+    code, out, err = run("explain", path, "--model", net, "--world-size", 8)
+    assert (code, out) == (1, "")
+    assert "dp_replicate_size: found 3; valid: a divisor of the 8 ranks" in err
+
+
+def test_explain_as_markdown(cfg, llama):
+    with torch.device("meta"):
+        model = HfLlama()
+    ledger = zeroamp.Ledger(plan=zeroamp.build_plan(model, zeroamp.policy_from_config(cfg)))
+    assert run("explain", cfg, "--model", llama, "--markdown") == (0, f"{ledger.to_markdown()}\n", "")
+    long_text = f"{ledger.to_markdown(per_parameter=True)}\n"
+    assert run("explain", cfg, "--model", llama, "--markdown", "--per-parameter") == (0, long_text, "")
+    code, out, err = run("explain", cfg, "--model", llama, "--markdown", "--json")
+    assert (code, out) == (2, "")
+    assert "name one" in err
+
+
 def test_explain_as_json_is_one_object_whatever_the_factory_prints(cfg, net):
     code, out, err = run("explain", cfg, "--model", net.replace("Net", "talk"), "--json")
     ledger = json.loads(out)
     assert (code, err) == (0, "built on meta\n")
-    assert list(ledger) == ["config", "units", "summary", "groups", "parameters"]
+    assert list(ledger)[:5] == ["config", "units", "summary", "groups", "parameters"]
     assert ledger["units"] == ["blocks.0", "blocks.1", "blocks.2"]
     assert len(ledger["parameters"]) == 12
 

@@ -10,7 +10,6 @@ from tests.models import Llama, batch
 from tests.training import config, same_bits, train, wrapped
 from zeroamp.plan import build_plan
 from zeroamp.prefetch import fits
-from zeroamp.units import backward_order, forward_order
 
 BLOCK = 10_272 + 64  # elements of one of the three blocks: Linear layers and norms
 NUM_STEPS = 5
@@ -91,21 +90,20 @@ def test_in_another_order_than_the_registered_one_some_units_are_gathered_again(
 def _nested():
     with torch.device("meta"):
         model = Llama(tied=True)
-    plan = build_plan(model, zeroamp.policy_from_config(config(threshold=0)), {"Block", "Linear"})
-    return model, plan
+    return build_plan(model, zeroamp.policy_from_config(config(threshold=0)), {"Block", "Linear"})
 
 
 def test_with_nested_units_a_parent_comes_before_its_children_in_both_directions():
-    model, plan = _nested()
-    forward, backward = forward_order(model, plan.units), backward_order(model, plan.units)
+    plan = _nested()
+    forward, backward = plan.run.forward_order(), plan.run.backward_order()
     assert forward[:6] == ["", "blocks.0", "blocks.0.qkv", "blocks.0.out", "blocks.0.gate_up", "blocks.0.down"]
     assert backward[:4] == ["", "head", "blocks.2", "blocks.2.down"]
     assert sorted(forward) == sorted(backward) == sorted(["", *plan.units])
 
 
 def test_what_fits_ends_at_the_first_that_does_not():
-    model, plan = _nested()
-    ahead = fits(forward_order(model, plan.units), plan, plan.numel_of("blocks.0.qkv") + 63)
+    plan = _nested()
+    ahead = fits(plan.run.forward_order(), plan, plan.numel_of("blocks.0.qkv") + 63)
     assert ahead[""] == ["blocks.0"]
     assert ahead["blocks.0"] == ["blocks.0.qkv"]
     assert ahead["blocks.0.qkv"] == ["blocks.0.out"]

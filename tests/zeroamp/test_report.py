@@ -29,13 +29,18 @@ def test_one_row_per_group_and_one_per_parameter(ranks2):
         "wire": "bf16",
         "accumulate": "fp32",
         "optimizer": "fp32",
+        "gathered_bytes_per_step": 2 * 2 * 10_272,
+        "reduced_bytes_per_step": 2 * 10_272,
+        "storage_bytes_per_rank": 4 * 10_272 // 2,
+        "gathered_bytes_per_rank": 2 * 10_272,
+        "gradient_bytes_per_rank": 4 * 10_272 // 2,
     }
     embed = next(row for row in parameters if row["parameter"] == "embed.weight")
     assert embed["why"] == "not safe: owned by Embedding (embed), tied with head.weight"
     assert sum(row["elements"] for row in parameters) == sum(row["elements"] for row in groups)
     assert text.startswith("zeroamp: mode autocast, ZeRO stage 3, 3 units below the root, 5 groups, 33,600 parameters")
     assert "10,272" in text
-    assert text.splitlines()[3].split() == ["bf16", "bf16", "15", "30,816", "0.1"]
+    assert text.splitlines()[4].split() == ["bf16", "bf16", "15", "30,816", "0.1", "0.1", "0.1"]
     assert "blocks.0 … blocks.2" in text  # three equal rows are one
     assert "blocks.1" not in text
     assert "safe: owned by Linear" in long_text
@@ -70,10 +75,13 @@ def _meta_ledger(**options):
     return zeroamp.Ledger(plan=zeroamp.build_plan(model, zeroamp.policy_from_config(config(**options))))
 
 
-def test_as_a_dict_it_is_what_json_holds_under_five_keys():
+KEYS = ["config", "units", "summary", "groups", "parameters", "ranks", "classes", "traffic"]
+
+
+def test_as_a_dict_it_is_what_json_holds_under_stable_keys():
     as_dict = _meta_ledger(comm="fp32", clip=0.5).to_dict()
     assert json.loads(json.dumps(as_dict, allow_nan=False)) == as_dict
-    assert list(as_dict) == ["config", "units", "summary", "groups", "parameters"]
+    assert list(as_dict) == KEYS
     assert as_dict["units"] == ["blocks.0", "blocks.1", "blocks.2"]
     assert zeroamp.policy_from_config(as_dict["config"]) == _meta_ledger(comm="fp32", clip=0.5).plan.policy
 
@@ -102,5 +110,10 @@ def test_the_summary_of_the_dict_counts_bytes():
         "params": 15,
         "elements": 30_816,
         "bytes_per_gather": 61_632,
+        "gathered_bytes_per_step": 123_264,
+        "reduced_bytes_per_step": 2 * (30_816 - 10_272),  # one block of three is frozen
+        "storage_bytes_per_rank": None,
+        "gathered_bytes_per_rank": None,
+        "gradient_bytes_per_rank": None,
     }
     assert summary[1]["bytes_per_gather"] == 4 * summary[1]["elements"]

@@ -1,0 +1,144 @@
+"""The rows of the dtype ledger, as JSON holds them: one dict per parameter, group, class and pair of dtypes.
+
+Bytes per step are those of `zeroamp.traffic_plan`, per rank those of its `Memory`. What cannot be known is None.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from zeroamp.plan import GroupPlan, ParamDtypes, ParamPlan, Plan
+from zeroamp.policies.dtypes import short_name
+from zeroamp.schedule import step_schedule
+from zeroamp.traffic_plan import Ranks, group_collectives, param_memory, plan_traffic
+
+DTYPE_COLUMNS = tuple(column.name for column in fields(ParamDtypes))
+PER_STEP = ("gathered_bytes_per_step", "reduced_bytes_per_step")
+PER_RANK = ("storage_bytes_per_rank", "gathered_bytes_per_rank", "gradient_bytes_per_rank")
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRows:
+    """All rows of one plan on the given ranks."""
+
+    summary: list[Row]
+    """Per pair of gather and wire dtype."""
+    classes: list[Row]
+    """Per classes of the owning modules and seven dtypes."""
+    groups: list[Row]
+    parameters: list[Row]
+    traffic: list[Row]
+    """Calls and bytes per (collective, dtype, group), as `zeroamp.traffic(model)` counts them in one step."""
+
+
+def ledger_rows(plan: Plan, ranks: Ranks) -> LedgerRows:
+    """Return the rows of `plan`."""
+    costs = _costs(plan, ranks)
+    traffic = plan_traffic(plan, ranks)
+    return LedgerRows(
+        summary=_summary(plan, costs),
+        classes=_classes(plan, costs),
+        groups=[_group_row(group, costs) for group in plan.groups],
+        parameters=[_param_row(param, group, costs) for group in plan.groups for param in group.params],
+        traffic=[
+            {**_names(key._asdict()), "calls": calls, "bytes": traffic.num_bytes[key]}
+            for key, calls in traffic.calls.items()
+        ],
+    )
+
+
+def _costs(plan: Plan, ranks: Ranks) -> dict[str, dict[str, int | None]]:
+    """Return the five columns of bytes of every parameter, by FQN."""
+    schedule, num_shards = step_schedule(plan), ranks.shards(plan.policy)
+    costs: dict[str, dict[str, int | None]] = {}
+    for group in plan.groups:
+        calls = list(group_collectives(group, plan.policy, ranks, schedule))
+        for param in group.params:
+            memory = None if num_shards is None else param_memory(param, plan.policy, num_shards)
+            held = (None, None, None) if memory is None else (memory.storage, memory.gathered, memory.gradient)
+            costs[param.fqn] = {
+                PER_STEP[0]: sum(call.num_bytes(param, num_shards) for call in calls if not call.is_of_gradients),
+                PER_STEP[1]: sum(call.num_bytes(param, num_shards) for call in calls if call.is_of_gradients),
+                **dict(zip(PER_RANK, held, strict=True)),
+            }
+    return costs
+
+
+def _totals(params: Iterable[ParamPlan], costs: dict[str, dict[str, int | None]]) -> Row:
+    rows = [costs[param.fqn] for param in params]
+    known = [[row[column] for row in rows] for column in (*PER_STEP, *PER_RANK)]
+    sums = [None if None in values else sum(value or 0 for value in values) for values in known]
+    return dict(zip((*PER_STEP, *PER_RANK), sums, strict=True))
+
+
+def _summary(plan: Plan, costs: dict[str, dict[str, int | None]]) -> list[Row]:
+    pairs: dict[tuple[str, str], list[ParamPlan]] = {}
+    for param in plan.params:
+        pairs.setdefault((short_name(param.group_key[1]), short_name(param.group_key[2])), []).append(param)
+    return [
+        {
+            "gather": gather,
+            "wire": wire,
+            "params": len(params),
+            "elements": sum(param.numel for param in params),
+            "bytes_per_gather": sum(param.numel * param.group_key[1].itemsize for param in params),
+            **_totals(params, costs),
+        }
+        for (gather, wire), params in sorted(pairs.items())
+    ]
+
+
+def _classes(plan: Plan, costs: dict[str, dict[str, int | None]]) -> list[Row]:
+    kinds: dict[tuple[tuple[str, ...], ParamDtypes], list[ParamPlan]] = {}
+    for param in plan.params:
+        kinds.setdefault((param.owner_classes, param.dtypes), []).append(param)
+    return [
+        {
+            "class": ", ".join(classes),
+            "params": len(params),
+            "elements": sum(param.numel for param in params),
+            **dtype_names(dtypes),
+            **_totals(params, costs),
+        }
+        for (classes, dtypes), params in kinds.items()
+    ]
+
+
+def _group_row(group: GroupPlan, costs: dict[str, dict[str, int | None]]) -> Row:
+    return {
+        "group": group.name,
+        "kind": group.kind,
+        "unit": group.unit or "root",
+        "params": len(group.params),
+        "elements": group.numel,
+        **dtype_names(group.dtypes),
+        **_totals(group.params, costs),
+    }
+
+
+def _param_row(param: ParamPlan, group: GroupPlan, costs: dict[str, dict[str, int | None]]) -> Row:
+    return {
+        "parameter": param.fqn,
+        "aliases": list(param.aliases),
+        "unit": param.unit or "root",
+        "group": group.name,
+        "class": ", ".join(param.owner_classes),
+        "shape": list(param.shape),
+        "elements": param.numel,
+        **dtype_names(param.dtypes),
+        **costs[param.fqn],
+        "why": param.reason,
+    }
+
+
+def dtype_names(dtypes: ParamDtypes) -> dict[str, str | None]:
+    """Return the seven dtypes by their short names; None where a frozen parameter has none."""
+    return _names({column: getattr(dtypes, column) for column in DTYPE_COLUMNS})
+
+
+def _names(cells: dict[str, Any]) -> Row:
+    return {key: short_name(cell) if isinstance(cell, torch.dtype) else cell for key, cell in cells.items()}

@@ -48,11 +48,11 @@ def _check_wire(policy: Policy) -> None:
 
 def _check_scale(policy: Policy) -> None:
     scale = policy.loss_scale
-    if policy.low_dtype == torch.float16 and not scale.dynamic and scale.initial == 1:
+    if policy.low_dtype == torch.float16 and not scale.dynamic and scale.initial <= 1:
         raise ConfigError(
             describe(
                 "fp16.loss_scale",
-                "1, float16 without scaling",
+                f"{scale.initial:g}, which scales nothing up",
                 "0 (dynamic) or a fixed scale above 1",
                 "Leave it out: small gradients are zero in float16 otherwise.",
             )

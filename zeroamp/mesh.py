@@ -91,15 +91,14 @@ def refuse_partition(policy: Policy, mesh: DeviceMesh) -> None:
     All the ranks of the shard axis are a valid number, and the same as 1: FSDP2's `reshard_after_forward=True`.
     """
     size, num_shards = policy.hpz_partition_size, shard_size(mesh)
-    if size == 1 or (policy.stage == 3 and num_shards % size == 0):
+    if num_shards % size == 0:
         return
-    found = f"{size} at stage {policy.stage}" if policy.stage != 3 else f"{size} with {num_shards} ranks that shard"
     divisors = [str(number) for number in range(1, num_shards + 1) if num_shards % number == 0]
     raise ConfigError(
         describe(
             "zero_optimization.zero_hpz_partition_size",
-            found,
-            "1 below stage 3" if policy.stage != 3 else f"a divisor of them: {', '.join(divisors)}",
+            f"{size} with {num_shards} ranks that shard",
+            f"a divisor of them: {', '.join(divisors)}",
             "Leave it out, or set it to the number of ranks of one machine.",
         )
     )

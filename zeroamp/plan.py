@@ -4,6 +4,7 @@ Reads module classes, shapes and names only (for safe modules "auto" it traces t
 device and without a process group.
 """
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -20,6 +21,8 @@ from zeroamp.policies.wrap import AutoWrapPolicy
 from zeroamp.run_order import UnitRun, run_order
 from zeroamp.units import plan_units
 from zeroamp.verdicts import Verdict, judge
+
+logger = logging.getLogger("zeroamp")
 
 GroupKind = Literal["unit", "typed", "model-wide"]
 GroupKey = tuple[torch.dtype, torch.dtype, torch.dtype]
@@ -162,7 +165,7 @@ def build_plan(
     for use in uses:
         refuse_unusable(use)
     params = _plan_params(policy, uses, judge(model, policy, uses, regions, example_inputs, device_type))
-    return Plan(
+    plan = Plan(
         policy=policy,
         units=units,
         merged=merged,
@@ -171,6 +174,24 @@ def build_plan(
         run=run_order(model, units, merged),
         empty_params=tuple(param for param in params if param.numel == 0),
     )
+    _warn_of_large_gathers(plan)
+    return plan
+
+
+def _warn_of_large_gathers(plan: Plan) -> None:
+    """Say so where options of the config leave little of stage 3: most of the model is gathered at once."""
+    policy, total = plan.policy, sum(group.numel for group in plan.groups)
+    if policy.stage != 3:
+        return
+    largest = max((plan.numel_of(unit) for unit in plan.merged), default=0)
+    live = min(policy.max_live_parameters, sum(plan.numel_of(unit) for unit in plan.units))
+    for key, numel in (("reduce_bucket_size", largest), ("stage3_max_live_parameters", live)):
+        if numel > total / 2:
+            logger.warning(
+                "zero_optimization.%s leaves %s of %s elements gathered at once: stage 3 saves little memory. Leave it "
+                "out, or lower it.",
+                *(key, f"{numel:,}", f"{total:,}"),
+            )
 
 
 def _plan_params(policy: Policy, uses: Iterable[ParameterUses], verdicts: Iterable[Verdict]) -> list[ParamPlan]:

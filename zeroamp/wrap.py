@@ -18,6 +18,7 @@ from zeroamp.materialize import materialize
 from zeroamp.mesh import device_of, mesh_for_stage, refuse_partition, shard_device
 from zeroamp.plan import build_plan
 from zeroamp.policies.batch_sizes import BatchSizes, check_batch_sizes
+from zeroamp.policies.config import refuse_inconsistent
 from zeroamp.policies.errors import WrapError, describe
 from zeroamp.policies.policy import Policy
 from zeroamp.policies.wrap import AutoWrapPolicy
@@ -67,6 +68,7 @@ def wrap_model(
 
 
 def _check_fits(policy: Policy, mesh: DeviceMesh) -> None:
+    refuse_inconsistent(policy)
     check_device(policy, mesh.device_type)
     refuse_partition(policy, mesh)
     sizes = BatchSizes(

@@ -4,16 +4,12 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from zeroamp.policies.schema.keys import Block, Honoured, Native, Number, Unsupported
+from zeroamp.policies.schema.keys import Block, Honoured, Native, Number, Unsupported, as_tuple
 
 DtypeName = Literal["fp32", "float32", "float", "bf16", "bfloat16", "fp16", "float16", "half"]
 
 
-def _as_tuple(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value  # JSON has lists, frozen blocks have tuples
-
-
-Names = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+Names = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
 """A list of strings; one string is not taken for a list of its characters."""
 
 

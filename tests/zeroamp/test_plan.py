@@ -241,3 +241,18 @@ def test_leaf_modules_are_not_merged():
     assert merged(meta(Llama, tied=True, num_blocks=4), 10**9, leaf_modules=leaf)[1] == {
         "blocks.2": ("blocks.2", "blocks.3")
     }
+
+
+@pytest.mark.parametrize(
+    ("zero", "words"),
+    [
+        ({"stage": 3, "reduce_bucket_size": 5e8}, "zero_optimization.reduce_bucket_size leaves"),
+        ({"stage": 3, "stage3_max_live_parameters": 1e9}, "zero_optimization.stage3_max_live_parameters leaves"),
+        ({"stage": 2, "reduce_bucket_size": 5e8, "stage3_max_live_parameters": 1e9}, None),
+        ({"stage": 3, "reduce_bucket_size": 12_000, "stage3_max_live_parameters": 12_000}, None),
+    ],
+)
+def test_options_that_leave_little_of_stage_3_are_warned_about(caplog, zero, words):
+    cfg = {"torch_autocast": {"enabled": True, "dtype": "bf16"}, "zero_optimization": zero}
+    zeroamp.build_plan(Llama(tied=True), zeroamp.policy_from_config(cfg))
+    assert [message.startswith(words or "?") for message in caplog.messages] == ([True] if words else [])

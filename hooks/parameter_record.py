@@ -1,5 +1,6 @@
 """What one recorded run did with one parameter, and what follows for the dtype it may be gathered in."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -61,10 +62,12 @@ class ParameterRecord:
         """
         if with_backward and len(self.gradients) <= 1 and all(self.gradients):
             return True
-        if not set(self.extents_without_grad) <= set(self.recomputed_extents):
+        new = [extent for extent in self.recomputed_extents if extent not in self.extents]
+        if not Counter(self.extents_without_grad) <= Counter(new):
             return False
-        extents = self.extents + [extent for extent in self.recomputed_extents if extent not in self.extents]
-        return are_disjoint(extents, self.parameter)
+        # A module that runs again differentiates nothing new, but with `use_reentrant=True`: in a backward of its own.
+        recomputed = new if len(self.gradients) <= 1 else self.recomputed_extents
+        return are_disjoint(self.extents + recomputed, self.parameter)
 
 
 def are_disjoint(extents: Sequence[Extent | None], parameter: torch.Tensor) -> bool:

@@ -80,7 +80,7 @@ def _run_context(device_type: str, *, fake: bool) -> Iterator[None]:
         # Training is what is asked about, whatever mode the caller is in.
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        # A compiled module would compile itself for the stand-ins, and hide its ops.
+        # Compiled modules run eagerly under a dispatch mode, but with fullgraph=True torch 2.13 and 2.15 raise instead.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         if fake:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

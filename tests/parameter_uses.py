@@ -62,6 +62,15 @@ def checkpointed(use_reentrant):
     return forward
 
 
+def checkpointed_twice(use_reentrant):
+    def forward(m, x):
+        for _ in range(2):
+            x = checkpoint(lambda h: F.linear(h, m.w, m.b), m.lin(x), use_reentrant=use_reentrant)
+        return x
+
+    return forward
+
+
 class CastsInputs(torch.autograd.Function):
     @staticmethod
     @torch.amp.custom_fwd(device_type="cpu", cast_inputs=BF16)
@@ -93,6 +102,16 @@ class CastsByHand(torch.autograd.Function):
 
 def by_hand(reads, returns):
     return lambda m, x: CastsByHand.apply(F.linear(m.lin(x), m.w, m.b), m.lin.weight[:], reads, returns)
+
+
+def beside_a_checkpoint(use_reentrant):
+    """The Function's cast looks like the cast of the module that runs again; its gradient is one more."""
+
+    def forward(m, x):
+        y = checkpoint(lambda h: F.linear(h, m.lin.weight[:]), F.linear(x, m.w, m.b), use_reentrant=use_reentrant)
+        return y + CastsByHand.apply(x, m.lin.weight[:], BF16, BF16)
+
+    return forward
 
 
 def by_hand_whole(reads, returns):
@@ -163,6 +182,10 @@ USES = {
         trainable(lambda m, x: F.linear(x, torch.cat([m.w, m.lin.weight]), torch.cat([m.b, m.b.detach()]))),
         ALL,
     ),
+    "the same rows twice in one copy": (
+        trainable(lambda m, x: F.linear(m.lin(x), torch.cat([m.w[:4], m.w[:4]]), m.b)),
+        {"b", "lin.weight"},
+    ),
     "cloned and changed": (trainable(mutated_clone), REST),
     "written in place": (frozen(written_in_place), REST),
     "indexed": (trainable(lambda m, x: F.linear(m.lin(x), m.w[torch.tensor([0, 0, 1])])), {"lin.weight"}),
@@ -180,8 +203,11 @@ USES = {
         {"b", "lin.weight"},
     ),
     "returned": (trainable(list_outputs), REST),
+    "returned, frozen": (frozen(list_outputs), REST),
     "checkpointed": (trainable(checkpointed(False)), REST),
     "checkpointed, reentrant": (trainable(checkpointed(True)), REST),
+    "checkpointed twice": (trainable(checkpointed_twice(False)), ALL),
+    "checkpointed twice, reentrant": (trainable(checkpointed_twice(True)), {"lin.weight"}),
     "Function with cast_inputs": (
         trainable(lambda m, x: CastsInputs.apply(F.linear(m.lin(x), m.b.view(1, 8)), m.w[:, :1])),
         ALL,
@@ -190,6 +216,8 @@ USES = {
     "Function whose backward reads fp32": (trainable(by_hand_whole(torch.float32, BF16)), REST),
     "Function whose gradient is fp32": (trainable(by_hand_whole(BF16, torch.float32)), REST),
     "Function on a view": (trainable(by_hand(BF16, BF16)), REST),
+    "Function beside a checkpoint": (trainable(beside_a_checkpoint(False)), REST),
+    "Function beside a checkpoint, reentrant": (trainable(beside_a_checkpoint(True)), REST),
     "asks for a dtype, to no effect": (
         trainable(lambda m, x: F.linear((x * 1.7).to(m.w.dtype), m.w, m.b) + m.lin(x.clone())),
         ALL,

@@ -72,9 +72,18 @@ def test_frozen_parameters_stored_low():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).requires_grad_(False)
     model[0].to(torch.float16)
     model[1].to(BF16)
+    model[0].table = nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
     reasons = {name: reason for name, (_, reason) in _verdicts(model, _inputs()).items()}
     assert reasons["0.weight"] == "safe: cast to bf16 in 0"
     assert reasons["1.weight"] == "safe: stored in bf16"
+    assert reasons["0.table"] == "not safe: int8 is no floating-point dtype"
+
+
+def test_without_any_gradient_it_does_not_matter_how_often_a_parameter_is_cast():
+    make, expected = USES["overlapping rows, frozen"]
+    record = record_run(make(), (_inputs()[0].detach(),), {}, dtype=BF16, device_type="cpu", fake=True)
+    assert not record.has_run_backward
+    assert {name for name, (is_safe, _) in record.verdicts().items() if is_safe} == expected
 
 
 @pytest.mark.parametrize(

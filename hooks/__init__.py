@@ -1,10 +1,18 @@
 """What is attached to a module or to a collective."""
 
-from zeroamp.hooks._fsdp import complete_accumulation, modules_to_run, release, zero_fill_unused
+from zeroamp.hooks._fsdp import (
+    abandon,
+    complete_accumulation,
+    modules_to_run,
+    release,
+    unsharded_sums,
+    zero_fill_unused,
+)
 from zeroamp.hooks.all_gather import CountingAllGather
 from zeroamp.hooks.autocast import AutocastHook
 from zeroamp.hooks.backward_guard import BackwardGuard
 from zeroamp.hooks.evaluation import ReshardAfterEvaluation
+from zeroamp.hooks.observe import Observations, OpObserver, UnitObserver
 from zeroamp.hooks.outer_autocast import OuterAutocastGuard
 from zeroamp.hooks.reduce_scatter import ReceiveBuffers, WireReduceScatter
 from zeroamp.hooks.safe_module_guard import attach_safe_module_guard
@@ -23,13 +31,17 @@ __all__ = [
     "BackwardGuard",
     "CountingAllGather",
     "Holder",
+    "Observations",
+    "OpObserver",
     "OuterAutocastGuard",
     "ReceiveBuffers",
     "ReshardAfterEvaluation",
     "ShardAccumulator",
     "Traffic",
     "TrafficKey",
+    "UnitObserver",
     "WireReduceScatter",
+    "abandon",
     "attach_safe_module_guard",
     "attach_typed_group",
     "complete_accumulation",
@@ -38,5 +50,6 @@ __all__ = [
     "release",
     "shard_typed_group",
     "typed_group_hooks",
+    "unsharded_sums",
     "zero_fill_unused",
 ]

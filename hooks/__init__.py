@@ -1,11 +1,19 @@
 """What is attached to a module or to a collective."""
 
-from zeroamp.hooks._fsdp import complete_accumulation, modules_to_run, release, zero_fill_unused
+from zeroamp.hooks._fsdp import (
+    abandon,
+    complete_accumulation,
+    modules_to_run,
+    release,
+    unsharded_sums,
+    zero_fill_unused,
+)
 from zeroamp.hooks.all_gather import CountingAllGather
 from zeroamp.hooks.autocast import AutocastHook
 from zeroamp.hooks.backward_guard import BackwardGuard
 from zeroamp.hooks.evaluation import ReshardAfterEvaluation
 from zeroamp.hooks.fp32_region import Fp32Region
+from zeroamp.hooks.observe import Observations, OpObserver, UnitObserver
 from zeroamp.hooks.outer_autocast import OuterAutocastGuard
 from zeroamp.hooks.recorded_run import can_run_backward, record_run
 from zeroamp.hooks.reduce_scatter import ReceiveBuffers, WireReduceScatter
@@ -27,14 +35,18 @@ __all__ = [
     "CountingAllGather",
     "Fp32Region",
     "Holder",
+    "Observations",
+    "OpObserver",
     "OuterAutocastGuard",
     "ReceiveBuffers",
     "ReshardAfterEvaluation",
     "ShardAccumulator",
     "Traffic",
     "TrafficKey",
+    "UnitObserver",
     "UseRecorder",
     "WireReduceScatter",
+    "abandon",
     "attach_safe_module_guard",
     "attach_typed_group",
     "can_run_backward",
@@ -46,5 +58,6 @@ __all__ = [
     "shard_typed_group",
     "tensors_in",
     "typed_group_hooks",
+    "unsharded_sums",
     "zero_fill_unused",
 ]

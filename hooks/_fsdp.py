@@ -3,7 +3,8 @@
 Checked on torch 2.11.0, 2.13.0 and 2.15.0; `tests/hooks/test_private_names.py` fails when one is gone.
 """
 
-from typing import Any, Protocol
+from collections.abc import Iterator
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -13,16 +14,23 @@ from torch.distributed.fsdp import FSDPModule
 # The base classes of custom collectives: their setters are public, the classes are exported nowhere up to 2.15.
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+# Not FSDP2's, and used by many, but in a private module all the same.
+from torch.utils._python_dispatch import TorchDispatchMode
+
 __all__ = [
     "FORWARD_HOOKS",
     "AllGather",
     "ReduceScatter",
+    "TorchDispatchMode",
+    "abandon",
     "all_gather",
     "complete_accumulation",
     "forward_hooks",
     "modules_to_run",
     "reduce_scatter",
     "release",
+    "storage_key",
+    "unsharded_sums",
     "zero_fill_unused",
 ]
 
@@ -70,6 +78,60 @@ def release(module: FSDPModule) -> None:
     for group in _groups(module._get_fsdp_state()):
         group.wait_for_unshard()
         group._to_sharded()
+
+
+def abandon(root: FSDPModule) -> None:
+    """Forget a forward or backward that raised midway: the next forward starts as if it had not been.
+
+    Shards are back in place, and unsharded gradients are dropped. Newer versions bring most of it themselves.
+    """
+    units = [module for module in cast(nn.Module, root).modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        release(unit)
+    state: Any = root._get_fsdp_state()
+    if hasattr(state, "_reset_iter_state"):  # from 2.13 on
+        state._reset_iter_state()
+    else:
+        _reset_iteration(state)
+    for parameter in (p for unit in units for group in _groups(unit._get_fsdp_state()) for p in group.fsdp_params):
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+            if "unsharded_accumulated_grad" in vars(parameter):  # up to 2.14
+                parameter.unsharded_accumulated_grad = None
+
+
+def _reset_iteration(state: Any) -> None:
+    state._comm_ctx.all_gather_state = state._comm_ctx.reduce_scatter_state = None
+    state._comm_ctx.post_forward_order.clear()
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+    for inner in state._state_ctx.all_states:
+        idle = type(inner._training_state).IDLE
+        inner._training_state = idle
+        for group in _groups(inner):
+            group._training_state = idle
+            group._post_forward_indices.clear()
+            group._partial_reduce_output = group._all_reduce_state = group._post_reduce_event = None
+
+
+def unsharded_sums(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """Yield (sharded parameter, its unsharded gradient) for those that have one between two micro-batches."""
+    for group in _groups(unit._get_fsdp_state()):
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                # In the dtype of accumulation; where that is the parameter's, autograd's own gradient is the sum.
+                total = parameter.unsharded_accumulated_grad
+                total = parameter._unsharded_param.grad if total is None else total
+                if total is not None:
+                    yield parameter.sharded_param, total
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return what tells a tensor's storage from every other that is alive; views share it.
+
+    Not the address of its data: FSDP2 frees and allocates that of a gathered parameter, and keeps the storage.
+    """
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _groups(state: Any) -> list[Any]:

@@ -4,7 +4,7 @@ FSDP2 adds each micro-batch's reduced shard to `parameter.grad`, which has the p
 the shard is taken from there after every reduction, added to a buffer in the asked dtype, and put back at the boundary.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import cast
 
 import torch
@@ -21,6 +21,23 @@ class ShardAccumulator:
         self.device_type = device_type  # of the mesh: where gradients are reduced
         self._sums: dict[nn.Parameter, torch.Tensor] = {}
         self._handles: dict[nn.Parameter, RemovableHandle] = {}
+
+    @property
+    def sums(self) -> Mapping[nn.Parameter, torch.Tensor]:
+        """The sums so far, this rank's shards in `dtype`; empty between windows."""
+        return self._sums
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether `watch` was called, and `forget` not since."""
+        return bool(self._handles)
+
+    def forget(self) -> None:
+        """Undo `watch`, and drop the sums."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+        self._sums.clear()
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take over the gradients of those that are sharded and trainable, after every reduction from now on.

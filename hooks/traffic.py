@@ -1,6 +1,7 @@
 """Counts what the collectives of a wrapped model move."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -29,9 +30,13 @@ class Traffic:
     enabled: bool = True
     calls: Counter[TrafficKey] = field(default_factory=Counter)
     num_bytes: Counter[TrafficKey] = field(default_factory=Counter)
+    observers: list[Callable[[Collective, torch.Tensor, str], None]] = field(default_factory=list)
+    """Called with each collective, its unsharded tensor and its group, whether or not counting is enabled."""
 
     def count(self, collective: Collective, unsharded: torch.Tensor, group: str) -> None:
         """Add one call that moved `unsharded`."""
+        for observe in self.observers:
+            observe(collective, unsharded, group)
         if self.enabled:
             key = TrafficKey(collective, unsharded.dtype, group)
             self.calls[key] += 1

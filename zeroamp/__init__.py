@@ -9,6 +9,7 @@ from zeroamp.report import Ledger, explain, traffic
 from zeroamp.schedulers import scheduler_from_config
 from zeroamp.step import TrainStep
 from zeroamp.step_report import StepReport
+from zeroamp.verification import Verification
 from zeroamp.wrap import register_forward_method, wrap_model
 
 __version__ = "0.1.0"
@@ -23,6 +24,7 @@ __all__ = [
     "StepError",
     "StepReport",
     "TrainStep",
+    "Verification",
     "WrapError",
     "ZeroAmpError",
     "build_plan",

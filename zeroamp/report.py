@@ -7,11 +7,12 @@ from torch import nn
 
 from zeroamp.hooks import Traffic
 from zeroamp.ledger_rows import DTYPE_COLUMNS, PER_RANK, PER_STEP, LedgerRows, ledger_rows
-from zeroamp.mesh import replicate_size, shard_size
 from zeroamp.plan import Plan
 from zeroamp.state import wrap_state
 from zeroamp.tables import Row, TableStyle, cells, fold, render
-from zeroamp.traffic_plan import Ranks
+from zeroamp.traffic_plan import Ranks, ranks_of
+from zeroamp.verification import Verification
+from zeroamp.verify import LossFunction, verify
 
 _STEP_NOTE = (
     "Per step: bytes of the unsharded tensors that one optimizer step moves on each rank, {padding}, as "
@@ -104,6 +105,27 @@ class Ledger:
             "traffic": rows.traffic,
         }
 
+    def verify(self, model: nn.Module, batch: object, *, loss_fn: LossFunction | None = None) -> Verification:
+        """Run one training window on `batch` and compare every dtype that occurs with what this ledger promises.
+
+        As many forwards and backwards as the config accumulates, all on `batch`, then an AdamW step on copies. Looked
+        at are the dtypes of storage, gathered parameters, the ops that consume them, raw gradients, collectives, sums
+        and optimizer state. Call it on all ranks. Parameters, gradients, buffers, random states and counters are left
+        as they were, also when something raises; compiled modules run eagerly. Where several ops consume a parameter
+        "per op", what was seen is reported. What does not run is not checked.
+
+        Args:
+            model: the wrapped model that this is the ledger of, between two optimizer steps.
+            batch: a tensor, a tuple of arguments or a mapping of keyword arguments of the model's forward.
+            loss_fn: makes a scalar of the model's output. Default: its `.loss`, or the output itself.
+
+        Raises:
+            PrecisionError: on all ranks, naming parameter, module, boundary, what was found and what was promised.
+            StepError: gradients are left, inside an accumulation window for example; or there is no scalar loss.
+            WrapError: the ledger is not this model's.
+        """
+        return verify(self.plan, model, batch, loss_fn)
+
     def _rows(self) -> LedgerRows:
         return ledger_rows(self.plan, self._ranks)
 
@@ -173,12 +195,8 @@ def explain(model: nn.Module) -> Ledger:
         WrapError: the model is not wrapped.
     """
     state = wrap_state(model)
-    has_replicas = state.mesh.ndim == 2
-    return Ledger(
-        plan=state.plan,
-        num_shards=shard_size(state.mesh),
-        num_replicas=replicate_size(state.mesh) if has_replicas else None,
-    )
+    ranks = ranks_of(state.mesh)
+    return Ledger(plan=state.plan, num_shards=ranks.num_shards, num_replicas=ranks.num_replicas)
 
 
 def traffic(model: nn.Module) -> Traffic:

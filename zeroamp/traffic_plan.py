@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from zeroamp.hooks import Traffic, TrafficKey
 from zeroamp.hooks.traffic import Collective
+from zeroamp.mesh import replicate_size, shard_size
 from zeroamp.plan import GroupPlan, ParamPlan, Plan
 from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.policy import Policy
@@ -36,6 +38,11 @@ class Ranks:
     def shards(self, policy: Policy) -> int | None:
         """Return the ranks that a parameter is sharded over: at stage 0 one, whatever else is known."""
         return 1 if policy.stage == 0 else self.num_shards
+
+
+def ranks_of(mesh: DeviceMesh) -> Ranks:
+    """Return the shape of a mesh that `mesh_for_stage` returned."""
+    return Ranks(num_shards=shard_size(mesh), num_replicas=replicate_size(mesh) if mesh.ndim == 2 else None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree  # the one tree walk that dynamo traces
+
+from zeroamp.hooks._fsdp import tree_map  # the one tree walk that dynamo traces
 
 
 class Fp32Region:
@@ -32,10 +33,10 @@ class Fp32Region:
 
         @wraps(forward)
         def in_fp32(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = pytree.tree_map(lambda value: to(value, torch.float32), (args, kwargs))
+            args, kwargs = tree_map(lambda value: to(value, torch.float32), (args, kwargs))
             with torch.autocast(device_type, enabled=False):
                 output = forward(*args, **kwargs)
-            return output if output_dtype is None else pytree.tree_map(lambda value: to(value, output_dtype), output)
+            return output if output_dtype is None else tree_map(lambda value: to(value, output_dtype), output)
 
         module.forward = in_fp32
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroamp.hooks._dispatch import FakeTensorMode
+from zeroamp.hooks._fsdp import FakeTensorMode
 from zeroamp.hooks.safe_parameters import UseRecorder, tensors_in
 from zeroamp.hooks.stand_ins import StandIns, preserved_rng, standing_in
 

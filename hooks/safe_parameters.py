@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from zeroamp.hooks._dispatch import StorageWeakRef, TorchDispatchMode, is_view_op, run_op, storage_of
+from zeroamp.hooks._fsdp import StorageWeakRef, TorchDispatchMode, is_view_op, run_op, storage_of
 from zeroamp.hooks.dtype_reads import DtypeReads
 from zeroamp.hooks.parameter_record import ParameterRecord
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.modules import module as module_hooks
 
 import zeroamp
-from zeroamp.hooks._dispatch import FakeTensorMode
+from zeroamp.hooks._fsdp import FakeTensorMode
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(5))
 

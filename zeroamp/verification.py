@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from zeroamp.groups import GroupPlan, ParamPlan
 from zeroamp.hooks import Traffic
 from zeroamp.ledger_rows import DTYPE_COLUMNS, dtype_names
-from zeroamp.plan import GroupPlan, ParamPlan, Plan
+from zeroamp.plan import Plan
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import describe
 from zeroamp.tables import Row, fold, render

@@ -77,9 +77,8 @@ def _stand_in(tensor: torch.Tensor, dtype: torch.dtype, device_type: str, fake: 
 def _run_context(device_type: str, *, fake: bool) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(preserved_rng(device_type))
-        # Training is what is asked about, whatever mode the caller is in.
+        # Training is what is asked about, also where the caller is in `no_grad`: this enables gradients again.
         stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
         # Compiled modules run eagerly under a dispatch mode, but with fullgraph=True torch 2.13 and 2.15 raise instead.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         if fake:

@@ -114,6 +114,11 @@ def beside_a_checkpoint(use_reentrant):
     return forward
 
 
+def cast_inputs_beside_a_checkpoint(m, x):
+    y = checkpoint(m.lin, F.linear(x, m.w, m.b), use_reentrant=False)
+    return y + CastsInputs.apply(x, m.lin.weight)
+
+
 def by_hand_whole(reads, returns):
     return lambda m, x: F.linear(CastsByHand.apply(x, m.lin.weight, reads, returns), m.w, m.b)
 
@@ -218,6 +223,7 @@ USES = {
     "Function on a view": (trainable(by_hand(BF16, BF16)), REST),
     "Function beside a checkpoint": (trainable(beside_a_checkpoint(False)), REST),
     "Function beside a checkpoint, reentrant": (trainable(beside_a_checkpoint(True)), REST),
+    "Function with cast_inputs beside a checkpoint": (trainable(cast_inputs_beside_a_checkpoint), REST),
     "asks for a dtype, to no effect": (
         trainable(lambda m, x: F.linear((x * 1.7).to(m.w.dtype), m.w, m.b) + m.lin(x.clone())),
         ALL,

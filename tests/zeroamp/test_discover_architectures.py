@@ -64,3 +64,8 @@ def test_experts_of_mixtral_depend_on_how_they_are_run(implementation, is_safe):
     found = zeroamp.discover_safe_parameters(model, args, kwargs)
     assert ("model.layers.0.mlp.experts.gate_up_proj" in found.safe) is is_safe
     assert "model.layers.0.mlp.gate.weight" in found.safe  # the router: a plain linear layer
+    if implementation == "eager":
+        with pytest.raises(zeroamp.ConfigError, match="DynamicOutputShapeException.*on the meta device"):
+            zeroamp.discover_safe_parameters(model.to("meta"), args, kwargs)
+    else:
+        assert zeroamp.discover_safe_parameters(model.to("meta"), args, kwargs) == found

@@ -88,7 +88,10 @@ class UnitObserver:
     def __init__(self, observations: Observations, ops: OpObserver) -> None:
         self._observations = observations
         self._ops = ops
-        self._watched: dict[nn.Parameter, list[RemovableHandle]] = {}
+        self._watched: dict[nn.Parameter, RemovableHandle] = {}
+        self.sees_raw_gradients = True
+        """Off for a backward that does not reduce: from torch 2.15 on, FSDP2 lets autograd cast the first gradient of
+        an unsharded sum to the dtype of the sum."""
 
     def attach(self, root: nn.Module, units: Mapping[str, Iterable[str]]) -> list[RemovableHandle]:
         """Register on modules; `units` maps the FQN of a module to those of the parameters to look at when it runs.
@@ -107,9 +110,8 @@ class UnitObserver:
 
     def detach(self) -> None:
         """Remove the hooks on gathered parameters."""
-        for handles in self._watched.values():
-            for handle in handles:
-                handle.remove()
+        for handle in self._watched.values():
+            handle.remove()
         self._watched.clear()
 
     def _look(self, fqn: str, parameter: nn.Parameter, unit: str) -> None:
@@ -120,28 +122,12 @@ class UnitObserver:
         if parameter.requires_grad and parameter not in self._watched:
             self._watched[parameter] = self._watch_gradient(fqn, parameter)
 
-    def _watch_gradient(self, fqn: str, parameter: nn.Parameter) -> list[RemovableHandle]:
-        """Look at the raw gradient before autograd accumulates it, and after, where nothing was there to add to.
-
-        From torch 2.15 on, FSDP2 lets autograd cast the first gradient of a sum: that is no raw one.
-        """
-        is_first = False
-
-        def before(gradient: torch.Tensor) -> None:
-            nonlocal is_first
-            is_raw = getattr(parameter, "grad_dtype", None) in (None, parameter.dtype)
-            is_first = is_raw and parameter.grad is None
-            if is_raw:
+    def _watch_gradient(self, fqn: str, parameter: nn.Parameter) -> RemovableHandle:
+        def look(gradient: torch.Tensor) -> None:
+            if self.sees_raw_gradients:
                 self._observations.see(fqn, "gradient", gradient.dtype, "backward")
 
-        def after(parameter: torch.Tensor) -> None:
-            if is_first and parameter.grad is not None:
-                self._observations.see(fqn, "gradient", parameter.grad.dtype, "backward")
-
-        return [
-            parameter.register_hook(before),  # type: ignore[no-untyped-call]
-            parameter.register_post_accumulate_grad_hook(after),  # type: ignore[no-untyped-call]
-        ]
+        return parameter.register_hook(look)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _plain_tensors(value: object) -> Iterator[torch.Tensor]:

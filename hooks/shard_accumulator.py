@@ -33,10 +33,13 @@ class ShardAccumulator:
         return bool(self._handles)
 
     def forget(self) -> None:
-        """Undo `watch`, and drop the sums."""
+        """Undo `watch`."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
+
+    def drop(self) -> None:
+        """Forget the sums of a window that does not go on."""
         self._sums.clear()
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:

@@ -13,13 +13,17 @@ from zeroamp.groups import GroupPlan, ParamDtypes, ParamPlan
 from zeroamp.plan import Plan
 from zeroamp.policies.dtypes import short_name
 from zeroamp.schedule import step_schedule
-from zeroamp.traffic_plan import Ranks, group_collectives, param_memory, plan_traffic
+from zeroamp.traffic_plan import Ranks, dtypes_on, group_collectives, param_memory, plan_traffic, wire_on
 
 DTYPE_COLUMNS = tuple(column.name for column in fields(ParamDtypes))
 PER_STEP = ("gathered_bytes_per_step", "reduced_bytes_per_step")
 PER_RANK = ("storage_bytes_per_rank", "gathered_bytes_per_rank", "gradient_bytes_per_rank")
 
 Row = dict[str, Any]
+Costs = dict[str, dict[str, int | None]]
+"""Parameter -> column of bytes -> bytes."""
+Dtypes = dict[str, ParamDtypes]
+"""Parameter -> its dtypes on the ranks at hand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +43,13 @@ class LedgerRows:
 def ledger_rows(plan: Plan, ranks: Ranks) -> LedgerRows:
     """Return the rows of `plan`."""
     costs = _costs(plan, ranks)
+    dtypes = {p.fqn: dtypes_on(p.dtypes, group, plan.policy, ranks) for group in plan.groups for p in group.params}
     traffic = plan_traffic(plan, ranks)
     return LedgerRows(
-        summary=_summary(plan, costs),
-        classes=_classes(plan, costs),
-        groups=[_group_row(group, costs) for group in plan.groups],
-        parameters=[_param_row(param, group, costs) for group in plan.groups for param in group.params],
+        summary=_summary(plan, ranks, costs),
+        classes=_classes(plan, dtypes, costs),
+        groups=[_group_row(group, dtypes_on(group.dtypes, group, plan.policy, ranks), costs) for group in plan.groups],
+        parameters=[_param_row(param, group, dtypes, costs) for group in plan.groups for param in group.params],
         traffic=[
             {**_names(key._asdict()), "calls": calls, "bytes": traffic.num_bytes[key]}
             for key, calls in traffic.calls.items()
@@ -52,10 +57,10 @@ def ledger_rows(plan: Plan, ranks: Ranks) -> LedgerRows:
     )
 
 
-def _costs(plan: Plan, ranks: Ranks) -> dict[str, dict[str, int | None]]:
+def _costs(plan: Plan, ranks: Ranks) -> Costs:
     """Return the five columns of bytes of every parameter, by FQN."""
     schedule, num_shards = step_schedule(plan), ranks.shards(plan.policy)
-    costs: dict[str, dict[str, int | None]] = {}
+    costs: Costs = {}
     for group in plan.groups:
         calls = list(group_collectives(group, plan.policy, ranks, schedule))
         for param in group.params:
@@ -69,17 +74,18 @@ def _costs(plan: Plan, ranks: Ranks) -> dict[str, dict[str, int | None]]:
     return costs
 
 
-def _totals(params: Iterable[ParamPlan], costs: dict[str, dict[str, int | None]]) -> Row:
+def _totals(params: Iterable[ParamPlan], costs: Costs) -> Row:
     rows = [costs[param.fqn] for param in params]
     known = [[row[column] for row in rows] for column in (*PER_STEP, *PER_RANK)]
     sums = [None if None in values else sum(value or 0 for value in values) for values in known]
     return dict(zip((*PER_STEP, *PER_RANK), sums, strict=True))
 
 
-def _summary(plan: Plan, costs: dict[str, dict[str, int | None]]) -> list[Row]:
+def _summary(plan: Plan, ranks: Ranks, costs: Costs) -> list[Row]:
     pairs: dict[tuple[str, str], list[ParamPlan]] = {}
-    for param in plan.params:
-        pairs.setdefault((short_name(param.group_key[1]), short_name(param.group_key[2])), []).append(param)
+    for group in plan.groups:
+        wire = wire_on(group, plan.policy, ranks)
+        pairs.setdefault((short_name(group.gather), short_name(wire)), []).extend(group.params)
     return [
         {
             "gather": gather,
@@ -93,35 +99,35 @@ def _summary(plan: Plan, costs: dict[str, dict[str, int | None]]) -> list[Row]:
     ]
 
 
-def _classes(plan: Plan, costs: dict[str, dict[str, int | None]]) -> list[Row]:
+def _classes(plan: Plan, dtypes: Dtypes, costs: Costs) -> list[Row]:
     kinds: dict[tuple[tuple[str, ...], ParamDtypes], list[ParamPlan]] = {}
     for param in plan.params:
-        kinds.setdefault((param.owner_classes, param.dtypes), []).append(param)
+        kinds.setdefault((param.owner_classes, dtypes[param.fqn]), []).append(param)
     return [
         {
             "class": ", ".join(classes),
             "params": len(params),
             "elements": sum(param.numel for param in params),
-            **dtype_names(dtypes),
+            **dtype_names(shared),
             **_totals(params, costs),
         }
-        for (classes, dtypes), params in kinds.items()
+        for (classes, shared), params in kinds.items()
     ]
 
 
-def _group_row(group: GroupPlan, costs: dict[str, dict[str, int | None]]) -> Row:
+def _group_row(group: GroupPlan, dtypes: ParamDtypes, costs: Costs) -> Row:
     return {
         "group": group.name,
         "kind": group.kind,
         "unit": group.unit or "root",
         "params": len(group.params),
         "elements": group.numel,
-        **dtype_names(group.dtypes),
+        **dtype_names(dtypes),
         **_totals(group.params, costs),
     }
 
 
-def _param_row(param: ParamPlan, group: GroupPlan, costs: dict[str, dict[str, int | None]]) -> Row:
+def _param_row(param: ParamPlan, group: GroupPlan, dtypes: Dtypes, costs: Costs) -> Row:
     return {
         "parameter": param.fqn,
         "aliases": list(param.aliases),
@@ -130,7 +136,7 @@ def _param_row(param: ParamPlan, group: GroupPlan, costs: dict[str, dict[str, in
         "class": ", ".join(param.owner_classes),
         "shape": list(param.shape),
         "elements": param.numel,
-        **dtype_names(param.dtypes),
+        **dtype_names(dtypes[param.fqn]),
         **costs[param.fqn],
         "why": param.reason,
     }

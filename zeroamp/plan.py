@@ -157,6 +157,6 @@ def _dtypes(parameter: nn.Parameter, policy: Policy, verdict: Verdict) -> ParamD
 def _wire_dtype(policy: Policy, low: bool) -> torch.dtype:
     if not low and policy.mode != "fp32":
         return torch.float32
-    if policy.stage == 0 and (policy.reduce_accumulate_dtype == "fp32" or policy.wire_dtype == torch.float16):
-        return torch.float32  # an all-reduce sums on the way: an fp32 sum needs fp32 there, and a sum of fp16 overflows
+    if policy.stage == 0 and policy.reduce_accumulate_dtype == "fp32":
+        return torch.float32  # an all-reduce sums on the way, so an fp32 sum needs fp32 on the wire
     return policy.wire_dtype

@@ -79,6 +79,8 @@ class Rehearsal(TrainStep):
     def abandon(self) -> None:
         """Forget a window that was not ended."""
         abandon(self._root)
+        if self._state.shard_accumulator is not None:
+            self._state.shard_accumulator.drop()
         for parameter in self._parameters:
             parameter.grad = None
         self._num_micro_batches = 0

@@ -9,12 +9,12 @@ holds ceil(d0 / ranks) rows, and ranks x ceil(d0 / ranks) rows are on the wire.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroamp.groups import GroupPlan, ParamPlan
+from zeroamp.groups import GroupPlan, ParamDtypes, ParamPlan
 from zeroamp.hooks import Traffic, TrafficKey
 from zeroamp.hooks.traffic import Collective
 from zeroamp.mesh import replicate_size, shard_size
@@ -122,6 +122,17 @@ def replica_dtype(group: GroupPlan, policy: Policy, ranks: Ranks) -> torch.dtype
     """Return the dtype of the all-reduce over replicas: what the reduction inside a replica leaves."""
     overflows = group.wire == torch.float16 and ranks.num_replicas != 1
     return torch.float32 if policy.reduce_accumulate_dtype == "fp32" or overflows else group.wire
+
+
+def dtypes_on(dtypes: ParamDtypes, group: GroupPlan, policy: Policy, ranks: Ranks) -> ParamDtypes:
+    """Return a parameter's dtypes on these ranks."""
+    return dtypes if dtypes.wire is None else replace(dtypes, wire=wire_on(group, policy, ranks))
+
+
+def wire_on(group: GroupPlan, policy: Policy, ranks: Ranks) -> torch.dtype:
+    """Return the wire of a group's gradients on these ranks: where nothing is sharded, the all-reduce over replicas."""
+    is_whole = ranks.shards(policy) == 1 and ranks.num_replicas is not None
+    return replica_dtype(group, policy, ranks) if is_whole else group.wire
 
 
 def plan_traffic(plan: Plan, ranks: Ranks, schedule: Schedule | None = None) -> Traffic:

@@ -4,25 +4,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zeroamp.groups import GroupPlan, ParamPlan
+from zeroamp.groups import GroupPlan, ParamDtypes, ParamPlan
 from zeroamp.hooks import Traffic
 from zeroamp.ledger_rows import DTYPE_COLUMNS, dtype_names
 from zeroamp.plan import Plan
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import describe
 from zeroamp.tables import Row, fold, render
-from zeroamp.traffic_plan import STEP
+from zeroamp.traffic_plan import STEP, Ranks, dtypes_on, replica_dtype
 
 PER_OP = "per op"
+REPLICAS = "replicas"
+"""A boundary that no column of the ledger has: the all-reduce of shards over replicas (HSDP)."""
 
 _REMEDIES = {
     "storage": "Do not cast a wrapped model: cast before wrap_model, or not at all.",
     "gather": "Leave FSDP2's mixed-precision policy of the unit as wrap_model set it.",
     "compute": "The module casts by itself: remove the cast, or let the config ask for what the module does.",
     "gradient": "Remove the hook that casts the gradient.",
-    "wire": "Leave the reduce-scatter and all-reduce of the unit as wrap_model set them.",
+    "wire": "Leave the reduce-scatter of the unit as wrap_model set it.",
     "accumulate": "Leave the accumulation as wrap_model set it; data_types.grad_accum_dtype asks for another.",
     "optimizer": "Keep optimizer state in the dtype of the stored parameters.",
+    REPLICAS: "Leave the reduce-scatter of the unit, whose output replicas average, as wrap_model set it.",
 }
 
 Seen = Mapping[str, Mapping[str, Mapping[str, str]]]
@@ -37,7 +40,7 @@ class Difference:
     owner: str
     """Class and FQN of the module that owns it."""
     boundary: str
-    """A column of the ledger: "storage", "gather", "compute", "gradient", "wire", "accumulate" or "optimizer"."""
+    """A column of the ledger, or `REPLICAS`."""
     promised: str | None
     observed: str
     where: str
@@ -58,6 +61,7 @@ class Verification:
     """What `Ledger.verify` saw: on this rank; the others saw nothing that differs from what was promised either."""
 
     plan: Plan
+    ranks: Ranks
     observed: Seen
     """Parameter -> boundary -> dtype -> where it was seen first."""
     num_micro_batches: int
@@ -72,12 +76,20 @@ class Verification:
         return _without_step(self.planned) == _without_step(self.counted)
 
     def __str__(self) -> str:
-        """Return a table of two rows per group, what was promised and what was observed."""
-        rows = [row for group in self.plan.groups for row in (self._row(group, "promised"), self._row(group, "seen"))]
-        folded = fold(rows[::2]), fold(rows[1::2])
-        if [row["group"] for row in folded[0]] == [row["group"] for row in folded[1]]:
-            rows = [row for pair in zip(*folded, strict=True) for row in pair]
-        total = sum(map(len, (group.params for group in self.plan.groups)))
+        """Return a table of two rows per group, what was promised and what was seen."""
+        dicts = self._group_dicts()
+        used = [
+            boundary
+            for boundary in (*DTYPE_COLUMNS, REPLICAS)
+            if boundary != REPLICAS or any(row["observed"][REPLICAS] for row in dicts)
+        ]
+        pairs = fold([{**row, "promised": _cells(row["promised"], used), "seen": _seen(row, used)} for row in dicts])
+        rows = [
+            {"group": pair["group"], "groups": pair["groups"], "dtypes": what, **pair[what]}
+            for pair in pairs
+            for what in ("promised", "seen")
+        ]
+        total = sum(len(group.params) for group in self.plan.groups)
         traffic = "those planned" if self.is_traffic_as_planned else "not those planned: modules run in another order"
         return (
             f"zeroamp: {total} parameters, {self.num_micro_batches} micro-batches: every dtype is the promised one\n"
@@ -87,78 +99,95 @@ class Verification:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold: micro-batches, whether traffic was as planned, groups, parameters."""
+        """Return what JSON can hold: micro-batches, whether traffic was as planned, groups, parameters.
+
+        Each group and parameter has the dtypes that were "promised" and the lists of those "observed", by boundary.
+        """
         return {
             "num_micro_batches": self.num_micro_batches,
             "is_traffic_as_planned": self.is_traffic_as_planned,
-            "groups": [
-                {"group": group.name, "promised": dtype_names(group.dtypes), "observed": self._seen(group.params)}
-                for group in self.plan.groups
-            ],
+            "groups": self._group_dicts(),
             "parameters": [
                 {
                     "parameter": param.fqn,
                     "group": group.name,
-                    "promised": dtype_names(param.dtypes),
-                    "observed": self._seen((param,)),
+                    "promised": promises(param.dtypes, group, self.plan, self.ranks),
+                    "observed": self._observed((param,)),
                 }
                 for group in self.plan.groups
                 for param in group.params
             ],
         }
 
-    def _seen(self, params: tuple[ParamPlan, ...]) -> dict[str, list[str]]:
+    def _group_dicts(self) -> list[Row]:
+        return [
+            {
+                "group": group.name,
+                "promised": promises(group.dtypes, group, self.plan, self.ranks),
+                "observed": self._observed(group.params),
+            }
+            for group in self.plan.groups
+        ]
+
+    def _observed(self, params: tuple[ParamPlan, ...]) -> dict[str, list[str]]:
         return {
             boundary: sorted({name for param in params for name in self.observed[param.fqn].get(boundary, {})})
-            for boundary in DTYPE_COLUMNS
+            for boundary in (*DTYPE_COLUMNS, REPLICAS)
         }
 
-    def _row(self, group: GroupPlan, what: str) -> Row:
-        promised = {column: name or "-" for column, name in dtype_names(group.dtypes).items()}
-        seen = {column: ", ".join(names) or "-" for column, names in self._seen(group.params).items()}
-        return {"group": group.name, "dtypes": what, **(promised if what == "promised" else seen)}
+
+def promises(dtypes: ParamDtypes, group: GroupPlan, plan: Plan, ranks: Ranks) -> dict[str, str | None]:
+    """Return the dtype that is promised at each boundary; None where nothing should be seen."""
+    averages = dtypes.wire is not None and ranks.num_replicas is not None and ranks.shards(plan.policy) != 1
+    replicas = short_name(replica_dtype(group, plan.policy, ranks)) if averages else None
+    return {**dtype_names(dtypes_on(dtypes, group, plan.policy, ranks)), REPLICAS: replicas}
 
 
-def find_differences(plan: Plan, observed: Seen) -> list[Difference]:
+def find_differences(plan: Plan, ranks: Ranks, observed: Seen) -> list[Difference]:
     """Return every parameter and boundary at which another dtype was seen than promised."""
-    differences = []
-    for param in plan.params:
-        promises = dtype_names(param.dtypes)
-        for boundary in DTYPE_COLUMNS:
-            for name, where in observed.get(param.fqn, {}).get(boundary, {}).items():
-                if promises[boundary] not in (name, PER_OP):
-                    owner = f"{param.owner_classes[0]} ({param.owner_fqns[0] or 'the root'})"
-                    differences.append(
-                        Difference(
-                            parameter=param.fqn,
-                            owner=owner,
-                            boundary=boundary,
-                            promised=promises[boundary],
-                            observed=name,
-                            where=where,
-                        )
-                    )
-    return differences
+    return [
+        Difference(
+            parameter=param.fqn,
+            owner=f"{param.owner_classes[0]} ({param.owner_fqns[0] or 'the root'})",
+            boundary=boundary,
+            promised=promised,
+            observed=name,
+            where=where,
+        )
+        for group in plan.groups
+        for param in group.params
+        for boundary, promised in promises(param.dtypes, group, plan, ranks).items()
+        for name, where in observed[param.fqn].get(boundary, {}).items()
+        if promised not in (name, PER_OP)
+    ]
 
 
 def see_collectives(traffic: Traffic, plan: Plan, observed: dict[str, dict[str, dict[str, str]]]) -> None:
     """Add the dtypes that each group's collectives had to what was seen of its parameters.
 
-    The wire is that of the reduction over the shards; where there is none (stage 0), of the all-reduce.
+    The wire is the reduction over shards; where there is none, the all-reduce.
     """
-    by_group: dict[str, list[tuple[str, str]]] = {}
+    calls: dict[str, dict[str, str]] = {}
     for key in traffic.calls:
-        by_group.setdefault(key.group, []).append((key.collective, short_name(key.dtype)))
+        calls.setdefault(key.group, {})[key.collective] = short_name(key.dtype)
     for group in plan.groups:
-        calls = by_group.get(group.name, [])
-        is_scattered = any(collective in ("reduce_scatter", "all_to_all") for collective, _ in calls)
-        for collective, name in calls:
+        of_group = calls.get(group.name, {})
+        is_scattered = bool({"reduce_scatter", "all_to_all"} & of_group.keys())
+        for collective, name in of_group.items():
             boundary = "gather" if collective == "all_gather" else "wire"
             if collective == "all_reduce" and is_scattered:
-                continue
+                boundary = REPLICAS
             for param in group.params:
                 if boundary == "gather" or param.dtypes.wire is not None:
                     observed[param.fqn].setdefault(boundary, {}).setdefault(name, f"{collective} of {group.name}")
+
+
+def _cells(promised: Row, columns: list[str]) -> dict[str, str]:
+    return {column: promised[column] or "-" for column in columns}
+
+
+def _seen(row: Row, columns: list[str]) -> dict[str, str]:
+    return {column: ", ".join(row["observed"][column]) or "-" for column in columns}
 
 
 def _without_step(traffic: Traffic) -> dict[Any, tuple[int, int]]:

@@ -29,13 +29,15 @@ def verify(plan: Plan, model: nn.Module, batch: object, loss_fn: LossFunction | 
     with leaves_no_trace(state), torch.inference_mode(False), torch.enable_grad():
         _rehearse(model, state, batch, loss_fn, observations, counted)
     see_collectives(counted, plan, observations.seen)
-    found = [str(difference) for difference in find_differences(plan, observations.seen)]
+    ranks = ranks_of(state.mesh)
+    found = [str(difference) for difference in find_differences(plan, ranks, observations.seen)]
     _raise_together(found, state.mesh, PrecisionError)
     return Verification(
         plan=plan,
+        ranks=ranks,
         observed=observations.seen,
         num_micro_batches=plan.policy.gradient_accumulation_steps,
-        planned=plan_traffic(plan, ranks_of(state.mesh)),
+        planned=plan_traffic(plan, ranks),
         counted=counted,
     )
 
@@ -51,11 +53,13 @@ def _rehearse(
     ops = OpObserver(observations)
     units = UnitObserver(observations, ops)
     rehearsal = Rehearsal(model, state, observations)
+    num_micro_batches = state.plan.policy.gradient_accumulation_steps
     handles = units.attach(state.root, observed_units(state.plan))
     state.traffic.observers.append(counted.count)
     try:
-        for _ in range(state.plan.policy.gradient_accumulation_steps):
-            with ops:
+        for index in range(num_micro_batches):
+            units.sees_raw_gradients = state.plan.policy.stage >= 2 or index + 1 == num_micro_batches
+            with torch.compiler.set_stance("force_eager"), ops:  # compiled code has no ops to look at
                 loss = _loss(call(model, batch), loss_fn)
             ops.forget()
             rehearsal.backward(loss)

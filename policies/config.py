@@ -207,7 +207,7 @@ def _offload(config: Config) -> Offload:
         key = f"zero_optimization.{name}.device"
         if name == "offload_param" and zero.stage != 3:
             found = f'"cpu" at stage {zero.stage}'
-            raise ConfigError(describe(key, found, '"none", or stage 3', "offload_optimizer is for stages 1 and 2."))
+            raise ConfigError(describe(key, found, '"none", or stage 3', "offload_optimizer is for the others."))
         pins.add(block.pin_memory)
     if len(pins) > 1:
         found = "another value than zero_optimization.offload_param.pin_memory"

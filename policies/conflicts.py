@@ -73,15 +73,6 @@ def _check_sharding(policy: Policy) -> None:
         found = f"{policy.dp_replicate_size} at stage 0"
         remedy = "Stage 0 replicates over all ranks already."
         raise ConfigError(describe("zeroamp.dp_replicate_size", found, "1, or stage 1 and above", remedy))
-    if policy.offload.to_cpu and policy.stage == 0:
-        raise ConfigError(
-            describe(
-                "zero_optimization.offload_optimizer.device",
-                "cpu at stage 0",
-                "none, or stage 1 and above",
-                "Shards are what is offloaded, and stage 0 has none.",
-            )
-        )
 
 
 def check_param_dtype(config: Config, policy: Policy) -> None:

@@ -38,9 +38,7 @@ class OffloadParamBlock(Block):
 class OffloadOptimizerBlock(Block):
     """`offload_optimizer`."""
 
-    device: Annotated[Device, Honoured("`cpu`: shards, gradients and optimizer state live there. Stages 1 to 3")] = (
-        "none"
-    )
+    device: Annotated[Device, Honoured("`cpu`: shards, gradients and optimizer state live there")] = "none"
     pin_memory: Annotated[bool, Honoured("page-locked memory, where there is an accelerator")] = True
     nvme_path: Annotated[str | None, Unsupported(_NO_NVME, (None,))] = None
     buffer_count: Annotated[Count, Native(_NVME_ONLY)] = 4

@@ -279,13 +279,7 @@ BAD = [
         {"zero_optimization": {"offload_param": {"device": "cpu"}, "stage": 2}},
         {},
         'zero_optimization.offload_param.device: found "cpu" at stage 2; valid: "none", or stage 3. '
-        "offload_optimizer is for stages 1 and 2.",
-    ),
-    (
-        {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-        {},
-        "zero_optimization.offload_optimizer.device: found cpu at stage 0; valid: none, or stage 1 and "
-        "above. Shards are what is offloaded, and stage 0 has none.",
+        "offload_optimizer is for the others.",
     ),
     (
         {
@@ -301,7 +295,7 @@ BAD = [
         "together.",
     ),
     (
-        {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
         {},
         "zero_optimization.offload_optimizer.ratio: found 0.5, which is not supported; valid: 1.0. "
         "Remove it: FSDP2 moves all of the optimizer state or none of it.",

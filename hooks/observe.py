@@ -85,13 +85,15 @@ class OpObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class UnitObserver:
     """Notes each parameter's dtype when its unit runs, and of its raw gradient; tells `ops` to follow it."""
 
-    def __init__(self, observations: Observations, ops: OpObserver) -> None:
+    def __init__(self, observations: Observations, ops: OpObserver, sums_in: torch.dtype | None) -> None:
+        """Take the dtype of unsharded sums over micro-batches; None where there are none.
+
+        From torch 2.15 on, FSDP2 lets autograd cast a gradient to it, before any hook: that is no raw gradient.
+        """
         self._observations = observations
         self._ops = ops
+        self._sums_in = sums_in
         self._watched: dict[nn.Parameter, RemovableHandle] = {}
-        self.sees_raw_gradients = True
-        """Off for a backward that does not reduce: from torch 2.15 on, FSDP2 lets autograd cast the first gradient of
-        an unsharded sum to the dtype of the sum."""
 
     def attach(self, root: nn.Module, units: Mapping[str, Iterable[str]]) -> list[RemovableHandle]:
         """Register on modules; `units` maps the FQN of a module to those of the parameters to look at when it runs.
@@ -124,7 +126,8 @@ class UnitObserver:
 
     def _watch_gradient(self, fqn: str, parameter: nn.Parameter) -> RemovableHandle:
         def look(gradient: torch.Tensor) -> None:
-            if self.sees_raw_gradients:
+            is_cast = self._sums_in is not None and parameter.grad_dtype == self._sums_in != parameter.dtype
+            if not is_cast:
                 self._observations.see(fqn, "gradient", gradient.dtype, "backward")
 
         return parameter.register_hook(look)  # type: ignore[no-untyped-call,no-any-return]

@@ -12,6 +12,9 @@ backward reduces once: that is the rule, and `_Replay` has its exceptions. Each 
   neither exists it is the last unit: with accumulation one gather more per step, whose result nobody uses.
 * A unit without a backward (frozen, and nothing trainable before it) is gathered ahead in vain all the same. Inside a
   window the next forward uses that copy; at its end the copy is dropped.
+* A unit that runs several times in one forward is gathered and reduced for each run: with zeros but for its first,
+  since autograd adds the gradients of all runs before it hands them out. (Up to torch 2.12, which reduces no zeros,
+  once. Those versions are not replayed.)
 * `prefetch_bucket_size` gathers ahead by the order of registration.
 
 So the numbers hold for modules that run in the order of `run_order`. A model that runs them otherwise may gather a unit

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroamp.hooks import Observations, OpObserver, Traffic, UnitObserver
 from zeroamp.plan import Plan
+from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.errors import PrecisionError, StepError, WrapError, ZeroAmpError, describe
 from zeroamp.rehearsal import Rehearsal, call, is_sharded, leaves_no_trace, observed_units
 from zeroamp.state import WrapState, wrap_state
@@ -51,14 +52,14 @@ def _rehearse(
     counted: Traffic,
 ) -> None:
     ops = OpObserver(observations)
-    units = UnitObserver(observations, ops)
+    policy = state.plan.policy
+    sums = policy.stage < 2 and policy.gradient_accumulation_steps > 1
+    units = UnitObserver(observations, ops, unsharded_accumulation(policy) if sums else None)
     rehearsal = Rehearsal(model, state, observations)
-    num_micro_batches = state.plan.policy.gradient_accumulation_steps
     handles = units.attach(state.root, observed_units(state.plan))
     state.traffic.observers.append(counted.count)
     try:
-        for index in range(num_micro_batches):
-            units.sees_raw_gradients = state.plan.policy.stage >= 2 or index + 1 == num_micro_batches
+        for _ in range(policy.gradient_accumulation_steps):
             with torch.compiler.set_stance("force_eager"), ops:  # compiled code has no ops to look at
                 loss = _loss(call(model, batch), loss_fn)
             ops.forget()

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-BF16 = torch.bfloat16
+from tests.autograd_functions import BF16, CastsByHand, CastsInputs, CastsOnce
 
 
 class Uses(nn.Module):
@@ -71,35 +71,6 @@ def checkpointed_twice(use_reentrant):
     return forward
 
 
-class CastsInputs(torch.autograd.Function):
-    @staticmethod
-    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=BF16)
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w.t()
-
-    @staticmethod
-    @torch.amp.custom_bwd(device_type="cpu")
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        return g @ w, g.t() @ x
-
-
-class CastsByHand(torch.autograd.Function):
-    """Saves the weight itself; `reads` and `returns` are the dtypes in which the backward reads it and returns."""
-
-    @staticmethod
-    def forward(ctx, x, w, reads, returns):
-        ctx.save_for_backward(x, w)
-        ctx.reads, ctx.returns = reads, returns
-        return x.to(BF16) @ w.to(BF16).t()
-
-    @staticmethod
-    def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        return (g.to(ctx.reads) @ w.to(ctx.reads)).float(), g.to(ctx.returns).t() @ x.to(ctx.returns), None, None
-
-
 def by_hand(reads, returns):
     return lambda m, x: CastsByHand.apply(F.linear(m.lin(x), m.w, m.b), m.lin.weight[:], reads, returns)
 
@@ -114,9 +85,9 @@ def beside_a_checkpoint(use_reentrant):
     return forward
 
 
-def cast_inputs_beside_a_checkpoint(m, x):
+def cast_once_beside_a_checkpoint(m, x):
     y = checkpoint(m.lin, F.linear(x, m.w, m.b), use_reentrant=False)
-    return y + CastsInputs.apply(x, m.lin.weight)
+    return y + CastsOnce.apply(x, m.lin.weight)
 
 
 def by_hand_whole(reads, returns):
@@ -223,7 +194,7 @@ USES = {
     "Function on a view": (trainable(by_hand(BF16, BF16)), REST),
     "Function beside a checkpoint": (trainable(beside_a_checkpoint(False)), REST),
     "Function beside a checkpoint, reentrant": (trainable(beside_a_checkpoint(True)), REST),
-    "Function with cast_inputs beside a checkpoint": (trainable(cast_inputs_beside_a_checkpoint), REST),
+    "Function that casts once, beside a checkpoint": (trainable(cast_once_beside_a_checkpoint), REST),
     "asks for a dtype, to no effect": (
         trainable(lambda m, x: F.linear((x * 1.7).to(m.w.dtype), m.w, m.b) + m.lin(x.clone())),
         ALL,

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.autograd_functions import BF16
 from tests.gather_oracle import randomise
-from tests.parameter_uses import BF16, USES
+from tests.parameter_uses import USES
 from zeroamp.hooks import record_run
 from zeroamp.hooks.parameter_record import ParameterRecord, are_disjoint
 

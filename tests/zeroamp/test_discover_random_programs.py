@@ -8,8 +8,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import zeroamp
+from tests.autograd_functions import BF16, CastsByHand, CastsInputs
 from tests.gather_oracle import gathered, is_unchanged, randomise
-from tests.parameter_uses import BF16, CastsByHand, CastsInputs, Uses
+from tests.parameter_uses import Uses
 
 PARTS = {
     "whole": lambda w: w,

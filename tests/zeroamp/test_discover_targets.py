@@ -7,7 +7,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import zeroamp
-from tests.parameter_uses import BF16, USES, Uses
+from tests.autograd_functions import BF16
+from tests.parameter_uses import USES, Uses
 from tests.ranks import RankError
 from zeroamp.example_inputs import example_arguments
 
@@ -45,6 +46,9 @@ def test_cuda_is_traced_where_there_may_be_none():
     assert found["cpu"].safe == {"lin.weight"}
     assert found["cuda"].safe == {"lin.weight", "w"}
     assert not torch.is_autocast_enabled("cuda")
+    assert torch.get_autocast_dtype("cuda") == torch.float16
+    assert torch.autocast_increment_nesting() == 1
+    torch.autocast_decrement_nesting()
 
 
 @pytest.mark.skipif(

@@ -280,6 +280,31 @@ def test_a_table_of_promised_and_seen_per_group(ranks2):
     assert (embed["promised"]["compute"], embed["observed"]["compute"]) == ("per op", ["bf16", "fp32"])
 
 
+class Quantized(nn.Module):
+    """A frozen int8 weight that its module makes a matrix of, and a frozen bf16 one."""
+
+    def __init__(self):
+        super().__init__()
+        self.codes = nn.Parameter(torch.randint(-9, 9, (8, 8), dtype=torch.int8), requires_grad=False)
+        self.stored = nn.Parameter(torch.randn(8, 8).bfloat16(), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return ((x @ (self.codes.float() * self.scale)) @ self.stored.float()).square().mean()
+
+
+def _quantized():
+    torch.manual_seed(0)
+    model = zeroamp.wrap_model(Quantized(), zeroamp.policy_from_config(config(3, dtype=None)))
+    seen = zeroamp.explain(model).verify(model, torch.ones(2, 8)).to_dict()
+    return {row["parameter"]: (row["promised"]["compute"], row["observed"]["compute"]) for row in seen["parameters"]}
+
+
+def test_what_a_module_makes_of_frozen_parameters_of_other_dtypes_is_its_own_business(ranks2):
+    expected = {"codes": ("per op", ["fp32"]), "stored": ("per op", ["fp32"]), "scale": ("fp32", ["fp32"])}
+    assert ranks2.run(_quantized)[0] == expected
+
+
 class Reversed(nn.Module):
     def __init__(self):
         super().__init__()

@@ -12,10 +12,13 @@ from zeroamp.hooks.all_gather import CountingAllGather
 from zeroamp.hooks.autocast import AutocastHook
 from zeroamp.hooks.backward_guard import BackwardGuard
 from zeroamp.hooks.evaluation import ReshardAfterEvaluation
+from zeroamp.hooks.fp32_region import Fp32Region
 from zeroamp.hooks.observe import Observations, OpObserver, UnitObserver
 from zeroamp.hooks.outer_autocast import OuterAutocastGuard
+from zeroamp.hooks.recorded_run import can_run_backward, record_run
 from zeroamp.hooks.reduce_scatter import ReceiveBuffers, WireReduceScatter
 from zeroamp.hooks.safe_module_guard import attach_safe_module_guard
+from zeroamp.hooks.safe_parameters import UseRecorder, tensors_in
 from zeroamp.hooks.shard_accumulator import ShardAccumulator
 from zeroamp.hooks.traffic import Traffic, TrafficKey
 from zeroamp.hooks.typed_groups import (
@@ -30,6 +33,7 @@ __all__ = [
     "AutocastHook",
     "BackwardGuard",
     "CountingAllGather",
+    "Fp32Region",
     "Holder",
     "Observations",
     "OpObserver",
@@ -40,15 +44,19 @@ __all__ = [
     "Traffic",
     "TrafficKey",
     "UnitObserver",
+    "UseRecorder",
     "WireReduceScatter",
     "abandon",
     "attach_safe_module_guard",
     "attach_typed_group",
+    "can_run_backward",
     "complete_accumulation",
     "group_policy",
     "modules_to_run",
+    "record_run",
     "release",
     "shard_typed_group",
+    "tensors_in",
     "typed_group_hooks",
     "unsharded_sums",
     "zero_fill_unused",

@@ -1,4 +1,4 @@
-"""Every name of torch's FSDP2 that is private or differs by version, in one place.
+"""Every name of torch that is private or differs by version, in one place: FSDP2's, and the dispatch layer's.
 
 Checked on torch 2.11.0, 2.13.0 and 2.15.0; `tests/hooks/test_private_names.py` fails when one is gone.
 """
@@ -9,27 +9,36 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+
+# Used by many, but in private modules all the same.
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 
 # The base classes of custom collectives: their setters are public, the classes are exported nowhere up to 2.15.
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-
-# Not FSDP2's, and used by many, but in a private module all the same.
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 __all__ = [
     "FORWARD_HOOKS",
     "AllGather",
+    "FakeTensorMode",
     "ReduceScatter",
+    "StorageWeakRef",
     "TorchDispatchMode",
     "abandon",
     "all_gather",
     "complete_accumulation",
     "forward_hooks",
+    "is_view_op",
     "modules_to_run",
     "reduce_scatter",
     "release",
+    "run_op",
     "storage_key",
+    "storage_of",
+    "tree_map",
     "unsharded_sums",
     "zero_fill_unused",
 ]
@@ -179,3 +188,27 @@ def complete_accumulation(unit: FSDPModule) -> None:
         for parameter, gradient in zip(parameters, accumulated, strict=True):
             if gradient is None:
                 parameter.unsharded_accumulated_grad = torch.zeros_like(parameter.unsharded_param, dtype=dtype)
+
+
+def storage_of(tensor: torch.Tensor) -> StorageWeakRef | None:
+    """Return what tells a tensor's memory from every other, fake or real: equal for views of the same storage.
+
+    It is a weak reference, so the memory can go, but its address is not used again while the reference lives.
+    None for a layout that has no single storage.
+    """
+    if tensor.layout != torch.strided:
+        return None
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def is_view_op(func: torch._ops.OpOverload) -> bool:
+    """Return whether an op returns a view of its input. `_unsafe_view` does too, though its schema denies it."""
+    return bool(func.is_view) or func.overloadpacket.__name__ == "_unsafe_view"
+
+
+def run_op(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op. On fake tensors `_grouped_mm` takes bf16 only, though its kernels take fp32 too: go round that."""
+    is_grouped_mm = func.overloadpacket.__name__ == "_grouped_mm"
+    if not is_grouped_mm or not isinstance(args[0], FakeTensor) or {a.dtype for a in args[:2]} != {torch.float32}:
+        return func(*args, **kwargs)
+    return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).float()

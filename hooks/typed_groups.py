@@ -112,15 +112,13 @@ def attach_typed_group(holder: FSDPModule, unit: Sequence[nn.Module]) -> list[Re
     """Gather the holder's group before the modules of `unit` run and release it after; return the handles.
 
     Call after `fully_shard(unit)`: its own pre-hook must come first, because the root initialises all groups there.
-    The post-hook comes before FSDP2's own, as the inner of two nested groups would. For a unit of several modules it is
-    called whatever they raise, as FSDP2's is: checkpointing stops a recomputed forward with an exception.
+    The post-hook comes before FSDP2's own, as the inner of two nested groups would.
     """
-    is_merged = len(unit) > 1
-    pre_forward, post_forward = _merged_hooks(holder, unit) if is_merged else typed_group_hooks(holder)
+    pre_forward, post_forward = _merged_hooks(holder, unit) if len(unit) > 1 else typed_group_hooks(holder)
     handles = []
     for module in unit:
         handles.append(module.register_forward_pre_hook(pre_forward, prepend=False, with_kwargs=True))
-        handles.append(module.register_forward_hook(post_forward, prepend=True, always_call=is_merged))
+        handles.append(module.register_forward_hook(post_forward, prepend=True))
     return handles
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from zeroamp.policies.errors import ConfigError, describe
-from zeroamp.policies.load import flatten, nest
+from zeroamp.policies.load import flatten, json_value, nest
 
 AUTO = "auto"
 
@@ -35,7 +35,8 @@ def fill_auto(cfg: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str,
     """
     flat = flatten(cfg)
     filled = dict(flat)
-    for name, value in arguments.items():
+    for name, given in arguments.items():
+        value = json_value(given, f"the argument {name}")
         paths = [path for path in flat if _names(name, path)]
         derived = {path: rule for path, rule in DERIVED.get(name, {}).items() if flat.get(path) == AUTO}
         if not paths and not derived:
@@ -50,9 +51,7 @@ def fill_auto(cfg: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str,
             if filled[path] == AUTO:
                 filled[path] = _derive(rule, name, value)
     if left := [path for path in flat if _is_open(path, flat) and filled[path] == AUTO]:
-        remedy = f"Pass it, for example policy_from_config(cfg, {left[0].rpartition('.')[2]}=...)."
-        found = '"auto" and no argument that fills it'
-        raise ConfigError("\n".join(describe(path, found, "a value", remedy) for path in left))
+        raise ConfigError("\n".join(_left(path) for path in left))
     return nest(filled)
 
 
@@ -67,10 +66,18 @@ def _names(argument: str, path: str) -> bool:
     return argument in (path, path.replace(".", "__")) or (argument == last and last != "enabled")
 
 
+def _left(path: str) -> str:
+    block, _, last = path.rpartition(".")
+    name = block.replace(".", "__") if last == "enabled" else last
+    remedy = f"Pass it: policy_from_config(cfg, {name}=...), or --auto {name}=... on the command line."
+    return describe(path, '"auto" and no argument that fills it', "a value", remedy)
+
+
 def _derive(rule: Callable[[Any], Any], name: str, value: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    is_size = isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**24
+    if name == "hidden_size" and not is_size:
         found = f"{type(value).__name__} {value!r}"
-        raise ConfigError(describe(f"the argument {name}", found, "a number", "Pass the number itself."))
+        raise ConfigError(describe(f"the argument {name}", found, "a width, a whole number", "Pass the model's own."))
     return rule(value)
 
 

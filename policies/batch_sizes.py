@@ -69,14 +69,15 @@ def _accumulation_steps(total: int | None, micro: int | None, ranks: int | None)
                 _STEPS,
                 f"no value beside {_TOTAL} {total} and {_MICRO} {micro}, and no number of ranks to derive it from",
                 "a value, or a known number of ranks",
-                "Pass world_size= to policy_from_config, start with torchrun, or set the key.",
+                "Pass world_size= to policy_from_config (--world-size on the command line), start with torchrun, or "
+                "set the key.",
             )
         )
     return _divide(total, micro * ranks, f"{_MICRO} {micro} x {ranks} ranks")
 
 
 def _divide(total: int, factor: int, words: str) -> int:
-    if total < factor or total % factor:
+    if total % factor:
         raise ConfigError(
             describe(_TOTAL, f"{total}", f"a multiple of {factor} = {words}", "Change one of them; nothing is rounded.")
         )

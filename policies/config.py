@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, Literal
 
 import torch
 
@@ -40,7 +41,7 @@ def policy_from_config(
     config = validate(filled)
     zero = config.zero_optimization
     mode, dtype_name = _mode(config)
-    comm = config.communication_data_type
+    comm, buffers = config.communication_data_type, config.data_types.buffer_dtype
     sizes = resolve_batch_sizes(
         config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps, world_size
     )
@@ -59,6 +60,8 @@ def policy_from_config(
         train_micro_batch_size_per_gpu=sizes.micro,
         gradient_accumulation_steps=sizes.accumulation_steps,
         gradient_clipping=config.gradient_clipping,
+        keep_in_fp32_modules=config.data_types.keep_in_fp32_modules,
+        buffer_dtype=None if buffers is None else DTYPE_BY_NAME[buffers],
         check_grad_overflow=mode == "bf16" and config.bf16.check_grad_overflow,
         param_persistence_threshold=zero.stage3_param_persistence_threshold,
         hpz_partition_size=zero.zero_hpz_partition_size,
@@ -76,6 +79,25 @@ def policy_from_config(
     check_policy(policy)
     check_param_dtype(config, policy)
     return policy
+
+
+def refuse_inconsistent(policy: Policy) -> None:
+    """Check a policy that may have been built or changed by hand: it must be what its own config says.
+
+    Fields that the policy's mode does not read may hold anything, and so may sizes of batches, which depend on ranks.
+
+    Raises:
+        ConfigError: the config would be refused, or makes another policy.
+    """
+    # A batch size would be derived for the ranks of this job, and may have been for others.
+    asked = replace(policy, train_batch_size=None, train_micro_batch_size_per_gpu=None)
+    made = policy_from_config(asked.to_config(), world_size=1)
+    unread = {"lower_precision_safe_modules": policy.mode != "autocast", "offload": not policy.offload.to_cpu}
+    for name in (field.name for field in fields(policy) if field.compare and not unread.get(field.name)):
+        found, valid = getattr(asked, name), getattr(made, name)
+        if found != valid:
+            remedy = "Change the config, or all the fields that belong together."
+            raise ConfigError(describe(f"Policy.{name}", repr(found), f"{valid!r}, as the other fields say", remedy))
 
 
 def _mode(config: Config) -> tuple[Mode, str | None]:
@@ -109,7 +131,7 @@ def _autocast_dtype(block: TorchAutocastBlock) -> str:
     return block.dtype
 
 
-def _safe_modules(config: Config) -> tuple[str, ...]:
+def _safe_modules(config: Config) -> tuple[str, ...] | Literal["auto"]:
     block = config.torch_autocast
     if not block.enabled:
         return ()
@@ -183,11 +205,9 @@ def _offload(config: Config) -> Offload:
         if block is None or block.device == "none":
             continue
         key = f"zero_optimization.{name}.device"
-        if block.device == "nvme":
-            raise ConfigError(describe(key, '"nvme"', '"cpu" or "none"', "There is no NVMe offload."))
         if name == "offload_param" and zero.stage != 3:
             found = f'"cpu" at stage {zero.stage}'
-            raise ConfigError(describe(key, found, '"none", or stage 3', "offload_optimizer is for stages 1 and 2."))
+            raise ConfigError(describe(key, found, '"none", or stage 3', "offload_optimizer is for the others."))
         pins.add(block.pin_memory)
     if len(pins) > 1:
         found = "another value than zero_optimization.offload_param.pin_memory"

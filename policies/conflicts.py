@@ -48,11 +48,11 @@ def _check_wire(policy: Policy) -> None:
 
 def _check_scale(policy: Policy) -> None:
     scale = policy.loss_scale
-    if policy.low_dtype == torch.float16 and not scale.dynamic and scale.initial == 1:
+    if policy.low_dtype == torch.float16 and not scale.dynamic and scale.initial <= 1:
         raise ConfigError(
             describe(
                 "fp16.loss_scale",
-                "1, float16 without scaling",
+                f"{scale.initial:g}, which scales nothing up",
                 "0 (dynamic) or a fixed scale above 1",
                 "Leave it out: small gradients are zero in float16 otherwise.",
             )
@@ -73,15 +73,6 @@ def _check_sharding(policy: Policy) -> None:
         found = f"{policy.dp_replicate_size} at stage 0"
         remedy = "Stage 0 replicates over all ranks already."
         raise ConfigError(describe("zeroamp.dp_replicate_size", found, "1, or stage 1 and above", remedy))
-    if policy.offload.to_cpu and policy.stage == 0:
-        raise ConfigError(
-            describe(
-                "zero_optimization.offload_optimizer.device",
-                "cpu at stage 0",
-                "none, or stage 1 and above",
-                "Shards are what is offloaded, and stage 0 has none.",
-            )
-        )
 
 
 def check_param_dtype(config: Config, policy: Policy) -> None:

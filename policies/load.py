@@ -8,17 +8,19 @@ from typing import Any
 
 from zeroamp.policies.errors import ConfigError, describe
 
+_DEEPEST = 16  # levels; the schema has four
+_LARGEST = 2**63 - 1
 _VALID = "a mapping, or the path of a JSON file"
 
 
 def load_config(cfg: object) -> dict[str, Any]:
-    """Return the config as a dict that is the caller's own.
+    """Return the config as a dict of JSON's own types that is the caller's own.
 
     Raises:
-        ConfigError: it is neither, the file cannot be read, or it has a key twice.
+        ConfigError: it is neither, the file cannot be read, it has a key twice, or a value that JSON does not have.
     """
     if isinstance(cfg, Mapping):
-        return _copy(cfg, "config")
+        return json_object(cfg, "config")
     if isinstance(cfg, str) and cfg.lstrip().startswith("{"):
         raise ConfigError(describe("config", "a string of JSON", _VALID, "Call json.loads on it first."))
     if not isinstance(cfg, str | os.PathLike):
@@ -29,23 +31,58 @@ def load_config(cfg: object) -> dict[str, Any]:
     except OSError as error:
         found = f"no readable file at {str(path)!r} ({error})"
         raise ConfigError(describe("config", found, "the path of a JSON file", "Check the path.")) from error
-    except ValueError as error:  # not JSON, or not UTF-8
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, an endless number, or nested without end
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(describe("config", f"{str(path)!r}: {error}", "a JSON object", "Mend the file.")) from error
     if not isinstance(loaded, dict):
         found = f"{str(path)!r}: {type(loaded).__name__}"
         raise ConfigError(describe("config", found, "a JSON object", "Mend the file."))
-    return _copy(loaded, "config")
+    return json_object(loaded, "config")
 
 
-def _copy(mapping: Mapping[Any, Any], where: str) -> dict[str, Any]:
-    """Copy a mapping and those inside it, so that nothing the caller changes later changes what was read."""
+def json_object(mapping: Mapping[Any, Any], where: str) -> dict[str, Any]:
+    """Copy a mapping and what is in it, so that nothing the caller changes later changes what was read."""
     for key in mapping:
-        if not isinstance(key, str) or "." in key or not key:
+        if not isinstance(key, str) or "." in key or not key or not _is_text(key):
             remedy = "Write an object in an object for what has a dot."
-            raise ConfigError(describe(where, f"the key {key!r}", "keys that are words without dots", remedy))
-    return {key: _copy(value, key) if isinstance(value, Mapping) else value for key, value in mapping.items()}
+            raise ConfigError(describe(where, f"the key {key!a}", "keys that are words without dots", remedy))
+    prefix = "" if where == "config" else f"{where}."
+    return {str(key): json_value(value, f"{prefix}{key}") for key, value in mapping.items()}
+
+
+def json_value(value: Any, where: str) -> Any:
+    """Copy one value of the config; NumPy's float64 is a float, an enum's member its value.
+
+    Raises:
+        ConfigError: it is nothing that JSON has, or beyond what a number or a text can be here.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if where.count(".") > _DEEPEST:
+        raise ConfigError(describe(f"{where[:60]}...", "blocks in blocks without end", "a few levels", "Mend it."))
+    if isinstance(value, Mapping):
+        return json_object(value, where)
+    if isinstance(value, list | tuple):
+        return [json_value(item, f"{where}.{index}") for index, item in enumerate(value)]
+    if isinstance(value, int) and -_LARGEST - 1 <= value <= _LARGEST:
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, str) and _is_text(value):
+        return str.__str__(value)
+    kind = "an integer of more than 64 bits" if isinstance(value, int) else f"a {type(value).__name__}"
+    kind = "a text that is no Unicode" if isinstance(value, str) else kind
+    remedy = "Write a plain Python value; of NumPy and torch scalars, value.item()."
+    raise ConfigError(describe(where, kind, "what JSON has: objects, lists, text, numbers, true, false, null", remedy))
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair: it could not be printed in an error either
+        return False
+    return True
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

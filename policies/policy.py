@@ -61,8 +61,9 @@ class Policy:
     low_dtype: torch.dtype | None = None
     """The low precision of the mode: bfloat16 or float16; None for mode "fp32"."""
 
-    lower_precision_safe_modules: tuple[str, ...] = ()
-    """Class names whose parameters are safe. Only mode "autocast" reads it."""
+    lower_precision_safe_modules: tuple[str, ...] | Literal["auto"] = ()
+    """Class names whose parameters are safe; "auto" finds out by a traced run, see `discover_safe_parameters`. Only
+    mode "autocast" reads it."""
 
     stage: Stage = 0
     """ZeRO stage: 0 replicates; 1 shards optimizer state; 2 also gradients; 3 also parameters."""
@@ -105,6 +106,13 @@ class Policy:
 
     train_micro_batch_size_per_gpu: int | None = None
     """Samples per micro-batch and rank, for the data loader. None: not said."""
+
+    keep_in_fp32_modules: tuple[str, ...] | Literal["auto"] = "auto"
+    """Patterns of modules, parameters and buffers that are gathered, computed and kept in fp32 in every mode; see
+    `zeroamp.fp32_regions`. "auto": what transformers models say of themselves."""
+
+    buffer_dtype: torch.dtype | None = None
+    """What floating-point buffers are cast to when the model is wrapped. None: they stay as they are."""
 
     check_grad_overflow: bool = False
     """Whether a step with a non-finite gradient is skipped without float16 too (which always skips it)."""

@@ -2,14 +2,15 @@
 
 import json
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from tabulate import tabulate
 
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import ConfigError, describe
 from zeroamp.policies.load import flatten, nest
-from zeroamp.policies.schema import Block, Config, Honoured, KeyClass, Native, Unsupported, iter_keys
+from zeroamp.policies.schema import Block, Config, Honoured, Key, Native, Unsupported, iter_keys
 
 if TYPE_CHECKING:
     from zeroamp.policies.policy import Policy
@@ -54,12 +55,16 @@ def _honoured(policy: "Policy") -> dict[str, Any]:
         "gradient_clipping": policy.gradient_clipping,
         "torch_autocast.enabled": autocast,
         "torch_autocast.dtype": dtype if autocast else None,
-        "torch_autocast.lower_precision_safe_modules": list(policy.lower_precision_safe_modules) if autocast else None,
+        "torch_autocast.lower_precision_safe_modules": _names(policy.lower_precision_safe_modules)
+        if autocast
+        else None,
         "bf16.enabled": policy.mode == "bf16",
         "bf16.check_grad_overflow": policy.check_grad_overflow,
         "fp16.enabled": policy.mode == "fp16",
         **(_loss_scale(policy) if dtype == "fp16" else {}),
         "data_types.grad_accum_dtype": short_name(policy.grad_accum_dtype),
+        "data_types.buffer_dtype": None if policy.buffer_dtype is None else short_name(policy.buffer_dtype),
+        "data_types.keep_in_fp32_modules": _names(policy.keep_in_fp32_modules),
         "communication_data_type": None if comm is None else short_name(comm),
         **{f"zero_optimization.{name}": value for name, value in zero.items()},
         "steps_per_print": policy.steps_per_print,
@@ -70,6 +75,10 @@ def _honoured(policy: "Policy") -> dict[str, Any]:
         "zeroamp.dp_replicate_size": policy.dp_replicate_size,
         "zeroamp.count_traffic": policy.count_traffic,
     }
+
+
+def _names(names: tuple[str, ...] | Literal["auto"]) -> list[str] | str:
+    return "auto" if names == "auto" else list(names)
 
 
 def _block(block: Block | None) -> dict[str, Any] | None:
@@ -112,7 +121,7 @@ def report_rows(policy: "Policy") -> list[dict[str, str]]:
     for key in iter_keys(Config):
         mine = {path: value for path, value in given.items() if path == key.path or path.startswith(f"{key.path}.")}
         for path, value in mine.items():
-            status, note = _status(path, value, key.key_class, policy)
+            status, note = _status(path, value, key, policy)
             rows.append({"key": path, "value": json.dumps(value, default=str), "status": status, "note": note})
         if not mine and key.path in effective and isinstance(key.key_class, Honoured):
             value = json.dumps(effective[key.path])
@@ -126,11 +135,13 @@ def report_rows(policy: "Policy") -> list[dict[str, str]]:
     return sorted(rows, key=lambda row: order.index(row["status"]))
 
 
-def _status(path: str, value: Any, key_class: KeyClass, policy: "Policy") -> tuple[str, str]:
+def _status(path: str, value: Any, key: Key, policy: "Policy") -> tuple[str, str]:
+    key_class, depth = key.key_class, key.path.count(".")
     if isinstance(key_class, Native):
         return "native", key_class.note
     if isinstance(key_class, Unsupported):
-        return "off", "asks for nothing; any other value is refused"
+        is_key = path.count(".") == depth
+        return "off", "asks for nothing; any other value is refused" if is_key else "its block is off"
     if reason := _idle(path, policy):
         return "no effect", reason
     return "default" if value is None else "honoured", key_class.note
@@ -139,12 +150,11 @@ def _status(path: str, value: Any, key_class: KeyClass, policy: "Policy") -> tup
 def _idle(path: str, policy: "Policy") -> str | None:
     """Say why an honoured key does nothing in this policy, or return None if it does something."""
     block, _, name = path.rpartition(".")
-    is_float16 = policy.gather_dtype.itemsize == 2 and short_name(policy.gather_dtype) == "fp16"
     if block == "torch_autocast" and name != "enabled" and policy.mode != "autocast":
         return "torch_autocast is not enabled"
     if block == "bf16" and name != "enabled" and policy.mode != "bf16":
         return "bf16 is not enabled"
-    if block == "fp16" and name != "enabled" and not is_float16:
+    if block == "fp16" and name != "enabled" and policy.gather_dtype != torch.float16:
         return "nothing computes in float16"
     if block == "fp16" and name not in ("enabled", "loss_scale") and not policy.loss_scale.dynamic:
         return "fp16.loss_scale fixes the scale"
@@ -152,9 +162,11 @@ def _idle(path: str, policy: "Policy") -> str | None:
         return f"stage is {policy.stage}"
     if name == "external_autocast" and policy.mode == "autocast":
         return "torch_autocast wins over any other"
+    if name == "keep_in_fp32_modules" and policy.mode == "fp32":
+        return "everything is in fp32"
     if name == "pin_memory" and not policy.offload.to_cpu:
         return "nothing is offloaded"
-    if name == "grad_accum_dtype" and policy.gradient_accumulation_steps == 1:
+    if name in ("grad_accum_dtype", "gradient_accumulation_dtype") and policy.gradient_accumulation_steps == 1:
         return "gradient_accumulation_steps is 1"
     return None
 

@@ -1,5 +1,6 @@
 """zeroamp: torch.autocast numerics and ZeRO stages on native PyTorch FSDP2, from a DeepSpeed-style config."""
 
+from zeroamp.discover import SafeParameters, discover_safe_parameters
 from zeroamp.errors import ConfigError, PrecisionError, StepError, WrapError, ZeroAmpError
 from zeroamp.optimizers import optimizer_from_config
 from zeroamp.plan import Plan, build_plan
@@ -19,6 +20,7 @@ __all__ = [
     "Plan",
     "Policy",
     "PrecisionError",
+    "SafeParameters",
     "StepError",
     "StepReport",
     "TrainStep",
@@ -26,6 +28,7 @@ __all__ = [
     "WrapError",
     "ZeroAmpError",
     "build_plan",
+    "discover_safe_parameters",
     "explain",
     "optimizer_from_config",
     "policy_from_config",

@@ -10,6 +10,7 @@ from zeroamp.collectives import attach_collectives
 from zeroamp.hooks import (
     AutocastHook,
     BackwardGuard,
+    Fp32Region,
     OuterAutocastGuard,
     ReceiveBuffers,
     ShardAccumulator,
@@ -19,6 +20,7 @@ from zeroamp.hooks import (
 )
 from zeroamp.policies.accumulation import sharded_accumulation
 from zeroamp.policies.policy import Policy
+from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES, resolve_safe_classes
 from zeroamp.prefetch import attach_prefetch
 from zeroamp.state import WrapState
 
@@ -36,6 +38,10 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     zero_fill_unused(cast(FSDPModule, model))
     attach_prefetch(model, state.plan, state.holders)
     state.handles += state.evaluation.attach(model)
+    # Under autocast fp32 may come out of a region: the ops after it cast as they need.
+    output_dtype = None if policy.mode == "autocast" else policy.low_dtype
+    for fqn in state.plan.fp32_regions.modules:
+        state.fp32_regions.append(Fp32Region(model.get_submodule(fqn), state.mesh.device_type, output_dtype))
     if policy.mode == "autocast":
         _guard_safe_modules(model, state)
         state.autocast = AutocastHook(state.mesh.device_type, policy.gather_dtype)
@@ -63,5 +69,10 @@ def _needs_train_step(policy: Policy) -> str:
 
 def _guard_safe_modules(model: nn.Module, state: WrapState) -> None:
     low = [param for param in state.plan.params if param.dtypes.gather != param.dtypes.storage]
+    # A traced run that found a parameter safe may have found it outside autocast, cast by the model itself.
+    is_auto = state.plan.policy.lower_precision_safe_modules == "auto"
+    classes = resolve_safe_classes(DEFAULT_SAFE_MODULES, model) if is_auto else (nn.Module,)
     for fqn in sorted({owner for param in low for owner in param.owner_fqns}):
+        if not isinstance(model.get_submodule(fqn), classes):
+            continue
         state.handles.append(attach_safe_module_guard(model.get_submodule(fqn), fqn, state.mesh.device_type))

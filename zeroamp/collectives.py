@@ -4,9 +4,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from zeroamp.groups import GroupPlan
 from zeroamp.hooks import CountingAllGather, ReceiveBuffers, Traffic, WireReduceScatter
 from zeroamp.mesh import replicate_size, shard_size
-from zeroamp.plan import GroupPlan, Plan
+from zeroamp.plan import Plan
 
 
 def attach_collectives(

@@ -1,17 +1,42 @@
-"""Checks that all ranks start from the same parameters.
+"""Checks that all ranks start from the same parameters and do the same with them.
 
 FSDP2 shards what each rank holds and sends nothing at wrapping, so ranks that were seeded apart would train a model
 stitched together from different initialisations, and at stage 0 or with HSDP replicas that never agree.
 """
+
+import hashlib
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zeroamp.plan import Plan
 from zeroamp.policies.errors import WrapError, describe
 
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_plans_agree(plan: Plan, mesh: DeviceMesh) -> None:
+    """Compare what the ranks of `mesh` would gather and reduce: two that differ would wait for each other for ever.
+
+    Raises:
+        WrapError: on all ranks.
+    """
+    groups = [(group.name, str(group.gather), str(group.wire), [p.fqn for p in group.params]) for group in plan.groups]
+    digest = int.from_bytes(hashlib.sha256(repr(groups).encode()).digest()[:7])  # fits int64, and so does its negative
+    bounds = torch.tensor([digest, -digest], dtype=torch.int64, device=mesh.device_type)
+    for axis in range(mesh.ndim):
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    if int(bounds[0]) != -int(bounds[1]):
+        raise WrapError(
+            describe(
+                "wrap_model",
+                "a plan of units and dtypes that differs between ranks",
+                "the same model, policy, wrap policy and example inputs on all ranks",
+                'With safe modules "auto", pass one fixed example_inputs: what a run reaches may depend on them.',
+            )
+        )
 
 
 def check_ranks_agree(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from zeroamp.plan import GroupPlan, ParamDtypes, ParamPlan, Plan
+from zeroamp.groups import GroupPlan, ParamDtypes, ParamPlan
+from zeroamp.plan import Plan
 from zeroamp.policies.dtypes import short_name
 from zeroamp.schedule import step_schedule
 from zeroamp.traffic_plan import Ranks, dtypes_on, group_collectives, param_memory, plan_traffic, wire_on

@@ -26,10 +26,8 @@ def mesh_for_stage(stage: Stage, mesh: DeviceMesh | None, num_replicas: int = 1)
     if mesh is None:
         if not dist.is_initialized():
             dist.init_process_group()
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        device_type = "cpu" if accelerator is None else accelerator.type
         shape = mesh_shape(stage, dist.get_world_size(), num_replicas)
-        return init_device_mesh(device_type, shape, mesh_dim_names=(REPLICATE, SHARD)[-len(shape) :])
+        return init_device_mesh(current_device_type(), shape, mesh_dim_names=(REPLICATE, SHARD)[-len(shape) :])
     _refuse_unusable(stage, mesh)
     if num_replicas not in (1, replicate_size(mesh)):
         raise ConfigError(_replicas(num_replicas, f"{replicate_size(mesh)}, the replicas of the mesh given"))
@@ -93,18 +91,23 @@ def refuse_partition(policy: Policy, mesh: DeviceMesh) -> None:
     All the ranks of the shard axis are a valid number, and the same as 1: FSDP2's `reshard_after_forward=True`.
     """
     size, num_shards = policy.hpz_partition_size, shard_size(mesh)
-    if size == 1 or (policy.stage == 3 and num_shards % size == 0):
+    if num_shards % size == 0:
         return
-    found = f"{size} at stage {policy.stage}" if policy.stage != 3 else f"{size} with {num_shards} ranks that shard"
     divisors = [str(number) for number in range(1, num_shards + 1) if num_shards % number == 0]
     raise ConfigError(
         describe(
             "zero_optimization.zero_hpz_partition_size",
-            found,
-            "1 below stage 3" if policy.stage != 3 else f"a divisor of them: {', '.join(divisors)}",
+            f"{size} with {num_shards} ranks that shard",
+            f"a divisor of them: {', '.join(divisors)}",
             "Leave it out, or set it to the number of ranks of one machine.",
         )
     )
+
+
+def current_device_type() -> str:
+    """Return the type of this machine's accelerator, else "cpu": what FSDP2 would choose."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
 
 
 def shard_size(mesh: DeviceMesh) -> int:

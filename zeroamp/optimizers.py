@@ -15,7 +15,7 @@ PolicyLike = Policy | Mapping[str, Any] | str | os.PathLike[str]
 """A policy, or what `policy_from_config` reads: a mapping, or the path of a JSON file."""
 
 
-def optimizer_from_config(cfg: PolicyLike, params: ParamsT, **auto: Any) -> torch.optim.Optimizer:
+def optimizer_from_config(cfg: PolicyLike, params: ParamsT, /, **auto: Any) -> torch.optim.Optimizer:
     """Build the optimizer of the config's `optimizer` block. Call it after `wrap_model`.
 
     It is torch's own: DeepSpeed's "Adam" is `torch.optim.AdamW` unless adam_w_mode is false.

@@ -27,7 +27,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from zeroamp.plan import GroupKind, GroupPlan, Plan
+from zeroamp.groups import GroupKind, GroupPlan
+from zeroamp.plan import Plan
 from zeroamp.prefetch import fits
 from zeroamp.run_order import UnitRun
 

@@ -83,7 +83,7 @@ class CurveLR(torch.optim.lr_scheduler.LRScheduler):
         self._last_lr = values
 
 
-def scheduler_from_config(cfg: PolicyLike, optimizer: torch.optim.Optimizer, **auto: Any) -> CurveLR:
+def scheduler_from_config(cfg: PolicyLike, optimizer: torch.optim.Optimizer, /, **auto: Any) -> CurveLR:
     """Build the scheduler of the config's `scheduler` block, for `TrainStep(scheduler=)` or a plain loop.
 
     Every optimizer step has the learning rate that DeepSpeed's engine has there, from the first on.

@@ -8,9 +8,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from zeroamp.groups import GroupKind, GroupPlan
 from zeroamp.hooks import group_policy, shard_typed_group
 from zeroamp.mesh import device_of
-from zeroamp.plan import GroupKind, GroupPlan, Plan
+from zeroamp.plan import Plan
 from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.policy import Offload
 from zeroamp.schedule import live_units, reshards_after_forward

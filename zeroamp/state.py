@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 from zeroamp.hooks import (
     AutocastHook,
     BackwardGuard,
+    Fp32Region,
     OuterAutocastGuard,
     ReshardAfterEvaluation,
     ShardAccumulator,
@@ -36,6 +37,7 @@ class WrapState:
     evaluation: ReshardAfterEvaluation = field(default_factory=ReshardAfterEvaluation)
     outer_autocast: OuterAutocastGuard | None = None
     guard: BackwardGuard | None = None
+    fp32_regions: list[Fp32Region] = field(default_factory=list)
     shard_accumulator: ShardAccumulator | None = None
     handles: list[RemovableHandle] = field(default_factory=list)
 

@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from zeroamp.groups import GroupPlan, ParamDtypes, ParamPlan
 from zeroamp.hooks import Traffic, TrafficKey
 from zeroamp.hooks.traffic import Collective
 from zeroamp.mesh import replicate_size, shard_size
-from zeroamp.plan import GroupPlan, ParamDtypes, ParamPlan, Plan
+from zeroamp.plan import Plan
 from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.policy import Policy
 from zeroamp.schedule import Schedule, step_schedule

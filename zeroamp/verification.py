@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 
+from zeroamp.groups import GroupPlan, ParamDtypes, ParamPlan
 from zeroamp.hooks import Traffic
 from zeroamp.ledger_rows import DTYPE_COLUMNS, dtype_names
-from zeroamp.plan import GroupPlan, ParamDtypes, ParamPlan, Plan
+from zeroamp.plan import Plan
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import describe
 from zeroamp.tables import Row, fold, render

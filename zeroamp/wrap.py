@@ -10,13 +10,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from zeroamp.attach import attach_hooks
-from zeroamp.consistency import check_ranks_agree
+from zeroamp.buffers import cast_buffers
+from zeroamp.consistency import check_plans_agree, check_ranks_agree
 from zeroamp.device_support import check_device
 from zeroamp.hooks import Traffic, typed_group_hooks
 from zeroamp.materialize import materialize
 from zeroamp.mesh import device_of, mesh_for_stage, refuse_partition, shard_device
 from zeroamp.plan import build_plan
 from zeroamp.policies.batch_sizes import BatchSizes, check_batch_sizes
+from zeroamp.policies.config import refuse_inconsistent
 from zeroamp.policies.errors import WrapError, describe
 from zeroamp.policies.policy import Policy
 from zeroamp.policies.wrap import AutoWrapPolicy
@@ -29,6 +31,7 @@ def wrap_model(
     policy: Policy,
     mesh: DeviceMesh | None = None,
     auto_wrap_policy: AutoWrapPolicy = None,
+    example_inputs: Any = None,
 ) -> FSDPModule:
     """Shard `model` in place with FSDP2, as `policy` says, and return it (the same object, now an `FSDPModule`).
 
@@ -39,16 +42,20 @@ def wrap_model(
         policy: from `policy_from_config`.
         mesh: 1-D (shard) or 2-D (replicate, shard) for HSDP; all ranks in one axis by default.
         auto_wrap_policy: which modules are units, see `zeroamp.policies.find_units`.
+        example_inputs: for `lower_precision_safe_modules` "auto": a tuple of positional arguments, a mapping of keyword
+            arguments or a tensor, on any device. None takes a transformers model's own `dummy_inputs`.
 
     Raises:
         WrapError: the model, mesh or wrap policy cannot be wrapped as asked.
         ConfigError: the policy does not fit the model or the device.
     """
     _refuse_unusable(model)
-    plan = build_plan(model, policy, auto_wrap_policy)
     mesh = mesh_for_stage(policy.stage, mesh, policy.dp_replicate_size)
     _check_fits(policy, mesh)
+    plan = build_plan(model, policy, auto_wrap_policy, example_inputs, mesh.device_type)
     check_ranks_agree(model, mesh)
+    check_plans_agree(plan, mesh)
+    cast_buffers(model, plan)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     holders = shard_model(model, plan, mesh)
     if is_meta:
@@ -61,6 +68,7 @@ def wrap_model(
 
 
 def _check_fits(policy: Policy, mesh: DeviceMesh) -> None:
+    refuse_inconsistent(policy)
     check_device(policy, mesh.device_type)
     refuse_partition(policy, mesh)
     sizes = BatchSizes(

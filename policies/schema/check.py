@@ -9,9 +9,21 @@ from pydantic import ValidationError
 
 from zeroamp.policies.errors import ConfigError, describe
 from zeroamp.policies.schema.config import Config
-from zeroamp.policies.schema.keys import Block, Unsupported, inner_block, iter_keys, own_class
+from zeroamp.policies.schema.keys import (
+    REMOVE_IT,
+    Block,
+    Unsupported,
+    inner_block,
+    is_off,
+    iter_keys,
+    nearest,
+    own_class,
+)
+from zeroamp.policies.schema.optimizer import OPTIMIZER_PARAMS
+from zeroamp.policies.schema.scheduler import SCHEDULER_PARAMS
 
 _WORDS = {"tuple_type": "a list", "model_type": "an object of keys"}  # pydantic's words for JSON's list and object
+_TYPE_ERRORS = ("_type", "_parsing", "_from_float", "value_error")
 _MANY = 12  # keys that an error lists; of a longer block it says where they are
 
 
@@ -26,9 +38,14 @@ def validate(cfg: Mapping[str, Any]) -> Config:
     try:
         config = Config.model_validate(dict(cfg))
     except ValidationError as error:
+        details: dict[str, list[Any]] = {}
         for detail in error.errors():
-            path, text = _explain(detail, cfg)
-            bad.setdefault(path, text)
+            path = _path(detail["loc"], cfg, is_missing=detail["type"] == "missing")
+            details.setdefault(path, []).append(detail)
+        for path, of_path in details.items():
+            # Of a union whose one member got as far as an item of the list, only that says what is wrong.
+            if not any(other.startswith(f"{path}.") for other in details):
+                bad[path] = _explain(path, of_path)
     for path, text in _unsupported(cfg, Config, ""):
         bad.setdefault(path, text)
     if bad or config is None:
@@ -36,35 +53,42 @@ def validate(cfg: Mapping[str, Any]) -> Config:
     return config
 
 
-def _explain(detail: Any, cfg: Mapping[str, Any]) -> tuple[str, str]:
-    path = _path(detail["loc"], cfg, is_missing=detail["type"] == "missing")
+def _explain(path: str, details: list[Any]) -> str:
+    """Put what pydantic says of one key into our words; of a union it says something for every member."""
+    detail = details[0]
     if detail["type"] == "refused":
-        return path, describe(path, **detail["ctx"])
+        return describe(path, **detail["ctx"])
     if detail["type"] == "missing":
-        return path, describe(path, "no such key", "a value", "Add it: it has no default.")
+        return describe(path, "no such key", "a value", "Add it: it has no default.")
     if detail["type"] == "extra_forbidden":
         known = _siblings(path)
         block = path.rpartition(".")[0] or "the top level"
         valid = ", ".join(known) if len(known) <= _MANY else f"the keys of {block} in docs/config.md"
-        return path, describe(path, "a key that neither DeepSpeed 0.19.8 nor zeroamp has", valid, _nearest(path, known))
+        return describe(path, "a key that neither DeepSpeed 0.19.8 nor zeroamp has", valid, _nearest(path, known))
     found = f"{type(detail['input']).__name__} {detail['input']!r}"
-    words = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    is_type = detail["type"].endswith(("_type", "_parsing", "_from_float")) or detail["type"] == "value_error"
-    remedy = "Change the value; JSON types are not converted." if is_type else "Change the value."
-    return path, describe(path, found, _WORDS.get(detail["type"], words), remedy)
+    valid = " or ".join(_valid(each) for each in details)
+    is_type = any(each["type"].endswith(_TYPE_ERRORS) for each in details)
+    return describe(
+        path, found, valid, "Change the value; JSON types are not converted." if is_type else "Change the value."
+    )
+
+
+def _valid(detail: Any) -> str:
+    words: str = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    return _WORDS.get(detail["type"], words)
 
 
 def _path(location: tuple[Any, ...], cfg: Any, *, is_missing: bool) -> str:
     """Return the part of a pydantic location that is in the config; it also has the names of union members.
 
-    Of a key that is missing, the last part is not there either.
+    Of a key that is missing, the last parts are not there either; the names of union members are no lower-case words.
     """
     parts: list[str] = []
-    for position, part in enumerate(location):
+    for part in location:
         is_key = isinstance(cfg, Mapping) and part in cfg
         if is_key or (isinstance(cfg, list | tuple) and isinstance(part, int) and part < len(cfg)):
             cfg = cfg[part]
-        elif parts and not (is_missing and position == len(location) - 1):
+        elif parts and not (is_missing and (isinstance(part, int) or (part.isidentifier() and part.islower()))):
             continue
         parts.append(str(part))
     return ".".join(parts)
@@ -82,13 +106,14 @@ def _siblings(path: str) -> list[str]:
 
 
 def _nearest(path: str, siblings: list[str]) -> str:
-    name = path.rpartition(".")[2]
-    if near := difflib.get_close_matches(name, siblings, n=1):
-        return f"Did you mean {near[0]!r}?"
+    block, _, name = path.rpartition(".")
+    if near := nearest(name, siblings):
+        return near
     elsewhere = {key.path.rpartition(".")[2]: key.path for key in iter_keys(Config)}
-    if near := difflib.get_close_matches(name, elsewhere, n=1):
-        return f"Did you mean {elsewhere[near[0]]!r}?"
-    return "Remove it: zeroamp refuses what it would otherwise ignore."
+    for of_type in (OPTIMIZER_PARAMS if block != "scheduler" else SCHEDULER_PARAMS).values():
+        elsewhere |= {key.path: f"{block or 'optimizer'}.params.{key.path}" for key in iter_keys(of_type)}
+    names = difflib.get_close_matches(name, elsewhere, n=1)
+    return f"Did you mean {elsewhere[names[0]]!r}?" if names else REMOVE_IT
 
 
 def _unsupported(cfg: Mapping[str, Any], block: type[Block], prefix: str) -> list[tuple[str, str]]:
@@ -106,14 +131,6 @@ def _unsupported(cfg: Mapping[str, Any], block: type[Block], prefix: str) -> lis
         elif inner is not None and isinstance(value, Mapping):
             found += _unsupported(value, inner, f"{prefix}{name}.")
     return found
-
-
-def is_off(value: object, key_class: Unsupported) -> bool:
-    """Return whether the value of an unsupported key asks for nothing."""
-    if isinstance(value, Mapping):
-        return not value or value.get("enabled") is False
-    # == alone would take 0 for False.
-    return any(isinstance(value, bool) == isinstance(item, bool) and value == item for item in key_class.off)
 
 
 def _json(value: object) -> str:

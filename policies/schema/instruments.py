@@ -103,6 +103,8 @@ class CheckpointBlock(Block):
     ] = "Warn"
     load_universal: Annotated[bool, Native("DTensor state loads at any number of ranks and any stage")] = False
     use_node_local_storage: Annotated[bool, Unsupported("Save to a folder that all ranks see.")] = False
+    writer: Annotated[object, Unsupported("Remove it: torch.distributed.checkpoint has its own writers.")] = None
+    checkpoint_serialization: Annotated[bool, Native("torch.distributed.checkpoint has one format")] = True
     parallel_write: ParallelWriteBlock = ParallelWriteBlock()
 
 

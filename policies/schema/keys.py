@@ -1,6 +1,7 @@
 """What every config key is to zeroamp: honoured, native or unsupported. There is no fourth class."""
 
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -9,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 SAME = object()
+REMOVE_IT = "Remove it: zeroamp refuses what it would otherwise ignore."
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,26 @@ def inner_block(field: FieldInfo) -> type[Block] | None:
 def own_class(field: FieldInfo) -> KeyClass | None:
     """Return what a field is as a whole; None for a block whose keys say it."""
     return next((item for item in field.metadata if isinstance(item, KeyClass)), None)
+
+
+def is_off(value: object, key_class: Unsupported) -> bool:
+    """Return whether the value of an unsupported key asks for nothing."""
+    if isinstance(value, Mapping):
+        return not value or value.get("enabled") is False
+    # == alone would take 0 for False.
+    return any(isinstance(value, bool) == isinstance(item, bool) and value == item for item in key_class.off)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the question whether another name was meant, case aside; an empty text if none is near."""
+    by_lower = {candidate.lower(): candidate for candidate in known}
+    near = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    return f"Did you mean {by_lower[near[0]]!r}?" if near else ""
+
+
+def as_tuple(value: object) -> object:
+    """Return a JSON list as a tuple: fields are hashable, and strict validation takes no list for a tuple."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _refuse_bool(value: object) -> object:

@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 import torch
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from zeroamp.policies.schema.keys import Block, Honoured, Native, Number, Unsupported
-from zeroamp.policies.schema.params import NotNegative, ParamsBlock, as_tuple, nearest, refused, typed_params
+from zeroamp.policies.schema.keys import Block, Honoured, Native, Number, Unsupported, as_tuple, nearest
+from zeroamp.policies.schema.params import NotNegative, ParamsBlock, refused, typed_params
 
 OptimizerName = Literal["Adam", "AdamW", "SGD"]
 

@@ -1,15 +1,13 @@
 """What `optimizer` and `scheduler` share: the keys of `params` depend on the `type` beside them."""
 
-import difflib
 import json
 import math
-from collections.abc import Iterable
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from zeroamp.policies.schema.keys import Block, Number, Unsupported
+from zeroamp.policies.schema.keys import REMOVE_IT, Block, Number, Unsupported, is_off, nearest, own_class
 
 
 def refused(found: str, valid: str, remedy: str) -> PydanticCustomError:
@@ -24,9 +22,8 @@ class ParamsBlock(Block):
     @field_validator("*", mode="after")
     @classmethod
     def _refuse_unsupported(cls, value: object, info: ValidationInfo) -> object:
-        metadata = cls.model_fields[str(info.field_name)].metadata
-        key_class = next((item for item in metadata if isinstance(item, Unsupported)), None)
-        if key_class is None or value in key_class.off:
+        key_class = own_class(cls.model_fields[str(info.field_name)])
+        if not isinstance(key_class, Unsupported) or is_off(value, key_class):
             return value
         valid = " or ".join(json.dumps(off) for off in key_class.off)
         raise refused(f"{type(value).__name__} {value!r}", valid, key_class.note)
@@ -52,23 +49,9 @@ def _line(detail: Any, params: type[ParamsBlock]) -> InitErrorDetails:
         error = refused(**context)
     elif error == "extra_forbidden":
         # Outside this block nothing knows which keys its type has.
-        hint = (
-            nearest(str(place[-1]), params.model_fields) or "Remove it: zeroamp refuses what it would otherwise ignore."
-        )
+        hint = nearest(str(place[-1]), params.model_fields) or REMOVE_IT
         error = refused("a key that zeroamp does not support", ", ".join(sorted(params.model_fields)), hint)
     return InitErrorDetails(type=error, loc=place, input=detail["input"], ctx=context)
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the question whether another name was meant, case aside; an empty text if none is near."""
-    by_lower = {candidate.lower(): candidate for candidate in known}
-    near = difflib.get_close_matches(name.lower(), by_lower, n=1)
-    return f"Did you mean {by_lower[near[0]]!r}?" if near else ""
-
-
-def as_tuple(value: object) -> object:
-    """Return a JSON list as a tuple: fields are hashable, and strict validation takes no list for a tuple."""
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _per_group(value: object) -> float | tuple[float, ...]:

@@ -4,16 +4,12 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from zeroamp.policies.schema.keys import Block, Honoured, Native, Number, Unsupported
+from zeroamp.policies.schema.keys import Block, Honoured, Native, Number, Unsupported, as_tuple
 
 DtypeName = Literal["fp32", "float32", "float", "bf16", "bfloat16", "fp16", "float16", "half"]
 
 
-def _as_tuple(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value  # JSON has lists, frozen blocks have tuples
-
-
-Names = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+Names = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
 """A list of strings; one string is not taken for a list of its characters."""
 
 
@@ -23,10 +19,10 @@ class TorchAutocastBlock(Block):
     enabled: Annotated[bool, Honoured("per-op precision; safe parameters travel in `dtype`")] = False
     dtype: Annotated[DtypeName | None, Honoured("`bfloat16` or `float16`; must be given where enabled")] = None
     lower_precision_safe_modules: Annotated[
-        Names | None,
+        Literal["auto"] | Names | None,
         Honoured(
-            "classes, `package.module.Class` or bare, whose parameters are safe; subclasses count. Default: Linear, "
-            "Conv1d, Conv2d, Conv3d"
+            "classes, `package.module.Class` or bare, whose parameters are safe; subclasses count. `auto`: found by a "
+            "traced run. Default: Linear, Conv1d, Conv2d, Conv3d"
         ),
     ] = None
 
@@ -78,11 +74,12 @@ class DataTypesBlock(Block):
     ] = None
     buffer_dtype: Annotated[
         DtypeName | None,
-        Unsupported("Remove it: buffers keep the dtype they have; cast them before wrap_model.", (None,)),
+        Honoured("floating-point buffers are cast to it at `wrap_model`. Default: they stay as they are"),
     ] = None
     keep_in_fp32_modules: Annotated[
-        Names | Literal["auto"] | None,
-        Unsupported(
-            "Remove it; torch_autocast keeps what lower_precision_safe_modules leaves out in fp32.", (None, "auto")
+        Literal["auto"] | Names,
+        Honoured(
+            "names, parts of names or classes (`*` and `?` too) that travel and compute in fp32 in every mode; `auto`: "
+            "what transformers models say of themselves"
         ),
-    ] = None
+    ] = "auto"

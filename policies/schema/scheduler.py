@@ -5,14 +5,13 @@ from typing import Annotated, Literal
 import torch
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from zeroamp.policies.schema.keys import Block, Honoured, Number, Unsupported
+from zeroamp.policies.schema.keys import Block, Honoured, Number, Unsupported, nearest
 from zeroamp.policies.schema.params import (
     MomentumPerGroup,
     NotNegative,
     ParamsBlock,
     PerGroup,
     PositiveInt,
-    nearest,
     refused,
     typed_params,
 )

@@ -20,16 +20,14 @@ def _only_int(value: object) -> object:
 
 
 StageNumber = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_only_int)]
-Device = Literal["none", "cpu", "nvme"]
+Device = Literal["none", "cpu"]
 Fraction = Annotated[Number, Field(ge=0, le=1)]
 
 
 class OffloadParamBlock(Block):
     """`offload_param`."""
 
-    device: Annotated[
-        Device, Honoured("`cpu`: shards, gradients and optimizer state live there. Stage 3. `nvme` is refused")
-    ] = "none"
+    device: Annotated[Device, Honoured("`cpu`: shards, gradients and optimizer state live there. Stage 3")] = "none"
     pin_memory: Annotated[bool, Honoured("page-locked memory, where there is an accelerator")] = True
     nvme_path: Annotated[str | None, Unsupported(_NO_NVME, (None,))] = None
     buffer_count: Annotated[Count, Native(_NVME_ONLY)] = 5
@@ -40,9 +38,7 @@ class OffloadParamBlock(Block):
 class OffloadOptimizerBlock(Block):
     """`offload_optimizer`."""
 
-    device: Annotated[
-        Device, Honoured("`cpu`: shards, gradients and optimizer state live there. Stages 1 to 3. `nvme` is refused")
-    ] = "none"
+    device: Annotated[Device, Honoured("`cpu`: shards, gradients and optimizer state live there")] = "none"
     pin_memory: Annotated[bool, Honoured("page-locked memory, where there is an accelerator")] = True
     nvme_path: Annotated[str | None, Unsupported(_NO_NVME, (None,))] = None
     buffer_count: Annotated[Count, Native(_NVME_ONLY)] = 4
@@ -143,3 +139,24 @@ class ZeroOptimizationBlock(Block):
         object, Unsupported("Pass a 2-D mesh (replicate, shard) to wrap_model.")
     ] = None
     zeropp_loco_param: Annotated[object, Unsupported(_QUANTIZED)] = None
+
+    # DeepSpeed takes these by their short names too.
+    prefetch_bucket_size: Annotated[object, Unsupported("Write stage3_prefetch_bucket_size.", (None,))] = None
+    param_persistence_threshold: Annotated[
+        object, Unsupported("Write stage3_param_persistence_threshold.", (None,))
+    ] = None
+    model_persistence_threshold: Annotated[
+        object, Unsupported("Write stage3_model_persistence_threshold.", (None,))
+    ] = None
+    max_live_parameters: Annotated[object, Unsupported("Write stage3_max_live_parameters.", (None,))] = None
+    max_reuse_distance: Annotated[object, Unsupported("Write stage3_max_reuse_distance.", (None,))] = None
+    gather_16bit_weights_on_model_save: Annotated[
+        object, Unsupported("Write stage3_gather_16bit_weights_on_model_save.", (None,))
+    ] = None
+    module_granularity_threshold: Annotated[
+        object, Unsupported("Write stage3_module_granularity_threshold.", (None,))
+    ] = None
+    use_all_reduce_for_fetch_params: Annotated[
+        object, Unsupported("Write stage3_use_all_reduce_for_fetch_params.", (None,))
+    ] = None
+    allgather_sequential: Annotated[object, Unsupported("Write stage3_allgather_sequential.", (None,))] = None

@@ -1,4 +1,4 @@
-"""The private names of torch that `hooks/_fsdp.py` uses are there, and no other file uses any."""
+"""The private names of torch that `hooks/_fsdp.py` uses are there; no other file uses any."""
 
 import ast
 from pathlib import Path
@@ -81,7 +81,30 @@ def _private_imports(path):
             yield node.attr
 
 
-def test_no_other_file_uses_private_names_of_fsdp2():
+def test_the_names_of_the_dispatch_layer_do_what_is_said_of_them():
+    seen = []
+
+    class Mode(_fsdp.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append((func.namespace, func.overloadpacket.__name__, _fsdp.is_view_op(func)))
+            return func(*args, **(kwargs or {}))
+
+    real = torch.ones(2, 2)
+    with _fsdp.FakeTensorMode(allow_non_fake_inputs=True), Mode():
+        fake = real + 1
+        fake.t()
+        view = torch.ops.aten._unsafe_view(fake, [4])
+    assert [entry for entry in seen if entry[0] == "aten"] == [
+        ("aten", "add", False),
+        ("aten", "t", True),
+        ("aten", "_unsafe_view", True),
+    ]
+    assert _fsdp.storage_of(view) == _fsdp.storage_of(fake) != _fsdp.storage_of(real)
+    assert hash(_fsdp.storage_of(view)) == hash(_fsdp.storage_of(fake))
+    assert _fsdp.storage_of(real.to_sparse()) is None
+
+
+def test_no_other_file_uses_private_names():
     files = [path for folder in ("policies", "hooks", "zeroamp") for path in (ROOT / folder).glob("*.py")]
     found = {path.name: list(_private_imports(path)) for path in files}
     assert found.pop("_fsdp.py")

@@ -1,6 +1,7 @@
 """Random configs: each is a Policy that round-trips, every key accounted for, or a ConfigError that names the key."""
 
 import json
+import re
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from zeroamp import ConfigError, policy_from_config
 from zeroamp.policies.dtypes import DTYPE_BY_NAME
 from zeroamp.policies.load import flatten, nest
 from zeroamp.policies.render import report_rows
-from zeroamp.policies.schema import Config, Unsupported, iter_keys
+from zeroamp.policies.schema import OPTIMIZER_PARAMS, SCHEDULER_PARAMS, Config, Unsupported, iter_keys
 
 POOL = [
     True, False, None, 0, 1, 2, 3, 4, 16, 1000, 100_000, 5e8, 0.5, 1.0, 0.0, 256.0, -1, float("nan"), float("inf"),
@@ -63,6 +64,11 @@ def _fits(adapter, value):
 KEYS = _all_keys()
 
 
+PARAMS = {f"optimizer.params.{key.path}" for block in OPTIMIZER_PARAMS.values() for key in iter_keys(block)} | {
+    f"scheduler.params.{key.path}" for block in SCHEDULER_PARAMS.values() for key in iter_keys(block)
+}
+
+
 @st.composite
 def configs(draw):
     flat = {}
@@ -92,9 +98,9 @@ def _read(cfg, world_size, arguments):
 
 def _names_a_key(text, cfg, arguments):
     known = {*KEYS, *flatten(cfg), *(f"the argument {name}" for name in arguments)}
-    known |= {path.rpartition(".")[0] for path in known}
+    known |= {path.rpartition(".")[0] for path in known} | PARAMS
     wheres = [where for line in text.splitlines() for where in line.partition(": found ")[0].split(" and ")]
-    return all(where in known or where.rpartition(".")[0] in known for where in wheres)
+    return all(re.sub(r"\.\d+$", "", where) in known for where in wheres)  # an item of a list by its number
 
 
 def _same(asked, held):

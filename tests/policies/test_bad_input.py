@@ -74,8 +74,8 @@ BAD = [
     (
         {"torch_autocast": {**AUTOCAST, "lower_precision_safe_modules": "torch.nn.Linear"}},
         {},
-        "torch_autocast.lower_precision_safe_modules: found str 'torch.nn.Linear'; valid: a list. Change "
-        "the value; JSON types are not converted.",
+        "torch_autocast.lower_precision_safe_modules: found str 'torch.nn.Linear'; valid: 'auto' or a "
+        "list. Change the value; JSON types are not converted.",
     ),
     (
         {"torch_autocast": {**AUTOCAST, "lower_precision_safe_modules": [1]}},
@@ -107,7 +107,7 @@ BAD = [
     (
         {"fp16": {"enabled": True, "loss_scale": 1}},
         {},
-        "fp16.loss_scale: found 1, float16 without scaling; valid: 0 (dynamic) or a fixed scale above 1. "
+        "fp16.loss_scale: found 1, which scales nothing up; valid: 0 (dynamic) or a fixed scale above 1. "
         "Leave it out: small gradients are zero in float16 otherwise.",
     ),
     (
@@ -157,10 +157,63 @@ BAD = [
         "enabled bf16 or fp16 block: remove it.",
     ),
     (
-        {"data_types": {"buffer_dtype": "bf16"}},
+        {"data_types": {"buffer_dtype": "int8"}},
         {},
-        'data_types.buffer_dtype: found "bf16", which is not supported; valid: no such key. Remove it: '
-        "buffers keep the dtype they have; cast them before wrap_model.",
+        "data_types.buffer_dtype: found str 'int8'; valid: 'fp32', 'float32', 'float', 'bf16', "
+        "'bfloat16', 'fp16', 'float16' or 'half'. Change the value.",
+    ),
+    (
+        {"data_types": {"keep_in_fp32_modules": "norm"}},
+        {},
+        "data_types.keep_in_fp32_modules: found str 'norm'; valid: 'auto' or a list. Change the value; "
+        "JSON types are not converted.",
+    ),
+    (
+        {"fp16": {"enabled": True, "loss_scale": 0.5}},
+        {},
+        "fp16.loss_scale: found 0.5, which scales nothing up; valid: 0 (dynamic) or a fixed scale above "
+        "1. Leave it out: small gradients are zero in float16 otherwise.",
+    ),
+    (
+        {"optimizer": {"type": "AdamW", "lr": 0.001}},
+        {},
+        "optimizer.lr: found a key that neither DeepSpeed 0.19.8 nor zeroamp has; valid: legacy_fusion, "
+        "params, type. Did you mean 'optimizer.params.lr'?",
+    ),
+    (
+        {"scheduler": {"type": "OneCycle"}},
+        {},
+        "scheduler.params.cycle_min_lr: found no such key; valid: a value. Add it: it has no default.\n"
+        "scheduler.params.cycle_max_lr: found no such key; valid: a value. Add it: it has no default.",
+    ),
+    (
+        {"zero_optimization": {"max_live_parameters": 5}},
+        {},
+        "zero_optimization.max_live_parameters: found 5, which is not supported; valid: no such key. "
+        "Write stage3_max_live_parameters.",
+    ),
+    (
+        {"bf16": {"enabled": "auto"}},
+        {},
+        'bf16.enabled: found "auto" and no argument that fills it; valid: a value. Pass it: '
+        "policy_from_config(cfg, bf16=...), or --auto bf16=... on the command line.",
+    ),
+    (
+        {"zero_optimization": {"reduce_bucket_size": "auto"}},
+        {"hidden_size": -8},
+        "the argument hidden_size: found int -8; valid: a width, a whole number. Pass the model's own.",
+    ),
+    (
+        {"gradient_clipping": "auto"},
+        {"gradient_clipping": {"a.b": 1}},
+        "the argument gradient_clipping: found the key 'a.b'; valid: keys that are words without dots. "
+        "Write an object in an object for what has a dot.",
+    ),
+    (
+        {"\ud800": 1},
+        {},
+        "config: found the key '\\ud800'; valid: keys that are words without dots. Write an object in an "
+        "object for what has a dot.",
     ),
     (
         {"communication_data_type": "int8"},
@@ -220,19 +273,13 @@ BAD = [
     (
         {"zero_optimization": {"offload_param": {"device": "nvme"}, "stage": 3}},
         {},
-        'zero_optimization.offload_param.device: found "nvme"; valid: "cpu" or "none". There is no NVMe offload.',
+        "zero_optimization.offload_param.device: found str 'nvme'; valid: 'none' or 'cpu'. Change the value.",
     ),
     (
         {"zero_optimization": {"offload_param": {"device": "cpu"}, "stage": 2}},
         {},
         'zero_optimization.offload_param.device: found "cpu" at stage 2; valid: "none", or stage 3. '
-        "offload_optimizer is for stages 1 and 2.",
-    ),
-    (
-        {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-        {},
-        "zero_optimization.offload_optimizer.device: found cpu at stage 0; valid: none, or stage 1 and "
-        "above. Shards are what is offloaded, and stage 0 has none.",
+        "offload_optimizer is for the others.",
     ),
     (
         {
@@ -248,7 +295,7 @@ BAD = [
         "together.",
     ),
     (
-        {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+        {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
         {},
         "zero_optimization.offload_optimizer.ratio: found 0.5, which is not supported; valid: 1.0. "
         "Remove it: FSDP2 moves all of the optimizer state or none of it.",
@@ -356,8 +403,8 @@ BAD = [
         {},
         "gradient_accumulation_steps: found no value beside train_batch_size 32 and "
         "train_micro_batch_size_per_gpu 4, and no number of ranks to derive it from; valid: a value, or "
-        "a known number of ranks. Pass world_size= to policy_from_config, start with torchrun, or set "
-        "the key.",
+        "a known number of ranks. Pass world_size= to policy_from_config (--world-size on the command "
+        "line), start with torchrun, or set the key.",
     ),
     (
         {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 5},
@@ -383,9 +430,10 @@ BAD = [
         {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto"},
         {},
         'train_micro_batch_size_per_gpu: found "auto" and no argument that fills it; valid: a value. '
-        "Pass it, for example policy_from_config(cfg, train_micro_batch_size_per_gpu=...).\n"
-        'gradient_clipping: found "auto" and no argument that fills it; valid: a value. Pass it, for '
-        "example policy_from_config(cfg, train_micro_batch_size_per_gpu=...).",
+        "Pass it: policy_from_config(cfg, train_micro_batch_size_per_gpu=...), or --auto "
+        'train_micro_batch_size_per_gpu=... on the command line.\ngradient_clipping: found "auto" and no '
+        "argument that fills it; valid: a value. Pass it: policy_from_config(cfg, "
+        "gradient_clipping=...), or --auto gradient_clipping=... on the command line.",
     ),
     (
         {"gradient_clipping": "auto"},

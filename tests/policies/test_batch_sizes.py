@@ -55,6 +55,13 @@ def test_sizes_that_do_not_multiply_are_refused(total):
         sizes(cfg, world_size=3)
 
 
+@pytest.mark.parametrize("total", [1, 5, 13])
+def test_nothing_is_rounded(total):
+    for given in ({"train_micro_batch_size_per_gpu": 2}, {"gradient_accumulation_steps": 2}):
+        with pytest.raises(ConfigError, match=f"train_batch_size: found {total}; valid: a multiple of 6 = "):
+            sizes({"train_batch_size": total, **given}, world_size=3)
+
+
 def test_a_total_that_is_no_multiple_is_refused_before_the_ranks_are_known():
     cfg = {"train_batch_size": 25, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
     with pytest.raises(ConfigError, match="valid: a multiple of 8 = "):

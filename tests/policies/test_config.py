@@ -1,13 +1,17 @@
 """From a config to a Policy, and the words of each refusal."""
 
+import dataclasses
 import json
+from decimal import Decimal
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from tests.models import Llama
 from zeroamp import ConfigError, policy_from_config
+from zeroamp.policies.config import refuse_inconsistent
 from zeroamp.policies.policy import NO_OFFLOAD, Offload
 from zeroamp.policies.safe_modules import resolve_safe_classes
 
@@ -34,6 +38,12 @@ def test_dtype_spellings(name):
 
 def test_a_disabled_block_is_validated_but_has_no_effect():
     assert policy_from_config({"torch_autocast": {"enabled": False, "dtype": "fp32"}}).mode == "fp32"
+
+
+def test_a_check_of_a_mode_that_is_off_has_no_effect():
+    policy = policy_from_config({"torch_autocast": AUTOCAST, "bf16": {"enabled": False, "check_grad_overflow": True}})
+    assert not policy.check_grad_overflow
+    assert "bf16 is not enabled" in policy.report()
 
 
 def test_a_key_twice_in_a_file_is_refused(tmp_path):
@@ -104,3 +114,91 @@ def test_counting_can_be_asked_for_in_deepspeeds_words():
     assert policy_from_config({}).count_traffic
     assert not policy_from_config({"comms_logger": {"enabled": False}}).count_traffic
     assert policy_from_config({"comms_logger": {"enabled": True}}).count_traffic
+
+
+NESTED = {}
+NESTED["gradient_clipping"] = NESTED
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (np.float32(1), "a float32"),
+        (np.bool_(True), "a bool"),
+        (np.ones(2), "a ndarray"),
+        (torch.tensor(1.0), "a Tensor"),
+        (Decimal(3), "a Decimal"),
+        (2**63, "an integer of more than 64 bits"),
+        (10**5000, "an integer of more than 64 bits"),
+        (b"1", "a bytes"),
+        ({1.0}, "a set"),
+        ("\ud800", "a text that is no Unicode"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_values_that_json_does_not_have_are_refused_wherever_they_are(value, found):
+    for where, cfg, arguments in (
+        ("gradient_clipping", {"gradient_clipping": value}, {}),
+        ("flops_profiler.recompute_fwd_factor", {"flops_profiler": {"recompute_fwd_factor": value}}, {}),
+        ("amp.opt_level.0", {"amp": {"enabled": False, "opt_level": [value]}}, {}),
+        ("the argument gradient_clipping", {"gradient_clipping": "auto"}, {"gradient_clipping": value}),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            policy_from_config(cfg, **arguments)
+        assert str(caught.value).startswith(f"{where}: found {found}; valid: what JSON has"), caught.value
+
+
+def test_a_numpy_float64_is_a_float():
+    policy = policy_from_config({"gradient_clipping": np.float64(0.5)})
+    assert type(policy.gradient_clipping) is float
+
+
+def test_nesting_without_end_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="blocks in blocks without end"):
+        policy_from_config(NESTED)
+    path = tmp_path / "deep.json"
+    path.write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+    with pytest.raises(ConfigError, match="valid: a JSON object"):
+        policy_from_config(path)
+
+
+def test_lists_are_copied_too():
+    names = ["Linear"]
+    policy = policy_from_config({"torch_autocast": {**AUTOCAST, "lower_precision_safe_modules": names}})
+    names.append("Other")
+    assert "Other" not in policy.report()
+
+
+@pytest.mark.parametrize(
+    ("cfg", "changes", "words"),
+    [
+        ({"bf16": {"enabled": True}}, {"stage": 7}, "zero_optimization.stage: found int 7"),
+        ({"bf16": {"enabled": True}}, {"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: found int 0"),
+        (
+            {"bf16": {"enabled": True}},
+            {"communication_data_type": torch.float16},
+            "communication_data_type: found fp16",
+        ),
+        ({"bf16": {"enabled": True}}, {"grad_accum_dtype": torch.float16}, "data_types.grad_accum_dtype: found fp16"),
+        (
+            {"bf16": {"enabled": True}},
+            {"low_dtype": torch.float16},
+            "Policy.low_dtype: found torch.float16; valid: torch.bf",
+        ),
+        (
+            {},
+            {"check_grad_overflow": True},
+            "Policy.check_grad_overflow: found True; valid: False, as the other fields",
+        ),
+    ],
+)
+def test_a_policy_changed_by_hand_is_checked(cfg, changes, words):
+    with pytest.raises(ConfigError) as caught:
+        refuse_inconsistent(dataclasses.replace(policy_from_config(cfg), **changes))
+    assert str(caught.value).startswith(words)
+
+
+def test_a_policy_changed_by_hand_is_fine_where_its_fields_agree():
+    policy = policy_from_config({"torch_autocast": AUTOCAST, "train_batch_size": 12}, world_size=3)
+    for changes in ({"stage": 2}, {"mode": "bf16"}, {"gradient_clipping": 2.0}, {"offload": Offload(pin_memory=False)}):
+        refuse_inconsistent(dataclasses.replace(policy, **changes))

@@ -30,6 +30,8 @@ DEEPSPEED = {
     "fp16.min_loss_scale": 1,
     "data_types.grad_accum_dtype": None,
     "data_types.param_dtype": None,
+    "data_types.buffer_dtype": None,
+    "data_types.keep_in_fp32_modules": "auto",
     "communication_data_type": None,
     "zero_optimization.stage": 0,
     "zero_optimization.stage3_param_persistence_threshold": 100_000,

@@ -152,6 +152,7 @@ def test_a_suffix_ends_at_a_dot_and_a_shared_module_matches_by_any_of_its_names(
         ),
         (LeafModules(names=("blocks.7",)), r"leaf_module.names: found 'blocks.7'.*blocks.2"),
         (LeafModules(name_suffixes=("gate",)), r"leaf_module.name_suffixes: found 'gate'.*gate_up"),
+        (LeafModules(name_suffixes=("own",)), r"leaf_module.name_suffixes: found 'own'.*down"),
         (LeafModules(names=("blocks",)), r"leaf_module.names: found 'blocks', which matches blocks, a ModuleList"),
     ],
     ids=str,

@@ -83,7 +83,6 @@ def test_nothing_is_allocated_but_meta_tensors(tmp_path):
         ({"hidden_size": 8}, "(ValueError: Unrecognized model in"),
         ({"model_type": "no-such-type"}, "`no-such-type`"),
         ({"model_type": "llama", "hidden_size": "wide"}, "Field 'hidden_size' expected int, got str"),
-        ({"model_type": "own", "auto_map": {"AutoConfig": "code.Own"}}, "a model with code of its own needs one"),
         ({"model_type": "llama", "architectures": ["LlamaOfTomorrow"]}, "found architectures ['LlamaOfTomorrow']"),
         ({"model_type": "llama", "architectures": ["LlamaConfig"]}, "found architectures ['LlamaConfig']"),
     ],
@@ -93,6 +92,17 @@ def test_a_config_json_that_is_no_model_says_what_is_wrong(tmp_path, entries, wo
         load_model(str(folder_of(tmp_path, **entries)))
     assert str(raised.value).startswith(f"model '{tmp_path}': found ")
     assert words in str(raised.value)
+
+
+def test_code_in_a_folder_is_neither_run_nor_asked_about(tmp_path, monkeypatch):
+    (tmp_path / "own_code.py").write_text("raise AssertionError('the code ran')")
+    folder_of(tmp_path, model_type="own", auto_map={"AutoConfig": "own_code.Own"})
+    questions = []
+    monkeypatch.setattr("builtins.input", lambda text: questions.append(text) or "y")
+    with pytest.raises(zeroamp.WrapError, match=r"(?s)contains custom code .* with code of its own") as raised:
+        load_model(str(tmp_path))
+    assert "the code ran" not in str(raised.value)
+    assert not questions
 
 
 def test_a_config_json_that_is_no_json_is_refused(tmp_path):

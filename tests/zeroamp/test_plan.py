@@ -231,6 +231,7 @@ def test_units_around_others_children_of_two_parents_and_blocks_used_twice_are_n
     assert joined == {f"blocks.{i}.norm1": (f"blocks.{i}.norm1", f"blocks.{i}.norm2") for i in range(3)}
     assert len(names) == 3 + 3 + 1
     assert names.index("blocks.0.norm1") < names.index("blocks.0")
+    assert merged(model, 10**9, leaf_modules=LeafModules(names=("blocks.1.norm1",)))[1] == {}
     model.blocks.append(model.blocks[0])
     assert merged(model, 10**9)[1] == {"blocks.1": ("blocks.1", "blocks.2")}
 
@@ -240,3 +241,18 @@ def test_leaf_modules_are_not_merged():
     assert merged(meta(Llama, tied=True, num_blocks=4), 10**9, leaf_modules=leaf)[1] == {
         "blocks.2": ("blocks.2", "blocks.3")
     }
+
+
+@pytest.mark.parametrize(
+    ("zero", "words"),
+    [
+        ({"stage": 3, "reduce_bucket_size": 5e8}, "zero_optimization.reduce_bucket_size leaves"),
+        ({"stage": 3, "stage3_max_live_parameters": 1e9}, "zero_optimization.stage3_max_live_parameters leaves"),
+        ({"stage": 2, "reduce_bucket_size": 5e8, "stage3_max_live_parameters": 1e9}, None),
+        ({"stage": 3, "reduce_bucket_size": 12_000, "stage3_max_live_parameters": 12_000}, None),
+    ],
+)
+def test_options_that_leave_little_of_stage_3_are_warned_about(caplog, zero, words):
+    cfg = {"torch_autocast": {"enabled": True, "dtype": "bf16"}, "zero_optimization": zero}
+    zeroamp.build_plan(Llama(tied=True), zeroamp.policy_from_config(cfg))
+    assert [message.startswith(words or "?") for message in caplog.messages] == ([True] if words else [])

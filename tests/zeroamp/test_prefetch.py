@@ -65,6 +65,11 @@ def test_each_unit_starts_the_gathers_of_those_after_it(ranks2):
     assert num_collectives == num_without
 
 
+def test_the_root_gathers_all_its_groups_before_it_starts_others(ranks2):
+    log, _ = ranks2.run(_log, BLOCK, None, 100_000)[0]
+    assert log[:5] == ["root", "model-wide:fp32", "b0", "b1", "run 0"]
+
+
 def test_where_no_unit_fits_it_is_left_to_fsdp2(ranks2):
     assert ranks2.run(_log, BLOCK - 1)[0] == ranks2.run(_log, 0)[0]
 

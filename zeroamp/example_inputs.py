@@ -1,0 +1,55 @@
+"""What a model's forward is called with where the caller passes one object, or nothing."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroamp.policies.errors import ConfigError, describe
+
+WHERE = "example_inputs"
+
+
+def example_arguments(model: nn.Module, example_inputs: Any = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return (args, kwargs) for `model(*args, **kwargs)`.
+
+    `example_inputs` is a tuple of positional arguments, a mapping of keyword arguments, or one tensor. None stands for
+    the `dummy_inputs` of a transformers model.
+
+    Raises:
+        ConfigError: it is something else, or None for a model that has no dummy inputs of its own.
+    """
+    if isinstance(example_inputs, torch.Tensor):
+        return (example_inputs,), {}
+    if isinstance(example_inputs, tuple):
+        return example_inputs, {}
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if example_inputs is not None:
+        raise ConfigError(
+            describe(
+                WHERE,
+                f"a {type(example_inputs).__name__}",
+                "a tuple of positional arguments, a mapping of keyword arguments, or a tensor",
+                "Wrap it: example_inputs=(value,) calls model(value).",
+            )
+        )
+    return (), _dummy_inputs(model)
+
+
+def _dummy_inputs(model: nn.Module) -> dict[str, Any]:
+    dummy = getattr(model, "dummy_inputs", None)
+    # transformers' base class answers with token ids for every model, a vision model too.
+    main_input = getattr(model, "main_input_name", "input_ids")
+    if isinstance(dummy, Mapping) and main_input in dummy:
+        return dict(dummy)
+    found = "none" if dummy is None else f"none, and dummy_inputs of {type(model).__name__} without {main_input!r}"
+    raise ConfigError(
+        describe(
+            WHERE,
+            found,
+            "inputs of the model's forward; only shapes, dtypes and structure matter",
+            'Pass a batch, as a tuple (args) or a dict (kwargs): {"input_ids": torch.zeros(2, 8, dtype=torch.long)}.',
+        )
+    )

@@ -72,6 +72,8 @@ def _of_options(options, fields, mesh_shape=None):
         {"dtype": None},
         {"zeroamp": {"count_traffic": False}},
         {"threshold": 0, **LOW, "accumulation": 2},
+        {"data_types": {"keep_in_fp32_modules": ["router", "norm"]}},
+        {**LOW, "data_types": {"keep_in_fp32_modules": ["router", "norm", "blocks.0.experts"], "buffer_dtype": "fp32"}},
     ],
     ids=str,
 )
@@ -79,6 +81,20 @@ def test_every_option_keeps_what_the_ledger_promises(ranks2, options, stage):
     seen = ranks2.run(_of_options, {"stage": stage, **options}, {})[0]
     assert seen["is_traffic_as_planned"]
     assert all(row["observed"]["accumulate"] == [row["promised"]["accumulate"]] for row in seen["groups"])
+
+
+def _of_auto():
+    block = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": "auto"}
+    policy = zeroamp.policy_from_config(config(3, dtype=None, torch_autocast=block))
+    model = zeroamp.wrap_model(build("moe"), policy, example_inputs=batch("moe", 0))
+    seen = verify(model, "moe").to_dict()
+    return {row["parameter"]: row["observed"]["compute"] for row in seen["parameters"]}
+
+
+def test_safe_parameters_that_a_run_found_compute_low(ranks2):
+    seen = ranks2.run(_of_auto)[0]
+    assert seen["blocks.1.experts.gate_up"] == ["bf16"], "no Linear's, and autocast casts it"
+    assert seen["norm.weight"] == ["fp32"]
 
 
 @pytest.mark.parametrize(

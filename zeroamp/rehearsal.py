@@ -11,9 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks import Observations, abandon, unsharded_sums
-from zeroamp.loss_scaler import LossScaler
 from zeroamp.plan import Plan
-from zeroamp.policies.loss_scale import NO_LOSS_SCALE
 from zeroamp.state import WrapState
 from zeroamp.step import TrainStep
 
@@ -21,13 +19,12 @@ from zeroamp.step import TrainStep
 class Rehearsal(TrainStep):
     """A `TrainStep` whose window ends without an update; it notes storage, accumulation and optimizer state.
 
-    The loss is not scaled, so that float16 gradients may underflow but nothing overflows: only dtypes matter here.
+    A loss scale is applied as at the start of a training; whether gradients overflow is not looked at.
     """
 
     def __init__(self, model: nn.Module, state: WrapState, observations: Observations) -> None:
         # Never stepped: the optimizer of the boundary is a throwaway one per parameter, on copies.
         super().__init__(model, torch.optim.AdamW(state.root.parameters(), lr=0.0))
-        self._scaler = LossScaler(NO_LOSS_SCALE, state.mesh.device_type, enabled=False)
         self._observations = observations
         self._names = {id(parameter): fqn for fqn, parameter in state.root.named_parameters()}
         for parameter in self._parameters:

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from zeroamp.groups import GroupPlan, ParamDtypes, ParamPlan
 from zeroamp.hooks import Traffic
 from zeroamp.ledger_rows import DTYPE_COLUMNS, dtype_names
@@ -137,10 +139,14 @@ class Verification:
 
 
 def promises(dtypes: ParamDtypes, group: GroupPlan, plan: Plan, ranks: Ranks) -> dict[str, str | None]:
-    """Return the dtype that is promised at each boundary; None where nothing should be seen."""
+    """Return the dtype that is promised at each boundary; None where nothing should be seen.
+
+    What is stored in another dtype than fp32 is frozen, quantized for example: its module casts it as it pleases.
+    """
     averages = dtypes.wire is not None and ranks.num_replicas is not None and ranks.shards(plan.policy) != 1
     replicas = short_name(replica_dtype(group, plan.policy, ranks)) if averages else None
-    return {**dtype_names(dtypes_on(dtypes, group, plan.policy, ranks)), REPLICAS: replicas}
+    names = {**dtype_names(dtypes_on(dtypes, group, plan.policy, ranks)), REPLICAS: replicas}
+    return names if dtypes.storage == torch.float32 else {**names, "compute": PER_OP}
 
 
 def find_differences(plan: Plan, ranks: Ranks, observed: Seen) -> list[Difference]:

@@ -22,6 +22,12 @@ GROUP_NAMES = {
     "_to_sharded",
     "wait_for_unshard",
     "_modules_to_run_forward",
+    "_reset_iter_state",
+    "_training_state",
+    "_post_forward_indices",
+    "_state_ctx",
+    "_comm_ctx",
+    "_cdata",
 }
 
 
@@ -36,11 +42,26 @@ def _states():
     found = [callable(getattr(group, name)) for name in ("_to_sharded", "wait_for_unshard")]
     found.append(isinstance(state._modules_to_run_forward, set))
     found += [hasattr(parameter, name) for name in ("sharded_param", "unsharded_accumulated_grad", "_unsharded_param")]
+    found.append(isinstance(torch.ones(1).untyped_storage()._cdata, int))
+    found.append(hasattr(state, "_reset_iter_state") or _can_be_reset(state, group))
     return [callable(getattr(state, name)) for name in _fsdp.FORWARD_HOOKS] + found
 
 
+def _can_be_reset(state, group):
+    """Up to torch 2.12: the names that `abandon` resets itself."""
+    return (
+        hasattr(type(state._training_state), "IDLE")
+        and isinstance(group._post_forward_indices, list)
+        and isinstance(state._comm_ctx.post_forward_order, list)
+        and {"all_gather_state", "reduce_scatter_state"} <= vars(state._comm_ctx).keys()
+        and {"all_states", "iter_forward_root", "post_backward_final_callback_queued"} <= vars(state._state_ctx).keys()
+        and {"_training_state", "_partial_reduce_output", "_all_reduce_state", "_post_reduce_event"}
+        <= vars(group).keys()
+    )
+
+
 def test_the_names_exist(ranks2):
-    assert ranks2.run(_states)[0] == [True] * 8
+    assert ranks2.run(_states)[0] == [True] * 10
     assert hasattr(FSDPModule, "_get_fsdp_state")
     for base in (_fsdp.ReduceScatter, _fsdp.AllGather):
         assert base.__abstractmethods__ == {"allocate", "__call__"}

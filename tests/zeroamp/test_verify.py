@@ -72,6 +72,8 @@ def _of_options(options, fields, mesh_shape=None):
         {"dtype": None},
         {"zeroamp": {"count_traffic": False}},
         {"threshold": 0, **LOW, "accumulation": 2},
+        {"data_types": {"keep_in_fp32_modules": ["router", "norm"]}},
+        {**LOW, "data_types": {"keep_in_fp32_modules": ["router", "norm", "blocks.0.experts"], "buffer_dtype": "fp32"}},
     ],
     ids=str,
 )
@@ -79,6 +81,20 @@ def test_every_option_keeps_what_the_ledger_promises(ranks2, options, stage):
     seen = ranks2.run(_of_options, {"stage": stage, **options}, {})[0]
     assert seen["is_traffic_as_planned"]
     assert all(row["observed"]["accumulate"] == [row["promised"]["accumulate"]] for row in seen["groups"])
+
+
+def _of_auto():
+    block = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": "auto"}
+    policy = zeroamp.policy_from_config(config(3, dtype=None, torch_autocast=block))
+    model = zeroamp.wrap_model(build("moe"), policy, example_inputs=batch("moe", 0))
+    seen = verify(model, "moe").to_dict()
+    return {row["parameter"]: row["observed"]["compute"] for row in seen["parameters"]}
+
+
+def test_safe_parameters_that_a_run_found_compute_low(ranks2):
+    seen = ranks2.run(_of_auto)[0]
+    assert seen["blocks.1.experts.gate_up"] == ["bf16"], "no Linear's, and autocast casts it"
+    assert seen["norm.weight"] == ["fp32"]
 
 
 @pytest.mark.parametrize(
@@ -278,6 +294,31 @@ def test_a_table_of_promised_and_seen_per_group(ranks2):
     embed = as_dict["parameters"][0]
     assert (embed["parameter"], embed["group"]) == ("embed.weight", "root")
     assert (embed["promised"]["compute"], embed["observed"]["compute"]) == ("per op", ["bf16", "fp32"])
+
+
+class Quantized(nn.Module):
+    """A frozen int8 weight that its module makes a matrix of, and a frozen bf16 one."""
+
+    def __init__(self):
+        super().__init__()
+        self.codes = nn.Parameter(torch.randint(-9, 9, (8, 8), dtype=torch.int8), requires_grad=False)
+        self.stored = nn.Parameter(torch.randn(8, 8).bfloat16(), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return ((x @ (self.codes.float() * self.scale)) @ self.stored.float()).square().mean()
+
+
+def _quantized():
+    torch.manual_seed(0)
+    model = zeroamp.wrap_model(Quantized(), zeroamp.policy_from_config(config(3, dtype=None)))
+    seen = zeroamp.explain(model).verify(model, torch.ones(2, 8)).to_dict()
+    return {row["parameter"]: (row["promised"]["compute"], row["observed"]["compute"]) for row in seen["parameters"]}
+
+
+def test_what_a_module_makes_of_frozen_parameters_of_other_dtypes_is_its_own_business(ranks2):
+    expected = {"codes": ("per op", ["fp32"]), "stored": ("per op", ["fp32"]), "scale": ("fp32", ["fp32"])}
+    assert ranks2.run(_quantized)[0] == expected
 
 
 class Reversed(nn.Module):

@@ -21,6 +21,10 @@ class PrecisionError(ZeroAmpError, RuntimeError):
     """A module met another precision than the config promised it."""
 
 
+class CheckpointError(ZeroAmpError, RuntimeError):
+    """A checkpoint cannot be written, or does not fit what it is loaded into. The text names the file or parameter."""
+
+
 def describe(where: str, found: object, valid: str, remedy: str) -> str:
     """Build an error text of four parts: where it is, what was found, what is valid there, what to do."""
     return f"{where}: found {found}; valid: {valid}. {remedy}"

@@ -1,5 +1,5 @@
 """The exception tree, where users look for it; defined in `zeroamp.policies`, which everything else may import."""
 
-from zeroamp.policies.errors import ConfigError, PrecisionError, StepError, WrapError, ZeroAmpError
+from zeroamp.policies.errors import CheckpointError, ConfigError, PrecisionError, StepError, WrapError, ZeroAmpError
 
-__all__ = ["ConfigError", "PrecisionError", "StepError", "WrapError", "ZeroAmpError"]
+__all__ = ["CheckpointError", "ConfigError", "PrecisionError", "StepError", "WrapError", "ZeroAmpError"]

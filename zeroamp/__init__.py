@@ -2,6 +2,8 @@
 
 from zeroamp.discover import SafeParameters, discover_safe_parameters
 from zeroamp.errors import CheckpointError, ConfigError, PrecisionError, StepError, WrapError, ZeroAmpError
+from zeroamp.export import export_hf
+from zeroamp.load_weights import load_hf
 from zeroamp.optimizers import optimizer_from_config
 from zeroamp.plan import Plan, build_plan
 from zeroamp.policies import Policy, policy_from_config
@@ -31,6 +33,8 @@ __all__ = [
     "build_plan",
     "discover_safe_parameters",
     "explain",
+    "export_hf",
+    "load_hf",
     "optimizer_from_config",
     "policy_from_config",
     "register_forward_method",

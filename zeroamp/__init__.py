@@ -1,5 +1,8 @@
 """zeroamp: torch.autocast numerics and ZeRO stages on native PyTorch FSDP2, from a DeepSpeed-style config."""
 
+from zeroamp.checkpoint.folder import latest_checkpoint
+from zeroamp.checkpoint.load import load_checkpoint
+from zeroamp.checkpoint.save import save_checkpoint
 from zeroamp.discover import SafeParameters, discover_safe_parameters
 from zeroamp.errors import CheckpointError, ConfigError, PrecisionError, StepError, WrapError, ZeroAmpError
 from zeroamp.optimizers import optimizer_from_config
@@ -31,9 +34,12 @@ __all__ = [
     "build_plan",
     "discover_safe_parameters",
     "explain",
+    "latest_checkpoint",
+    "load_checkpoint",
     "optimizer_from_config",
     "policy_from_config",
     "register_forward_method",
+    "save_checkpoint",
     "scheduler_from_config",
     "traffic",
     "wrap_model",

@@ -8,12 +8,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from zeroamp.hooks import complete_accumulation, modules_to_run, release
+from zeroamp.checkpoint.pending import Saving
+from zeroamp.hooks import complete_accumulation, modules_to_run
 from zeroamp.loss_scaler import LossScaler
 from zeroamp.mesh import device_of, process_group, replicate_size
 from zeroamp.norm import clip_factor, local_sum_of_squares, multiply_gradients
 from zeroamp.policies.errors import StepError, describe
-from zeroamp.state import wrap_state
+from zeroamp.state import reshard, wrap_state
 from zeroamp.step_checks import Scheduler, refuse_foreign, refuse_metric
 from zeroamp.step_report import StepReport, log_step
 
@@ -40,6 +41,8 @@ class TrainStep:
         """Optimizer steps taken."""
         self.num_skipped = 0
         """Optimizer steps skipped because a gradient was not finite."""
+        self.saving = Saving()
+        """The save that is in the background."""
         self._state = wrap_state(model)
         # Not `model`: torch.compile puts a module of its own around it.
         self._root = cast(FSDPModule, self._state.root)
@@ -223,8 +226,7 @@ class TrainStep:
 
         After a backward they are; after an evaluation in between they may not be.
         """
-        for unit in self._units:
-            release(unit)
+        reshard(self._units)
 
     def _reduce_statistics(self, parameters: list[nn.Parameter], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean loss and the unscaled gradient norm, both 0-D fp64, with one collective.

@@ -8,6 +8,7 @@ from zeroamp.errors import CheckpointError, ConfigError, PrecisionError, StepErr
 from zeroamp.optimizers import optimizer_from_config
 from zeroamp.plan import Plan, build_plan
 from zeroamp.policies import Policy, policy_from_config
+from zeroamp.preemption import Preemption
 from zeroamp.report import Ledger, explain, traffic
 from zeroamp.schedulers import scheduler_from_config
 from zeroamp.step import TrainStep
@@ -24,6 +25,7 @@ __all__ = [
     "Plan",
     "Policy",
     "PrecisionError",
+    "Preemption",
     "SafeParameters",
     "StepError",
     "StepReport",

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
@@ -54,6 +55,16 @@ class Agreement:
     def on_first(self, action: Callable[[], T]) -> T:
         """Call `action` on the first rank only, and return its result on all. Raises as `run` does."""
         return self.run(lambda: action() if self.rank == 0 else None)[0]  # type: ignore[return-value]
+
+    def any(self, value: bool) -> bool:
+        """Return whether `value` is true on any rank."""
+        flag = torch.tensor([value], dtype=torch.uint8)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group)
+        return bool(flag.item())
+
+    def all(self, value: bool) -> bool:
+        """Return whether `value` is true on every rank."""
+        return not self.any(not value)
 
 
 @dataclass(slots=True)

@@ -45,6 +45,8 @@ class WrapState:
     handles: list[RemovableHandle] = field(default_factory=list)
     agreement: Agreement | None = None
     """Of saving and loading, from the first of them on."""
+    signals: Agreement | None = None
+    """Of the main thread's flags, from the first on: a background save has the other."""
 
 
 def record_state(model: nn.Module, state: WrapState) -> None:
@@ -73,6 +75,13 @@ def agreement_of(state: WrapState) -> Agreement:
     if state.agreement is None:
         state.agreement = Agreement(state.mesh)
     return state.agreement
+
+
+def signals_of(state: WrapState) -> Agreement:
+    """Return the group of a wrapped model's ranks for flags; the first call, on all ranks, makes it."""
+    if state.signals is None:
+        state.signals = Agreement(state.mesh)
+    return state.signals
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:

@@ -118,6 +118,7 @@ class TrainStep:
 
         Raises:
             StepError: there was no backward since the last call, or it raised.
+            CheckpointError: a save in the background failed. The step was taken.
         """
         policy = self._state.plan.policy
         self._refuse_broken("step")
@@ -132,11 +133,13 @@ class TrainStep:
         if self._state.shard_accumulator is not None:
             self._state.shard_accumulator.flush()
         try:
-            return self._update()
+            report = self._update()
         finally:  # whatever it raised, the next backward begins a new window
             for parameter in self._parameters:  # also those that the optimizer does not hold
                 parameter.grad = None
             self._num_micro_batches, self._loss_sum = 0, None
+        self.saving.check()
+        return report
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts of steps and the loss scale, as plain numbers; optimizer and scheduler have their own.

@@ -29,7 +29,7 @@ from zeroamp.checkpoint.manifest import FileRecord, Manifest, record_file
 from zeroamp.checkpoint.reader import METADATA
 from zeroamp.checkpoint.snapshot import Snapshot, take_snapshot
 from zeroamp.policies.errors import CheckpointError, describe
-from zeroamp.state import WrapState, agreement_of, wrap_state
+from zeroamp.state import WrapState, agreement_of, signals_of, wrap_state
 from zeroamp.step import TrainStep
 
 VALUES = "train.pt"
@@ -116,8 +116,9 @@ def save_checkpoint(
     train.saving.run = checkpoint.run
     if not async_:
         return checkpoint.write()
-    train.saving.future = checkpoint.write_in_background()
-    return train.saving.future
+    future = checkpoint.write_in_background()
+    train.saving.begin(future, signals_of(state))
+    return future
 
 
 @dataclass(slots=True, kw_only=True)

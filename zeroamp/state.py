@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from zeroamp.agreement import Agreement
+from zeroamp.checkpoint.pending import Saving
 from zeroamp.hooks import (
     AutocastHook,
     BackwardGuard,
@@ -43,6 +44,7 @@ class WrapState:
     fp32_regions: list[Fp32Region] = field(default_factory=list)
     shard_accumulator: ShardAccumulator | None = None
     handles: list[RemovableHandle] = field(default_factory=list)
+    saving: Saving = field(default_factory=Saving)
     agreement: Agreement | None = None
     """Of saving and loading, from the first of them on."""
     signals: Agreement | None = None

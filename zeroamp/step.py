@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from zeroamp.checkpoint.pending import Saving
 from zeroamp.hooks import complete_accumulation, modules_to_run
 from zeroamp.loss_scaler import LossScaler
 from zeroamp.mesh import device_of, process_group, replicate_size
@@ -41,9 +40,9 @@ class TrainStep:
         """Optimizer steps taken."""
         self.num_skipped = 0
         """Optimizer steps skipped because a gradient was not finite."""
-        self.saving = Saving()
-        """The save that is in the background."""
         self._state = wrap_state(model)
+        self.saving = self._state.saving
+        """The save that is in the background."""
         # Not `model`: torch.compile puts a module of its own around it.
         self._root = cast(FSDPModule, self._state.root)
         self._units = [module for module in self._state.root.modules() if isinstance(module, FSDPModule)]

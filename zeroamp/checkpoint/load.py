@@ -62,8 +62,8 @@ def load_checkpoint(
         StepError: inside an accumulation window, or the loss scale is of another kind.
     """
     state = wrap_state(model)
+    state.saving.wait()
     if train is not None:
-        train.saving.wait()
         train.state_dict()  # refuses an unfinished window
     ranks = agreement_of(state)
     found = _find(Path(folder), ranks)
@@ -176,8 +176,8 @@ class _Load:
         if self.is_same_size:
             for name in self.own["tensors"].keys() & self.tensors.keys():
                 self.tensors[name].copy_(self.own["tensors"][name])
-        if self.values["extra_states"]:
-            self.state.root.load_state_dict(self.values["extra_states"], strict=False)
+        if self.own["extra_states"]:
+            self.state.root.load_state_dict(self.own["extra_states"], strict=False)
         if self.train is not None:
             self._finish_training(self.train)
 
@@ -185,7 +185,7 @@ class _Load:
         load_optimizer(train.optimizer, self.values["optimizer"], self.tensors, self.state.root)
         if isinstance(train.scheduler, StatefulScheduler):
             train.scheduler.load_state_dict(self.values["scheduler"])
-        train.saving.run = self.manifest.run
+        self.state.saving.run = self.manifest.run
         if self.is_same_size:
             set_random_state(self.own["random"], device_of(self.state.mesh))
         elif self.ranks.rank == 0:

@@ -1,4 +1,4 @@
-"""What a `TrainStep` knows of the checkpoints of its run."""
+"""What a wrapped model knows of the checkpoints of its run."""
 
 from concurrent.futures import Future
 from dataclasses import dataclass

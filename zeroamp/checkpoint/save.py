@@ -102,7 +102,7 @@ def save_checkpoint(
     if keep is not None and keep < 1:
         raise CheckpointError(describe("keep", keep, "at least 1, or None for all", "Change it."))
     state = wrap_state(model)
-    train.saving.wait()
+    state.saving.wait()
     ranks = agreement_of(state)
     checkpoint = _Save(
         folder=Path(folder),
@@ -110,14 +110,14 @@ def save_checkpoint(
         snapshot=take_snapshot(state, train, extra, ranks),
         ranks=ranks,
         state=state,
-        run=train.saving.run or uuid.uuid4().hex,
+        run=state.saving.run or uuid.uuid4().hex,
         keep=keep,
     )
-    train.saving.run = checkpoint.run
+    state.saving.run = checkpoint.run
     if not async_:
         return checkpoint.write()
     future = checkpoint.write_in_background()
-    train.saving.begin(future, signals_of(state))
+    state.saving.begin(future, signals_of(state))
     return future
 
 

@@ -27,7 +27,7 @@ class Snapshot:
     values: bytes = b""
     """Step counts, scheduler, the description of the optimizer: the same on all ranks."""
     own: bytes = b""
-    """This rank's: random state, `extra`, and plain tensors that differ between ranks."""
+    """This rank's: random state, `extra`, modules' extra state, and plain tensors that differ between ranks."""
     files: dict[str, bytes] = field(default_factory=dict)
     """The model's transformers config, if it has one: with it, the weights can be exported without the model."""
 
@@ -52,9 +52,8 @@ def take_snapshot(state: WrapState, train: TrainStep, extra: Any, ranks: Agreeme
             "train": counts,
             "scheduler": _scheduler_state(train.scheduler),
             "optimizer": optimizer.description,
-            "extra_states": extra_states(state.root),
         }
-        snapshot.values = _to_bytes(values, "the state of optimizer, scheduler and modules")
+        snapshot.values = _to_bytes(values, "the state of optimizer and scheduler")
         snapshot.files = _config_files(state.root)
         return {name: _digest(tensor) for name, tensor in snapshot.tensors.items() if not isinstance(tensor, DTensor)}
 
@@ -63,8 +62,9 @@ def take_snapshot(state: WrapState, train: TrainStep, extra: Any, ranks: Agreeme
 
     def pack() -> None:
         own = {name: snapshot.tensors[name] for name in sorted(differing)}
-        content = {"random": random_state(device_of(state.mesh)), "extra": extra, "tensors": own}
-        snapshot.own = _to_bytes(content, "extra")
+        content = {"random": random_state(device_of(state.mesh)), "tensors": own, "extra": extra}
+        content["extra_states"] = extra_states(state.root)
+        snapshot.own = _to_bytes(content, "extra, or a module's get_extra_state()")
 
     ranks.run(pack)
     return snapshot

@@ -1,5 +1,8 @@
 """zeroamp: torch.autocast numerics and ZeRO stages on native PyTorch FSDP2, from a DeepSpeed-style config."""
 
+from zeroamp.checkpoint.folder import latest_checkpoint
+from zeroamp.checkpoint.load import load_checkpoint
+from zeroamp.checkpoint.save import save_checkpoint
 from zeroamp.discover import SafeParameters, discover_safe_parameters
 from zeroamp.errors import CheckpointError, ConfigError, PrecisionError, StepError, WrapError, ZeroAmpError
 from zeroamp.export import export_hf
@@ -7,6 +10,7 @@ from zeroamp.load_weights import load_hf
 from zeroamp.optimizers import optimizer_from_config
 from zeroamp.plan import Plan, build_plan
 from zeroamp.policies import Policy, policy_from_config
+from zeroamp.preemption import Preemption
 from zeroamp.report import Ledger, explain, traffic
 from zeroamp.schedulers import scheduler_from_config
 from zeroamp.step import TrainStep
@@ -23,6 +27,7 @@ __all__ = [
     "Plan",
     "Policy",
     "PrecisionError",
+    "Preemption",
     "SafeParameters",
     "StepError",
     "StepReport",
@@ -34,10 +39,13 @@ __all__ = [
     "discover_safe_parameters",
     "explain",
     "export_hf",
+    "latest_checkpoint",
+    "load_checkpoint",
     "load_hf",
     "optimizer_from_config",
     "policy_from_config",
     "register_forward_method",
+    "save_checkpoint",
     "scheduler_from_config",
     "traffic",
     "wrap_model",

@@ -17,12 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from zeroamp.agreement import on_all, on_first, rank_in_mesh
 from zeroamp.mesh import device_of
 from zeroamp.model_weights import Weight, find_weights
 from zeroamp.policies.dtypes import DTYPE_BY_NAME, short_name
 from zeroamp.policies.errors import CheckpointError, describe
-from zeroamp.state import WrapState, wrap_state
+from zeroamp.state import WrapState, agreement_of, wrap_state
 from zeroamp.weight_files import (
     TensorSpec,
     WeightFile,
@@ -87,7 +86,7 @@ def export_hf(
             files.extend(plan_files(_specs(weights, target), max_shard_bytes))
             return _plan(weights, files, Path(folder).absolute(), target)
 
-        exports = on_all(state.mesh, plan)
+        exports = agreement_of(state).run(plan)
         _check(exports)
         _write(state, weights, files, exports[0])
 
@@ -174,25 +173,24 @@ def _check(exports: list[_Export]) -> None:
 
 
 def _write(state: WrapState, weights: list[Weight], files: list[WeightFile], export: _Export) -> None:
-    mesh, draft = state.mesh, export.draft
-    rank, num_ranks = rank_in_mesh(mesh), mesh.size()
+    draft, ranks = export.draft, agreement_of(state)
     sources = {name: weight for weight in weights for name in weight.written_names}
 
     def read(spec: TensorSpec) -> torch.Tensor:
-        return _whole(sources[spec.name], spec.dtype, mesh)
+        return _whole(sources[spec.name], spec.dtype, state.mesh)
 
     try:
-        on_first(mesh, lambda: _begin(state.root, draft, export.dtype))
-        on_all(mesh, lambda: _see(draft))
-        for start in range(0, len(files), num_ranks):  # one file per rank at a time: they write together
-            some = files[start : start + num_ranks]
-            on_all(mesh, lambda some=some: write_files(some, read, draft, rank))  # type: ignore[misc]
-        on_first(mesh, lambda: write_index(files, draft))
+        ranks.on_first(lambda: _begin(state.root, draft, export.dtype))
+        ranks.run(lambda: _see(draft))
+        for start in range(0, len(files), ranks.num_ranks):  # one file per rank at a time: they write together
+            some = files[start : start + ranks.num_ranks]
+            ranks.run(lambda some=some: write_files(some, read, draft, ranks.rank))  # type: ignore[misc]
+        ranks.on_first(lambda: write_index(files, draft))
     except BaseException:
-        if rank == 0:
+        if ranks.rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
         raise
-    on_first(mesh, lambda: publish(draft, export.folder))
+    ranks.on_first(lambda: publish(draft, export.folder))
 
 
 def _begin(root: nn.Module, draft: Path, dtype: torch.dtype) -> None:

@@ -9,11 +9,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from zeroamp.agreement import on_all
 from zeroamp.mesh import shard_size
 from zeroamp.model_weights import Weight, computed_buffers, find_weights
 from zeroamp.policies.errors import CheckpointError, describe
-from zeroamp.state import wrap_state
+from zeroamp.state import agreement_of, wrap_state
 from zeroamp.weight_files import INDEX, SINGLE_FILE, read_index, safetensors_torch
 
 _NUM_NAMES = 5  # that an error lists, of thousands
@@ -55,8 +54,9 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         _refuse_other_shapes(plan, folder)
 
     with torch.no_grad():
-        on_all(state.mesh, check)
-        on_all(state.mesh, lambda: _fill(plan, state.mesh))
+        ranks = agreement_of(state)
+        ranks.run(check)
+        ranks.run(lambda: _fill(plan, state.mesh))
 
 
 def _files_by_name(folder: Path) -> dict[str, Path]:

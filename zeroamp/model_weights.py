@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from zeroamp.hooks import release
 from zeroamp.policies.errors import CheckpointError, describe
+from zeroamp.state import reshard
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 """Parts of names that torch.compile and torch's checkpoint_wrapper put in."""
@@ -45,7 +44,7 @@ def find_weights(root: nn.Module) -> list[Weight]:
     Raises:
         CheckpointError: the model's state holds something that is no tensor.
     """
-    reshard(root)
+    reshard(root.modules())
     # The parameters themselves, by whose identity tied ones are known.
     state: dict[str, Any] = root.state_dict(keep_vars=True)
     names: dict[int, list[str]] = {}
@@ -78,13 +77,6 @@ def _parameter(root: nn.Module, names: list[str], tensor: torch.Tensor) -> Weigh
 
 def _file_name(key: str) -> str:
     return ".".join(part for part in key.split(".") if part not in _WRAPPERS)
-
-
-def reshard(root: nn.Module) -> None:
-    """Put the sharded parameters in their place, wherever a forward left gathered ones."""
-    for module in root.modules():
-        if isinstance(module, FSDPModule):
-            release(module)
 
 
 def computed_buffers(root: nn.Module) -> Iterator[str]:

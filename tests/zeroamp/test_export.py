@@ -263,7 +263,7 @@ def test_a_rank_that_cannot_write_is_an_error_on_all_and_leaves_the_folder_as_it
         folder.mkdir()
         (folder / "model.safetensors").write_text("of before")
     texts = ranks2.run(_fails_on_the_second_rank, folder)
-    assert texts == ["On rank 1 of 2: OSError: [Errno 28] No space left on device"] * 2
+    assert texts == ["rank 1: OSError: [Errno 28] No space left on device"] * 2
     assert [path.read_text() for path in tmp_path.rglob("*") if path.is_file()] == ["of before"] * exists
     assert os.listdir(tmp_path) == ["out"] * exists
 

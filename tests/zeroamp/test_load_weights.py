@@ -230,7 +230,7 @@ def test_a_tied_parameter_of_two_values_is_refused(ranks2, tmp_path, tensors):
     tensors["lm_head.weight"][-1, -1] += 1  # on the second rank only
     save_file(tensors, tmp_path / "model.safetensors")
     text, _ = refusal(ranks2, tmp_path)
-    assert text.startswith("On rank 1 of 2: ")
+    assert text.startswith("rank 1: ")
     assert "found values that differ, of one tied parameter" in text
 
 

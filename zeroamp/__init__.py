@@ -1,5 +1,6 @@
 """zeroamp: torch.autocast numerics and ZeRO stages on native PyTorch FSDP2, from a DeepSpeed-style config."""
 
+from zeroamp.checkpoint.export import export_checkpoint
 from zeroamp.checkpoint.folder import latest_checkpoint
 from zeroamp.checkpoint.load import load_checkpoint
 from zeroamp.checkpoint.save import save_checkpoint
@@ -38,6 +39,7 @@ __all__ = [
     "build_plan",
     "discover_safe_parameters",
     "explain",
+    "export_checkpoint",
     "export_hf",
     "latest_checkpoint",
     "load_checkpoint",

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from zeroamp.mesh import device_of
 from zeroamp.model_weights import Weight, find_weights
-from zeroamp.policies.dtypes import DTYPE_BY_NAME, short_name
+from zeroamp.overflows import overflow, refuse
+from zeroamp.policies.dtypes import DTYPE_BY_NAME
 from zeroamp.policies.errors import CheckpointError, describe
 from zeroamp.state import WrapState, agreement_of, wrap_state
 from zeroamp.weight_files import (
@@ -81,7 +82,7 @@ def export_hf(
         files: list[WeightFile] = []
 
         def plan() -> _Export:
-            target = _dtype(dtype, state.plan.policy.export_dtype)
+            target = export_dtype(dtype, state.plan.policy.export_dtype)
             weights.extend(find_weights(state.root))
             files.extend(plan_files(_specs(weights, target), max_shard_bytes))
             return _plan(weights, files, Path(folder).absolute(), target)
@@ -102,11 +103,12 @@ def _plan(weights: list[Weight], files: list[WeightFile], folder: Path, dtype: t
         files_digest=hashlib.sha256(repr([(file.name, file.tensors) for file in files]).encode()).hexdigest(),
         # Inside a folder that exists: it may be the root of a file system of its own.
         draft=folder / f".{suffix}" if folder.exists() else folder.with_name(f".{folder.name}.{suffix}"),
-        overflows=dict(_overflows(weights, dtype)),
+        overflows=_overflows(weights, dtype),
     )
 
 
-def _dtype(asked: str | torch.dtype | None, default: torch.dtype) -> torch.dtype:
+def export_dtype(asked: str | torch.dtype | None, default: torch.dtype) -> torch.dtype:
+    """Return the dtype that is asked for. Raises CheckpointError unless it is fp32, bf16 or fp16."""
     dtype = default if asked is None else DTYPE_BY_NAME.get(asked, asked) if isinstance(asked, str) else asked
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPE_BY_NAME.values():
         found = repr(asked)
@@ -126,22 +128,10 @@ def _written_dtype(weight: Weight, dtype: torch.dtype) -> torch.dtype:
     return dtype if weight.is_parameter and weight.tensor.is_floating_point() else weight.tensor.dtype
 
 
-def _overflows(weights: list[Weight], dtype: torch.dtype) -> list[tuple[str, float]]:
-    """Return the parameters whose shard here has a finite value that `dtype` rounds to infinity, and the largest."""
-    found = []
-    for weight in weights:
-        shard = weight.local
-        target = _written_dtype(weight, dtype)
-        is_narrower = target != shard.dtype and torch.finfo(target).max < torch.finfo(shard.dtype).max
-        if not is_narrower or shard.numel() == 0:
-            continue
-        largest = torch.stack(shard.aminmax()).abs().max()
-        if not largest.isfinite():
-            finite = shard[shard.isfinite()]
-            largest = finite.abs().max() if finite.numel() else largest.new_zeros(())
-        if largest.to(target).isinf():
-            found.append((weight.written_names[0], float(largest)))
-    return found
+def _overflows(weights: list[Weight], dtype: torch.dtype) -> dict[str, float]:
+    """Return the parameters whose shard here has a finite value that the written dtype rounds to infinity."""
+    found = {weight.written_names[0]: overflow(weight.local, _written_dtype(weight, dtype)) for weight in weights}
+    return {name: largest for name, largest in found.items() if largest is not None}
 
 
 def _check(exports: list[_Export]) -> None:
@@ -157,19 +147,7 @@ def _check(exports: list[_Export]) -> None:
     overflows: dict[str, float] = {}
     for name, largest in (item for export in exports for item in export.overflows.items()):
         overflows[name] = max(largest, overflows.get(name, 0.0))
-    if not overflows:
-        return
-    name, largest = next(iter(overflows.items()))
-    others = f", and {len(overflows) - 1} more parameters like it" if len(overflows) > 1 else ""
-    limit = torch.finfo(first.dtype).max
-    raise CheckpointError(
-        describe(
-            name,
-            f"a value of magnitude {largest:g}{others}",
-            f"at most {limit:g}, the largest number of {short_name(first.dtype)}",
-            'Write another dtype: dtype="bf16" or dtype="fp32".' if first.dtype == torch.float16 else 'Write "fp32".',
-        )
-    )
+    refuse(overflows, first.dtype)
 
 
 def _write(state: WrapState, weights: list[Weight], files: list[WeightFile], export: _Export) -> None:

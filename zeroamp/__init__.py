@@ -5,7 +5,7 @@ from zeroamp.checkpoint.folder import latest_checkpoint
 from zeroamp.checkpoint.load import load_checkpoint
 from zeroamp.checkpoint.save import save_checkpoint
 from zeroamp.discover import SafeParameters, discover_safe_parameters
-from zeroamp.errors import CheckpointError, ConfigError, PrecisionError, StepError, WrapError, ZeroAmpError
+from zeroamp.errors import CheckpointError, ConfigError, PeerError, PrecisionError, StepError, WrapError, ZeroAmpError
 from zeroamp.export import export_hf
 from zeroamp.load_weights import load_hf
 from zeroamp.optimizers import optimizer_from_config
@@ -25,6 +25,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "Ledger",
+    "PeerError",
     "Plan",
     "Policy",
     "PrecisionError",

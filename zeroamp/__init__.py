@@ -1,5 +1,6 @@
 """zeroamp: torch.autocast numerics and ZeRO stages on native PyTorch FSDP2, from a DeepSpeed-style config."""
 
+from zeroamp.deepspeed.load import DeepSpeedCheckpoint, load_deepspeed_checkpoint
 from zeroamp.discover import SafeParameters, discover_safe_parameters
 from zeroamp.errors import CheckpointError, ConfigError, PrecisionError, StepError, WrapError, ZeroAmpError
 from zeroamp.optimizers import optimizer_from_config
@@ -17,6 +18,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "DeepSpeedCheckpoint",
     "Ledger",
     "Plan",
     "Policy",
@@ -31,6 +33,7 @@ __all__ = [
     "build_plan",
     "discover_safe_parameters",
     "explain",
+    "load_deepspeed_checkpoint",
     "optimizer_from_config",
     "policy_from_config",
     "register_forward_method",

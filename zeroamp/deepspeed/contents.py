@@ -69,11 +69,11 @@ def read_contents(files: CheckpointFiles) -> Contents:
     _refuse_parallel(first)
     stage = _stage(optimizers)
     flats = _flats(optimizers, stage)
-    groups = [_shapes(first, shapes) for shapes in first.get("param_shapes", list)] if optimizers else []
+    groups = [_shapes(first, shapes) for shapes in first.each("param_shapes", dict)] if optimizers else []
     placed = _place(groups, flats, optimizers, stage)
     module = first.get("module", dict)
-    buffer_names = {name for name in first.get("buffer_names", list) if name in module}
-    aliases = _same_storage(module) if stage == 0 else dict(first.get("shared_params", dict))
+    buffer_names = {name for name in first.each("buffer_names", str) if name in module}
+    aliases = _same_storage(module) if stage == 0 else _aliases(first.inside("shared_params"))
     trained = {name: parameter.take([flat[parameter.group] for flat in flats]) for name, parameter in placed.items()}
     frozen = _frozen_parts(models) if stage == 3 else _frozen(module, {*trained, *aliases, *buffer_names})
     if stage == 0:
@@ -100,7 +100,7 @@ def _refuse_parallel(model: Entries) -> None:
         model.optional("checkpoint_parallel_dimensions", dict) or {}
     )
     for key, size in sizes.items():
-        if size not in (None, 1):
+        if not (size is None or (isinstance(size, int) and size == 1)):
             raise CheckpointError(
                 describe(
                     f"{model.file}: {key}", f"{size}, a model that is split over ranks", "data parallelism", CONVERT
@@ -114,9 +114,9 @@ def _stage(optimizers: list[Entries]) -> int:
         return 0
     stage: Any = optimizers[0].values.get("zero_stage", 1)
     stage = stage.args[0] if isinstance(stage, Inert) and stage.args else stage
-    if stage not in (1, 2, 3):
+    if not (isinstance(stage, int) and stage in (1, 2, 3)):
         raise CheckpointError(describe(f"{optimizers[0].file}: zero_stage", repr(stage), "1, 2 or 3", CONVERT))
-    return int(stage)
+    return stage
 
 
 def _flats(optimizers: list[Entries], stage: int) -> Flats:
@@ -125,7 +125,8 @@ def _flats(optimizers: list[Entries], stage: int) -> Flats:
     for optimizer, flat in zip(optimizers, flats, strict=True):
         counts: Any = optimizer.values.get("partition_count")
         if "ds_zero_partition_groups" in optimizer.values or any(
-            count != len(optimizers) for count in (counts if isinstance(counts, list) else [counts])
+            not isinstance(count, int) or count != len(optimizers)
+            for count in (counts if isinstance(counts, list) else [counts])
         ):
             raise CheckpointError(
                 describe(
@@ -152,8 +153,8 @@ def _tensors(entries: Entries, key: str) -> list[torch.Tensor]:
     return [tensor.detach() for tensor in tensors]
 
 
-def _shapes(model: Entries, shapes: object) -> Shapes:
-    if not isinstance(shapes, dict) or not all(isinstance(shape, torch.Size) for shape in shapes.values()):
+def _shapes(model: Entries, shapes: dict[str, Any]) -> Shapes:
+    if not all(isinstance(shape, torch.Size) for shape in shapes.values()):
         raise CheckpointError(describe(f"{model.file}: param_shapes", repr(shapes)[:80], "names with shapes", CONVERT))
     return {str(name): tuple(shape) for name, shape in shapes.items()}
 
@@ -173,6 +174,10 @@ def _place(groups: list[Shapes], flats: Flats, optimizers: list[Entries], stage:
             )
         )
     return place_stretches(groups, paddings, flats)
+
+
+def _aliases(shared: Entries) -> dict[str, str]:
+    return {name: shared.get(name, str) for name in shared.values}
 
 
 def _same_storage(module: dict[str, Any]) -> dict[str, str]:

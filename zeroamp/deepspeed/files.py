@@ -69,9 +69,9 @@ class Entries:
 
     file: str
     """For errors: the file's name, and the keys that lead to this mapping."""
-    values: dict[str, Any]
+    values: dict[Any, Any]
 
-    def get(self, key: str, kind: type[T] | tuple[type[T], ...]) -> T:
+    def get(self, key: str | int, kind: type[T] | tuple[type[T], ...]) -> T:
         """Return the value of `key`.
 
         Raises:
@@ -90,7 +90,16 @@ class Entries:
         """Return the value of `key`, or None where there is none."""
         return None if self.values.get(key) is None else self.get(key, kind)
 
-    def inside(self, key: str) -> "Entries":
+    def each(self, key: str, kind: type[T]) -> list[T]:
+        """Return the list at `key`, whose elements are all of `kind`."""
+        values = self.get(key, list)
+        for value in values:
+            if not isinstance(value, kind):
+                found = f"a list with a {type(value).__name__}"
+                raise CheckpointError(describe(f"{self.file}: {key}", found, f"a list of {kind.__name__}", CONVERT))
+        return values
+
+    def inside(self, key: str | int) -> "Entries":
         """Return the mapping at `key`."""
         return Entries(f"{self.file}: {key}", self.get(key, dict))
 
@@ -153,13 +162,12 @@ def _tag_folder(folder: Path, tag: str | None) -> Path:
                 )
             )
         tag = latest.read_text(encoding="utf-8", errors="replace").strip()
-    path = folder / tag
-    if not tag or path.parent != folder or not path.is_dir():
-        tags = sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
+    tags = sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
+    if tag not in tags:
         raise CheckpointError(
             describe(str(folder), f"no checkpoint {tag!r}", ", ".join(tags[:8]) or "a folder per tag", "Pass its tag.")
         )
-    return path
+    return folder / tag
 
 
 def _by_rank(path: Path, names: list[str], pattern: re.Pattern[str]) -> list[Path]:

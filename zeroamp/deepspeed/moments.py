@@ -58,15 +58,12 @@ def _base_state(optimizer: Entries, stage: int) -> tuple[dict[int, dict[str, Any
     """Return state by flat vector, and the param groups: as `torch.optim.Optimizer.state_dict`, or a list of states."""
     key = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
     if isinstance(optimizer.values.get(key), list):
-        states = [Entries(f"{optimizer.file}: {key}", state) for state in optimizer.get(key, list)]
-        return {index: state.values for index, state in enumerate(states)}, None
+        return dict(enumerate(optimizer.each(key, dict))), None
     base = optimizer.inside(key)
-    state, groups = base.get("state", dict), base.get("param_groups", list)
-    if not all(isinstance(entry, dict) for entry in state.values()):
-        raise CheckpointError(describe(f"{base.file}: state", "other values", "a dict per tensor", CONVERT))
-    if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
-        raise CheckpointError(describe(f"{base.file}: param_groups", "other values", "dicts with params", CONVERT))
-    return state, groups
+    states, groups = base.inside("state"), base.each("param_groups", dict)
+    for group in groups:
+        Entries(f"{base.file}: param_groups", group).get("params", list)
+    return {index: states.inside(index).values for index in states.values}, groups
 
 
 def _tensor_keys(state: dict[str, Any]) -> list[str]:

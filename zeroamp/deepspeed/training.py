@@ -131,7 +131,7 @@ def _plan_groups(plan: Training, moments: Moments, stored_names: list[list[str]]
     for index, (group, names) in enumerate(zip(plan.param_groups, stored_names, strict=True)):
         numbers = sorted({moments.group_of[name] for name in names})
         saved = [moments.param_groups[number] for number in numbers]
-        values = [{key: _plain(entry[key]) for key in _HYPERPARAMETERS if key in entry} for entry in saved]
+        values = [{key: _plain(key, entry[key]) for key in _HYPERPARAMETERS if key in entry} for entry in saved]
         if any(value != values[0] for value in values):
             raise CheckpointError(
                 describe(
@@ -146,11 +146,14 @@ def _plan_groups(plan: Training, moments: Moments, stored_names: list[list[str]]
             plan.not_loaded += [f"{key} of param group {number}" for key in entry if key not in _WITHOUT_EFFECT]
         for key, value in values[0].items() if values else ():
             # A learning rate that is a tensor (capturable, compiled) stays one.
-            group[key] = torch.full_like(group[key], value) if isinstance(group[key], torch.Tensor) else value
+            group[key] = group[key].new_tensor(value) if isinstance(group[key], torch.Tensor) else value
 
 
-def _plain(value: Any) -> Any:
-    return tuple(map(float, value)) if isinstance(value, (list, tuple)) else float(value)
+def _plain(key: str, value: Any) -> float | tuple[float, ...]:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    if not all(isinstance(v, (int, float)) or (isinstance(v, torch.Tensor) and v.numel() == 1) for v in values):
+        raise CheckpointError(describe(f"the saved param groups: {key}", repr(value)[:80], "numbers", CONVERT))
+    return tuple(map(float, values)) if values is value else float(value)
 
 
 def _refuse_flags(index: int, group: dict[str, Any], number: int, saved: dict[str, Any]) -> None:
@@ -185,7 +188,7 @@ def _plan_loss_scale(plan: Training, contents: Contents) -> None:
     if not all(isinstance(value, (int, float)) for value in values.values()):
         raise CheckpointError(describe("loss_scaler", repr(values), "four numbers", CONVERT))
     if plan.step_state["loss_scale"]["kind"] != "dynamic":
-        plan.not_loaded.append(f"the dynamic loss scale {values['scale']:g}: the config asks for none")
+        plan.not_loaded.append(f"the dynamic loss scale {values['scale']:g}: the config has none")
         return
     plan.step_state["loss_scale"] = {"kind": "dynamic", **values}
 

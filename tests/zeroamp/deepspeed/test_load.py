@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroamp
-from tests.deepspeed_model import WIDTH, build, param_groups
+from tests.deepspeed_model import WIDTH, batch, build, param_groups
 from tests.ranks import RankError, Ranks
 from tests.training import full_parameters
 from tests.zeroamp.deepspeed.cases import CASES, DATA, expected, facts
@@ -165,6 +165,18 @@ def test_a_model_that_is_split_over_ranks_is_refused(ranks2, tmp_path):
     torch.save(torch.load(path) | {"mp_world_size": 2}, path)
     with pytest.raises(RankError, match="mp_world_size: found 2, a model that is split over ranks"):
         ranks2.run(_load_from, str(tmp_path / "copy"))
+
+
+def _loss_after_loading(num_forwards_before):
+    model = _wrapped(stage=2)
+    for _ in range(num_forwards_before):
+        model(batch(0))  # without a backward: what it gathered is still there
+    zeroamp.load_deepspeed_checkpoint(DATA / "stage1_autocast", model)
+    return model(batch(1)).item()
+
+
+def test_nothing_that_an_earlier_forward_gathered_is_used_after_loading(ranks2):
+    assert ranks2.run(_loss_after_loading, 1) == ranks2.run(_loss_after_loading, 0)
 
 
 class _Allocations(TorchDispatchMode):

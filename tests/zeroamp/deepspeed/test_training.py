@@ -114,6 +114,8 @@ def _loss_scale(case, cfg):
 def test_a_dynamic_loss_scale_goes_on_where_it_was(ranks2):
     scale = {"kind": "dynamic", "scale": 4096.0, "hysteresis_left": 1, "num_steps": 3, "last_overflow": 1}
     assert ranks2.run(_loss_scale, "stage3_fp16", FP16) == [(scale, ())] * 2
+    used_up = {"kind": "dynamic", "scale": 2.0**28, "hysteresis_left": 1, "num_steps": 3, "last_overflow": 2}  # of 2
+    assert ranks2.run(_loss_scale, "stage1_fp16_never_stepped", FP16)[0] == (used_up, ())
     untouched = {"kind": "dynamic", "scale": 2.0**20, "hysteresis_left": 2, "num_steps": 0, "last_overflow": -1}
     assert ranks2.run(_loss_scale, "stage3_bf16", FP16)[0] == (untouched, ())
 

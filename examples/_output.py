@@ -54,13 +54,13 @@ class Run:
 class Progress:
     """A tqdm bar where stdout is a terminal, else about twenty plain lines, which a log file can hold."""
 
-    def __init__(self, *, num_steps: int, device: torch.device, is_shown: bool) -> None:
+    def __init__(self, *, num_steps: int, num_done: int, device: torch.device, is_shown: bool) -> None:
         self._num_steps = num_steps
         self._device = device
         self._is_shown = is_shown
         self._is_bar = is_shown and sys.stdout.isatty()
         self._lines_every = math.ceil(num_steps / 20)
-        self._bar = tqdm(total=num_steps, unit="step", file=sys.stdout, disable=not self._is_bar)
+        self._bar = tqdm(total=num_steps, initial=num_done, unit="step", file=sys.stdout, disable=not self._is_bar)
 
     def __enter__(self) -> Self:
         return self

@@ -2,8 +2,13 @@
 
     torchrun --nproc-per-node 2 examples/finetune_llama.py
 
-The same file runs on one process without torchrun, on CPUs (gloo) and on GPUs (NCCL). It prints the dtype ledger and
-the held-out loss before and after, and writes `model/` (for `from_pretrained`), `losses.json` and `loss.png` to --out.
+With --save-every and --resume auto it survives what kills it, bit for bit:
+
+    torchrun --nproc-per-node 2 --max-restarts 3 examples/finetune_llama.py --save-every 10 --resume auto
+
+On SIGTERM it saves at the end of the step and ends. The same file runs on one process without torchrun, on CPUs (gloo)
+and on GPUs (NCCL). It prints the dtype ledger and the held-out loss before and after, and writes `model/` (for
+`from_pretrained`), `losses.json` and `loss.png` to --out.
 """
 
 from __future__ import annotations
@@ -13,15 +18,17 @@ import json
 import math
 import os
 import time
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from _checkpoints import CHECKPOINTS, resume, skip
 from _data import IGNORED_LABEL, evaluation_batches, pack, read_documents, split_documents, training_batches
 from _output import Progress, Run, plot_losses
-from _weights import load_model, save_model
+from _weights import load_model
 from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import PreTrainedTokenizerBase
 
@@ -63,15 +70,21 @@ def finetune(args: argparse.Namespace, device: torch.device) -> None:
     if rank == 0:
         print(zeroamp.explain(model))
         print(f"{len(train_rows)} training and {len(held_out_rows)} held-out sequences of {args.seq_len} tokens")
-    run = Run(args={name: str(value) for name, value in vars(args).items()}, world_size=world_size)
-    run.held_out_before = held_out_loss(model, held_out_rows, args.micro_batch_size, device)
-    if rank == 0:
-        print(f"held-out loss before training: {run.held_out_before:.4f}", flush=True)
-    train_loop(model, train, train_rows, args, device, run)
+    run = resume(model, train, args.resume, args.out / CHECKPOINTS)
+    if run is None:
+        run = Run(args={name: str(value) for name, value in vars(args).items()}, world_size=world_size)
+        run.held_out_before = held_out_loss(model, held_out_rows, args.micro_batch_size, device)
+        if rank == 0:
+            print(f"held-out loss before training: {run.held_out_before:.4f}", flush=True)
+    elif rank == 0:
+        print(f"going on after step {len(run.losses)}", flush=True)
+    if not train_loop(model, train, train_rows, args, device, run):
+        return
     run.held_out_after = held_out_loss(model, held_out_rows, args.micro_batch_size, device)
 
-    save_model(model, tokenizer, args.out / "model")
+    zeroamp.export_hf(model, args.out / "model")
     if rank == 0:
+        tokenizer.save_pretrained(args.out / "model")
         run.write(args.out / "losses.json")
         plot_losses(run, args.out / "loss.png")
         print(f"held-out loss: before {run.held_out_before:.4f} -> after {run.held_out_after:.4f}")
@@ -99,15 +112,20 @@ def train_loop(
     args: argparse.Namespace,
     device: torch.device,
     run: Run,
-) -> None:
-    """Take `args.steps` optimizer steps and record each in `run`."""
+) -> bool:
+    """Take optimizer steps until `args.steps` are in `run`; return False where a signal ended it earlier."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     batches = training_batches(
         rows, micro_batch_size=args.micro_batch_size, rank=rank, world_size=world_size, seed=args.seed
     )
+    skip(batches, sum(run.num_tokens), num_tokens_per_batch=args.micro_batch_size * args.seq_len * world_size)
+    save = partial(zeroamp.save_checkpoint, args.out / CHECKPOINTS, model, train, keep=args.keep)
     model.train()
-    with Progress(num_steps=args.steps, device=device, is_shown=rank == 0) as progress:
-        for _ in range(args.steps):
+    with (
+        zeroamp.Preemption(model) as preemption,
+        Progress(num_steps=args.steps, num_done=len(run.losses), device=device, is_shown=rank == 0) as progress,
+    ):
+        while len(run.losses) < args.steps:
             start, num_tokens = time.perf_counter(), 0
             report = None
             while report is None:  # one turn per micro-batch: step() reports at the end of the accumulation window
@@ -121,6 +139,17 @@ def train_loop(
             seconds = time.perf_counter() - start
             run.add(loss=mean_loss, grad_norm=grad_norm, num_tokens=num_tokens, seconds=seconds)
             progress.show(run)
+            step = len(run.losses)
+            if preemption.is_requested():
+                path = save(step=step, extra=asdict(run))
+                if rank == 0:
+                    print(f"asked to end: saved {path}; --resume auto goes on from it", flush=True)
+                return False
+            if args.save_every is not None and step % args.save_every == 0:
+                # Written while training goes on; the next save, or the end of the loop, waits for it.
+                save(step=step, extra=asdict(run), async_=True)
+        train.saving.wait()
+    return True
 
 
 @torch.no_grad()
@@ -194,6 +223,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--eval-sequences", type=positive_int, default=32, help="held-out sequences, at most")
     add("--seed", type=int, default=0, help="of the split, the order, and --model tiny")
     add("--out", type=Path, default=Path("runs/finetune_llama"), help="folder for the model, the losses and the plot")
+    add("--save-every", type=positive_int, metavar="STEPS", help="save to OUT/checkpoints each time (default: never)")
+    add("--keep", type=positive_int, default=2, help="how many checkpoints stay")
+    add("--resume", metavar="auto|PATH", help="go on from OUT/checkpoints, if there is one, or from a checkpoint")
     add("--gradient-checkpointing", action="store_true", help="recompute each layer in backward to save memory")
     args = parser.parse_args(arguments)
     if not args.config.is_file():

@@ -5,6 +5,7 @@ from zeroamp.hooks._fsdp import (
     complete_accumulation,
     modules_to_run,
     release,
+    timeout_of,
     unsharded_sums,
     zero_fill_unused,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "release",
     "shard_typed_group",
     "tensors_in",
+    "timeout_of",
     "typed_group_hooks",
     "unsharded_sums",
     "zero_fill_unused",

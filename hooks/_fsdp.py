@@ -4,6 +4,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0; `tests/hooks/test_private_names.py` 
 """
 
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any, Protocol, cast
 
 import torch
@@ -38,6 +39,7 @@ __all__ = [
     "run_op",
     "storage_key",
     "storage_of",
+    "timeout_of",
     "tree_map",
     "unsharded_sums",
     "zero_fill_unused",
@@ -188,6 +190,12 @@ def complete_accumulation(unit: FSDPModule) -> None:
         for parameter, gradient in zip(parameters, accumulated, strict=True):
             if gradient is None:
                 parameter.unsharded_accumulated_grad = torch.zeros_like(parameter.unsharded_param, dtype=dtype)
+
+
+def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta:
+    """Return how long the collectives of a group wait; a group made without a timeout would not take it over."""
+    timeout: timedelta = group._get_backend(torch.device(device_type)).options._timeout
+    return timeout
 
 
 def storage_of(tensor: torch.Tensor) -> StorageWeakRef | None:

@@ -1,5 +1,6 @@
 """What `wrap_model` leaves on a model for the step and the reports."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -7,6 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
+from zeroamp.agreement import Agreement
+from zeroamp.checkpoint.pending import Saving
 from zeroamp.hooks import (
     AutocastHook,
     BackwardGuard,
@@ -15,6 +18,7 @@ from zeroamp.hooks import (
     ReshardAfterEvaluation,
     ShardAccumulator,
     Traffic,
+    release,
 )
 from zeroamp.plan import Plan
 from zeroamp.policies.errors import WrapError, describe
@@ -40,6 +44,11 @@ class WrapState:
     fp32_regions: list[Fp32Region] = field(default_factory=list)
     shard_accumulator: ShardAccumulator | None = None
     handles: list[RemovableHandle] = field(default_factory=list)
+    saving: Saving = field(default_factory=Saving)
+    agreement: Agreement | None = None
+    """Of saving and loading, from the first of them on."""
+    signals: Agreement | None = None
+    """Of the main thread's flags, from the first on: a background save has the other."""
 
 
 def record_state(model: nn.Module, state: WrapState) -> None:
@@ -61,3 +70,24 @@ def wrap_state(model: nn.Module) -> WrapState:
             )
         )
     return state
+
+
+def agreement_of(state: WrapState) -> Agreement:
+    """Return the group of a wrapped model's ranks for saving and loading; the first call, on all ranks, makes it."""
+    if state.agreement is None:
+        state.agreement = Agreement(state.mesh)
+    return state.agreement
+
+
+def signals_of(state: WrapState) -> Agreement:
+    """Return the group of a wrapped model's ranks for flags; the first call, on all ranks, makes it."""
+    if state.signals is None:
+        state.signals = Agreement(state.mesh)
+    return state.signals
+
+
+def reshard(modules: Iterable[nn.Module]) -> None:
+    """Put the sharded parameters back into FSDP2's modules among these; an evaluation may have left them gathered."""
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            release(module)

@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from zeroamp.hooks import complete_accumulation, modules_to_run, release
+from zeroamp.hooks import complete_accumulation, modules_to_run
 from zeroamp.loss_scaler import LossScaler
 from zeroamp.mesh import device_of, process_group, replicate_size
 from zeroamp.norm import clip_factor, local_sum_of_squares, multiply_gradients
 from zeroamp.policies.errors import StepError, describe
-from zeroamp.state import wrap_state
+from zeroamp.state import reshard, wrap_state
 from zeroamp.step_checks import Scheduler, refuse_foreign, refuse_metric
 from zeroamp.step_report import StepReport, log_step
 
@@ -41,6 +41,8 @@ class TrainStep:
         self.num_skipped = 0
         """Optimizer steps skipped because a gradient was not finite."""
         self._state = wrap_state(model)
+        self.saving = self._state.saving
+        """The save that is in the background."""
         # Not `model`: torch.compile puts a module of its own around it.
         self._root = cast(FSDPModule, self._state.root)
         self._units = [module for module in self._state.root.modules() if isinstance(module, FSDPModule)]
@@ -115,6 +117,7 @@ class TrainStep:
 
         Raises:
             StepError: there was no backward since the last call, or it raised.
+            CheckpointError: a save in the background failed. The step was taken.
         """
         policy = self._state.plan.policy
         self._refuse_broken("step")
@@ -129,11 +132,13 @@ class TrainStep:
         if self._state.shard_accumulator is not None:
             self._state.shard_accumulator.flush()
         try:
-            return self._update()
+            report = self._update()
         finally:  # whatever it raised, the next backward begins a new window
             for parameter in self._parameters:  # also those that the optimizer does not hold
                 parameter.grad = None
             self._num_micro_batches, self._loss_sum = 0, None
+        self.saving.check()
+        return report
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts of steps and the loss scale, as plain numbers; optimizer and scheduler have their own.
@@ -223,8 +228,7 @@ class TrainStep:
 
         After a backward they are; after an evaluation in between they may not be.
         """
-        for unit in self._units:
-            release(unit)
+        reshard(self._units)
 
     def _reduce_statistics(self, parameters: list[nn.Parameter], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean loss and the unscaled gradient norm, both 0-D fp64, with one collective.

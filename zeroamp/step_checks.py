@@ -1,6 +1,6 @@
 """What `TrainStep` takes: the scheduler's interface, and optimizers and schedulers that it refuses."""
 
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -14,6 +14,17 @@ class Scheduler(Protocol):
 
     def step(self) -> Any:
         """Move to the next optimizer step's learning rate."""
+
+
+@runtime_checkable
+class StatefulScheduler(Scheduler, Protocol):
+    """What a checkpoint needs of it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore them."""
 
 
 def refuse_metric(scheduler: Scheduler | None) -> None:

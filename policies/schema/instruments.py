@@ -99,9 +99,9 @@ class CheckpointBlock(Block):
 
     tag_validation: Annotated[
         Literal["Ignore", "Warn", "Fail", "IGNORE", "WARN", "FAIL", "ignore", "warn", "fail"],
-        Native("torch.distributed.checkpoint has one folder per checkpoint, named by the caller"),
+        Native("save_checkpoint names the folder once, on one rank"),
     ] = "Warn"
-    load_universal: Annotated[bool, Native("DTensor state loads at any number of ranks and any stage")] = False
+    load_universal: Annotated[bool, Native("load_checkpoint takes any number of ranks and any stage")] = False
     use_node_local_storage: Annotated[bool, Unsupported("Save to a folder that all ranks see.")] = False
     writer: Annotated[object, Unsupported("Remove it: torch.distributed.checkpoint has its own writers.")] = None
     checkpoint_serialization: Annotated[bool, Native("torch.distributed.checkpoint has one format")] = True

@@ -17,6 +17,7 @@ from zeroamp.deepspeed.layout import (
     whole,
 )
 from zeroamp.deepspeed.moments import Moments, read_moments
+from zeroamp.model_weights import file_name
 from zeroamp.policies.errors import CheckpointError, describe
 
 _ENGINE_KEYS = frozenset(
@@ -71,8 +72,8 @@ def read_contents(files: CheckpointFiles) -> Contents:
     flats = _flats(optimizers, stage)
     groups = [_shapes(first, shapes) for shapes in first.each("param_shapes", dict)] if optimizers else []
     placed = _place(groups, flats, optimizers, stage)
-    module = first.get("module", dict)
-    buffer_names = {name for name in first.each("buffer_names", str) if name in module}
+    module = _by_file_name(first.inside("module"))
+    buffer_names = {name for name in map(file_name, first.each("buffer_names", str)) if name in module}
     aliases = _same_storage(module) if stage == 0 else _aliases(first.inside("shared_params"))
     trained = {name: parameter.take([flat[parameter.group] for flat in flats]) for name, parameter in placed.items()}
     frozen = _frozen_parts(models) if stage == 3 else _frozen(module, {*trained, *aliases, *buffer_names})
@@ -156,7 +157,7 @@ def _tensors(entries: Entries, key: str) -> list[torch.Tensor]:
 def _shapes(model: Entries, shapes: dict[str, Any]) -> Shapes:
     if not all(isinstance(shape, torch.Size) for shape in shapes.values()):
         raise CheckpointError(describe(f"{model.file}: param_shapes", repr(shapes)[:80], "names with shapes", CONVERT))
-    return {str(name): tuple(shape) for name, shape in shapes.items()}
+    return {file_name(str(name)): tuple(shape) for name, shape in shapes.items()}
 
 
 def _place(groups: list[Shapes], flats: Flats, optimizers: list[Entries], stage: int) -> dict[str, PlacedParameter]:
@@ -177,7 +178,11 @@ def _place(groups: list[Shapes], flats: Flats, optimizers: list[Entries], stage:
 
 
 def _aliases(shared: Entries) -> dict[str, str]:
-    return {name: shared.get(name, str) for name in shared.values}
+    return {file_name(str(name)): file_name(shared.get(name, str)) for name in shared.values}
+
+
+def _by_file_name(entries: Entries) -> dict[str, Any]:
+    return {file_name(str(name)): value for name, value in entries.values.items()}
 
 
 def _same_storage(module: dict[str, Any]) -> dict[str, str]:
@@ -198,7 +203,9 @@ def _frozen_parts(models: list[Entries]) -> dict[str, StoredTensor]:
     """Return the frozen parameters of stage 3; none where the checkpoint was saved without them."""
     first = models[0]
     shapes = _shapes(first, first.optional("frozen_param_shapes", dict) or {})
-    parts = [Entries(model.file, model.optional("frozen_param_fragments", dict) or {}) for model in models]
+    if not shapes:
+        return {}
+    parts = [Entries(model.file, _by_file_name(model.inside("frozen_param_fragments"))) for model in models]
     return {
         name: place_frozen(shape, [rank.get(name, torch.Tensor) for rank in parts]) for name, shape in shapes.items()
     }

@@ -6,18 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
-from zeroamp.deepspeed.agreement import raised_together
 from zeroamp.deepspeed.contents import Contents, read_contents
 from zeroamp.deepspeed.files import find_files
+from zeroamp.deepspeed.layout import StoredTensor
 from zeroamp.deepspeed.shards import fill, sources_of
 from zeroamp.deepspeed.training import Training, plan_training
-from zeroamp.hooks import release
+from zeroamp.model_weights import find_weights
 from zeroamp.policies.errors import CheckpointError, describe
-from zeroamp.state import wrap_state
+from zeroamp.state import WrapState, agreement_of, wrap_state
 from zeroamp.step import TrainStep
 
 logger = logging.getLogger("zeroamp")
@@ -72,26 +71,41 @@ def load_deepspeed_checkpoint(
         WrapError: `model` is not wrapped.
     """
     state = wrap_state(model)
-    root = state.root
-    with raised_together(state.mesh):
-        if train is not None and train.model is not model and wrap_state(train.model) is not state:
-            raise CheckpointError(describe("train", "a step around another model", "one around `model`", "Pass that."))
-        for unit in root.modules():
-            if isinstance(unit, FSDPModule):
-                release(unit)
-        files = find_files(folder, tag)
-        contents = read_contents(files)
-        sources = sources_of(root, contents)
-        training = None if train is None else plan_training(train, contents, files.path)
-    with raised_together(state.mesh):
-        for target, stored in sources:
+    ranks = agreement_of(state)
+    plans: list[_Plan] = []
+    ranks.run(lambda: plans.append(_plan(Path(folder), tag, state, train)))
+    (plan,) = plans
+    ranks.run(plan.apply)
+    if ranks.rank == 0:
+        not_loaded = "; ".join(plan.loaded.not_loaded) or "nothing"
+        logger.info("%s: loaded; not taken over: %s", plan.loaded.path, not_loaded)
+    return plan.loaded
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Plan:
+    """All that will be done on this rank, checked; nothing has been changed yet."""
+
+    sources: list[tuple[torch.Tensor, StoredTensor]]
+    training: Training | None
+    loaded: DeepSpeedCheckpoint
+
+    def apply(self) -> None:
+        for target, stored in self.sources:
             fill(target, stored)
-        if training is not None:
-            training.apply()
-    loaded = _report(files.path, contents, training)
-    if dist.get_rank() == int(state.mesh.mesh.flatten()[0]):
-        logger.info("%s: loaded; not taken over: %s", loaded.path, "; ".join(loaded.not_loaded) or "nothing")
-    return loaded
+        if self.training is not None:
+            self.training.apply()
+
+
+def _plan(folder: Path, tag: str | None, state: WrapState, train: TrainStep | None) -> _Plan:
+    if train is not None and wrap_state(train.model) is not state:
+        raise CheckpointError(describe("train", "a step around another model", "one around `model`", "Pass that one."))
+    files = find_files(folder, tag)
+    contents = read_contents(files)
+    weights = find_weights(state.root)
+    sources = sources_of(weights, contents)
+    training = None if train is None else plan_training(train, weights, contents, files.path)
+    return _Plan(sources=sources, training=training, loaded=_report(files.path, contents, training))
 
 
 def _report(path: Path, contents: Contents, training: Training | None) -> DeepSpeedCheckpoint:

@@ -1,72 +1,56 @@
 """From the tensors of a checkpoint to the shards of a wrapped model: which goes where, and this rank's part of it."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from zeroamp.deepspeed.contents import Contents
 from zeroamp.deepspeed.layout import StoredTensor, whole
+from zeroamp.model_weights import Weight
 from zeroamp.policies.errors import CheckpointError, describe
 
 _NUM_NAMES = 8  # that an error lists of each kind
 
 
-def sources_of(root: nn.Module, contents: Contents) -> list[tuple[torch.Tensor, StoredTensor]]:
+def sources_of(weights: list[Weight], contents: Contents) -> list[tuple[torch.Tensor, StoredTensor]]:
     """Return every parameter and persistent buffer of the model with its tensor in the checkpoint.
 
     Raises:
         CheckpointError: some are missing, unexpected, of another shape, or of a dtype that would lose bits.
     """
-    names = names_of(root)
-    owners: dict[int, torch.Tensor] = {id(parameter): parameter for parameter in root.parameters()}
-    found = {key: find(names[key], contents.aliases, contents.parameters) for key in owners}
-    buffers = _persistent_buffers(root)
-    problems = {
-        "missing": [names[key][0] for key, stored in found.items() if not stored]
-        + [name for name in buffers if name not in contents.buffers],
-        "unexpected": sorted(set(contents.parameters) - {name for stored in found.values() for name in stored})
-        + sorted(set(contents.buffers) - set(buffers)),
-        "stored apart, but shared in the model": [" and ".join(stored) for stored in found.values() if len(stored) > 1],
-    }
-    pairs = [(owners[key], stored[0], contents.parameters[stored[0]]) for key, stored in found.items() if stored]
-    pairs += [(buffers[name], name, whole(contents.buffers[name])) for name in buffers if name in contents.buffers]
-    problems["of another shape"] = [
-        f"{name} {stored.shape} for {tuple(target.shape)}"
-        for target, name, stored in pairs
-        if stored.shape != tuple(target.shape)
-    ]
-    problems["of a dtype that would lose bits"] = [
-        f"{name} {stored.dtype} for {target.dtype}"
-        for target, name, stored in pairs
-        if isinstance(target, nn.Parameter)
-        and stored.numel
-        and torch.promote_types(stored.dtype, target.dtype) != target.dtype
-    ]
-    _refuse(problems)
-    return [(target, stored) for target, _, stored in pairs]
+    stored = contents.parameters | {name: whole(buffer) for name, buffer in contents.buffers.items()}
+    found = [(weight, find(weight.names, contents.aliases, stored)) for weight in weights]
+    pairs = [(weight, names[0], stored[names[0]]) for weight, names in found if names]
+    _refuse(
+        {
+            "missing": [weight.names[0] for weight, names in found if not names],
+            "unexpected": sorted(stored.keys() - {name for _, names in found for name in names}),
+            "stored apart, but shared in the model": [" and ".join(names) for _, names in found if len(names) > 1],
+            "of another shape": [
+                f"{name} {source.shape} for {tuple(weight.tensor.shape)}"
+                for weight, name, source in pairs
+                if source.shape != tuple(weight.tensor.shape)
+            ],
+            "of a dtype that would lose bits": [
+                f"{name} {source.dtype} for {weight.tensor.dtype}"
+                for weight, name, source in pairs
+                if weight.is_parameter and source.numel and not _holds(weight.tensor.dtype, source.dtype)
+            ],
+        }
+    )
+    return [(weight.tensor, source) for weight, _, source in pairs]
 
 
-def names_of(root: nn.Module) -> dict[int, list[str]]:
-    """Return id of parameter -> all its names, shared ones having several."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in root.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return names
+def _holds(dtype: torch.dtype, values: torch.dtype) -> bool:
+    return torch.promote_types(dtype, values) == dtype
 
 
-def find(names: Iterable[str], aliases: dict[str, str], stored: Iterable[str]) -> list[str]:
+def find(names: Iterable[str], aliases: dict[str, str], stored: Container[str]) -> list[str]:
     """Return the names under which a parameter of the given names is stored."""
-    known = set(stored)
-    candidates = [name if name in known else aliases.get(name, name) for name in names]
-    return [name for name in dict.fromkeys(candidates) if name in known]
-
-
-def _persistent_buffers(root: nn.Module) -> dict[str, torch.Tensor]:
-    tensors = {name for name, value in root.state_dict().items() if isinstance(value, torch.Tensor)}
-    return {name: buffer for name, buffer in root.named_buffers(remove_duplicate=False) if name in tensors}
+    candidates = [name if name in stored else aliases.get(name, name) for name in names]
+    return [name for name in dict.fromkeys(candidates) if name in stored]
 
 
 def _refuse(problems: dict[str, list[str]]) -> None:

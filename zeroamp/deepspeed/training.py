@@ -11,7 +11,8 @@ from zeroamp.deepspeed.contents import Contents
 from zeroamp.deepspeed.files import CONVERT
 from zeroamp.deepspeed.layout import StoredTensor
 from zeroamp.deepspeed.moments import Moments
-from zeroamp.deepspeed.shards import fill, find, names_of
+from zeroamp.deepspeed.shards import fill, find
+from zeroamp.model_weights import Weight
 from zeroamp.policies.errors import CheckpointError, describe
 from zeroamp.schedulers import CurveLR
 from zeroamp.step import TrainStep
@@ -54,7 +55,7 @@ def _adam_state(parameter: nn.Parameter, step: float, stored: dict[str, StoredTe
     return state
 
 
-def plan_training(train: TrainStep, contents: Contents, path: Path) -> Training:
+def plan_training(train: TrainStep, weights: list[Weight], contents: Contents, path: Path) -> Training:
     """Map a checkpoint on `train`, changing nothing.
 
     Raises:
@@ -76,7 +77,8 @@ def plan_training(train: TrainStep, contents: Contents, path: Path) -> Training:
                 "Leave out train to load the weights alone.",
             )
         )
-    stored_names = _map_parameters(plan, contents, moments)
+    names = {id(weight.tensor): weight.names for weight in weights}
+    stored_names = _map_parameters(plan, names, contents.aliases, moments)
     _plan_groups(plan, moments, stored_names)
     plan.step_state = current | {
         "num_steps": contents.global_steps - contents.skipped_steps,
@@ -87,15 +89,19 @@ def plan_training(train: TrainStep, contents: Contents, path: Path) -> Training:
     return plan
 
 
-def _map_parameters(plan: Training, contents: Contents, moments: Moments) -> list[list[str]]:
-    """Plan the moments; return for each param group of the optimizer the names its parameters are stored under."""
-    names = names_of(plan.train.model)
+def _map_parameters(
+    plan: Training, names: dict[int, tuple[str, ...]], aliases: dict[str, str], moments: Moments
+) -> list[list[str]]:
+    """Plan the moments; return for each param group of the optimizer the names its parameters are stored under.
+
+    `names` are those of each parameter of the model, by its id.
+    """
     by_group: list[list[str]] = []
     index = 0
     for group in plan.train.optimizer.param_groups:
         by_group.append([])
         for parameter in group["params"]:
-            for name in find(names[id(parameter)], contents.aliases, moments.group_of):
+            for name in find(names[id(parameter)], aliases, moments.group_of):
                 by_group[-1].append(name)
                 if name in moments.tensors:
                     state = moments.tensors[name]

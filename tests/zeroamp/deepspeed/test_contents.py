@@ -83,6 +83,30 @@ def test_the_number_of_steps_may_stand_in_the_param_group():
         _with_step("stage1_autocast", without)
 
 
+def _compiled(value):
+    """The value with every name as it would be if DeepSpeed had been given torch.compile(model)."""
+    if isinstance(value, dict):
+        return {f"_orig_mod.{key}": _compiled(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_compiled(part) for part in value]
+    return f"_orig_mod.{value}" if isinstance(value, str) else value
+
+
+@pytest.mark.parametrize("case", ["stage1_fp16", "stage3_fp16"])
+def test_a_checkpoint_of_a_compiled_model_has_the_names_of_the_model(monkeypatch, case):
+    files = find_files(DATA / case, None)
+    plain = contents.read_contents(files)
+    originals = {path: read_file(path) for path in (*files.model, *files.optimizer)}
+    named = ("module", "buffer_names", "param_shapes", "shared_params", "frozen_param_shapes", "frozen_param_fragments")
+    for path in files.model:
+        originals[path].values.update({key: _compiled(originals[path].values[key]) for key in named})
+    monkeypatch.setattr(contents, "read_file", originals.get)
+    found = contents.read_contents(files)
+    assert found.parameters.keys() == plain.parameters.keys()
+    assert found.moments.tensors.keys() == plain.moments.tensors.keys()
+    assert (found.aliases, set(found.buffers)) == (plain.aliases, set(plain.buffers))
+
+
 def test_only_the_engines_own_keys_are_not_the_clients():
     for case in ("stage0_autocast", "stage3_fp16"):
         found = contents.read_contents(find_files(DATA / case, None))

@@ -122,6 +122,24 @@ def test_a_weight_that_was_shared_is_loaded_under_both_names(ranks2):
     assert ranks2.run(_load, "stage0_autocast", 3, None)[0][0] == []
 
 
+def _compiled():
+    model = build(seed=1)
+    model.blocks[0] = torch.compile(model.blocks[0])
+    model = _wrapped(model=model)
+    zeroamp.load_deepspeed_checkpoint(DATA / "stage3_fp16", model)
+    found = full_parameters(model)
+    assert "blocks.0._orig_mod.up.weight" in found
+    return [
+        name
+        for name, tensor in expected("stage3_fp16", "fp32").items()
+        if not torch.equal(found[name.replace("blocks.0.", "blocks.0._orig_mod.")], tensor)
+    ]
+
+
+def test_names_that_torch_compile_changed_are_found(ranks2):
+    assert ranks2.run(_compiled) == [[], []]
+
+
 def _missing_on_rank_1(folder):
     path = DATA / "stage2_bf16" if dist.get_rank() == 0 else folder
     try:
@@ -133,8 +151,8 @@ def _missing_on_rank_1(folder):
 
 def test_a_file_that_one_rank_does_not_see_is_an_error_on_all(ranks2, tmp_path):
     texts = ranks2.run(_missing_on_rank_1, str(tmp_path))
-    assert texts[0].startswith("CheckpointError on rank 1: ")
-    assert all("latest: found no such file" in text for text in texts)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith(f"rank 1: {tmp_path}/latest: found no such file")
 
 
 def test_files_of_a_checkpoint_that_more_ranks_wrote_are_refused(ranks2, tmp_path):
@@ -180,13 +198,14 @@ def test_nothing_that_an_earlier_forward_gathered_is_used_after_loading(ranks2):
 
 
 class _Allocations(TorchDispatchMode):
-    """Remembers the largest tensor that is made, in elements; tensors that only view a mapped file do not count."""
+    """Remembers the largest tensor of numbers that is made, in elements; views of a mapped file do not count."""
 
     largest = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if not func.is_view and isinstance(result, torch.Tensor) and not isinstance(result, DTensor):
+        is_new = isinstance(result, torch.Tensor) and not isinstance(result, DTensor) and not func.is_view
+        if is_new and result.is_floating_point():  # agreement sends bytes
             is_in_place = func._schema.arguments[0].is_write if func._schema.arguments else False
             self.largest = self.largest if is_in_place else max(self.largest, result.numel())
         return result

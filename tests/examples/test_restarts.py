@@ -1,0 +1,127 @@
+"""The example goes on from its checkpoints, bit for bit: after kills under torchrun's restarts, and after SIGTERM."""
+
+import importlib.util
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+REQUIRED = ("transformers", "tokenizers", "yaml", "tqdm", "matplotlib")
+if missing := [name for name in REQUIRED if importlib.util.find_spec(name) is None]:
+    pytest.skip(f"the examples extra is not installed: {missing}", allow_module_level=True)
+
+RUN_TIMEOUT_S = 150
+NUM_STEPS = 16
+
+
+class Run:
+    """The example under torchrun on two ranks; `lines` grows as it prints."""
+
+    def __init__(self, out, data, *arguments):
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
+        sizes = ["--seq-len", "64", "--eval-sequences", "4", "--steps", NUM_STEPS, "--grad-accum", "2", "--lr", "3e-3"]
+        script = [ROOT / "examples" / "finetune_llama.py", "--model", "tiny", "--data", data, "--out", out]
+        command = [sys.executable, *launcher, *script, *sizes, *arguments]
+        environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        search_path = filter(None, [str(ROOT), environment.get("PYTHONPATH")])
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(search_path), "CUDA_VISIBLE_DEVICES": ""}
+        self.process = subprocess.Popen(
+            [str(argument) for argument in command],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
+        self.lines = []
+        self._timer = threading.Timer(RUN_TIMEOUT_S, self._kill)
+        self._timer.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._timer.cancel()
+        if self.process.poll() is None:
+            self._kill()
+        self.process.stdout.close()
+        self.process.wait()
+
+    def _kill(self):
+        for rank in self.ranks():
+            os.kill(rank, signal.SIGKILL)
+        os.killpg(self.process.pid, signal.SIGKILL)
+
+    def ranks(self):
+        """Process ids, in rank order."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        scripts = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+        return [pid for pid, command in scripts.items() if b"finetune_llama.py" in command]
+
+    def wait_for(self, pattern):
+        """Read on until a line matches; return whether one did."""
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if re.match(pattern, line):
+                return True
+        return False
+
+    def finish(self):
+        """Read to the end; return the exit status."""
+        self.wait_for("(?!)")
+        return self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "sums.jsonl"
+    pairs = [(a, b) for a in range(20) for b in range(10)]
+    lines = [{"question": f"What is {a} plus {b}?", "answer": f"{a} plus {b} is {a + b}."} for a, b in pairs]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(data, tmp_path_factory):
+    out = tmp_path_factory.mktemp("uninterrupted")
+    with Run(out, data) as run:
+        assert run.finish() == 0, "".join(run.lines)
+    return _numbers(out)
+
+
+def _numbers(out):
+    run = json.loads((out / "losses.json").read_text())
+    assert len(run["losses"]) == NUM_STEPS
+    return {name: run[name] for name in ("losses", "grad_norms", "num_tokens", "held_out_before", "held_out_after")}
+
+
+def test_killed_ranks_do_not_change_the_run(data, uninterrupted, tmp_path):
+    random_ = random.Random(0)
+    with Run(tmp_path, data, "--save-every", "1", "--resume", "auto") as run:
+        for step in (2, 9):
+            assert run.wait_for(f"step {step}/"), "".join(run.lines)
+            threading.Event().wait(random_.uniform(0, 0.2))
+            os.kill(random_.choice(run.ranks()), signal.SIGKILL)
+            assert run.wait_for("going on after step"), "".join(run.lines)
+        assert run.finish() == 0, "".join(run.lines)
+    assert _numbers(tmp_path) == uninterrupted
+
+
+def test_sigterm_saves_at_the_end_of_the_step_and_ends_and_the_run_goes_on(data, uninterrupted, tmp_path):
+    with Run(tmp_path, data, "--resume", "auto") as run:
+        assert run.wait_for("step 3/"), "".join(run.lines)
+        os.kill(random.Random(0).choice(run.ranks()), signal.SIGTERM)  # to one rank
+        assert run.finish() == 0, "".join(run.lines)
+        assert "asked to end: saved" in "".join(run.lines)
+    with Run(tmp_path, data, "--resume", "auto") as run:
+        assert run.wait_for("step 5/"), "".join(run.lines)
+        run.process.send_signal(signal.SIGTERM)  # to torchrun, which passes it on
+        assert run.wait_for("asked to end: saved"), "".join(run.lines)
+        run.finish()  # torchrun's own status says that it was asked to end
+    with Run(tmp_path, data, "--resume", "auto") as run:
+        assert run.finish() == 0, "".join(run.lines)
+    assert _numbers(tmp_path) == uninterrupted

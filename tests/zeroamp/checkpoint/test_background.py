@@ -1,0 +1,100 @@
+"""`async_=True`: the save is written while training goes on, and its errors come out of `TrainStep.step`."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zeroamp
+from tests.models import batch, loss_of
+from tests.training import config, full_parameters, same_bits, wrapped
+from zeroamp.checkpoint import save as save_module
+
+NAME = "llama_tied"
+
+
+def _training():
+    model = wrapped(NAME, config(2))
+    return model, zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+def _take_step(model, train, index):
+    train.backward(loss_of(model, batch(NAME, 2 * index + dist.get_rank())))
+    return train.step()
+
+
+def _trains_on_while_writing(folder):
+    model, train = _training()
+    _take_step(model, train, 0)
+    then = full_parameters(model)
+    may_write, write = threading.Event(), save_module.write_durably
+
+    def wait_and_write(path, content):
+        assert may_write.wait(timeout=60)
+        write(path, content)
+
+    save_module.write_durably = wait_and_write
+    try:
+        future = zeroamp.save_checkpoint(folder, model, train, async_=True)
+        for index in (1, 2):
+            _take_step(model, train, index)
+        was_done = future.done()
+        may_write.set()
+        second = zeroamp.save_checkpoint(folder, model, train, async_=True)  # waits for the first
+        was_first_done, steps_taken = future.done(), train.num_steps
+        train.saving.wait()
+    finally:
+        save_module.write_durably = write
+    other, _ = _training()
+    zeroamp.load_checkpoint(future.result(), other)
+    return was_done, was_first_done, steps_taken, same_bits(then, full_parameters(other)), second.result().name
+
+
+def test_training_goes_on_and_the_checkpoint_is_of_the_moment_of_the_call(ranks2, tmp_path):
+    expected = (False, True, 3, [], "step_00000003")
+    assert ranks2.run(_trains_on_while_writing, tmp_path / "checkpoints") == [expected] * 2
+
+
+def _fails_on_one_rank(folder):
+    model, train = _training()
+    _take_step(model, train, 0)
+    write = save_module.write_durably
+
+    def fail(path, content):
+        if dist.get_rank() == 1:
+            raise OSError(28, "No space left on device")
+        write(path, content)
+
+    save_module.write_durably = fail
+    try:
+        future = zeroamp.save_checkpoint(folder, model, train, async_=True)
+        assert isinstance(future.exception(timeout=60), zeroamp.CheckpointError)
+    finally:
+        save_module.write_durably = write
+    with pytest.raises(zeroamp.CheckpointError, match=r"^rank 1: OSError: \[Errno 28\] No space left on device$"):
+        _take_step(model, train, 1)
+    _take_step(model, train, 2)
+    names = sorted(path.name for path in Path(folder).iterdir())
+    path = zeroamp.save_checkpoint(folder, model, train)
+    return train.num_steps, names, path.name
+
+
+def test_an_error_of_one_rank_comes_out_of_the_next_step_of_all_and_training_goes_on(ranks2, tmp_path):
+    answers = ranks2.run(_fails_on_one_rank, tmp_path / "checkpoints")
+    assert answers == [(3, [".lock"], "step_00000003")] * 2
+
+
+def _error_at_the_next_save(folder):
+    model, train = _training()
+    zeroamp.save_checkpoint(folder, model, train, async_=True)
+    with pytest.raises(zeroamp.CheckpointError, match="Not a directory"):
+        train.saving.wait()
+    return train.saving.future
+
+
+def test_an_impossible_folder_is_an_error_of_the_background(ranks2, tmp_path):
+    file = tmp_path / "a file"
+    file.touch()
+    assert ranks2.run(_error_at_the_next_save, file / "checkpoints") == [None] * 2

@@ -1,0 +1,96 @@
+"""What one rank cannot do, no rank goes on from: an error of one is raised on all."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeroamp.hooks import timeout_of
+from zeroamp.policies.errors import CheckpointError, ZeroAmpError
+
+T = TypeVar("T")
+
+
+class Agreement:
+    """A process group of its own for saving and loading, on the CPU.
+
+    Its own, because a background save must not get between the collectives of training.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        """Make the group; all ranks of `mesh` do. It waits as long as the mesh's own."""
+        ranks = sorted(mesh.mesh.flatten().tolist())
+        timeout = timeout_of(mesh.get_group(0), mesh.device_type)
+        self.group: dist.ProcessGroup = dist.new_group(
+            ranks, timeout=timeout, backend="gloo", use_local_synchronization=True
+        )
+        self.rank = dist.get_rank(self.group)
+        self.num_ranks = len(ranks)
+
+    def run(self, action: Callable[[], T]) -> list[T]:
+        """Call `action` on every rank and return the results of all, in rank order.
+
+        Raises:
+            CheckpointError: on all ranks, where `action` raised on any, with the text of each. It is of another class
+                of the tree if all of them are.
+        """
+        outcome: _Outcome[T] = _Outcome()
+        try:
+            outcome.result = action()
+        # A CheckpointException of torch is no Exception.
+        except (Exception, CheckpointException) as raised:
+            error: BaseException | None = raised
+            outcome.text, outcome.error_type = _text(raised), type(raised) if isinstance(raised, ZeroAmpError) else None
+        else:
+            error = None
+        outcomes: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(outcomes, outcome, group=self.group)
+        _raise_if_failed(outcomes, error)
+        return [outcome.result for outcome in outcomes]
+
+    def on_first(self, action: Callable[[], T]) -> T:
+        """Call `action` on the first rank only, and return its result on all. Raises as `run` does."""
+        return self.run(lambda: action() if self.rank == 0 else None)[0]  # type: ignore[return-value]
+
+    def any(self, value: bool) -> bool:
+        """Return whether `value` is true on any rank."""
+        flag = torch.tensor([value], dtype=torch.uint8)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group)
+        return bool(flag.item())
+
+    def all(self, value: bool) -> bool:
+        """Return whether `value` is true on every rank."""
+        return not self.any(not value)
+
+
+@dataclass(slots=True)
+class _Outcome(Generic[T]):
+    result: T | None = None
+    text: str | None = None
+    error_type: type[ZeroAmpError] | None = None
+
+
+def _raise_if_failed(outcomes: list[_Outcome[T]], cause: BaseException | None) -> None:
+    ranks_by_text: dict[str, list[int]] = {}
+    types = set()
+    for rank, outcome in enumerate(outcomes):
+        if outcome.text is not None:
+            ranks_by_text.setdefault(outcome.text, []).append(rank)
+            types.add(outcome.error_type)
+    if not ranks_by_text:
+        return
+    (common, *others) = types
+    error_type = CheckpointError if others or common is None else common
+    texts = []
+    for text, ranks in ranks_by_text.items():
+        where = "" if len(ranks) == len(outcomes) else f"rank {', '.join(map(str, ranks))}: "
+        texts.append(where + text)
+    raise error_type("; ".join(texts)) from cause
+
+
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, ZeroAmpError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,225 @@
+"""A folder of checkpoints: which are there, which is the newest, and the draft that becomes one by a single rename.
+
+    FOLDER/
+      latest                   the name of the newest checkpoint
+      step_00000100/           a checkpoint: complete from the moment it has this name
+      .draft-step_00000200-…/  one that is being written, or that a killed writer left
+
+`latest` is written just before the rename. Where it names a checkpoint that exists, it is right, also after somebody
+edited it to go back; where a writer was killed in between, the checkpoint published last counts.
+"""
+
+import fcntl
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from zeroamp.checkpoint.manifest import MANIFEST, DamagedCheckpointError, Manifest, read_manifest
+from zeroamp.policies.errors import CheckpointError, describe
+
+LATEST = "latest"
+_LOCK, _WRITER = ".lock", ".writer"
+_DRAFT, _REMOVED = ".draft-", ".removed-"
+_LOCK_TIMEOUT_S = 60.0
+
+
+def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
+    """Return the newest published checkpoint of a folder, or None; only its manifest has been checked."""
+    return next(iter(find_checkpoints(Path(folder))), None)
+
+
+def find_checkpoints(root: Path) -> list[Path]:
+    """Return the checkpoints of a folder, those to load first coming first; unreadable ones last."""
+    serials = {path: _serial(path) for path in root.iterdir() if _is_published(path)} if root.is_dir() else {}
+    with suppress(OSError, UnicodeDecodeError):  # without a pointer, or with a damaged one, the serial decides
+        pointed = root / (root / LATEST).read_text(encoding="utf-8").strip()
+        if serials.get(pointed, 0) > 0:
+            serials[pointed] = max(serials.values()) + 1
+    return sorted(serials, key=lambda path: (serials[path], path.name), reverse=True)
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a path is a checkpoint rather than a folder of some, by its name or its manifest."""
+    return _is_published(path) or (path / MANIFEST).exists()
+
+
+def _is_published(path: Path) -> bool:
+    return path.name.startswith("step_") and path.is_dir()
+
+
+def _serial(path: Path) -> int:
+    try:
+        return read_manifest(path).serial
+    except DamagedCheckpointError:
+        return 0
+    except CheckpointError:  # of a newer format: newer than all
+        return 2**63
+
+
+@dataclass(slots=True)
+class Draft:
+    """A checkpoint that is being written. Its first rank holds it; the others know the path."""
+
+    root: Path
+    path: Path
+    step: int
+    _lock: int
+
+    def publish(self, manifest: Callable[[int], Manifest], keep: int | None) -> Path:
+        """Make the draft a checkpoint; then remove those of the same run beyond the newest `keep`.
+
+        `manifest` gets the serial. All files of the draft are on the disk already.
+        """
+        with _locked(self.root):
+            published = {path: _serial(path) for path in self.root.iterdir() if _is_published(path)}
+            complete = manifest(max(published.values(), default=0) + 1)
+            write_durably(self.path / MANIFEST, complete.to_json().encode())
+            (self.path / _WRITER).unlink()
+            sync_folder(self.path)
+            target = _free_name(self.root, self.step)
+            _replace_durably(self.root / LATEST, target.name.encode())
+            self.path.rename(target)
+            sync_folder(self.root)
+            self._unlock()
+            if keep is not None:
+                _prune(self.root, complete.run, keep)
+        return target
+
+    def discard(self) -> None:
+        """Remove what was written."""
+        self._unlock()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def open_draft(root: Path, step: int) -> Draft:
+    """Make an empty draft, and remove what killed writers left. On one rank only."""
+    root.mkdir(parents=True, exist_ok=True)
+    with _locked(root):
+        _remove_leftovers(root)
+        path = root / f"{_DRAFT}{_name(step)}-{uuid.uuid4().hex[:8]}"
+        path.mkdir()
+        lock = os.open(path / _WRITER, os.O_CREAT | os.O_RDWR)
+        _try_lock(lock)
+    return Draft(root, path, step, lock)
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a new file; when this returns, its content is on the disk."""
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Put the names in a folder on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _replace_durably(path: Path, content: bytes) -> None:
+    beside = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
+    write_durably(beside, content)
+    beside.replace(path)
+    sync_folder(path.parent)
+
+
+def _name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def _free_name(root: Path, step: int) -> Path:
+    """Return where to publish: a step that is there already, of an earlier attempt, stays as it is."""
+    path, attempt = root / _name(step), 1
+    while path.exists():
+        attempt += 1
+        path = root / f"{_name(step)}_{attempt}"
+    return path
+
+
+def _prune(root: Path, run: str, keep: int) -> None:
+    serials: dict[Path, int] = {}
+    for path in filter(_is_published, root.iterdir()):
+        with suppress(CheckpointError):  # what cannot be read is not ours to remove
+            manifest = read_manifest(path)
+            if manifest.run == run:
+                serials[path] = manifest.serial
+    for path in sorted(serials, key=lambda path: serials[path])[:-keep]:
+        removed = path.with_name(f"{_REMOVED}{path.name}-{uuid.uuid4().hex[:8]}")
+        path.rename(removed)  # first, so that a kill during the removal leaves no half checkpoint
+        shutil.rmtree(removed, ignore_errors=True)
+
+
+def _remove_leftovers(root: Path) -> None:
+    for path in root.iterdir():
+        is_abandoned = path.name.startswith(_DRAFT) and not _has_writer(path)
+        if is_abandoned or path.name.startswith(_REMOVED):
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name.startswith(f".{LATEST}-"):
+            path.unlink(missing_ok=True)
+
+
+def _has_writer(draft: Path) -> bool:
+    """Return whether the process that opened the draft lives: its lock ends with it."""
+    try:
+        descriptor = os.open(draft / _WRITER, os.O_RDWR)
+    except FileNotFoundError:  # killed just before the rename, or just after the folder was made
+        return False
+    try:
+        return _try_lock(descriptor) is not True
+    finally:
+        os.close(descriptor)
+
+
+def _try_lock(descriptor: int) -> bool | None:
+    """Take the lock of a file, and return whether it was free; None where the file system has no locks.
+
+    There a draft is never taken for abandoned, and two writers of one folder are not kept apart: that costs space and
+    order, never a checkpoint, since all names are unique.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+@contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    """Keep other writers out of a folder. The lock is held for renames and removals only, never while data is written.
+
+    Raises:
+        CheckpointError: somebody holds it for longer than a minute.
+    """
+    descriptor = os.open(root / _LOCK, os.O_CREAT | os.O_RDWR)
+    try:
+        deadline = time.monotonic() + _LOCK_TIMEOUT_S
+        while _try_lock(descriptor) is False:
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    describe(
+                        str(root / _LOCK),
+                        f"a lock that another process has held for {_LOCK_TIMEOUT_S:.0f} s",
+                        "one that is held for moments",
+                        "End the other process, or save into a folder of its own.",
+                    )
+                )
+            time.sleep(0.05)
+        yield
+    finally:
+        os.close(descriptor)

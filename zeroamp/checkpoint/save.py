@@ -1,0 +1,226 @@
+"""`save_checkpoint`: a snapshot of training, written by all ranks and published by one rename.
+
+    snapshot   plain values and random states as bytes, tensors by name (copied to CPU memory for a background save)
+    draft      the first rank makes an empty folder, all ranks see it
+    write      each rank its shards (torch.distributed.checkpoint) and its own file, all of it to the disk (fsync)
+    digest     each rank of the files it wrote
+    publish    the first rank: manifest, pointer, rename, then the removal of old ones
+
+Every line ends with an agreement: what fails on one rank is raised on all, and the draft is removed.
+"""
+
+import os
+import uuid
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import zeroamp
+from zeroamp.agreement import Agreement
+from zeroamp.checkpoint.folder import Draft, open_draft, sync_folder, write_durably
+from zeroamp.checkpoint.manifest import FileRecord, Manifest, record_file
+from zeroamp.checkpoint.reader import METADATA
+from zeroamp.checkpoint.snapshot import Snapshot, take_snapshot
+from zeroamp.policies.errors import CheckpointError, describe
+from zeroamp.state import WrapState, agreement_of, signals_of, wrap_state
+from zeroamp.step import TrainStep
+
+VALUES = "train.pt"
+
+
+def rank_file(rank: int) -> str:
+    """Return the name of the file with what one rank has of its own."""
+    return f"rank_{rank:05d}.pt"
+
+
+@overload
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    train: TrainStep,
+    *,
+    step: int | None = None,
+    extra: Any = None,
+    async_: Literal[False] = False,
+    keep: int | None = None,
+) -> Path: ...
+
+
+@overload
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    train: TrainStep,
+    *,
+    step: int | None = None,
+    extra: Any = None,
+    async_: bool,
+    keep: int | None = None,
+) -> Path | Future[Path]: ...
+
+
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    train: TrainStep,
+    *,
+    step: int | None = None,
+    extra: Any = None,
+    async_: bool = False,
+    keep: int | None = None,
+) -> Path | Future[Path]:
+    """Save all that training needs to go on, bit for bit, as `folder`/step_<step>. Every rank calls this.
+
+    That is: parameters, persistent buffers, optimizer, scheduler, loss scale, step counts, every rank's random states,
+    and `extra`. The folder must be on a file system that all ranks share. A checkpoint has its name only when all of it
+    is on the disk, so whatever is killed, `load_checkpoint` never takes half of one.
+
+    Args:
+        folder: of the run's checkpoints; made if it is not there.
+        model: what `wrap_model` returned.
+        train: its training step, at the end of an accumulation window.
+        step: names the checkpoint; `train.num_steps` by default.
+        extra: this rank's own: the position in the data, say. Tensors, numbers, strings and containers of them.
+        async_: copy the state to CPU memory, return, and write while training goes on. One at a time: a second save
+            waits for the first. `TrainStep.step` raises an error of the background, on all ranks in the same step.
+        keep: how many checkpoints of this run stay; the others are removed once this one is on the disk. None: all.
+
+    Returns:
+        The checkpoint's path; with `async_` a future of it.
+
+    Raises:
+        CheckpointError: on all ranks, where any could not write; nothing of it is left then.
+        StepError: inside an accumulation window.
+    """
+    if keep is not None and keep < 1:
+        raise CheckpointError(describe("keep", keep, "at least 1, or None for all", "Change it."))
+    state = wrap_state(model)
+    state.saving.wait()
+    ranks = agreement_of(state)
+    checkpoint = _Save(
+        folder=Path(folder),
+        step=train.num_steps if step is None else step,
+        snapshot=take_snapshot(state, train, extra, ranks),
+        ranks=ranks,
+        state=state,
+        run=state.saving.run or uuid.uuid4().hex,
+        keep=keep,
+    )
+    state.saving.run = checkpoint.run
+    if not async_:
+        return checkpoint.write()
+    future = checkpoint.write_in_background()
+    state.saving.begin(future, signals_of(state))
+    return future
+
+
+@dataclass(slots=True, kw_only=True)
+class _Save:
+    """One checkpoint on its way to the disk."""
+
+    folder: Path
+    step: int
+    snapshot: Snapshot
+    ranks: Agreement
+    state: WrapState
+    run: str
+    keep: int | None
+    draft: Draft | None = None
+    """The first rank's."""
+    path: Path = field(default_factory=Path)
+    """The draft's, on all ranks."""
+
+    def write_in_background(self) -> Future[Path]:
+        """Copy the tensors, then write in a thread.
+
+        Torch's `async_save` is this, too: its stager, and its `save` in a thread. Here the ranks agree on the copy
+        before the thread begins, since both use the same process group.
+        """
+        stager = DefaultStager(StagingOptions(False, False, False, False))
+
+        def stage() -> None:
+            staged = stager.stage(self.snapshot.tensors)
+            if isinstance(staged, Future):
+                raise AssertionError("expected a stager that waits, got a future")
+            self.snapshot.tensors = staged
+
+        self.ranks.run(stage)
+        executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zeroamp-checkpoint")
+        future = executor.submit(self.write)
+        future.add_done_callback(lambda _: stager.close())
+        executor.shutdown(wait=False)
+        return future
+
+    def write(self) -> Path:
+        """Write the draft and publish it; remove it where any rank fails."""
+        try:
+            self.path = self.ranks.on_first(self._open_draft)
+            self.ranks.run(self._write_own)
+            self.ranks.run(self._write_tensors)
+            records = self.ranks.run(self._record_own)
+            return self.ranks.on_first(lambda: self._publish(records))
+        except BaseException:
+            if self.draft is not None:
+                self.draft.discard()
+            raise
+
+    def _open_draft(self) -> Path:
+        self.draft = open_draft(self.folder, self.step)
+        return self.draft.path
+
+    def _write_own(self) -> None:
+        if not self.path.is_dir():
+            raise CheckpointError(
+                describe(
+                    str(self.path),
+                    "no such folder on this rank, though the first rank made it",
+                    "a file system that all ranks share",
+                    "Save into a folder on one.",
+                )
+            )
+        for name, content in self._own_files().items():
+            write_durably(self.path / name, content)
+
+    def _own_files(self) -> dict[str, bytes]:
+        own = {rank_file(self.ranks.rank): self.snapshot.own}
+        return {**own, VALUES: self.snapshot.values, **self.snapshot.files} if self.ranks.rank == 0 else own
+
+    def _write_tensors(self) -> None:
+        save(
+            self.snapshot.tensors,
+            storage_writer=FileSystemWriter(self.path, sync_files=True),
+            process_group=self.ranks.group,
+        )
+
+    def _record_own(self) -> dict[str, FileRecord]:
+        """Digest what this rank wrote: another host might not see it yet."""
+        names = [*self._own_files(), *(path.name for path in self.path.glob(f"__{self.ranks.rank}_*"))]
+        if self.ranks.rank == 0:
+            names.append(METADATA)
+        sync_folder(self.path)
+        return {name: record_file(self.path / name) for name in names}
+
+    def _publish(self, records: list[dict[str, FileRecord]]) -> Path:
+        if self.draft is None:
+            raise AssertionError("expected the first rank to hold the draft")
+        files = {name: record for of_rank in records for name, record in of_rank.items()}
+        return self.draft.publish(lambda serial: self._manifest(serial, files), self.keep)
+
+    def _manifest(self, serial: int, files: dict[str, FileRecord]) -> Manifest:
+        return Manifest(
+            step=self.step,
+            serial=serial,
+            run=self.run,
+            world_size=self.ranks.num_ranks,
+            mesh=tuple(self.state.mesh.mesh.shape),
+            config=self.state.plan.policy.to_config(),
+            versions={"torch": str(torch.__version__), "zeroamp": zeroamp.__version__},
+            files=files,
+        )

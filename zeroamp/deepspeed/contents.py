@@ -46,7 +46,7 @@ class Contents:
     """Further name of a shared parameter -> the one it is stored under."""
     buffers: dict[str, torch.Tensor]
     other_state: list[str]
-    """Names in the module's state that are no tensors."""
+    """Of the module what is no tensor, and of the engine what has no counterpart here."""
     moments: Moments | None
     """None at stage 0."""
     loss_scaler: Inert | None
@@ -86,7 +86,10 @@ def read_contents(files: CheckpointFiles) -> Contents:
         parameters=trained | frozen,
         aliases=aliases,
         buffers={name: module[name] for name in buffer_names if isinstance(module[name], torch.Tensor)},
-        other_state=[name for name, value in module.items() if not isinstance(value, torch.Tensor)],
+        other_state=[
+            *(f"module state {name}" for name, value in module.items() if not isinstance(value, torch.Tensor)),
+            *(key for key in ("data_sampler", "random_ltd") if first.values.get(key) is not None),
+        ],
         moments=read_moments(optimizers, placed, stage) if optimizers else None,
         loss_scaler=optimizers[0].optional("loss_scaler", Inert) if optimizers else None,
         global_steps=first.get("global_steps", int),

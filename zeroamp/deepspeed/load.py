@@ -109,11 +109,8 @@ def _plan(folder: Path, tag: str | None, state: WrapState, train: TrainStep | No
 
 
 def _report(path: Path, contents: Contents, training: Training | None) -> DeepSpeedCheckpoint:
-    left_out = [f"module state {name}" for name in contents.other_state]
-    if training is not None:
-        left_out += training.not_loaded
-    else:
-        left_out.append("optimizer state, counters of steps, loss scale and scheduler (no train was given)")
+    without_train = ["optimizer state, counters of steps, loss scale and scheduler (no train was given)"]
+    left_out = contents.other_state + (without_train if training is None else training.not_loaded)
     return DeepSpeedCheckpoint(
         path=path,
         zero_stage=contents.stage,

@@ -107,6 +107,16 @@ def test_a_checkpoint_of_a_compiled_model_has_the_names_of_the_model(monkeypatch
     assert (found.aliases, set(found.buffers)) == (plain.aliases, set(plain.buffers))
 
 
+def test_what_has_no_counterpart_is_listed(monkeypatch):
+    files = find_files(DATA / "stage3_fp16", None)
+    originals = {path: read_file(path) for path in (*files.model, *files.optimizer)}
+    values = originals[files.model[0]].values
+    values["module"]["norm._extra_state"] = {"scale": 1.0}
+    values["data_sampler"] = {"step": 3}
+    monkeypatch.setattr(contents, "read_file", originals.get)
+    assert contents.read_contents(files).other_state == ["module state norm._extra_state", "data_sampler"]
+
+
 def test_only_the_engines_own_keys_are_not_the_clients():
     for case in ("stage0_autocast", "stage3_fp16"):
         found = contents.read_contents(find_files(DATA / case, None))

@@ -4,6 +4,7 @@ from zeroamp.checkpoint.export import export_checkpoint
 from zeroamp.checkpoint.folder import latest_checkpoint
 from zeroamp.checkpoint.load import load_checkpoint
 from zeroamp.checkpoint.save import save_checkpoint
+from zeroamp.deepspeed.load import DeepSpeedCheckpoint, load_deepspeed_checkpoint
 from zeroamp.discover import SafeParameters, discover_safe_parameters
 from zeroamp.errors import CheckpointError, ConfigError, PeerError, PrecisionError, StepError, WrapError, ZeroAmpError
 from zeroamp.export import export_hf
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "DeepSpeedCheckpoint",
     "Ledger",
     "PeerError",
     "Plan",
@@ -44,6 +46,7 @@ __all__ = [
     "export_hf",
     "latest_checkpoint",
     "load_checkpoint",
+    "load_deepspeed_checkpoint",
     "load_hf",
     "optimizer_from_config",
     "policy_from_config",

@@ -90,7 +90,11 @@ class Draft:
             target = _free_name(self.root, self.step)
             _replace_durably(self.root / LATEST, target.name.encode())
             self.path.rename(target)
-            sync_folder(self.root)
+            try:
+                sync_folder(self.root)
+            except OSError:  # it counts as failed, so it must not be found
+                target.rename(self.path)
+                raise
             self._unlock()
             if keep is not None:
                 _prune(self.root, complete.run, keep)
@@ -143,8 +147,11 @@ def sync_folder(path: Path) -> None:
 
 def _replace_durably(path: Path, content: bytes) -> None:
     beside = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
-    write_durably(beside, content)
-    beside.replace(path)
+    try:
+        write_durably(beside, content)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 

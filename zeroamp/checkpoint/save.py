@@ -104,6 +104,7 @@ def save_checkpoint(
     state = wrap_state(model)
     train.saving.wait()
     ranks = agreement_of(state)
+    ranks.wait()
     checkpoint = _Save(
         folder=Path(folder),
         step=train.num_steps if step is None else step,
@@ -116,7 +117,7 @@ def save_checkpoint(
     train.saving.run = checkpoint.run
     if not async_:
         return checkpoint.write()
-    train.saving.future = checkpoint.write_in_background()
+    train.saving.future = ranks.background = checkpoint.write_in_background()
     return train.saving.future
 
 

@@ -25,8 +25,11 @@ class Agreement:
         """Make the group; all ranks of `mesh` do. It waits as long as the mesh's own."""
         ranks = sorted(mesh.mesh.flatten().tolist())
         timeout = timeout_of(mesh.get_group(0), mesh.device_type)
+        # Local where it must be only: torch then names the group by how many groups a rank is in, so that ranks that
+        # are in other numbers of them would never meet.
+        is_local = len(ranks) < dist.get_world_size()
         self.group: dist.ProcessGroup = dist.new_group(
-            ranks, timeout=timeout, backend="gloo", use_local_synchronization=True
+            ranks, timeout=timeout, backend="gloo", use_local_synchronization=is_local
         )
         self.rank = dist.get_rank(self.group)
         self.num_ranks = len(ranks)
@@ -93,4 +96,6 @@ def _raise_if_failed(outcomes: list[_Outcome[T]], cause: BaseException | None) -
 
 
 def _text(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):  # it has agreed already, and its own text is a traceback
+        return "; ".join(f"rank {rank}: {_text(wrapped)}" for rank, (wrapped, _) in sorted(error.failures.items()))
     return str(error) if isinstance(error, ZeroAmpError) else f"{type(error).__name__}: {error}"

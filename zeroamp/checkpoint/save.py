@@ -116,8 +116,9 @@ def save_checkpoint(
     state.saving.run = checkpoint.run
     if not async_:
         return checkpoint.write()
+    signals = signals_of(state)  # made before a thread is at work
     future = checkpoint.write_in_background()
-    state.saving.begin(future, signals_of(state))
+    state.saving.begin(future, signals)
     return future
 
 

@@ -1,7 +1,7 @@
 """A folder of checkpoints: which are there, which is the newest, and the draft that becomes one by a single rename.
 
     FOLDER/
-      latest                   the name of the newest checkpoint
+      latest                   the serial and the name of the newest checkpoint
       step_00000100/           a checkpoint: complete from the moment it has this name
       .draft-step_00000200-…/  one that is being written, or that a killed writer left
 
@@ -10,6 +10,7 @@ edited it to go back; where a writer was killed in between, the checkpoint publi
 """
 
 import fcntl
+import logging
 import os
 import shutil
 import time
@@ -21,6 +22,8 @@ from pathlib import Path
 
 from zeroamp.checkpoint.manifest import MANIFEST, DamagedCheckpointError, Manifest, read_manifest
 from zeroamp.policies.errors import CheckpointError, describe
+
+logger = logging.getLogger("zeroamp")
 
 LATEST = "latest"
 _LOCK, _WRITER = ".lock", ".writer"
@@ -36,11 +39,27 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 def find_checkpoints(root: Path) -> list[Path]:
     """Return the checkpoints of a folder, those to load first coming first; unreadable ones last."""
     serials = {path: _serial(path) for path in root.iterdir() if _is_published(path)} if root.is_dir() else {}
-    with suppress(OSError, UnicodeDecodeError):  # without a pointer, or with a damaged one, the serial decides
-        pointed = root / (root / LATEST).read_text(encoding="utf-8").strip()
-        if serials.get(pointed, 0) > 0:
-            serials[pointed] = max(serials.values()) + 1
+    pointed = _pointed(root, serials)
+    if pointed is not None:  # else the serial decides
+        serials[pointed] = max(serials.values()) + 1
     return sorted(serials, key=lambda path: (serials[path], path.name), reverse=True)
+
+
+def _pointed(root: Path, serials: dict[Path, int]) -> Path | None:
+    """Return the checkpoint that `latest` names, if it does.
+
+    A writer puts the serial before the name, as one damaged bit of a name can make the name of another checkpoint.
+    Somebody who edits the file may leave the serial out.
+    """
+    try:
+        *serial, name = (root / LATEST).read_text(encoding="utf-8").split()
+    except (OSError, ValueError):
+        return None
+    found = serials.get(root / name, 0)
+    if found > 0 and serial not in ([], [str(found)]):
+        logger.warning("%s is ignored: %s has another serial than %s", root / LATEST, name, " ".join(serial))
+        return None
+    return root / name if found > 0 else None
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -82,7 +101,7 @@ class Draft:
             (self.path / _WRITER).unlink()
             sync_folder(self.path)
             target = _free_name(self.root, self.step)
-            _replace_durably(self.root / LATEST, target.name.encode())
+            _replace_durably(self.root / LATEST, f"{complete.serial} {target.name}".encode())
             self.path.rename(target)
             sync_folder(self.root)
             self._unlock()

@@ -86,8 +86,7 @@ def _try_others(runs: Runs, skipped: dict[str, str], times: int) -> Iterator[Att
 def _try(name: str, kind: Kind, runs: Runs) -> Attempt:
     attempt = kind(runs)
     print(f"{name}: {attempt.job}; {'; '.join(attempt.story)}; {attempt.losses or 'nothing lost'}", flush=True)
-    if not attempt.losses:
-        runs.clear()
+    runs.clear(attempt)
     return attempt
 
 

@@ -158,6 +158,7 @@ class Runs:
         self._root = root
         self._oracles: dict[tuple[int, int, int], Oracle] = {}
         self._num_places = 0
+        self._has_losses = False
 
     def place(self) -> Place:
         """Make an empty place."""
@@ -166,10 +167,12 @@ class Runs:
         (root / "reports").mkdir(parents=True)
         return Place(folder=root / "checkpoints", reports=root / "reports")
 
-    def clear(self) -> None:
-        """Remove what attempts have left on the disk."""
-        for path in self._root.iterdir():
-            shutil.rmtree(path)
+    def clear(self, attempt: Attempt) -> None:
+        """Remove what was left on the disk, up to and with an attempt, unless something was lost in it."""
+        self._has_losses |= bool(attempt.losses)
+        if not self._has_losses:
+            for path in self._root.iterdir():
+                shutil.rmtree(path)
 
     def job(self, **fields: Any) -> Job:
         """Draw a job, but for some fields."""

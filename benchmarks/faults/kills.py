@@ -54,7 +54,8 @@ def two_writers(runs: Runs) -> Attempt:
     job = runs.job()
     place = runs.place()
     doomed = runs.attempt("two writers, one killed", job, place)
-    other = runs.attempt("", runs.job(), replace(runs.place(), folder=place.folder))
+    alike = runs.job(stage=job.stage, accumulation=job.accumulation)  # whose checkpoints lead to the same bits
+    other = runs.attempt("", alike, replace(runs.place(), folder=place.folder))
     doomed.shares_folder = other.shares_folder = True
     starts = [doomed.start(), other.start()]
     starts[0].wait(time.monotonic() + runs.random.uniform(0, doomed.oracle.seconds * 2 * _SAVING))

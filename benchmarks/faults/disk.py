@@ -127,7 +127,8 @@ def damaged(runs: Runs) -> Attempt:
     attempt.run(num_steps=runs.random.randint(2, job.num_steps - 1))
     path = _damage_newest(how, runs, attempt)
     endings = attempt.run()
-    attempt.lost(str(path) not in endings[0].output, f"the log does not name {path}")
+    is_named = str(path.parent) in endings[0].output and path.name in endings[0].output
+    attempt.lost(not is_named, f"the log does not name {path}")
     attempt.finish()
     return attempt
 

@@ -45,7 +45,7 @@ def write_record(out: Path, attempts: list[Attempt], skipped: dict[str, str], se
 def _summary(head: dict[str, Any]) -> str:
     counts = f"{head['num_attempts']} attempts, {head['num_kills']} kills -9, **{head['num_losses']} losses**"
     skipped = "".join(f"\n\nNot tried: {kind} ({reason})." for kind, reason in head["skipped"].items())
-    return f"`{head['command']}`: {counts}, {head['seconds']} s, torch {head['versions']['torch']}.{skipped}"
+    return f"{counts}, {head['seconds']} s, torch {head['versions']['torch']}.{skipped}"
 
 
 def _num_kills(attempt: Attempt) -> int:

@@ -39,6 +39,8 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 def find_checkpoints(root: Path) -> list[Path]:
     """Return the checkpoints of a folder, those to load first coming first; unreadable ones last."""
     serials = {path: _serial(path) for path in root.iterdir() if _is_published(path)} if root.is_dir() else {}
+    for path in (path for path, serial in serials.items() if serial == 0):
+        logger.warning("%s cannot be told to be newer than others: its %s is damaged", path, MANIFEST)
     pointed = _pointed(root, serials)
     if pointed is not None:  # else the serial decides
         serials[pointed] = max(serials.values()) + 1

@@ -42,3 +42,10 @@ def test_a_name_alone_leads_back_and_one_with_another_serial_is_ignored_aloud(tm
     (tmp_path / "latest").write_text(f"2 {one.name}\n")
     assert latest_checkpoint(tmp_path) == two
     assert caplog.messages == [f"{tmp_path / 'latest'} is ignored: {one.name} has another serial than 2"]
+
+
+def test_a_checkpoint_that_comes_last_because_its_manifest_is_damaged_is_logged(tmp_path, caplog):
+    one, two = (_publish(tmp_path, step) for step in (1, 2))
+    (two / "zeroamp.json").unlink()
+    assert latest_checkpoint(tmp_path) == one
+    assert caplog.messages == [f"{two} cannot be told to be newer than others: its zeroamp.json is damaged"]

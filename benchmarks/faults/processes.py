@@ -179,6 +179,7 @@ class Place:
         pids = []
         begun_s = time.monotonic()
         for rank in range(NUM_RANKS):
+            board.write(rank, False, "start: forked")
             pid = os.fork()
             if pid == 0:
                 ours = strike if strike is not None and strike.rank == rank else None

@@ -1,7 +1,7 @@
 """A folder of checkpoints: which are there, which is the newest, and the draft that becomes one by a single rename.
 
     FOLDER/
-      latest                   the name of the newest checkpoint
+      latest                   the serial and the name of the newest checkpoint
       step_00000100/           a checkpoint: complete from the moment it has this name
       .draft-step_00000200-…/  one that is being written, or that a killed writer left
 
@@ -43,10 +43,27 @@ def find_checkpoints(root: Path) -> list[Path]:
     The pointed one and those published before it, newest first; those published after it; unreadable ones.
     """
     serials = {path: _serial(path) for path in root.iterdir() if _is_published(path)} if root.is_dir() else {}
-    newest = max(serials.values(), default=0)
-    with suppress(OSError, UnicodeDecodeError):  # without a pointer, or with a damaged one, the serial decides
-        newest = serials.get(root / (root / LATEST).read_text(encoding="utf-8").strip(), 0) or newest
+    for path in (path for path, serial in serials.items() if serial == 0):
+        logger.warning("%s cannot be told to be newer than others: its %s is damaged", path, MANIFEST)
+    newest = _pointed(root, serials) or max(serials.values(), default=0)
     return sorted(serials, key=lambda path: (0 < serials[path] <= newest, serials[path], path.name), reverse=True)
+
+
+def _pointed(root: Path, serials: dict[Path, int]) -> int | None:
+    """Return the serial of the checkpoint that `latest` names, if it does; else the serials decide.
+
+    A writer puts the serial before the name, as one damaged bit of a name can make the name of another checkpoint.
+    Somebody who edits the file may leave the serial out.
+    """
+    try:
+        *serial, name = (root / LATEST).read_text(encoding="utf-8").split()
+    except (OSError, ValueError):
+        return None
+    found = serials.get(root / name, 0)
+    if found > 0 and serial not in ([], [str(found)]):
+        logger.warning("%s is ignored: %s has another serial than %s", root / LATEST, name, " ".join(serial))
+        return None
+    return found or None
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -88,7 +105,7 @@ class Draft:
             (self.path / _WRITER).unlink()
             sync_folder(self.path)
             target = _free_name(self.root, self.step)
-            _replace_durably(self.root / LATEST, target.name.encode())
+            _replace_durably(self.root / LATEST, f"{complete.serial} {target.name}".encode())
             self.path.rename(target)
             try:
                 sync_folder(self.root)

@@ -1,14 +1,16 @@
-"""The all-gather of one typed group: FSDP2's own, counted."""
+"""The all-gather of one typed group: FSDP2's own, counted and named."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from zeroamp.hooks._fsdp import AllGather, all_gather
+from zeroamp.hooks.ranges import Ranges
 from zeroamp.hooks.traffic import Traffic
+from zeroamp.policies.dtypes import short_name
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -21,6 +23,7 @@ class CountingAllGather(AllGather):
 
     group_name: str
     traffic: Traffic
+    ranges: Ranges = field(default_factory=Ranges)
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an empty 1-D tensor for the gathered group."""
@@ -35,4 +38,5 @@ class CountingAllGather(AllGather):
     ) -> dist.Work | None:
         """Gather `input_tensor` (this rank's shards) into `output_tensor` (all ranks')."""
         self.traffic.count("all_gather", output_tensor, self.group_name)
-        return all_gather(output_tensor, input_tensor, group, async_op=async_op)
+        with self.ranges.inside("all_gather", f"{self.group_name} {short_name(output_tensor.dtype)}"):
+            return all_gather(output_tensor, input_tensor, group, async_op=async_op)

@@ -22,7 +22,9 @@ import torch
 import torch.distributed as dist
 
 from zeroamp.hooks._fsdp import ReduceScatter, reduce_scatter
+from zeroamp.hooks.ranges import OpenRange, Ranges
 from zeroamp.hooks.traffic import Traffic
+from zeroamp.policies.dtypes import short_name
 
 
 @dataclass(slots=True)
@@ -65,8 +67,13 @@ class WireReduceScatter(ReduceScatter):
     group_name: str = ""
     traffic: Traffic = field(default_factory=Traffic)
     buffers: ReceiveBuffers = field(default_factory=ReceiveBuffers)
+    ranges: Ranges = field(default_factory=Ranges)
     _pending_input_numel: int | None = None
     """Elements of an input whose output was not yet asked for: how `allocate` tells the two apart."""
+    _cast: OpenRange | None = None
+    """From `allocate` of the input to that of the output: FSDP2 copies the gradients in between."""
+    _all_reduce: OpenRange | None = None
+    """From the reduction over shards to `after_all_reduce`."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an empty 1-D tensor: the input in `wire_dtype`, the output in the dtype that sums.
@@ -77,6 +84,12 @@ class WireReduceScatter(ReduceScatter):
         numel = math.prod(int(length) for length in size)
         is_output = self._pending_input_numel == numel * self.world_size
         self._pending_input_numel = None if is_output else numel
+        if is_output:
+            self.ranges.close(self._cast)
+            if self.world_size == 1:  # no reduction over shards comes: FSDP2 copies
+                self._begin_all_reduce()
+        else:
+            self._cast = self.ranges.open("cast", f"{self.group_name} -> {short_name(self.wire_dtype)}")
         return torch.empty(numel, dtype=self._output_dtype() if is_output else self.wire_dtype, device=device)
 
     def _output_dtype(self) -> torch.dtype:
@@ -99,12 +112,24 @@ class WireReduceScatter(ReduceScatter):
             raise AssertionError(f"expected SUM or AVG, got {op}")
         sums_here = self.accumulate == "fp32" and self.wire_dtype != torch.float32
         self.traffic.count("all_to_all" if sums_here else "reduce_scatter", input_tensor, self.group_name)
-        if sums_here:
-            self._sum_in_rank_order(output_tensor, input_tensor, group, op)
-        elif self.wire_dtype == torch.float16:
-            _reduce_fp16(output_tensor, input_tensor, group, averages=op == dist.ReduceOp.AVG)
-        else:
-            reduce_scatter(output_tensor, input_tensor, group, op)
+        wire, total = short_name(self.wire_dtype), short_name(output_tensor.dtype)
+        with self.ranges.inside("reduce_scatter", f"{self.group_name} {wire}, sum {total}"):
+            if sums_here:
+                self._sum_in_rank_order(output_tensor, input_tensor, group, op)
+            elif self.wire_dtype == torch.float16:
+                _reduce_fp16(output_tensor, input_tensor, group, averages=op == dist.ReduceOp.AVG)
+            else:
+                reduce_scatter(output_tensor, input_tensor, group, op)
+        self._begin_all_reduce()
+
+    def after_all_reduce(self, reduced: torch.Tensor) -> None:
+        """Count the all-reduce over replicas, for `FSDPModule.set_all_reduce_hook`: FSDP2 calls it after its own."""
+        self.ranges.close(self._all_reduce)
+        self.traffic.count("all_reduce", reduced, self.group_name)
+
+    def _begin_all_reduce(self) -> None:
+        if self.is_replicated:
+            self._all_reduce = self.ranges.open("all_reduce", f"{self.group_name} {short_name(self._output_dtype())}")
 
     def _sum_in_rank_order(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any
@@ -113,11 +138,12 @@ class WireReduceScatter(ReduceScatter):
         received = self.buffers.like(input_tensor)  # one chunk from every rank, wire dtype
         dist.all_to_all_single(received, input_tensor, group=group)
         chunks = received.view(group.size(), -1)
-        output_tensor.copy_(chunks[0])
-        for chunk in chunks[1:]:
-            output_tensor.add_(chunk)  # promotes to fp32
-        if op == dist.ReduceOp.AVG:
-            output_tensor.div_(group.size())
+        with self.ranges.inside("sum", f"{self.group_name} -> fp32"):
+            output_tensor.copy_(chunks[0])
+            for chunk in chunks[1:]:
+                output_tensor.add_(chunk)  # promotes to fp32
+            if op == dist.ReduceOp.AVG:
+                output_tensor.div_(group.size())
 
 
 def _reduce_fp16(

@@ -15,6 +15,7 @@ from zeroamp.hooks import (
     BackwardGuard,
     Fp32Region,
     OuterAutocastGuard,
+    Ranges,
     ReshardAfterEvaluation,
     ShardAccumulator,
     Traffic,
@@ -35,6 +36,8 @@ class WrapState:
     mesh: DeviceMesh
     traffic: Traffic
     """What the collectives moved since it was last reset."""
+    ranges: Ranges = field(default_factory=Ranges)
+    """Names what runs in traces."""
     holders: dict[str, FSDPModule] = field(default_factory=dict)
     """Group name -> holder, for the groups that are not a unit's own."""
     autocast: AutocastHook | None = None

@@ -15,6 +15,7 @@ from zeroamp.norm import clip_factor, local_sum_of_squares, multiply_gradients
 from zeroamp.policies.errors import StepError, describe
 from zeroamp.state import reshard, wrap_state
 from zeroamp.step_checks import Scheduler, refuse_foreign, refuse_metric
+from zeroamp.step_observers import tell_observers
 from zeroamp.step_report import StepReport, log_step
 
 
@@ -93,7 +94,8 @@ class TrainStep:
             guard.armed = True
         self._is_broken = True
         try:
-            loss.backward()  # type: ignore[no-untyped-call]
+            with self._state.ranges.inside("backward"):
+                loss.backward()  # type: ignore[no-untyped-call]
             for unit in self._units:
                 modules_to_run(unit).clear()
             self._is_broken = False
@@ -137,6 +139,7 @@ class TrainStep:
             for parameter in self._parameters:  # also those that the optimizer does not hold
                 parameter.grad = None
             self._num_micro_batches, self._loss_sum = 0, None
+        tell_observers(self._state.root)
         self.saving.check()
         return report
 
@@ -158,8 +161,7 @@ class TrainStep:
         self._refuse_unfinished_window("load_state_dict")
         if "loss_scale" in state:
             self._scaler.load_state_dict(state["loss_scale"])
-        self.num_steps = state["num_steps"]
-        self.num_skipped = state["num_skipped"]
+        self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
 
     def _refuse_unfinished_window(self, method: str) -> None:
         if self._num_micro_batches > 0:
@@ -185,15 +187,18 @@ class TrainStep:
                 )
             )
         scale = self._scaler.scale
-        loss, norm = self._reduce_statistics(with_gradient, scale)
+        with self._state.ranges.inside("norm"):
+            loss, norm = self._reduce_statistics(with_gradient, scale)
         policy = self._state.plan.policy
         skipped = self._scaler.overflowed(norm, self.num_steps) or (
             policy.check_grad_overflow and not math.isfinite(float(norm))
         )
         if not skipped:
             if policy.gradient_clipping > 0 or scale != 1.0:
-                multiply_gradients(with_gradient, clip_factor(norm.float(), policy.gradient_clipping) / scale)
-            self.optimizer.step()
+                with self._state.ranges.inside("clip"):
+                    multiply_gradients(with_gradient, clip_factor(norm.float(), policy.gradient_clipping) / scale)
+            with self._state.ranges.inside("optimizer", type(self.optimizer).__name__):
+                self.optimizer.step()
             self.num_steps += 1
             if self.scheduler is not None:
                 self.scheduler.step()
@@ -211,8 +216,7 @@ class TrainStep:
         Stages 0 and 1 reduce once per window; stages 0 to 2 keep parameters gathered until its end; stage 3 only the
         model-wide group, which is small.
         """
-        stage = self._state.plan.policy.stage
-        root = self._root
+        stage, root = self._state.plan.policy.stage, self._root
         if is_last and stage < 2 and self._num_micro_batches > 0:
             for unit in self._units:
                 complete_accumulation(unit)

@@ -16,7 +16,7 @@ from zeroamp.hooks.evaluation import ReshardAfterEvaluation
 from zeroamp.hooks.fp32_region import Fp32Region
 from zeroamp.hooks.observe import Observations, OpObserver, UnitObserver
 from zeroamp.hooks.outer_autocast import OuterAutocastGuard
-from zeroamp.hooks.ranges import Ranges, UnitRanges
+from zeroamp.hooks.ranges import RANGE_PREFIX, Ranges, UnitRanges
 from zeroamp.hooks.recorded_run import can_run_backward, record_run
 from zeroamp.hooks.reduce_scatter import ReceiveBuffers, WireReduceScatter
 from zeroamp.hooks.safe_module_guard import attach_safe_module_guard
@@ -32,6 +32,7 @@ from zeroamp.hooks.typed_groups import (
 )
 
 __all__ = [
+    "RANGE_PREFIX",
     "AutocastHook",
     "BackwardGuard",
     "CountingAllGather",

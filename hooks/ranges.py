@@ -25,21 +25,24 @@ begins or the backward ends.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeroamp.hooks._fsdp import at_end_of_backward, is_in_backward, is_profiling
 from zeroamp.hooks.safe_parameters import tensors_in
 from zeroamp.policies.policy import RangeMode
 
-PREFIX = "zeroamp::"
+RANGE_PREFIX = "zeroamp::"
+"""What the name of each range starts with."""
 
 RangeKind = Literal[
     "all_gather",
@@ -84,6 +87,8 @@ class Ranges:
     def __init__(self, mode: RangeMode = "off") -> None:
         self._mode = mode
         self._open = _OpenRanges()
+        self._begins: MutableMapping[torch.Tensor, list[str]] = WeakTensorKeyDictionary()
+        """Output of a unit -> the units whose backward begins with its gradient, the outermost first."""
 
     @property
     def is_active(self) -> bool:
@@ -107,7 +112,7 @@ class Ranges:
         if not self.is_active:
             return None
         what = of or ("root" if kind in _OF_UNITS else "")
-        name = f"{PREFIX}{kind} ({what})" if what else f"{PREFIX}{kind}"
+        name = f"{RANGE_PREFIX}{kind} ({what})" if what else f"{RANGE_PREFIX}{kind}"
         if self._mode == "nvtx":
             torch.cuda.nvtx.range_push(name)  # type: ignore[no-untyped-call]
         record = record_function(name) if is_profiling() else None
@@ -133,10 +138,25 @@ class Ranges:
         while self._open.stack:
             self._close_last()
 
-    def begin_backward(self, fqn: str) -> None:
-        """Open the backward of a unit, after closing those of units that it is no part of: they are over."""
-        self.end_backwards(fqn)
-        self.open("backward", fqn)
+    def begin_backward_at(self, output: torch.Tensor, fqn: str) -> None:
+        """Open the backward of a unit when the gradient of its `output` is there.
+
+        A unit that returns what one inside it returned is done later and begins earlier: one hook opens all.
+        """
+        fqns = self._begins.get(output)
+        if fqns is None:
+            fqns = self._begins[output] = []
+            output.register_hook(partial(self._begin_backwards, fqns))  # type: ignore[no-untyped-call]
+        fqns.insert(0, fqn)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _begin_backwards(self, fqns: list[str], _gradient: torch.Tensor) -> None:
+        for fqn in fqns:
+            if fqn:
+                self.end_backwards(fqn)
+                self.open("backward", fqn)
+            elif self.is_active:
+                at_end_of_backward(self.end_backwards)
 
     def end_backwards(self, fqn: str = "") -> None:
         """Close the innermost open backwards of units, up to one that contains the unit `fqn`."""
@@ -187,27 +207,21 @@ class UnitRanges:
             self._ranges.close_all()  # see [Note: Ranges across hooks]
         self._ranges.open("recompute" if is_recomputed else "forward", self._fqn)
         if self._fqn:
-            self._watch((args, kwargs), self._end_backward)
+            for tensor in _differentiable((args, kwargs)):
+                tensor.register_hook(self._end_backward)  # type: ignore[no-untyped-call]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after(self, _module: nn.Module, _args: Any, output: Any) -> None:
         self._ranges.close_kind(("forward", "recompute"), self._fqn)
         if self._ranges.is_active:
-            self._watch(output, self._begin_backward)
-
-    def _watch(self, value: Any, hook: Any) -> None:
-        if torch.is_grad_enabled():
-            for tensor in tensors_in(value):
-                if tensor.requires_grad:
-                    tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _begin_backward(self, _gradient: torch.Tensor) -> None:
-        if self._fqn:
-            self._ranges.begin_backward(self._fqn)
-        elif self._ranges.is_active:
-            at_end_of_backward(self._ranges.end_backwards)
+            for tensor in _differentiable(output):
+                self._ranges.begin_backward_at(tensor, self._fqn)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _end_backward(self, _gradient: torch.Tensor) -> None:
         self._ranges.close_kind(("backward",), self._fqn)
+
+
+def _differentiable(value: Any) -> Iterator[torch.Tensor]:
+    if torch.is_grad_enabled():
+        yield from (tensor for tensor in tensors_in(value) if tensor.requires_grad)

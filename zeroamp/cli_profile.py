@@ -20,7 +20,7 @@ def profile(
     *,
     out: Annotated[Path, typer.Option("--out", help="Folder for the traces, one per rank.")] = Path("traces"),
     wait: Annotated[int, typer.Option("--wait", min=0, help="Optimizer steps to let pass first.")] = 1,
-    warmup: Annotated[int, typer.Option("--warmup", min=0, help="Steps to warm the profiler up.")] = 1,
+    warmup: Annotated[int, typer.Option("--warmup", min=1, help="Steps to warm the profiler up.")] = 1,
     active: Annotated[int, typer.Option("--active", min=1, help="Steps to record.")] = 3,
     compress: Annotated[bool, typer.Option("--gz", help="Write rank0.json.gz.")] = False,
 ) -> None:

@@ -37,7 +37,7 @@ class Profile:
         root: nn.Module | None = None,
     ) -> None:
         """Take the wrapped model whose steps count; None takes the first that makes one. See `profile`."""
-        for name, value, least in (("wait", wait, 0), ("warmup", warmup, 0), ("active", active, 1)):
+        for name, value, least in (("wait", wait, 0), ("warmup", warmup, 1), ("active", active, 1)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 where = f"profile(..., {name}=)"
                 raise StepError(describe(where, repr(value), f"an integer >= {least}", "It counts optimizer steps."))
@@ -54,7 +54,7 @@ class Profile:
         self._compress = compress
         self._root = root
         self._profiler = torch.profiler.profile(
-            schedule=torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1), acc_events=True
+            schedule=torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
         )
         self._contexts = ExitStack()
 
@@ -131,7 +131,7 @@ class Profile:
                 trace = json.loads(exported.read_bytes())
                 nest_backwards(trace["traceEvents"])
                 with (gzip.open if self._compress else open)(Path(draft) / name, "wt", encoding="utf-8") as file:
-                    json.dump(trace, file)
+                    file.write(json.dumps(trace))  # dump() would write it piece by piece, much slower
                 os.replace(Path(draft) / name, self.folder / name)
         except OSError as error:
             found, remedy = f"{type(error).__name__}: {error}", "Name another folder."
@@ -166,7 +166,7 @@ def profile(
         train: whose steps count; a step is one that returns a `StepReport`.
         folder: made if it is not there.
         wait: steps that pass before the profiler is there: it costs nothing.
-        warmup: steps with the profiler on whose records are dropped: the first are slow.
+        warmup: steps with the profiler on whose records are dropped, at least 1: the first are slow.
         active: steps that are recorded. If the context ends before, those that were.
         compress: write `rank0.json.gz`.
 

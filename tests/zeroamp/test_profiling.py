@@ -70,10 +70,10 @@ def test_a_context_that_ends_early_writes_the_steps_it_has(ranks2, tmp_path):
 
 def _two_models(folder):
     one, other = _train_step(), _train_step()
-    with zeroamp.profile(one, folder, wait=0, warmup=0, active=1) as profile:
+    with zeroamp.profile(one, folder, wait=0, active=1) as profile:
         _steps(other, 2)
         assert profile.num_steps == 0
-        _steps(one, 1)
+        _steps(one, 2)
         written = profile.path
         _steps(one, 2)
     return written == profile.path is not None, len(_observers)
@@ -94,13 +94,13 @@ def _mistakes(folder):
         pass
     with pytest.raises(zeroamp.StepError) as early, zeroamp.profile(train := _train_step(), folder):
         _steps(train, 2)
-    with pytest.raises(ValueError, match="asked to"), zeroamp.profile(train, folder, wait=0, warmup=0):
+    with pytest.raises(ValueError, match="asked to"), zeroamp.profile(train, folder, wait=0):
         _step_and_raise(train)
     return [*texts, str(refused.value), str(early.value)], len(_observers), os.path.exists(folder)
 
 
 def _step_and_raise(train):
-    _steps(train, 1)
+    _steps(train, 2)
     raise ValueError("asked to")
 
 
@@ -108,7 +108,7 @@ def test_mistakes_are_errors_and_nothing_is_written_after_one(ranks2, tmp_path):
     for texts, num_observers, was_written in ranks2.run(_mistakes, str(tmp_path / "traces")):
         assert texts == [
             "profile(..., wait=): found -1; valid: an integer >= 0. It counts optimizer steps.",
-            "profile(..., warmup=): found True; valid: an integer >= 0. It counts optimizer steps.",
+            "profile(..., warmup=): found True; valid: an integer >= 1. It counts optimizer steps.",
             "profile(..., active=): found 0; valid: an integer >= 1. It counts optimizer steps.",
             'zeroamp.ranges: found "off" in a profile; valid: "profiler" or "nvtx". Remove the key.',
             "profile: found 2 optimizer steps of a TrainStep, of which none was recorded; valid: at least 3: wait, "
@@ -120,8 +120,8 @@ def test_mistakes_are_errors_and_nothing_is_written_after_one(ranks2, tmp_path):
 def _unwritable_on_one(folder):
     train = _train_step()
     own = os.path.join(folder, "file" if dist.get_rank() == 1 else "folder")
-    with pytest.raises(zeroamp.StepError) as raised, zeroamp.profile(train, own, wait=0, warmup=0, active=1):
-        _steps(train, 1)
+    with pytest.raises(zeroamp.StepError) as raised, zeroamp.profile(train, own, wait=0, active=1):
+        _steps(train, 2)
     _steps(train, 1)  # training can go on
     return str(raised.value)
 
@@ -144,6 +144,7 @@ from neighbour import WIDTH
 
 assert __name__ == "__main__"
 dist.init_process_group()
+torch.manual_seed(0)
 model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(2)))
 model = zeroamp.wrap_model(model, zeroamp.policy_from_config({"zero_optimization": {"stage": 3}}), None, ["Sequential"])
 train = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -158,8 +159,8 @@ sys.exit(0)
 def test_the_command_runs_a_script_under_torchrun_and_prints_the_first_ranks_ranges(python_file, tmp_path):
     python_file("neighbour.py", "WIDTH = 4")
     script = python_file("script.py", SCRIPT)
-    options = ("--out", tmp_path / "out", "--warmup", 0, "--active", 2)
-    # Four steps asked for, three made: what there is is written after the script has ended its process group.
+    options = ("--out", tmp_path / "out", "--wait", 0, "--active", 2)
+    # Three steps asked for, two made: what there is is written after the script has ended its process group.
     printed = torchrun("-m", "zeroamp", "profile", *options, script, "--steps", 2)
     assert f"\n{tmp_path}/out/rank0.json\n" in printed
     assert printed.count("zeroamp::optimizer (SGD)") == 1

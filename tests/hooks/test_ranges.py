@@ -122,6 +122,21 @@ def test_what_a_forward_that_raises_left_open_is_closed_before_the_next(error):
     assert end(first) < other["ts"]
 
 
+def test_a_forward_that_raises_is_closed_at_once():
+    model, ranges = _chain()
+    model.inner[1].raises = ValueError("asked to")
+
+    def body():
+        with pytest.raises(ValueError, match="asked to"):
+            _step(model, ranges)
+        with ranges.inside("clip"):
+            pass
+
+    *forwards, clip = ours(recorded(body))
+    assert [forward["name"] for forward in forwards] == [f"forward ({fqn or 'root'})" for fqn in UNITS[:-1]]
+    assert all(end(forward) <= clip["ts"] for forward in forwards)
+
+
 class RaisesInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

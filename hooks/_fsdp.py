@@ -5,7 +5,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0; `tests/hooks/test_private_names.py` 
 
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -52,17 +52,10 @@ __all__ = [
 FORWARD_HOOKS = ("_pre_forward", "_post_forward")
 """Methods of `FSDPState` that gather a group before a forward and release it after."""
 
-
-class PreForward(Protocol):
-    """A forward pre-hook with kwargs."""
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
-
-class PostForward(Protocol):
-    """A forward hook."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any: ...
+PreForward = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+"""A forward pre-hook with kwargs."""
+PostForward = Callable[[nn.Module, Any, Any], Any]
+"""A forward hook."""
 
 
 def forward_hooks(module: FSDPModule) -> tuple[PreForward, PostForward]:
@@ -101,18 +94,34 @@ def abandon(root: FSDPModule) -> None:
     Shards are back in place, and unsharded gradients are dropped. Newer versions bring most of it themselves.
     """
     units = [module for module in cast(nn.Module, root).modules() if isinstance(module, FSDPModule)]
+    groups = [group for unit in units for group in _groups(unit._get_fsdp_state())]
+    state: Any = root._get_fsdp_state()
+    if not state._state_ctx.all_states:  # before the first forward there is nothing to forget, and no streams either
+        return
+    for group in groups:
+        _drop_gather(group)
     for unit in units:
         release(unit)
-    state: Any = root._get_fsdp_state()
     if hasattr(state, "_reset_iter_state"):  # from 2.13 on
         state._reset_iter_state()
     else:
         _reset_iteration(state)
-    for parameter in (p for unit in units for group in _groups(unit._get_fsdp_state()) for p in group.fsdp_params):
+    for parameter in (parameter for group in groups for parameter in group.fsdp_params):
         if hasattr(parameter, "_unsharded_param"):
             parameter._unsharded_param.grad = None
             if "unsharded_accumulated_grad" in vars(parameter):  # up to 2.14
                 parameter.unsharded_accumulated_grad = None
+
+
+def _drop_gather(group: Any) -> None:
+    """Wait for a gather that was started, and drop it: copying it out would need the memory that there was none of."""
+    result, group._all_gather_result = group._all_gather_result, None
+    if result is None:
+        return
+    if result.all_gather_event is not None:
+        group.device_handle.current_stream().wait_event(result.all_gather_event)
+    if isinstance(result.all_gather_work, dist.Work):
+        result.all_gather_work.wait()
 
 
 def _reset_iteration(state: Any) -> None:

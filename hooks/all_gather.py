@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from zeroamp.hooks._fsdp import AllGather, all_gather
+from zeroamp.hooks.call_log import CallLog
 from zeroamp.hooks.ranges import Ranges
 from zeroamp.hooks.traffic import Traffic
 from zeroamp.policies.dtypes import short_name
@@ -23,6 +24,7 @@ class CountingAllGather(AllGather):
 
     group_name: str
     traffic: Traffic
+    calls: CallLog = field(default_factory=CallLog)
     ranges: Ranges = field(default_factory=Ranges)
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -39,4 +41,6 @@ class CountingAllGather(AllGather):
         """Gather `input_tensor` (this rank's shards) into `output_tensor` (all ranks')."""
         self.traffic.count("all_gather", output_tensor, self.group_name)
         with self.ranges.inside("all_gather", f"{self.group_name} {short_name(output_tensor.dtype)}"):
-            return all_gather(output_tensor, input_tensor, group, async_op=async_op)
+            work = all_gather(output_tensor, input_tensor, group, async_op=async_op)
+        self.calls.add("all_gather", output_tensor, self.group_name, group)
+        return work

@@ -15,7 +15,8 @@ FSDP2's own ranges, `FSDP::...`, say which part of its work it is, and are not r
 [Note: Ranges across hooks]
 What one hook opens and another closes is kept on a stack per thread, because autograd has threads of its own on
 accelerators. Closing a range closes what was opened after it and is still open: what raised midway leaves nothing open
-for longer than the range around it, and nothing at all past the next forward of the root.
+for longer than the range around it, and nothing at all past the next forward of the root. (Of a root whose forward
+calls the root again, the outer range ends there.)
 
 [Note: Backward ranges]
 Hooks on a unit's outputs open its backward, hooks on its inputs close it. Autograd runs both inside its event of one

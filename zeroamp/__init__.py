@@ -1,10 +1,14 @@
 """zeroamp: torch.autocast numerics and ZeRO stages on native PyTorch FSDP2, from a DeepSpeed-style config."""
 
+from zeroamp.checkpoint.export import export_checkpoint
 from zeroamp.checkpoint.folder import latest_checkpoint
 from zeroamp.checkpoint.load import load_checkpoint
 from zeroamp.checkpoint.save import save_checkpoint
+from zeroamp.deepspeed.load import DeepSpeedCheckpoint, load_deepspeed_checkpoint
 from zeroamp.discover import SafeParameters, discover_safe_parameters
-from zeroamp.errors import CheckpointError, ConfigError, PrecisionError, StepError, WrapError, ZeroAmpError
+from zeroamp.errors import CheckpointError, ConfigError, PeerError, PrecisionError, StepError, WrapError, ZeroAmpError
+from zeroamp.export import export_hf
+from zeroamp.load_weights import load_hf
 from zeroamp.optimizers import optimizer_from_config
 from zeroamp.plan import Plan, build_plan
 from zeroamp.policies import Policy, policy_from_config
@@ -22,7 +26,9 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "DeepSpeedCheckpoint",
     "Ledger",
+    "PeerError",
     "Plan",
     "Policy",
     "PrecisionError",
@@ -38,8 +44,12 @@ __all__ = [
     "build_plan",
     "discover_safe_parameters",
     "explain",
+    "export_checkpoint",
+    "export_hf",
     "latest_checkpoint",
     "load_checkpoint",
+    "load_deepspeed_checkpoint",
+    "load_hf",
     "optimizer_from_config",
     "policy_from_config",
     "profile",

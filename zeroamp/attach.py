@@ -42,6 +42,7 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
         for fqn in (fqn for unit in ("", *state.plan.units) for fqn in state.plan.modules_of(unit)):
             state.handles += UnitRanges(state.ranges, fqn).attach(model.get_submodule(fqn))
     state.handles += state.evaluation.attach(model)
+    state.handles += state.watch.attach(model)
     # Under autocast fp32 may come out of a region: the ops after it cast as they need.
     output_dtype = None if policy.mode == "autocast" else policy.low_dtype
     for fqn in state.plan.fp32_regions.modules:

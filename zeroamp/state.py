@@ -1,6 +1,7 @@
 """What `wrap_model` leaves on a model for the step and the reports."""
 
 from collections.abc import Iterable
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -13,6 +14,8 @@ from zeroamp.checkpoint.pending import Saving
 from zeroamp.hooks import (
     AutocastHook,
     BackwardGuard,
+    CallLog,
+    ForwardWatch,
     Fp32Region,
     OuterAutocastGuard,
     Ranges,
@@ -40,6 +43,9 @@ class WrapState:
     """Names what runs in traces."""
     holders: dict[str, FSDPModule] = field(default_factory=dict)
     """Group name -> holder, for the groups that are not a unit's own."""
+    calls: CallLog = field(default_factory=CallLog)
+    """The collectives of this window, on this rank."""
+    watch: ForwardWatch = field(init=False)
     autocast: AutocastHook | None = None
     evaluation: ReshardAfterEvaluation = field(default_factory=ReshardAfterEvaluation)
     outer_autocast: OuterAutocastGuard | None = None
@@ -52,6 +58,9 @@ class WrapState:
     """Of saving and loading, from the first of them on."""
     signals: Agreement | None = None
     """Of the main thread's flags, from the first on: a background save has the other."""
+
+    def __post_init__(self) -> None:
+        self.watch = ForwardWatch(self.calls)
 
 
 def record_state(model: nn.Module, state: WrapState) -> None:
@@ -76,7 +85,12 @@ def wrap_state(model: nn.Module) -> WrapState:
 
 
 def agreement_of(state: WrapState) -> Agreement:
-    """Return the group of a wrapped model's ranks for saving and loading; the first call, on all ranks, makes it."""
+    """Return the group of a wrapped model's ranks for saving and loading; the first call, on all ranks, makes it.
+
+    Waits for a save in the background, which uses it; whether that failed, `Saving` tells.
+    """
+    if state.saving.future is not None:
+        wait([state.saving.future])
     if state.agreement is None:
         state.agreement = Agreement(state.mesh)
     return state.agreement

@@ -96,7 +96,7 @@ class Config(Block):
     log_level: Annotated[str | None, Native('set it with logging.getLogger("zeroamp")')] = None
     vocabulary_size: Annotated[Count | None, Native("DeepSpeed only warns where it does not divide")] = None
 
-    wall_clock_breakdown: Annotated[bool, Unsupported("Use `zeroamp profile`: it prints the time of every range.")] = False
+    wall_clock_breakdown: Annotated[bool, Unsupported("Use `zeroamp profile`: it prints the times.")] = False
     memory_breakdown: Annotated[bool, Unsupported("Use torch.cuda.memory_summary() or its snapshot.")] = False
     dump_state: Annotated[bool, Unsupported("Print policy.report() and zeroamp.explain(model).")] = False
     prescale_gradients: Annotated[bool, Unsupported(_SUMS_IN_FP32)] = False

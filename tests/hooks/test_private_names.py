@@ -1,17 +1,15 @@
 """The private names of torch that `hooks/_fsdp.py` uses are there; no other file uses any."""
 
 import ast
-from pathlib import Path
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
 
+from tests.sources import ROOT, python_files
 from zeroamp.hooks import _fsdp
-
-ROOT = Path(__file__).parents[2]
-
 
 GROUP_NAMES = {
     "_fsdp_param_groups",
@@ -27,6 +25,9 @@ GROUP_NAMES = {
     "_post_forward_indices",
     "_state_ctx",
     "_comm_ctx",
+    "_all_gather_result",
+    "all_gather_work",
+    "all_gather_event",
     "_cdata",
     "_is_profiler_enabled",
     "_current_graph_task_id",
@@ -46,6 +47,7 @@ def _states():
     found.append(isinstance(state._modules_to_run_forward, set))
     found += [hasattr(parameter, name) for name in ("sharded_param", "unsharded_accumulated_grad", "_unsharded_param")]
     found.append(isinstance(torch.ones(1).untyped_storage()._cdata, int))
+    found.append(hasattr(group, "_all_gather_result") and isinstance(state._state_ctx.all_states, list))
     found.append(hasattr(state, "_reset_iter_state") or _can_be_reset(state, group))
     return [callable(getattr(state, name)) for name in _fsdp.FORWARD_HOOKS] + found
 
@@ -64,8 +66,9 @@ def _can_be_reset(state, group):
 
 
 def test_the_names_exist(ranks2):
-    assert ranks2.run(_states)[0] == [True] * 10
+    assert ranks2.run(_states)[0] == [True] * 11
     assert hasattr(FSDPModule, "_get_fsdp_state")
+    assert {"all_gather_event", "all_gather_work"} <= set(AllGatherResult._fields)
     for base in (_fsdp.ReduceScatter, _fsdp.AllGather):
         assert base.__abstractmethods__ == {"allocate", "__call__"}
     for new, old in (
@@ -129,7 +132,7 @@ def test_what_is_said_of_profilers_and_backwards_holds():
 
 
 def test_no_other_file_uses_private_names():
-    files = [path for folder in ("policies", "hooks", "zeroamp") for path in (ROOT / folder).glob("*.py")]
-    found = {path.name: list(_private_imports(path)) for path in files}
-    assert found.pop("_fsdp.py")
+    files = [path for layer in ("policies", "hooks", "zeroamp") for path in python_files(layer)]
+    found = {str(path.relative_to(ROOT)): list(_private_imports(path)) for path in files}
+    assert found.pop("hooks/_fsdp.py")
     assert {name: uses for name, uses in found.items() if uses} == {}

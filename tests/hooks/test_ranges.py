@@ -13,7 +13,7 @@ import zeroamp
 from tests.models import batch, loss_of
 from tests.traces import crossing, end, is_inside, names, ours, recorded
 from tests.training import config, same_bits, train, wrapped
-from zeroamp.hooks import Ranges, UnitRanges, abandon
+from zeroamp.hooks import Ranges, UnitRanges
 from zeroamp.trace import nest_backwards
 
 NAME = "llama_tied"
@@ -352,7 +352,7 @@ def _raise_and_go_on(stage):
         with pytest.raises(ValueError, match="asked to"):
             model(batch(NAME, 0))
         handle.remove()
-        abandon(model)
+        train_step.recover()
         _one_step(NAME, model, train_step)
 
     events = recorded(body)
@@ -365,7 +365,7 @@ def _raise(_module, _args):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_trace_nests_after_a_forward_that_raised_and_was_given_up(ranks2, stage):
+def test_a_trace_nests_after_a_forward_that_raised_and_a_recovery(ranks2, stage):
     for events in ranks2.run(_raise_and_go_on, stage):
         assert crossing(events) == []
         assert names(events).count("forward (blocks.1)") == 2

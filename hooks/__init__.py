@@ -34,7 +34,6 @@ from zeroamp.hooks.typed_groups import (
 )
 
 __all__ = [
-    "RANGE_PREFIX",
     "AutocastHook",
     "BackwardGuard",
     "Call",
@@ -47,6 +46,7 @@ __all__ = [
     "Observations",
     "OpObserver",
     "OuterAutocastGuard",
+    "RANGE_PREFIX",
     "Ranges",
     "ReceiveBuffers",
     "ReshardAfterEvaluation",

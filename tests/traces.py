@@ -12,7 +12,7 @@ ROUNDING_US = 0.005  # a float64 of a trace's clock resolves 0.001
 
 def recorded(body, *args):
     """Run `body(*args)` under torch.profiler; return the complete events of its trace."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
         body(*args)
     with tempfile.TemporaryDirectory() as folder:
         profiler.export_chrome_trace(f"{folder}/trace.json")

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import tempfile
+import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -108,7 +109,10 @@ class Profile:
         if root is not self._root or self.path is not None:
             return
         self.num_steps += 1
-        self._profiler.step()
+        with warnings.catch_warnings():
+            # Up to torch 2.12 it warns that a second cycle would drop the first's events: there is one.
+            warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
+            self._profiler.step()
         if self.num_steps == self._num_steps_wanted:
             self._write_on_all()
 

@@ -124,7 +124,9 @@ def test_what_is_said_of_profilers_and_backwards_holds():
     assert (seen, _fsdp.is_in_backward()) == ([True, "end"], False)
     found = [_fsdp.is_profiling()]
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], schedule=schedule) as profiler:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], schedule=schedule, acc_events=True
+    ) as profiler:
         for _ in range(3):
             found.append(_fsdp.is_profiling())
             profiler.step()

@@ -330,7 +330,7 @@ def _train(stage, how, is_recorded):
     cfg = config(stage, clip=1.0, zeroamp={"ranges": "profiler" if is_recorded else "off"})
     if not is_recorded:
         return train(NAME, cfg, 2, prepare=HOW[how])
-    with profile(activities=[ProfilerActivity.CPU]):
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True):
         return train(NAME, cfg, 2, prepare=HOW[how])
 
 

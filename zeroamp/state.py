@@ -1,7 +1,6 @@
 """What `wrap_model` leaves on a model for the step and the reports."""
 
 from collections.abc import Iterable
-from concurrent.futures import wait
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -54,10 +53,6 @@ class WrapState:
     shard_accumulator: ShardAccumulator | None = None
     handles: list[RemovableHandle] = field(default_factory=list)
     saving: Saving = field(default_factory=Saving)
-    agreement: Agreement | None = None
-    """Of saving and loading, from the first of them on."""
-    signals: Agreement | None = None
-    """Of the main thread's flags, from the first on: a background save has the other."""
 
     def __post_init__(self) -> None:
         self.watch = ForwardWatch(self.calls)
@@ -89,18 +84,14 @@ def agreement_of(state: WrapState) -> Agreement:
 
     Waits for a save in the background, which uses it; whether that failed, `Saving` tells.
     """
-    if state.saving.future is not None:
-        wait([state.saving.future])
-    if state.agreement is None:
-        state.agreement = Agreement(state.mesh)
-    return state.agreement
+    ranks = Agreement.shared(state.mesh, "saving")
+    ranks.wait()
+    return ranks
 
 
 def signals_of(state: WrapState) -> Agreement:
-    """Return the group of a wrapped model's ranks for flags; the first call, on all ranks, makes it."""
-    if state.signals is None:
-        state.signals = Agreement(state.mesh)
-    return state.signals
+    """Return the group for flags of the main thread, which a save in the background leaves alone; made as the other."""
+    return Agreement.shared(state.mesh, "signals")
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:

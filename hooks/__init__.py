@@ -18,6 +18,7 @@ from zeroamp.hooks.forward_watch import Failure, ForwardWatch
 from zeroamp.hooks.fp32_region import Fp32Region
 from zeroamp.hooks.observe import Observations, OpObserver, UnitObserver
 from zeroamp.hooks.outer_autocast import OuterAutocastGuard
+from zeroamp.hooks.ranges import RANGE_PREFIX, Ranges, UnitRanges
 from zeroamp.hooks.recorded_run import can_run_backward, record_run
 from zeroamp.hooks.reduce_scatter import ReceiveBuffers, WireReduceScatter
 from zeroamp.hooks.safe_module_guard import attach_safe_module_guard
@@ -45,12 +46,15 @@ __all__ = [
     "Observations",
     "OpObserver",
     "OuterAutocastGuard",
+    "RANGE_PREFIX",
+    "Ranges",
     "ReceiveBuffers",
     "ReshardAfterEvaluation",
     "ShardAccumulator",
     "Traffic",
     "TrafficKey",
     "UnitObserver",
+    "UnitRanges",
     "UseRecorder",
     "WireReduceScatter",
     "ZeroBuffers",

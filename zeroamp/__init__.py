@@ -13,6 +13,7 @@ from zeroamp.optimizers import optimizer_from_config
 from zeroamp.plan import Plan, build_plan
 from zeroamp.policies import Policy, policy_from_config
 from zeroamp.preemption import Preemption
+from zeroamp.profiling import Profile, profile
 from zeroamp.report import Ledger, explain, traffic
 from zeroamp.schedulers import scheduler_from_config
 from zeroamp.step import TrainStep
@@ -32,6 +33,7 @@ __all__ = [
     "Policy",
     "PrecisionError",
     "Preemption",
+    "Profile",
     "SafeParameters",
     "StepError",
     "StepReport",
@@ -50,6 +52,7 @@ __all__ = [
     "load_hf",
     "optimizer_from_config",
     "policy_from_config",
+    "profile",
     "register_forward_method",
     "save_checkpoint",
     "scheduler_from_config",

@@ -17,6 +17,7 @@ from zeroamp.hooks import (
     ForwardWatch,
     Fp32Region,
     OuterAutocastGuard,
+    Ranges,
     ReshardAfterEvaluation,
     ShardAccumulator,
     Traffic,
@@ -37,6 +38,8 @@ class WrapState:
     mesh: DeviceMesh
     traffic: Traffic
     """What the collectives moved since it was last reset."""
+    ranges: Ranges = field(default_factory=Ranges)
+    """Names what runs in traces."""
     holders: dict[str, FSDPModule] = field(default_factory=dict)
     """Group name -> holder, for the groups that are not a unit's own."""
     calls: CallLog = field(default_factory=CallLog)

@@ -14,7 +14,8 @@ from zeroamp.norm import clip_factor, local_sum_of_squares, multiply_gradients
 from zeroamp.policies.errors import StepError, describe
 from zeroamp.recovery import Recovery
 from zeroamp.state import reshard, wrap_state
-from zeroamp.step_checks import Scheduler, refuse_foreign, refuse_metric
+from zeroamp.step_checks import Scheduler, refuse_foreign, refuse_metric, refuse_unfinished_window
+from zeroamp.step_observers import tell_observers
 from zeroamp.step_report import StepReport, log_step
 
 
@@ -92,7 +93,7 @@ class TrainStep:
         if guard is not None:
             guard.armed = True
         try:
-            with self._recovery.noting("backward"):
+            with self._recovery.noting("backward"), self._state.ranges.inside("backward"):
                 loss.backward()  # type: ignore[no-untyped-call]
                 for unit in self._units:
                     modules_to_run(unit).clear()
@@ -118,15 +119,18 @@ class TrainStep:
         if self._num_micro_batches < policy.gradient_accumulation_steps:
             return None
         try:
-            with self._recovery.noting("step"):
-                self._reshard()
-                if self._state.shard_accumulator is not None:
-                    self._state.shard_accumulator.flush()
-                loss, squares = self._local_statistics()
-            report = self._update(*self._recovery.sum_over_ranks(loss, squares, bool(self._with_gradient())))
+            with self._state.ranges.inside("norm"):
+                with self._recovery.noting("step"):
+                    self._reshard()
+                    if self._state.shard_accumulator is not None:
+                        self._state.shard_accumulator.flush()
+                    loss, squares = self._local_statistics()
+                totals = self._recovery.sum_over_ranks(loss, squares, bool(self._with_gradient()))
+            report = self._update(*totals)
         finally:  # whatever it raised, the next backward begins a new window
             self._drop_gradients()
             self._num_micro_batches, self._loss_sum = 0, None
+        tell_observers(self._state.root)
         self.saving.check()
         return report
 
@@ -162,7 +166,7 @@ class TrainStep:
         Raises:
             StepError: inside an accumulation window, whose gradients would be lost.
         """
-        self._refuse_unfinished_window("state_dict")
+        refuse_unfinished_window("state_dict", self._num_micro_batches)
         return {"num_steps": self.num_steps, "num_skipped": self.num_skipped, "loss_scale": self._scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -171,22 +175,10 @@ class TrainStep:
         Raises:
             StepError: inside an accumulation window, or the state's kind of loss scale is not the config's.
         """
-        self._refuse_unfinished_window("load_state_dict")
+        refuse_unfinished_window("load_state_dict", self._num_micro_batches)
         if "loss_scale" in state:
             self._scaler.load_state_dict(state["loss_scale"])
-        self.num_steps = state["num_steps"]
-        self.num_skipped = state["num_skipped"]
-
-    def _refuse_unfinished_window(self, method: str) -> None:
-        if self._num_micro_batches > 0:
-            raise StepError(
-                describe(
-                    f"TrainStep.{method}",
-                    f"{self._num_micro_batches} micro-batches of an unfinished window",
-                    "the end of a window, after step() returned a report",
-                    "Call it there.",
-                )
-            )
+        self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
 
     def _update(self, loss: torch.Tensor, sum_of_squares: torch.Tensor) -> StepReport:
         """Norm, overflow check, unscale and clip in one pass, update or skip."""
@@ -198,9 +190,11 @@ class TrainStep:
         )
         if not skipped:
             if policy.gradient_clipping > 0 or scale != 1.0:
-                factor = clip_factor(norm.float(), policy.gradient_clipping) / scale
-                multiply_gradients(self._with_gradient(), factor)
-            with self._recovery.noting("optimizer.step"):
+                with self._state.ranges.inside("clip"):
+                    factor = clip_factor(norm.float(), policy.gradient_clipping) / scale
+                    multiply_gradients(self._with_gradient(), factor)
+            name = type(self.optimizer).__name__
+            with self._recovery.noting("optimizer.step"), self._state.ranges.inside("optimizer", name):
                 self.optimizer.step()
             self.num_steps += 1
             if self.scheduler is not None:
@@ -219,8 +213,7 @@ class TrainStep:
         Stages 0 and 1 reduce once per window; stages 0 to 2 keep parameters gathered until its end; stage 3 only the
         model-wide group, which is small.
         """
-        stage = self._state.plan.policy.stage
-        root = self._root
+        stage, root = self._state.plan.policy.stage, self._root
         if is_last and stage < 2 and self._num_micro_batches > 0:
             for unit in self._units:
                 complete_accumulation(unit)

@@ -67,3 +67,16 @@ def without_gradient() -> StepError:
             "Check that the loss comes from this model's forward, and that it is not frozen as a whole.",
         )
     )
+
+
+def refuse_unfinished_window(method: str, num_micro_batches: int) -> None:
+    """Raise StepError if the window, of which so many micro-batches were run, is not at its end."""
+    if num_micro_batches > 0:
+        raise StepError(
+            describe(
+                f"TrainStep.{method}",
+                f"{num_micro_batches} micro-batches of an unfinished window",
+                "the end of a window, after step() returned a report",
+                "Call it there.",
+            )
+        )

@@ -45,6 +45,10 @@ class ZeroampBlock(Block):
         bool | None,
         Honoured("count calls and bytes of every collective (`zeroamp.traffic(model)`). Default: true; same results"),
     ] = None
+    ranges: Annotated[
+        Literal["profiler", "nvtx", "off"],
+        Honoured("names in traces: `profiler` while a torch profiler records, `nvtx` always, also as NVTX, or `off`"),
+    ] = "profiler"
 
 
 class Config(Block):
@@ -92,7 +96,7 @@ class Config(Block):
     log_level: Annotated[str | None, Native('set it with logging.getLogger("zeroamp")')] = None
     vocabulary_size: Annotated[Count | None, Native("DeepSpeed only warns where it does not divide")] = None
 
-    wall_clock_breakdown: Annotated[bool, Unsupported("Use torch.profiler around a few steps.")] = False
+    wall_clock_breakdown: Annotated[bool, Unsupported("Use `zeroamp profile`: it prints the times.")] = False
     memory_breakdown: Annotated[bool, Unsupported("Use torch.cuda.memory_summary() or its snapshot.")] = False
     dump_state: Annotated[bool, Unsupported("Print policy.report() and zeroamp.explain(model).")] = False
     prescale_gradients: Annotated[bool, Unsupported(_SUMS_IN_FP32)] = False

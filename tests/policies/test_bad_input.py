@@ -383,8 +383,8 @@ BAD = [
     (
         {"wall_clock_breakdown": True},
         {},
-        "wall_clock_breakdown: found true, which is not supported; valid: false. Use torch.profiler "
-        "around a few steps.",
+        "wall_clock_breakdown: found true, which is not supported; valid: false. Use `zeroamp "
+        "profile`: it prints the times.",
     ),
     (
         {"comms_logger": {"enabled": False}, "zeroamp": {"count_traffic": True}},

@@ -24,8 +24,8 @@ class Change:
 
     num_bytes: int
     kind: Kind = WORKSPACE
-    group: str = ""
-    """Of a gradient: the group of its parameter."""
+    param: str = ""
+    """Of a gradient: the FQN of its parameter."""
     unit: str = field(default="", compare=False)
     """The unit whose forward was running."""
 
@@ -34,7 +34,7 @@ class Change:
 class GradientReady:
     """Autograd has added a gradient of so many bytes to what its parameter has."""
 
-    group: str
+    param: str
     num_bytes: int
 
 

@@ -19,6 +19,7 @@ live somewhat longer, until the stream that used it is done with it.
 from collections import Counter
 from collections.abc import Iterable
 
+from zeroamp.dry_run.drive import MAX_MICRO_BATCHES, drive
 from zeroamp.dry_run.events import UNSHARDED_GRADIENTS, Change, Event, GradientReady, Mark
 from zeroamp.dry_run.optimizer_step import OptimizerCosts
 from zeroamp.dry_run.timeline import HOST_KINDS, Timeline, TimelineWriter
@@ -26,12 +27,8 @@ from zeroamp.dry_run.trace import Trace
 from zeroamp.groups import GroupPlan
 from zeroamp.plan import Plan
 from zeroamp.policies.accumulation import unsharded_accumulation
-from zeroamp.schedule import Replay
+from zeroamp.schedule import Replay, Schedule
 from zeroamp.traffic_plan import Ranks, group_collectives, padded_numel, replica_dtype
-from zeroamp.schedule import Schedule
-
-MAX_MICRO_BATCHES = 3
-"""Of a longer window the first, one from the middle and the last are replayed: those in between are alike."""
 
 
 def memory_timeline(plan: Plan, ranks: Ranks, trace: Trace, optimizer: OptimizerCosts) -> Timeline:
@@ -86,6 +83,7 @@ class _GroupMemory:
     def __init__(self, plan: Plan, ranks: Ranks, writer: TimelineWriter) -> None:
         self._plan, self._writer = plan, writer
         self._sizes = {group.name: _Sizes(group, plan, ranks) for group in plan.groups}
+        self._group_of = {param.fqn: group.name for group in plan.groups for param in group.params}
         self._wires = {group.name: group.wire for group in plan.groups}
         self._replay = Replay(plan, self)
         self._raw: Counter[str] = Counter()  # group -> bytes of raw gradients that are there
@@ -109,7 +107,7 @@ class _GroupMemory:
         for event in events:
             if isinstance(event, Change):
                 if event.kind == UNSHARDED_GRADIENTS:
-                    self._raw[event.group] += event.num_bytes
+                    self._raw[self._group_of[event.param]] += event.num_bytes
                 self._writer.add(event.kind, event.num_bytes)
             elif isinstance(event, Mark):
                 self._reach(event, is_last)
@@ -120,22 +118,17 @@ class _GroupMemory:
             self._free_input()
 
     def _reach(self, mark: Mark, is_last: bool) -> None:
-        if mark.point == "begin forward":
-            self._replay.begin_forward(mark.unit)
-        elif mark.point == "end forward":
-            self._replay.end_forward(mark.unit)
-            if mark.unit == "":
-                self._free_gather()
-        elif mark.point == "begin backward":
+        if mark.point == "begin backward":
             self._writer.phase = "backward"
-            self._replay.begin_backward(mark.unit)
-        else:
-            self._replay.end_backward(mark.unit, is_last=is_last)
+        drive(self._replay, mark, is_last=is_last)
+        if mark == Mark("end forward", ""):
+            self._free_gather()
 
     def _accumulate(self, event: GradientReady) -> None:
         """Autograd adds to the gradient that a parameter has, and drops the new one."""
-        if event.group in self._sums and self._sizes[event.group].sums_as_is:
-            self._raw[event.group] -= event.num_bytes
+        group = self._group_of[event.param]
+        if group in self._sums and self._sizes[group].sums_as_is:
+            self._raw[group] -= event.num_bytes
             self._writer.add("unsharded gradients", -event.num_bytes)
 
     def gather_started(self, group: str) -> None:

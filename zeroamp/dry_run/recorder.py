@@ -37,13 +37,13 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for change in self._births.values():
             change.kind = ACTIVATIONS
 
-    def gradient_ready(self, gradient: torch.Tensor, group: str) -> None:
-        """Say that autograd has put `gradient` into a parameter of `group`, which holds it from now on."""
+    def gradient_ready(self, gradient: torch.Tensor, param: str) -> None:
+        """Say that autograd has put `gradient` into a parameter, which holds it from now on."""
         birth = self._births.get(storage_key(gradient))
         if birth is None:
-            raise AssertionError(f"expected a gradient that the backward of {group} made, got one from before")
-        birth.kind, birth.group = UNSHARDED_GRADIENTS, group
-        self.events.append(GradientReady(group, birth.num_bytes))
+            raise AssertionError(f"expected a gradient that the backward of {param} made, got one from before")
+        birth.kind, birth.param = UNSHARDED_GRADIENTS, param
+        self.events.append(GradientReady(param, birth.num_bytes))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -74,7 +74,7 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _gone(self, key: int) -> None:
         self._watched.pop(key)
         birth = self._births.pop(key)
-        self.events.append(Change(-birth.num_bytes, birth.kind, birth.group, birth.unit))
+        self.events.append(Change(-birth.num_bytes, birth.kind, birth.param, birth.unit))
 
 
 def _op(

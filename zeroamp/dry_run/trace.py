@@ -26,7 +26,7 @@ from zeroamp.dry_run.events import Event
 from zeroamp.dry_run.inputs import Arguments, sequences_are_not_packed
 from zeroamp.dry_run.recorder import MemoryRecorder
 from zeroamp.hooks import Fp32Region, tensors_in
-from zeroamp.hooks._fsdp import FakeTensorMode, tree_map
+from zeroamp.hooks._fsdp import FakeTensorMode, storage_key, tree_map
 from zeroamp.hooks.stand_ins import StandIns, preserved_rng, standing_in
 from zeroamp.plan import Plan
 from zeroamp.policies.errors import ConfigError, describe
@@ -80,14 +80,13 @@ def trace(
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(standing_in(model, stand_ins))
         args, kwargs = _cast_inputs(stand_ins.of(arguments), plan)
-        existing = [*(stand_ins.of(p) for p in parameters.values()), *_held(model), *tensors_in((args, kwargs))]
-        recorder = MemoryRecorder(existing)
+        constant = [*tensors_in((args, kwargs)), *_held(model)]
+        recorder = MemoryRecorder([*(stand_ins.of(parameter) for parameter in parameters.values()), *constant])
+        sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in constant}
         run = _Run(model, plan, recorder, device_type, checkpointing, kept or {})
         stack.callback(run.remove)
-        run.attach({group.name: [stand_ins.of(parameters[p.fqn]) for p in group.params] for group in plan.groups})
+        run.attach({fqn: stand_ins.of(parameter) for fqn, parameter in parameters.items()})
         run.step(args, kwargs, loss_fn)
-        constant = [*tensors_in((args, kwargs)), *_held(model)]
-        sizes = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in constant}
         return Trace(tuple(recorder.events), sum(sizes.values()))
 
 
@@ -115,8 +114,8 @@ class _Run:
             for name in [name for name in modules if name not in names]:
                 del modules[name]  # `standing_in` puts the modules back
 
-    def attach(self, parameters: Mapping[str, Sequence[nn.Parameter]]) -> None:
-        """Hook the units, and the parameters of each group."""
+    def attach(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Hook the units and the parameters."""
         for unit in ("", *self._plan.units):
             fqns = [fqn for fqn in self._plan.modules_of(unit) if self._has(fqn)]
             for index, fqn in enumerate(fqns):
@@ -124,10 +123,9 @@ class _Run:
         output_dtype = None if self._plan.policy.mode == "autocast" else self._plan.policy.low_dtype
         for fqn in filter(self._has, self._plan.fp32_regions.modules):
             Fp32Region(self._model.get_submodule(fqn), self._device_type, output_dtype)  # undone by `standing_in`
-        for group, members in parameters.items():
-            for parameter in members:
-                if parameter.requires_grad:
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_gradient(group)))
+        for fqn, parameter in parameters.items():
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_gradient(fqn)))
 
     def remove(self) -> None:
         """Take all hooks off."""
@@ -181,11 +179,11 @@ class _Run:
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, prepend=True))
 
-    def _on_gradient(self, group: str) -> Callable[[torch.Tensor], None]:
+    def _on_gradient(self, fqn: str) -> Callable[[torch.Tensor], None]:
         def note(parameter: torch.Tensor) -> None:
             if parameter.grad is None:
-                raise AssertionError(f"expected a gradient of a parameter of {group}, got None")
-            self._recorder.gradient_ready(parameter.grad, group)
+                raise AssertionError(f"expected a gradient of {fqn}, got None")
+            self._recorder.gradient_ready(parameter.grad, fqn)
 
         return note
 

@@ -1,4 +1,4 @@
-"""Which storages are alive, by watching every op: what an allocator's counters say on an accelerator. For tests only."""
+"""Which storages are alive, by watching every op: what an allocator's counters say on an accelerator."""
 
 import weakref
 from collections import Counter

@@ -38,6 +38,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
+
 def _print_version(value: bool) -> None:
     if value:
         typer.echo(f"zeroamp {zeroamp.__version__}")

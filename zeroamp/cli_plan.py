@@ -27,7 +27,9 @@ def plan(
     model: Model,
     world_size: Annotated[int, typer.Option("--world-size", metavar="N", min=1, help="Ranks of the run.")],
     mesh: Annotated[str | None, typer.Option(metavar="RxS", help="Replicas x shards of stages 1 to 3.")] = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="Samples per micro-batch and rank; else the config's.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Samples per micro-batch and rank; else the config's.")
+    ] = None,
     seq: Annotated[int, typer.Option(min=1, help="Tokens per sample.")] = 2048,
     stages: Annotated[str, typer.Option(metavar="LIST", help="ZeRO stages to compare.")] = "0,1,2,3",
     checkpointing: Annotated[

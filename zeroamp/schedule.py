@@ -147,7 +147,7 @@ class Replay:
             self._record.append(group)
 
     def begin_backward(self, unit: str) -> None:
-        """Gather a unit's groups, and start what it fetches ahead; once for each of its outputs, as FSDP2 hooks them."""
+        """Gather a unit's groups, and start what it fetches ahead. Called for each output, as FSDP2's hook is."""
         ahead = self._backward_ahead.get(unit, [])
         for group in reversed(self._groups[unit]):
             self._pre_backward(group, is_default=not ahead)

@@ -3,9 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-ACTIVATIONS, WORKSPACE, UNSHARDED_GRADIENTS = "activations", "workspace", "unsharded gradients"
 Kind = Literal["activations", "workspace", "unsharded gradients"]
 """Activations are made in the forward and outlive it; the workspace is all else that is neither that nor a gradient."""
+
+ACTIVATIONS: Kind = "activations"
+WORKSPACE: Kind = "workspace"
+UNSHARDED_GRADIENTS: Kind = "unsharded gradients"
 
 Point = Literal["begin forward", "end forward", "begin backward", "end backward"]
 

@@ -92,7 +92,7 @@ GPUS = _gpus(
         memory_gb_per_s=8000,
         intra_gb_per_s=900,
         inter_gb_per_s=50,
-        source="NVIDIA DGX B200 data sheet, an eighth of the node (NVLink 1.8 TB/s both ways, one 400 Gb/s card per GPU)",
+        source="NVIDIA DGX B200 data sheet, an eighth of it (NVLink 1.8 TB/s both ways, one 400 Gb/s card per GPU)",
     ),
     Gpu(
         name="mi300x",

@@ -22,7 +22,7 @@ def largest_batch(peak_bytes: Callable[[int], int], limit: int) -> int:
             fails = guess
         # Between what fits and what fails where both are known, else onwards from the two largest that fit.
         known = [batch for batch in (before, fits, fails) if batch in peaks][-2:]
-        solved = fits + 1 if len(known) < 2 else _solve(*known, peaks, limit)
+        solved = fits + 1 if len(known) < 2 else _solve(known[0], known[1], peaks, limit)
         guess = min(max(solved, fits + 1), fails - 1)
     return fits
 

@@ -8,8 +8,8 @@ Per group, in bytes of the group's parameters padded to the ranks that shard (`p
   gather of the forward was waited for, or the forward has ended; in the backward it goes at once.
 * a reduction: the flat input in the wire dtype, while the raw gradients are still there; then these go, and the output
   is allocated, of the dtype that sums: it is the gradient shard, where it is fp32. The input stays until the next
-  reduction begins, or the last backward of the window has ended. What an all-to-all receives is in one buffer per dtype for all groups,
-  of the size of the largest, from the first step on.
+  reduction begins, or the last backward of the window has ended. What an all-to-all receives is in one buffer per dtype
+  for all groups, of the size of the largest, from the first step on.
 * no reduction (stages 0 and 1 inside a window): the raw gradient becomes the unsharded sum, in the accumulation dtype.
 
 Where nothing is sharded there is no flat gathered buffer. Streams are not told apart: on an accelerator a buffer may

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from zeroamp.dry_run.timeline import KINDS, PHASES, Timeline
+from zeroamp.dry_run.timeline import KINDS, PHASES, Phase, Timeline
 from zeroamp.policies.errors import ConfigError, describe
 
 if TYPE_CHECKING:
     from zeroamp.dry_run.run_plan import RunPlan
 
-MAX_POINTS = 4000
-"""Of each panel. Of more events, neighbours are joined by the one with the largest sum, so that no peak is lost."""
+_NUM_POINTS: dict[Phase, int] = {"forward": 100, "backward": 150, "optimizer": 30}
+"""Of each phase in a panel. Of the events that fall on one point the one with the largest sum is drawn, so that a peak
+that is over after a few events is as wide as any other."""
 
 # Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
 _COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#CC79A7", "#D55E00", "#F0E442", "#999999", "#000000")
@@ -52,12 +53,12 @@ def _matplotlib() -> Any:
 
 
 def _panel(axis: Any, memory: Timeline, limit: int) -> None:
-    rows = _thinned(memory)
-    on_device = [index for index, kind in enumerate(KINDS) if kind not in memory.on_host]
-    position = np.arange(len(rows))
+    drawn = {phase: _points(memory, phase, number) for phase, number in _NUM_POINTS.items()}
+    rows = [row for of_phase in drawn.values() for row in of_phase]
     gib = memory.num_bytes[rows] / 2**30
+    on_device = [index for index, kind in enumerate(KINDS) if kind not in memory.on_host]
     axis.stackplot(
-        position,
+        np.arange(len(rows)),
         gib[:, on_device].T,
         labels=[KINDS[index] for index in on_device],
         colors=[_COLOURS[index] for index in on_device],
@@ -65,20 +66,20 @@ def _panel(axis: Any, memory: Timeline, limit: int) -> None:
         linewidth=0,
     )
     axis.axhline(limit / 2**30, color="black", linestyle="--", linewidth=1, label="the GPU's memory")
-    phases = memory.phases[rows]
-    for index, phase in enumerate(PHASES[1:], start=1):
-        inside = position[phases == index]
-        if len(inside):
-            axis.axvline(inside[0], color="black", linewidth=0.5, alpha=0.5)
-            axis.text(inside[0], 1.0, f" {phase}", transform=axis.get_xaxis_transform(), va="top", fontsize=8)
-    axis.set_xlim(0, max(1, len(rows) - 1))
+    begin = 0
+    for phase, of_phase in drawn.items():
+        axis.axvline(begin, color="black", linewidth=0.5, alpha=0.5)
+        axis.text(begin, 1.0, f" {phase}", transform=axis.get_xaxis_transform(), va="top", fontsize=8)
+        begin += len(of_phase)
+    axis.set_xlim(0, len(rows) - 1)
     axis.set_xlabel("allocations and frees, in order")
     axis.set_xticks([])
 
 
-def _thinned(memory: Timeline) -> Any:
-    """Return the numbers of the events to draw."""
+def _points(memory: Timeline, phase: Phase, number: int) -> list[int]:
+    """Return the numbers of the events to draw for a phase, in order."""
     totals = memory.device_bytes()
-    width = -(-len(totals) // MAX_POINTS)
-    starts = range(0, len(totals), width)
-    return np.array([start + int(totals[start : start + width].argmax()) for start in starts])
+    events = np.flatnonzero(memory.phases == PHASES.index(phase))
+    parts = np.array_split(events, min(number, len(events)))
+    largest = [int(part[totals[part].argmax()]) for part in parts]
+    return [largest[index * len(largest) // number] for index in range(number)]

@@ -77,9 +77,7 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events.append(Change(-birth.num_bytes, birth.kind, birth.param, birth.unit))
 
 
-def _op(
-    func: Any, args: Any, kwargs: Any, result: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]
-) -> Op:
+def _op(func: Any, args: Any, kwargs: Any, result: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> Op:
     moved = {storage_key(tensor): tensor.nbytes for tensor in (*inputs, *outputs)}
     is_low = any(tensor.is_floating_point() and tensor.itemsize == 2 for tensor in inputs)
     return Op(_flops(func, args, kwargs, result), is_low, sum(moved.values()))

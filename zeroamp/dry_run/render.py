@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from zeroamp.dry_run.run_plan import RunPlan, StagePlan
 
 _NOTE = (
-    "GiB per rank at the moments of the peaks, in a step after the first; GB on the wire as zeroamp.traffic(model) counts "
-    "them. Not counted: the driver's context, the collectives' own buffers, fragmentation. Times assume {compute:.0%} of "
-    "peak FLOP/s, {memory:.0%} of memory bandwidth and {network:.0%} of the links, and no latency."
+    "GiB per rank at the moments of the peaks, in a step after the first; GB on the wire as zeroamp.traffic(model) "
+    "counts them. Not counted: the driver's context, the collectives' own buffers, fragmentation. Times assume "
+    "{compute:.0%} of peak FLOP/s, {memory:.0%} of memory bandwidth and {network:.0%} of the links, and no latency."
 )
 
 

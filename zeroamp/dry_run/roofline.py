@@ -16,6 +16,7 @@ one queue, although a full-duplex network may overlap them to some extent.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -77,7 +78,7 @@ def step_time(
     for index in range(num_run):
         clock.micro_batch(events, is_last=index + 1 == num_run)
         states.append(clock.read())
-    differences = [tuple(b - a for a, b in zip(*pair, strict=True)) for pair in zip(states, states[1:], strict=False)]
+    differences = [tuple(b - a for a, b in zip(*pair, strict=True)) for pair in pairwise(states)]
     weights = [1] * num_run
     if num_run == MAX_MICRO_BATCHES:
         weights[1] += num_micro_batches - num_run
@@ -170,9 +171,7 @@ class _Clock:
             is_over_replicas = call.collective == "all_reduce"
             num_ranks = self._num_replicas if is_over_replicas else self._num_shards
             stride = self._num_shards if is_over_replicas else 1
-            self._reduced = self._send(
-                self._network.seconds(call.collective, num_bytes, num_ranks, stride), self._now
-            )
+            self._reduced = self._send(self._network.seconds(call.collective, num_bytes, num_ranks, stride), self._now)
 
     def _compute(self, seconds: float) -> None:
         self._now += seconds

@@ -18,10 +18,10 @@ MemoryKind = Literal[
     "workspace",
     "inputs and buffers",
 ]
-"""parameters: the stored shards. gradients: their shards. unsharded gradients: raw ones before their reduction, and sums
-of several micro-batches at stages 0 and 1. communication buffers: what collectives read and write, and casts for them.
-activations: what the forward leaves for the backward. workspace: what ops need and free again, recomputed activations
-included."""
+"""parameters: the stored shards. gradients: their shards. unsharded gradients: raw ones before their reduction, and
+sums of several micro-batches at stages 0 and 1. communication buffers: what collectives read and write, and casts for
+them. activations: what the forward leaves for the backward. workspace: what ops need and free again, recomputed
+activations included."""
 
 KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 HOST_KINDS: tuple[MemoryKind, ...] = ("parameters", "optimizer state", "gradients")

@@ -12,7 +12,7 @@ losses among them), so that a trace with a GPU at hand is the more exact one.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -125,7 +125,10 @@ class _Run:
             Fp32Region(self._model.get_submodule(fqn), self._device_type, output_dtype)  # undone by `standing_in`
         for fqn, parameter in parameters.items():
             if parameter.requires_grad:
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_gradient(fqn)))
+                handle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    self._on_gradient(fqn)
+                )
+                self._handles.append(handle)
 
     def remove(self) -> None:
         """Take all hooks off."""
@@ -174,7 +177,9 @@ class _Run:
             recorder.unit = self._open[-1] if self._open else ""
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(lambda _gradient: recorder.mark("begin backward", unit))
+                    tensor.register_hook(  # type: ignore[no-untyped-call]
+                        lambda _gradient: recorder.mark("begin backward", unit)
+                    )
 
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after, prepend=True))

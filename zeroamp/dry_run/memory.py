@@ -10,6 +10,7 @@ Per group, in bytes of the group's parameters padded to the ranks that shard (`p
   is allocated, of the dtype that sums: it is the gradient shard, where it is fp32. The input stays until the next
   reduction begins, or the last backward of the window has ended. What an all-to-all receives is in one buffer per dtype
   for all groups, of the size of the largest, from the first step on.
+  Where shards accumulate in a low dtype, each is added to a sum of that dtype, and all sums are cast back at the end.
 * no reduction (stages 0 and 1 inside a window): the raw gradient becomes the unsharded sum, in the accumulation dtype.
 
 Where nothing is sharded there is no flat gathered buffer. Streams are not told apart: on an accelerator a buffer may
@@ -19,6 +20,8 @@ live somewhat longer, until the stream that used it is done with it.
 from collections import Counter
 from collections.abc import Iterable
 
+import torch
+
 from zeroamp.dry_run.drive import MAX_MICRO_BATCHES, drive
 from zeroamp.dry_run.events import UNSHARDED_GRADIENTS, Change, Event, GradientReady, Mark
 from zeroamp.dry_run.optimizer_step import OptimizerCosts
@@ -26,7 +29,7 @@ from zeroamp.dry_run.timeline import HOST_KINDS, Timeline, TimelineWriter
 from zeroamp.dry_run.trace import Trace
 from zeroamp.groups import GroupPlan
 from zeroamp.plan import Plan
-from zeroamp.policies.accumulation import unsharded_accumulation
+from zeroamp.policies.accumulation import sharded_accumulation, unsharded_accumulation
 from zeroamp.schedule import Replay, Schedule
 from zeroamp.traffic_plan import Ranks, group_collectives, padded_numel, replica_dtype
 
@@ -42,6 +45,7 @@ def memory_timeline(plan: Plan, ranks: Ranks, trace: Trace, optimizer: Optimizer
     for index in range(num_micro_batches):
         groups.micro_batch(trace.events, is_first=index == 0, is_last=index + 1 == num_micro_batches)
     writer.phase = "optimizer"
+    groups.end_window()
     writer.keep()
     for change in optimizer.changes:
         writer.add("workspace", change)
@@ -74,7 +78,7 @@ class _Sizes:
         self.received = self.wire if "all_to_all" in kinds else 0
         self.reduced = padded_trained // num_shards * replica_dtype(group, policy, ranks).itemsize
         self.gradient = padded_trained // num_shards * storage.itemsize
-        self.is_replicated = "all_reduce" in kinds
+        self.low_sum = padded_trained // num_shards * sharded_accumulation(policy).itemsize
 
 
 class _GroupMemory:
@@ -89,6 +93,7 @@ class _GroupMemory:
         self._raw: Counter[str] = Counter()  # group -> bytes of raw gradients that are there
         self._sums: set[str] = set()  # groups with unsharded sums of earlier micro-batches
         self._with_gradient: set[str] = set()  # groups whose gradient shards are there
+        self._sums_shards_low = sharded_accumulation(plan.policy) != torch.float32
         self._kept_gather = 0  # the flat buffer of the last gather of this forward
         self._kept_input = 0  # the flat input of the last reduction
         self._partitions: set[str] = set()  # groups that are sharded over a partition
@@ -116,6 +121,13 @@ class _GroupMemory:
         self._replay.end_micro_batch(is_last=is_last)
         if is_last:
             self._free_input()
+
+    def end_window(self) -> None:
+        """Put sums of shards in a low dtype back into gradients."""
+        if self._sums_shards_low:
+            done = [self._sizes[group] for group in self._with_gradient]
+            self._writer.add("gradients", sum(sizes.gradient for sizes in done))
+            self._writer.add("gradients", -sum(sizes.low_sum for sizes in done))
 
     def _reach(self, mark: Mark, is_last: bool) -> None:
         if mark.point == "begin backward":
@@ -204,13 +216,15 @@ class _GroupMemory:
         self._kept_input = sizes.wire
         writer.add("unsharded gradients", -raw - unused)
         writer.add("gradients", sizes.reduced)
-        is_other_dtype = sizes.reduced != sizes.gradient
-        if is_other_dtype:
+        if sizes.reduced != sizes.gradient:  # cast to the stored dtype
             writer.add("gradients", sizes.gradient)
             writer.add("gradients", -sizes.reduced)
-        if group in self._with_gradient:
-            writer.add("gradients", -sizes.gradient)
+        is_first = group not in self._with_gradient
         self._with_gradient.add(group)
+        if self._sums_shards_low:
+            writer.add("gradients", sizes.low_sum * is_first)
+        if self._sums_shards_low or not is_first:
+            writer.add("gradients", -sizes.gradient)
 
     def _free_gather(self) -> None:
         self._writer.add("communication buffers", -self._kept_gather)

@@ -14,7 +14,7 @@ from zeroamp.policies.errors import ConfigError, describe
 if TYPE_CHECKING:
     from zeroamp.dry_run.run_plan import RunPlan
 
-_NUM_POINTS: dict[Phase, int] = {"forward": 100, "backward": 150, "optimizer": 30}
+_NUM_POINTS: dict[Phase, int] = {"forward": 100, "backward": 150, "optimizer": 50}
 """Of each phase in a panel. Of the events that fall on one point the one with the largest sum is drawn, so that a peak
 that is over after a few events is as wide as any other."""
 

@@ -138,9 +138,9 @@ class _Run:
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any], loss_fn: LossFunction | None) -> None:
         """Run forward and backward."""
         policy, recorder = self._plan.policy, self._recorder
-        autocast = torch.autocast(self._device_type, dtype=policy.gather_dtype)
+        is_autocast = policy.mode == "autocast"
         with recorder:
-            with autocast if policy.mode == "autocast" else nullcontext():
+            with torch.autocast(self._device_type, dtype=policy.gather_dtype) if is_autocast else nullcontext():
                 output = self._model(*args, **kwargs)
             loss = _loss(output, loss_fn)
             del output

@@ -4,6 +4,9 @@ from zeroamp.checkpoint.folder import latest_checkpoint
 from zeroamp.checkpoint.load import load_checkpoint
 from zeroamp.checkpoint.save import save_checkpoint
 from zeroamp.discover import SafeParameters, discover_safe_parameters
+from zeroamp.dry_run.gpus import GPUS, Gpu
+from zeroamp.dry_run.roofline import Efficiency
+from zeroamp.dry_run.run_plan import RunPlan, plan_run
 from zeroamp.errors import CheckpointError, ConfigError, PrecisionError, StepError, WrapError, ZeroAmpError
 from zeroamp.optimizers import optimizer_from_config
 from zeroamp.plan import Plan, build_plan
@@ -21,11 +24,15 @@ __version__ = "0.1.0"
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "Efficiency",
+    "GPUS",
+    "Gpu",
     "Ledger",
     "Plan",
     "Policy",
     "PrecisionError",
     "Preemption",
+    "RunPlan",
     "SafeParameters",
     "StepError",
     "StepReport",
@@ -39,6 +46,7 @@ __all__ = [
     "latest_checkpoint",
     "load_checkpoint",
     "optimizer_from_config",
+    "plan_run",
     "policy_from_config",
     "register_forward_method",
     "save_checkpoint",

@@ -6,18 +6,20 @@ from tests.measured import measured_step
 
 LOSS_AND_NORM = 64
 """Bytes: the scalars that the last step's report holds, which are not predicted."""
+GROUP_NORMS = 128
+"""Bytes: what four group norms keep of the mean and deviation of 16 samples in fp32, and in bf16 on fake tensors."""
 
 CASES = [(stage, checkpointing) for stage in (0, 1, 2, 3) for checkpointing in (False, True)]
 
 
-def check(answers, is_even=True):
+def check(answers, is_even=True, more=0):
     for rank, (found, predicted) in enumerate(answers):
         assert predicted["traffic"] == found["traffic"]
         for kind in ("parameters", "gradients"):
             assert predicted[kind] == found[kind], kind
         if rank == 0 or is_even:
             assert predicted["optimizer state"] == found["optimizer state"]
-            assert abs(found["peak"] - predicted["peak"]) <= LOSS_AND_NORM
+            assert abs(found["peak"] - predicted["peak"]) <= LOSS_AND_NORM + more
         else:  # shards of later ranks are padded, which their optimizer does not see
             assert predicted["optimizer state"] >= found["optimizer state"]
 
@@ -26,7 +28,7 @@ def check(answers, is_even=True):
 def test_every_stage_with_and_without_checkpointing(ranks2, name):
     for stage, checkpointing in CASES:
         answers = ranks2.run(measured_step, name, {"stage": stage, "threshold": 0}, checkpointing)
-        check(answers, is_even=name not in ("encoder", "conv"))
+        check(answers, is_even=name not in ("encoder", "conv"), more=GROUP_NORMS * (name == "conv"))
 
 
 @pytest.mark.parametrize("accumulation", [2, 4])

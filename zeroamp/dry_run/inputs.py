@@ -18,7 +18,7 @@ InputFactory = Callable[[int, int], Any]
 
 
 def arguments_for(model: nn.Module, batch: int, seq: int, inputs: InputFactory | None) -> Arguments:
-    """Return (args, kwargs) of the forward, on the meta device where zeroamp makes them.
+    """Return (args, kwargs) of the forward, on the meta device: the largest batch may be one that no memory holds.
 
     Without `inputs`, those of a transformers language model: token ids and labels, int64 of shape [batch, seq], and no
     cache of keys and values, which training has no use for.
@@ -27,7 +27,8 @@ def arguments_for(model: nn.Module, batch: int, seq: int, inputs: InputFactory |
         ConfigError: there are no `inputs`, and the model is no transformers language model.
     """
     if inputs is not None:
-        return example_arguments(model, inputs(batch, seq))
+        with torch.device("meta"):
+            return example_arguments(model, inputs(batch, seq))
     if getattr(model, "main_input_name", None) != "input_ids" or not hasattr(model, "config"):
         found = f"{type(model).__name__}, which is no language model of transformers"
         raise ConfigError(

@@ -135,8 +135,8 @@ def plan_run(
         intra_gb_per_s: 10^9 bytes per second from a GPU into its node, one direction. None: the GPU's usual link.
         inter_gb_per_s: the same to other nodes, per GPU.
         efficiency: the parts of the peaks that are reached.
-        inputs: function of (batch, seq) that returns what the forward takes. None: a transformers model's token ids
-            and labels.
+        inputs: function of (batch, seq) that returns what the forward takes; called under `torch.device("meta")`.
+            None: a transformers model's token ids and labels.
         loss_fn: makes a scalar of the model's output. Default: its `.loss`, or the output itself.
         optimizer: makes the optimizer of parameters. None: that of the config, else `torch.optim.AdamW`.
         auto_wrap_policy: which modules are units, as for `wrap_model`.

@@ -7,7 +7,16 @@ from zeroamp.checkpoint.manifest import MANIFEST, Manifest
 
 
 def manifest(**fields):
-    defaults = {"step": 1, "serial": 1, "run": "a", "world_size": 1, "mesh": (1,), "config": {}, "versions": {}}
+    defaults = {
+        "step": 1,
+        "serial": 1,
+        "parent": 0,
+        "run": "a",
+        "world_size": 1,
+        "mesh": (1,),
+        "config": {},
+        "versions": {},
+    }
     return Manifest(**{**defaults, "files": {}, **fields})
 
 

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from zeroamp.checkpoint.manifest import MANIFEST
 from zeroamp.mesh import device_of
 from zeroamp.model_weights import Weight, find_weights
 from zeroamp.overflows import overflow, refuse
@@ -96,6 +97,7 @@ def _plan(weights: list[Weight], files: list[WeightFile], folder: Path, dtype: t
     safetensors_torch()
     if folder.exists() and not folder.is_dir():
         raise CheckpointError(describe(str(folder), "a file", "a folder, or nothing yet", "Name another place."))
+    refuse_checkpoint(folder)
     suffix = f"draft-{uuid.uuid4().hex[:8]}"
     return _Export(
         folder=folder,
@@ -105,6 +107,12 @@ def _plan(weights: list[Weight], files: list[WeightFile], folder: Path, dtype: t
         draft=folder / f".{suffix}" if folder.exists() else folder.with_name(f".{folder.name}.{suffix}"),
         overflows=_overflows(weights, dtype),
     )
+
+
+def refuse_checkpoint(folder: Path) -> None:
+    """Raise CheckpointError where an export would change the files of a checkpoint."""
+    if (folder / MANIFEST).exists():
+        raise CheckpointError(describe(str(folder), "a checkpoint", "another folder", "Name one for the export."))
 
 
 def export_dtype(asked: str | torch.dtype | None, default: torch.dtype) -> torch.dtype:

@@ -126,12 +126,14 @@ class TrainStep:
                         self._state.shard_accumulator.flush()
                     loss, squares = self._local_statistics()
                 totals = self._recovery.sum_over_ranks(loss, squares, bool(self._with_gradient()))
+            is_save_done = self.saving.is_done()  # before an optimizer that may raise on one rank alone
             report = self._update(*totals)
         finally:  # whatever it raised, the next backward begins a new window
             self._drop_gradients()
             self._num_micro_batches, self._loss_sum = 0, None
         tell_observers(self._state.root)
-        self.saving.check()
+        if is_save_done:
+            self.saving.wait()
         return report
 
     def recover(self) -> int:

@@ -17,8 +17,9 @@ from zeroamp.checkpoint.export_files import WEIGHTS
 from zeroamp.checkpoint.folder import find_checkpoints, is_checkpoint
 from zeroamp.checkpoint.manifest import Manifest, check_file, read_manifest
 from zeroamp.checkpoint.reader import SafeReader
+from zeroamp.checkpoint.save import rank_file
 from zeroamp.checkpoint.state import MODEL
-from zeroamp.export import export_dtype
+from zeroamp.export import export_dtype, refuse_checkpoint
 from zeroamp.overflows import refuse_overflows
 from zeroamp.policies import policy_from_config
 from zeroamp.policies.errors import CheckpointError, describe
@@ -61,7 +62,12 @@ def export_checkpoint(
     files = plan_files(source.specs(target), max_shard_bytes)
     safetensors_torch()
     out = Path(folder).absolute()
-    draft = out / f".draft-{uuid.uuid4().hex[:8]}" if out.exists() else out.with_name(f".{out.name}.draft")
+    refuse_checkpoint(out)
+    draft = (
+        out / f".draft-{uuid.uuid4().hex[:8]}"
+        if out.exists()
+        else out.with_name(f".{out.name}.draft-{uuid.uuid4().hex[:8]}")
+    )
     try:
         draft.mkdir(parents=True)
         source.write_config(draft, target)
@@ -91,14 +97,17 @@ class _Source:
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         if WEIGHTS not in manifest.files:
-            found = f"no {WEIGHTS}: the model's state held something that is no tensor"
-            raise CheckpointError(describe(str(path), found, "tensors only", "safetensors holds nothing else."))
+            found = f"no {WEIGHTS}: the model's state held more than parameters and buffers"
+            raise CheckpointError(describe(str(path), found, "a model of these", "safetensors holds nothing else."))
         self._path = path
         self._config_names = [name for name in manifest.files if name in ("config.json", "generation_config.json")]
-        self._weights: dict[str, dict[str, Any]] = json.loads((path / WEIGHTS).read_text(encoding="utf-8"))
+        self._weights: list[dict[str, Any]] = json.loads((path / WEIGHTS).read_text(encoding="utf-8"))
         self._reader = _CachedReader(path)
-        self._saved = {name: self._entry(name) for name in self._weights}
-        self._sources = {written: name for name, entry in self._weights.items() for written in entry["written"]}
+        self._saved = {entry["saved"]: self._entry(entry["saved"]) for entry in self._weights}
+        self._sources = {written: entry["saved"] for entry in self._weights for written in entry["written"]}
+        # Buffers that differ between ranks: the first rank's, as everywhere.
+        own = torch.load(path / rank_file(0), map_location="cpu", weights_only=True, mmap=True)
+        self._own: dict[str, torch.Tensor] = own["tensors"]
 
     def _entry(self, name: str) -> TensorStorageMetadata:
         entry = self._reader.read_metadata().state_dict_metadata.get(MODEL + name)
@@ -109,24 +118,30 @@ class _Source:
     def specs(self, dtype: torch.dtype) -> list[TensorSpec]:
         """Return what is written, in the model's order."""
         return [
-            TensorSpec(name=written, shape=tuple(self._saved[name].size), dtype=self._written_dtype(name, dtype))
-            for name, entry in self._weights.items()
+            TensorSpec(
+                name=written,
+                shape=tuple(self._saved[entry["saved"]].size),
+                dtype=self._written_dtype(entry, dtype),
+            )
+            for entry in self._weights
             for written in entry["written"]
         ]
 
-    def _written_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        saved = self._saved[name].properties.dtype
-        return dtype if self._weights[name]["is_parameter"] and saved.is_floating_point else saved
+    def _written_dtype(self, entry: dict[str, Any], dtype: torch.dtype) -> torch.dtype:
+        saved = self._saved[entry["saved"]].properties.dtype
+        return dtype if entry["is_parameter"] and saved.is_floating_point else saved
 
     def read(self, spec: TensorSpec) -> torch.Tensor:
         """Return one tensor as it is written."""
-        name = self._sources[spec.name]
-        saved = self._saved[name]
+        name = MODEL + self._sources[spec.name]
+        if name in self._own:
+            return self._own[name].to(spec.dtype)
+        saved = self._saved[self._sources[spec.name]]
         tensor = torch.empty(saved.size, dtype=saved.properties.dtype)
         with warnings.catch_warnings():
             # It says that without a process group it loads in one process, which is meant.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-            load({MODEL + name: tensor}, storage_reader=self._reader, no_dist=True)
+            load({name: tensor}, storage_reader=self._reader, no_dist=True)
         refuse_overflows({spec.name: tensor}, spec.dtype)
         return tensor.to(spec.dtype)
 

@@ -5,9 +5,9 @@
       step_00000100/           a checkpoint: complete from the moment it has this name
       .draft-step_00000200-…/  one that is being written, or that a killed writer left
 
-`latest` is written just before the rename. Where it names a checkpoint that exists, it is right, also after somebody
-edited it to go back: what was published after that one then comes last. Where a writer was killed in between, the
-checkpoint published last counts.
+`latest` holds serial, name and the parent's serial, and is written just before the rename. Where it names a checkpoint
+that exists, it is right, also after somebody edited it to go back: what was published after that one then comes last.
+Where a writer was killed in between, the parent counts; where the file is damaged, the checkpoint published last.
 """
 
 import logging
@@ -16,9 +16,9 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from zeroamp.checkpoint.locks import locked, try_lock, unlock
 from zeroamp.checkpoint.manifest import MANIFEST, DamagedCheckpointError, Manifest, read_manifest
@@ -40,30 +40,73 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 def find_checkpoints(root: Path) -> list[Path]:
     """Return the checkpoints of a folder, those to load first coming first.
 
-    The pointed one and those published before it, newest first; those published after it; unreadable ones.
+    The pointed one and those it descends from; others published before it, newest first; those published after it;
+    unreadable ones.
     """
-    serials = {path: _serial(path) for path in root.iterdir() if _is_published(path)} if root.is_dir() else {}
-    for path in (path for path, serial in serials.items() if serial == 0):
+    found = _places(root) if root.is_dir() else {}
+    for path in (path for path, place in found.items() if place.serial == 0):
         logger.warning("%s cannot be told to be newer than others: its %s is damaged", path, MANIFEST)
-    newest = _pointed(root, serials) or max(serials.values(), default=0)
-    return sorted(serials, key=lambda path: (0 < serials[path] <= newest, serials[path], path.name), reverse=True)
+    newest = _pointed(root, found) or max((place.serial for place in found.values()), default=0)
+    line = _line(newest, found)
+
+    def order(path: Path) -> tuple[bool, bool, int, str]:
+        serial = found[path].serial
+        return path in line, 0 < serial <= newest, serial, path.name
+
+    return sorted(found, key=order, reverse=True)
 
 
-def _pointed(root: Path, serials: dict[Path, int]) -> int | None:
+class _Place(NamedTuple):
+    """Where a checkpoint stands among others; see `Manifest`."""
+
+    serial: int
+    parent: int
+
+
+def _places(root: Path) -> dict[Path, _Place]:
+    return {path: _place(path) for path in root.iterdir() if _is_published(path)}
+
+
+def _place(path: Path) -> _Place:
+    try:
+        manifest = read_manifest(path)
+    except DamagedCheckpointError:
+        return _Place(0, 0)
+    except CheckpointError:  # of a newer format: newer than all
+        return _Place(2**63, 0)
+    return _Place(manifest.serial, manifest.parent)
+
+
+def _line(serial: int, found: dict[Path, _Place]) -> list[Path]:
+    """Return a checkpoint and those it descends from, newest first, as far as they are there."""
+    by_serial = {place.serial: path for path, place in found.items() if place.serial > 0}
+    line: list[Path] = []
+    while serial in by_serial and by_serial[serial] not in line:
+        line.append(by_serial[serial])
+        serial = found[line[-1]].parent
+    return line
+
+
+def _pointed(root: Path, found: dict[Path, _Place]) -> int | None:
     """Return the serial of the checkpoint that `latest` names, if it does; else the serials decide.
 
-    A writer puts the serial before the name, as one damaged bit of a name can make the name of another checkpoint.
-    Somebody who edits the file may leave the serial out.
+    A writer puts the serial before the name, as one damaged bit of a name can make the name of another checkpoint, and
+    the parent's behind it, which counts where the writer was killed before the rename. Somebody who edits the file may
+    leave both out.
     """
     try:
-        *serial, name = (root / LATEST).read_text(encoding="utf-8").split()
-    except (OSError, ValueError):
+        words = (root / LATEST).read_text(encoding="utf-8").split()
+    except (OSError, UnicodeDecodeError):
         return None
-    found = serials.get(root / name, 0)
-    if found > 0 and serial not in ([], [str(found)]):
-        logger.warning("%s is ignored: %s has another serial than %s", root / LATEST, name, " ".join(serial))
-        return None
-    return found or None
+    if len(words) in (1, 3):
+        name, serials = words[len(words) // 2], {str(place.serial) for place in found.values()}
+        there = found.get(root / name, _Place(0, 0)).serial
+        if there > 0 and words[0] in (name, str(there)):
+            return there
+        if len(words) == 3 and there == 0 and words[0] not in serials and words[2] in serials:
+            return int(words[2]) or None
+    logger.warning("%s is ignored: there is no checkpoint %s", root / LATEST, " ".join(words))
+    return None
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -71,17 +114,13 @@ def is_checkpoint(path: Path) -> bool:
     return _is_published(path) or (path / MANIFEST).exists()
 
 
+def is_checkpoint_name(name: str) -> bool:
+    """Return whether `save_checkpoint` gives such names."""
+    return _PUBLISHED.fullmatch(name) is not None
+
+
 def _is_published(path: Path) -> bool:
-    return _PUBLISHED.fullmatch(path.name) is not None and path.is_dir()
-
-
-def _serial(path: Path) -> int:
-    try:
-        return read_manifest(path).serial
-    except DamagedCheckpointError:
-        return 0
-    except CheckpointError:  # of a newer format: newer than all
-        return 2**63
+    return is_checkpoint_name(path.name) and path.is_dir()
 
 
 @dataclass(slots=True)
@@ -94,18 +133,17 @@ class Draft:
     _lock: int
 
     def publish(self, manifest: Callable[[int], Manifest], keep: int | None) -> Path:
-        """Make the draft a checkpoint; then remove those of the same run beyond the newest `keep`.
+        """Make the draft a checkpoint; then remove those that it descends from beyond the newest `keep`.
 
         `manifest` gets the serial. All files of the draft are on the disk already.
         """
         with locked(self.root):
-            published = {path: _serial(path) for path in self.root.iterdir() if _is_published(path)}
-            complete = manifest(max(published.values(), default=0) + 1)
+            complete = manifest(max((place.serial for place in _places(self.root).values()), default=0) + 1)
             write_durably(self.path / MANIFEST, complete.to_json().encode())
             (self.path / _WRITER).unlink()
             sync_folder(self.path)
             target = _free_name(self.root, self.step)
-            _replace_durably(self.root / LATEST, f"{complete.serial} {target.name}".encode())
+            _replace_durably(self.root / LATEST, f"{complete.serial} {target.name} {complete.parent}".encode())
             self.path.rename(target)
             try:
                 sync_folder(self.root)
@@ -114,7 +152,7 @@ class Draft:
                 raise
             self._unlock()
             if keep is not None:
-                _prune(self.root, complete.run, keep)
+                _prune(self.root, complete.serial, keep)
         return target
 
     def discard(self) -> None:
@@ -185,14 +223,8 @@ def _free_name(root: Path, step: int) -> Path:
     return path
 
 
-def _prune(root: Path, run: str, keep: int) -> None:
-    serials: dict[Path, int] = {}
-    for path in filter(_is_published, root.iterdir()):
-        with suppress(CheckpointError):  # what cannot be read is not ours to remove
-            manifest = read_manifest(path)
-            if manifest.run == run:
-                serials[path] = manifest.serial
-    for path in sorted(serials, key=lambda path: serials[path])[:-keep]:
+def _prune(root: Path, serial: int, keep: int) -> None:
+    for path in _line(serial, _places(root))[keep:]:
         removed = path.with_name(f"{_REMOVED}{path.name}-{uuid.uuid4().hex[:8]}")
         try:
             path.rename(removed)  # first, so that a kill during the removal leaves no half checkpoint

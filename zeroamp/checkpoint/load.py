@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from zeroamp.agreement import Agreement
 from zeroamp.checkpoint.extra import common_extra, extra_of
-from zeroamp.checkpoint.folder import find_checkpoints, is_checkpoint
+from zeroamp.checkpoint.folder import find_checkpoints, is_checkpoint, is_checkpoint_name
 from zeroamp.checkpoint.manifest import MANIFEST, DamagedCheckpointError, Manifest, check_file, read_manifest
 from zeroamp.checkpoint.optimizer_state import check_optimizer_fits, load_optimizer, optimizer_targets
 from zeroamp.checkpoint.random_state import set_random_state
@@ -53,12 +53,12 @@ def load_checkpoint(
         extra_rank: the rank whose `extra` is returned; None: this rank's own.
 
     Raises:
-        CheckpointError: on all ranks: there is none, none is whole, or parameters, shapes, dtypes, optimizer or
-            scheduler are not those of the checkpoint, which names the difference. Nothing has been changed then.
+        CheckpointError: on all ranks. With nothing changed: there is none, none is whole, or parameters, shapes,
+            dtypes, optimizer or scheduler are others. With the model filled in part: a file cannot be read through.
         StepError: inside an accumulation window, or the loss scale is of another kind.
     """
     state = wrap_state(model)
-    state.saving.wait()
+    state.saving.give_up()
     if train is not None:
         train.state_dict()  # refuses an unfinished window
     ranks = agreement_of(state)
@@ -82,7 +82,7 @@ def load_checkpoint(
 
 def _find(folder: Path, ranks: Agreement) -> tuple[Path, Manifest] | None:
     """Return the checkpoint to load, whole, and its manifest; None where there is none at all."""
-    candidates = ranks.on_first(lambda: [folder] if is_checkpoint(folder) else find_checkpoints(folder))
+    candidates = ranks.on_first(lambda: _candidates(folder))
     damages = []
     for index, path in enumerate(candidates):
         try:
@@ -114,6 +114,16 @@ def _log_unreadable(paths: list[Path]) -> None:
             _log_damage(path, error)
         except CheckpointError:  # of a newer format, so its age is known
             continue
+
+
+def _candidates(folder: Path) -> list[Path]:
+    if is_checkpoint(folder):
+        return [folder]
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(describe(str(folder), "a file", "a checkpoint, or a folder of them", "Check the path."))
+    if is_checkpoint_name(folder.name) and not folder.exists():
+        raise CheckpointError(describe(str(folder), "nothing", "a checkpoint", "Check the path."))
+    return find_checkpoints(folder)
 
 
 def _check_files(path: Path, manifest: Manifest, ranks: Agreement) -> None:
@@ -223,7 +233,7 @@ class _Load:
         load_optimizer(train.optimizer, self.values["optimizer"], self.tensors, self.state.root)
         if isinstance(train.scheduler, StatefulScheduler):
             train.scheduler.load_state_dict(self.values["scheduler"]["state"])
-        self.state.saving.run = self.manifest.run
+        self.state.saving.run, self.state.saving.serial = self.manifest.run, self.manifest.serial
         if self.is_same_size:
             set_random_state(self.own["random"], device_of(self.state.mesh))
 

@@ -49,6 +49,8 @@ class Manifest:
     """The caller's number of the step."""
     serial: int
     """Counts the checkpoints of a folder in the order of their publication, from 1 on, whatever their steps."""
+    parent: int
+    """The serial of the checkpoint that this one's training had saved or loaded before it; 0: of none."""
     run: str
     """Names the training run, over all its restarts."""
     world_size: int

@@ -1,10 +1,14 @@
 """What a wrapped model knows of the checkpoints of its run."""
 
+import logging
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
 from zeroamp.agreement import Agreement
+from zeroamp.policies.errors import CheckpointError
+
+logger = logging.getLogger("zeroamp")
 
 
 @dataclass(slots=True)
@@ -13,6 +17,8 @@ class Saving:
 
     run: str | None = None
     """Names the run over all its restarts; the first rank's, from its first save or load on."""
+    serial: int = 0
+    """Of the checkpoint that was saved or loaded last, known to the first rank; 0: of none."""
     future: Future[Path] | None = None
     """Ends alike on all ranks: with the path, or with the error of whichever rank failed."""
     signals: Agreement | None = None
@@ -22,14 +28,16 @@ class Saving:
         """Take note of a save that all ranks began."""
         self.future, self.signals = future, signals
 
-    def check(self) -> None:
-        """See whether the save is done, on all ranks at the same call: a small all-reduce while there is one.
+    def is_done(self) -> bool:
+        """Return whether the save ended, the same on all ranks: a small all-reduce while there is one."""
+        return self.future is not None and self.signals is not None and self.signals.all(self.future.done())
 
-        Raises:
-            CheckpointError: it failed.
-        """
-        if self.future is not None and self.signals is not None and self.signals.all(self.future.done()):
+    def give_up(self) -> None:
+        """Wait for the save; log its error, where what follows matters more than what failed."""
+        try:
             self.wait()
+        except CheckpointError as error:
+            logger.error("a save in the background failed: %s", error)
 
     def wait(self) -> None:
         """Wait for the save.

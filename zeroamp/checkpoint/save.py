@@ -90,23 +90,25 @@ def save_checkpoint(
         extra: this rank's own: the position in the data, say. Tensors, numbers, strings and containers of them.
         async_: copy the state to CPU memory, return, and write while training goes on. One at a time: a second save
             waits for the first. `TrainStep.step` raises an error of the background, on all ranks in the same step.
-        keep: how many checkpoints of this run stay; the others are removed once this one is on the disk. None: all.
+        keep: how many stay of this one and those it descends from, by saving and loading; older ones are removed once
+            this one is on the disk. None: all.
 
     Returns:
         The checkpoint's path; with `async_` a future of it.
 
     Raises:
         CheckpointError: on all ranks, where any could not write; nothing of it is left then.
-        StepError: inside an accumulation window.
+        StepError: inside an accumulation window, or after something raised without a `recover`.
     """
-    if keep is not None and keep < 1:
-        raise CheckpointError(describe("keep", keep, "at least 1, or None for all", "Change it."))
     state = wrap_state(model)
-    state.saving.wait()
+    state.watch.refuse_after_failure("save_checkpoint")  # its state may be half updated
+    state.saving.give_up()
     ranks = agreement_of(state)
+    step = train.num_steps if step is None else step
+    _check_same(ranks.run(lambda: _arguments(Path(folder), step, keep, train)))
     checkpoint = _Save(
         folder=Path(folder),
-        step=train.num_steps if step is None else step,
+        step=step,
         snapshot=take_snapshot(state, train, extra, ranks),
         ranks=ranks,
         state=state,
@@ -120,6 +122,23 @@ def save_checkpoint(
     future = ranks.background = checkpoint.write_in_background()
     state.saving.begin(future, signals)
     return future
+
+
+def _arguments(folder: Path, step: int, keep: int | None, train: TrainStep) -> dict[str, Any]:
+    """Return what must be the same on all ranks."""
+    for name, value, least in (("step", step, 0), ("keep", 1 if keep is None else keep, 1)):
+        if type(value) is not int or value < least:
+            raise CheckpointError(describe(name, repr(value), f"an integer from {least} on", "Change it."))
+    return {"folder": str(folder), "step": step, "keep": keep, "steps taken": train.num_steps}
+
+
+def _check_same(of_ranks: list[dict[str, Any]]) -> None:
+    for name, first in of_ranks[0].items():
+        values = [of_rank[name] for of_rank in of_ranks]
+        if any(value != first for value in values):
+            found = f"{name} {' and '.join(sorted({repr(value) for value in values}))}, depending on the rank"
+            remedy = "Where a rank failed in between, load the last checkpoint."
+            raise CheckpointError(describe("save_checkpoint", found, "the same on all ranks", remedy))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -214,12 +233,21 @@ class _Save:
         if self.draft is None:
             raise AssertionError("expected the first rank to hold the draft")
         files = {name: record for of_rank in records for name, record in of_rank.items()}
-        return self.draft.publish(lambda serial: self._manifest(serial, files), self.keep)
+        serials = []
+
+        def manifest(serial: int) -> Manifest:
+            serials.append(serial)
+            return self._manifest(serial, files)
+
+        path = self.draft.publish(manifest, self.keep)
+        self.state.saving.serial = serials[0]
+        return path
 
     def _manifest(self, serial: int, files: dict[str, FileRecord]) -> Manifest:
         return Manifest(
             step=self.step,
             serial=serial,
+            parent=self.state.saving.serial,
             run=self.run,
             world_size=self.ranks.num_ranks,
             mesh=tuple(self.state.mesh.mesh.shape),

@@ -40,8 +40,20 @@ def _is_tensor(key: str, value: object) -> bool:
 
 
 def model_tensors(root: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the model's tensors by name in the checkpoint, detached but not copied."""
-    return {MODEL + name: value.detach() for name, value in state_by_name(root).items() if _is_tensor(name, value)}
+    """Return the model's tensors by name in the checkpoint, detached but not copied.
+
+    Raises:
+        CheckpointError: one of them is no parameter or buffer: nothing could be loaded into it.
+    """
+    live = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
+    tensors = {name: value for name, value in state_by_name(root).items() if _is_tensor(name, value)}
+    for name, value in tensors.items():
+        if id(value) not in live:
+            found = "a tensor that a module made for its state_dict()"
+            raise CheckpointError(
+                describe(name, found, "parameters and buffers", "Register it as a buffer, or use get_extra_state().")
+            )
+    return {MODEL + name: value.detach() for name, value in tensors.items()}
 
 
 def extra_states(root: nn.Module) -> dict[str, Any]:

@@ -138,7 +138,10 @@ def _at_the_wrong_time(folder):
         "extra": _refused(training, training.save, folder, extra=Code()),
         "extra of one": _refused(training, training.save, folder, extra=Code() if dist.get_rank() else None),
         "nothing": _refused(training, training.load, f"{folder}/nothing"),
-        "empty": _refused(training, training.load, f"{folder}/latest"),
+        "file": _refused(training, training.load, f"{folder}/latest"),
+        "mistyped": _refused(training, partial(training.load, missing_ok=True), f"{folder}/step_2"),
+        "step": _refused(training, training.save, folder, step=2.0),
+        "steps": _refused(training, training.save, folder, step=dist.get_rank()),
     }
     assert training.load(f"{folder}/nothing", missing_ok=True) is None
     training.train.backward(training.model(torch.arange(4)[None]))
@@ -156,11 +159,14 @@ def test_calls_at_the_wrong_time_or_with_wrong_values(ranks2, tmp_path):
         assert found.pop("after") == (None, [])
         window = "StepError: TrainStep.state_dict: found 1 micro-batches of an unfinished window"
         words = {
-            "keep": "CheckpointError: keep: found 0; valid: at least 1",
+            "keep": "CheckpointError: keep: found 0; valid: an integer from 1 on",
+            "step": "CheckpointError: step: found 2.0; valid: an integer from 0 on",
+            "steps": "CheckpointError: save_checkpoint: found step 0 and 1, depending on the rank",
             "extra": "CheckpointError: extra: found something that cannot be saved: ",
             "extra of one": "CheckpointError: rank 1: extra: found something that cannot be saved: ",
             "nothing": f"CheckpointError: {tmp_path}/nothing: found no checkpoint; valid: what save_checkpoint wrote",
-            "empty": f"CheckpointError: {tmp_path}/latest: found no checkpoint",
+            "file": f"CheckpointError: rank 0: {tmp_path}/latest: found a file",
+            "mistyped": f"CheckpointError: rank 0: {tmp_path}/step_2: found nothing; valid: a checkpoint",
             "save in a window": window,
             "load in a window": window,
         }

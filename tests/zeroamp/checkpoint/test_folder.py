@@ -22,9 +22,20 @@ class Killed(BaseException):
     pass
 
 
-def publish(root, step, keep=None, run="a"):
+def publish(root, step, keep=None, run="a", parent=None):
+    """As a run does that was never started again: its checkpoints descend from one another."""
+    if parent is None:
+        found = [there for path in root.iterdir() if (there := _manifest_of(path)) and there.run == run]
+        parent = max((there.serial for there in found), default=0)
     draft = open_draft(root, step)
-    return draft.publish(lambda serial: manifest(step=step, serial=serial, run=run), keep)
+    return draft.publish(lambda serial: manifest(step=step, serial=serial, run=run, parent=parent), keep)
+
+
+def _manifest_of(path):
+    try:
+        return read_manifest(path)
+    except CheckpointError:
+        return None
 
 
 def order(root):
@@ -49,7 +60,7 @@ def test_the_newest_is_the_one_published_last_whatever_its_step(tmp_path):
         publish(tmp_path, step)
     assert order(tmp_path) == ["step_00000100", "step_00000300", "step_00000200"]
     assert latest_checkpoint(str(tmp_path)) == tmp_path / "step_00000100"
-    assert (tmp_path / "latest").read_text() == "3 step_00000100"
+    assert (tmp_path / "latest").read_text() == "3 step_00000100 2"
     assert names(tmp_path) == {*order(tmp_path), "latest", ".lock"}
 
 
@@ -97,8 +108,8 @@ def test_killed_between_pointer_and_rename(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", killed)
         with pytest.raises(Killed):
-            draft.publish(lambda serial: manifest(step=2, serial=serial), None)
-    assert (tmp_path / "latest").read_text() == "2 step_00000002"  # which is not there
+            draft.publish(lambda serial: manifest(step=2, serial=serial, parent=0), None)
+    assert (tmp_path / "latest").read_text() == "2 step_00000002 0"  # which is not there
     assert order(tmp_path) == ["step_00000001"]
     publish(tmp_path, 3)
     assert order(tmp_path) == ["step_00000003", "step_00000001"]
@@ -223,6 +234,7 @@ def test_a_checkpoint_is_known_by_name_or_manifest(tmp_path):
     empty = tmp_path / "step_00000002"
     empty.mkdir()
     run = tmp_path / "step_by_step"  # a folder of checkpoints, whatever it is called
+    run.mkdir()
     publish(run, 1)
     assert [is_checkpoint(p) for p in (renamed, empty, run, tmp_path)] == [True, True, False, False]
 
@@ -234,8 +246,8 @@ def test_without_locks_nothing_is_removed_and_all_is_published(tmp_path, monkeyp
         (tmp_path / name).mkdir()
     first = open_draft(tmp_path, 1)
     second = open_draft(tmp_path, 1)
-    first.publish(lambda serial: manifest(step=1, serial=serial), 1)
-    second.publish(lambda serial: manifest(step=1, serial=serial), 1)
+    first.publish(lambda serial: manifest(step=1, serial=serial, parent=0), 1)
+    second.publish(lambda serial: manifest(step=1, serial=serial, parent=1), 1)
     assert order(tmp_path) == ["step_00000001_2"]
     assert leftovers < names(tmp_path)
 
@@ -244,3 +256,23 @@ def test_the_manifest_is_written_before_the_checkpoint_has_its_name(tmp_path):
     path = publish(tmp_path, 1)
     assert {file.name for file in path.iterdir()} == {MANIFEST}
     assert json.loads((path / MANIFEST).read_text())["serial"] == 1
+
+
+def test_a_line_that_was_left_is_neither_taken_nor_removed(tmp_path, monkeypatch):
+    for step in (1, 2, 3):
+        publish(tmp_path, step)
+    assert publish(tmp_path, 4, keep=2, parent=1).name == "step_00000004"  # after going back to 1
+    assert order(tmp_path) == [f"step_0000000{step}" for step in (4, 1, 3, 2)]
+    publish(tmp_path, 5, keep=2, parent=4)
+    assert order(tmp_path) == [f"step_0000000{step}" for step in (5, 4, 3, 2)]
+
+
+def test_a_writer_that_did_not_come_to_the_rename_leaves_the_line_that_it_was_on(tmp_path, monkeypatch):
+    for step in (1, 2):
+        publish(tmp_path, step)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(OSError("no")))
+        with pytest.raises(OSError, match="no"):
+            publish(tmp_path, 3, parent=1)
+    assert (tmp_path / "latest").read_text() == "3 step_00000003 1"
+    assert order(tmp_path)[0] == "step_00000001"

@@ -9,7 +9,9 @@ from zeroamp.checkpoint.manifest import Manifest
 
 def _publish(folder, step):
     def manifest(serial):
-        return Manifest(step=step, serial=serial, run="run", world_size=1, mesh=(1,), config={}, versions={}, files={})
+        return Manifest(
+            step=step, serial=serial, parent=0, run="run", world_size=1, mesh=(1,), config={}, versions={}, files={}
+        )
 
     return open_draft(folder, step).publish(manifest, None)
 
@@ -39,9 +41,11 @@ def test_a_name_alone_leads_back_and_one_with_another_serial_is_ignored_aloud(tm
     (tmp_path / "latest").write_text(f"{one.name}\n")
     assert latest_checkpoint(tmp_path) == one
     assert not caplog.records
-    (tmp_path / "latest").write_text(f"2 {one.name}\n")
-    assert latest_checkpoint(tmp_path) == two
-    assert caplog.messages == [f"{tmp_path / 'latest'} is ignored: {one.name} has another serial than 2"]
+    for text in (f"2 {one.name} 0", f"2 {one.name}", "step_1"):
+        (tmp_path / "latest").write_text(f"{text}\n")
+        assert latest_checkpoint(tmp_path) == two
+        assert caplog.messages == [f"{tmp_path / 'latest'} is ignored: there is no checkpoint {text}"]
+        caplog.clear()
 
 
 def test_a_checkpoint_that_comes_last_because_its_manifest_is_damaged_is_logged(tmp_path, caplog):

@@ -3,8 +3,9 @@
     python -m benchmarks.instruments_overhead [--ranks 2] [--rounds 40] [--width 512] [--device cpu] [--values FILE]
 
 Each variant is a model of its own, with the same weights and batches, in the same rank processes. A round makes one
-step of each, in another order each round, so that none always follows the same other. A ratio is that of two steps of one round, so a load on
-the machine that lasts longer than a round is in both. "none again" is "none" once more: what it differs by is noise.
+step of each, in another order each round, so that none always follows the same other. A ratio is that of two steps of
+one round, so a load on the machine that lasts longer than a round is in both. "none again" is "none" once more: what it
+differs by is noise.
 Beside the time that passed, the rank's CPU time: on a machine that runs other things too it is the steadier of the two.
 """
 

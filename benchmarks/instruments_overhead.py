@@ -3,13 +3,15 @@
     python -m benchmarks.instruments_overhead [--ranks 2] [--rounds 40] [--width 512] [--device cpu] [--values FILE]
 
 Each variant is a model of its own, with the same weights and batches, in the same rank processes. A round makes one
-step of each; who begins moves on by one from round to round. A ratio is that of two steps of one round, so a load on
-the machine that lasts longer than a round is in both. "none again" is "none" once more: what it differs by is noise.
+step of each, in another order each round, so that none always follows the same other. A ratio is that of two steps of
+one round, so a load on the machine that lasts longer than a round is in both. "none again" is "none" once more: what it
+differs by is noise.
 Beside the time that passed, the rank's CPU time: on a machine that runs other things too it is the steadier of the two.
 """
 
 import argparse
 import json
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -131,8 +133,8 @@ def one_round(options: Options, index: int) -> Round:
     """Return the seconds of one step of each variant. Every rank calls it, with the same number of the round."""
     generator = torch.Generator().manual_seed(index * options.ranks + dist.get_rank())
     tokens = torch.randint(0, VOCAB, (options.batch, options.length), generator=generator).to(options.device)
-    names, first = list(_state), index % len(_state)
-    runs = {name: _state[name] for name in (*names[first:], *names[:first])}
+    order = random.Random(index).sample(list(_state), len(_state))  # the same on every rank
+    runs = {name: _state[name] for name in order}
     return {name: _timed_step(train, tokens, variant) for name, (variant, train) in runs.items()}
 
 

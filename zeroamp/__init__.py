@@ -1,7 +1,7 @@
 """zeroamp: torch.autocast numerics and ZeRO stages on native PyTorch FSDP2, from a DeepSpeed-style config."""
 
 from zeroamp.discover import SafeParameters, discover_safe_parameters
-from zeroamp.errors import CheckpointError, ConfigError, PrecisionError, StepError, WrapError, ZeroAmpError
+from zeroamp.errors import CheckpointError, ConfigError, PeerError, PrecisionError, StepError, WrapError, ZeroAmpError
 from zeroamp.optimizers import optimizer_from_config
 from zeroamp.plan import Plan, build_plan
 from zeroamp.policies import Policy, policy_from_config
@@ -18,6 +18,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "Ledger",
+    "PeerError",
     "Plan",
     "Policy",
     "PrecisionError",

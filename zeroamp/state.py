@@ -10,6 +10,8 @@ from torch.utils.hooks import RemovableHandle
 from zeroamp.hooks import (
     AutocastHook,
     BackwardGuard,
+    CallLog,
+    ForwardWatch,
     Fp32Region,
     OuterAutocastGuard,
     ReshardAfterEvaluation,
@@ -33,6 +35,9 @@ class WrapState:
     """What the collectives moved since it was last reset."""
     holders: dict[str, FSDPModule] = field(default_factory=dict)
     """Group name -> holder, for the groups that are not a unit's own."""
+    calls: CallLog = field(default_factory=CallLog)
+    """The collectives of this window, on this rank."""
+    watch: ForwardWatch = field(init=False)
     autocast: AutocastHook | None = None
     evaluation: ReshardAfterEvaluation = field(default_factory=ReshardAfterEvaluation)
     outer_autocast: OuterAutocastGuard | None = None
@@ -40,6 +45,9 @@ class WrapState:
     fp32_regions: list[Fp32Region] = field(default_factory=list)
     shard_accumulator: ShardAccumulator | None = None
     handles: list[RemovableHandle] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.watch = ForwardWatch(self.calls)
 
 
 def record_state(model: nn.Module, state: WrapState) -> None:

@@ -14,7 +14,7 @@ from zeroamp.hooks.call_log import CallLog
 from zeroamp.hooks.kept_buffers import KeptBuffers
 from zeroamp.policies.errors import StepError, describe
 
-Where = Literal["forward", "evaluation", "backward", "step", "optimizer.step", "recovery"]
+Where = Literal["forward", "evaluation", "backward", "step", "the training loop", "optimizer.step", "recovery"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,13 +22,21 @@ class Failure:
     """What raised on this rank. The text only: an exception would keep the tensors of its frames alive."""
 
     where: Where
-    """"evaluation" is a forward without gradients."""
+    """"evaluation" is a forward without gradients, "the training loop" what is not the model's or the step's."""
     text: str
+
+    def __str__(self) -> str:
+        return f"{self.where} ({self.text})"
 
     @property
     def can_be_recovered(self) -> bool:
         """Whether parameters and process groups are known to be whole."""
         return self.where not in ("optimizer.step", "recovery")
+
+
+def describe_error(error: BaseException | None) -> str:
+    """Return an error's class and text, for another rank."""
+    return "an error that was handled before recover()" if error is None else f"{type(error).__name__}: {error}"
 
 
 class ForwardWatch:
@@ -95,7 +103,7 @@ class ForwardWatch:
     def note(self, where: Where, error: BaseException) -> None:
         """Keep the first failure: those after it follow from it."""
         if self.failure is None:
-            self.failure = Failure(where=where, text=f"{type(error).__name__}: {error}")
+            self.failure = Failure(where=where, text=describe_error(error))
 
     def refuse_after_failure(self, method: str) -> None:
         """Raise StepError if something raised and the ranks were not brought together since."""
@@ -106,7 +114,7 @@ class ForwardWatch:
             if self.failure.can_be_recovered
             else "Restart from the last checkpoint."
         )
-        found = f"an earlier {self.failure.where} that raised ({self.failure.text})"
+        found = f"an earlier failure in {self.failure}"
         raise StepError(describe(method, found, "one after train.recover(), or none that raised", remedy))
 
     def end_window(self) -> None:

@@ -17,10 +17,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.expected_calls import expected_evaluation, expected_window
 from zeroamp.hooks import Call, Failure, ZeroBuffers, abandon
-from zeroamp.hooks.forward_watch import Where
+from zeroamp.hooks.forward_watch import Where, describe_error
 from zeroamp.mesh import device_of
 from zeroamp.policies.errors import PeerError, StepError, describe
 from zeroamp.state import WrapState
+from zeroamp.step_checks import without_gradient
 
 _RESTART = "Restart from the last checkpoint."
 
@@ -60,35 +61,40 @@ class Recovery:
             self._state.watch.note(where, error)
             raise
 
-    def sum_over_ranks(self, loss: torch.Tensor, squares: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def sum_over_ranks(
+        self, loss: torch.Tensor, squares: torch.Tensor, *, has_gradient: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sums of two 0-D fp64 tensors, and end the window.
 
         Waits for the device: nothing may be updated before it is known that no rank failed.
 
         Raises:
+            StepError: there is no gradient on this rank.
             PeerError: on all other ranks, if one failed.
         """
+        if not has_gradient:
+            error = without_gradient()
+            self.end_as_failed(Failure(where="step", text=describe_error(error)))
+            raise error
         statistics = self._sum(loss, squares, num_failed=0)
         if float(statistics[2]) == 0:
             self._is_over = False
             self._state.watch.end_window()
             return statistics[0], statistics[1]
-        texts = self._exchange(None)
+        failures = self._exchange(None)
         self._drop_window()
-        raise PeerError(
-            describe(
-                "TrainStep.step",
-                "; ".join(f"a failure on rank {rank} ({text})" for rank, text in texts.items()),
-                "a window that all ranks run to its end",
-                "The window was dropped and nothing was updated: call train.recover() and go on with the next one.",
-            )
-        )
+        found = "; ".join(f"a failure in {failure} on rank {rank}" for rank, failure in failures.items())
+        remedy = "Nothing was updated here. Call train.recover() and go on with the next window."
+        if not all(failure.can_be_recovered for failure in failures.values()):
+            self._state.watch.failure = Failure(where="recovery", text=found)
+            remedy = _RESTART
+        raise PeerError(describe("TrainStep.step", found, "a window that all ranks run to its end", remedy))
 
-    def end_as_failed(self, text: str) -> None:
-        """End the window in the place of `sum_over_ranks`: the other ranks raise, with `text`."""
+    def end_as_failed(self, failure: Failure) -> None:
+        """End the window in the place of `sum_over_ranks`: the other ranks raise."""
         zero = torch.zeros((), dtype=torch.float64, device=device_of(self._state.mesh))
         self._sum(zero, zero, num_failed=1)
-        self._exchange(text)
+        self._exchange(failure)
         self._drop_window()
 
     def recover(self) -> None:
@@ -98,36 +104,34 @@ class Recovery:
             StepError: this rank cannot know what they wait for, or is not whole itself.
         """
         failure = self._state.watch.failure
-        if failure is not None and not failure.can_be_recovered:
-            found = f"a failure in {failure.where} ({failure.text}): parameters may be updated in part, or ranks apart"
-            raise StepError(describe("TrainStep.recover", found, "one in a forward or backward", _RESTART))
+        if failure is not None and failure.where == "recovery":
+            raise self._beyond_recovery(failure)
         if self.is_inside_window:
             self._keep_part(failure)
         else:
             self._abandon()
         self._state.watch.drop_window()
+        if failure is not None and not failure.can_be_recovered:
+            self._state.watch.failure = failure
+            raise self._beyond_recovery(failure)
+
+    def _beyond_recovery(self, failure: Failure) -> StepError:
+        found = f"a failure in {failure}, after which parameters may be updated in part, or ranks be apart"
+        return StepError(describe("TrainStep.recover", found, "one in a forward or a backward", _RESTART))
 
     def _keep_part(self, failure: Failure | None) -> None:
         is_evaluation = failure is not None and failure.where == "evaluation"
         rest = self._rest_of_evaluation() if is_evaluation else self._rest_of_window()
-        error = sys.exception()
-        text = "not in the model or the step" if error is None else f"{type(error).__name__}: {error}"
+        failure = failure or Failure(where="the training loop", text=describe_error(sys.exception()))
         self._abandon()  # first: it frees the memory that the rest needs
         buffers = ZeroBuffers(rest, device_of(self._state.mesh))
         try:
             buffers.issue()
             if not is_evaluation:
-                self.end_as_failed(failure.text if failure else text)
+                self.end_as_failed(failure)
         except RuntimeError as problem:
-            self._state.watch.failure = Failure(where="recovery", text=str(problem))
-            raise StepError(
-                describe(
-                    "TrainStep.recover",
-                    f"a collective that raised: {problem}",
-                    "process groups that work, with all ranks in the same place",
-                    _RESTART,
-                )
-            ) from problem
+            self._state.watch.failure = Failure(where="recovery", text=describe_error(problem))
+            raise self._beyond_recovery(self._state.watch.failure) from problem
 
     def _rest_of_window(self) -> list[Call]:
         calls, plan = self._state.calls, self._state.plan
@@ -177,9 +181,9 @@ class Recovery:
         dist.all_reduce(statistics, group=self._world)
         return statistics
 
-    def _exchange(self, text: str | None) -> dict[int, str]:
-        """Return the failed ranks and what raised there."""
+    def _exchange(self, failure: Failure | None) -> dict[int, Failure]:
+        """Return what raised on the ranks that failed."""
         ranks = dist.get_process_group_ranks(self._world)
-        texts: list[str | None] = [None] * len(ranks)
-        dist.all_gather_object(texts, text, group=self._world)
-        return {rank: text for rank, text in zip(ranks, texts, strict=True) if text is not None}
+        failures: list[Failure | None] = [None] * len(ranks)
+        dist.all_gather_object(failures, failure, group=self._world)
+        return {rank: failure for rank, failure in zip(ranks, failures, strict=True) if failure is not None}

@@ -14,7 +14,7 @@ from zeroamp.norm import clip_factor, local_sum_of_squares, multiply_gradients
 from zeroamp.policies.errors import StepError, describe
 from zeroamp.recovery import Recovery
 from zeroamp.state import wrap_state
-from zeroamp.step_checks import Scheduler, refuse_foreign, refuse_metric, without_gradient
+from zeroamp.step_checks import Scheduler, refuse_foreign, refuse_metric
 from zeroamp.step_report import StepReport, log_step
 
 
@@ -120,10 +120,8 @@ class TrainStep:
                 if self._state.shard_accumulator is not None:
                     self._state.shard_accumulator.flush()
                 loss, squares = self._local_statistics()
-            if not self._with_gradient():
-                self._recovery.end_as_failed(str(error := without_gradient()))
-                raise error
-            return self._update(*self._recovery.sum_over_ranks(loss, squares))
+            has_gradient = bool(self._with_gradient())
+            return self._update(*self._recovery.sum_over_ranks(loss, squares, has_gradient=has_gradient))
         finally:  # whatever it raised, the next backward begins a new window
             self._drop_gradients()
             self._num_micro_batches, self._loss_sum = 0, None
@@ -131,10 +129,9 @@ class TrainStep:
     def recover(self) -> int:
         """Bring this rank and the others together again after an exception; call it on every rank that saw one.
 
-        Where a forward, a backward or something beside them raised, this rank issues what the others still wait for in
-        this window; they raise PeerError from `step`, and their `recover` has nothing left to do. The window is
-        dropped on all ranks: gradients, and what it did to buffers. Call it outside of the except block, which keeps
-        the tensors of the failed forward alive. See docs/recovery.md.
+        This rank issues what the others still wait for in this window; they raise PeerError from `step`, and have
+        nothing left to issue. The window is dropped on all ranks: gradients, and what it did to buffers. Call it
+        outside of the except block, which keeps the tensors of the failed forward alive. See docs/recovery.md.
 
         Returns:
             The micro-batches of the window that this rank did not come to: leave out as many of its batches, and all

@@ -12,7 +12,9 @@ from zeroamp.hooks._fsdp import (
 from zeroamp.hooks.all_gather import CountingAllGather
 from zeroamp.hooks.autocast import AutocastHook
 from zeroamp.hooks.backward_guard import BackwardGuard
+from zeroamp.hooks.call_log import Call, CallLog, ZeroBuffers
 from zeroamp.hooks.evaluation import ReshardAfterEvaluation
+from zeroamp.hooks.forward_watch import Failure, ForwardWatch
 from zeroamp.hooks.fp32_region import Fp32Region
 from zeroamp.hooks.observe import Observations, OpObserver, UnitObserver
 from zeroamp.hooks.outer_autocast import OuterAutocastGuard
@@ -33,7 +35,11 @@ from zeroamp.hooks.typed_groups import (
 __all__ = [
     "AutocastHook",
     "BackwardGuard",
+    "Call",
+    "CallLog",
     "CountingAllGather",
+    "Failure",
+    "ForwardWatch",
     "Fp32Region",
     "Holder",
     "Observations",
@@ -47,6 +53,7 @@ __all__ = [
     "UnitObserver",
     "UseRecorder",
     "WireReduceScatter",
+    "ZeroBuffers",
     "abandon",
     "attach_safe_module_guard",
     "attach_typed_group",

@@ -97,6 +97,9 @@ def abandon(root: FSDPModule) -> None:
     Shards are back in place, and unsharded gradients are dropped. Newer versions bring most of it themselves.
     """
     units = [module for module in cast(nn.Module, root).modules() if isinstance(module, FSDPModule)]
+    groups = [group for unit in units for group in _groups(unit._get_fsdp_state())]
+    for group in groups:
+        _drop_gather(group)
     for unit in units:
         release(unit)
     state: Any = root._get_fsdp_state()
@@ -104,11 +107,22 @@ def abandon(root: FSDPModule) -> None:
         state._reset_iter_state()
     else:
         _reset_iteration(state)
-    for parameter in (p for unit in units for group in _groups(unit._get_fsdp_state()) for p in group.fsdp_params):
+    for parameter in (parameter for group in groups for parameter in group.fsdp_params):
         if hasattr(parameter, "_unsharded_param"):
             parameter._unsharded_param.grad = None
             if "unsharded_accumulated_grad" in vars(parameter):  # up to 2.14
                 parameter.unsharded_accumulated_grad = None
+
+
+def _drop_gather(group: Any) -> None:
+    """Wait for a gather that was started, and drop it: copying it out would need the memory that there was none of."""
+    result, group._all_gather_result = group._all_gather_result, None
+    if result is None:
+        return
+    if result.all_gather_event is not None:
+        group.device_handle.current_stream().wait_event(result.all_gather_event)
+    if isinstance(result.all_gather_work, dist.Work):
+        result.all_gather_work.wait()
 
 
 def _reset_iteration(state: Any) -> None:

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from zeroamp.hooks._fsdp import AllGather, all_gather
+from zeroamp.hooks.call_log import CallLog
 from zeroamp.hooks.traffic import Traffic
 
 
@@ -21,6 +22,7 @@ class CountingAllGather(AllGather):
 
     group_name: str
     traffic: Traffic
+    calls: CallLog = field(default_factory=CallLog)
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an empty 1-D tensor for the gathered group."""
@@ -35,4 +37,6 @@ class CountingAllGather(AllGather):
     ) -> dist.Work | None:
         """Gather `input_tensor` (this rank's shards) into `output_tensor` (all ranks')."""
         self.traffic.count("all_gather", output_tensor, self.group_name)
-        return all_gather(output_tensor, input_tensor, group, async_op=async_op)
+        work = all_gather(output_tensor, input_tensor, group, async_op=async_op)
+        self.calls.add("all_gather", output_tensor, self.group_name, group)
+        return work

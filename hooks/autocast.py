@@ -33,6 +33,11 @@ class AutocastHook:
         """Return a new autocast context of the same kind, for methods that are no `forward`."""
         return torch.autocast(self.device_type, dtype=self.dtype)
 
+    def reset(self) -> None:
+        """Leave what forwards left entered: a KeyboardInterrupt calls no hook."""
+        while self._entered:
+            self._entered.pop().__exit__(None, None, None)
+
     def look_around(self) -> None:
         """Warn, once, if the caller has another autocast around the forward. See `hooks/outer_autocast.py`."""
         if not (self._has_warned or self._entered):

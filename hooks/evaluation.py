@@ -6,6 +6,9 @@ and an optimizer built at that moment would hold the copies and train nothing. A
 that then did not run is released with them: a later forward would take it for current.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -37,7 +40,22 @@ class ReshardAfterEvaluation:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def leave(self) -> None:
         """Note that it ended; reshard if it was the outermost."""
+        if self._depth == 0:  # a hook before `enter` raised
+            return
         self._depth -= 1
         if self._depth == 0 and not torch.is_grad_enabled():
             for group in self._groups:
                 release(group)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Do both around a method that is registered as a forward."""
+        self.enter()
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def reset(self) -> None:
+        """Forget forwards that were left without `leave`, by a KeyboardInterrupt."""
+        self._depth = 0

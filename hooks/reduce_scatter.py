@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from zeroamp.hooks._fsdp import ReduceScatter, reduce_scatter
+from zeroamp.hooks.call_log import CallLog
 from zeroamp.hooks.traffic import Traffic
 
 
@@ -64,6 +65,7 @@ class WireReduceScatter(ReduceScatter):
     """Whether an all-reduce over replicas follows. It runs in the output's dtype: fp32, or a native bf16 wire's."""
     group_name: str = ""
     traffic: Traffic = field(default_factory=Traffic)
+    calls: CallLog = field(default_factory=CallLog)
     buffers: ReceiveBuffers = field(default_factory=ReceiveBuffers)
     _pending_input_numel: int | None = None
     """Elements of an input whose output was not yet asked for: how `allocate` tells the two apart."""
@@ -102,9 +104,15 @@ class WireReduceScatter(ReduceScatter):
         if sums_here:
             self._sum_in_rank_order(output_tensor, input_tensor, group, op)
         elif self.wire_dtype == torch.float16:
-            _reduce_fp16(output_tensor, input_tensor, group, averages=op == dist.ReduceOp.AVG)
+            self._reduce_fp16(output_tensor, input_tensor, group, averages=op == dist.ReduceOp.AVG)
         else:
-            reduce_scatter(output_tensor, input_tensor, group, op)
+            self._reduce_scatter(output_tensor, input_tensor, group, op)
+
+    def _reduce_scatter(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any
+    ) -> None:
+        reduce_scatter(output_tensor, input_tensor, group, op)
+        self.calls.add("reduce_scatter", input_tensor, self.group_name, group, op)
 
     def _sum_in_rank_order(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any
@@ -112,6 +120,7 @@ class WireReduceScatter(ReduceScatter):
         # See [Note: Summing in fp32].
         received = self.buffers.like(input_tensor)  # one chunk from every rank, wire dtype
         dist.all_to_all_single(received, input_tensor, group=group)
+        self.calls.add("all_to_all", input_tensor, self.group_name, group)
         chunks = received.view(group.size(), -1)
         output_tensor.copy_(chunks[0])
         for chunk in chunks[1:]:
@@ -119,19 +128,18 @@ class WireReduceScatter(ReduceScatter):
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(group.size())
 
-
-def _reduce_fp16(
-    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, *, averages: bool
-) -> None:
-    # See [Note: Dividing fp16].
-    before = 2 ** math.ceil(math.log2(group.size()) / 2) if averages else 1
-    if before > 1:
-        input_tensor.div_(before)
-    reduced = output_tensor
-    if output_tensor.dtype != input_tensor.dtype:
-        reduced = torch.empty_like(output_tensor, dtype=input_tensor.dtype)
-    reduce_scatter(reduced, input_tensor, group, dist.ReduceOp.SUM)
-    if reduced is not output_tensor:
-        output_tensor.copy_(reduced)
-    if averages:
-        output_tensor.div_(group.size() / before)
+    def _reduce_fp16(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, *, averages: bool
+    ) -> None:
+        # See [Note: Dividing fp16].
+        before = 2 ** math.ceil(math.log2(group.size()) / 2) if averages else 1
+        if before > 1:
+            input_tensor.div_(before)
+        reduced = output_tensor
+        if output_tensor.dtype != input_tensor.dtype:
+            reduced = torch.empty_like(output_tensor, dtype=input_tensor.dtype)
+        self._reduce_scatter(reduced, input_tensor, group, dist.ReduceOp.SUM)
+        if reduced is not output_tensor:
+            output_tensor.copy_(reduced)
+        if averages:
+            output_tensor.div_(group.size() / before)

@@ -17,6 +17,10 @@ class StepError(ZeroAmpError, RuntimeError):
     """The training step was driven in an order or in a way that would train wrongly."""
 
 
+class PeerError(StepError):
+    """Another rank failed in this window, which was dropped on all ranks. The text names the rank and its error."""
+
+
 class PrecisionError(ZeroAmpError, RuntimeError):
     """A module met another precision than the config promised it."""
 

@@ -4,7 +4,7 @@ from zeroamp.checkpoint.folder import latest_checkpoint
 from zeroamp.checkpoint.load import load_checkpoint
 from zeroamp.checkpoint.save import save_checkpoint
 from zeroamp.discover import SafeParameters, discover_safe_parameters
-from zeroamp.errors import CheckpointError, ConfigError, PrecisionError, StepError, WrapError, ZeroAmpError
+from zeroamp.errors import CheckpointError, ConfigError, PeerError, PrecisionError, StepError, WrapError, ZeroAmpError
 from zeroamp.optimizers import optimizer_from_config
 from zeroamp.plan import Plan, build_plan
 from zeroamp.policies import Policy, policy_from_config
@@ -22,6 +22,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "Ledger",
+    "PeerError",
     "Plan",
     "Policy",
     "PrecisionError",

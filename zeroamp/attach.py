@@ -34,10 +34,13 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
         holder = state.holders.get(group.name)
         if holder is not None:
             state.handles += attach_typed_group(holder, unit)
-        attach_collectives(cast(FSDPModule, holder or unit[0]), group, state.plan, state.mesh, state.traffic, buffers)
+        attach_collectives(
+            cast(FSDPModule, holder or unit[0]), group, state.plan, state.mesh, state.traffic, state.calls, buffers
+        )
     zero_fill_unused(cast(FSDPModule, model))
     attach_prefetch(model, state.plan, state.holders)
     state.handles += state.evaluation.attach(model)
+    state.handles += state.watch.attach(model)
     # Under autocast fp32 may come out of a region: the ops after it cast as they need.
     output_dtype = None if policy.mode == "autocast" else policy.low_dtype
     for fqn in state.plan.fp32_regions.modules:

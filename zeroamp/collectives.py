@@ -1,24 +1,34 @@
 """Installs zeroamp's collectives into the FSDP2 groups of a model, one set per typed group."""
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.groups import GroupPlan
-from zeroamp.hooks import CountingAllGather, ReceiveBuffers, Traffic, WireReduceScatter
+from zeroamp.hooks import CallLog, CountingAllGather, ReceiveBuffers, Traffic, WireReduceScatter
+from zeroamp.hooks.call_log import ReduceOp
 from zeroamp.mesh import replicate_size, shard_size
 from zeroamp.plan import Plan
+from zeroamp.policies.accumulation import unsharded_accumulation
+from zeroamp.policies.policy import Policy
 
 
 def attach_collectives(
-    module: FSDPModule, group: GroupPlan, plan: Plan, mesh: DeviceMesh, traffic: Traffic, buffers: ReceiveBuffers
+    module: FSDPModule,
+    group: GroupPlan,
+    plan: Plan,
+    mesh: DeviceMesh,
+    traffic: Traffic,
+    calls: CallLog,
+    buffers: ReceiveBuffers,
 ) -> None:
-    """Give `module`'s own FSDP2 group its wire dtype, its sum and its counters.
+    """Give `module`'s own FSDP2 group its wire dtype, its sum, its counters and the log of its calls.
 
     Through FSDP2's public setters. The all-reduce over replicas stays FSDP2's own, in the dtype that the reduce-scatter
-    leaves: fp32, or a native bf16 wire's. It is only counted.
+    leaves: fp32, or a native bf16 wire's. It is only counted and logged, after the fact.
     """
-    module.set_custom_all_gather(CountingAllGather(group_name=group.name, traffic=traffic))
+    module.set_custom_all_gather(CountingAllGather(group_name=group.name, traffic=traffic, calls=calls))
     is_replicated = replicate_size(mesh) > 1
     module.set_custom_reduce_scatter(
         WireReduceScatter(
@@ -28,12 +38,21 @@ def attach_collectives(
             is_replicated=is_replicated,
             group_name=group.name,
             traffic=traffic,
+            calls=calls,
             buffers=buffers,
         )
     )
     if mesh.ndim == 2:  # FSDP2 runs the all-reduce over an axis of one rank too
+        replicas, op = mesh.get_group(0), reduction_op(plan.policy, mesh)
 
         def count(reduced: torch.Tensor) -> None:
             traffic.count("all_reduce", reduced, group.name)
+            calls.add("all_reduce", reduced, group.name, replicas, op)
 
         module.set_all_reduce_hook(count)
+
+
+def reduction_op(policy: Policy, mesh: DeviceMesh) -> ReduceOp:
+    """Return the op of FSDP2's reductions: it sums and divides itself where it accumulates in float16."""
+    averages = mesh.size() > 1 and unsharded_accumulation(policy) != torch.float16
+    return dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM

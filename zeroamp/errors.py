@@ -1,5 +1,13 @@
 """The exception tree, where users look for it; defined in `zeroamp.policies`, which everything else may import."""
 
-from zeroamp.policies.errors import CheckpointError, ConfigError, PrecisionError, StepError, WrapError, ZeroAmpError
+from zeroamp.policies.errors import (
+    CheckpointError,
+    ConfigError,
+    PeerError,
+    PrecisionError,
+    StepError,
+    WrapError,
+    ZeroAmpError,
+)
 
-__all__ = ["CheckpointError", "ConfigError", "PrecisionError", "StepError", "WrapError", "ZeroAmpError"]
+__all__ = ["CheckpointError", "ConfigError", "PeerError", "PrecisionError", "StepError", "WrapError", "ZeroAmpError"]

@@ -25,6 +25,7 @@ class Rehearsal(TrainStep):
     def __init__(self, model: nn.Module, state: WrapState, observations: Observations) -> None:
         # Never stepped: the optimizer of the boundary is a throwaway one per parameter, on copies.
         super().__init__(model, torch.optim.AdamW(state.root.parameters(), lr=0.0))
+        state.calls.is_on = False
         self._observations = observations
         self._names = {id(parameter): fqn for fqn, parameter in state.root.named_parameters()}
         for parameter in self._parameters:
@@ -95,11 +96,13 @@ def leaves_no_trace(state: WrapState) -> Iterator[None]:
     accumulator = state.shard_accumulator
     was_watching = accumulator is not None and accumulator.is_watching
     counts, state.traffic.enabled = state.traffic.enabled, False
+    is_recorded, failure = state.calls.is_on, state.watch.failure
     try:
         with _same_random_states(state.mesh.device_type):
             yield
     finally:
         state.traffic.enabled = counts
+        state.calls.is_on, state.watch.failure = is_recorded, failure
         if accumulator is not None and not was_watching:
             accumulator.forget()
         known = {(module, name) for module, name, _, _ in buffers}

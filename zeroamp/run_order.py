@@ -54,14 +54,26 @@ class _Open:
         return self.path == "" or path.startswith(f"{self.path}.")
 
 
-def run_order(model: nn.Module, units: Sequence[str], merged: Mapping[str, tuple[str, ...]]) -> UnitRun:
+def run_order(
+    model: nn.Module, units: Sequence[str], merged: Mapping[str, tuple[str, ...]], *, owned_by_leaves: bool = False
+) -> UnitRun:
     """Return the run of the root.
 
     Assumes what holds for most models: modules run as they are registered, a module that is registered twice runs
     twice, a module's own parameters are used before those of its children, and batches need no gradient.
+
+    Args:
+        owned_by_leaves: look at the parameters of modules without children only. Where that gives the same, it does not
+            matter when the others are used.
     """
     unit_of = {model.get_submodule(fqn): unit for unit in units for fqn in merged.get(unit, (unit,))}
-    requires_grad = any(parameter.requires_grad for parameter in model.parameters(recurse=False))
+
+    def owns_trainable(module: nn.Module) -> bool:
+        owned = module.parameters(recurse=False)
+        is_seen = not owned_by_leaves or next(module.children(), None) is None
+        return is_seen and any(parameter.requires_grad for parameter in owned)
+
+    requires_grad = owns_trainable(model)
     stack = [_Open("", "", False)]
     for path, module in model.named_modules(remove_duplicate=False):
         if module is model:
@@ -70,7 +82,7 @@ def run_order(model: nn.Module, units: Sequence[str], merged: Mapping[str, tuple
             _close(stack, merged, requires_grad)
         if module in unit_of:
             stack.append(_Open(path, unit_of[module], requires_grad))
-        requires_grad |= any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+        requires_grad |= owns_trainable(module)
     while len(stack) > 1:
         _close(stack, merged, requires_grad)
     root = stack[0]

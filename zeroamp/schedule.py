@@ -23,14 +23,16 @@ zeros, from torch 2.13 on).
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from zeroamp.groups import GroupKind, GroupPlan
 from zeroamp.plan import Plan
 from zeroamp.prefetch import fits
 from zeroamp.run_order import UnitRun
+
+Kind = Literal["gather", "reduction"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +41,8 @@ class Schedule:
 
     gathers: Mapping[str, int]
     reductions: Mapping[str, int]
+    order: Sequence[tuple[Kind, str]]
+    """The same calls with their groups' names, in the order in which they are issued."""
 
 
 def live_units(plan: Plan) -> set[str]:
@@ -67,7 +71,14 @@ def step_schedule(plan: Plan) -> Schedule:
     num_micro_batches = plan.policy.gradient_accumulation_steps
     for index in range(num_micro_batches):
         replay.micro_batch(plan.run, is_last=index + 1 == num_micro_batches)
-    return Schedule(gathers=replay.gathers, reductions=replay.reductions)
+    return replay.schedule()
+
+
+def evaluation_schedule(plan: Plan) -> Schedule:
+    """Return the calls of one forward without a backward, outside of a window."""
+    replay = _Replay(plan)
+    replay.evaluation(plan.run)
+    return replay.schedule()
 
 
 @dataclass(slots=True)
@@ -90,8 +101,7 @@ class _Replay:
     """FSDP2's state machine. Each method is one of its own, see [Note: What is replayed]."""
 
     def __init__(self, plan: Plan) -> None:
-        self.gathers: Counter[str] = Counter()
-        self.reductions: Counter[str] = Counter()
+        self._order: list[tuple[Kind, str]] = []
         self._stage = plan.policy.stage
         live = live_units(plan)
         self._groups: dict[str, list[_Group]] = {unit: [] for unit in ("", *plan.units)}
@@ -103,6 +113,15 @@ class _Replay:
         self._forward_ahead = fits(plan.run.forward_order(), plan, size) if explicit else {}
         self._backward_ahead = fits(plan.run.backward_order(), plan, size) if explicit else {}
         self._record: list[_Group] = []  # of forwards
+
+    def schedule(self) -> Schedule:
+        """Return what was run so far."""
+        counts = {kind: Counter(name for found, name in self._order if found == kind) for kind in get_args(Kind)}
+        return Schedule(gathers=counts["gather"], reductions=counts["reduction"], order=self._order)
+
+    def evaluation(self, run: UnitRun) -> None:
+        """Run one forward."""
+        self._forward(run)
 
     def micro_batch(self, run: UnitRun, *, is_last: bool) -> None:
         """Run one forward and its backward with the flags that `TrainStep` sets."""
@@ -123,7 +142,7 @@ class _Replay:
 
     def _unshard(self, group: _Group) -> None:
         if not (group.is_whole or group.is_pending):
-            self.gathers[group.name] += 1
+            self._order.append(("gather", group.name))
             group.is_pending = True
 
     def _unshard_and_wait(self, group: _Group) -> None:
@@ -173,7 +192,7 @@ class _Replay:
         if is_last or (self._stage == 3 and group.kind != "model-wide"):
             group.is_whole = False
         if group.is_trainable and (is_last or self._stage >= 2):
-            self.reductions[group.name] += 1
+            self._order.append(("reduction", group.name))
 
 
 def _start(group: GroupPlan, reshards: bool) -> _Group:

@@ -13,6 +13,8 @@ from zeroamp.checkpoint.pending import Saving
 from zeroamp.hooks import (
     AutocastHook,
     BackwardGuard,
+    CallLog,
+    ForwardWatch,
     Fp32Region,
     OuterAutocastGuard,
     ReshardAfterEvaluation,
@@ -37,6 +39,9 @@ class WrapState:
     """What the collectives moved since it was last reset."""
     holders: dict[str, FSDPModule] = field(default_factory=dict)
     """Group name -> holder, for the groups that are not a unit's own."""
+    calls: CallLog = field(default_factory=CallLog)
+    """The collectives of this window, on this rank."""
+    watch: ForwardWatch = field(init=False)
     autocast: AutocastHook | None = None
     evaluation: ReshardAfterEvaluation = field(default_factory=ReshardAfterEvaluation)
     outer_autocast: OuterAutocastGuard | None = None
@@ -49,6 +54,9 @@ class WrapState:
     """Of saving and loading, from the first of them on."""
     signals: Agreement | None = None
     """Of the main thread's flags, from the first on: a background save has the other."""
+
+    def __post_init__(self) -> None:
+        self.watch = ForwardWatch(self.calls)
 
 
 def record_state(model: nn.Module, state: WrapState) -> None:

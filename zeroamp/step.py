@@ -4,7 +4,6 @@ import math
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -13,6 +12,7 @@ from zeroamp.loss_scaler import LossScaler
 from zeroamp.mesh import device_of, process_group, replicate_size
 from zeroamp.norm import clip_factor, local_sum_of_squares, multiply_gradients
 from zeroamp.policies.errors import StepError, describe
+from zeroamp.recovery import Recovery
 from zeroamp.state import reshard, wrap_state
 from zeroamp.step_checks import Scheduler, refuse_foreign, refuse_metric
 from zeroamp.step_report import StepReport, log_step
@@ -50,7 +50,7 @@ class TrainStep:
         # Kept, because while a group is unsharded `model.parameters()` yields other objects, without gradients.
         self._parameters = list(self._state.root.parameters())
         refuse_foreign(optimizer, self._parameters)
-        self._world = process_group(self._state.mesh)
+        self._recovery = Recovery(self._state, process_group(self._state.mesh))
         policy = self._state.plan.policy
         self._scaler = LossScaler(
             policy.loss_scale, self._state.mesh.device_type, enabled=policy.low_dtype == torch.float16
@@ -58,16 +58,16 @@ class TrainStep:
         self._num_micro_batches = 0  # of this window that were run backward
         self._is_stepped = True  # whether `step` was called since the last backward
         self._loss_sum: torch.Tensor | None = None  # 0-D fp32, this rank's, of this window
-        self._is_broken = False  # whether a backward raised midway
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run the backward of one micro-batch: `loss` (a scalar) divided by the accumulation steps.
 
         Raises:
-            StepError: `step` was not called since the last backward, `loss` is no scalar, or a backward raised before.
+            StepError: `step` was not called since the last backward, `loss` is no scalar, or something raised
+                without a `recover` after it.
         """
         policy = self._state.plan.policy
-        self._refuse_broken("backward")
+        self._recovery.refuse_after_failure("backward")
         if not self._is_stepped:
             raise StepError(
                 describe("TrainStep.backward", "no step() since the last one", "step() after each", "Call it.")
@@ -91,36 +91,25 @@ class TrainStep:
         guard = self._state.guard
         if guard is not None:
             guard.armed = True
-        self._is_broken = True
         try:
-            loss.backward()  # type: ignore[no-untyped-call]
-            for unit in self._units:
-                modules_to_run(unit).clear()
-            self._is_broken = False
+            with self._recovery.noting("backward"):
+                loss.backward()  # type: ignore[no-untyped-call]
+                for unit in self._units:
+                    modules_to_run(unit).clear()
         finally:
             if guard is not None:
                 guard.armed = False
-
-    def _refuse_broken(self, method: str) -> None:
-        if self._is_broken:
-            raise StepError(
-                describe(
-                    f"TrainStep.{method}",
-                    "an earlier backward that raised: FSDP2 has not finished it, gradients would be wrong from here",
-                    "backwards that return",
-                    "Restart from the last checkpoint.",
-                )
-            )
 
     def step(self) -> StepReport | None:
         """At the end of an accumulation window: norm, clip, update, schedule, zero the gradients. Else None.
 
         Raises:
-            StepError: there was no backward since the last call, or it raised.
+            StepError: there was no backward since the last call, or something raised without a `recover` after it.
+            PeerError: another rank failed in this window. Nothing was updated.
             CheckpointError: a save in the background failed. The step was taken.
         """
         policy = self._state.plan.policy
-        self._refuse_broken("step")
+        self._recovery.refuse_after_failure("step")
         if self._is_stepped:
             raise StepError(
                 describe("TrainStep.step", "no backward since the last one", "backward(loss) first", "Call it.")
@@ -128,17 +117,47 @@ class TrainStep:
         self._is_stepped = True
         if self._num_micro_batches < policy.gradient_accumulation_steps:
             return None
-        self._reshard()
-        if self._state.shard_accumulator is not None:
-            self._state.shard_accumulator.flush()
         try:
-            report = self._update()
+            with self._recovery.noting("step"):
+                self._reshard()
+                if self._state.shard_accumulator is not None:
+                    self._state.shard_accumulator.flush()
+                loss, squares = self._local_statistics()
+            has_gradient = bool(self._with_gradient())
+            report = self._update(*self._recovery.sum_over_ranks(loss, squares, has_gradient=has_gradient))
         finally:  # whatever it raised, the next backward begins a new window
-            for parameter in self._parameters:  # also those that the optimizer does not hold
-                parameter.grad = None
+            self._drop_gradients()
             self._num_micro_batches, self._loss_sum = 0, None
         self.saving.check()
         return report
+
+    def recover(self) -> int:
+        """Bring this rank and the others together again after an exception; call it on every rank that saw one.
+
+        This rank issues what the others still wait for in this window; they raise PeerError from `step`, and have
+        nothing left to issue. The window is dropped on all ranks: gradients, and what it did to buffers. Call it
+        outside of the except block, which keeps the tensors of the failed forward alive. See docs/recovery.md.
+
+        Returns:
+            The micro-batches of the window that this rank did not come to: leave out as many of its batches, and all
+            ranks are at the same one again.
+
+        Raises:
+            StepError: training cannot go on from here, only from a checkpoint.
+        """
+        num_taken = self._num_micro_batches + self._is_stepped  # if stepped, the next one had begun
+        num_left = self._state.plan.policy.gradient_accumulation_steps - num_taken
+        is_cut_short = self._recovery.is_cut_short
+        self._drop_gradients()  # first: the recovery needs some memory
+        self._recovery.recover()
+        self._num_micro_batches, self._loss_sum, self._is_stepped = 0, None, True
+        return num_left if is_cut_short else 0
+
+    def _drop_gradients(self) -> None:
+        if self._state.shard_accumulator is not None:
+            self._state.shard_accumulator.drop()
+        for parameter in self._parameters:  # also those that the optimizer does not hold
+            parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts of steps and the loss scale, as plain numbers; optimizer and scheduler have their own.
@@ -172,28 +191,19 @@ class TrainStep:
                 )
             )
 
-    def _update(self) -> StepReport:
+    def _update(self, loss: torch.Tensor, sum_of_squares: torch.Tensor) -> StepReport:
         """Norm, overflow check, unscale and clip in one pass, update or skip."""
-        with_gradient = [parameter for parameter in self._parameters if parameter.grad is not None]
-        if not with_gradient:
-            raise StepError(
-                describe(
-                    "TrainStep.step",
-                    "no gradient on any parameter",
-                    "a loss that depends on trainable parameters of the wrapped model",
-                    "Check that the loss comes from this model's forward, and that it is not frozen as a whole.",
-                )
-            )
         scale = self._scaler.scale
-        loss, norm = self._reduce_statistics(with_gradient, scale)
+        norm = sum_of_squares.sqrt() / scale
         policy = self._state.plan.policy
         skipped = self._scaler.overflowed(norm, self.num_steps) or (
             policy.check_grad_overflow and not math.isfinite(float(norm))
         )
         if not skipped:
             if policy.gradient_clipping > 0 or scale != 1.0:
-                multiply_gradients(with_gradient, clip_factor(norm.float(), policy.gradient_clipping) / scale)
-            self.optimizer.step()
+                multiply_gradients(self._with_gradient(), clip_factor(norm.float(), policy.gradient_clipping) / scale)
+            with self._recovery.noting("optimizer.step"):
+                self.optimizer.step()
             self.num_steps += 1
             if self.scheduler is not None:
                 self.scheduler.step()
@@ -230,8 +240,11 @@ class TrainStep:
         """
         reshard(self._units)
 
-    def _reduce_statistics(self, parameters: list[nn.Parameter], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the mean loss and the unscaled gradient norm, both 0-D fp64, with one collective.
+    def _with_gradient(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self._parameters if parameter.grad is not None]
+
+    def _local_statistics(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this rank's part of the mean loss and of the sum of squares of the scaled gradient, both 0-D fp64.
 
         Ranks that hold the same shard count it once: each contributes its part of the squares.
         """
@@ -240,7 +253,4 @@ class TrainStep:
         mesh = self._state.mesh
         device = device_of(mesh)  # which the collective needs, wherever loss and shards are
         loss = self._loss_sum.to(device, torch.float64) / (self._num_micro_batches * mesh.size())
-        statistics = torch.stack([loss, local_sum_of_squares(parameters, device) / replicate_size(mesh)])
-        self._state.traffic.count("all_reduce", statistics, "step")
-        dist.all_reduce(statistics, group=self._world)
-        return statistics[0], statistics[1].sqrt() / scale
+        return loss, local_sum_of_squares(self._with_gradient(), device) / replicate_size(mesh)

@@ -55,3 +55,15 @@ def refuse_foreign(optimizer: torch.optim.Optimizer, parameters: list[nn.Paramet
                         "Build the optimizer from model.parameters() after wrap_model and before the first forward.",
                     )
                 )
+
+
+def without_gradient() -> StepError:
+    """Return the error for a window that left no gradient on any parameter."""
+    return StepError(
+        describe(
+            "TrainStep.step",
+            "no gradient on any parameter",
+            "a loss that depends on trainable parameters of the wrapped model",
+            "Check that the loss comes from this model's forward, and that it is not frozen as a whole.",
+        )
+    )

@@ -113,11 +113,8 @@ def register_forward_method(model: nn.Module, method_name: str) -> None:
             state.autocast.look_around()
         if state.outer_autocast is not None:
             state.outer_autocast.check()
-        state.evaluation.enter()
-        try:
+        with state.watch.running(), state.evaluation.running():
             return registered(*args, **kwargs)
-        finally:
-            state.evaluation.leave()
 
     setattr(model, method_name, outside)
 

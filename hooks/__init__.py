@@ -13,6 +13,7 @@ from zeroamp.hooks.all_gather import CountingAllGather
 from zeroamp.hooks.autocast import AutocastHook
 from zeroamp.hooks.backward_guard import BackwardGuard
 from zeroamp.hooks.call_log import Call, CallLog, ZeroBuffers
+from zeroamp.hooks.communication_watch import CommunicationWatch
 from zeroamp.hooks.evaluation import ReshardAfterEvaluation
 from zeroamp.hooks.forward_watch import Failure, ForwardWatch
 from zeroamp.hooks.fp32_region import Fp32Region
@@ -24,6 +25,7 @@ from zeroamp.hooks.safe_module_guard import attach_safe_module_guard
 from zeroamp.hooks.safe_parameters import UseRecorder, tensors_in
 from zeroamp.hooks.shard_accumulator import ShardAccumulator
 from zeroamp.hooks.traffic import Traffic, TrafficKey
+from zeroamp.hooks.training_forwards import TrainingForwards
 from zeroamp.hooks.typed_groups import (
     Holder,
     attach_typed_group,
@@ -37,6 +39,7 @@ __all__ = [
     "BackwardGuard",
     "Call",
     "CallLog",
+    "CommunicationWatch",
     "CountingAllGather",
     "Failure",
     "ForwardWatch",
@@ -50,6 +53,7 @@ __all__ = [
     "ShardAccumulator",
     "Traffic",
     "TrafficKey",
+    "TrainingForwards",
     "UnitObserver",
     "UseRecorder",
     "WireReduceScatter",

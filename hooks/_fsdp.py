@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 __all__ = [
+    "COMMUNICATION",
     "FORWARD_HOOKS",
     "AllGather",
     "FakeTensorMode",
@@ -30,6 +31,7 @@ __all__ = [
     "TorchDispatchMode",
     "abandon",
     "all_gather",
+    "communication_methods",
     "complete_accumulation",
     "forward_hooks",
     "is_view_op",
@@ -47,6 +49,11 @@ __all__ = [
 
 FORWARD_HOOKS = ("_pre_forward", "_post_forward")
 """Methods of `FSDPState` that gather a group before a forward and release it after."""
+
+
+COMMUNICATION = ("unshard", "wait_for_unshard", "post_backward")
+END_OF_BACKWARD = "_root_post_backward_final_callback"
+"""What gathers, waits for it and reduces: methods of `FSDPParamGroup`. What waits for the last: of `FSDPState`."""
 
 
 class PreForward(Protocol):
@@ -137,6 +144,13 @@ def _reset_iteration(state: Any) -> None:
             group._training_state = idle
             group._post_forward_indices.clear()
             group._partial_reduce_output = group._all_reduce_state = group._post_reduce_event = None
+
+
+def communication_methods(root: nn.Module) -> Iterator[tuple[Any, str]]:
+    """Yield (object, name) of the methods in which collectives start or are waited for; FSDP2 looks them up by name."""
+    for state in (module._get_fsdp_state() for module in root.modules() if isinstance(module, FSDPModule)):
+        yield from ((group, name) for group in _groups(state) for name in COMMUNICATION)
+        yield state, END_OF_BACKWARD
 
 
 def unsharded_sums(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:

@@ -5,23 +5,21 @@ Needs typer (the extra `cli`), so nothing else imports this file. Data goes to s
 """
 
 import json
-import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 import zeroamp
+from zeroamp.cli_messages import messages_to_stderr
+from zeroamp.cli_report import report
 from zeroamp.mesh import mesh_shape
 from zeroamp.model_source import load_model
 from zeroamp.plan import Plan, build_plan
-from zeroamp.policies import Policy, ZeroAmpError, policy_from_config
+from zeroamp.policies import Policy, policy_from_config
 from zeroamp.report import Ledger
-
-logger = logging.getLogger("zeroamp")
 
 app = typer.Typer(
     help="What a DeepSpeed-style config asks for, and which dtype it puts where: without a GPU, weights or ranks.",
@@ -30,6 +28,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
 )
+app.command()(report)
 
 ConfigPath = Annotated[Path, typer.Argument(help="The config, a JSON file.", show_default=False)]
 WorldSize = Annotated[
@@ -84,7 +83,7 @@ def check(
     if auto_wrap and model is None:
         raise typer.BadParameter("units are those of a model: name it with --model.", param_hint="--auto-wrap")
     values = _auto_values(auto or [])
-    with _messages_to_stderr(verbose):
+    with messages_to_stderr(verbose):
         policy = policy_from_config(config, world_size=world_size, **values)
         plan = None if model is None else _plan(model, policy, auto_wrap)
         typer.echo(policy.report())
@@ -116,7 +115,7 @@ def explain(
     if as_json and as_markdown:
         raise typer.BadParameter("--json and --markdown are two forms of one output: name one.", param_hint="--json")
     values = _auto_values(auto or [])
-    with _messages_to_stderr(verbose):
+    with messages_to_stderr(verbose):
         policy = policy_from_config(config, world_size=world_size, **values)
         ledger = _ledger(_plan(model, policy, auto_wrap), world_size)
         if as_json:
@@ -157,22 +156,3 @@ def _auto_values(pairs: list[str]) -> dict[str, Any]:
         except json.JSONDecodeError:
             values[key] = text
     return values
-
-
-@contextmanager
-def _messages_to_stderr(verbosity: int) -> Iterator[None]:
-    """Log to stderr inside, and print a mistake of the user there, whole and without a traceback; exit code 1."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel((logging.WARNING, logging.INFO, logging.DEBUG)[min(verbosity, 2)])
-    try:
-        yield
-    except ZeroAmpError as error:
-        logger.debug("the error's traceback", exc_info=True)
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(1) from None
-    finally:
-        logger.setLevel(level)
-        logger.removeHandler(handler)

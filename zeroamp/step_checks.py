@@ -57,6 +57,19 @@ def refuse_foreign(optimizer: torch.optim.Optimizer, parameters: list[nn.Paramet
                 )
 
 
+def refuse_unfinished(method: str, num_micro_batches: int) -> None:
+    """Raise StepError for a method of `TrainStep` that is called inside an accumulation window."""
+    if num_micro_batches > 0:
+        raise StepError(
+            describe(
+                f"TrainStep.{method}",
+                f"{num_micro_batches} micro-batches of an unfinished window",
+                "the end of a window, after step() returned a report",
+                "Call it there.",
+            )
+        )
+
+
 def without_gradient() -> StepError:
     """Return the error for a window that left no gradient on any parameter."""
     return StepError(

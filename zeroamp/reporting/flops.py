@@ -7,20 +7,19 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.flop_counter import FlopCounterMode
 
 from zeroamp.example_inputs import example_arguments
-from zeroamp.hooks import tensors_in
+from zeroamp.hooks import ModelFlops, tensors_in
 from zeroamp.policies.errors import WrapError, describe
 
 
 def count_flops(model: nn.Module, example_inputs: Any = None) -> int:
     """Return the FLOPs of one forward and backward of a micro-batch, for `RunReport(flops_per_step=...)`.
 
-    Counted by `torch.utils.flop_counter` on a copy of the model on the meta device: a multiplication and an addition
-    are two, only matrix products, convolutions and attention count. The backward's are those of the gradients of every
-    parameter that is trainable and of what lies between. What activation checkpointing recomputes is not counted: it is
-    done once more, but it is not the model's. The model is left as it is.
+    Counted by the formulas of `torch.utils.flop_counter` on a copy of the model on the meta device: a multiplication
+    and an addition are two; only matrix products, convolutions and attention count. The backward's are those of the
+    gradients of every trainable parameter and of what lies between. What activation checkpointing recomputes is not
+    counted: it is done once more, but it is not the model's. The model is left as it is.
 
     Args:
         model: a plain model, before `wrap_model`, on any device.
@@ -37,8 +36,9 @@ def count_flops(model: nn.Module, example_inputs: Any = None) -> int:
     args, kwargs = example_arguments(model, example_inputs)
     on_meta = _meta_copy(model)
     try:
-        with torch.enable_grad(), FlopCounterMode(display=False) as counter:
+        with torch.enable_grad(), ModelFlops() as counter:
             outputs = on_meta(*_to_meta(args), **_to_meta(kwargs))
+            counter.is_in_backward = True
             roots = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
             # Of several outputs the first is the loss where there is one: the others would be counted beside it.
             torch.autograd.backward(roots[:1], [torch.ones_like(root) for root in roots[:1]])
@@ -48,7 +48,7 @@ def count_flops(model: nn.Module, example_inputs: Any = None) -> int:
         raise WrapError(
             describe(type(model).__name__, found, "one whose control flow needs no values", remedy)
         ) from error
-    return int(counter.get_total_flops())
+    return counter.total
 
 
 def _meta_copy(model: nn.Module) -> nn.Module:

@@ -108,12 +108,12 @@ class CsvWriter:
 
     def __init__(self, block: FileMonitorBlock) -> None:
         path = _folder(block) / "steps.csv"
-        self._file = _appended(path, "csv_monitor.output_path")
-        head = path.read_text(encoding="utf-8").partition("\n")[0]
+        head = path.read_text(encoding="utf-8").partition("\n")[0] if path.is_file() else ""
         if head and head.split(",") != list(self.COLUMNS):
             raise ConfigError(
                 describe("csv_monitor.output_path", f"{path} with other columns", "a new file", "Move it away.")
             )
+        self._file = _appended(path, "csv_monitor.output_path")
         self._rows = csv.writer(self._file, lineterminator="\n")
         if not head:
             self._rows.writerow(self.COLUMNS)

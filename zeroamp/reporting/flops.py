@@ -48,7 +48,7 @@ def count_flops(model: nn.Module, example_inputs: Any = None) -> int:
         raise WrapError(
             describe(type(model).__name__, found, "one whose control flow needs no values", remedy)
         ) from error
-    return counter.total
+    return int(counter.total)
 
 
 def _meta_copy(model: nn.Module) -> nn.Module:

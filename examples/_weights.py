@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -48,29 +45,6 @@ def load_model(name: str, *, seed: int) -> tuple[PreTrainedModel, PreTrainedToke
         # Master weights are fp32 whatever the file holds: the optimizer's small steps are lost in 8 or 16 bits.
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **options)
     return (_plain(model) if name == SMOLLM2 else model), tokenizer
-
-
-def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the whole model to `folder` as safetensors that `from_pretrained` loads. Every rank must call this.
-
-    The shards are gathered tensor by tensor into the CPU memory of rank 0, which alone writes.
-    """
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state_dict = get_model_state_dict(model, options=options)  # full fp32 on rank 0, empty elsewhere
-    if dist.get_rank() == 0:
-        _share_tied_weights(model, state_dict)
-        with _quiet_progress_bars():
-            model.save_pretrained(folder, state_dict=state_dict)
-        tokenizer.save_pretrained(folder)
-    dist.barrier()
-
-
-def _share_tied_weights(model: PreTrainedModel, state_dict: dict[str, torch.Tensor]) -> None:
-    # Gathering gives each name of a tied weight a copy. save_pretrained writes it once only where the names share
-    # memory, as they do in the model.
-    first_names: dict[torch.nn.Parameter, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        state_dict[name] = state_dict[first_names.setdefault(parameter, name)]
 
 
 def _smollm2_folder() -> str:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from _checkpoints import CHECKPOINTS, resume, skip
 from _data import IGNORED_LABEL, evaluation_batches, pack, read_documents, split_documents, training_batches
 from _output import Progress, Run, plot_losses
-from _weights import load_model, save_model
+from _weights import load_model
 from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import PreTrainedTokenizerBase
 
@@ -82,8 +82,9 @@ def finetune(args: argparse.Namespace, device: torch.device) -> None:
         return
     run.held_out_after = held_out_loss(model, held_out_rows, args.micro_batch_size, device)
 
-    save_model(model, tokenizer, args.out / "model")
+    zeroamp.export_hf(model, args.out / "model")
     if rank == 0:
+        tokenizer.save_pretrained(args.out / "model")
         run.write(args.out / "losses.json")
         plot_losses(run, args.out / "loss.png")
         print(f"held-out loss: before {run.held_out_before:.4f} -> after {run.held_out_after:.4f}")

@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 __all__ = [
-    "COMMUNICATION",
     "FORWARD_HOOKS",
     "AllGather",
     "FakeTensorMode",
@@ -51,9 +50,8 @@ FORWARD_HOOKS = ("_pre_forward", "_post_forward")
 """Methods of `FSDPState` that gather a group before a forward and release it after."""
 
 
-COMMUNICATION = ("unshard", "wait_for_unshard", "post_backward")
-END_OF_BACKWARD = "_root_post_backward_final_callback"
-"""What gathers, waits for it and reduces: methods of `FSDPParamGroup`. What waits for the last: of `FSDPState`."""
+COMMUNICATION = ("unshard", "wait_for_unshard", "post_backward")  # of FSDPParamGroup: gather, wait, reduce
+END_OF_BACKWARD = "_root_post_backward_final_callback"  # of FSDPState: waits for the last reductions
 
 
 class PreForward(Protocol):
@@ -105,11 +103,13 @@ def abandon(root: FSDPModule) -> None:
     """
     units = [module for module in cast(nn.Module, root).modules() if isinstance(module, FSDPModule)]
     groups = [group for unit in units for group in _groups(unit._get_fsdp_state())]
+    state: Any = root._get_fsdp_state()
+    if not state._state_ctx.all_states:  # before the first forward there is nothing to forget, and no streams either
+        return
     for group in groups:
         _drop_gather(group)
     for unit in units:
         release(unit)
-    state: Any = root._get_fsdp_state()
     if hasattr(state, "_reset_iter_state"):  # from 2.13 on
         state._reset_iter_state()
     else:

@@ -71,6 +71,7 @@ def policy_from_config(
         reduce_bucket_size=zero.reduce_bucket_size,
         leaf_modules=_leaf_modules(config),
         offload=_offload(config),
+        gather_16bit_weights_on_save=zero.stage3_gather_16bit_weights_on_model_save,
         steps_per_print=config.steps_per_print or 0,
         wall_clock_breakdown=config.wall_clock_breakdown,
         tensorboard=config.tensorboard if config.tensorboard.enabled else None,

@@ -14,6 +14,7 @@ def check_policy(policy: Policy) -> None:
     _check_wire(policy)
     _check_scale(policy)
     _check_sharding(policy)
+    _check_export(policy)
     if reason := refusal(policy.low_dtype, policy.grad_accum_dtype):
         found = f"{short_name(policy.grad_accum_dtype)} with compute in {short_name(policy.gather_dtype)}"
         raise ConfigError(describe("data_types.grad_accum_dtype", found, '"fp32" or "bf16"', f"{reason}."))
@@ -73,6 +74,18 @@ def _check_sharding(policy: Policy) -> None:
         found = f"{policy.dp_replicate_size} at stage 0"
         remedy = "Stage 0 replicates over all ranks already."
         raise ConfigError(describe("zeroamp.dp_replicate_size", found, "1, or stage 1 and above", remedy))
+
+
+def _check_export(policy: Policy) -> None:
+    if policy.gather_16bit_weights_on_save and policy.low_dtype is None:
+        raise ConfigError(
+            describe(
+                "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+                "true without a 16-bit precision",
+                "false, or one of torch_autocast, bf16 and fp16 enabled",
+                'Enable one, or leave the key out and name the dtype where you save: export_hf(..., dtype="bf16").',
+            )
+        )
 
 
 def check_param_dtype(config: Config, policy: Policy) -> None:

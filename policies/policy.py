@@ -143,6 +143,10 @@ class Policy:
     offload: Offload = NO_OFFLOAD
     """Whether shards live on the CPU."""
 
+    gather_16bit_weights_on_save: bool = False
+    """Whether `zeroamp.export_hf` writes the low dtype where its caller names none, instead of fp32. DeepSpeed's
+    `stage3_gather_16bit_weights_on_model_save`, here at every stage."""
+
     steps_per_print: int = 0
     """Optimizer steps between two log lines of `TrainStep` (logger "zeroamp", level INFO, first rank). 0: none."""
 
@@ -183,6 +187,11 @@ class Policy:
     def gather_dtype(self) -> torch.dtype:
         """Dtype in which low-precision parameters are gathered (fp32 in mode "fp32")."""
         return self.low_dtype or torch.float32
+
+    @property
+    def export_dtype(self) -> torch.dtype:
+        """Dtype in which `zeroamp.export_hf` writes parameters where its caller names none."""
+        return self.gather_dtype if self.gather_16bit_weights_on_save else torch.float32
 
     @property
     def wire_dtype(self) -> torch.dtype:

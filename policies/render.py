@@ -49,6 +49,7 @@ def _honoured(policy: "Policy") -> dict[str, Any]:
         "leaf_module.classes": list(policy.leaf_modules.classes),
         "leaf_module.names": list(policy.leaf_modules.names),
         "leaf_module.name_suffixes": list(policy.leaf_modules.name_suffixes),
+        "stage3_gather_16bit_weights_on_model_save": policy.gather_16bit_weights_on_save,
     }
     return {
         "train_batch_size": policy.train_batch_size,

@@ -1,10 +1,13 @@
 """zeroamp: torch.autocast numerics and ZeRO stages on native PyTorch FSDP2, from a DeepSpeed-style config."""
 
+from zeroamp.checkpoint.export import export_checkpoint
 from zeroamp.checkpoint.folder import latest_checkpoint
 from zeroamp.checkpoint.load import load_checkpoint
 from zeroamp.checkpoint.save import save_checkpoint
 from zeroamp.discover import SafeParameters, discover_safe_parameters
 from zeroamp.errors import CheckpointError, ConfigError, PeerError, PrecisionError, StepError, WrapError, ZeroAmpError
+from zeroamp.export import export_hf
+from zeroamp.load_weights import load_hf
 from zeroamp.optimizers import optimizer_from_config
 from zeroamp.plan import Plan, build_plan
 from zeroamp.policies import Policy, policy_from_config
@@ -44,8 +47,11 @@ __all__ = [
     "count_flops",
     "discover_safe_parameters",
     "explain",
+    "export_checkpoint",
+    "export_hf",
     "latest_checkpoint",
     "load_checkpoint",
+    "load_hf",
     "optimizer_from_config",
     "policy_from_config",
     "read_run",

@@ -13,7 +13,8 @@ from typing import Annotated, Any
 import typer
 
 import zeroamp
-from zeroamp.cli_messages import messages_to_stderr
+from zeroamp.cli_export import export
+from zeroamp.cli_messages import Verbosity, messages_to_stderr
 from zeroamp.cli_report import report
 from zeroamp.mesh import mesh_shape
 from zeroamp.model_source import load_model
@@ -28,7 +29,6 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
 )
-app.command()(report)
 
 ConfigPath = Annotated[Path, typer.Argument(help="The config, a JSON file.", show_default=False)]
 WorldSize = Annotated[
@@ -42,12 +42,6 @@ Auto = Annotated[
 ]
 AutoWrap = Annotated[
     list[str] | None, typer.Option("--auto-wrap", metavar="CLASS", help="Class of the units; repeatable.")
-]
-Verbosity = Annotated[
-    int,
-    typer.Option(
-        "--verbose", "-v", count=True, show_default=False, help="Log more to stderr; twice: an error's traceback too."
-    ),
 ]
 _MODEL_HELP = "A folder with a transformers config.json, or package.module:factory, or path/to/file.py:factory."
 Model = Annotated[str, typer.Option("--model", metavar="FOLDER_OR_FACTORY", help=_MODEL_HELP, show_default=False)]
@@ -156,3 +150,7 @@ def _auto_values(pairs: list[str]) -> dict[str, Any]:
         except json.JSONDecodeError:
             values[key] = text
     return values
+
+
+app.command()(export)
+app.command()(report)

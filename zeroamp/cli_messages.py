@@ -1,15 +1,23 @@
-"""What the commands print to stderr: log lines, and a user's mistake without its traceback."""
+"""What a command says beside its output: on stderr, as loud as asked."""
 
 import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Annotated
 
 import typer
 
-from zeroamp.policies.errors import ZeroAmpError
+from zeroamp.policies import ZeroAmpError
 
 logger = logging.getLogger("zeroamp")
+
+Verbosity = Annotated[
+    int,
+    typer.Option(
+        "--verbose", "-v", count=True, show_default=False, help="Log more to stderr; twice: an error's traceback too."
+    ),
+]
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.expected_calls import expected_evaluation, expected_window
-from zeroamp.hooks import Call, Failure, ZeroBuffers, abandon
+from zeroamp.hooks import Call, Failure, ZeroBuffers, abandon, release
 from zeroamp.hooks.forward_watch import Where, describe_error
 from zeroamp.mesh import device_of
 from zeroamp.policies.errors import PeerError, StepError, describe
@@ -33,7 +33,7 @@ class Recovery:
         """`world` has all ranks of the mesh; None is the default group."""
         self._state = state
         self._world = world
-        self._is_over = False  # whether the last window ended with a failure somewhere
+        self._is_over = False  # whether the last window ended with a failure somewhere, and `recover` was not called
         state.calls.is_on = True
 
     @property
@@ -62,7 +62,7 @@ class Recovery:
             raise
 
     def sum_over_ranks(
-        self, loss: torch.Tensor, squares: torch.Tensor, *, has_gradient: bool
+        self, loss: torch.Tensor, squares: torch.Tensor, has_gradient: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sums of two 0-D fp64 tensors, and end the window.
 
@@ -106,29 +106,43 @@ class Recovery:
         failure = self._state.watch.failure
         if failure is not None and failure.where == "recovery":
             raise self._beyond_recovery(failure)
-        if self.is_inside_window:
-            self._keep_part(failure)
+        if failure is not None and failure.where == "evaluation":
+            self._finish_evaluation()
+        elif self.is_inside_window:
+            self._finish_window(failure)
         else:
             self._abandon()
         self._state.watch.drop_window()
+        self._is_over = False
         if failure is not None and not failure.can_be_recovered:
-            self._state.watch.failure = failure
+            self._state.watch.failure = Failure(where="recovery", text=f"of {failure}")  # the others were told
             raise self._beyond_recovery(failure)
 
     def _beyond_recovery(self, failure: Failure) -> StepError:
         found = f"a failure in {failure}, after which parameters may be updated in part, or ranks be apart"
         return StepError(describe("TrainStep.recover", found, "one in a forward or a backward", _RESTART))
 
-    def _keep_part(self, failure: Failure | None) -> None:
-        is_evaluation = failure is not None and failure.where == "evaluation"
-        rest = self._rest_of_evaluation() if is_evaluation else self._rest_of_window()
+    def _finish_evaluation(self) -> None:
+        """Gather for real what the others gather in this forward: it ends well there, and they are told nothing."""
+        state = self._state
+        rest = self._rest_of_evaluation()
+        self._abandon()
+        groups = {group.name: group for group in state.plan.groups}
+        for call in rest:
+            modules = state.plan.modules_of(groups[call.group_name].unit)
+            group = state.holders.get(call.group_name) or cast(FSDPModule, state.root.get_submodule(modules[0]))
+            group.unshard()
+            release(group)
+
+    def _finish_window(self, failure: Failure | None) -> None:
+        """Issue the rest of the window with zeros, and tell the other ranks at its end."""
+        rest = self._rest_of_window()
         failure = failure or Failure(where="the training loop", text=describe_error(sys.exception()))
         self._abandon()  # first: it frees the memory that the rest needs
         buffers = ZeroBuffers(rest, device_of(self._state.mesh))
         try:
             buffers.issue()
-            if not is_evaluation:
-                self.end_as_failed(failure)
+            self.end_as_failed(failure)
         except RuntimeError as problem:
             self._state.watch.failure = Failure(where="recovery", text=describe_error(problem))
             raise self._beyond_recovery(self._state.watch.failure) from problem

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from zeroamp.hooks import Holder
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitRun:
@@ -70,7 +72,7 @@ def run_order(
 
     def owns_trainable(module: nn.Module) -> bool:
         owned = module.parameters(recurse=False)
-        is_seen = not owned_by_leaves or next(module.children(), None) is None
+        is_seen = not owned_by_leaves or all(isinstance(child, Holder) for child in module.children())
         return is_seen and any(parameter.requires_grad for parameter in owned)
 
     requires_grad = owns_trainable(model)

@@ -139,8 +139,7 @@ class TrainStep:
                 if self._state.shard_accumulator is not None:
                     self._state.shard_accumulator.flush()
                 loss, squares = self._local_statistics()
-            has_gradient = bool(self._with_gradient())
-            return self._update(*self._recovery.sum_over_ranks(loss, squares, has_gradient=has_gradient))
+            return self._update(*self._recovery.sum_over_ranks(loss, squares, bool(self._with_gradient())))
         finally:  # whatever it raised, the next backward begins a new window
             self._drop_gradients()
             self._num_micro_batches, self._loss_sum = 0, None
@@ -148,25 +147,23 @@ class TrainStep:
     def recover(self) -> int:
         """Bring this rank and the others together again after an exception; call it on every rank that saw one.
 
-        This rank issues what the others still wait for in this window; they raise PeerError from `step`, and have
-        nothing left to issue. The window is dropped on all ranks: gradients, and what it did to buffers. Call it
-        outside of the except block, which keeps the tensors of the failed forward alive. See docs/recovery.md.
+        The others raise PeerError from `step`. The window is dropped on all ranks: gradients, and what it did to
+        buffers. Call it outside of the except block, which keeps the tensors of the failed forward alive. See
+        docs/recovery.md.
 
         Returns:
-            The micro-batches of the window that this rank did not come to: leave out as many of its batches, and all
-            ranks are at the same one again.
+            The micro-batches of the window that this rank did not come to: leave out as many, to be where others are.
 
         Raises:
             StepError: training cannot go on from here, only from a checkpoint.
         """
         num_taken = self._num_micro_batches + self._is_stepped  # if stepped, the next one had begun
-        num_left = self._state.plan.policy.gradient_accumulation_steps - num_taken
-        is_cut_short = self._recovery.is_cut_short
+        num_left = (self._state.plan.policy.gradient_accumulation_steps - num_taken) * self._recovery.is_cut_short
         self._drop_gradients()  # first: the recovery needs some memory
         self._recovery.recover()
         self.watchers.drop_window()
         self._num_micro_batches, self._loss_sum, self._is_stepped = 0, None, True
-        return num_left if is_cut_short else 0
+        return num_left
 
     def _drop_gradients(self) -> None:
         if self._state.shard_accumulator is not None:
@@ -206,7 +203,8 @@ class TrainStep:
         rates = learning_rates(self.optimizer)
         if not skipped:
             if policy.gradient_clipping > 0 or scale != 1.0:
-                multiply_gradients(self._with_gradient(), clip_factor(norm.float(), policy.gradient_clipping) / scale)
+                factor = clip_factor(norm.float(), policy.gradient_clipping) / scale
+                multiply_gradients(self._with_gradient(), factor)
             with self._recovery.noting("optimizer.step"):
                 self.optimizer.step()
             self.num_steps += 1

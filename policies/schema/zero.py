@@ -86,12 +86,12 @@ class ZeroOptimizationBlock(Block):
     offload_param: OffloadParamBlock | None = None
     offload_optimizer: OffloadOptimizerBlock | None = None
     leaf_module: LeafModuleBlock | None = None
+    stage3_gather_16bit_weights_on_model_save: Annotated[
+        bool, Honoured("`export_hf` writes the low dtype, where its caller names none; at every stage. Default: fp32")
+    ] = False
     ignore_unused_parameters: Annotated[
         bool, Unsupported("Remove it: from torch 2.13 on, unused parameters are reduced as zeros.", (True,))
     ] = True
-    stage3_gather_16bit_weights_on_model_save: Annotated[
-        bool, Native("saving says what it gathers: get_model_state_dict of torch.distributed.checkpoint.state_dict")
-    ] = False
     contiguous_gradients: Annotated[bool, Native("FSDP2 reduces from one contiguous buffer per group")] = True
     overlap_comm: Annotated[bool | None, Native("FSDP2 always overlaps communication with compute")] = None
     reduce_scatter: Annotated[bool, Native("stages 1 to 3 always reduce-scatter")] = True

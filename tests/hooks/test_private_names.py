@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
 
 from zeroamp.hooks import _fsdp
 
@@ -28,6 +29,9 @@ GROUP_NAMES = {
     "_post_forward_indices",
     "_state_ctx",
     "_comm_ctx",
+    "_all_gather_result",
+    "all_gather_work",
+    "all_gather_event",
     "_cdata",
 }
 
@@ -45,6 +49,7 @@ def _states():
     found.append(isinstance(state._modules_to_run_forward, set))
     found += [hasattr(parameter, name) for name in ("sharded_param", "unsharded_accumulated_grad", "_unsharded_param")]
     found.append(isinstance(torch.ones(1).untyped_storage()._cdata, int))
+    found.append(hasattr(group, "_all_gather_result") and isinstance(state._state_ctx.all_states, list))
     found.append(hasattr(state, "_reset_iter_state") or _can_be_reset(state, group))
     return [callable(getattr(state, name)) for name in _fsdp.FORWARD_HOOKS] + found
 
@@ -63,8 +68,9 @@ def _can_be_reset(state, group):
 
 
 def test_the_names_exist(ranks2):
-    assert ranks2.run(_states)[0] == [True] * 13
+    assert ranks2.run(_states)[0] == [True] * 14
     assert hasattr(FSDPModule, "_get_fsdp_state")
+    assert {"all_gather_event", "all_gather_work"} <= set(AllGatherResult._fields)
     for base in (_fsdp.ReduceScatter, _fsdp.AllGather):
         assert base.__abstractmethods__ == {"allocate", "__call__"}
     for new, old in (

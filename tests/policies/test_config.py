@@ -46,6 +46,22 @@ def test_a_check_of_a_mode_that_is_off_has_no_effect():
     assert "bf16 is not enabled" in policy.report()
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_16_bit_weights_on_save_are_the_low_dtype_of_the_mode(stage):
+    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+    policy = policy_from_config({"torch_autocast": AUTOCAST, "zero_optimization": zero})
+    assert policy.export_dtype == torch.bfloat16
+    assert policy_from_config(policy.to_config()) == policy
+    assert "stage3_gather_16bit_weights_on_model_save" in policy.report().partition("default")[0]
+    assert dataclasses.replace(policy, gather_16bit_weights_on_save=False).export_dtype == torch.float32
+    assert policy_from_config({"fp16": {"enabled": True}}).export_dtype == torch.float32
+
+
+def test_16_bit_weights_on_save_need_a_16_bit_precision():
+    with pytest.raises(ConfigError, match="stage3_gather_16bit_weights_on_model_save: found true without a 16-bit"):
+        policy_from_config({"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}})
+
+
 def test_a_key_twice_in_a_file_is_refused(tmp_path):
     path = tmp_path / "config.json"
     path.write_text('{"gradient_clipping": 1.0, "gradient_clipping": 2.0}')

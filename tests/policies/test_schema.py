@@ -46,6 +46,7 @@ DEEPSPEED = {
     "zero_optimization.leaf_module.classes": "sparse MoE blocks of transformers",
     "zero_optimization.leaf_module.names": (),
     "zero_optimization.leaf_module.name_suffixes": (),
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": False,
     "steps_per_print": 10,
     "wall_clock_breakdown": False,
     **{f"{name}.enabled": False for name in ("tensorboard", "csv_monitor", "wandb")},

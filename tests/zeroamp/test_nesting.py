@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 import zeroamp
 from tests.models import batch, loss_of
@@ -57,6 +58,21 @@ def _refused_then_goes_on(mode):
 def test_without_autocast_in_the_config_it_is_refused_on_every_rank_and_training_goes_on(ranks2, mode):
     norms = ranks2.run(_refused_then_goes_on, mode)
     assert norms[0] == norms[1] == train_norm(ranks2, mode)
+
+
+def _evaluated_after_a_refusal(refused):
+    model = wrapped(NAME, config(1, dtype=None))
+    if refused:
+        with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(zeroamp.PrecisionError):
+            loss_of(model, batch(NAME, 0))
+    with torch.no_grad():
+        loss_of(model, batch(NAME, 0))
+    return [fqn for fqn, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+
+
+def test_an_evaluation_after_a_refused_forward_releases_what_it_gathered(ranks2):
+    assert ranks2.run(_evaluated_after_a_refusal, False)[0] == []
+    assert ranks2.run(_evaluated_after_a_refusal, True)[0] == []
 
 
 def train_norm(ranks2, mode):

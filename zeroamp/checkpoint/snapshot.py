@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from zeroamp.agreement import Agreement
+from zeroamp.checkpoint.export_files import export_files
 from zeroamp.checkpoint.random_state import random_state
 from zeroamp.checkpoint.state import extra_states, model_tensors, optimizer_state
 from zeroamp.mesh import device_of
@@ -29,7 +30,7 @@ class Snapshot:
     own: bytes = b""
     """This rank's: random state, `extra`, modules' extra state, and plain tensors that differ between ranks."""
     files: dict[str, bytes] = field(default_factory=dict)
-    """The model's transformers config, if it has one: with it, the weights can be exported without the model."""
+    """With these, the weights can be exported without the model."""
 
 
 def take_snapshot(state: WrapState, train: TrainStep, extra: Any, ranks: Agreement) -> Snapshot:
@@ -54,7 +55,7 @@ def take_snapshot(state: WrapState, train: TrainStep, extra: Any, ranks: Agreeme
             "optimizer": optimizer.description,
         }
         snapshot.values = _to_bytes(values, "the state of optimizer and scheduler")
-        snapshot.files = _config_files(state.root)
+        snapshot.files = export_files(state.root)
         return {name: _digest(tensor) for name, tensor in snapshot.tensors.items() if not isinstance(tensor, DTensor)}
 
     digests = ranks.run(collect)
@@ -98,12 +99,3 @@ def _to_bytes(content: dict[str, Any], where: str) -> bytes:
             )
         ) from error
     return file.getvalue()
-
-
-def _config_files(root: torch.nn.Module) -> dict[str, bytes]:
-    files = {}
-    for attribute, name in (("config", "config.json"), ("generation_config", "generation_config.json")):
-        to_text = getattr(getattr(root, attribute, None), "to_json_string", None)
-        if callable(to_text):
-            files[name] = to_text().encode()
-    return files

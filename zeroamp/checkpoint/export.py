@@ -1,0 +1,150 @@
+"""`export_checkpoint`: a checkpoint as safetensors, in one process, without the model: one file at a time."""
+
+import json
+import logging
+import os
+import shutil
+import uuid
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from zeroamp.checkpoint.export_files import WEIGHTS
+from zeroamp.checkpoint.folder import find_checkpoints, is_checkpoint
+from zeroamp.checkpoint.manifest import Manifest, check_file, read_manifest
+from zeroamp.checkpoint.reader import SafeReader
+from zeroamp.checkpoint.state import MODEL
+from zeroamp.export import export_dtype
+from zeroamp.overflows import refuse_overflows
+from zeroamp.policies import policy_from_config
+from zeroamp.policies.errors import CheckpointError, describe
+from zeroamp.weight_files import TensorSpec, plan_files, publish, safetensors_torch, write_files, write_index
+
+logger = logging.getLogger("zeroamp")
+
+
+def export_checkpoint(
+    checkpoint: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    dtype: str | torch.dtype | None = None,
+    *,
+    max_shard_bytes: int = 5 * 1000**3,
+) -> Path:
+    """Write the weights of a checkpoint to `folder` as `export_hf` does; needs no model, no ranks and no GPU.
+
+    At most the tensors of one file and one tensor in the checkpoint's dtype are in memory. Every file of the checkpoint
+    is checked against its digest first.
+
+    Args:
+        checkpoint: what `save_checkpoint` wrote, or a folder of such, of which the newest is taken.
+        folder: made where there is none; in one that exists, weights of an earlier export are replaced.
+        dtype: "fp32", "bf16" or "fp16", of parameters; None: what the checkpoint's config says, see `export_hf`.
+        max_shard_bytes: of the tensors of one file.
+
+    Returns:
+        The checkpoint that was taken.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, a finite value would be infinite in `dtype`, or the folder cannot
+            be written.
+    """
+    path = _find(Path(checkpoint))
+    manifest = read_manifest(path)
+    for name, record in manifest.files.items():
+        check_file(path / name, record)
+    target = export_dtype(dtype, policy_from_config(manifest.config).export_dtype)
+    source = _Source(path, manifest)
+    files = plan_files(source.specs(target), max_shard_bytes)
+    safetensors_torch()
+    out = Path(folder).absolute()
+    draft = out / f".draft-{uuid.uuid4().hex[:8]}" if out.exists() else out.with_name(f".{out.name}.draft")
+    try:
+        draft.mkdir(parents=True)
+        source.write_config(draft, target)
+        for file in files:
+            write_files([file], source.read, draft)
+            logger.info("wrote %s: %d tensors, %d bytes", file.name, len(file.tensors), file.num_bytes)
+        write_index(files, draft)
+    except OSError as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise CheckpointError(describe(str(out), str(error), "a folder that takes the export", "Make room.")) from error
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    publish(draft, out)
+    return path
+
+
+def _find(path: Path) -> Path:
+    found = path if is_checkpoint(path) else next(iter(find_checkpoints(path)), None)
+    if found is None:
+        raise CheckpointError(describe(str(path), "no checkpoint", "what save_checkpoint wrote", "Check the path."))
+    return found
+
+
+class _Source:
+    """The tensors of one checkpoint."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        if WEIGHTS not in manifest.files:
+            found = f"no {WEIGHTS}: the model's state held something that is no tensor"
+            raise CheckpointError(describe(str(path), found, "tensors only", "safetensors holds nothing else."))
+        self._path = path
+        self._config_names = [name for name in manifest.files if name in ("config.json", "generation_config.json")]
+        self._weights: dict[str, dict[str, Any]] = json.loads((path / WEIGHTS).read_text(encoding="utf-8"))
+        self._reader = _CachedReader(path)
+        self._saved = {name: self._entry(name) for name in self._weights}
+        self._sources = {written: name for name, entry in self._weights.items() for written in entry["written"]}
+
+    def _entry(self, name: str) -> TensorStorageMetadata:
+        entry = self._reader.read_metadata().state_dict_metadata.get(MODEL + name)
+        if not isinstance(entry, TensorStorageMetadata):
+            raise CheckpointError(describe(str(self._path), f"no tensor {name}", f"all of {WEIGHTS}", "Save it again."))
+        return entry
+
+    def specs(self, dtype: torch.dtype) -> list[TensorSpec]:
+        """Return what is written, in the model's order."""
+        return [
+            TensorSpec(name=written, shape=tuple(self._saved[name].size), dtype=self._written_dtype(name, dtype))
+            for name, entry in self._weights.items()
+            for written in entry["written"]
+        ]
+
+    def _written_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        saved = self._saved[name].properties.dtype
+        return dtype if self._weights[name]["is_parameter"] and saved.is_floating_point else saved
+
+    def read(self, spec: TensorSpec) -> torch.Tensor:
+        """Return one tensor as it is written."""
+        name = self._sources[spec.name]
+        saved = self._saved[name]
+        tensor = torch.empty(saved.size, dtype=saved.properties.dtype)
+        with warnings.catch_warnings():
+            # It says that without a process group it loads in one process, which is meant.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+            load({MODEL + name: tensor}, storage_reader=self._reader, no_dist=True)
+        refuse_overflows({spec.name: tensor}, spec.dtype)
+        return tensor.to(spec.dtype)
+
+    def write_config(self, folder: Path, dtype: torch.dtype) -> None:
+        """Write a transformers model's config with the dtype of its weights."""
+        for name in self._config_names:
+            config = json.loads((self._path / name).read_text(encoding="utf-8"))
+            if name == "config.json":
+                config["dtype"] = str(dtype).removeprefix("torch.")
+            (folder / name).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+class _CachedReader(SafeReader):
+    """Reads the metadata once, not for every tensor."""
+
+    _metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is None:
+            self._metadata = super().read_metadata(*args, **kwargs)
+        return self._metadata

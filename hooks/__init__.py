@@ -17,7 +17,7 @@ from zeroamp.hooks.communication_watch import CommunicationWatch
 from zeroamp.hooks.evaluation import ReshardAfterEvaluation
 from zeroamp.hooks.forward_watch import Failure, ForwardWatch
 from zeroamp.hooks.fp32_region import Fp32Region
-from zeroamp.hooks.model_flops import ModelFlops
+from zeroamp.hooks.model_flops import flops_of_run
 from zeroamp.hooks.observe import Observations, OpObserver, UnitObserver
 from zeroamp.hooks.outer_autocast import OuterAutocastGuard
 from zeroamp.hooks.recorded_run import can_run_backward, record_run
@@ -46,7 +46,6 @@ __all__ = [
     "ForwardWatch",
     "Fp32Region",
     "Holder",
-    "ModelFlops",
     "Observations",
     "OpObserver",
     "OuterAutocastGuard",
@@ -65,6 +64,7 @@ __all__ = [
     "attach_typed_group",
     "can_run_backward",
     "complete_accumulation",
+    "flops_of_run",
     "group_policy",
     "modules_to_run",
     "record_run",

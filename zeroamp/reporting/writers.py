@@ -161,10 +161,12 @@ class WandbWriter:
     def __init__(self, block: WandbBlock, config: dict[str, Any]) -> None:
         wandb = imported("wandb", where="wandb.enabled", extra="wandb")
         self._run = wandb.init(project=block.project, group=block.group, entity=block.team, config=config)
+        # Not wandb's own step, which must grow: a step that is skipped has the number of the one before.
+        self._run.define_metric("train/*", step_metric="step")
 
     def step(self, record: StepRecord) -> None:
         """Log one step."""
-        self._run.log({f"train/{name}": value for name, value in record.scalars().items()}, step=record.step)
+        self._run.log({"step": record.step} | {f"train/{name}": value for name, value in record.scalars().items()})
 
     def warning(self, name: str, text: str) -> None:
         """Send an alert."""

@@ -24,8 +24,7 @@ def test_a_llama_is_its_products_and_its_attention():
     weights = 3 * (3 + 1 + 4 + 2) * WIDTH**2 + VOCAB * WIDTH
     attention = 3 * 2 * 2 * num_sequences * length**2 * WIDTH  # 3 blocks, two products forward
     counted = zeroamp.count_flops(build("llama_tied"), (tokens,))
-    # Backward of attention: twice the forward, and the scores once more.
-    assert counted in (6 * weights * num_tokens + 3 * attention, 6 * weights * num_tokens + 3.5 * attention)
+    assert counted == 6 * weights * num_tokens + 3 * attention
 
 
 class Recomputing(nn.Module):
@@ -70,6 +69,6 @@ class Reads(nn.Module):
         return x if x.sum() > 0 else -x
 
 
-def test_a_model_that_the_meta_device_cannot_run_is_refused():
-    with pytest.raises(zeroamp.WrapError, match="Reads: found a forward that the meta device cannot run"):
+def test_a_model_that_fake_tensors_cannot_run_is_refused():
+    with pytest.raises(zeroamp.WrapError, match="Reads: found a forward that fake tensors cannot run"):
         zeroamp.count_flops(Reads(), torch.ones(2))

@@ -60,8 +60,9 @@ def test_wandb_gets_every_step_offline(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
     writer = WandbWriter(WandbBlock(enabled=True, project="p"), {"zero_optimization": {"stage": 3}})
-    writer.step(record(1, loss=3.0))
-    assert writer._run.summary["train/loss"] == 3.0
+    for number, loss in ((1, 4.0), (1, 3.5), (2, 3.0)):  # of which the second was skipped
+        writer.step(record(number, loss=loss))
+    assert (writer._run.summary["train/loss"], writer._run.summary["step"], writer._run.step) == (3.0, 2, 3)
     assert writer._run.config["zero_optimization"] == {"stage": 3}
     writer.close()
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))

@@ -121,8 +121,9 @@ def plot(runs: Sequence[SavedRun], path: Path) -> None:
             axes.plot(*zip(*points, strict=True) if points else ([], []), label=name, linewidth=1.2, marker=marker)
         axes.set(xlabel="optimizer step", title=label)
         axes.grid(alpha=0.3)
-    speed.set_ylim(bottom=0)
-    memory.set_ylim(bottom=0)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    for axes in (speed, memory):
+        axes.set_ylim(0, 1.1 * axes.dataLim.ymax if axes.dataLim.ymax > 0 else 1)
     loss.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

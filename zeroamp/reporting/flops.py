@@ -15,9 +15,9 @@ def count_flops(model: nn.Module, example_inputs: Any = None) -> int:
 
     Counted by the formulas of `torch.utils.flop_counter` in a run on fake tensors, which computes nothing and takes no
     memory: a multiplication and an addition are two; only matrix products and convolutions count. Attention is its two
-    products, masked positions too. The backward's are those of the gradients of every trainable parameter and of what lies between, from the model's first
-    output that has a gradient. What activation checkpointing recomputes is not counted: it is done once more, but it is
-    not the model's. The model is left as it is.
+    products, masked positions too. The backward's are those of the gradients of every trainable parameter and of what
+    lies between, from the model's first output that has a gradient. What activation checkpointing recomputes is not
+    counted: it is done once more, but it is not the model's. The model is left as it is.
 
     Args:
         model: a plain model, before `wrap_model`, on any device, the meta device too.

@@ -7,7 +7,7 @@ from pydantic import Field
 from zeroamp.policies.schema.keys import Block, Count, Honoured, Native, Number, Unsupported
 from zeroamp.policies.schema.precision import Names
 
-_NO_COMET = "Use tensorboard, csv_monitor or wandb, or add an observer of your own to TrainStep.observers."
+_NO_COMET = "Use tensorboard, csv_monitor or wandb, or add a watcher of your own to TrainStep.watchers."
 _OF_COMET = "only an enabled comet reads it, which is refused"
 _OF_THE_PROFILER = "only an enabled flops_profiler reads it, which is refused"
 _MODEL_CHECKPOINTS = (

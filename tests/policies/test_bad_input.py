@@ -378,7 +378,7 @@ BAD = [
         {"comet": {"enabled": True}},
         {},
         "comet.enabled: found true, which is not supported; valid: false. Use tensorboard, csv_monitor or wandb, or "
-        "add an observer of your own to TrainStep.observers.",
+        "add a watcher of your own to TrainStep.watchers.",
     ),
     (
         {"flops_profiler": {"enabled": True}},

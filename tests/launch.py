@@ -1,4 +1,4 @@
-"""Runs a script under torchrun, with a bound, leaving no process behind."""
+"""Runs a script under torchrun, or a module, with a bound, leaving no process behind."""
 
 import os
 import signal
@@ -11,9 +11,14 @@ ROOT = Path(__file__).parents[1]
 
 def torchrun(*arguments, ranks=2, timeout_s=240, cwd=ROOT):
     """Return what the ranks printed; raise with it if the exit status is not 0."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return module("torch.distributed.run", "--standalone", "--nproc-per-node", ranks, *arguments,
+                  timeout_s=timeout_s, cwd=cwd)  # fmt: skip
+
+
+def module(*arguments, timeout_s=240, cwd=ROOT):
+    """Return what `python -m` printed; raise with it if the exit status is not 0."""
     process = subprocess.Popen(
-        [*command, *map(str, arguments)],
+        [sys.executable, "-m", *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

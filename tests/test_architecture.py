@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import zeroamp
+from tests.sources import ROOT, python_files
 
-ROOT = Path(__file__).parents[1]
 MAY_IMPORT = {"policies": {"policies"}, "hooks": {"policies", "hooks"}, "zeroamp": {"policies", "hooks", "zeroamp"}}
 
 
@@ -33,14 +33,21 @@ def _layers_imported(path):
 
 @pytest.mark.parametrize("layer", MAY_IMPORT)
 def test_imports_go_one_way(layer):
-    files = list((ROOT / layer).glob("*.py"))
-    assert files
-    for path in files:
+    for path in python_files(layer):
         assert set(_layers_imported(path)) <= MAY_IMPORT[layer], path.name
 
 
+def test_the_files_of_a_layer_are_its_own_and_those_of_its_subpackages():
+    seen = {layer: {path.relative_to(ROOT).parts[:-1] for path in python_files(layer)} for layer in MAY_IMPORT}
+    assert seen == {
+        "policies": {("policies",), ("policies", "schema")},
+        "hooks": {("hooks",)},
+        "zeroamp": {("zeroamp",), ("zeroamp", "checkpoint")},
+    }
+
+
 def test_policies_do_not_touch_torch_distributed():
-    for path in (ROOT / "policies").glob("*.py"):
+    for path in python_files("policies"):
         assert "import torch.distributed" not in path.read_text(), path.name
         assert "from torch.distributed" not in path.read_text(), path.name
 

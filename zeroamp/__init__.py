@@ -4,6 +4,7 @@ from zeroamp.checkpoint.export import export_checkpoint
 from zeroamp.checkpoint.folder import latest_checkpoint
 from zeroamp.checkpoint.load import load_checkpoint
 from zeroamp.checkpoint.save import save_checkpoint
+from zeroamp.deepspeed.load import DeepSpeedCheckpoint, load_deepspeed_checkpoint
 from zeroamp.discover import SafeParameters, discover_safe_parameters
 from zeroamp.errors import CheckpointError, ConfigError, PeerError, PrecisionError, StepError, WrapError, ZeroAmpError
 from zeroamp.export import export_hf
@@ -27,6 +28,7 @@ from zeroamp.wrap import register_forward_method, wrap_model
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "DeepSpeedCheckpoint",
     "Ledger",
     "PeerError",
     "Plan",
@@ -51,6 +53,7 @@ __all__ = [
     "export_hf",
     "latest_checkpoint",
     "load_checkpoint",
+    "load_deepspeed_checkpoint",
     "load_hf",
     "optimizer_from_config",
     "policy_from_config",

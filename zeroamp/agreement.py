@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroamp.hooks import timeout_of
-from zeroamp.policies.errors import CheckpointError, ZeroAmpError
+from zeroamp.policies.errors import CheckpointError, ZeroAmpError, describe
 
 T = TypeVar("T")
 
@@ -25,8 +25,11 @@ class Agreement:
         """Make the group; all ranks of `mesh` do. It waits as long as the mesh's own."""
         ranks = sorted(mesh.mesh.flatten().tolist())
         timeout = timeout_of(mesh.get_group(0), mesh.device_type)
+        # Local where it must be only: torch then names the group by how many groups a rank is in, so that ranks that
+        # are in other numbers of them would never meet.
+        is_local = len(ranks) < dist.get_world_size()
         self.group: dist.ProcessGroup = dist.new_group(
-            ranks, timeout=timeout, backend="gloo", use_local_synchronization=True
+            ranks, timeout=timeout, backend="gloo", use_local_synchronization=is_local
         )
         self.rank = dist.get_rank(self.group)
         self.num_ranks = len(ranks)
@@ -36,7 +39,7 @@ class Agreement:
 
         Raises:
             CheckpointError: on all ranks, where `action` raised on any, with the text of each. It is of another class
-                of the tree if all of them are.
+                of the tree if all of them are. Where a rank is lost, on the others, naming the collective.
         """
         outcome: _Outcome[T] = _Outcome()
         try:
@@ -47,10 +50,25 @@ class Agreement:
             outcome.text, outcome.error_type = _text(raised), type(raised) if isinstance(raised, ZeroAmpError) else None
         else:
             error = None
-        outcomes: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(outcomes, outcome, group=self.group)
+        outcomes = self._gather(outcome, error)
         _raise_if_failed(outcomes, error)
         return [outcome.result for outcome in outcomes]
+
+    def _gather(self, outcome: "_Outcome[T]", error: BaseException | None) -> list[Any]:
+        outcomes: list[Any] = [None] * self.num_ranks
+        try:
+            dist.all_gather_object(outcomes, outcome, group=self.group)
+        except RuntimeError as lost:  # gloo names neither the collective nor who waited
+            texts = [_text(lost)] if outcome.text is None else [outcome.text, _text(lost)]
+            raise CheckpointError(
+                describe(
+                    f"all_gather_object of the {self.num_ranks} ranks that save or load, on rank {self.rank}",
+                    "; ".join(texts),
+                    "an answer of every rank before the process group's timeout",
+                    "Look at the other ranks, and restart from the last checkpoint.",
+                )
+            ) from error or lost
+        return outcomes
 
     def on_first(self, action: Callable[[], T]) -> T:
         """Call `action` on the first rank only, and return its result on all. Raises as `run` does."""
@@ -93,4 +111,6 @@ def _raise_if_failed(outcomes: list[_Outcome[T]], cause: BaseException | None) -
 
 
 def _text(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):  # it has agreed already, and its own text is a traceback
+        return "; ".join(f"rank {rank}: {_text(wrapped)}" for rank, (wrapped, _) in sorted(error.failures.items()))
     return str(error) if isinstance(error, ZeroAmpError) else f"{type(error).__name__}: {error}"

@@ -51,7 +51,7 @@ def find_weights(root: nn.Module) -> list[Weight]:
     tensors: dict[int, torch.Tensor] = {}
     weights: list[Weight | int] = []  # int: the parameter of this identity
     for key, tensor in state.items():
-        name = _file_name(key)
+        name = file_name(key)
         if not isinstance(tensor, torch.Tensor):
             found = f"a {type(tensor).__name__} in the model's state"
             raise CheckpointError(
@@ -75,13 +75,14 @@ def _parameter(root: nn.Module, names: list[str], tensor: torch.Tensor) -> Weigh
     return Weight(names=tuple(names), tensor=tensor, is_parameter=True, written_names=tuple(written))
 
 
-def _file_name(key: str) -> str:
+def file_name(key: str) -> str:
+    """Return the name of a parameter or buffer in files: without what wraps the modules it is in."""
     return ".".join(part for part in key.split(".") if part not in _WRAPPERS)
 
 
 def computed_buffers(root: nn.Module) -> Iterator[str]:
     """Yield the last parts of the names of buffers that are not stored: the model computes them itself."""
-    stored = {_file_name(key) for key in root.state_dict()}
+    stored = {file_name(key) for key in root.state_dict()}
     for name, _ in root.named_buffers(remove_duplicate=False):
-        if _file_name(name) not in stored:
+        if file_name(name) not in stored:
             yield name.rpartition(".")[2]

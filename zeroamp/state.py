@@ -1,6 +1,7 @@
 """What `wrap_model` leaves on a model for the step and the reports."""
 
 from collections.abc import Iterable
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -83,7 +84,12 @@ def wrap_state(model: nn.Module) -> WrapState:
 
 
 def agreement_of(state: WrapState) -> Agreement:
-    """Return the group of a wrapped model's ranks for saving and loading; the first call, on all ranks, makes it."""
+    """Return the group of a wrapped model's ranks for saving and loading; the first call, on all ranks, makes it.
+
+    Waits for a save in the background, which uses it; whether that failed, `Saving` tells.
+    """
+    if state.saving.future is not None:
+        wait([state.saving.future])
     if state.agreement is None:
         state.agreement = Agreement(state.mesh)
     return state.agreement

@@ -1,7 +1,6 @@
 """The private names of torch that `hooks/_fsdp.py` uses are there; no other file uses any."""
 
 import ast
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -9,10 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
 
+from tests.sources import ROOT, python_files
 from zeroamp.hooks import _fsdp
-
-ROOT = Path(__file__).parents[2]
-
 
 GROUP_NAMES = {
     "_fsdp_param_groups",
@@ -113,7 +110,7 @@ def test_the_names_of_the_dispatch_layer_do_what_is_said_of_them():
 
 
 def test_no_other_file_uses_private_names():
-    files = [path for folder in ("policies", "hooks", "zeroamp") for path in (ROOT / folder).glob("*.py")]
-    found = {path.name: list(_private_imports(path)) for path in files}
-    assert found.pop("_fsdp.py")
+    files = [path for layer in ("policies", "hooks", "zeroamp") for path in python_files(layer)]
+    found = {str(path.relative_to(ROOT)): list(_private_imports(path)) for path in files}
+    assert found.pop("hooks/_fsdp.py")
     assert {name: uses for name, uses in found.items() if uses} == {}

@@ -1,31 +1,35 @@
 """A folder of checkpoints: which are there, which is the newest, and the draft that becomes one by a single rename.
 
     FOLDER/
-      latest                   the name of the newest checkpoint
+      latest                   the serial and the name of the newest checkpoint
       step_00000100/           a checkpoint: complete from the moment it has this name
       .draft-step_00000200-…/  one that is being written, or that a killed writer left
 
 `latest` is written just before the rename. Where it names a checkpoint that exists, it is right, also after somebody
-edited it to go back; where a writer was killed in between, the checkpoint published last counts.
+edited it to go back: what was published after that one then comes last. Where a writer was killed in between, the
+checkpoint published last counts.
 """
 
-import fcntl
+import logging
 import os
+import re
 import shutil
-import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from zeroamp.checkpoint.locks import locked, try_lock, unlock
 from zeroamp.checkpoint.manifest import MANIFEST, DamagedCheckpointError, Manifest, read_manifest
-from zeroamp.policies.errors import CheckpointError, describe
+from zeroamp.policies.errors import CheckpointError
+
+logger = logging.getLogger("zeroamp")
 
 LATEST = "latest"
-_LOCK, _WRITER = ".lock", ".writer"
+_PUBLISHED = re.compile(r"step_-?\d+(_\d+)?")
+_WRITER = ".writer"
 _DRAFT, _REMOVED = ".draft-", ".removed-"
-_LOCK_TIMEOUT_S = 60.0
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
@@ -34,13 +38,32 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
 
 
 def find_checkpoints(root: Path) -> list[Path]:
-    """Return the checkpoints of a folder, those to load first coming first; unreadable ones last."""
+    """Return the checkpoints of a folder, those to load first coming first.
+
+    The pointed one and those published before it, newest first; those published after it; unreadable ones.
+    """
     serials = {path: _serial(path) for path in root.iterdir() if _is_published(path)} if root.is_dir() else {}
-    with suppress(OSError, UnicodeDecodeError):  # without a pointer, or with a damaged one, the serial decides
-        pointed = root / (root / LATEST).read_text(encoding="utf-8").strip()
-        if serials.get(pointed, 0) > 0:
-            serials[pointed] = max(serials.values()) + 1
-    return sorted(serials, key=lambda path: (serials[path], path.name), reverse=True)
+    for path in (path for path, serial in serials.items() if serial == 0):
+        logger.warning("%s cannot be told to be newer than others: its %s is damaged", path, MANIFEST)
+    newest = _pointed(root, serials) or max(serials.values(), default=0)
+    return sorted(serials, key=lambda path: (0 < serials[path] <= newest, serials[path], path.name), reverse=True)
+
+
+def _pointed(root: Path, serials: dict[Path, int]) -> int | None:
+    """Return the serial of the checkpoint that `latest` names, if it does; else the serials decide.
+
+    A writer puts the serial before the name, as one damaged bit of a name can make the name of another checkpoint.
+    Somebody who edits the file may leave the serial out.
+    """
+    try:
+        *serial, name = (root / LATEST).read_text(encoding="utf-8").split()
+    except (OSError, ValueError):
+        return None
+    found = serials.get(root / name, 0)
+    if found > 0 and serial not in ([], [str(found)]):
+        logger.warning("%s is ignored: %s has another serial than %s", root / LATEST, name, " ".join(serial))
+        return None
+    return found or None
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -49,7 +72,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def _is_published(path: Path) -> bool:
-    return path.name.startswith("step_") and path.is_dir()
+    return _PUBLISHED.fullmatch(path.name) is not None and path.is_dir()
 
 
 def _serial(path: Path) -> int:
@@ -75,16 +98,20 @@ class Draft:
 
         `manifest` gets the serial. All files of the draft are on the disk already.
         """
-        with _locked(self.root):
+        with locked(self.root):
             published = {path: _serial(path) for path in self.root.iterdir() if _is_published(path)}
             complete = manifest(max(published.values(), default=0) + 1)
             write_durably(self.path / MANIFEST, complete.to_json().encode())
             (self.path / _WRITER).unlink()
             sync_folder(self.path)
             target = _free_name(self.root, self.step)
-            _replace_durably(self.root / LATEST, target.name.encode())
+            _replace_durably(self.root / LATEST, f"{complete.serial} {target.name}".encode())
             self.path.rename(target)
-            sync_folder(self.root)
+            try:
+                sync_folder(self.root)
+            except OSError:  # it counts as failed, so it must not be found
+                target.rename(self.path)
+                raise
             self._unlock()
             if keep is not None:
                 _prune(self.root, complete.run, keep)
@@ -97,19 +124,24 @@ class Draft:
 
     def _unlock(self) -> None:
         if self._lock >= 0:
-            os.close(self._lock)
+            unlock(self._lock)
             self._lock = -1
 
 
 def open_draft(root: Path, step: int) -> Draft:
     """Make an empty draft, and remove what killed writers left. On one rank only."""
     root.mkdir(parents=True, exist_ok=True)
-    with _locked(root):
-        _remove_leftovers(root)
+    with locked(root) as has_locks:
+        if has_locks:
+            _remove_leftovers(root)
         path = root / f"{_DRAFT}{_name(step)}-{uuid.uuid4().hex[:8]}"
         path.mkdir()
-        lock = os.open(path / _WRITER, os.O_CREAT | os.O_RDWR)
-        _try_lock(lock)
+        try:
+            lock = os.open(path / _WRITER, os.O_CREAT | os.O_RDWR)
+        except OSError:
+            path.rmdir()
+            raise
+        try_lock(lock)
     return Draft(root, path, step, lock)
 
 
@@ -132,8 +164,11 @@ def sync_folder(path: Path) -> None:
 
 def _replace_durably(path: Path, content: bytes) -> None:
     beside = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
-    write_durably(beside, content)
-    beside.replace(path)
+    try:
+        write_durably(beside, content)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 
@@ -159,8 +194,12 @@ def _prune(root: Path, run: str, keep: int) -> None:
                 serials[path] = manifest.serial
     for path in sorted(serials, key=lambda path: serials[path])[:-keep]:
         removed = path.with_name(f"{_REMOVED}{path.name}-{uuid.uuid4().hex[:8]}")
-        path.rename(removed)  # first, so that a kill during the removal leaves no half checkpoint
-        shutil.rmtree(removed, ignore_errors=True)
+        try:
+            path.rename(removed)  # first, so that a kill during the removal leaves no half checkpoint
+        except OSError as error:  # no reason to call the save a failure
+            logger.warning("%s is not removed, though beyond the newest %d: %s", path, keep, error)
+        else:
+            shutil.rmtree(removed, ignore_errors=True)
 
 
 def _remove_leftovers(root: Path) -> None:
@@ -179,47 +218,6 @@ def _has_writer(draft: Path) -> bool:
     except FileNotFoundError:  # killed just before the rename, or just after the folder was made
         return False
     try:
-        return _try_lock(descriptor) is not True
+        return try_lock(descriptor) is not True
     finally:
-        os.close(descriptor)
-
-
-def _try_lock(descriptor: int) -> bool | None:
-    """Take the lock of a file, and return whether it was free; None where the file system has no locks.
-
-    There a draft is never taken for abandoned, and two writers of one folder are not kept apart: that costs space and
-    order, never a checkpoint, since all names are unique.
-    """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
-
-
-@contextmanager
-def _locked(root: Path) -> Iterator[None]:
-    """Keep other writers out of a folder. The lock is held for renames and removals only, never while data is written.
-
-    Raises:
-        CheckpointError: somebody holds it for longer than a minute.
-    """
-    descriptor = os.open(root / _LOCK, os.O_CREAT | os.O_RDWR)
-    try:
-        deadline = time.monotonic() + _LOCK_TIMEOUT_S
-        while _try_lock(descriptor) is False:
-            if time.monotonic() > deadline:
-                raise CheckpointError(
-                    describe(
-                        str(root / _LOCK),
-                        f"a lock that another process has held for {_LOCK_TIMEOUT_S:.0f} s",
-                        "one that is held for moments",
-                        "End the other process, or save into a folder of its own.",
-                    )
-                )
-            time.sleep(0.05)
-        yield
-    finally:
-        os.close(descriptor)
+        unlock(descriptor)

@@ -8,22 +8,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from zeroamp.agreement import Agreement
+from zeroamp.checkpoint.extra import common_extra, extra_of
 from zeroamp.checkpoint.folder import find_checkpoints, is_checkpoint
-from zeroamp.checkpoint.manifest import DamagedCheckpointError, Manifest, check_file, read_manifest
+from zeroamp.checkpoint.manifest import MANIFEST, DamagedCheckpointError, Manifest, check_file, read_manifest
+from zeroamp.checkpoint.optimizer_state import check_optimizer_fits, load_optimizer, optimizer_targets
 from zeroamp.checkpoint.random_state import set_random_state
 from zeroamp.checkpoint.reader import SafeReader
 from zeroamp.checkpoint.save import VALUES, rank_file
-from zeroamp.checkpoint.state import (
-    MODEL,
-    check_model_fits,
-    check_optimizer_fits,
-    load_optimizer,
-    model_tensors,
-    optimizer_targets,
-)
+from zeroamp.checkpoint.state import MODEL, check_model_fits, load_extra_states, model_tensors
 from zeroamp.mesh import device_of
 from zeroamp.policies.errors import CheckpointError, describe
 from zeroamp.state import WrapState, agreement_of, reshard, wrap_state
@@ -76,6 +72,7 @@ def load_checkpoint(
     path, manifest = found
     loading = _Load(path, manifest, state, train, ranks)
     ranks.run(lambda: loading.prepare(extra_rank))
+    ranks.run(loading.load_counts)
     ranks.run(loading.read_tensors)
     ranks.run(loading.finish)
     if ranks.rank == 0:
@@ -87,19 +84,36 @@ def _find(folder: Path, ranks: Agreement) -> tuple[Path, Manifest] | None:
     """Return the checkpoint to load, whole, and its manifest; None where there is none at all."""
     candidates = ranks.on_first(lambda: [folder] if is_checkpoint(folder) else find_checkpoints(folder))
     damages = []
-    for path in candidates:
+    for index, path in enumerate(candidates):
         try:
             manifest = ranks.on_first(partial(read_manifest, path))
             _check_files(path, manifest, ranks)
         except DamagedCheckpointError as error:
             damages.append(str(error))
             if ranks.rank == 0:
-                logger.warning("%s is not loaded: %s", path, error)
+                _log_damage(path, error)
         else:
+            if ranks.rank == 0:
+                _log_unreadable(candidates[index + 1 :])
             return path, manifest
     if damages:
         raise DamagedCheckpointError("; ".join(damages))
     return None
+
+
+def _log_damage(path: Path, error: CheckpointError) -> None:
+    logger.warning("%s is not loaded: %s", path, error)
+
+
+def _log_unreadable(paths: list[Path]) -> None:
+    """Log which checkpoints nobody can say the age of: one of them might have been the newest."""
+    for path in paths:
+        try:
+            read_manifest(path)
+        except DamagedCheckpointError as error:
+            _log_damage(path, error)
+        except CheckpointError:  # of a newer format, so its age is known
+            continue
 
 
 def _check_files(path: Path, manifest: Manifest, ranks: Agreement) -> None:
@@ -130,32 +144,46 @@ class _Load:
         self.own: dict[str, Any] = {}
 
     def prepare(self, extra_rank: int | None) -> None:
-        """Read all but the tensors, compare, and say where the tensors go. Changes nothing but the step counts."""
+        """Read all but the tensors, compare, and say where the tensors go. Changes nothing."""
         reshard(self.state.root.modules())
         metadata = SafeReader(self.path).read_metadata()
-        self.tensors = model_tensors(self.state.root)
-        check_model_fits(self.tensors, metadata, str(self.path))
+        self._refuse_unlisted(metadata)
         self.values = self._read(VALUES)
         self.own = self._read(rank_file(self.ranks.rank if self.is_same_size else 0))
-        self.extra = self._extra_of(extra_rank)
+        check_model_fits(self.state.root, metadata, self.own["extra_states"], str(self.path))
+        self.tensors = model_tensors(self.state.root)
+        self.extra = self._extra(extra_rank)
         if self.train is not None:
             self._check_training(self.train)
             parameters = {name.removeprefix(MODEL): tensor for name, tensor in self.tensors.items()}
-            self.tensors |= optimizer_targets(self.values["optimizer"], parameters, metadata)
-            self.train.load_state_dict(self.values["train"])  # refuses another kind of loss scale
+            self.tensors |= optimizer_targets(self.values["optimizer"], parameters, metadata, self.own["tensors"])
+
+    def load_counts(self) -> None:
+        """Put step counts and loss scale in place; all ranks refuse another kind of scale, or none does."""
+        if self.train is not None:
+            self.train.load_state_dict(self.values["train"])
+
+    def _refuse_unlisted(self, metadata: Metadata) -> None:
+        """Raise unless the files that the metadata sends the reader to have been checked."""
+        for info in (metadata.storage_data or {}).values():
+            self._check_listed(info.relative_path)
+
+    def _check_listed(self, name: str) -> None:
+        if name not in self.manifest.files:
+            found = f"no record of {name}"
+            raise CheckpointError(describe(str(self.path / MANIFEST), found, "one of every file", "Load another one."))
 
     def _read(self, name: str) -> Any:
+        self._check_listed(name)
         return torch.load(self.path / name, map_location="cpu", weights_only=True)
 
     def _check_training(self, train: TrainStep) -> None:
         where = str(self.path)
         check_optimizer_fits(train.optimizer, self.values["optimizer"], self.state.root, where)
-        saved, ours = (scheduler is not None for scheduler in (self.values["scheduler"], train.scheduler))
+        saved = "no scheduler" if self.values["scheduler"] is None else self.values["scheduler"]["class"]
+        ours = "no scheduler" if train.scheduler is None else type(train.scheduler).__name__
         if saved != ours:
-            names = {True: "a scheduler", False: "no scheduler"}
-            raise CheckpointError(
-                describe(where, names[saved], f"{names[ours]}, as TrainStep has", "Build TrainStep as it was.")
-            )
+            raise CheckpointError(describe(where, saved, f"{ours}, as TrainStep has", "Build TrainStep as it was."))
         differing = [name for name in self.own["tensors"] if not name.startswith(MODEL)]
         if differing and not self.is_same_size:
             raise CheckpointError(
@@ -173,53 +201,39 @@ class _Load:
 
     def finish(self) -> None:
         """Put the rest in place."""
-        if self.is_same_size:
-            for name in self.own["tensors"].keys() & self.tensors.keys():
-                self.tensors[name].copy_(self.own["tensors"][name])
-        if self.own["extra_states"]:
-            self.state.root.load_state_dict(self.own["extra_states"], strict=False)
+        for name, tensor in self.own["tensors"].items():
+            if name.startswith(MODEL):
+                self.tensors[name].copy_(tensor)
+            else:
+                self.tensors[name] = tensor
+        load_extra_states(self.state.root, self.own["extra_states"])
         if self.train is not None:
             self._finish_training(self.train)
-
-    def _finish_training(self, train: TrainStep) -> None:
-        load_optimizer(train.optimizer, self.values["optimizer"], self.tensors, self.state.root)
-        if isinstance(train.scheduler, StatefulScheduler):
-            train.scheduler.load_state_dict(self.values["scheduler"])
-        self.state.saving.run = self.manifest.run
-        if self.is_same_size:
-            set_random_state(self.own["random"], device_of(self.state.mesh))
-        elif self.ranks.rank == 0:
+        if not self.is_same_size and self.ranks.rank == 0:
             logger.warning(
                 "%s is of %d ranks, now there are %d: random generators stay as they are, and buffers that differed "
                 "between ranks (%s) become the first rank's",
                 self.path,
                 self.manifest.world_size,
                 self.ranks.num_ranks,
-                ", ".join(self.own["tensors"]) or "none",
+                ", ".join(name.removeprefix(MODEL) for name in self.own["tensors"]) or "none",
             )
 
-    def _extra_of(self, rank: int | None) -> Any:
+    def _finish_training(self, train: TrainStep) -> None:
+        load_optimizer(train.optimizer, self.values["optimizer"], self.tensors, self.state.root)
+        if isinstance(train.scheduler, StatefulScheduler):
+            train.scheduler.load_state_dict(self.values["scheduler"]["state"])
+        self.state.saving.run = self.manifest.run
+        if self.is_same_size:
+            set_random_state(self.own["random"], device_of(self.state.mesh))
+
+    def _extra(self, rank: int | None) -> Any:
         """Return the `extra` of one rank; with None, this rank's own, or what all have, if their number changed."""
-        if rank is not None or self.is_same_size:
-            return self._read(rank_file(self.ranks.rank if rank is None else rank))["extra"]
-        first, *others = (self._read(rank_file(number))["extra"] for number in range(self.manifest.world_size))
-        if not all(_equal(first, other) for other in others):
-            raise CheckpointError(
-                describe(
-                    f"{self.path}, extra",
-                    f"values that differ between the {self.manifest.world_size} ranks that saved it",
-                    f"the same on all, for {self.ranks.num_ranks} ranks",
-                    "Choose one with extra_rank, or save what does not depend on the rank.",
-                )
-            )
-        return first
+        saved_by, where = self.manifest.world_size, str(self.path)
 
+        def read(number: int) -> Any:
+            return self._read(rank_file(number))["extra"]
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return bool(one == other)
+        if rank is None and not self.is_same_size:
+            return common_extra(self.ranks.num_ranks, saved_by, read, where)
+        return extra_of(self.ranks.rank if rank is None else rank, saved_by, read, where)

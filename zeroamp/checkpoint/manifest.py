@@ -5,7 +5,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
 from zeroamp.policies.errors import CheckpointError, describe
 
@@ -18,9 +20,20 @@ class DamagedCheckpointError(CheckpointError):
     """A checkpoint is not whole: a file of it is missing, cut short or changed. Another one may be."""
 
 
+def _file_name(name: str) -> str:
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ValueError("expected the name of a file in the checkpoint's own folder")
+    return name
+
+
+FileName = Annotated[str, AfterValidator(_file_name)]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileRecord:
     """What a file of a checkpoint must be."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
 
     num_bytes: int
     sha256: str
@@ -29,6 +42,8 @@ class FileRecord:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """What a checkpoint is, as `zeroamp.json` holds it."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
 
     step: int
     """The caller's number of the step."""
@@ -42,7 +57,7 @@ class Manifest:
     """The policy, as a config that `policy_from_config` reads."""
     versions: dict[str, str]
     """Of torch and zeroamp."""
-    files: Mapping[str, FileRecord]
+    files: Mapping[FileName, FileRecord]
 
     def to_json(self) -> str:
         """Return the text of the file; it ends with a digest of all the rest."""
@@ -66,16 +81,19 @@ def read_manifest(checkpoint: Path) -> Manifest:
         content = json.loads(path.read_text(encoding="utf-8"))
         found = content.pop(_DIGEST)
         is_whole = found == _digest(content)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise DamagedCheckpointError(_damage(path, f"{type(error).__name__}: {error}")) from error
     if not is_whole:
         raise DamagedCheckpointError(_damage(path, "a text that its own digest does not fit"))
-    if content.pop("format") != FORMAT:
+    if content.pop("format", None) != FORMAT:
         raise CheckpointError(
             describe(str(path), "another format", f"format {FORMAT}", "Use the zeroamp that wrote it.")
         )
-    records = {name: FileRecord(**record) for name, record in content.pop("files").items()}
-    return Manifest(**{**content, "mesh": tuple(content["mesh"])}, files=records)
+    try:
+        return TypeAdapter(Manifest).validate_json(json.dumps(content))
+    except ValidationError as error:
+        problems = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise DamagedCheckpointError(_damage(path, "; ".join(problems))) from error
 
 
 def record_file(path: Path) -> FileRecord:

@@ -51,9 +51,12 @@ class SafeReader(FileSystemReader):
                 raise CheckpointError(
                     describe(path, f"{type(error).__name__}: {error}", "a checkpoint's metadata", "Load another one.")
                 ) from error
+        if not isinstance(metadata, Metadata):
+            found = f"a {type(metadata).__name__}"
+            raise CheckpointError(describe(path, found, "a checkpoint's metadata", "Load another one."))
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
-        return metadata  # type: ignore[no-any-return]
+        return metadata
 
 
 class _MetadataUnpickler(pickle.Unpickler):

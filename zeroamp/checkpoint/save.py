@@ -116,8 +116,9 @@ def save_checkpoint(
     state.saving.run = checkpoint.run
     if not async_:
         return checkpoint.write()
+    signals = signals_of(state)  # made before a thread is at work
     future = checkpoint.write_in_background()
-    state.saving.begin(future, signals_of(state))
+    state.saving.begin(future, signals)
     return future
 
 
@@ -166,9 +167,11 @@ class _Save:
             self.ranks.run(self._write_tensors)
             records = self.ranks.run(self._record_own)
             return self.ranks.on_first(lambda: self._publish(records))
-        except BaseException:
+        except BaseException as error:
             if self.draft is not None:
                 self.draft.discard()
+            if isinstance(error, CheckpointError):  # of a full disk, the system's own error does not say which
+                raise type(error)(f"step {self.step} is not saved in {self.folder}: {error}") from error
             raise
 
     def _open_draft(self) -> Path:

@@ -1,0 +1,110 @@
+"""Breaks training runs in every way we know, starts them again, and counts what was lost. It must be nothing.
+
+    python -m benchmarks.fault_campaign --kills 100 --others 5 --seed 0 --out FOLDER
+
+FOLDER gets `faults.json`, with every attempt, and `faults.md`. Kinds of faults that this machine or user cannot make
+are listed with the reason.
+"""
+
+import argparse
+import gc
+import itertools
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.faults import cable, disk, kills
+from benchmarks.faults.attempt import Attempt, Kind, Runs
+from benchmarks.faults.disk import NotPossibleHereError
+from benchmarks.faults.processes import ForkedRank
+from benchmarks.faults.record import write_record
+
+OTHERS: dict[str, Kind] = {
+    "hanging rank": kills.stopped,
+    "cable": cable.cut,
+    "two writers": kills.two_writers,
+    "disk full": disk.full,
+    "disk full for a while": disk.full_for_a_while,
+    "file size limit": disk.file_too_large,
+    "read-only": disk.read_only,
+    "damaged file": disk.damaged,
+    "only one damaged": disk.only_one_damaged,
+    "pointer": disk.pointer,
+}
+_NEED_MOUNTS = ("disk full", "disk full for a while", "read-only")
+_NEED_NETWORKS = ("cable",)
+
+
+def main() -> None:
+    """Run the campaign; the exit status says whether anything was lost."""
+    arguments = _arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    gc.freeze()  # forks then leave the memory of all modules shared
+    begun_s = time.monotonic()
+    root = Path(tempfile.mkdtemp(prefix="faults-"))
+    runs = Runs(root, arguments.seed, arguments.timeout_s)
+    skipped = _impossible()
+    attempts = [*_kill(runs, arguments.kills), *_try_others(runs, skipped, arguments.others)]
+    write_record(arguments.out, attempts, skipped, time.monotonic() - begun_s)
+    num_losses = sum(len(attempt.losses) for attempt in attempts)
+    if num_losses:
+        sys.exit(f"{num_losses} losses; what they left is in {root}")
+    shutil.rmtree(root)
+
+
+def _impossible() -> dict[str, str]:
+    """Return the kinds that cannot be tried here, with the reason."""
+    skipped = {}
+    for kinds, prepare in ((_NEED_MOUNTS, disk.have_own_mounts), (_NEED_NETWORKS, cable.try_networks)):
+        try:
+            prepare()
+        except NotPossibleHereError as error:
+            skipped |= dict.fromkeys(kinds, str(error))
+    return skipped
+
+
+def _kill(runs: Runs, num_kills: int) -> Iterator[Attempt]:
+    """Make attempts of all kinds of kills in turn, until a rank was killed in so many of them."""
+    kinds = itertools.cycle(kills.KILLS.items())
+    while num_kills > 0:
+        name, kind = next(kinds)
+        attempt = _try(name, kind, runs)
+        num_kills -= bool(attempt.moments)
+        yield attempt
+
+
+def _try_others(runs: Runs, skipped: dict[str, str], times: int) -> Iterator[Attempt]:
+    for name, kind in OTHERS.items():
+        if name not in skipped:
+            yield from (_try(name, kind, runs) for _ in range(times))
+
+
+def _try(name: str, kind: Kind, runs: Runs) -> Attempt:
+    attempt = kind(runs)
+    print(f"{name}: {attempt.job}; {'; '.join(attempt.story)}; {attempt.losses or 'nothing lost'}", flush=True)
+    runs.clear(attempt)
+    return attempt
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100, help="attempts in which a rank is killed -9")
+    parser.add_argument("--others", type=int, default=5, help="attempts of every other kind")
+    parser.add_argument("--timeout-s", type=float, default=20.0, help="of every collective")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ForkedRank as fork:
+        rank = fork
+    else:
+        sys.exit()
+    rank.run()  # outside of the handler: nothing of the campaign is left on the stack

@@ -1,0 +1,227 @@
+"""One attempt: a run that faults interrupt, started again until it is at its end, and checked at every start."""
+
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults.job import NUM_RANKS, Job
+from benchmarks.faults.moments import PASSAGES, Phase, Strike
+from benchmarks.faults.processes import Ending, Place, Start
+from zeroamp.checkpoint.manifest import check_file, read_manifest
+from zeroamp.errors import CheckpointError
+
+_REFUSALS = {"CheckpointError", "DamagedCheckpointError"}
+
+
+@dataclass(kw_only=True)
+class Oracle:
+    """What a run without faults computes: the same bits have to come out of every run with some."""
+
+    steps: list[dict[int, dict[str, Any]]]
+    """Per rank: step -> losses and norm, as hexadecimal floats."""
+    digests: list[str]
+    seconds: float
+    """What the run took, with its start."""
+
+
+@dataclass(kw_only=True)
+class Attempt:
+    """What was done to one run, and what was lost by it."""
+
+    kind: str
+    job: Job
+    place: Place
+    oracle: Oracle
+    story: list[str] = field(default_factory=list)
+    losses: list[str] = field(default_factory=list)
+    """Must stay empty."""
+    moments: list[str] = field(default_factory=list)
+    """Where each rank was that was struck."""
+    errors: list[str] = field(default_factory=list)
+    """What the survivors raised."""
+    survivors_s: list[float] = field(default_factory=list)
+    """How long each survivor took to end after the strike."""
+    saved: dict[str, int] = field(default_factory=dict)
+    """Checkpoints that some rank knew to be saved, and their steps."""
+    damaged: set[str] = field(default_factory=set)
+    """Checkpoints that we broke ourselves."""
+    shares_folder: bool = False
+    """Whether another job saves there, too."""
+
+    def start(self, strike: Strike | None = None, *, num_steps: int | None = None, **more: Any) -> Start:
+        """Start the job's ranks, up to a number of steps or the end."""
+        job = self.job if num_steps is None else replace(self.job, num_steps=num_steps)
+        return self.place.start(job, strike, **more)
+
+    def end(self, start: Start) -> list[Ending]:
+        """Wait for the ranks, and check all they did."""
+        endings = start.wait()
+        newest = max((step for name, step in self.saved.items() if name not in self.damaged), default=0)
+        for rank, ending in enumerate(endings):
+            self._check_rank(rank, ending, newest, is_struck=rank in start.struck)
+        self._check_published()
+        survivors = [ending for rank, ending in enumerate(endings) if rank not in start.struck]
+        if start.board.struck_s:
+            self.moments += [ending.where for rank, ending in enumerate(endings) if rank in start.struck]
+            self.survivors_s += [ending.at_s - start.board.struck_s for ending in survivors]
+        how = ", ".join(_how(ending) for ending in endings)
+        self.story.append(f"from step {_loaded(endings)} to {_last_step(endings)} ({how})")
+        return endings
+
+    def run(self, strike: Strike | None = None, **more: Any) -> list[Ending]:
+        """`start` and `end`."""
+        return self.end(self.start(strike, **more))
+
+    def finish(self) -> None:
+        """Start once more, without a fault: it must reach the end of the run, and leave the folder clean."""
+        endings = self.run()
+        if not all(ending.is_finished for ending in endings):
+            self.losses.append(f"does not run to the end: {[ending.error for ending in endings]}")
+            return
+        has_saved = any(ending.of("saved") for ending in endings)
+        left = [path.name for path in self.place.folder.glob(".*") if path.name != ".lock"]
+        if has_saved and left and not self.shares_folder:
+            self.losses.append(f"left in the folder: {left}")
+        whole = [path for path in self.place.folder.glob("step_*") if path.name not in self.damaged]
+        if self.job.keep is not None and len(whole) > self.job.keep and not self.shares_folder:
+            self.losses.append(f"{len(whole)} checkpoints are left")
+
+    def lost(self, is_lost: bool, what: str) -> None:
+        """Note a loss."""
+        if is_lost:
+            self.losses.append(what)
+
+    def expect_refusal(self, endings: list[Ending], *words: str) -> None:
+        """All ranks must have raised a CheckpointError with certain words, and left no draft."""
+        for rank, ending in enumerate(endings):
+            error = ending.of("error")
+            if error is None or error["type"] not in _REFUSALS or not all(word in error["text"] for word in words):
+                self.losses.append(f"rank {rank} raised {ending.error}, not a CheckpointError with {words}")
+        self.lost(bool(list(self.place.folder.glob(".draft-*"))), "a draft is left after an error of all ranks")
+
+    def _check_rank(self, rank: int, ending: Ending, newest: int, *, is_struck: bool) -> None:
+        self.lost(ending.was_hanging, f"rank {rank} hangs: {ending.where}")
+        if not is_struck and ending.error is not None:
+            self.errors.append(ending.error)
+        if not is_struck and not ending.was_hanging and ending.status not in (0, 1):
+            self.losses.append(f"rank {rank} ended with {ending.status}: {ending.output[-500:]}")
+        loaded = ending.of("loaded")
+        if loaded is not None and not self.shares_folder:
+            behind = loaded["step"] < newest
+            self.lost(behind, f"rank {rank} resumed at step {loaded['step']}, though {newest} was saved")
+        for entry in ending.log:
+            if entry["event"] == "step":
+                expected = self.oracle.steps[rank][entry["step"]]
+                self.lost(entry != expected, f"rank {rank}: {entry} instead of {expected}")
+            elif entry["event"] == "saved":
+                self.saved[entry["name"]] = entry["step"]
+        finished = ending.of("finished")
+        if finished is not None and finished["num_steps"] == len(self.oracle.steps[rank]):
+            differs = finished["digest"] != self.oracle.digests[rank]
+            self.lost(differs, f"rank {rank}: other parameters at the end")
+
+    def _check_published(self) -> None:
+        for path in self.place.folder.glob("step_*"):
+            if path.name in self.damaged:
+                continue
+            try:
+                for name, record in read_manifest(path).files.items():
+                    check_file(path / name, record)
+            except CheckpointError as error:
+                self.lost(path.exists(), f"a checkpoint that is not whole: {error}")
+        if self.job.keep is None:
+            gone = [name for name in self.saved if not (self.place.folder / name).is_dir()]
+            self.lost(bool(gone), f"saved, and not there any more: {gone}")
+
+
+def _how(ending: Ending) -> str:
+    return "finished" if ending.is_finished else f"{ending.status} at {ending.where}"
+
+
+def _loaded(endings: list[Ending]) -> Any:
+    return next((loaded["step"] for ending in endings if (loaded := ending.of("loaded"))), "none")
+
+
+def _last_step(endings: list[Ending]) -> Any:
+    return max((step["step"] for ending in endings if (step := ending.of("step"))), default=_loaded(endings))
+
+
+class Runs:
+    """Makes attempts, and the runs without faults that they are compared with. All of it in one folder."""
+
+    def __init__(self, root: Path, seed: int, timeout_s: float) -> None:
+        self.random = random.Random(seed)
+        self._timeout_s = timeout_s
+        self._root = root
+        self._oracles: dict[tuple[int, int, int], Oracle] = {}
+        self._num_places = 0
+        self._has_losses = False
+
+    def place(self) -> Place:
+        """Make an empty place."""
+        self._num_places += 1
+        root = self._root / f"{self._num_places:04d}"
+        (root / "reports").mkdir(parents=True)
+        return Place(folder=root / "checkpoints", reports=root / "reports")
+
+    def clear(self, attempt: Attempt) -> None:
+        """Remove what was left on the disk, up to and with an attempt, unless something was lost in it."""
+        self._has_losses |= bool(attempt.losses)
+        if not self._has_losses:
+            for path in self._root.iterdir():
+                shutil.rmtree(path)
+
+    def job(self, **fields: Any) -> Job:
+        """Draw a job, but for some fields."""
+        choice = self.random.choice
+        drawn: dict[str, Any] = {
+            "stage": choice((0, 1, 2, 3)),
+            "accumulation": choice((1, 2)),
+            "async_": choice((False, True)),
+            "keep": choice((None, 1, 2)),
+            "save_every": choice((1, 1, 2)),
+            "timeout_s": self._timeout_s,
+        }
+        return Job(**{**drawn, **fields})
+
+    def attempt(self, kind: str, job: Job, place: Place | None = None) -> Attempt:
+        """Begin an attempt in an empty place or a given one."""
+        return Attempt(kind=kind, job=job, place=place or self.place(), oracle=self.oracle(job))
+
+    def oracle(self, job: Job) -> Oracle:
+        """Return what a run without faults and without checkpoints computes."""
+        key = (job.stage, job.accumulation, job.num_steps)
+        if key not in self._oracles:
+            start = self.place().start(replace(job, save_every=0))
+            endings = start.wait()
+            self._oracles[key] = Oracle(
+                steps=[{e["step"]: e for e in ending.log if e["event"] == "step"} for ending in endings],
+                digests=[_digest(ending) for ending in endings],
+                seconds=max(ending.at_s for ending in endings) - start.begun_s,
+            )
+        return self._oracles[key]
+
+    def strike(self, job: Job, phase: Phase | None = None, **fields: Any) -> Strike:
+        """Draw a moment of a phase, or of any, on a rank that has some."""
+        phase = phase or self.random.choice(list(PASSAGES))
+        return Strike(
+            rank=0 if phase == "publish" else self.random.randrange(NUM_RANKS),
+            phase=phase,
+            step=0 if phase == "load" else self.random.randint(1, job.num_steps),
+            passage=self.random.randint(1, PASSAGES[phase]),
+            torn=self.random.choice((None, self.random.random())),
+            **fields,
+        )
+
+
+def _digest(ending: Ending) -> str:
+    finished = ending.of("finished")
+    if finished is None:
+        raise AssertionError(f"a run without any fault ends with {ending.output}")
+    return str(finished["digest"])
+
+
+Kind = Callable[[Runs], Attempt]

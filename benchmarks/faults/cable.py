@@ -1,0 +1,130 @@
+"""Two hosts on one machine, two network namespaces, and a cable between them that is cut."""
+
+import ctypes
+import functools
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.faults.attempt import Attempt, Runs
+from benchmarks.faults.disk import NotPossibleHereError
+from benchmarks.faults.processes import at_end
+
+_PORT = 29511
+_INTERFACE = "cable"
+_COLLECTIVE = re.compile(r"all.?gather|all.?reduce|reduce.?scatter|barrier|broadcast", re.IGNORECASE)
+_CLONE_NEWNET = 0x40000000
+_NUM_STEPS = 30
+
+
+def cut(runs: Runs) -> Attempt:
+    """Cut the cable in mid-training. Both ends must fail in time, naming a collective; then the run goes on."""
+    job = runs.job(num_steps=_NUM_STEPS)
+    attempt = runs.attempt("cable between two hosts cut", job)
+    with _two_hosts() as hosts:
+        start = attempt.start(before=hosts.enter, init_method=hosts.init_method)
+        start.wait_for_step(runs.random.randint(1, _NUM_STEPS // 2))
+        time.sleep(runs.random.uniform(0, 0.1))
+        hosts.cut()
+        start.board.note_strike()
+        endings = attempt.end(start)
+    attempt.moments += [ending.where for ending in endings]
+    for rank, ending in enumerate(endings):
+        named = ending.error is not None and _COLLECTIVE.search(ending.output)
+        attempt.lost(not named, f"rank {rank} names no collective: {ending.output[-500:]}")
+    attempt.finish()
+    return attempt
+
+
+@dataclass(frozen=True)
+class _Hosts:
+    """Processes that keep one network namespace each, by rank: all of it ends with them."""
+
+    keepers: tuple[subprocess.Popen[bytes], ...]
+
+    @property
+    def init_method(self) -> str:
+        """The address at which the first host's rank waits for the other."""
+        return f"tcp://{_address(0)}:{_PORT}"
+
+    def enter(self, rank: int) -> None:
+        """Move this process to the host of a rank."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        descriptor = os.open(self._namespace(rank), os.O_RDONLY)
+        if libc.setns(descriptor, _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(descriptor)
+        os.environ["GLOO_SOCKET_IFNAME"] = _INTERFACE
+
+    def ip(self, rank: int, *arguments: str) -> None:
+        """Run the command `ip` on the host of a rank."""
+        command = ["nsenter", f"--net={self._namespace(rank)}", "ip", *arguments]
+        subprocess.run(command, capture_output=True, check=True, timeout=30)
+
+    def cut(self) -> None:
+        """Take the second host's end of the cable down."""
+        self.ip(1, "link", "set", _INTERFACE, "down")
+
+    def _namespace(self, rank: int) -> Path:
+        return _network_of(self.keepers[rank].pid)
+
+
+@contextmanager
+def _two_hosts() -> Iterator[_Hosts]:
+    with ExitStack() as stack:
+        keepers = []
+        for _ in range(2):
+            keepers.append(subprocess.Popen(["unshare", "--net", "sleep", "900"], stderr=subprocess.PIPE))
+            stack.enter_context(at_end(functools.partial(_end, keepers[-1])))
+        hosts = _Hosts(tuple(keepers))
+        for keeper in keepers:
+            _wait_for_namespace(keeper)
+        peer = ("peer", "name", _INTERFACE, "netns", str(keepers[1].pid))
+        hosts.ip(0, "link", "add", _INTERFACE, "type", "veth", *peer)
+        for rank in range(2):
+            hosts.ip(rank, "address", "add", f"{_address(rank)}/24", "dev", _INTERFACE)
+            hosts.ip(rank, "link", "set", "lo", "up")
+            hosts.ip(rank, "link", "set", _INTERFACE, "up")
+        yield hosts
+
+
+def _wait_for_namespace(keeper: subprocess.Popen[bytes]) -> None:
+    while os.readlink(_network_of(keeper.pid)) == os.readlink(_network_of(os.getpid())):
+        if keeper.poll() is not None:
+            raise NotPossibleHereError(f"no network of one's own: {keeper.communicate()[1].decode().strip()}")
+        time.sleep(0.01)
+
+
+def _network_of(pid: int) -> Path:
+    return Path(f"/proc/{pid}/ns/net")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()
+
+
+def _address(rank: int) -> str:
+    return f"10.213.77.{rank + 1}"
+
+
+def try_networks() -> None:
+    """Make two hosts, and remove them.
+
+    Raises:
+        NotPossibleHereError: this machine or user cannot.
+    """
+    missing = [command for command in ("unshare", "nsenter", "ip") if shutil.which(command) is None]
+    if missing:
+        raise NotPossibleHereError(f"no command {missing[0]}")
+    try:
+        with _two_hosts():
+            pass
+    except subprocess.CalledProcessError as error:
+        raise NotPossibleHereError(f"no network of one's own: {error.stderr.decode().strip()}") from error

@@ -1,0 +1,208 @@
+"""Starts the ranks of a job as forks of this process, strikes them, and waits for their end, with a bound.
+
+A fork costs milliseconds where a new interpreter with torch costs seconds. This process must not have run anything of
+torch: its threads would not be there in a fork.
+"""
+
+import json
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults.job import NUM_RANKS, Job, Log, run_rank
+from benchmarks.faults.moments import Board, Moments, Strike
+
+GRACE_S = 15.0
+"""How much longer than the timeout of its collectives a rank may take to end, on a busy machine."""
+
+
+class ForkedRank(BaseException):
+    """Raised in a fork, to leave the campaign behind: the rank runs at the top level and ends as a program does."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        super().__init__()
+        self.run = run
+
+
+@contextmanager
+def at_end(clean_up: Callable[[], Any]) -> Iterator[None]:
+    """Call `clean_up` at the end, however it comes, in this process only and not in its forks."""
+    owner = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() == owner:
+            clean_up()
+
+
+@dataclass(kw_only=True)
+class Ending:
+    """How one rank of a start ended."""
+
+    status: int
+    """The exit status, or minus the signal."""
+    at_s: float
+    """On the monotonic clock."""
+    was_hanging: bool
+    """Whether it had to be killed after the bound."""
+    where: str
+    """Its last moment."""
+    log: list[dict[str, Any]]
+    output: str
+
+    @property
+    def error(self) -> str | None:
+        """The text of what the rank raised."""
+        return next((entry["text"] for entry in self.log if entry["event"] == "error"), None)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the rank trained to the end."""
+        return self.of("finished") is not None
+
+    def of(self, event: str) -> dict[str, Any] | None:
+        """Return the last entry of a kind."""
+        return next((entry for entry in reversed(self.log) if entry["event"] == event), None)
+
+
+@dataclass(kw_only=True)
+class Start:
+    """One start of a job, on all its ranks, while it runs."""
+
+    job: Job
+    pids: list[int]
+    board: Board
+    paths: list[Path]
+    begun_s: float
+    struck: set[int] = field(default_factory=set)
+    """Ranks that a fault was meant for: they need not end by themselves."""
+    endings: dict[int, Ending] = field(default_factory=dict)
+
+    def kill(self, rank: int) -> None:
+        """Kill -9 a rank, if it is still there."""
+        if rank not in self.endings:
+            self.struck.add(rank)
+            self.board.note_strike()
+            os.kill(self.pids[rank], signal.SIGKILL)
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until a rank has finished a step, or ended."""
+        while not self.endings and not any(f'"step": {step},' in path.read_text() for path in self._logs()):
+            self.wait(time.monotonic() + 0.01)
+
+    def _logs(self) -> list[Path]:
+        return [path for path in self.paths if path.exists()]
+
+    def wait(self, until_s: float | None = None) -> list[Ending]:
+        """Wait until all ranks have ended, or until a time; past the bound of the job they are killed.
+
+        The bound counts from the first end of a rank, since from there on the others wait for it in vain.
+        """
+        total_s = 60 + self.job.timeout_s
+        while len(self.endings) < len(self.pids):
+            first = min((ending.at_s for ending in self.endings.values()), default=self.begun_s + total_s)
+            bound = first + self.job.timeout_s + GRACE_S
+            limit = bound if until_s is None else min(bound, until_s)
+            self._collect(limit - time.monotonic())
+            running = [self.pids[rank] for rank in self._running()]
+            is_over = bool(self.endings) and all(map(_is_stopped, running))  # those never end by themselves
+            if is_over or time.monotonic() >= bound:
+                self._kill_running()
+            elif time.monotonic() >= limit:
+                break
+        return [self.endings[rank] for rank in sorted(self.endings)]
+
+    def _collect(self, timeout_s: float) -> None:
+        descriptors = {os.pidfd_open(pid): r for r, pid in enumerate(self.pids) if r not in self.endings}
+        ready, _, _ = select.select(list(descriptors), [], [], max(0.0, timeout_s))
+        now = time.monotonic()
+        for descriptor, rank in descriptors.items():
+            os.close(descriptor)
+            if descriptor in ready:
+                self._reap(rank, now, was_hanging=False)
+
+    def _running(self) -> set[int]:
+        return set(range(len(self.pids))) - set(self.endings)
+
+    def _kill_running(self) -> None:
+        for rank in self._running():
+            os.kill(self.pids[rank], signal.SIGKILL)
+            self._reap(rank, time.monotonic(), was_hanging=rank not in self.struck)
+
+    def _reap(self, rank: int, now: float, *, was_hanging: bool) -> None:
+        _, status = os.waitpid(self.pids[rank], 0)
+        lines = self.paths[rank].read_text().splitlines()
+        output = self.paths[rank].with_suffix(".out").read_text(errors="replace")
+        self.endings[rank] = Ending(
+            status=os.waitstatus_to_exitcode(status),
+            at_s=now,
+            was_hanging=was_hanging,
+            where=self.board.read(rank),
+            log=[json.loads(line) for line in lines],
+            output=output,
+        )
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # it has ended
+        return False
+
+
+@dataclass(kw_only=True)
+class Place:
+    """Where a job runs: the folder of its checkpoints, and one for what the ranks report."""
+
+    folder: Path
+    reports: Path
+    num_starts: int = 0
+
+    def start(
+        self, job: Job, strike: Strike | None = None, *, before: Callable[[int], None] = lambda _: None,
+        init_method: str | None = None,
+    ) -> Start:  # fmt: skip
+        """Fork the ranks of one start. `before` is called in each with its rank, before anything else."""
+        self.num_starts += 1
+        name = f"start{self.num_starts}"
+        init_method = init_method or f"file://{self.reports / name}.store"
+        board = Board(NUM_RANKS)
+        paths = [self.reports / f"{name}_rank{rank}.log" for rank in range(NUM_RANKS)]
+        pids = []
+        begun_s = time.monotonic()
+        for rank in range(NUM_RANKS):
+            board.write(rank, False, "start: forked")
+            pid = os.fork()
+            if pid == 0:
+                ours = strike if strike is not None and strike.rank == rank else None
+                moments = Moments(rank, board, ours)
+                raise ForkedRank(lambda: _run(job, rank, init_method, self.folder, paths[rank], moments, before))  # noqa: B023
+            pids.append(pid)
+        struck = set() if strike is None else {strike.rank}
+        return Start(job=job, pids=pids, board=board, paths=paths, begun_s=begun_s, struck=struck)
+
+
+def _run(
+    job: Job, rank: int, init_method: str, folder: Path, path: Path, moments: Moments, before: Callable[[int], None]
+) -> None:
+    output = os.open(path.with_suffix(".out"), os.O_CREAT | os.O_WRONLY)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    log = Log(path)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    before(rank)
+    try:
+        run_rank(job, rank, init_method, folder, log, moments)
+    except BaseException as error:
+        log.write(event="error", type=type(error).__name__, text=f"{type(error).__name__}: {error}")
+        traceback.print_exc()
+        sys.exit(1)
+    os._exit(0)  # the end of an interpreter takes a second, and is of interest only where something went wrong

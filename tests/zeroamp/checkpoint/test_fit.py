@@ -1,0 +1,185 @@
+"""What does not fit is refused on all ranks by a text that names the difference, and nothing has been changed."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.checkpoint_training import Case, Small, Training, differences, error_of
+
+FP16 = {"dtype": "float16"}
+
+
+class Missing(Small):
+    def __init__(self):
+        super().__init__()
+        del self.frozen
+        self.frozen = 0.0
+
+
+class More(Small):
+    def __init__(self):
+        super().__init__()
+        self.more = nn.Linear(1, 2)
+        self.register_buffer("table", torch.ones(2))
+
+
+class Wider(Small):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+
+
+class OtherDtype(Small):
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Parameter(torch.ones(6, dtype=torch.bfloat16), requires_grad=False)
+        self.register_buffer("num_seen", torch.zeros(()))
+
+
+class Untied(Small):
+    def __init__(self):
+        super().__init__()
+        self.head.weight = nn.Parameter(self.embed.weight.detach().clone())
+
+
+class Deeper(Small):
+    def __init__(self):
+        super().__init__()
+        self.blocks.extend(type(self.blocks[0])() for _ in range(2))
+
+
+MISFITS = {
+    "missing": (Case(build=Missing), ["only in the checkpoint: frozen; valid: the same parameters and buffers"]),
+    "more": (Case(build=More), ["only in the model: more.bias, more.weight, table; valid"]),
+    "shape": (Case(build=Wider), ["different: scale (checkpoint [1] float32, model [6] float32); valid"]),
+    "dtype": (
+        Case(build=OtherDtype),
+        ["frozen (checkpoint [6] float32, model [6] bfloat16), num_seen (checkpoint [] int64, model [] float32)"],
+    ),
+    "untied": (Case(build=Untied), ["only in the model: head.weight; valid"]),
+    "deeper": (Case(build=Deeper), ["only in the model: blocks.2.down.weight, ", " and 5 more; valid"]),
+    "class": (Case(optimizer="momentum"), ["the state of AdamW; valid: of SGD, the optimizer given"]),
+    "number of groups": (Case(optimizer="two groups"), ["1 param groups; valid: the 2 param groups"]),
+    "groups": (
+        Case(optimizer="some only"),
+        ["param group 0; only in the checkpoint: blocks.0.down.weight, ", " and 6 more; valid"],
+    ),
+    "frozen left out": (Case(optimizer="trainable only"), ["param group 0; only in the checkpoint: frozen; valid"]),
+    "scheduler": (Case(scheduler="cosine"), ["no scheduler; valid: CosineAnnealingLR, as TrainStep has"]),
+    "loss scale": (Case(options=FP16), ["the state of a switched-off loss scale at 1; valid: a dynamic one"]),
+}
+
+
+def _misfits(folder):
+    """Load a checkpoint into everything that it does not fit; return by name the error and what changed."""
+    Training(Case()).run(0, 1).save(folder)
+    found = {}
+    for name, (case, _) in MISFITS.items():
+        training = Training(case, seed=7)
+        if not case.options:  # in float16 the first steps overflow
+            training.run(0, 1)
+        found[name] = _refused(training, training.load, folder)
+    return found
+
+
+def _refused(training, call, *args, **kwargs):
+    """Return the error of a call and what it changed."""
+    generators = torch.get_rng_state()
+    before = training.state()
+    torch.set_rng_state(generators)
+    error = error_of(call, *args, **kwargs)
+    drawn = torch.equal(generators, torch.get_rng_state())
+    changed = [text for text in differences(training.state(), before) if not text.startswith("random")]
+    return error, changed + ["random"] * (not drawn)
+
+
+def test_what_does_not_fit_is_named_on_all_ranks_and_changes_nothing(ranks2, tmp_path):
+    for found in ranks2.run(_misfits, str(tmp_path)):
+        for name, (_, words) in MISFITS.items():
+            error, changed = found[name]
+            kind = "StepError: TrainStep.load_state_dict" if name == "loss scale" else f"CheckpointError: {tmp_path}"
+            assert error.startswith(kind), name
+            assert [part for part in words if part not in error] == [], error
+            assert changed == [], name
+
+
+def _other_schedules(folder):
+    Training(Case(scheduler="cosine")).run(0, 1).save(folder)
+    found = {}
+    for scheduler in (None, "lambda"):
+        training = Training(Case(scheduler=scheduler), seed=7).run(0, 1)
+        found[scheduler] = _refused(training, training.load, folder)
+    fixed = {"dtype": "float16", "fp16": {"loss_scale": 64}}
+    Training(Case(options=fixed)).save(f"{folder}/fixed")
+    for name, options in (("dynamic", FP16), ("another", {**fixed, "fp16": {"loss_scale": 32}}), ("off", {})):
+        training = Training(Case(options=options), seed=7)
+        found[name] = _refused(training, training.load, f"{folder}/fixed")
+    return found
+
+
+def test_another_schedule_or_loss_scale_is_named(ranks2, tmp_path):
+    for found in ranks2.run(_other_schedules, str(tmp_path)):
+        assert "found CosineAnnealingLR; valid: no scheduler, as TrainStep has" in found[None][0]
+        assert "found CosineAnnealingLR; valid: LambdaLR, as TrainStep has" in found["lambda"][0]
+        for name, valid in (("dynamic", "a dynamic one"), ("another", "a fixed one"), ("off", "a switched-off one")):
+            assert "found the state of a fixed loss scale at 64; valid: " + valid in found[name][0]
+        assert [changed for _, changed in found.values()] == [[]] * 5
+
+
+class Code:
+    """What a pickle would have to run code for."""
+
+
+def _at_the_wrong_time(folder):
+    training = Training(Case(options={"accumulation": 2}, scheduler="cosine")).run(0, 1)
+    training.save(folder)
+    found = {
+        "keep": _refused(training, training.save, folder, keep=0),
+        "extra": _refused(training, training.save, folder, extra=Code()),
+        "extra of one": _refused(training, training.save, folder, extra=Code() if dist.get_rank() else None),
+        "nothing": _refused(training, training.load, f"{folder}/nothing"),
+        "empty": _refused(training, training.load, f"{folder}/latest"),
+    }
+    assert training.load(f"{folder}/nothing", missing_ok=True) is None
+    training.train.backward(training.model(torch.arange(4)[None]))
+    training.train.step()
+    for name, call in (("save in a window", training.save), ("load in a window", training.load)):
+        found[name] = (error_of(call, folder), [])
+    training.train.backward(training.model(torch.arange(4)[None]))
+    training.train.step()
+    found["after"] = (error_of(training.save, folder), [])
+    return found
+
+
+def test_calls_at_the_wrong_time_or_with_wrong_values(ranks2, tmp_path):
+    for found in ranks2.run(_at_the_wrong_time, str(tmp_path)):
+        assert found.pop("after") == (None, [])
+        window = "StepError: TrainStep.state_dict: found 1 micro-batches of an unfinished window"
+        words = {
+            "keep": "CheckpointError: keep: found 0; valid: at least 1",
+            "extra": "CheckpointError: extra: found something that cannot be saved: ",
+            "extra of one": "CheckpointError: rank 1: extra: found something that cannot be saved: ",
+            "nothing": f"CheckpointError: {tmp_path}/nothing: found no checkpoint; valid: what save_checkpoint wrote",
+            "empty": f"CheckpointError: {tmp_path}/latest: found no checkpoint",
+            "save in a window": window,
+            "load in a window": window,
+        }
+        assert {name for name in words if not found[name][0].startswith(words[name])} == set()
+        assert [name for name, (_, changed) in found.items() if changed] == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "latest", "step_00000001", "step_00000002"]
+
+
+def _one_rank_fails(folder):
+    """On rank 1 alone the checkpoint does not fit: rank 0 must not take the counts of steps over either."""
+    Training(Case()).run(0, 2).save(folder)
+    training = Training(Case(), seed=7).run(0, 1)
+    if dist.get_rank() == 1:
+        group = training.optimizer.param_groups[0]
+        training.optimizer.add_param_group({**group, "params": [group["params"].pop()]})
+    return _refused(training, training.load, folder)
+
+
+def test_what_one_rank_refuses_changes_nothing_on_the_others(ranks2, tmp_path):
+    for error, changed in ranks2.run(_one_rank_fails, str(tmp_path)):
+        assert error.startswith(f"CheckpointError: rank 1: {tmp_path}")
+        assert changed == []

@@ -1,0 +1,103 @@
+"""The manifest: what is refused in one whose digest fits, and how damage is named."""
+
+from contextlib import suppress
+
+import pytest
+
+from tests.checkpoint_files import manifest, rewrite_manifest
+from zeroamp.checkpoint.manifest import (
+    MANIFEST,
+    DamagedCheckpointError,
+    FileRecord,
+    check_file,
+    read_manifest,
+    record_file,
+)
+
+RECORD = {"num_bytes": 1, "sha256": "0" * 64}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    content = manifest(mesh=(2, 2), world_size=4, config={"b": [1, 2.5, None], "a": {"é": True}}, versions={"t": "1"})
+    (tmp_path / MANIFEST).write_text(content.to_json())
+    return tmp_path
+
+
+def test_a_manifest_reads_back_as_it_was_written(tmp_path):
+    written = manifest(files={"x.pt": FileRecord(num_bytes=3, sha256="f" * 64)}, mesh=(2, 2), config={"a": {"b": 1e-5}})
+    (tmp_path / MANIFEST).write_text(written.to_json())
+    assert read_manifest(tmp_path) == written
+
+
+@pytest.mark.parametrize(
+    "name", ["../../etc/passwd", "/etc/passwd", "..", ".", "", "a/b", "a\0b", "step_00000001/../x", "//"]
+)
+def test_a_file_outside_of_the_checkpoint_is_refused(checkpoint, name):
+    rewrite_manifest(checkpoint, lambda content: content["files"].update({name: RECORD}))
+    with pytest.raises(DamagedCheckpointError, match=r"files\..*own folder"):
+        read_manifest(checkpoint)
+
+
+@pytest.mark.parametrize("key", ["step", "serial", "run", "world_size", "mesh", "config", "versions", "files"])
+def test_a_missing_key_is_named(checkpoint, key):
+    rewrite_manifest(checkpoint, lambda content: content.pop(key))
+    with pytest.raises(DamagedCheckpointError, match=f"zeroamp.json: found {key}: "):
+        read_manifest(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"unknown": 1}, "unknown: "),
+        ({"serial": "1"}, "serial: "),
+        ({"serial": 1.5}, "serial: "),
+        ({"mesh": 4}, "mesh: "),
+        ({"mesh": ["4"]}, "mesh.0: "),
+        ({"files": []}, "files: "),
+        ({"files": {"x": 1}}, "files.x: "),
+        ({"files": {"x": {"num_bytes": 1}}}, "files.x.sha256: "),
+        ({"files": {"x": {**RECORD, "more": 1}}}, "files.x.more: "),
+        ({"versions": {"torch": 2}}, "versions.torch: "),
+    ],
+)
+def test_a_wrong_value_is_named_though_the_digest_fits(checkpoint, changes, words):
+    rewrite_manifest(checkpoint, lambda content: content.update(changes))
+    with pytest.raises(DamagedCheckpointError, match=f"found {words}"):
+        read_manifest(checkpoint)
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b"null", b"3", b"{}", b"\xff\xff", b"[" * 100_000, b'"sha256"'])
+def test_what_is_no_manifest_is_damage(tmp_path, text):
+    with pytest.raises(DamagedCheckpointError, match="zeroamp.json: found FileNotFoundError"):
+        read_manifest(tmp_path)
+    (tmp_path / MANIFEST).write_bytes(text)
+    with pytest.raises(DamagedCheckpointError, match="zeroamp.json: found "):
+        read_manifest(tmp_path)
+
+
+def test_any_changed_byte_of_a_manifest_is_damage_or_the_same_manifest(checkpoint):
+    whole = read_manifest(checkpoint)
+    text = (checkpoint / MANIFEST).read_bytes()
+    for position in range(len(text)):
+        changed = bytes([*text[:position], text[position] ^ (1 << position % 8), *text[position + 1 :]])
+        (checkpoint / MANIFEST).write_bytes(changed)
+        with suppress(DamagedCheckpointError):
+            assert read_manifest(checkpoint) == whole  # a line break that became another white space
+
+
+def test_a_file_is_checked_by_length_and_digest(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"abc")
+    record = record_file(path)
+    check_file(path, record)
+    for content, words in ((b"ab", "2 bytes instead of 3"), (b"abd", "sha256 .* instead of")):
+        path.write_bytes(content)
+        with pytest.raises(DamagedCheckpointError, match=words):
+            check_file(path, record)
+    path.unlink()
+    with pytest.raises(DamagedCheckpointError, match="FileNotFoundError"):
+        check_file(path, record)
+    path.mkdir()
+    with pytest.raises(DamagedCheckpointError):
+        check_file(path, record)

@@ -1,0 +1,214 @@
+"""Optimizer states of every form go on bit for bit, or are refused by name when they are saved."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+
+from tests.checkpoint_training import Case, Training, differences, error_of
+
+
+class Momentum(torch.optim.Optimizer):
+    """SGD whose momentum is in another form."""
+
+    def __init__(self, parameters, make=torch.zeros_like):
+        super().__init__(parameters, {"lr": 1e-2})
+        self.make = make
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["momentum"], state["count"] = self.make(parameter), 0
+                state["count"] += 1
+                momentum, gradient = state["momentum"], parameter.grad
+                if not isinstance(momentum, DTensor):
+                    parameter, gradient = parameter.to_local(), gradient.to_local()
+                momentum.mul_(0.9).add_(gradient)
+                parameter.sub_(group["lr"] * momentum)
+
+
+class LocalMomentum(Momentum):
+    """Plain tensors of this rank's own rows, as optimizers with kernels of their own keep them."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lambda p: torch.zeros_like(p.to_local()))
+
+
+class LowMomentum(Momentum):
+    def __init__(self, parameters):
+        super().__init__(parameters, lambda p: torch.zeros_like(p, dtype=torch.bfloat16))
+
+
+class DoubleLocalMomentum(Momentum):
+    def __init__(self, parameters):
+        super().__init__(parameters, lambda p: torch.zeros_like(p.to_local(), dtype=torch.float64))
+
+
+class Signs(torch.optim.SGD):
+    """SGD that also keeps the sign of every gradient as an integer, and a flag."""
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                entries = {"sign": parameter.grad.sign().to(torch.int8), "is_used": torch.tensor(True)}
+                self.state[parameter].update(entries)
+        super().step()
+
+
+def _named(parameters):
+    return torch.optim.AdamW([(f"parameter {index}", p) for index, p in enumerate(parameters)], lr=1e-2)
+
+
+FORMS = {
+    "local": LocalMomentum,
+    "bf16": LowMomentum,
+    "local fp64": DoubleLocalMomentum,
+    "integers": lambda p: Signs(p, lr=1e-2, momentum=0.9),
+    "an empty group": lambda p: torch.optim.AdamW([{"params": p}, {"params": [], "lr": 0.5}]),
+    "named": _named,
+}
+
+
+def _go_on(folder):
+    found = {}
+    for name, make in FORMS.items():
+        case = Case(optimizer=make)
+        saved = Training(case).run(0, 2)
+        saved.optimizer.param_groups[-1]["lr"] *= 2
+        saved.save(f"{folder}/{name}")
+        log = saved.run(2, 4).log[2:]
+        state = saved.state()
+        loaded = Training(case, seed=7).run(0, 1)
+        loaded.log.clear()
+        loaded.load(f"{folder}/{name}")
+        found[name] = differences(loaded.run(2, 4).state(), state) + ["the log"] * (loaded.log != log)
+    return found
+
+
+def test_states_of_every_form_go_on(ranks2, tmp_path):
+    for found in ranks2.run(_go_on, str(tmp_path)):
+        assert found == {name: [] for name in FORMS}
+
+
+def _reordered(folder):
+    """The same groups with their parameters in another order; names that the optimizer has of them stay with them."""
+    saved = Training(Case(optimizer=_named)).run(0, 2)
+    saved.save(folder)
+    state = saved.state()[0]
+    loaded = Training(Case(optimizer=lambda parameters: _named(parameters[::-1])), seed=7)
+    loaded.load(folder)
+    ours = loaded.state()[0]
+    names = loaded.optimizer.param_groups[0]["param_names"]
+    return [n for n in state if not torch.equal(ours[n], state[n])], names == sorted(names, key=lambda n: int(n[10:]))
+
+
+def test_parameters_in_another_order_get_their_own_state(ranks2, tmp_path):
+    assert ranks2.run(_reordered, str(tmp_path)) == [([], True)] * 2
+
+
+def _with(key, make):
+    """Return what gives the first parameter's state an entry."""
+
+    def add(optimizer, parameter):
+        optimizer.state[parameter][key] = make(parameter)
+
+    return add
+
+
+def _global(optimizer, parameter):
+    optimizer.state["global"]["count"] = 1
+
+
+def _by_rank(optimizer, parameter):
+    if dist.get_rank() == 1:
+        optimizer.state[parameter]["own"] = torch.zeros(2)
+
+
+WHERE = "the optimizer's state {} of embed.weight: found {}"
+REFUSED = {
+    "rows": (
+        _with("row", lambda p: torch.zeros_like(p).sum(-1, keepdim=True)),
+        WHERE.format(
+            "'row'", "a sharded tensor of shape [13, 1] (Shard(dim=0),); valid: shape [13, 6] (Shard(dim=0),)"
+        ),
+    ),
+    "replicated": (
+        _with("all", lambda p: torch.zeros_like(p).redistribute(placements=[Replicate()])),
+        WHERE.format("'all'", "a sharded tensor of shape [13, 6] (Replicate(),)"),
+    ),
+    "history": (  # as LBFGS keeps it
+        _with("history", lambda p: {"steps": [(1, torch.zeros(2))]}),
+        WHERE.format("'history'", "tensors in a dict"),
+    ),
+    "global": (_global, "the optimizer: found state under 'global', which is no parameter of its groups"),
+    "by rank": (_by_rank, "optimizer.embed.weight.own: found float32[2] and none, depending on the rank"),
+}
+
+
+def _refuse(folder):
+    found = {}
+    for name, (add, _) in REFUSED.items():
+        training = Training(Case())
+        add(training.optimizer, training.model.embed.weight)
+        found[name] = error_of(training.save, folder)
+    return found
+
+
+def test_states_that_could_not_be_loaded_are_refused_when_saved(ranks2, tmp_path):
+    for found in ranks2.run(_refuse, str(tmp_path / "none")):
+        for name, (_, words) in REFUSED.items():
+            assert found[name].startswith("CheckpointError: "), name
+            assert words in found[name], name
+    assert not (tmp_path / "none").exists()
+
+
+def _local_state_of_more_ranks(folder):
+    Training(Case(optimizer=LocalMomentum)).run(0, 1).save(folder)
+    training = Training(Case(optimizer=LocalMomentum, group_size=1), seed=7)
+    before = training.state()
+    error = error_of(training.load, folder)
+    return error, [text for text in differences(training.state(), before) if not text.startswith("random")]
+
+
+def test_state_that_is_each_rank_s_own_is_refused_by_another_number_of_ranks(ranks2, tmp_path):
+    for error, changed in ranks2.run(_local_state_of_more_ranks, str(tmp_path)):
+        assert "found optimizer state that is each rank's own (optimizer.blocks.0." in error
+        assert "of 2 ranks; valid: the same number of ranks, not 1" in error
+        assert changed == []
+
+
+def _adafactor(folder):
+    training = Training(Case(optimizer=torch.optim.Adafactor))
+    try:
+        training.run(0, 1)
+    except RuntimeError as error:
+        return str(error)
+    return error_of(training.save, folder)
+
+
+def test_adafactor_does_not_work_on_shards_or_is_refused_by_name(ranks2, tmp_path):
+    for error in ranks2.run(_adafactor, str(tmp_path)):
+        assert "placement" in error or "CheckpointError: the optimizer's state 'row_var' of " in error
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_local_state_goes_on_at_other_stages(ranks2, tmp_path, stage):
+    for found in ranks2.run(_go_on_at, str(tmp_path), stage):
+        assert found == []
+
+
+def _go_on_at(folder, stage):
+    case = Case(stage=stage, optimizer=LocalMomentum)
+    saved = Training(case).run(0, 1)
+    saved.save(folder)
+    saved.run(1, 2)
+    state = saved.state()
+    loaded = Training(case, seed=7)
+    loaded.load(folder)
+    return differences(loaded.run(1, 2).state(), state)

@@ -1,0 +1,223 @@
+"""A save that fails on one rank fails on all, leaves nothing, and training and the next save go on."""
+
+import errno
+import os
+import resource
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zeroamp
+from tests.checkpoint_training import Case, Training, differences, error_of
+from zeroamp.checkpoint import save
+from zeroamp.checkpoint.manifest import read_manifest
+
+
+@contextmanager
+def file_size_limit(num_bytes):
+    """Let this process write no more into one file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def full_disk(num_calls):
+    """Let fsync fail from its call number `num_calls` on."""
+    real, calls = os.fsync, []
+
+    def fsync(descriptor):
+        calls.append(descriptor)
+        if len(calls) > num_calls:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(descriptor)
+
+    os.fsync = fsync
+    try:
+        yield calls
+    finally:
+        os.fsync = real
+
+
+@contextmanager
+def elsewhere(folder):
+    here = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(here)
+
+
+def _fail(training, folder, failure, rank, async_):
+    """Save while `failure` holds on one rank; return the error, and what is in the folder."""
+    with failure if dist.get_rank() == rank else nullcontext():
+        error = error_of(lambda: _wait(training.save(folder, async_=async_)))
+    with suppress(zeroamp.CheckpointError):  # it is told once more, by whoever comes first
+        training.train.saving.wait()
+    dist.barrier()
+    names = sorted(path.name for path in Path(folder).iterdir()) if Path(folder).is_dir() else None
+    dist.barrier()
+    return error, names
+
+
+def _wait(result):
+    return result if isinstance(result, Path) else result.result()
+
+
+def _failures(folder):
+    """What each failing save said and left; and training on after them all, against training without saves."""
+    undisturbed = Training(Case()).run(0, 2).state()
+    training = Training(Case()).run(0, 1)
+    with full_disk(10**6) as calls:
+        training.save(folder)
+    num_syncs = [None] * dist.get_world_size()
+    dist.all_gather_object(num_syncs, len(calls))
+    found = {}
+    for rank in (0, 1):
+        for async_ in (False, True):
+            found["limit", rank, async_] = _fail(training, folder, file_size_limit(5000), rank, async_)
+        for number in range(num_syncs[rank]):
+            found[f"sync {number}", rank, number == 1] = _fail(training, folder, full_disk(number), rank, number == 1)
+    training.run(1, 2)
+    path = training.save(folder)
+    state = training.state()
+    loaded = Training(Case(), seed=7)
+    loaded.load(folder)
+    return found, path.name, differences(loaded.state(), state), differences(undisturbed, state)
+
+
+def test_a_full_disk_on_one_rank_fails_on_all_and_leaves_nothing(ranks2, tmp_path):
+    for found, name, after_load, against_undisturbed in ranks2.run(_failures, str(tmp_path)):
+        assert [sum(rank == which for _, rank, _ in found) - 2 for which in (0, 1)] == [10, 3]
+        for (kind, rank, async_), (error, names) in found.items():
+            where = (kind, rank, async_)
+            assert error.startswith(f"CheckpointError: rank {rank}: "), where
+            assert ("File too large" if kind == "limit" else "No space left on device") in error, where
+            assert names == [".lock", "latest", "step_00000001"], where
+        assert (name, after_load, against_undisturbed) == ("step_00000002", [], [])
+
+
+def _impossible_folders(folder):
+    training = Training(Case())
+    if dist.get_rank() == 0:
+        Path(folder, "file").write_text("x")
+        Path(folder, "here").mkdir()
+        Path(folder, "there").mkdir()
+    dist.barrier()
+    errors = [error_of(training.save, path) for path in (f"{folder}/file", f"{folder}/file/below", "/proc/none")]
+    with elsewhere(f"{folder}/{'there' if dist.get_rank() else 'here'}"):
+        errors.append(error_of(training.save, "relative"))
+    dist.barrier()  # the first rank has removed its draft
+    left = sorted(path.name for path in Path(folder, "here", "relative").iterdir())
+    return errors, left, training.save(f"{folder}/works").name
+
+
+def test_folders_that_are_none_or_that_one_rank_does_not_see(ranks2, tmp_path):
+    for errors, left, name in ranks2.run(_impossible_folders, str(tmp_path)):
+        assert all(error.startswith("CheckpointError: rank ") for error in errors)
+        assert "rank 0: FileExistsError: " in errors[0]
+        assert "rank 0: NotADirectoryError: " in errors[1]
+        assert "rank 1: relative/.draft-" in errors[3]
+        assert "found no such folder on this rank, though the first rank made it" in errors[3]
+        assert (left, name) == ([".lock"], "step_00000000")
+
+
+def _failing_digest(folder):
+    """A file of one rank cannot be read for its digest."""
+    training = Training(Case())
+    real = save.record_file
+    errors = []
+    for rank in (0, 1):
+        save.record_file = real if dist.get_rank() != rank else _unreadable
+        errors.append(error_of(training.save, folder))
+        save.record_file = real
+    dist.barrier()
+    return errors, sorted(path.name for path in Path(folder).iterdir()), training.save(folder).name
+
+
+def _unreadable(path):
+    raise OSError(errno.EIO, "Input/output error")
+
+
+def test_a_file_that_cannot_be_read_again(ranks2, tmp_path):
+    for errors, left, name in ranks2.run(_failing_digest, str(tmp_path)):
+        assert errors == [f"CheckpointError: rank {rank}: OSError: [Errno 5] Input/output error" for rank in (0, 1)]
+        assert left == [".lock"]
+        assert name == "step_00000000"
+
+
+class Config:
+    def to_json_string(self):
+        return '{"model_type": "small"}'
+
+
+class NoState:
+    def step(self):
+        pass
+
+
+def _contents(folder):
+    training = Training(Case(mesh_shape=(1, 2)))
+    training.model.config = Config()
+    first = training.save(folder, step=50, keep=2)
+    for step in (70, 60, 60):
+        path = training.save(Path(folder), step=step, keep=2)
+    training.train.scheduler = NoState()
+    return first, path, error_of(training.save, folder)
+
+
+def test_names_steps_and_what_the_manifest_says(ranks2, tmp_path):
+    for first, path, error in ranks2.run(_contents, str(tmp_path)):
+        assert first == tmp_path / "step_00000050"
+        assert path == tmp_path / "step_00000060_2"
+        assert "CheckpointError: the scheduler: found a NoState without state_dict and load_state_dict" in error
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "latest", "step_00000060", "step_00000060_2"]
+    manifest = read_manifest(path)
+    assert (manifest.step, manifest.serial, manifest.world_size, manifest.mesh) == (60, 4, 2, (1, 2))
+    assert set(manifest.files) == {file.name for file in path.iterdir()} - {"zeroamp.json"}
+    assert (path / "config.json").read_text() == '{"model_type": "small"}'
+    assert zeroamp.policy_from_config(manifest.config).stage == 3
+    assert manifest.versions == {"torch": str(torch.__version__), "zeroamp": zeroamp.__version__}
+
+
+def _unlike(folder):
+    training = Training(Case())
+    training.model.register_buffer("rows", torch.zeros(dist.get_rank() + 1))
+    errors = [error_of(training.save, folder)]
+    del training.model.rows
+    if dist.get_rank() == 1:
+        training.model.register_buffer("only_here", torch.zeros(1))
+    return [*errors, error_of(training.save, folder)], Path(folder).exists()
+
+
+def test_ranks_with_unlike_buffers_are_refused(ranks2, tmp_path):
+    for errors, made in ranks2.run(_unlike, str(tmp_path / "new")):
+        assert errors[0].startswith(
+            "CheckpointError: model.rows: found float32[1] and float32[2], depending on the rank"
+        )
+        assert errors[1].startswith(
+            "CheckpointError: model.only_here: found float32[1] and none, depending on the rank"
+        )
+        assert not made
+
+
+@pytest.mark.parametrize("async_", [False, True])
+def test_one_rank_saves_too(ranks2, tmp_path, async_):
+    ranks2.run(_alone, str(tmp_path), async_)
+
+
+def _alone(folder, async_):
+    training = Training(Case(group_size=1)).run(0, 1)
+    folder = f"{folder}/{dist.get_rank()}"
+    _wait(training.save(folder, async_=async_))
+    state = training.state()
+    loaded = Training(Case(group_size=1), seed=7)
+    loaded.load(folder)
+    assert differences(loaded.state(), state) == []

@@ -1,0 +1,148 @@
+"""Which files are a checkpoint, and that reading one runs nothing that is in it."""
+
+import os
+import pickle
+import shutil
+
+import pytest
+import torch
+
+from tests.zeroamp.deepspeed.cases import DATA
+from zeroamp import CheckpointError
+from zeroamp.deepspeed.files import Entries, Inert, find_files, read_file
+
+
+class Calls:
+    """Pickles as a call of `function`."""
+
+    def __init__(self, function, *args):
+        self.call = function, args
+
+    def __reduce__(self):
+        return self.call
+
+
+def _save(path, value, form):
+    if form == "zip":
+        torch.save(value, path)
+    elif form == "legacy":
+        torch.save(value, path, _use_new_zipfile_serialization=False)
+    else:
+        path.write_bytes(pickle.dumps(value))
+
+
+@pytest.mark.parametrize("form", ["zip", "legacy", "pickle"])
+def test_a_call_in_a_pickle_is_not_run(tmp_path, form):
+    path, trace = tmp_path / "mp_rank_00_model_states.pt", tmp_path / "trace"
+    _save(path, {"module": Calls(os.system, f"touch {trace}")}, form)
+    with pytest.raises(CheckpointError, match=f"{path.name}: found"):
+        read_file(path)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [(os.system, f"{os.name}.system"), (eval, "builtins.eval|eval"), (shutil.rmtree, "shutil.rmtree")],
+)
+def test_the_refused_global_is_named(tmp_path, function, name):
+    torch.save({"module": Calls(function, "1")}, tmp_path / "file.pt")
+    with pytest.raises(CheckpointError, match=rf"the globals ({name}); valid: tensors.*zero_to_fp32"):
+        read_file(tmp_path / "file.pt")
+
+
+def test_a_class_of_deepspeed_is_neither_imported_nor_called(tmp_path, python_file):
+    python_file("deepspeed/__init__.py", "raise AssertionError('imported')")
+    path = tmp_path / "file.pt"
+    shutil.copy(next(DATA.glob("stage2_fp16/*/zero_pp_rank_0_mp_rank_00_optim_states.pt")), path)
+    state = read_file(path).inside("optimizer_state_dict")
+    scaler, stage = state.get("loss_scaler", Inert), state.get("zero_stage", Inert)
+    assert scaler.fields["cur_scale"] == 4096.0
+    assert stage.args == (2,)
+
+
+def test_a_global_that_the_caller_trusts_is_read_and_the_list_is_put_back(tmp_path):
+    torch.save({"note": Entries("a", {})}, tmp_path / "file.pt")
+    before = set(torch.serialization.get_safe_globals())
+    with pytest.raises(CheckpointError, match=r"zeroamp.deepspeed.files.Entries.*safe_globals"):
+        read_file(tmp_path / "file.pt")
+    with torch.serialization.safe_globals([Entries]):
+        assert read_file(tmp_path / "file.pt").values == {"note": Entries("a", {})}
+    assert set(torch.serialization.get_safe_globals()) == before
+
+
+@pytest.mark.parametrize("num_bytes", [0, 100, 4000])
+def test_a_file_that_was_cut_short_is_an_error(tmp_path, num_bytes):
+    whole = next(DATA.glob("stage1_bf16/*/mp_rank_00_model_states.pt")).read_bytes()
+    (tmp_path / "file.pt").write_bytes(whole[:num_bytes])
+    with pytest.raises(CheckpointError, match=r"file\.pt: found a file that cannot be read"):
+        read_file(tmp_path / "file.pt")
+
+
+def test_a_file_of_something_else_is_an_error(tmp_path):
+    torch.save([1, 2], tmp_path / "file.pt")
+    with pytest.raises(CheckpointError, match="found a list; valid: a dict"):
+        read_file(tmp_path / "file.pt")
+    torch.save({"module": 3}, tmp_path / "file.pt")
+    with pytest.raises(CheckpointError, match="module: found int; valid: dict"):
+        read_file(tmp_path / "file.pt").get("module", dict)
+    with pytest.raises(CheckpointError, match="optimizer: found no such key"):
+        read_file(tmp_path / "file.pt").inside("optimizer")
+
+
+def _folder(tmp_path, *names):
+    for name in ("mp_rank_00_model_states.pt", *names):
+        (tmp_path / "tag").mkdir(exist_ok=True)
+        (tmp_path / "tag" / name).touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("layer_00-model_00-model_states.pt", "pipeline"),
+        ("layer_0_expert_3_mp_rank_00_model_states.pt", "experts"),
+        ("expp_rank_0_mp_rank_00_optim_states.pt", "experts"),
+        ("mp_rank_01_model_states.pt", "tensor-parallel"),
+        ("bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor-parallel"),
+        ("offloaded_tensors", "NVMe"),
+        ("zero", "universal"),
+    ],
+)
+def test_other_kinds_of_checkpoints_are_refused_by_name(tmp_path, name, kind):
+    with pytest.raises(CheckpointError, match=rf"{name}: found .*{kind}.*zero_to_fp32"):
+        find_files(_folder(tmp_path, name), "tag")
+
+
+def test_files_of_every_rank_are_needed_and_no_others(tmp_path):
+    optimizer = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 2)]
+    with pytest.raises(CheckpointError, match="one per rank, counted from 0"):
+        find_files(_folder(tmp_path, *optimizer), "tag")
+    second = f"bf16_{optimizer[0]}"
+    with pytest.raises(CheckpointError, match="an earlier checkpoint of this tag"):
+        find_files(_folder(tmp_path, "zero_pp_rank_1_mp_rank_00_optim_states.pt", second), "tag")
+
+
+def test_a_rank_without_its_model_states_is_an_error(tmp_path):
+    names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(3)]
+    _folder(tmp_path, *names, *(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(2)))
+    (tmp_path / "tag" / "mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(CheckpointError, match="2 files of model states beside 3 of optimizer states"):
+        find_files(tmp_path, "tag")
+
+
+def test_ranks_are_in_the_order_of_their_numbers(tmp_path):
+    names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(11)]
+    assert [path.name for path in find_files(_folder(tmp_path, *names), "tag").optimizer] == names
+
+
+def test_the_tag_is_the_callers_or_the_latest(tmp_path):
+    with pytest.raises(CheckpointError, match="latest: found no such file"):
+        find_files(_folder(tmp_path), None)
+    (tmp_path / "latest").write_text("tag\n")
+    assert find_files(tmp_path, None).path == tmp_path / "tag"
+    for tag in ("", "other", "..", "tag/..", "/"):
+        with pytest.raises(CheckpointError, match=f"no checkpoint '{tag}'; valid: tag"):
+            find_files(tmp_path, tag)
+    (tmp_path / "tag" / "mp_rank_00_model_states.pt").unlink()
+    with pytest.raises(CheckpointError, match="found no files; valid: mp_rank_00_model_states.pt"):
+        find_files(tmp_path, "tag")

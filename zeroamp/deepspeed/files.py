@@ -1,0 +1,218 @@
+"""The files of a DeepSpeed checkpoint: which belong to it, which kinds are refused, and how one is read.
+
+    FOLDER/latest                                          the tag of the newest checkpoint
+    FOLDER/TAG/mp_rank_00_model_states.pt                  stages 0 to 2: the module, written by rank 0
+    FOLDER/TAG/zero_pp_rank_R_mp_rank_00_model_states.pt   stage 3: one per rank
+    FOLDER/TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt   stages 1 to 3: one per rank
+
+They are pickles. None is unpickled in full: `torch.load(weights_only=True)` builds tensors and plain containers, and
+the few classes of DeepSpeed that occur are replaced, by name, with one that does nothing.
+"""
+
+import os
+import pickle
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from zeroamp.policies.errors import CheckpointError, describe
+
+T = TypeVar("T")
+
+DEEPSPEED_CLASSES = (
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+)
+"""What DeepSpeed 0.19.8 pickles besides tensors and plain containers. Nothing of it is imported or called."""
+
+CONVERT = (
+    "Where DeepSpeed is installed and the file is trusted, convert the weights with the zero_to_fp32.py beside it "
+    "(--safe_serialization) and load its output with zeroamp.load_hf."
+)
+"""The way out for every kind of checkpoint that is refused."""
+
+_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_00_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_00_optim_states\.pt")
+_OTHER_KINDS = (
+    (re.compile(r"(?:layer_\d+_)?expert_.*|expp_rank_.*"), "experts sharded over ranks (DeepSpeed's MoE)"),
+    (re.compile(r"layer_.*"), "layers of a pipeline-parallel model"),
+    (re.compile(r".*mp_rank_(?!00_)\d+_.*"), "shards of a tensor-parallel model"),
+    (re.compile(r"offloaded_tensors"), "optimizer state that was offloaded to NVMe"),
+    (re.compile(r"zero"), "a universal checkpoint"),
+)
+
+
+class Inert:
+    """Stands for any object of DeepSpeed in a pickle: it keeps what the object was built from, and does nothing."""
+
+    args: tuple[Any, ...]
+    fields: dict[str, Any]
+
+    def __new__(cls, *args: Any) -> "Inert":
+        """Keep the arguments; not `__init__`, which a pickle may leave out."""
+        self = super().__new__(cls)
+        self.args, self.fields = args, {}
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        self.fields = dict(state)
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """A mapping out of a file. Reading a key checks its type, since the file may hold anything."""
+
+    file: str
+    """For errors: the file's name, and the keys that lead to this mapping."""
+    values: dict[Any, Any]
+
+    def get(self, key: str | int, kind: type[T] | tuple[type[T], ...]) -> T:
+        """Return the value of `key`.
+
+        Raises:
+            CheckpointError: there is none, or it is of another type.
+        """
+        value = self.values.get(key)
+        if not isinstance(value, kind):
+            kinds = kind if isinstance(kind, tuple) else (kind,)
+            found = type(value).__name__ if key in self.values else "no such key"
+            raise CheckpointError(
+                describe(f"{self.file}: {key}", found, " or ".join(k.__name__ for k in kinds), CONVERT)
+            )
+        return value
+
+    def optional(self, key: str, kind: type[T]) -> T | None:
+        """Return the value of `key`, or None where there is none."""
+        return None if self.values.get(key) is None else self.get(key, kind)
+
+    def each(self, key: str, kind: type[T]) -> list[T]:
+        """Return the list at `key`, whose elements are all of `kind`."""
+        values = self.get(key, list)
+        for value in values:
+            if not isinstance(value, kind):
+                found = f"a list with a {type(value).__name__}"
+                raise CheckpointError(describe(f"{self.file}: {key}", found, f"a list of {kind.__name__}", CONVERT))
+        return values
+
+    def inside(self, key: str | int) -> "Entries":
+        """Return the mapping at `key`."""
+        return Entries(f"{self.file}: {key}", self.get(key, dict))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointFiles:
+    """The files of one checkpoint."""
+
+    path: Path
+    """The folder of the tag."""
+    model: list[Path] = field(default_factory=list)
+    """One, or one per rank at stage 3, in rank order."""
+    optimizer: list[Path] = field(default_factory=list)
+    """One per rank, in rank order; none at stage 0."""
+
+
+def find_files(folder: str | os.PathLike[str], tag: str | None) -> CheckpointFiles:
+    """Return the files of the checkpoint `tag` in `folder`; None is the one that the file `latest` names.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, files of it are missing, or it is of a kind that is not read.
+    """
+    path = _tag_folder(Path(folder), tag)
+    names = sorted(entry.name for entry in path.iterdir())
+    for name in names:
+        for pattern, kind in _OTHER_KINDS:
+            if pattern.fullmatch(name):
+                raise CheckpointError(
+                    describe(str(path / name), kind, "ZeRO stages 0 to 3 with data parallelism alone", CONVERT)
+                )
+    model, optimizer = _by_rank(path, names, _MODEL), _by_rank(path, names, _OPTIMIZER)
+    if not model:
+        raise CheckpointError(
+            describe(
+                str(path),
+                ", ".join(names[:8]) or "no files",
+                "mp_rank_00_model_states.pt, or zero_pp_rank_0_mp_rank_00_model_states.pt",
+                "Name the folder that engine.save_checkpoint was given, and a tag in it.",
+            )
+        )
+    if len(model) not in (1, len(optimizer)):
+        raise CheckpointError(
+            describe(
+                str(path),
+                f"{len(model)} files of model states beside {len(optimizer)} of optimizer states",
+                "one of each per rank",
+                "Copy the files of all ranks into one folder.",
+            )
+        )
+    return CheckpointFiles(path=path, model=model, optimizer=optimizer)
+
+
+def _tag_folder(folder: Path, tag: str | None) -> Path:
+    if tag is None:
+        latest = folder / "latest"
+        if not latest.is_file():
+            raise CheckpointError(
+                describe(
+                    str(latest), "no such file", "a file that names the newest tag", 'Pass tag="global_step100", say.'
+                )
+            )
+        tag = latest.read_text(encoding="utf-8", errors="replace").strip()
+    tags = sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
+    if tag not in tags:
+        raise CheckpointError(
+            describe(str(folder), f"no checkpoint {tag!r}", ", ".join(tags[:8]) or "a folder per tag", "Pass its tag.")
+        )
+    return folder / tag
+
+
+def _by_rank(path: Path, names: list[str], pattern: re.Pattern[str]) -> list[Path]:
+    matches = [match for name in names if (match := pattern.fullmatch(name))]
+    ranks = sorted(int(match["rank"] or 0) for match in matches)
+    if ranks != list(range(len(ranks))):
+        raise CheckpointError(
+            describe(
+                str(path),
+                f"files {', '.join(match[0] for match in matches[:8])}",
+                "one per rank, counted from 0",
+                "Copy the files of all ranks here; remove those that an earlier checkpoint of this tag left.",
+            )
+        )
+    return [path / match[0] for match in sorted(matches, key=lambda match: int(match["rank"] or 0))]
+
+
+def read_file(path: Path) -> Entries:
+    """Return what a file holds: tensors that are mapped from it, not read, and plain containers.
+
+    Raises:
+        CheckpointError: it is damaged, or needs a class or function other than torch's own and `DEEPSPEED_CLASSES`,
+            which is not imported.
+    """
+    stand_ins: list[Any] = [(Inert, name) for name in DEEPSPEED_CLASSES]
+    try:
+        with torch.serialization.safe_globals(stand_ins):
+            found = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+            values = {} if found else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(describe(str(path), f"a pickle that is not plain: {error}", _PLAIN, CONVERT)) from error
+    except Exception as error:  # whatever a hostile or damaged file makes the reader raise
+        cause = f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            describe(str(path), f"a file that cannot be read ({cause})", "a file of torch.save", "Copy it again.")
+        ) from error
+    if found:
+        raise CheckpointError(describe(str(path), f"the globals {', '.join(sorted(found))}", _PLAIN, _TRUST))
+    if not isinstance(values, dict):
+        raise CheckpointError(describe(str(path), f"a {type(values).__name__}", "a dict", CONVERT))
+    return Entries(str(path), values)
+
+
+_PLAIN = "tensors, plain containers and the loss scaler, stage and addresses of DeepSpeed"
+_TRUST = (
+    f"They were not imported. {CONVERT} If they are of your own client state and you trust the file, name them around "
+    "the call: torch.serialization.safe_globals([...])."
+)

@@ -1,0 +1,176 @@
+"""Where the elements of each parameter lie: DeepSpeed's flat partitions, whose order is all that identifies them.
+
+    stages 1, 2   per param group one flat vector: its parameters one after the other, each followed by its alignment
+                  padding, then zeros. Every rank holds one stretch of it; parameters cross from one to the next.
+    stage 3       per sub-group and rank one flat vector: of each parameter in turn the rank's part, which is
+                  ceil(numel / ranks) elements long at every rank, the last ones padded.
+
+A file names the parameters of each vector, in order, with their shapes. Master weights and the optimizer's tensors have
+the same places.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from zeroamp.deepspeed.files import CONVERT
+from zeroamp.policies.errors import CheckpointError, describe
+
+Shapes = dict[str, tuple[int, ...]]
+"""Name -> shape, in the order of a flat vector."""
+Flats = list[list[torch.Tensor]]
+"""flats[rank][group]: 1-D, mapped from the rank's file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Elements `begin` to `end` of a flattened parameter lie from `start` on in the flat vector of `rank`."""
+
+    rank: int
+    begin: int
+    end: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedParameter:
+    """A parameter and where it lies."""
+
+    shape: tuple[int, ...]
+    group: int
+    """Of stages 1 and 2 the param group, of stage 3 the sub-group."""
+    places: tuple[Place, ...]
+
+    def take(self, by_rank: Sequence[torch.Tensor]) -> "StoredTensor":
+        """Return the parameter's tensor in its flat vector, given as each rank has it."""
+        pieces = ((p, by_rank[p.rank][p.start : p.start + p.end - p.begin]) for p in self.places)
+        return StoredTensor(self.shape, tuple(Piece(place.begin, place.end, values) for place, values in pieces))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements `begin` to `end` of a flattened tensor: a 1-D view of a mapped file."""
+
+    begin: int
+    end: int
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a checkpoint, in pieces that follow each other. Nothing is read until it is copied."""
+
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype it is stored in; fp32 where there is nothing stored."""
+        return self.pieces[0].values.dtype if self.pieces else torch.float32
+
+    def copy_to(self, target: torch.Tensor, begin: int) -> None:
+        """Fill `target`, 1-D, with the elements from `begin` on. Reads those and no others."""
+        end = begin + target.numel()
+        for piece in self.pieces:
+            low, high = max(begin, piece.begin), min(end, piece.end)
+            if low < high:
+                values = piece.values[low - piece.begin : high - piece.begin]
+                target[low - begin : high - begin].copy_(values)
+
+
+def whole(tensor: torch.Tensor) -> StoredTensor:
+    """Return a tensor that a file holds in one piece."""
+    return StoredTensor(tuple(tensor.shape), (Piece(0, tensor.numel(), tensor.reshape(-1)),))
+
+
+def place_stretches(
+    groups: Sequence[Shapes], paddings: list[list[int]] | None, flats: Flats
+) -> dict[str, PlacedParameter]:
+    """Place the parameters of stages 1 and 2.
+
+    Args:
+        groups: the shapes of each param group, in the order of its flat vector.
+        paddings: zeros after each parameter, per group; None for none.
+        flats: the master weights; the last ranks' may lack their padding.
+
+    Raises:
+        CheckpointError: the vectors are shorter than the parameters, or longer than padding explains.
+    """
+    placed = {}
+    for group, shapes in enumerate(groups):
+        bounds = [0, *itertools.accumulate(flat[group].numel() for flat in flats)]
+        offset = 0
+        for (name, shape), padding in zip(
+            shapes.items(), paddings[group] if paddings else [0] * len(shapes), strict=True
+        ):
+            end = offset + math.prod(shape)
+            placed[name] = PlacedParameter(shape, group, tuple(_overlaps(offset, end, bounds)))
+            offset = end + padding
+        # The vector is filled up to a multiple of twice the ranks.
+        _check_length(f"param group {group}", bounds[-1], offset, offset + 2 * len(flats) - 1)
+    return placed
+
+
+def _overlaps(offset: int, end: int, bounds: list[int]) -> list[Place]:
+    stretches = enumerate(itertools.pairwise(bounds))
+    overlaps = [(rank, max(offset, low), min(end, high), low) for rank, (low, high) in stretches]
+    return [
+        Place(rank, begin - offset, stop - offset, begin - low) for rank, begin, stop, low in overlaps if begin < stop
+    ]
+
+
+def place_parts(groups: Sequence[Shapes], flats: Flats) -> dict[str, PlacedParameter]:
+    """Place the parameters of stage 3; `groups` are the shapes of each sub-group.
+
+    Raises:
+        CheckpointError: a rank's vector is not as long as its parts of the parameters.
+    """
+    placed = {}
+    for group, shapes in enumerate(groups):
+        offset = 0
+        for name, shape in shapes.items():
+            part = math.ceil(math.prod(shape) / len(flats))
+            placed[name] = PlacedParameter(shape, group, tuple(_parts(math.prod(shape), part, len(flats), offset)))
+            offset += part
+        for rank, flat in enumerate(flats):
+            _check_length(f"sub-group {group} of rank {rank}", flat[group].numel(), offset, offset)
+    return placed
+
+
+def _parts(numel: int, part: int, num_ranks: int, start: int) -> list[Place]:
+    ranges = [(rank, rank * part, min(numel, (rank + 1) * part)) for rank in range(num_ranks)]
+    return [Place(rank, begin, end, start) for rank, begin, end in ranges if begin < end]
+
+
+def place_frozen(shape: tuple[int, ...], parts: list[torch.Tensor]) -> StoredTensor:
+    """Return a frozen parameter of stage 3, of which every rank has its part."""
+    places = _parts(math.prod(shape), math.ceil(math.prod(shape) / len(parts)), len(parts), 0)
+    for place in places:
+        needed = place.end - place.begin
+        _check_length(f"a frozen parameter at rank {place.rank}", parts[place.rank].numel(), needed, None)
+    return StoredTensor(
+        shape, tuple(Piece(p.begin, p.end, parts[p.rank].reshape(-1)[: p.end - p.begin]) for p in places)
+    )
+
+
+def _check_length(where: str, numel: int, shortest: int, longest: int | None) -> None:
+    if numel < shortest or (longest is not None and numel > longest):
+        valid = (
+            f"{shortest}" if longest == shortest else f"{shortest} to {longest}" if longest else f"{shortest} or more"
+        )
+        raise CheckpointError(
+            describe(
+                where,
+                f"{numel} elements",
+                f"{valid}, by the shapes of its parameters",
+                f"The layout is not a plain one. {CONVERT}",
+            )
+        )

@@ -1,0 +1,211 @@
+"""From a DeepSpeed checkpoint to a `TrainStep`: optimizer state, param groups, counters, loss scale, scheduler."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroamp.deepspeed.contents import Contents
+from zeroamp.deepspeed.files import CONVERT
+from zeroamp.deepspeed.layout import StoredTensor
+from zeroamp.deepspeed.moments import Moments
+from zeroamp.deepspeed.shards import fill, find
+from zeroamp.model_weights import Weight
+from zeroamp.policies.errors import CheckpointError, describe
+from zeroamp.schedulers import CurveLR
+from zeroamp.step import TrainStep
+
+_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+_HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
+_FLAGS = {"amsgrad": False, "maximize": False, "bias_correction": True, "decoupled_weight_decay": None}
+"""They change the update, so they must be the optimizer's own. The value is what an optimizer without the key does."""
+_WITHOUT_EFFECT = {"params", "step", "foreach", "fused", "capturable", "differentiable", *_FLAGS, *_HYPERPARAMETERS}
+"""Keys of a saved param group that are handled elsewhere, or only say how the same update is computed."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Training:
+    """What will be put into a `TrainStep`. Made without changing it."""
+
+    train: TrainStep
+    moments: list[tuple[int, nn.Parameter, float, dict[str, StoredTensor]]] = field(default_factory=list)
+    """(index in the optimizer, parameter, steps, state by key)."""
+    param_groups: list[dict[str, Any]] = field(default_factory=list)
+    step_state: dict[str, Any] = field(default_factory=dict)
+    scheduler_state: dict[str, Any] | None = None
+    not_loaded: list[str] = field(default_factory=list)
+
+    def apply(self) -> None:
+        """Put it in."""
+        optimizer = self.train.optimizer
+        state = {index: _adam_state(parameter, step, stored) for index, parameter, step, stored in self.moments}
+        optimizer.load_state_dict({"state": state, "param_groups": self.param_groups})
+        self.train.load_state_dict(self.step_state)
+        if self.scheduler_state is not None and isinstance(self.train.scheduler, CurveLR):
+            self.train.scheduler.load_state_dict(self.scheduler_state)
+
+
+def _adam_state(parameter: nn.Parameter, step: float, stored: dict[str, StoredTensor]) -> dict[str, torch.Tensor]:
+    state = {"step": torch.tensor(step, dtype=torch.float32)}
+    for key, tensor in stored.items():
+        state[key] = torch.empty_like(parameter, requires_grad=False)
+        fill(state[key], tensor)
+    return state
+
+
+def plan_training(train: TrainStep, weights: list[Weight], contents: Contents, path: Path) -> Training:
+    """Map a checkpoint on `train`, changing nothing.
+
+    Raises:
+        CheckpointError: the optimizer is no Adam, has other flags, or one param group where the checkpoint has several
+            that differ.
+        StepError: inside an accumulation window.
+    """
+    current = train.state_dict()
+    plan = Training(train=train, param_groups=train.optimizer.state_dict()["param_groups"])
+    moments = contents.moments
+    if moments is None or not isinstance(train.optimizer, torch.optim.Adam):
+        raise CheckpointError(
+            describe(
+                str(path),
+                "ZeRO stage 0, whose optimizer state has no parameter names"
+                if moments is None
+                else f"a {type(train.optimizer).__name__} to load it into",
+                "stages 1 to 3, and torch.optim.Adam or AdamW",
+                "Leave out train to load the weights alone.",
+            )
+        )
+    names = {id(weight.tensor): weight.names for weight in weights}
+    stored_names = _map_parameters(plan, names, contents.aliases, moments)
+    _plan_groups(plan, moments, stored_names)
+    plan.step_state = current | {
+        "num_steps": contents.global_steps - contents.skipped_steps,
+        "num_skipped": contents.skipped_steps,
+    }
+    _plan_loss_scale(plan, contents)
+    _plan_scheduler(plan, contents)
+    return plan
+
+
+def _map_parameters(
+    plan: Training, names: dict[int, tuple[str, ...]], aliases: dict[str, str], moments: Moments
+) -> list[list[str]]:
+    """Plan the moments; return for each param group of the optimizer the names its parameters are stored under.
+
+    `names` are those of each parameter of the model, by its id.
+    """
+    by_group: list[list[str]] = []
+    index = 0
+    for group in plan.train.optimizer.param_groups:
+        by_group.append([])
+        for parameter in group["params"]:
+            for name in find(names[id(parameter)], aliases, moments.group_of):
+                by_group[-1].append(name)
+                if name in moments.tensors:
+                    state = moments.tensors[name]
+                    left_out = [key for key in state if key not in _MOMENTS]
+                    plan.not_loaded += [f"{key} of {name}" for key in left_out]
+                    _refuse_incomplete(name, state)
+                    kept = {key: value for key, value in state.items() if key in _MOMENTS}
+                    plan.moments.append((index, parameter, moments.steps[name], kept))
+            index += 1
+    held = {name for group in by_group for name in group}
+    plan.not_loaded += [
+        f"optimizer state of {name}, which the optimizer does not hold" for name in moments.tensors if name not in held
+    ]
+    return by_group
+
+
+def _refuse_incomplete(name: str, state: dict[str, StoredTensor]) -> None:
+    if not {"exp_avg", "exp_avg_sq"} <= state.keys():
+        raise CheckpointError(
+            describe(
+                f"the optimizer state of {name}",
+                ", ".join(state),
+                "exp_avg and exp_avg_sq, of an Adam",
+                "Leave out train to load the weights alone.",
+            )
+        )
+
+
+def _plan_groups(plan: Training, moments: Moments, stored_names: list[list[str]]) -> None:
+    if moments.param_groups is None:
+        plan.not_loaded.append("hyperparameters of the param groups, which elastic_checkpoint does not save")
+        return
+    for index, (group, names) in enumerate(zip(plan.param_groups, stored_names, strict=True)):
+        numbers = sorted({moments.group_of[name] for name in names})
+        saved = [moments.param_groups[number] for number in numbers]
+        values = [{key: _plain(key, entry[key]) for key in _HYPERPARAMETERS if key in entry} for entry in saved]
+        if any(value != values[0] for value in values):
+            raise CheckpointError(
+                describe(
+                    f"optimizer.param_groups[{index}]",
+                    f"parameters of the saved groups {numbers}: {values}",
+                    "parameters whose saved hyperparameters are the same",
+                    "Build the optimizer with the param groups of the saved one.",
+                )
+            )
+        for number, entry in zip(numbers, saved, strict=True):
+            _refuse_flags(index, group, number, entry)
+            plan.not_loaded += [f"{key} of param group {number}" for key in entry if key not in _WITHOUT_EFFECT]
+        for key, value in values[0].items() if values else ():
+            # A learning rate that is a tensor (capturable, compiled) stays one.
+            group[key] = group[key].new_tensor(value) if isinstance(group[key], torch.Tensor) else value
+
+
+def _plain(key: str, value: Any) -> float | tuple[float, ...]:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    if not all(isinstance(v, (int, float)) or (isinstance(v, torch.Tensor) and v.numel() == 1) for v in values):
+        raise CheckpointError(describe(f"the saved param groups: {key}", repr(value)[:80], "numbers", CONVERT))
+    return tuple(map(float, values)) if values is value else float(value)
+
+
+def _refuse_flags(index: int, group: dict[str, Any], number: int, saved: dict[str, Any]) -> None:
+    for key, default in _FLAGS.items():
+        ours = group.get(key, default)
+        if key in saved and ours is not None and bool(saved[key]) != bool(ours):
+            raise CheckpointError(
+                describe(
+                    f"optimizer.param_groups[{index}]: {key}",
+                    f"{ours}, and {saved[key]} in the saved group {number}",
+                    "the same",
+                    "Build the optimizer as the saved one was built (AdamW decouples the weight decay, Adam does not), "
+                    "or leave out train to load the weights alone.",
+                )
+            )
+
+
+def _plan_loss_scale(plan: Training, contents: Contents) -> None:
+    """Take DeepSpeed's dynamic loss scale over, whose rules are `LossScale`'s, where the config has one too."""
+    fields = contents.loss_scaler.fields if contents.loss_scaler is not None else {}
+    if not fields.get("dynamic"):
+        if fields.get("cur_scale", 1.0) != 1.0 and plan.step_state["loss_scale"]["scale"] != fields["cur_scale"]:
+            plan.not_loaded.append(f"the fixed loss scale {fields['cur_scale']:g}")
+        return
+    keys = {
+        "scale": "cur_scale",
+        "hysteresis_left": "cur_hysteresis",
+        "num_steps": "cur_iter",
+        "last_overflow": "last_overflow_iter",
+    }
+    values = {ours: fields.get(theirs) for ours, theirs in keys.items()}
+    if not all(isinstance(value, (int, float)) for value in values.values()):
+        raise CheckpointError(describe("loss_scaler", repr(values), "four numbers", CONVERT))
+    if plan.step_state["loss_scale"]["kind"] != "dynamic":
+        plan.not_loaded.append(f"the dynamic loss scale {values['scale']:g}: the config has none")
+        return
+    plan.step_state["loss_scale"] = {"kind": "dynamic", **values}
+
+
+def _plan_scheduler(plan: Training, contents: Contents) -> None:
+    """Move a scheduler of the config to the coming step; DeepSpeed's own count is of the step before it."""
+    saved = contents.lr_scheduler
+    if saved is None:
+        return
+    scheduler = plan.train.scheduler
+    if isinstance(scheduler, CurveLR) and set(saved) == {"last_batch_iteration"}:
+        plan.scheduler_state = scheduler.state_dict() | {"last_epoch": plan.step_state["num_steps"]}
+    else:
+        plan.not_loaded.append("the scheduler's state, which lr_scheduler of the result holds")

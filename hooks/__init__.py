@@ -20,6 +20,7 @@ from zeroamp.hooks.fp32_region import Fp32Region
 from zeroamp.hooks.model_flops import flops_of_run
 from zeroamp.hooks.observe import Observations, OpObserver, UnitObserver
 from zeroamp.hooks.outer_autocast import OuterAutocastGuard
+from zeroamp.hooks.ranges import RANGE_PREFIX, Ranges, UnitRanges
 from zeroamp.hooks.recorded_run import can_run_backward, record_run
 from zeroamp.hooks.reduce_scatter import ReceiveBuffers, WireReduceScatter
 from zeroamp.hooks.safe_module_guard import attach_safe_module_guard
@@ -49,6 +50,8 @@ __all__ = [
     "Observations",
     "OpObserver",
     "OuterAutocastGuard",
+    "RANGE_PREFIX",
+    "Ranges",
     "ReceiveBuffers",
     "ReshardAfterEvaluation",
     "ShardAccumulator",
@@ -56,6 +59,7 @@ __all__ = [
     "TrafficKey",
     "TrainingForwards",
     "UnitObserver",
+    "UnitRanges",
     "UseRecorder",
     "WireReduceScatter",
     "ZeroBuffers",

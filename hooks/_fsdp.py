@@ -3,9 +3,9 @@
 Checked on torch 2.11.0, 2.13.0 and 2.15.0; `tests/hooks/test_private_names.py` fails when one is gone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import nn
 
 # Used by many, but in private modules all the same.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import Variable, profiler
 from torch.distributed.fsdp import FSDPModule
 
 # The base classes of custom collectives: their setters are public, the classes are exported nowhere up to 2.15.
@@ -21,49 +22,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-__all__ = [
-    "FORWARD_HOOKS",
-    "AllGather",
-    "FakeTensorMode",
-    "ReduceScatter",
-    "StorageWeakRef",
-    "TorchDispatchMode",
-    "abandon",
-    "all_gather",
-    "communication_methods",
-    "complete_accumulation",
-    "forward_hooks",
-    "is_view_op",
-    "modules_to_run",
-    "reduce_scatter",
-    "release",
-    "run_op",
-    "storage_key",
-    "storage_of",
-    "timeout_of",
-    "tree_map",
-    "unsharded_sums",
-    "zero_fill_unused",
-]
+__all__ = ["AllGather", "FakeTensorMode", "ReduceScatter", "StorageWeakRef", "TorchDispatchMode", "tree_map"]
 
 FORWARD_HOOKS = ("_pre_forward", "_post_forward")
 """Methods of `FSDPState` that gather a group before a forward and release it after."""
-
-
 COMMUNICATION = ("unshard", "wait_for_unshard", "post_backward")  # of FSDPParamGroup: gather, wait, reduce
 END_OF_BACKWARD = "_root_post_backward_final_callback"  # of FSDPState: waits for the last reductions
 
-
-class PreForward(Protocol):
-    """A forward pre-hook with kwargs."""
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
-
-
-class PostForward(Protocol):
-    """A forward hook."""
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any: ...
+PreForward = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+"""A forward pre-hook with kwargs."""
+PostForward = Callable[[nn.Module, Any, Any], Any]
+"""A forward hook."""
 
 
 def forward_hooks(module: FSDPModule) -> tuple[PreForward, PostForward]:
@@ -248,3 +217,18 @@ def run_op(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
     if not is_grouped_mm or not isinstance(args[0], FakeTensor) or {a.dtype for a in args[:2]} != {torch.float32}:
         return func(*args, **kwargs)
     return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).float()
+
+
+def is_profiling() -> bool:
+    """Return whether a profiler of torch records now: not in the waiting and warm-up steps of its schedule."""
+    return profiler._is_profiler_enabled
+
+
+def is_in_backward() -> bool:
+    """Return whether autograd runs a backward in this thread: a forward in it is recomputed."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call back once at the end of the backward that runs now, before what is queued after this."""
+    Variable._execution_engine.queue_callback(callback)

@@ -1,4 +1,4 @@
-"""The all-gather of one typed group: FSDP2's own, counted."""
+"""The all-gather of one typed group: FSDP2's own, counted and named."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,9 @@ import torch.distributed as dist
 
 from zeroamp.hooks._fsdp import AllGather, all_gather
 from zeroamp.hooks.call_log import CallLog
+from zeroamp.hooks.ranges import Ranges
 from zeroamp.hooks.traffic import Traffic
+from zeroamp.policies.dtypes import short_name
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -23,6 +25,7 @@ class CountingAllGather(AllGather):
     group_name: str
     traffic: Traffic
     calls: CallLog = field(default_factory=CallLog)
+    ranges: Ranges = field(default_factory=Ranges)
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an empty 1-D tensor for the gathered group."""
@@ -37,6 +40,7 @@ class CountingAllGather(AllGather):
     ) -> dist.Work | None:
         """Gather `input_tensor` (this rank's shards) into `output_tensor` (all ranks')."""
         self.traffic.count("all_gather", output_tensor, self.group_name)
-        work = all_gather(output_tensor, input_tensor, group, async_op=async_op)
+        with self.ranges.inside("all_gather", f"{self.group_name} {short_name(output_tensor.dtype)}"):
+            work = all_gather(output_tensor, input_tensor, group, async_op=async_op)
         self.calls.add("all_gather", output_tensor, self.group_name, group)
         return work

@@ -23,7 +23,9 @@ import torch.distributed as dist
 
 from zeroamp.hooks._fsdp import ReduceScatter, reduce_scatter
 from zeroamp.hooks.call_log import CallLog
+from zeroamp.hooks.ranges import OpenRange, Ranges
 from zeroamp.hooks.traffic import Traffic
+from zeroamp.policies.dtypes import short_name
 
 
 @dataclass(slots=True)
@@ -67,8 +69,13 @@ class WireReduceScatter(ReduceScatter):
     traffic: Traffic = field(default_factory=Traffic)
     calls: CallLog = field(default_factory=CallLog)
     buffers: ReceiveBuffers = field(default_factory=ReceiveBuffers)
+    ranges: Ranges = field(default_factory=Ranges)
     _pending_input_numel: int | None = None
     """Elements of an input whose output was not yet asked for: how `allocate` tells the two apart."""
+    _cast: OpenRange | None = None
+    """From `allocate` of the input to that of the output: FSDP2 copies the gradients in between."""
+    _all_reduce: OpenRange | None = None
+    """From the reduction over shards to `end_all_reduce`."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an empty 1-D tensor: the input in `wire_dtype`, the output in the dtype that sums.
@@ -79,6 +86,12 @@ class WireReduceScatter(ReduceScatter):
         numel = math.prod(int(length) for length in size)
         is_output = self._pending_input_numel == numel * self.world_size
         self._pending_input_numel = None if is_output else numel
+        if is_output:
+            self.ranges.close(self._cast)
+            if self.world_size == 1:  # no reduction over shards comes: FSDP2 copies
+                self._begin_all_reduce()
+        else:
+            self._cast = self.ranges.open("cast", f"{self.group_name} -> {short_name(self.wire_dtype)}")
         return torch.empty(numel, dtype=self._output_dtype() if is_output else self.wire_dtype, device=device)
 
     def _output_dtype(self) -> torch.dtype:
@@ -101,12 +114,23 @@ class WireReduceScatter(ReduceScatter):
             raise AssertionError(f"expected SUM or AVG, got {op}")
         sums_here = self.accumulate == "fp32" and self.wire_dtype != torch.float32
         self.traffic.count("all_to_all" if sums_here else "reduce_scatter", input_tensor, self.group_name)
-        if sums_here:
-            self._sum_in_rank_order(output_tensor, input_tensor, group, op)
-        elif self.wire_dtype == torch.float16:
-            self._reduce_fp16(output_tensor, input_tensor, group, averages=op == dist.ReduceOp.AVG)
-        else:
-            self._reduce_scatter(output_tensor, input_tensor, group, op)
+        wire, total = short_name(self.wire_dtype), short_name(output_tensor.dtype)
+        with self.ranges.inside("reduce_scatter", f"{self.group_name} {wire}, sum {total}"):
+            if sums_here:
+                self._sum_in_rank_order(output_tensor, input_tensor, group, op)
+            elif self.wire_dtype == torch.float16:
+                self._reduce_fp16(output_tensor, input_tensor, group, averages=op == dist.ReduceOp.AVG)
+            else:
+                self._reduce_scatter(output_tensor, input_tensor, group, op)
+        self._begin_all_reduce()
+
+    def end_all_reduce(self) -> None:
+        """Note that the all-reduce over replicas was issued, which is FSDP2's own and follows the call."""
+        self.ranges.close(self._all_reduce)
+
+    def _begin_all_reduce(self) -> None:
+        if self.is_replicated:
+            self._all_reduce = self.ranges.open("all_reduce", f"{self.group_name} {short_name(self._output_dtype())}")
 
     def _reduce_scatter(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any
@@ -122,11 +146,12 @@ class WireReduceScatter(ReduceScatter):
         dist.all_to_all_single(received, input_tensor, group=group)
         self.calls.add("all_to_all", input_tensor, self.group_name, group)
         chunks = received.view(group.size(), -1)
-        output_tensor.copy_(chunks[0])
-        for chunk in chunks[1:]:
-            output_tensor.add_(chunk)  # promotes to fp32
-        if op == dist.ReduceOp.AVG:
-            output_tensor.div_(group.size())
+        with self.ranges.inside("sum", f"{self.group_name} -> fp32"):
+            output_tensor.copy_(chunks[0])
+            for chunk in chunks[1:]:
+                output_tensor.add_(chunk)  # promotes to fp32
+            if op == dist.ReduceOp.AVG:
+                output_tensor.div_(group.size())
 
     def _reduce_fp16(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, *, averages: bool

@@ -16,6 +16,7 @@ Mode = Literal["autocast", "bf16", "fp16", "fp32"]
 Stage = Literal[0, 1, 2, 3]
 ReduceAccumulate = Literal["fp32", "native"]
 ExternalAutocast = Literal["error", "allow"]
+RangeMode = Literal["profiler", "nvtx", "off"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +92,10 @@ class Policy:
 
     count_traffic: bool = True
     """Whether collectives are counted (calls and bytes). Results are the same bits either way."""
+
+    ranges: RangeMode = "profiler"
+    """When the work on each unit and group is named for a trace. "profiler": while a torch profiler records. "nvtx": as
+    NVTX ranges always, and for a torch profiler too. Results are the same bits in every mode."""
 
     gradient_accumulation_steps: int = 1
     """Micro-batches per optimizer step and rank."""

@@ -79,6 +79,7 @@ def _honoured(policy: "Policy") -> dict[str, Any]:
         "zeroamp.external_autocast": policy.external_autocast,
         "zeroamp.dp_replicate_size": policy.dp_replicate_size,
         "zeroamp.count_traffic": policy.count_traffic,
+        "zeroamp.ranges": policy.ranges,
     }
 
 

@@ -3,7 +3,7 @@
 import logging
 import random
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,7 +102,8 @@ class Case:
     mesh_shape: tuple[int, ...] | None = None
     group_size: int | None = None
     """Ranks that train together, neighbours; all by default."""
-    evaluate: bool = False
+    evaluate_in: Callable[[], AbstractContextManager[Any]] | None = None
+    """What an evaluation after every step runs in; None: there is none."""
     overflow_at: tuple[int, ...] = ()
     """Steps whose loss overflows on rank 1."""
     steps: tuple[int, int] = (3, 3)
@@ -160,14 +161,12 @@ class Training:
             overflow = index in self.case.overflow_at and rank == 1
             self.train.backward(loss * (1e30 if overflow else 1.0))
             report = self.train.step()
-        self.log.append((losses, report.grad_norm, report.loss_scale, report.skipped, self.learning_rates()))
-        if self.case.evaluate:
-            with torch.no_grad():
-                self.log.append(float(self.model.eval()(torch.arange(VOCAB)[None])))
+        rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.log.append((losses, report.grad_norm, report.loss_scale, report.skipped, rates))
+        if self.case.evaluate_in is not None:
+            with self.case.evaluate_in():
+                self.log.append(float(self.model.eval()(torch.arange(VOCAB)[None]).detach()))
             self.model.train()
-
-    def learning_rates(self):
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def save(self, folder, **more):
         return zeroamp.save_checkpoint(folder, self.model, self.train, **more)

@@ -13,6 +13,7 @@ from zeroamp.optimizers import optimizer_from_config
 from zeroamp.plan import Plan, build_plan
 from zeroamp.policies import Policy, policy_from_config
 from zeroamp.preemption import Preemption
+from zeroamp.profiling import Profile, profile
 from zeroamp.report import Ledger, explain, traffic
 from zeroamp.reporting.flops import count_flops
 from zeroamp.reporting.record import StepRecord
@@ -35,6 +36,7 @@ __all__ = [
     "Policy",
     "PrecisionError",
     "Preemption",
+    "Profile",
     "RunReport",
     "SafeParameters",
     "SavedRun",
@@ -57,6 +59,7 @@ __all__ = [
     "load_hf",
     "optimizer_from_config",
     "policy_from_config",
+    "profile",
     "read_run",
     "register_forward_method",
     "save_checkpoint",

@@ -1,8 +1,10 @@
 """What one rank cannot do, no rank goes on from: an error of one is raised on all."""
 
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -13,13 +15,11 @@ from zeroamp.hooks import timeout_of
 from zeroamp.policies.errors import CheckpointError, ZeroAmpError, describe
 
 T = TypeVar("T")
+_shared: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], Agreement]]" = WeakKeyDictionary()
 
 
 class Agreement:
-    """A process group of its own for saving and loading, on the CPU.
-
-    Its own, because a background save must not get between the collectives of training.
-    """
+    """A process group on the CPU, beside those of training: a background save must not get between their calls."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         """Make the group; all ranks of `mesh` do. It waits as long as the mesh's own."""
@@ -33,6 +33,29 @@ class Agreement:
         )
         self.rank = dist.get_rank(self.group)
         self.num_ranks = len(ranks)
+        self.background: Future[Any] | None = None
+        """What uses the group in a thread, if something does."""
+
+    @classmethod
+    def shared(cls, mesh: DeviceMesh, use: Literal["saving", "signals"]) -> "Agreement":
+        """Return the one of the mesh's ranks for a use; the first call, on all of them, makes it.
+
+        Models share it: each group costs connections and threads, and nothing closes them before the process ends.
+        """
+        world = dist.group.WORLD
+        if world is None:
+            raise AssertionError("expected the process group of a wrapped model")
+        of_world = _shared.setdefault(world, {})
+        key = use, tuple(sorted(mesh.mesh.flatten().tolist()))
+        if key not in of_world:
+            of_world[key] = cls(mesh)
+        return of_world[key]
+
+    def wait(self) -> None:
+        """Wait until the group is free; whether the background failed is not asked here."""
+        if self.background is not None:
+            wait([self.background])
+            self.background = None
 
     def run(self, action: Callable[[], T]) -> list[T]:
         """Call `action` on every rank and return the results of all, in rank order.

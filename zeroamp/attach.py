@@ -14,6 +14,7 @@ from zeroamp.hooks import (
     OuterAutocastGuard,
     ReceiveBuffers,
     ShardAccumulator,
+    UnitRanges,
     attach_safe_module_guard,
     attach_typed_group,
     zero_fill_unused,
@@ -34,11 +35,12 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
         holder = state.holders.get(group.name)
         if holder is not None:
             state.handles += attach_typed_group(holder, unit)
-        attach_collectives(
-            cast(FSDPModule, holder or unit[0]), group, state.plan, state.mesh, state.traffic, state.calls, buffers
-        )
+        attach_collectives(cast(FSDPModule, holder or unit[0]), group, state, buffers)
     zero_fill_unused(cast(FSDPModule, model))
     attach_prefetch(model, state.plan, state.holders)
+    if policy.ranges != "off":
+        for fqn in (fqn for unit in ("", *state.plan.units) for fqn in state.plan.modules_of(unit)):
+            state.handles += UnitRanges(state.ranges, fqn).attach(model.get_submodule(fqn))
     state.handles += state.evaluation.attach(model)
     state.handles += state.watch.attach(model)
     # Under autocast fp32 may come out of a region: the ops after it cast as they need.

@@ -1,4 +1,4 @@
-"""The command line: what a config asks for, and what it does to a model, before anything runs.
+"""The command line: what a config asks for, and what it does to a model, before anything runs; and a profiled run.
 
 Needs typer (the extra `cli`), so nothing else imports this file. Data goes to stdout, all else to stderr. Exit codes:
 0, 1 for a mistake in config or model, 2 for a mistake in the arguments.
@@ -15,6 +15,7 @@ import typer
 import zeroamp
 from zeroamp.cli_export import export
 from zeroamp.cli_messages import Verbosity, messages_to_stderr
+from zeroamp.cli_profile import profile
 from zeroamp.cli_report import report
 from zeroamp.mesh import mesh_shape
 from zeroamp.model_source import load_model
@@ -23,7 +24,8 @@ from zeroamp.policies import Policy, policy_from_config
 from zeroamp.report import Ledger
 
 app = typer.Typer(
-    help="What a DeepSpeed-style config asks for, and which dtype it puts where: without a GPU, weights or ranks.",
+    help="What a DeepSpeed-style config asks for, and which dtype it puts where: without a GPU, weights or ranks. And "
+    "where the time of a training script goes.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -120,6 +122,10 @@ def explain(
             typer.echo(ledger)
             if per_parameter:
                 typer.echo(f"\n{ledger.per_parameter()}")
+
+
+# What follows the script is the script's own.
+app.command(context_settings={"allow_interspersed_args": False})(profile)
 
 
 def _plan(source: str, policy: Policy, auto_wrap: list[str] | None) -> Plan:

@@ -6,46 +6,41 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.groups import GroupPlan
-from zeroamp.hooks import CallLog, CountingAllGather, ReceiveBuffers, Traffic, WireReduceScatter
+from zeroamp.hooks import CountingAllGather, ReceiveBuffers, WireReduceScatter
 from zeroamp.hooks.call_log import ReduceOp
 from zeroamp.mesh import replicate_size, shard_size
-from zeroamp.plan import Plan
 from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.policy import Policy
+from zeroamp.state import WrapState
 
 
-def attach_collectives(
-    module: FSDPModule,
-    group: GroupPlan,
-    plan: Plan,
-    mesh: DeviceMesh,
-    traffic: Traffic,
-    calls: CallLog,
-    buffers: ReceiveBuffers,
-) -> None:
-    """Give `module`'s own FSDP2 group its wire dtype, its sum, its counters and the log of its calls.
+def attach_collectives(module: FSDPModule, group: GroupPlan, state: WrapState, buffers: ReceiveBuffers) -> None:
+    """Give `module`'s own FSDP2 group its wire dtype, its sum, its counters, the log of its calls and its ranges.
 
     Through FSDP2's public setters. The all-reduce over replicas stays FSDP2's own, in the dtype that the reduce-scatter
-    leaves: fp32, or a native bf16 wire's. It is only counted and logged, after the fact.
+    leaves: fp32, or a native bf16 wire's. It is only counted and logged, after the fact, and named.
     """
-    module.set_custom_all_gather(CountingAllGather(group_name=group.name, traffic=traffic, calls=calls))
-    is_replicated = replicate_size(mesh) > 1
-    module.set_custom_reduce_scatter(
-        WireReduceScatter(
-            wire_dtype=group.wire,
-            accumulate=plan.policy.reduce_accumulate_dtype,
-            world_size=shard_size(mesh),
-            is_replicated=is_replicated,
-            group_name=group.name,
-            traffic=traffic,
-            calls=calls,
-            buffers=buffers,
-        )
+    policy, mesh, traffic, calls = state.plan.policy, state.mesh, state.traffic, state.calls
+    module.set_custom_all_gather(
+        CountingAllGather(group_name=group.name, traffic=traffic, calls=calls, ranges=state.ranges)
     )
+    reduction = WireReduceScatter(
+        wire_dtype=group.wire,
+        accumulate=policy.reduce_accumulate_dtype,
+        world_size=shard_size(mesh),
+        is_replicated=replicate_size(mesh) > 1,
+        group_name=group.name,
+        traffic=traffic,
+        calls=calls,
+        buffers=buffers,
+        ranges=state.ranges,
+    )
+    module.set_custom_reduce_scatter(reduction)
     if mesh.ndim == 2:  # FSDP2 runs the all-reduce over an axis of one rank too
-        replicas, op = mesh.get_group(0), reduction_op(plan.policy, mesh)
+        replicas, op = mesh.get_group(0), reduction_op(policy, mesh)
 
         def count(reduced: torch.Tensor) -> None:
+            reduction.end_all_reduce()
             traffic.count("all_reduce", reduced, group.name)
             calls.add("all_reduce", reduced, group.name, replicas, op)
 

@@ -1,4 +1,4 @@
-"""Whether a device can compute in the low precision that a policy asks for."""
+"""Whether a device has what a policy asks for: the low precision, NVTX."""
 
 import torch
 
@@ -8,10 +8,14 @@ from zeroamp.policies.policy import Policy
 
 
 def check_device(policy: Policy, device_type: str) -> None:
-    """Raise ConfigError if `device_type` cannot compute in `policy.low_dtype`, or has no autocast for that mode.
+    """Raise ConfigError if `device_type` cannot compute in `policy.low_dtype`, or lacks the mode's autocast or NVTX.
 
     On CUDA bfloat16 counts only where the hardware has it: torch would emulate it, slowly, on older GPUs.
     """
+    if policy.ranges == "nvtx" and device_type != "cuda":
+        found = f'"nvtx" on device type {device_type}'
+        remedy = 'Write "profiler": torch.profiler takes the ranges everywhere.'
+        raise ConfigError(describe("zeroamp.ranges", found, '"nvtx" on cuda only', remedy))
     if policy.low_dtype is None:
         return
     key = {"autocast": "torch_autocast.dtype", "bf16": "bf16.enabled", "fp16": "fp16.enabled"}[policy.mode]

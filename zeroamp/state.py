@@ -1,7 +1,6 @@
 """What `wrap_model` leaves on a model for the step and the reports."""
 
 from collections.abc import Iterable
-from concurrent.futures import wait
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -18,6 +17,7 @@ from zeroamp.hooks import (
     ForwardWatch,
     Fp32Region,
     OuterAutocastGuard,
+    Ranges,
     ReshardAfterEvaluation,
     ShardAccumulator,
     Traffic,
@@ -38,6 +38,8 @@ class WrapState:
     mesh: DeviceMesh
     traffic: Traffic
     """What the collectives moved since it was last reset."""
+    ranges: Ranges = field(default_factory=Ranges)
+    """Names what runs in traces."""
     holders: dict[str, FSDPModule] = field(default_factory=dict)
     """Group name -> holder, for the groups that are not a unit's own."""
     calls: CallLog = field(default_factory=CallLog)
@@ -53,10 +55,6 @@ class WrapState:
     is_rehearsing: bool = False
     """Whether what runs is a window that leaves no trace, see `zeroamp.rehearsal`."""
     saving: Saving = field(default_factory=Saving)
-    agreement: Agreement | None = None
-    """Of saving and loading, from the first of them on."""
-    signals: Agreement | None = None
-    """Of the main thread's flags, from the first on: a background save has the other."""
 
     def __post_init__(self) -> None:
         self.watch = ForwardWatch(self.calls)
@@ -88,18 +86,14 @@ def agreement_of(state: WrapState) -> Agreement:
 
     Waits for a save in the background, which uses it; whether that failed, `Saving` tells.
     """
-    if state.saving.future is not None:
-        wait([state.saving.future])
-    if state.agreement is None:
-        state.agreement = Agreement(state.mesh)
-    return state.agreement
+    ranks = Agreement.shared(state.mesh, "saving")
+    ranks.wait()
+    return ranks
 
 
 def signals_of(state: WrapState) -> Agreement:
-    """Return the group of a wrapped model's ranks for flags; the first call, on all ranks, makes it."""
-    if state.signals is None:
-        state.signals = Agreement(state.mesh)
-    return state.signals
+    """Return the group for flags of the main thread, which a save in the background leaves alone; made as the other."""
+    return Agreement.shared(state.mesh, "signals")
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:

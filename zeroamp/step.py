@@ -11,12 +11,12 @@ from zeroamp.hooks import modules_to_run
 from zeroamp.loss_scaler import LossScaler
 from zeroamp.mesh import device_of, process_group, replicate_size
 from zeroamp.norm import clip_factor, local_sum_of_squares, multiply_gradients
-from zeroamp.policies.errors import StepError, describe
 from zeroamp.recovery import Recovery
 from zeroamp.reporting.monitors import attach_monitors
 from zeroamp.stage_flags import set_flags
 from zeroamp.state import reshard, wrap_state
-from zeroamp.step_checks import Scheduler, refuse_foreign, refuse_metric, refuse_unfinished
+from zeroamp.step_checks import Scheduler, misuse, refuse_foreign, refuse_metric, refuse_unfinished_window
+from zeroamp.step_observers import tell_observers
 from zeroamp.step_report import StepReport, learning_rates, log_step
 from zeroamp.step_watchers import StepWatchers
 
@@ -78,13 +78,9 @@ class TrainStep:
         policy = self._state.plan.policy
         self._recovery.refuse_after_failure("backward")
         if not self._is_stepped:
-            raise StepError(
-                describe("TrainStep.backward", "no step() since the last one", "step() after each", "Call it.")
-            )
+            raise misuse("backward", "no step() since the last one", "step() after each", "Call it.")
         if loss.numel() != 1:
-            raise StepError(
-                describe("TrainStep.backward", f"a loss of shape {tuple(loss.shape)}", "a scalar", "Reduce it.")
-            )
+            raise misuse("backward", f"a loss of shape {tuple(loss.shape)}", "a scalar", "Reduce it.")
         is_last = self._num_micro_batches + 1 == policy.gradient_accumulation_steps
         if self._state.shard_accumulator is not None:
             self._state.shard_accumulator.watch(self._parameters)
@@ -101,7 +97,11 @@ class TrainStep:
         if guard is not None:
             guard.armed = True
         try:
-            with self._recovery.noting("backward"), self.watchers.phase("backward"):
+            with (
+                self._recovery.noting("backward"),
+                self._state.ranges.inside("backward"),
+                self.watchers.phase("backward"),
+            ):
                 loss.backward()  # type: ignore[no-untyped-call]
                 for unit in self._units:
                     modules_to_run(unit).clear()
@@ -120,26 +120,27 @@ class TrainStep:
         policy = self._state.plan.policy
         self._recovery.refuse_after_failure("step")
         if self._is_stepped:
-            raise StepError(
-                describe("TrainStep.step", "no backward since the last one", "backward(loss) first", "Call it.")
-            )
+            raise misuse("step", "no backward since the last one", "backward(loss) first", "Call it.")
         self._is_stepped = True
         if self._num_micro_batches < policy.gradient_accumulation_steps:
             return None
         with self.watchers.phase("optimizer"):
             report = self._end_window()
         self.watchers.step_done(report)
+        tell_observers(self._state.root)
         self.saving.check()
         return report
 
     def _end_window(self) -> StepReport:
         try:
-            with self._recovery.noting("step"):
-                self._reshard()
-                if self._state.shard_accumulator is not None:
-                    self._state.shard_accumulator.flush()
-                loss, squares = self._local_statistics()
-            return self._update(*self._recovery.sum_over_ranks(loss, squares, bool(self._with_gradient())))
+            with self._state.ranges.inside("norm"):
+                with self._recovery.noting("step"):
+                    self._reshard()
+                    if self._state.shard_accumulator is not None:
+                        self._state.shard_accumulator.flush()
+                    loss, squares = self._local_statistics()
+                totals = self._recovery.sum_over_ranks(loss, squares, bool(self._with_gradient()))
+            return self._update(*totals)
         finally:  # whatever it raised, the next backward begins a new window
             self._drop_gradients()
             self._num_micro_batches, self._loss_sum = 0, None
@@ -177,7 +178,7 @@ class TrainStep:
         Raises:
             StepError: inside an accumulation window, whose gradients would be lost.
         """
-        refuse_unfinished("state_dict", self._num_micro_batches)
+        refuse_unfinished_window("state_dict", self._num_micro_batches)
         return {"num_steps": self.num_steps, "num_skipped": self.num_skipped, "loss_scale": self._scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -186,11 +187,10 @@ class TrainStep:
         Raises:
             StepError: inside an accumulation window, or the state's kind of loss scale is not the config's.
         """
-        refuse_unfinished("load_state_dict", self._num_micro_batches)
+        refuse_unfinished_window("load_state_dict", self._num_micro_batches)
         if "loss_scale" in state:
             self._scaler.load_state_dict(state["loss_scale"])
-        self.num_steps = state["num_steps"]
-        self.num_skipped = state["num_skipped"]
+        self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
 
     def _update(self, loss: torch.Tensor, sum_of_squares: torch.Tensor) -> StepReport:
         """Norm, overflow check, unscale and clip in one pass, update or skip."""
@@ -203,9 +203,11 @@ class TrainStep:
         rates = learning_rates(self.optimizer)
         if not skipped:
             if policy.gradient_clipping > 0 or scale != 1.0:
-                factor = clip_factor(norm.float(), policy.gradient_clipping) / scale
-                multiply_gradients(self._with_gradient(), factor)
-            with self._recovery.noting("optimizer.step"):
+                with self._state.ranges.inside("clip"):
+                    factor = clip_factor(norm.float(), policy.gradient_clipping) / scale
+                    multiply_gradients(self._with_gradient(), factor)
+            name = type(self.optimizer).__name__
+            with self._recovery.noting("optimizer.step"), self._state.ranges.inside("optimizer", name):
                 self.optimizer.step()
             self.num_steps += 1
             if self.scheduler is not None:

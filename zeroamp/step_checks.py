@@ -57,17 +57,9 @@ def refuse_foreign(optimizer: torch.optim.Optimizer, parameters: list[nn.Paramet
                 )
 
 
-def refuse_unfinished(method: str, num_micro_batches: int) -> None:
-    """Raise StepError for a method of `TrainStep` that is called inside an accumulation window."""
-    if num_micro_batches > 0:
-        raise StepError(
-            describe(
-                f"TrainStep.{method}",
-                f"{num_micro_batches} micro-batches of an unfinished window",
-                "the end of a window, after step() returned a report",
-                "Call it there.",
-            )
-        )
+def misuse(method: str, found: str, valid: str, remedy: str) -> StepError:
+    """Return the error for a method of `TrainStep` that is called out of turn, or with what it cannot take."""
+    return StepError(describe(f"TrainStep.{method}", found, valid, remedy))
 
 
 def without_gradient() -> StepError:
@@ -80,3 +72,16 @@ def without_gradient() -> StepError:
             "Check that the loss comes from this model's forward, and that it is not frozen as a whole.",
         )
     )
+
+
+def refuse_unfinished_window(method: str, num_micro_batches: int) -> None:
+    """Raise StepError if the window, of which so many micro-batches were run, is not at its end."""
+    if num_micro_batches > 0:
+        raise StepError(
+            describe(
+                f"TrainStep.{method}",
+                f"{num_micro_batches} micro-batches of an unfinished window",
+                "the end of a window, after step() returned a report",
+                "Call it there.",
+            )
+        )

@@ -15,7 +15,7 @@ from zeroamp.attach import attach_hooks
 from zeroamp.buffers import cast_buffers
 from zeroamp.consistency import check_plans_agree, check_ranks_agree
 from zeroamp.device_support import check_device
-from zeroamp.hooks import Traffic, typed_group_hooks
+from zeroamp.hooks import Ranges, Traffic, typed_group_hooks
 from zeroamp.materialize import materialize
 from zeroamp.mesh import device_of, is_first_rank, mesh_for_stage, refuse_partition, shard_device
 from zeroamp.plan import build_plan
@@ -69,7 +69,8 @@ def wrap_model(
     if is_meta:
         materialize(model, mesh, device_of(mesh), shard_device(policy, mesh))
     traffic = Traffic(enabled=policy.count_traffic)
-    state = WrapState(root=model, plan=plan, mesh=mesh, traffic=traffic, holders=holders)
+    ranges = Ranges(policy.ranges)
+    state = WrapState(root=model, plan=plan, mesh=mesh, traffic=traffic, ranges=ranges, holders=holders)
     attach_hooks(model, state)
     record_state(model, state)
     if logger.isEnabledFor(logging.INFO) and is_first_rank(mesh):

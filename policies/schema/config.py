@@ -45,6 +45,10 @@ class ZeroampBlock(Block):
         bool | None,
         Honoured("count calls and bytes of every collective (`zeroamp.traffic(model)`). Default: true; same results"),
     ] = None
+    ranges: Annotated[
+        Literal["profiler", "nvtx", "off"],
+        Honoured("names in traces: `profiler` while a torch profiler records, `nvtx` always, also as NVTX, or `off`"),
+    ] = "profiler"
 
 
 class Config(Block):

@@ -30,6 +30,9 @@ GROUP_NAMES = {
     "all_gather_work",
     "all_gather_event",
     "_cdata",
+    "_is_profiler_enabled",
+    "_current_graph_task_id",
+    "_execution_engine",
 }
 
 
@@ -107,6 +110,29 @@ def test_the_names_of_the_dispatch_layer_do_what_is_said_of_them():
     assert _fsdp.storage_of(view) == _fsdp.storage_of(fake) != _fsdp.storage_of(real)
     assert hash(_fsdp.storage_of(view)) == hash(_fsdp.storage_of(fake))
     assert _fsdp.storage_of(real.to_sparse()) is None
+
+
+def test_what_is_said_of_profilers_and_backwards_holds():
+    seen = []
+
+    def hook(_gradient):
+        seen.append(_fsdp.is_in_backward())
+        _fsdp.at_end_of_backward(lambda: seen.append("end"))
+
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(hook)
+    y.sum().backward()
+    assert (seen, _fsdp.is_in_backward()) == ([True, "end"], False)
+    found = [_fsdp.is_profiling()]
+    schedule = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], schedule=schedule, acc_events=True
+    ) as profiler:
+        for _ in range(3):
+            found.append(_fsdp.is_profiling())
+            profiler.step()
+    assert [*found, _fsdp.is_profiling()] == [False, False, True, False, False]
 
 
 def test_no_other_file_uses_private_names():

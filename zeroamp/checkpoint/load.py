@@ -43,7 +43,7 @@ def load_checkpoint(
     resharded. Every file is checked against its digest first, each by one rank.
 
     With the same number of ranks, training goes on bit for bit. With another one, random generators are left as they
-    are, buffers that differed between ranks become the first rank's, and both are logged.
+    are, buffers and modules' extra states that differed between ranks become the first rank's, and that is logged.
 
     Args:
         folder: of a run, where a damaged checkpoint is logged and the one before it taken; or one checkpoint.

@@ -117,7 +117,7 @@ def save_checkpoint(
     if not async_:
         return checkpoint.write()
     signals = signals_of(state)  # made before a thread is at work
-    future = checkpoint.write_in_background()
+    future = ranks.background = checkpoint.write_in_background()
     state.saving.begin(future, signals)
     return future
 

@@ -49,7 +49,7 @@ def test_the_newest_is_the_one_published_last_whatever_its_step(tmp_path):
         publish(tmp_path, step)
     assert order(tmp_path) == ["step_00000100", "step_00000300", "step_00000200"]
     assert latest_checkpoint(str(tmp_path)) == tmp_path / "step_00000100"
-    assert (tmp_path / "latest").read_text() == "step_00000100"
+    assert (tmp_path / "latest").read_text() == "3 step_00000100"
     assert names(tmp_path) == {*order(tmp_path), "latest", ".lock"}
 
 
@@ -98,7 +98,7 @@ def test_killed_between_pointer_and_rename(tmp_path, monkeypatch):
         patch.setattr(Path, "rename", killed)
         with pytest.raises(Killed):
             draft.publish(lambda serial: manifest(step=2, serial=serial), None)
-    assert (tmp_path / "latest").read_text() == "step_00000002"  # which is not there
+    assert (tmp_path / "latest").read_text() == "2 step_00000002"  # which is not there
     assert order(tmp_path) == ["step_00000001"]
     publish(tmp_path, 3)
     assert order(tmp_path) == ["step_00000003", "step_00000001"]
@@ -174,7 +174,8 @@ def test_pruning_keeps_the_newest_of_its_own_run_and_what_others_have(tmp_path, 
     assert order(tmp_path) == ["step_00000005", "step_00000002", "step_00000001", "step_00000009"]
     publish(tmp_path, 6, keep=1)
     assert order(tmp_path) == ["step_00000006", "step_00000001", "step_00000009"]
-    assert not caplog.records
+    told = f"{damaged} cannot be told to be newer than others: its zeroamp.json is damaged"
+    assert {record.getMessage() for record in caplog.records} == {told}
 
 
 def test_what_cannot_be_pruned_does_not_fail_the_save(tmp_path, monkeypatch, caplog):

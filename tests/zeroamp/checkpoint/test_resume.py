@@ -1,6 +1,7 @@
 """Training goes on bit for bit: losses, norms, scales, parameters, buffers, optimizer and random states."""
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -94,8 +95,10 @@ WAYS = {
     "offload": Case(options=zero(offload_param=CPU, offload_optimizer=CPU), async_=True),
     "merged": Case(options=zero(reduce_bucket_size=10**6)),
     "live": Case(options=zero(stage3_max_live_parameters=10**6), async_=True),
-    "evaluation 1": Case(stage=1, evaluate=True),
-    "evaluation 2": Case(stage=2, evaluate=True, async_=True),
+    "evaluation 1": Case(stage=1, evaluate_in=torch.no_grad),
+    "evaluation 2": Case(stage=2, evaluate_in=torch.no_grad, async_=True),
+    "evaluation with gradients 1": Case(stage=1, evaluate_in=nullcontext, async_=True),
+    "evaluation with gradients 2": Case(stage=2, evaluate_in=nullcontext),  # parameters stay gathered after it
     "async 0": Case(stage=0, async_=True),
     "no autocast": Case(options={"dtype": None}),
     "fp16 mode": Case(options={"dtype": None, "fp16": {"enabled": True, "loss_scale": 64}}),

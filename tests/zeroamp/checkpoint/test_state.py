@@ -123,7 +123,7 @@ class Misleading(Small):
     def __init__(self):
         super().__init__()
         self.my_orig_mod = nn.Linear(2, 2)
-        self.my = nn.Linear(2, 2)
+        self.myweight = nn.Parameter(torch.randn(3))
 
 
 def _misleading(folder):

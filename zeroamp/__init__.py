@@ -6,6 +6,9 @@ from zeroamp.checkpoint.load import load_checkpoint
 from zeroamp.checkpoint.save import save_checkpoint
 from zeroamp.deepspeed.load import DeepSpeedCheckpoint, load_deepspeed_checkpoint
 from zeroamp.discover import SafeParameters, discover_safe_parameters
+from zeroamp.dry_run.gpus import GPUS, Gpu
+from zeroamp.dry_run.roofline import Efficiency
+from zeroamp.dry_run.run_plan import RunPlan, plan_run
 from zeroamp.errors import CheckpointError, ConfigError, PeerError, PrecisionError, StepError, WrapError, ZeroAmpError
 from zeroamp.export import export_hf
 from zeroamp.load_weights import load_hf
@@ -30,6 +33,9 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DeepSpeedCheckpoint",
+    "Efficiency",
+    "GPUS",
+    "Gpu",
     "Ledger",
     "PeerError",
     "Plan",
@@ -37,6 +43,7 @@ __all__ = [
     "PrecisionError",
     "Preemption",
     "Profile",
+    "RunPlan",
     "RunReport",
     "SafeParameters",
     "SavedRun",
@@ -58,6 +65,7 @@ __all__ = [
     "load_deepspeed_checkpoint",
     "load_hf",
     "optimizer_from_config",
+    "plan_run",
     "policy_from_config",
     "profile",
     "read_run",

@@ -7,14 +7,24 @@ Needs typer (the extra `cli`), so nothing else imports this file. Data goes to s
 import json
 import sys
 from contextlib import redirect_stdout
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 import zeroamp
 from zeroamp.cli_export import export
-from zeroamp.cli_messages import Verbosity, messages_to_stderr
+from zeroamp.cli_options import (
+    Auto,
+    AutoWrap,
+    ConfigPath,
+    Model,
+    OptionalModel,
+    Verbosity,
+    WorldSize,
+    auto_values,
+    messages_to_stderr,
+)
+from zeroamp.cli_plan import plan
 from zeroamp.cli_profile import profile
 from zeroamp.cli_report import report
 from zeroamp.mesh import mesh_shape
@@ -32,28 +42,14 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-ConfigPath = Annotated[Path, typer.Argument(help="The config, a JSON file.", show_default=False)]
-WorldSize = Annotated[
-    int | None,
-    typer.Option(
-        "--world-size", metavar="N", min=1, help="Ranks of the run, for keys that depend on them and for bytes."
-    ),
-]
-Auto = Annotated[
-    list[str] | None, typer.Option("--auto", metavar="KEY=VALUE", help='Value of a key that is "auto"; repeatable.')
-]
-AutoWrap = Annotated[
-    list[str] | None, typer.Option("--auto-wrap", metavar="CLASS", help="Class of the units; repeatable.")
-]
-_MODEL_HELP = "A folder with a transformers config.json, or package.module:factory, or path/to/file.py:factory."
-Model = Annotated[str, typer.Option("--model", metavar="FOLDER_OR_FACTORY", help=_MODEL_HELP, show_default=False)]
-OptionalModel = Annotated[str | None, typer.Option("--model", metavar="FOLDER_OR_FACTORY", help=_MODEL_HELP)]
-
 
 def _print_version(value: bool) -> None:
     if value:
         typer.echo(f"zeroamp {zeroamp.__version__}")
         raise typer.Exit
+
+
+app.command()(plan)
 
 
 @app.callback()
@@ -78,7 +74,7 @@ def check(
     """Say what becomes of every key of a config, or what is wrong."""
     if auto_wrap and model is None:
         raise typer.BadParameter("units are those of a model: name it with --model.", param_hint="--auto-wrap")
-    values = _auto_values(auto or [])
+    values = auto_values(auto or [])
     with messages_to_stderr(verbose):
         policy = policy_from_config(config, world_size=world_size, **values)
         plan = None if model is None else _plan(model, policy, auto_wrap)
@@ -110,7 +106,7 @@ def explain(
     """
     if as_json and as_markdown:
         raise typer.BadParameter("--json and --markdown are two forms of one output: name one.", param_hint="--json")
-    values = _auto_values(auto or [])
+    values = auto_values(auto or [])
     with messages_to_stderr(verbose):
         policy = policy_from_config(config, world_size=world_size, **values)
         ledger = _ledger(_plan(model, policy, auto_wrap), world_size)
@@ -124,6 +120,8 @@ def explain(
                 typer.echo(f"\n{ledger.per_parameter()}")
 
 
+app.command()(export)
+app.command()(report)
 # What follows the script is the script's own.
 app.command(context_settings={"allow_interspersed_args": False})(profile)
 
@@ -138,25 +136,3 @@ def _ledger(plan: Plan, world_size: int | None) -> Ledger:
         return Ledger(plan=plan)
     *replicas, num_shards = mesh_shape(plan.policy.stage, world_size, plan.policy.dp_replicate_size)
     return Ledger(plan=plan, num_shards=num_shards, num_replicas=replicas[0] if replicas else None)
-
-
-def _auto_values(pairs: list[str]) -> dict[str, Any]:
-    """Read KEY=VALUE pairs; a VALUE that is no JSON is a string, so that dtypes need no quotes."""
-    values: dict[str, Any] = {}
-    for pair in pairs:
-        key, _, text = pair.partition("=")
-        if not key or not text:
-            raise typer.BadParameter(f"{pair!r} is not KEY=VALUE.", param_hint="--auto")
-        if key in ("cfg", "world_size"):  # arguments of policy_from_config, not of its **auto
-            raise typer.BadParameter(f"{key!r} is no key of the config (the ranks: --world-size).", param_hint="--auto")
-        if key in values:
-            raise typer.BadParameter(f"{key!r} has two values.", param_hint="--auto")
-        try:
-            values[key] = json.loads(text)
-        except json.JSONDecodeError:
-            values[key] = text
-    return values
-
-
-app.command()(export)
-app.command()(report)

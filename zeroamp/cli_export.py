@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from zeroamp.checkpoint.export import export_checkpoint
-from zeroamp.cli_messages import Verbosity, messages_to_stderr
+from zeroamp.cli_options import Verbosity, messages_to_stderr
 
 GB = 1000**3
 

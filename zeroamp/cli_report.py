@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from zeroamp.cli_messages import messages_to_stderr
+from zeroamp.cli_options import messages_to_stderr
 from zeroamp.reporting.compare import plot, table
 from zeroamp.reporting.saved_run import read_run
 

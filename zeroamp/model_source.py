@@ -33,13 +33,22 @@ def load_model(source: str) -> nn.Module:
     path = Path(source)
     if path.is_dir():
         return _from_folder(path)
+    return _call(source, load_factory(source))
+
+
+def load_factory(source: str) -> Callable[..., object]:
+    """Return the function that "package.module:function" or "path/to/file.py:function" names.
+
+    Raises:
+        WrapError: there is none.
+    """
     module_name, colon, factory_name = source.rpartition(":")
     if not (module_name and colon and factory_name):
-        remedy = "Append the name of a function, after a colon." if path.suffix == ".py" else "Check the path."
+        remedy = "Append the name of a function, after a colon." if Path(source).suffix == ".py" else "Check the path."
         raise WrapError(describe(_where(source), "no folder, and no name of a factory", _FORMS, remedy))
     is_file = module_name.endswith(".py")
     module = _import_file(source, Path(module_name)) if is_file else _import_named(source, module_name)
-    return _call(source, _factory(source, module, factory_name))
+    return _factory(source, module, factory_name)
 
 
 def _where(source: object) -> str:
@@ -149,7 +158,7 @@ def _make_importable(folder: Path) -> None:
         sys.path.insert(0, str(folder))
 
 
-def _factory(source: str, module: ModuleType, name: str) -> Callable[[], object]:
+def _factory(source: str, module: ModuleType, name: str) -> Callable[..., object]:
     factory: object = getattr(module, name, None)
     if callable(factory) and not isinstance(factory, nn.Module):
         return factory
@@ -171,7 +180,7 @@ def _is_factory(value: object, module: ModuleType) -> bool:
     )
 
 
-def _call(source: str, factory: Callable[[], object]) -> nn.Module:
+def _call(source: str, factory: Callable[..., object]) -> nn.Module:
     valid = "a callable without arguments that returns a torch.nn.Module"
     try:
         with torch.device("meta"):

@@ -1,10 +1,10 @@
-"""How often FSDP2 gathers and reduces each group in one optimizer step.
+"""How often, and when, FSDP2 gathers and reduces each group in one optimizer step.
 
 Pure: replays FSDP2's schedule on the names of a `Plan`, without tensors or ranks.
 
 [Note: What is replayed]
 A group that is resharded after its forward is gathered twice per micro-batch, any other once, and each reducing
-backward reduces once: that is the rule, and `_Replay` has its exceptions. Each of them is FSDP2's own doing:
+backward reduces once: that is the rule, and `Replay` has its exceptions. Each of them is FSDP2's own doing:
 
 * The backward of a group starts the gather of the one that ended before it in the record of forwards. The record is
   kept until the last backward of a window, so the first unit of a later micro-batch starts a gather of the last group
@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from zeroamp.group_listener import DEAF, GroupListener
 from zeroamp.groups import GroupKind, GroupPlan
 from zeroamp.plan import Plan
 from zeroamp.prefetch import fits
@@ -67,7 +68,7 @@ def reshards_after_forward(kind: GroupKind, unit: str, plan: Plan, live: set[str
 
 def step_schedule(plan: Plan) -> Schedule:
     """Return the calls of one optimizer step, all its micro-batches together."""
-    replay = _Replay(plan)
+    replay = Replay(plan)
     num_micro_batches = plan.policy.gradient_accumulation_steps
     for index in range(num_micro_batches):
         replay.micro_batch(plan.run, is_last=index + 1 == num_micro_batches)
@@ -76,7 +77,7 @@ def step_schedule(plan: Plan) -> Schedule:
 
 def evaluation_schedule(plan: Plan) -> Schedule:
     """Return the calls of one forward without a backward, outside of a window."""
-    replay = _Replay(plan)
+    replay = Replay(plan)
     replay.evaluation(plan.run)
     return replay.schedule()
 
@@ -97,11 +98,16 @@ class _Group:
     """Where it is in the record of forwards."""
 
 
-class _Replay:
-    """FSDP2's state machine. Each method is one of its own, see [Note: What is replayed]."""
+class Replay:
+    """FSDP2's state machine. Each private method is one of its own, see [Note: What is replayed].
 
-    def __init__(self, plan: Plan) -> None:
+    `micro_batch` drives it by a `UnitRun`; the four methods that begin and end a unit's forward and backward, and
+    `end_micro_batch`, are for what has an order of its own.
+    """
+
+    def __init__(self, plan: Plan, listener: GroupListener = DEAF) -> None:
         self._order: list[tuple[Kind, str]] = []
+        self._listener = listener
         self._stage = plan.policy.stage
         live = live_units(plan)
         self._groups: dict[str, list[_Group]] = {unit: [] for unit in ("", *plan.units)}
@@ -127,11 +133,61 @@ class _Replay:
         """Run one forward and its backward with the flags that `TrainStep` sets."""
         self._forward(run)
         self._backward(run, is_last)
+        self.end_micro_batch(is_last=is_last)
+
+    def _forward(self, run: UnitRun) -> None:
+        self.begin_forward(run.unit)
+        for inner in run.inner:
+            self._forward(inner)
+        self.end_forward(run.unit)
+
+    def _backward(self, run: UnitRun, is_last: bool) -> None:
+        if run.output_requires_grad:
+            self.begin_backward(run.unit)
+        for inner in reversed(run.inner):
+            self._backward(inner, is_last)
+        if run.input_requires_grad:
+            self.end_backward(run.unit, is_last=is_last)
+
+    def begin_forward(self, unit: str) -> None:
+        """Gather a unit's groups, and start what it fetches ahead."""
+        for group in self._groups[unit]:
+            self._unshard_and_wait(group, in_forward=True)
+        for other in self._forward_ahead.get(unit, ()):
+            for group in self._groups[other]:
+                self._unshard(group)
+
+    def end_forward(self, unit: str) -> None:
+        """Release a unit's groups where they are resharded after the forward."""
+        for group in reversed(self._groups[unit]):
+            if group.reshards_after_forward:
+                self._reshard(group, in_forward=True)
+            group.positions.append(len(self._record))
+            self._record.append(group)
+
+    def begin_backward(self, unit: str) -> None:
+        """Gather a unit's groups, and start what it fetches ahead. Called for each output, as FSDP2's hook is."""
+        ahead = self._backward_ahead.get(unit, [])
+        for group in reversed(self._groups[unit]):
+            self._pre_backward(group, is_default=not ahead)
+        for other in ahead:
+            for group in reversed(self._groups[other]):
+                self._unshard(group)
+
+    def end_backward(self, unit: str, *, is_last: bool) -> None:
+        """Release and reduce a unit's groups, as the stage has it."""
+        for group in reversed(self._groups[unit]):
+            self._post_backward(group, is_last)
+
+    def end_micro_batch(self, *, is_last: bool) -> None:
+        """End the backward of the root."""
         for group in self._all():
             if group.phase != "post_backward":
                 self._post_backward(group, is_last)
             group.phase = "idle"
             if is_last:
+                if group.is_pending:
+                    self._listener.gather_dropped(group.name)
                 group.is_pending = False
                 group.positions.clear()
         if is_last:
@@ -144,55 +200,36 @@ class _Replay:
         if not (group.is_whole or group.is_pending):
             self._order.append(("gather", group.name))
             group.is_pending = True
+            self._listener.gather_started(group.name)
 
-    def _unshard_and_wait(self, group: _Group) -> None:
+    def _unshard_and_wait(self, group: _Group, *, in_forward: bool) -> None:
         self._unshard(group)
+        if group.is_pending:
+            self._listener.gather_ended(group.name, in_forward=in_forward)
         group.is_whole, group.is_pending = True, False
 
-    def _forward(self, run: UnitRun) -> None:
-        groups = self._groups[run.unit]
-        for group in groups:
-            self._unshard_and_wait(group)
-        for unit in self._forward_ahead.get(run.unit, ()):
-            for group in self._groups[unit]:
-                self._unshard(group)
-        for inner in run.inner:
-            self._forward(inner)
-        for group in reversed(groups):
-            if group.reshards_after_forward:
-                group.is_whole = False
-            group.positions.append(len(self._record))
-            self._record.append(group)
-
-    def _backward(self, run: UnitRun, is_last: bool) -> None:
-        groups = self._groups[run.unit]
-        if run.output_requires_grad:
-            ahead = self._backward_ahead.get(run.unit, [])
-            for group in reversed(groups):
-                self._pre_backward(group, is_default=not ahead)
-            for unit in ahead:
-                for group in reversed(self._groups[unit]):
-                    self._unshard(group)
-        for inner in reversed(run.inner):
-            self._backward(inner, is_last)
-        if run.input_requires_grad:
-            for group in reversed(groups):
-                self._post_backward(group, is_last)
+    def _reshard(self, group: _Group, *, in_forward: bool) -> None:
+        if group.is_whole:
+            self._listener.released(group.name, in_forward=in_forward)
+        group.is_whole = False
 
     def _pre_backward(self, group: _Group, *, is_default: bool) -> None:
         if group.phase == "pre_backward":
             return
         group.phase = "pre_backward"
-        self._unshard_and_wait(group)
+        self._unshard_and_wait(group, in_forward=False)
         if is_default and group.positions and (position := group.positions.pop()) > 0:
             self._unshard(self._record[position - 1])
 
     def _post_backward(self, group: _Group, is_last: bool) -> None:
         group.phase = "post_backward"
         if is_last or (self._stage == 3 and group.kind != "model-wide"):
-            group.is_whole = False
-        if group.is_trainable and (is_last or self._stage >= 2):
-            self._order.append(("reduction", group.name))
+            self._reshard(group, in_forward=False)
+        if group.is_trainable:
+            reduces = is_last or self._stage >= 2
+            if reduces:
+                self._order.append(("reduction", group.name))
+            self._listener.backward_ended(group.name, reduces=reduces)
 
 
 def _start(group: GroupPlan, reshards: bool) -> _Group:

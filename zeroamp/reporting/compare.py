@@ -98,7 +98,7 @@ def plot(runs: Sequence[SavedRun], path: Path) -> None:
     Raises:
         ConfigError: there is no matplotlib.
     """
-    figure = imported("matplotlib.figure", where="plot", extra="report").Figure(figsize=(11, 7), layout="constrained")
+    figure = imported("matplotlib.figure", where="plot", extra="plot").Figure(figsize=(11, 7), layout="constrained")
     ((loss, norm), (speed, memory)) = figure.subplots(2, 2)
     records = [record for run in runs for record in run.records]
     has_tokens = any(record.tokens_per_s is not None for record in records)

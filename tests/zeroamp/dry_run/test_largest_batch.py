@@ -1,0 +1,38 @@
+"""The largest batch is the one that trying them all would find."""
+
+import random
+
+import pytest
+
+from zeroamp.dry_run.largest_batch import MAX_BATCH, largest_batch
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_it_is_what_trying_all_of_them_finds(seed):
+    generator = random.Random(seed)
+    lines = [(generator.randint(0, 1000), generator.randint(1, 50)) for _ in range(4)]
+    tried = []
+
+    def peak(batch):
+        tried.append(batch)
+        return max(constant + slope * batch for constant, slope in lines)
+
+    limit = generator.randint(100, 5000)
+    found = largest_batch(peak, limit)
+    assert found == max((batch for batch in range(1, 6000) if peak(batch) <= limit), default=0)
+
+
+def test_few_batches_are_tried():
+    tried = []
+
+    def peak(batch):
+        tried.append(batch)
+        return 100 + 7 * batch
+
+    assert largest_batch(peak, 10_000) == 1414
+    assert tried == [1, 2, 1414, 1415]
+
+
+def test_memory_that_does_not_grow_ends_at_the_largest_number():
+    assert largest_batch(lambda _batch: 5, 10) == MAX_BATCH
+    assert largest_batch(lambda _batch: 11, 10) == 0

@@ -1,0 +1,247 @@
+"""`plan_run` and what it returns."""
+
+import dataclasses
+import importlib
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import zeroamp
+from tests.models import Llama, Moe, hf_llama_config
+from tests.training import config
+from zeroamp.dry_run.roofline import step_time
+from zeroamp.dry_run.timeline import KINDS
+from zeroamp.traffic_plan import Ranks, plan_traffic
+
+TOKENS = 12
+FULL = dataclasses.replace(zeroamp.GPUS["h100"], memory_gb=1e-6)
+"""Nothing fits on it, so that no batches are tried but one."""
+
+
+def tokens(batch, seq):
+    return torch.zeros(batch, seq, dtype=torch.long)
+
+
+def plan(options=None, model=None, **more):
+    with torch.device("meta"):
+        model = model or Llama(tied=False, num_blocks=6)
+    policy = zeroamp.policy_from_config(config(**{"stage": 3, "threshold": 0, **(options or {})}))
+    return zeroamp.plan_run(
+        model, policy, **{"world_size": 8, "batch": 2, "seq": TOKENS, "inputs": tokens, "gpu": FULL, **more}
+    )
+
+
+@pytest.fixture(scope="module")
+def run():
+    return plan()
+
+
+def test_all_stages_are_compared(run):
+    assert [stage.stage for stage in run.stages] == [0, 1, 2, 3]
+    shapes = [(stage.ranks.num_replicas, stage.ranks.num_shards) for stage in run.stages]
+    assert shapes == [(8, 1), (None, 8), (None, 8), (None, 8)]
+    peaks = [stage.memory.peak_bytes() for stage in run.stages]
+    assert peaks[0] > peaks[1] == peaks[2] > peaks[3]
+
+
+def test_checkpointing_keeps_less(run):
+    other = plan(checkpointing=True)
+    for without, with_it in list(zip(run.stages, other.stages, strict=True))[1:]:  # stage 0 has its peak in the update
+        assert without.memory.peak_bytes() > with_it.memory.peak_bytes()
+        assert without.other_memory.peak_bytes() == with_it.memory.peak_bytes()
+        assert with_it.other_memory.peak_bytes() == without.memory.peak_bytes()
+        assert with_it.time.flops > without.time.flops
+    assert run.activations == other.activations
+    kept, less = run.activations["blocks.2"]
+    # A unit keeps its input; and here the input of the next, which is its output, is the next one's own.
+    assert less == 2 * TOKENS * 32 * 4 < kept
+
+
+def test_the_largest_batch_fits_and_the_next_does_not():
+    gpu = dataclasses.replace(zeroamp.GPUS["h100"], memory_gb=4e-3)
+    run = plan(gpu=gpu, stages=(1, 3))
+    assert [run.fits(stage) for stage in run.stages] == [True, True]
+    for stage in run.stages:
+        assert stage.largest_batch > 2
+        for batch, fits in ((stage.largest_batch, True), (stage.largest_batch + 1, False)):
+            at_batch = plan(gpu=gpu, stages=(stage.stage,), batch=batch)
+            assert at_batch.fits(at_batch.stages[0]) is fits
+    assert run.stages[0].largest_batch <= run.stages[1].largest_batch
+
+
+def test_traffic_is_that_of_the_plan(run):
+    for stage in run.stages:
+        planned = plan_traffic(stage.plan, stage.ranks)
+        assert (stage.traffic.calls, stage.traffic.num_bytes) == (planned.calls, planned.num_bytes)
+
+
+def test_json_has_every_number_in_bytes_and_seconds(run):
+    data = json.loads(json.dumps(run.to_dict(), allow_nan=False))
+    assert [stage["stage"] for stage in data["stages"]] == [0, 1, 2, 3]
+    last = data["stages"][3]
+    assert set(last["memory"]["peak"]) == set(KINDS)
+    assert sum(last["memory"]["peak"].values()) == last["peak_bytes"]
+    assert last["memory"]["init"]["parameters"] == sum(group["storage_bytes_per_rank"] for group in last["groups"])
+    assert data["activation_bytes"]["blocks.2"] == dict(
+        zip(("kept", "checkpointed"), run.activations["blocks.2"], strict=True)
+    )
+    assert last["seconds"]["total"] == pytest.approx(
+        sum(last["seconds"][part] for part in ("compute", "optimizer", "exposed_communication"))
+    )
+
+
+def test_text_has_a_row_per_stage_and_says_what_is_not_counted(run):
+    text = str(plan({"threshold": None}, stages=(3,)))
+    assert "mode autocast, 8 ranks, 1 x batch 2 x 12 per rank, without activation checkpointing" in text
+    assert "blocks.0 … blocks.5" in text
+    assert "Not counted:" in text
+
+
+def test_offloaded_shards_are_not_on_the_device():
+    on_cpu = {"device": "cpu"}
+    options = {"zero_optimization": {"stage": 3, "offload_param": on_cpu, "offload_optimizer": on_cpu}}
+    policy = zeroamp.policy_from_config({**config(3), **options})
+    with torch.device("meta"):
+        model = Llama(tied=False, num_blocks=6)
+    run = zeroamp.plan_run(model, policy, world_size=8, seq=TOKENS, inputs=tokens, stages=(3,), gpu=FULL)
+    stage = run.to_dict()["stages"][0]
+    on_host = ("parameters", "optimizer state", "gradients")
+    assert stage["peak_bytes"] == sum(value for kind, value in stage["memory"]["peak"].items() if kind not in on_host)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    assert stage["host_bytes"] >= 4 * 4 * numel // 8
+
+
+def test_a_stage_that_the_config_excludes_is_refused_with_the_reason():
+    run = plan({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}})
+    assert [stage.stage for stage in run.stages] == [3]
+    assert sorted(run.refused) == [0, 1, 2]
+    assert "zero_hpz_partition_size: found 2 at stage 1" in run.refused[1]
+    assert "stage 1: not possible: " in str(run)
+
+
+def test_a_mesh():
+    run = plan(mesh=(2, 4))
+    shapes = [(stage.ranks.num_replicas, stage.ranks.num_shards) for stage in run.stages]
+    assert shapes == [(8, 1), (2, 4), (2, 4), (2, 4)]
+    with pytest.raises(zeroamp.ConfigError, match="mesh: found 2x3; valid: replicas x shards that make 8 ranks"):
+        plan(mesh=(2, 3))
+
+
+def test_a_transformers_model_needs_no_inputs():
+    from transformers import LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(hf_llama_config())
+    assert plan(model=model, inputs=None, stages=(3,)).stages[0].memory.peak_bytes() > 0
+
+
+def test_a_batch_of_the_config_is_the_default():
+    options = {"train_micro_batch_size_per_gpu": 3}
+    assert plan(options, batch=None, stages=(3,)).batch == 3
+
+
+class Returns(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "more", "words"),
+    [
+        (Moe, {}, "Moe whose forward or backward raises DynamicOutputShapeException"),
+        (lambda: Llama(tied=False), {"inputs": None}, "inputs: found Llama, which is no language model"),
+        (lambda: Llama(tied=False), {"gpu": "h1000"}, "gpu: found 'h1000'; valid: a100-40gb, a100, h100"),
+        (Returns, {"inputs": lambda batch, seq: torch.ones(batch, 8)}, r"a tensor of shape \(2, 8\) as what"),
+        (lambda: Llama(tied=False), {"inputs": lambda batch, seq: 5}, "example_inputs: found a int"),
+    ],
+)
+def test_what_cannot_be_planned_is_an_error_that_says_why(model, more, words):
+    with torch.device("meta"):
+        built = model()
+    wrap = {"Linear"} if model is Returns else None
+    with pytest.raises(zeroamp.ConfigError, match=words):
+        plan(model=built, auto_wrap_policy=wrap, **more)
+
+
+def test_the_model_is_left_as_it_was():
+    torch.manual_seed(0)
+    model = Llama(tied=True, num_blocks=6)
+    before = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
+    modules, state = list(model.modules()), torch.get_rng_state()
+    plan(model=model, stages=(3,), checkpointing=True)
+    assert list(model.modules()) == modules
+    assert all("forward" not in vars(module) for module in modules)
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, parameter in model.named_parameters():
+        assert id(parameter) == before[name][0]
+        assert torch.equal(parameter, before[name][1])
+        assert parameter.grad is None
+
+
+def test_the_plot_is_written(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    run.plot(tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_plot_says_what_to_install(run, tmp_path, monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(name="matplotlib")
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(zeroamp.ConfigError, match=r"pip install zeroamp\[plot\]"):
+        run.plot(tmp_path / "memory.png")
+
+
+def _time(ranks=8, **more):
+    run = plan({"gradient_accumulation_steps": 1}, stages=(3,), world_size=ranks, **more)
+    return run.stages[0].time
+
+
+def test_one_rank_waits_for_nothing():
+    assert _time(ranks=1).exposed == _time(ranks=1).communication == 0
+
+
+def test_slow_links_are_waited_for_and_fast_ones_hide_behind_the_ops():
+    slow, fast = _time(intra_gb_per_s=1e-3), _time(intra_gb_per_s=1e9)
+    assert slow.compute == pytest.approx(fast.compute)
+    assert slow.communication == pytest.approx(1e12 * fast.communication)
+    # Of a step that is all communication, what is exposed is all but what the ops take.
+    assert slow.total == pytest.approx(slow.communication + slow.optimizer, rel=1e-3)
+    assert fast.exposed < 1e-3 * fast.compute
+
+
+def test_the_flops_are_those_of_torch_s_counter():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    torch.manual_seed(0)
+    model = Returns()
+    with FlopCounterMode(display=False) as counter:
+        model(torch.ones(2, 8)).sum().backward()
+    run = plan(model=Returns(), stages=(3,), inputs=lambda batch, seq: torch.ones(batch, 8), loss_fn=torch.sum,
+               auto_wrap_policy={"Linear"})  # fmt: skip
+    assert run.stages[0].time.flops == counter.get_total_flops()
+
+
+def test_a_window_takes_as_long_as_its_micro_batches():
+    times = [plan({"accumulation": steps}, stages=(3,)).stages[0].time for steps in (3, 4, 8)]
+    middle = times[1].total - times[0].total
+    assert times[2].total - times[1].total == pytest.approx(4 * middle)
+    assert times[2].flops == 2 * times[1].flops
+
+
+def test_other_gpus_take_other_times(run):
+    stage = run.stages[3]
+    efficiency = zeroamp.Efficiency(compute=1, memory=1, network=1)
+    assert isinstance(stage.ranks, Ranks)
+    times = [
+        step_time(stage.plan, stage.ranks, [], 8 * 10**9, gpu=gpu, network=run.network, efficiency=efficiency)
+        for gpu in zeroamp.GPUS.values()
+    ]
+    assert [time.optimizer for time in times] == [8 / gpu.memory_gb_per_s for gpu in zeroamp.GPUS.values()]

@@ -1,0 +1,75 @@
+"""Options that the commands share, and how they speak: data on stdout, all else on stderr."""
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from zeroamp.policies import ZeroAmpError
+
+logger = logging.getLogger("zeroamp")
+
+ConfigPath = Annotated[Path, typer.Argument(help="The config, a JSON file.", show_default=False)]
+WorldSize = Annotated[
+    int | None,
+    typer.Option(
+        "--world-size", metavar="N", min=1, help="Ranks of the run, for keys that depend on them and for bytes."
+    ),
+]
+Auto = Annotated[
+    list[str] | None, typer.Option("--auto", metavar="KEY=VALUE", help='Value of a key that is "auto"; repeatable.')
+]
+AutoWrap = Annotated[
+    list[str] | None, typer.Option("--auto-wrap", metavar="CLASS", help="Class of the units; repeatable.")
+]
+Verbosity = Annotated[
+    int,
+    typer.Option(
+        "--verbose", "-v", count=True, show_default=False, help="Log more to stderr; twice: an error's traceback too."
+    ),
+]
+_MODEL_HELP = "A folder with a transformers config.json, or package.module:factory, or path/to/file.py:factory."
+Model = Annotated[str, typer.Option("--model", metavar="FOLDER_OR_FACTORY", help=_MODEL_HELP, show_default=False)]
+OptionalModel = Annotated[str | None, typer.Option("--model", metavar="FOLDER_OR_FACTORY", help=_MODEL_HELP)]
+
+
+def auto_values(pairs: list[str]) -> dict[str, Any]:
+    """Read KEY=VALUE pairs; a VALUE that is no JSON is a string, so that dtypes need no quotes."""
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        key, _, text = pair.partition("=")
+        if not key or not text:
+            raise typer.BadParameter(f"{pair!r} is not KEY=VALUE.", param_hint="--auto")
+        if key in ("cfg", "world_size"):  # arguments of policy_from_config, not of its **auto
+            raise typer.BadParameter(f"{key!r} is no key of the config (the ranks: --world-size).", param_hint="--auto")
+        if key in values:
+            raise typer.BadParameter(f"{key!r} has two values.", param_hint="--auto")
+        try:
+            values[key] = json.loads(text)
+        except json.JSONDecodeError:
+            values[key] = text
+    return values
+
+
+@contextmanager
+def messages_to_stderr(verbosity: int) -> Iterator[None]:
+    """Log to stderr inside, and print a mistake of the user there, whole and without a traceback; exit code 1."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel((logging.WARNING, logging.INFO, logging.DEBUG)[min(verbosity, 2)])
+    try:
+        yield
+    except ZeroAmpError as error:
+        logger.debug("the error's traceback", exc_info=True)
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(1) from None
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)

@@ -1,0 +1,235 @@
+"""What one rank's memory holds over one optimizer step: a traced micro-batch, with what FSDP2 does around it.
+
+[Note: What FSDP2 holds]
+Per group, in bytes of the group's parameters padded to the ranks that shard (`padded_numel`):
+
+* a gather: the shard cast to the gather dtype (where that is not the stored one) until it is sent; the flat gathered
+  buffer; and the unsharded parameters that are copied out of it. In the forward the flat buffer stays until the next
+  gather of the forward was waited for, or the forward has ended; in the backward it goes at once.
+* a reduction: the flat input in the wire dtype, while the raw gradients are still there; then these go, and the output
+  is allocated, of the dtype that sums: it is the gradient shard, where it is fp32. The input stays until the next
+  reduction begins, or the last backward of the window has ended. What an all-to-all receives is in one buffer per dtype
+  for all groups, of the size of the largest, from the first step on.
+  Where shards accumulate in a low dtype, each is added to a sum of that dtype, and all sums are cast back at the end.
+* no reduction (stages 0 and 1 inside a window): the raw gradient becomes the unsharded sum, in the accumulation dtype.
+
+Where nothing is sharded there is no flat gathered buffer. Streams are not told apart: on an accelerator a buffer may
+live somewhat longer, until the stream that used it is done with it.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+
+from zeroamp.dry_run.drive import MAX_MICRO_BATCHES, drive
+from zeroamp.dry_run.events import UNSHARDED_GRADIENTS, Change, Event, GradientReady, Mark
+from zeroamp.dry_run.optimizer_step import OptimizerCosts
+from zeroamp.dry_run.timeline import HOST_KINDS, Timeline, TimelineWriter
+from zeroamp.dry_run.trace import Trace
+from zeroamp.groups import GroupPlan
+from zeroamp.plan import Plan
+from zeroamp.policies.accumulation import sharded_accumulation, unsharded_accumulation
+from zeroamp.schedule import Replay, Schedule
+from zeroamp.traffic_plan import Ranks, group_collectives, padded_numel, replica_dtype
+
+
+def memory_timeline(plan: Plan, ranks: Ranks, trace: Trace, optimizer: OptimizerCosts) -> Timeline:
+    """Return the bytes of one rank (the first: no other holds more) over a step after the first one."""
+    writer = TimelineWriter()
+    groups = _GroupMemory(plan, ranks, writer)
+    writer.add("inputs and buffers", trace.constant_bytes)
+    groups.add_shards()
+    writer.add("optimizer state", optimizer.state_bytes)
+    num_micro_batches = min(plan.policy.gradient_accumulation_steps, MAX_MICRO_BATCHES)
+    for index in range(num_micro_batches):
+        groups.micro_batch(trace.events, is_first=index == 0, is_last=index + 1 == num_micro_batches)
+    writer.phase = "optimizer"
+    groups.end_window()
+    writer.keep()
+    for change in optimizer.changes:
+        writer.add("workspace", change)
+    return writer.timeline(HOST_KINDS if plan.policy.offload.to_cpu else ())
+
+
+class _Sizes:
+    """Bytes of one group, see [Note: What FSDP2 holds]."""
+
+    def __init__(self, group: GroupPlan, plan: Plan, ranks: Ranks) -> None:
+        policy = plan.policy
+        num_shards = ranks.shards(policy) or 1
+        trained = [param for param in group.params if param.dtypes.wire is not None]
+        padded = sum(padded_numel(param, num_shards) for param in group.params)
+        padded_trained = sum(padded_numel(param, num_shards) for param in trained)
+        storage = group.params[0].dtypes.storage
+        once = Schedule(gathers={group.name: 1}, reductions={group.name: 1}, order=())
+        kinds = {call.collective for call in group_collectives(group, policy, ranks, once)}
+        self.is_sharded = num_shards > 1
+        self.shard = padded // num_shards * storage.itemsize
+        self.gathered = padded * group.gather.itemsize
+        self.cast = padded // num_shards * group.gather.itemsize if group.gather != storage else 0
+        if policy.offload.to_cpu:
+            self.cast += self.shard  # copied to the device before it is cast
+        self.partition = self.gathered // policy.hpz_partition_size if policy.hpz_partition_size > 1 else 0
+        self.raw = {p.fqn: p.numel * (p.dtypes.gradient or storage).itemsize for p in trained}
+        self.summed = {p.fqn: p.numel * unsharded_accumulation(policy).itemsize for p in trained}
+        self.sums_as_is = group.gather == unsharded_accumulation(policy)
+        self.wire = padded_trained * group.wire.itemsize
+        self.received = self.wire if "all_to_all" in kinds else 0
+        self.reduced = padded_trained // num_shards * replica_dtype(group, policy, ranks).itemsize
+        self.gradient = padded_trained // num_shards * storage.itemsize
+        self.low_sum = padded_trained // num_shards * sharded_accumulation(policy).itemsize
+
+
+class _GroupMemory:
+    """Drives the replay by a trace, and writes down what both of them allocate and free."""
+
+    def __init__(self, plan: Plan, ranks: Ranks, writer: TimelineWriter) -> None:
+        self._plan, self._writer = plan, writer
+        self._sizes = {group.name: _Sizes(group, plan, ranks) for group in plan.groups}
+        self._group_of = {param.fqn: group.name for group in plan.groups for param in group.params}
+        self._wires = {group.name: group.wire for group in plan.groups}
+        self._replay = Replay(plan, self)
+        self._raw: Counter[str] = Counter()  # group -> bytes of raw gradients that are there
+        self._sums: set[str] = set()  # groups with unsharded sums of earlier micro-batches
+        self._with_gradient: set[str] = set()  # groups whose gradient shards are there
+        self._sums_shards_low = sharded_accumulation(plan.policy) != torch.float32
+        self._kept_gather = 0  # the flat buffer of the last gather of this forward
+        self._kept_input = 0  # the flat input of the last reduction
+        self._partitions: set[str] = set()  # groups that are sharded over a partition
+
+    def add_shards(self) -> None:
+        """Add what is there before the step."""
+        self._writer.add("parameters", sum(sizes.shard for sizes in self._sizes.values()))
+        largest: Counter[object] = Counter()
+        for name, sizes in self._sizes.items():
+            largest[self._wires[name]] = max(largest[self._wires[name]], sizes.received)
+        self._writer.add("communication buffers", sum(largest.values()))
+
+    def micro_batch(self, events: Iterable[Event], *, is_first: bool, is_last: bool) -> None:
+        """Run one forward and backward."""
+        self._writer.phase = "forward"
+        for event in events:
+            if isinstance(event, Change):
+                if event.kind == UNSHARDED_GRADIENTS:
+                    self._raw[self._group_of[event.param]] += event.num_bytes
+                self._writer.add(event.kind, event.num_bytes)
+            elif isinstance(event, Mark):
+                self._reach(event, is_last)
+            elif isinstance(event, GradientReady) and not is_first:
+                self._accumulate(event)
+        self._replay.end_micro_batch(is_last=is_last)
+        if is_last:
+            self._free_input()
+
+    def end_window(self) -> None:
+        """Put sums of shards in a low dtype back into gradients."""
+        if self._sums_shards_low:
+            done = [self._sizes[group] for group in self._with_gradient]
+            self._writer.add("gradients", sum(sizes.gradient for sizes in done))
+            self._writer.add("gradients", -sum(sizes.low_sum for sizes in done))
+
+    def _reach(self, mark: Mark, is_last: bool) -> None:
+        if mark.point == "begin backward":
+            self._writer.phase = "backward"
+        drive(self._replay, mark, is_last=is_last)
+        if mark == Mark("end forward", ""):
+            self._free_gather()
+
+    def _accumulate(self, event: GradientReady) -> None:
+        """Autograd adds to the gradient that a parameter has, and drops the new one."""
+        group = self._group_of[event.param]
+        if group in self._sums and self._sizes[group].sums_as_is:
+            self._raw[group] -= event.num_bytes
+            self._writer.add("unsharded gradients", -event.num_bytes)
+
+    def gather_started(self, group: str) -> None:
+        """See [Note: What FSDP2 holds]."""
+        sizes = self._sizes[group]
+        if not sizes.is_sharded:
+            return
+        self._writer.add("communication buffers", sizes.cast)
+        self._writer.add("communication buffers", sizes.gathered)
+        self._writer.add("communication buffers", -sizes.cast)
+
+    def gather_ended(self, group: str, *, in_forward: bool) -> None:
+        """See [Note: What FSDP2 holds]."""
+        sizes = self._sizes[group]
+        if in_forward:
+            self._free_gather()
+        self._writer.add("gathered parameters", sizes.gathered)
+        if group in self._partitions:
+            self._partitions.remove(group)
+            self._writer.add("gathered parameters", -sizes.partition)
+        if not sizes.is_sharded:
+            return
+        if in_forward:
+            self._kept_gather = sizes.gathered
+        else:
+            self._writer.add("communication buffers", -sizes.gathered)
+
+    def gather_dropped(self, group: str) -> None:
+        """See [Note: What FSDP2 holds]."""
+        if self._sizes[group].is_sharded:
+            self._writer.add("communication buffers", -self._sizes[group].gathered)
+
+    def released(self, group: str, *, in_forward: bool) -> None:
+        """See [Note: What FSDP2 holds]."""
+        sizes = self._sizes[group]
+        if in_forward and sizes.partition:
+            self._partitions.add(group)
+            self._writer.add("gathered parameters", sizes.partition)
+        self._writer.add("gathered parameters", -sizes.gathered)
+
+    def backward_ended(self, group: str, *, reduces: bool) -> None:
+        """See [Note: What FSDP2 holds]."""
+        if reduces:
+            self._free_input()
+            self._reduce(group)
+        else:
+            self._sum(group)
+
+    def _sum(self, group: str) -> None:
+        sizes, writer = self._sizes[group], self._writer
+        raw = self._raw.pop(group, 0)
+        if sizes.sums_as_is:
+            if group in self._sums:
+                writer.add("unsharded gradients", -raw)
+        elif group in self._sums:
+            writer.add("unsharded gradients", -raw)
+        elif raw:
+            for fqn, num_bytes in sizes.summed.items():
+                writer.add("unsharded gradients", num_bytes)
+                writer.add("unsharded gradients", -sizes.raw[fqn])
+        self._sums.add(group)
+
+    def _reduce(self, group: str) -> None:
+        sizes, writer = self._sizes[group], self._writer
+        raw = self._raw.pop(group, 0)
+        if group in self._sums:
+            self._sums.remove(group)
+            writer.add("unsharded gradients", -raw)
+            raw = sum(sizes.summed.values())
+        unused = max(0, sum(sizes.raw.values()) - raw)  # zeros, for parameters without a gradient
+        writer.add("unsharded gradients", unused)
+        writer.add("communication buffers", sizes.wire)
+        self._kept_input = sizes.wire
+        writer.add("unsharded gradients", -raw - unused)
+        writer.add("gradients", sizes.reduced)
+        if sizes.reduced != sizes.gradient:  # cast to the stored dtype
+            writer.add("gradients", sizes.gradient)
+            writer.add("gradients", -sizes.reduced)
+        is_first = group not in self._with_gradient
+        self._with_gradient.add(group)
+        if self._sums_shards_low:
+            writer.add("gradients", sizes.low_sum * is_first)
+        if self._sums_shards_low or not is_first:
+            writer.add("gradients", -sizes.gradient)
+
+    def _free_gather(self) -> None:
+        self._writer.add("communication buffers", -self._kept_gather)
+        self._kept_gather = 0
+
+    def _free_input(self) -> None:
+        self._writer.add("communication buffers", -self._kept_input)
+        self._kept_input = 0

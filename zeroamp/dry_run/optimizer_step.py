@@ -1,0 +1,79 @@
+"""What an optimizer keeps and needs: one real step of it on fake shards."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroamp.dry_run.events import Change, Op
+from zeroamp.dry_run.recorder import MemoryRecorder
+from zeroamp.hooks._fsdp import FakeTensorMode
+from zeroamp.hooks.stand_ins import preserved_rng
+from zeroamp.optimizers import optimizer_from_config
+from zeroamp.plan import Plan
+from zeroamp.traffic_plan import Ranks, padded_numel
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerCosts:
+    """Of one rank: the first, which holds the most."""
+
+    state_bytes: int
+    """What it keeps between steps, its counters of steps included."""
+    changes: tuple[int, ...]
+    """Bytes that a step allocates (above 0) and frees (below 0), in order."""
+    moved_bytes: int
+    """What the ops of a step read and write."""
+
+
+def optimizer_costs(
+    plan: Plan, ranks: Ranks, factory: OptimizerFactory | None, *, foreach: bool | None = None
+) -> OptimizerCosts:
+    """Step the optimizer twice on fake shards: the first makes its state.
+
+    Args:
+        plan: of the model.
+        ranks: of the mesh.
+        factory: makes the optimizer of parameters. None: that of the config, else `torch.optim.AdamW`.
+        foreach: for param groups that do not say themselves whether the update is one kernel for many tensors, which
+            takes copies of them: torch does so on accelerators. None leaves it to torch.
+    """
+    num_shards = ranks.shards(plan.policy) or 1
+    with preserved_rng("cpu"), torch.inference_mode(False), FakeTensorMode():
+        shards = [
+            nn.Parameter(torch.empty(padded_numel(param, num_shards) // num_shards, dtype=param.dtypes.storage))
+            for param in plan.params
+            if param.dtypes.wire is not None
+        ]
+        if not shards:
+            return OptimizerCosts(0, (), 0)
+        optimizer = _build(plan, shards, factory)
+        for group in optimizer.param_groups:
+            if foreach is not None and group.get("foreach", ...) is None and not group.get("fused"):
+                group["foreach"] = foreach
+        for shard in shards:
+            shard.grad = torch.empty_like(shard)
+        optimizer.step()
+        state = [value for of_one in optimizer.state.values() for value in _tensors(of_one)]
+        recorder = MemoryRecorder([*state, *shards, *(shard.grad for shard in shards if shard.grad is not None)])
+        with recorder:
+            optimizer.step()
+    changes = tuple(event.num_bytes for event in recorder.events if isinstance(event, Change))
+    moved = sum(event.num_bytes for event in recorder.events if isinstance(event, Op))
+    return OptimizerCosts(sum(tensor.nbytes for tensor in state), changes, moved)
+
+
+def _build(plan: Plan, shards: list[nn.Parameter], factory: OptimizerFactory | None) -> torch.optim.Optimizer:
+    if factory is not None:
+        return factory(shards)
+    if plan.policy.optimizer is not None:
+        return optimizer_from_config(plan.policy, shards)
+    return torch.optim.AdamW(shards)
+
+
+def _tensors(state: Any) -> Iterable[torch.Tensor]:
+    return (value for value in state.values() if isinstance(value, torch.Tensor))

@@ -1,0 +1,34 @@
+"""Replicas and shards of a stage, from the number of ranks."""
+
+from zeroamp.mesh import mesh_shape
+from zeroamp.policies.errors import ConfigError, describe
+from zeroamp.policies.policy import Policy
+from zeroamp.traffic_plan import Ranks
+
+
+def ranks_at(policy: Policy, world_size: int, mesh: tuple[int, int] | None) -> Ranks:
+    """Return the mesh's shape that `wrap_model` would have at the policy's stage.
+
+    `mesh` is (replicas, shards), or None for what the config and the number of ranks make of themselves.
+
+    Raises:
+        ConfigError: the mesh has another number of ranks or of replicas, or a secondary partition does not divide it.
+    """
+    if mesh is not None and mesh[0] * mesh[1] != world_size:
+        valid = f"replicas x shards that make {world_size} ranks"
+        raise ConfigError(describe("mesh", f"{mesh[0]}x{mesh[1]}", valid, "Change one of the two."))
+    if mesh is not None and policy.dp_replicate_size not in (1, mesh[0]):
+        found = f"{policy.dp_replicate_size} with a mesh of {mesh[0]} replicas"
+        raise ConfigError(
+            describe("zeroamp.dp_replicate_size", found, f"{mesh[0]}", "Change it, or leave the mesh to the config.")
+        )
+    given = mesh is not None and policy.stage > 0
+    *replicas, num_shards = (
+        mesh if mesh is not None and given else mesh_shape(policy.stage, world_size, policy.dp_replicate_size)
+    )
+    if policy.stage == 3 and num_shards % policy.hpz_partition_size:
+        found = f"{policy.hpz_partition_size} with {num_shards} ranks that shard"
+        raise ConfigError(
+            describe("zero_optimization.zero_hpz_partition_size", found, "a divisor of them", "Change one of the two.")
+        )
+    return Ranks(num_shards=num_shards, num_replicas=replicas[0] if replicas else None)

@@ -1,0 +1,182 @@
+"""A `RunPlan` as text and as what JSON holds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from zeroamp.dry_run.timeline import KINDS, PHASES, Timeline
+from zeroamp.ledger_rows import ledger_rows
+from zeroamp.policies.dtypes import short_name
+from zeroamp.tables import Row, fold, render
+
+if TYPE_CHECKING:
+    from zeroamp.dry_run.run_plan import RunPlan, StagePlan
+
+_NOTE = (
+    "GiB per rank at the moments of the peaks, in a step after the first; GB on the wire as zeroamp.traffic(model) "
+    "counts them. Not counted: the driver's context, the collectives' own buffers, fragmentation. Times assume "
+    "{compute:.0%} of peak FLOP/s, {memory:.0%} of memory bandwidth and {network:.0%} of the links, and no latency."
+)
+
+
+def render_run(run: RunPlan) -> str:
+    """Return the tables of a plan."""
+    shown = next((stage for stage in run.stages if stage.stage == run.policy.stage), run.stages[0])
+    efficiency = run.efficiency
+    parts = [
+        _title(run),
+        render([_stage_row(run, stage) for stage in run.stages]),
+        *(f"stage {stage}: not possible: {reason}" for stage, reason in run.refused.items()),
+        f"Memory of one rank at the peak, GiB\n{render(_kind_rows(run))}",
+        f"Bytes on the wire per step, GB\n{render(_traffic_rows(run))}",
+        f"Units and groups at stage {shown.stage}, bytes\n{render(fold(_group_rows(run, shown)))}",
+        _NOTE.format(compute=efficiency.compute, memory=efficiency.memory, network=efficiency.network),
+    ]
+    return "\n\n".join(parts)
+
+
+def run_to_dict(run: RunPlan) -> dict[str, Any]:
+    """Return what JSON can hold."""
+    return {
+        "config": run.policy.to_config(),
+        "world_size": run.world_size,
+        "batch": run.batch,
+        "seq": run.seq,
+        "checkpointing": run.checkpointing,
+        "gpu": {"name": run.gpu.name, "memory_bytes": run.gpu.memory_bytes, "source": run.gpu.source},
+        "network": {
+            "gpus_per_node": run.network.gpus_per_node,
+            "intra_gb_per_s": run.network.intra_gb_per_s,
+            "inter_gb_per_s": run.network.inter_gb_per_s,
+        },
+        "efficiency": {
+            "compute": run.efficiency.compute,
+            "memory": run.efficiency.memory,
+            "network": run.efficiency.network,
+        },
+        "activation_bytes": {
+            unit or "root": {"kept": kept, "checkpointed": less} for unit, (kept, less) in run.activations.items()
+        },
+        "stages": [_stage_dict(run, stage) for stage in run.stages],
+        "refused": {str(stage): reason for stage, reason in run.refused.items()},
+    }
+
+
+def _stage_dict(run: RunPlan, stage: StagePlan) -> dict[str, Any]:
+    rows = ledger_rows(stage.plan, stage.ranks)
+    time = stage.time
+    return {
+        "stage": stage.stage,
+        "num_shards": stage.ranks.num_shards,
+        "num_replicas": stage.ranks.num_replicas,
+        "memory": {"peak": _peak(stage.memory), **{phase: _peak(stage.memory, phase) for phase in PHASES}},
+        "peak_bytes": stage.memory.peak_bytes(),
+        "peak_bytes_with_other_checkpointing": stage.other_memory.peak_bytes(),
+        "host_bytes": _host_bytes(stage.memory),
+        "fits": run.fits(stage),
+        "largest_batch": stage.largest_batch,
+        "seconds": {
+            "total": time.total,
+            "compute": time.compute,
+            "optimizer": time.optimizer,
+            "communication": time.communication,
+            "exposed_communication": time.exposed,
+        },
+        "flops": time.flops,
+        "traffic": rows.traffic,
+        "groups": rows.groups,
+    }
+
+
+def _title(run: RunPlan) -> str:
+    plan = run.stages[0].plan
+    numel = sum(param.numel for param in plan.params)
+    checkpointing = "with" if run.checkpointing else "without"
+    return (
+        f"zeroamp: {numel / 1e9:.3g}e9 parameters, mode {run.policy.mode}, {run.world_size} ranks, "
+        f"{run.policy.gradient_accumulation_steps} x batch {run.batch} x {run.seq} per rank, {checkpointing} "
+        f"activation checkpointing, {run.gpu.name} ({run.gpu.memory_bytes / 2**30:.1f} GiB)"
+    )
+
+
+def _stage_row(run: RunPlan, stage: StagePlan) -> Row:
+    memory, time = stage.memory, stage.time
+    shape = [number for number in (stage.ranks.num_replicas, stage.ranks.num_shards) if number is not None]
+    other = "without" if run.checkpointing else "with"
+    return {
+        "stage": stage.stage,
+        "mesh": "x".join(map(str, shape)),
+        **{f"{phase} GiB": _gib(memory.peak_bytes(phase)) for phase in PHASES},
+        "peak GiB": _gib(memory.peak_bytes()),
+        f"{other} checkpoints": _gib(stage.other_memory.peak_bytes()),
+        "fits": "yes" if run.fits(stage) else "no",
+        "largest batch": stage.largest_batch,
+        "GB per step": round(sum(stage.traffic.num_bytes.values()) / 1e9, 2),
+        "step s": _seconds(time.total),
+        "compute s": _seconds(time.compute),
+        "network s": _seconds(time.communication),
+        "exposed s": _seconds(time.exposed),
+        "TFLOP/s per GPU": round(time.flops / time.total / 1e12, 1),
+    }
+
+
+def _kind_rows(run: RunPlan) -> list[Row]:
+    rows = []
+    for stage in run.stages:
+        peak = stage.memory.peak()
+        place = {kind: " (host)" if kind in stage.memory.on_host else "" for kind in KINDS}
+        rows.append({"stage": stage.stage, **{f"{kind}{place[kind]}": _gib(peak[kind]) for kind in KINDS}})
+    return rows
+
+
+def _traffic_rows(run: RunPlan) -> list[Row]:
+    totals = [stage.traffic.by_dtype() for stage in run.stages]
+    keys = sorted({key for total in totals for key in total}, key=str)
+    return [
+        {
+            "collective": collective,
+            "dtype": short_name(dtype),
+            **{
+                f"stage {stage.stage}": round(total.get((collective, dtype), (0, 0))[1] / 1e9, 3)
+                for stage, total in zip(run.stages, totals, strict=True)
+            },
+        }
+        for collective, dtype in keys
+    ]
+
+
+def _group_rows(run: RunPlan, stage: StagePlan) -> list[Row]:
+    rows = []
+    for row, group in zip(ledger_rows(stage.plan, stage.ranks).groups, stage.plan.groups, strict=True):
+        kept, less = run.activations.get(group.unit, (0, 0)) if group.kind == "unit" else ("-", "-")
+        rows.append(
+            {
+                "group": row["group"],
+                "elements": row["elements"],
+                "gather": row["gather"],
+                "wire": row["wire"] or "-",
+                "stored": row["storage_bytes_per_rank"],
+                "gathered": row["gathered_bytes_per_rank"],
+                "gradients": row["gradient_bytes_per_rank"],
+                "activations": kept,
+                "checkpointed": less,
+            }
+        )
+    return rows
+
+
+def _peak(memory: Timeline, phase: Any = None) -> dict[str, int]:
+    return {str(kind): num_bytes for kind, num_bytes in memory.peak(phase).items()}
+
+
+def _host_bytes(memory: Timeline) -> int:
+    columns = [KINDS.index(kind) for kind in memory.on_host]
+    return int(memory.num_bytes[:, columns].sum(axis=1).max()) if columns else 0
+
+
+def _gib(num_bytes: int) -> float:
+    return round(num_bytes / 2**30, 2)
+
+
+def _seconds(value: float) -> float:
+    return float(f"{value:.3g}")

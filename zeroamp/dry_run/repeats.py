@@ -1,0 +1,170 @@
+"""Traces a model of many equal layers by a few of them.
+
+[Note: Equal layers]
+Of a module list whose children are all units and alike, the first `NUM_KEPT` are run. What happens between the
+beginnings of the second and the third, forward and backward, is then repeated for those that were left out; the last
+one that was run stands for the last of all. That is exact if it happened in the same way between the first and the
+second of the three that follow the first, which is checked: else, all layers are run.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroamp.dry_run.events import Change, Event, GradientReady, Mark, Point
+from zeroamp.dry_run.inputs import Arguments
+from zeroamp.dry_run.trace import LossFunction, Trace, trace
+from zeroamp.plan import Plan
+
+NUM_KEPT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """A module list of equal units."""
+
+    fqn: str
+    names: tuple[str, ...]
+    """Of its children."""
+
+    def unit(self, index: int) -> str:
+        """Return the FQN of a child."""
+        return f"{self.fqn}.{self.names[index]}"
+
+
+def trace_by_few(
+    model: nn.Module,
+    plan: Plan,
+    arguments: Arguments,
+    *,
+    device_type: str,
+    checkpointing: bool,
+    loss_fn: LossFunction | None = None,
+) -> Trace:
+    """Return what `trace` would, with a few of many equal layers run. See [Note: Equal layers]."""
+    repeats = [] if plan.merged else list(find_repeats(model, plan))
+    if repeats:
+        kept = {repeat.fqn: repeat.names[:NUM_KEPT] for repeat in repeats}
+        try:
+            of_few = trace(
+                *(model, plan, arguments),
+                device_type=device_type,
+                checkpointing=checkpointing,
+                loss_fn=loss_fn,
+                kept=kept,
+            )
+        except (IndexError, KeyError):  # a forward that asks for its layers by their number
+            repeats = []
+        else:
+            events: Sequence[Event] | None = of_few.events
+            for repeat in repeats:
+                events = None if events is None else repeated(events, repeat)
+            if events is not None:
+                return replace(of_few, events=events)
+    return trace(model, plan, arguments, device_type=device_type, checkpointing=checkpointing, loss_fn=loss_fn)
+
+
+def find_repeats(model: nn.Module, plan: Plan) -> Iterator[Repeat]:
+    """Yield the lists of more than `NUM_KEPT` units that are alike; of nested ones, the outer."""
+    units, found = set(plan.units), list[str]()
+    gather = {alias: param.dtypes for param in plan.params for alias in (param.fqn, *param.aliases)}
+    for fqn, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) <= NUM_KEPT:
+            continue
+        if any(fqn.startswith(f"{other}.") for other in found):
+            continue
+        repeat = Repeat(fqn, tuple(module._modules))
+        children = list(module)
+        if not all(repeat.unit(index) in units for index in range(len(children))):
+            continue
+        described = [_describe(child, repeat.unit(index), gather) for index, child in enumerate(children)]
+        if all(_alike(described[0], other, index) for index, other in enumerate(described)):
+            found.append(fqn)
+            yield repeat
+
+
+def repeated(events: Sequence[Event], repeat: Repeat) -> list[Event] | None:
+    """Return the events of a run of all layers; None if the layers that were run did not behave alike."""
+    forward = _positions(events, repeat, "begin forward")
+    backward = _positions(events, repeat, "begin backward")
+    if forward != sorted(forward) or backward != sorted(backward, reverse=True) or forward[-1] > backward[-1]:
+        return None
+    last, count = NUM_KEPT - 1, len(repeat.names)
+    template = {
+        "forward": (events[forward[1] : forward[2]], events[forward[2] : forward[3]]),
+        "backward": (events[backward[1] : backward[0]], events[backward[2] : backward[1]]),
+    }
+    for of_first, of_second in template.values():
+        if [_renamed(event, repeat, 1, 2) for event in of_first] != list(of_second):
+            return None
+    result = list(events[: forward[2]])
+    for index in range(2, count - 1):
+        result += [_renamed(event, repeat, 2, index) for event in template["forward"][1]]
+    result += [_renamed(event, repeat, last, count - 1) for event in events[forward[3] : backward[2]]]
+    for index in range(count - 2, 1, -1):
+        result += [_renamed(event, repeat, 2, index) for event in template["backward"][1]]
+    return [*result, *events[backward[1] :]]
+
+
+def _positions(events: Sequence[Event], repeat: Repeat, point: Point) -> list[int]:
+    """Return where each layer that was run begins; -1 where one does not."""
+    first: dict[Event, int] = {}
+    wanted = [Mark(point, repeat.unit(index)) for index in range(NUM_KEPT)]
+    for position, event in enumerate(events):
+        if isinstance(event, Mark):
+            first.setdefault(event, position)
+    return [first.get(mark, -1) for mark in wanted]
+
+
+def _renamed(event: Event, repeat: Repeat, before: int, after: int) -> Event:
+    """Return the event with one layer's name replaced by another's."""
+    if before == after:
+        return event
+    old, new = repeat.unit(before), repeat.unit(after)
+
+    def rename(name: str) -> str:
+        return new + name[len(old) :] if name == old or name.startswith(f"{old}.") else name
+
+    if isinstance(event, Mark):
+        return replace(event, unit=rename(event.unit))
+    if isinstance(event, GradientReady):
+        return replace(event, param=rename(event.param))
+    if isinstance(event, Change):
+        return replace(event, param=rename(event.param), unit=rename(event.unit))
+    return event
+
+
+def _describe(module: nn.Module, fqn: str, dtypes: Mapping[str, Any]) -> list[Any]:
+    """Return all that a layer's run can depend on, but for the values of its tensors."""
+    described: list[Any] = []
+    for path, inner in module.named_modules():
+        described += [path, type(inner)]
+        for name, parameter in inner.named_parameters(recurse=False):
+            full = ".".join(part for part in (fqn, path, name) if part)
+            described += [name, tuple(parameter.shape), parameter.requires_grad, dtypes.get(full)]
+        for name, value in vars(inner).items():
+            if name not in ("_parameters", "_modules"):
+                described += [name, _shape(value)]
+    return described
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, dict):
+        return {key: _shape(item) for key, item in value.items()}
+    return value
+
+
+def _alike(first: Sequence[Any], other: Sequence[Any], index: int) -> bool:
+    """Whether two layers are equal, but for what says which layer of the list each is."""
+    if len(first) != len(other):
+        return False
+    for ours, theirs in zip(first, other, strict=True):
+        says_which = type(ours) is type(theirs) is int and (ours, theirs) == (0, index)
+        if not (says_which or ours is theirs or (type(ours) is type(theirs) and ours == theirs)):
+            return False
+    return True

@@ -1,0 +1,190 @@
+"""How long a step takes at best: two queues, compute and network, run against each other.
+
+[Note: Two queues]
+An op takes the larger of its floating-point operations at the peak of its dtype and its bytes at the memory's
+bandwidth, each times the efficiency that is assumed. Ops run one after the other. Collectives run one after the other
+too, in a queue of their own, beside the ops, as FSDP2 starts them:
+
+* a gather starts when the network is free and the unsharded parameters of the gather before it are copied out; the ops
+  of the unit wait for it, and the copy out is an op;
+* a reduction starts when its gradients are there, are copied in (an op) and the network is free; the next one's copy
+  waits until it is done, and so does the optimizer for the last.
+
+The host is taken to be always ahead. Communication is exposed where ops wait for it. Both gathers and reductions are in
+one queue, although a full-duplex network may overlap them to some extent.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from zeroamp.dry_run.drive import MAX_MICRO_BATCHES, drive
+from zeroamp.dry_run.events import Event, Mark, Op
+from zeroamp.dry_run.gpus import Gpu
+from zeroamp.dry_run.network import Network
+from zeroamp.groups import GroupPlan
+from zeroamp.plan import Plan
+from zeroamp.schedule import Replay, Schedule
+from zeroamp.traffic_plan import GroupCollective, Ranks, group_collectives
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Efficiency:
+    """The part of the peaks that is reached. The defaults are round assumptions, not measurements."""
+
+    compute: float = 0.7
+    memory: float = 0.8
+    network: float = 0.8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """Seconds of one optimizer step on one rank, all its micro-batches together."""
+
+    compute: float
+    """Ops of forward and backward, and FSDP2's copies."""
+    optimizer: float
+    """The update, which is bound by memory."""
+    communication: float
+    """All collectives, one after the other."""
+    exposed: float
+    """What ops wait for."""
+    flops: int
+    """Of matrix products, convolutions and attention, recomputation included."""
+
+    @property
+    def total(self) -> float:
+        """Return the step's time."""
+        return self.compute + self.optimizer + self.exposed
+
+
+def step_time(
+    plan: Plan,
+    ranks: Ranks,
+    events: Sequence[Event],
+    moved_by_optimizer: int,
+    *,
+    gpu: Gpu,
+    network: Network,
+    efficiency: Efficiency,
+) -> StepTime:
+    """Return the time of one optimizer step. See [Note: Two queues]."""
+    clock = _Clock(plan, ranks, gpu, network, efficiency)
+    num_micro_batches = plan.policy.gradient_accumulation_steps
+    num_run = min(num_micro_batches, MAX_MICRO_BATCHES)
+    states = [clock.read()]
+    for index in range(num_run):
+        clock.micro_batch(events, is_last=index + 1 == num_run)
+        states.append(clock.read())
+    differences = [tuple(b - a for a, b in zip(*pair, strict=True)) for pair in pairwise(states)]
+    weights = [1] * num_run
+    if num_run == MAX_MICRO_BATCHES:
+        weights[1] += num_micro_batches - num_run
+    now, busy, sent = (
+        sum(weight * difference[i] for weight, difference in zip(weights, differences, strict=True)) for i in range(3)
+    )
+    return StepTime(
+        compute=busy,
+        optimizer=moved_by_optimizer / (gpu.memory_gb_per_s * 1e9 * efficiency.memory),
+        communication=sent,
+        exposed=now - busy,
+        flops=num_micro_batches * sum(event.flops for event in events if isinstance(event, Op)),
+    )
+
+
+class _Clock:
+    """The two queues, told by the replay what starts when."""
+
+    def __init__(self, plan: Plan, ranks: Ranks, gpu: Gpu, network: Network, efficiency: Efficiency) -> None:
+        self._replay = Replay(plan, self)
+        self._network = network
+        self._partition = plan.policy.hpz_partition_size
+        self._num_shards = ranks.shards(plan.policy) or 1
+        self._num_replicas = ranks.num_replicas or 1
+        uses_tf32 = torch.get_float32_matmul_precision() != "highest"
+        fp32 = gpu.tf32_tflops if uses_tf32 else gpu.fp32_tflops
+        self._low, self._fp32 = (peak * 1e12 * efficiency.compute for peak in (gpu.low_tflops, fp32))
+        self._memory = gpu.memory_gb_per_s * 1e9 * efficiency.memory
+        self._calls = {group.name: list(_calls(group, plan, ranks)) for group in plan.groups}
+        self._partitioned: set[str] = set()  # groups that are sharded over a partition
+        self._now = 0.0  # of the ops
+        self._busy = 0.0  # how long ops ran
+        self._free = 0.0  # when the network is
+        self._sent = 0.0  # how long it ran
+        self._gathered: dict[str, float] = {}  # group -> when its gather is done
+        self._copied = 0.0  # when the last gather was copied out
+        self._reduced = 0.0  # when the last reduction is done
+
+    def read(self) -> tuple[float, float, float]:
+        """Return the time, how long ops ran, and how long the network did."""
+        return self._now, self._busy, self._sent
+
+    def micro_batch(self, events: Iterable[Event], *, is_last: bool) -> None:
+        """Run one forward and backward."""
+        for event in events:
+            if isinstance(event, Op):
+                peak = self._low if event.is_low else self._fp32
+                self._compute(max(event.flops / peak, event.num_bytes / self._memory))
+            elif isinstance(event, Mark):
+                drive(self._replay, event, is_last=is_last)
+        self._replay.end_micro_batch(is_last=is_last)
+        if is_last:
+            self._now = max(self._now, self._reduced)
+
+    def gather_started(self, group: str) -> None:
+        """See [Note: Two queues]."""
+        for call, num_bytes in self._calls[group]:
+            if not call.is_of_gradients:
+                num_ranks = self._partition if group in self._partitioned else self._num_shards
+                seconds = self._network.seconds(call.collective, num_bytes, num_ranks)
+                self._gathered[group] = self._send(seconds, self._copied)
+        self._partitioned.discard(group)
+
+    def gather_ended(self, group: str, *, in_forward: bool) -> None:
+        """See [Note: Two queues]."""
+        del in_forward
+        self._now = max(self._now, self._gathered.pop(group, 0.0))
+        for call, num_bytes in self._calls[group]:
+            if not call.is_of_gradients:
+                self._compute(2 * num_bytes / self._memory)
+        self._copied = self._now
+
+    def gather_dropped(self, group: str) -> None:
+        """See [Note: Two queues]."""
+        self._gathered.pop(group, None)
+
+    def released(self, group: str, *, in_forward: bool) -> None:
+        """See [Note: Two queues]."""
+        if in_forward and self._partition > 1:
+            self._partitioned.add(group)
+
+    def backward_ended(self, group: str, *, reduces: bool) -> None:
+        """See [Note: Two queues]."""
+        calls = [(call, num_bytes) for call, num_bytes in self._calls[group] if call.is_of_gradients]
+        if not reduces or not calls:
+            return
+        self._now = max(self._now, self._reduced)
+        self._compute(2 * calls[0][1] / self._memory)
+        for call, num_bytes in calls:
+            is_over_replicas = call.collective == "all_reduce"
+            num_ranks = self._num_replicas if is_over_replicas else self._num_shards
+            stride = self._num_shards if is_over_replicas else 1
+            self._reduced = self._send(self._network.seconds(call.collective, num_bytes, num_ranks, stride), self._now)
+
+    def _compute(self, seconds: float) -> None:
+        self._now += seconds
+        self._busy += seconds
+
+    def _send(self, seconds: float, earliest: float) -> float:
+        self._free = max(self._free, earliest) + seconds
+        self._sent += seconds
+        return self._free
+
+
+def _calls(group: GroupPlan, plan: Plan, ranks: Ranks) -> Iterable[tuple[GroupCollective, int]]:
+    """Yield each collective of one gather and one reduction, and its bytes."""
+    once = Schedule(gathers={group.name: 1}, reductions={group.name: 1}, order=())
+    for call in group_collectives(group, plan.policy, ranks, once):
+        yield call, sum(call.num_bytes(param, ranks.shards(plan.policy)) for param in group.params)

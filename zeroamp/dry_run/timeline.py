@@ -1,0 +1,90 @@
+"""Bytes of each kind that one rank holds, event by event, over one optimizer step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+MemoryKind = Literal[
+    "parameters",
+    "optimizer state",
+    "gradients",
+    "gathered parameters",
+    "communication buffers",
+    "unsharded gradients",
+    "activations",
+    "workspace",
+    "inputs and buffers",
+]
+"""parameters: the stored shards. gradients: their shards. unsharded gradients: raw ones before their reduction, and
+sums of several micro-batches at stages 0 and 1. communication buffers: what collectives read and write, and casts for
+them. activations: what the forward leaves for the backward. workspace: what ops need and free again, recomputed
+activations included."""
+
+KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
+HOST_KINDS: tuple[MemoryKind, ...] = ("parameters", "optimizer state", "gradients")
+"""What offloading moves to the CPU."""
+
+Phase = Literal["init", "forward", "backward", "optimizer"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The steady state: a step after the first, with optimizer state."""
+
+    num_bytes: npt.NDArray[np.int64]
+    """[events, kinds]; each row holds after one event. Kinds in the order of `KINDS`."""
+    phases: npt.NDArray[np.int8]
+    """[events]: index into `PHASES`."""
+    on_host: tuple[MemoryKind, ...] = ()
+    """Kinds that are in the CPU's memory: part of `num_bytes`, not of the peaks."""
+
+    def device_bytes(self) -> npt.NDArray[np.int64]:
+        """Return the bytes on the device after each event: [events]."""
+        columns = [index for index, kind in enumerate(KINDS) if kind not in self.on_host]
+        total: npt.NDArray[np.int64] = self.num_bytes[:, columns].sum(axis=1)
+        return total
+
+    def peak(self, phase: Phase | None = None) -> dict[MemoryKind, int]:
+        """Return the bytes of each kind at the moment of the largest sum on the device, in one phase or in all."""
+        totals = self.device_bytes()
+        if phase is not None:
+            totals = np.where(self.phases == PHASES.index(phase), totals, -1)
+        row = self.num_bytes[int(totals.argmax())]
+        return {kind: int(value) for kind, value in zip(KINDS, row, strict=True)}
+
+    def peak_bytes(self, phase: Phase | None = None) -> int:
+        """Return the largest sum on the device, in one phase or in all."""
+        return sum(value for kind, value in self.peak(phase).items() if kind not in self.on_host)
+
+
+class TimelineWriter:
+    """Adds and takes away bytes, and keeps what was there after each change."""
+
+    def __init__(self) -> None:
+        self.phase: Phase = "init"
+        self._now = [0] * len(KINDS)
+        self._rows: list[tuple[int, ...]] = []
+        self._phases: list[int] = []
+
+    def add(self, kind: MemoryKind, num_bytes: int) -> None:
+        """Add bytes of a kind, or take them away where they are negative."""
+        if num_bytes:
+            self._now[KINDS.index(kind)] += num_bytes
+            self.keep()
+
+    def keep(self) -> None:
+        """Keep what is there now as an event."""
+        self._rows.append(tuple(self._now))
+        self._phases.append(PHASES.index(self.phase))
+
+    def of(self, kind: MemoryKind) -> int:
+        """Return what is there of a kind."""
+        return self._now[KINDS.index(kind)]
+
+    def timeline(self, on_host: Sequence[MemoryKind] = ()) -> Timeline:
+        """Return all that was kept."""
+        return Timeline(np.array(self._rows, np.int64), np.array(self._phases, np.int8), tuple(on_host))

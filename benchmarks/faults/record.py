@@ -16,7 +16,7 @@ from tabulate import tabulate
 import zeroamp
 from benchmarks.faults.attempt import Attempt
 
-_DETAILS = re.compile(r"/\S*/|\[[\d.]+\]:\d+|step_\d+|-[0-9a-f]{8}\b|\d{3,}")
+_DETAILS = re.compile(r"(?<=step )\d+|(?<=rank )\d|/\S*/|\[[\d.]+\]:\d+|step_\d+|-[0-9a-f]{8}\b|\d{3,}")
 _TEXT = 160  # characters of an error in the table; `faults.json` has all of it
 
 

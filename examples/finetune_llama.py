@@ -8,13 +8,15 @@ With --save-every and --resume auto it survives what kills it, bit for bit:
 
 On SIGTERM it saves at the end of the step and ends. The same file runs on one process without torchrun, on CPUs (gloo)
 and on GPUs (NCCL). It prints the dtype ledger and the held-out loss before and after, and writes `model/` (for
-`from_pretrained`), `losses.json` and `loss.png` to --out.
+`from_pretrained`), `losses.json`, `loss.png` and `run.jsonl` to --out. `zeroamp report` makes a table and plots of the
+last one, of several runs side by side.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import os
 import time
@@ -27,7 +29,7 @@ import torch
 import torch.distributed as dist
 from _checkpoints import CHECKPOINTS, resume, skip
 from _data import IGNORED_LABEL, evaluation_batches, pack, read_documents, split_documents, training_batches
-from _output import Progress, Run, plot_losses
+from _output import Run, plot_losses
 from _weights import load_model
 from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import PreTrainedTokenizerBase
@@ -36,6 +38,7 @@ import zeroamp
 
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "zero3_autocast_bf16.json"
 DEFAULT_MICRO_BATCH_SIZE = 4  # sequences
+RUN_FILE = "run.jsonl"  # in --out
 HELD_OUT_FRACTION = 0.1  # of the distinct first questions (or texts)
 FINAL_LR_FRACTION = 0.1  # of --lr, at the last step
 # A rank that waits longer than this for another one has lost it. Loading and the first step stay well below.
@@ -46,6 +49,8 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 def main(arguments: list[str] | None = None) -> None:
     """Read the command line, train, and save."""
     args = parse_arguments(arguments)
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("zeroamp").setLevel(logging.INFO)  # the size of the wrapped model, and warnings
     device = start_process_group()
     finetune(args, device)
     dist.destroy_process_group()
@@ -64,6 +69,8 @@ def finetune(args: argparse.Namespace, device: torch.device) -> None:
     # zeroamp's part is the policy, wrap_model and TrainStep. wrap_model also moves the model to this rank's device.
     policy = zeroamp.policy_from_config(read_config(args))
     args.micro_batch_size = policy.train_micro_batch_size_per_gpu or DEFAULT_MICRO_BATCH_SIZE
+    example = torch.zeros(args.micro_batch_size, args.seq_len, dtype=torch.int64)
+    flops = zeroamp.count_flops(model, {"input_ids": example, "labels": example, "use_cache": False})
     model = zeroamp.wrap_model(model, policy)
     train = zeroamp.TrainStep(model, *optimizer_and_scheduler(policy, model, args))
 
@@ -76,9 +83,19 @@ def finetune(args: argparse.Namespace, device: torch.device) -> None:
         run.held_out_before = held_out_loss(model, held_out_rows, args.micro_batch_size, device)
         if rank == 0:
             print(f"held-out loss before training: {run.held_out_before:.4f}", flush=True)
+        if rank == 0:
+            (args.out / RUN_FILE).unlink(missing_ok=True)  # of another run with the same --out
     elif rank == 0:
         print(f"going on after step {len(run.losses)}", flush=True)
-    if not train_loop(model, train, train_rows, args, device, run):
+    with zeroamp.RunReport(
+        train,
+        args.out / RUN_FILE,
+        num_steps=args.steps,  # a line of progress towards them
+        flops_per_step=flops * policy.gradient_accumulation_steps * world_size,
+        peak_flops=None if args.peak_tflops is None else args.peak_tflops * 1e12,
+    ):
+        is_complete = train_loop(model, train, train_rows, args, device, run)
+    if not is_complete:
         return
     run.held_out_after = held_out_loss(model, held_out_rows, args.micro_batch_size, device)
 
@@ -88,7 +105,7 @@ def finetune(args: argparse.Namespace, device: torch.device) -> None:
         run.write(args.out / "losses.json")
         plot_losses(run, args.out / "loss.png")
         print(f"held-out loss: before {run.held_out_before:.4f} -> after {run.held_out_after:.4f}")
-        print(f"saved model, losses.json and loss.png to {args.out}", flush=True)
+        print(f"saved model, losses.json, loss.png and {RUN_FILE} to {args.out}", flush=True)
 
 
 def optimizer_and_scheduler(
@@ -121,10 +138,7 @@ def train_loop(
     skip(batches, sum(run.num_tokens), num_tokens_per_batch=args.micro_batch_size * args.seq_len * world_size)
     save = partial(zeroamp.save_checkpoint, args.out / CHECKPOINTS, model, train, keep=args.keep)
     model.train()
-    with (
-        zeroamp.Preemption(model) as preemption,
-        Progress(num_steps=args.steps, num_done=len(run.losses), device=device, is_shown=rank == 0) as progress,
-    ):
+    with zeroamp.Preemption(model) as preemption:
         while len(run.losses) < args.steps:
             start, num_tokens = time.perf_counter(), 0
             report = None
@@ -138,7 +152,6 @@ def train_loop(
             mean_loss, grad_norm = report.loss, report.grad_norm  # waits for the device, so the clock comes after it
             seconds = time.perf_counter() - start
             run.add(loss=mean_loss, grad_norm=grad_norm, num_tokens=num_tokens, seconds=seconds)
-            progress.show(run)
             step = len(run.losses)
             if preemption.is_requested():
                 path = save(step=step, extra=asdict(run))
@@ -226,6 +239,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--save-every", type=positive_int, metavar="STEPS", help="save to OUT/checkpoints each time (default: never)")
     add("--keep", type=positive_int, default=2, help="how many checkpoints stay")
     add("--resume", metavar="auto|PATH", help="go on from OUT/checkpoints, if there is one, or from a checkpoint")
+    add("--peak-tflops", type=float, help="peak of one device in the dtype that computes, for the utilisation (MFU)")
     add("--gradient-checkpointing", action="store_true", help="recompute each layer in backward to save memory")
     args = parser.parse_args(arguments)
     if not args.config.is_file():

@@ -13,9 +13,11 @@ from zeroamp.hooks.all_gather import CountingAllGather
 from zeroamp.hooks.autocast import AutocastHook
 from zeroamp.hooks.backward_guard import BackwardGuard
 from zeroamp.hooks.call_log import Call, CallLog, ZeroBuffers
+from zeroamp.hooks.communication_watch import CommunicationWatch
 from zeroamp.hooks.evaluation import ReshardAfterEvaluation
 from zeroamp.hooks.forward_watch import Failure, ForwardWatch
 from zeroamp.hooks.fp32_region import Fp32Region
+from zeroamp.hooks.model_flops import flops_of_run
 from zeroamp.hooks.observe import Observations, OpObserver, UnitObserver
 from zeroamp.hooks.outer_autocast import OuterAutocastGuard
 from zeroamp.hooks.ranges import RANGE_PREFIX, Ranges, UnitRanges
@@ -25,6 +27,7 @@ from zeroamp.hooks.safe_module_guard import attach_safe_module_guard
 from zeroamp.hooks.safe_parameters import UseRecorder, tensors_in
 from zeroamp.hooks.shard_accumulator import ShardAccumulator
 from zeroamp.hooks.traffic import Traffic, TrafficKey
+from zeroamp.hooks.training_forwards import TrainingForwards
 from zeroamp.hooks.typed_groups import (
     Holder,
     attach_typed_group,
@@ -38,6 +41,7 @@ __all__ = [
     "BackwardGuard",
     "Call",
     "CallLog",
+    "CommunicationWatch",
     "CountingAllGather",
     "Failure",
     "ForwardWatch",
@@ -53,6 +57,7 @@ __all__ = [
     "ShardAccumulator",
     "Traffic",
     "TrafficKey",
+    "TrainingForwards",
     "UnitObserver",
     "UnitRanges",
     "UseRecorder",
@@ -63,6 +68,7 @@ __all__ = [
     "attach_typed_group",
     "can_run_backward",
     "complete_accumulation",
+    "flops_of_run",
     "group_policy",
     "modules_to_run",
     "record_run",

@@ -22,35 +22,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-__all__ = [
-    "FORWARD_HOOKS",
-    "AllGather",
-    "FakeTensorMode",
-    "ReduceScatter",
-    "StorageWeakRef",
-    "TorchDispatchMode",
-    "abandon",
-    "all_gather",
-    "at_end_of_backward",
-    "complete_accumulation",
-    "forward_hooks",
-    "is_in_backward",
-    "is_profiling",
-    "is_view_op",
-    "modules_to_run",
-    "reduce_scatter",
-    "release",
-    "run_op",
-    "storage_key",
-    "storage_of",
-    "timeout_of",
-    "tree_map",
-    "unsharded_sums",
-    "zero_fill_unused",
-]
+__all__ = ["AllGather", "FakeTensorMode", "ReduceScatter", "StorageWeakRef", "TorchDispatchMode", "tree_map"]
 
 FORWARD_HOOKS = ("_pre_forward", "_post_forward")
 """Methods of `FSDPState` that gather a group before a forward and release it after."""
+COMMUNICATION = ("unshard", "wait_for_unshard", "post_backward")  # of FSDPParamGroup: gather, wait, reduce
+END_OF_BACKWARD = "_root_post_backward_final_callback"  # of FSDPState: waits for the last reductions
 
 PreForward = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 """A forward pre-hook with kwargs."""
@@ -136,6 +113,13 @@ def _reset_iteration(state: Any) -> None:
             group._training_state = idle
             group._post_forward_indices.clear()
             group._partial_reduce_output = group._all_reduce_state = group._post_reduce_event = None
+
+
+def communication_methods(root: nn.Module) -> Iterator[tuple[Any, str]]:
+    """Yield (object, name) of the methods in which collectives start or are waited for; FSDP2 looks them up by name."""
+    for state in (module._get_fsdp_state() for module in root.modules() if isinstance(module, FSDPModule)):
+        yield from ((group, name) for group in _groups(state) for name in COMMUNICATION)
+        yield state, END_OF_BACKWARD
 
 
 def unsharded_sums(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:

@@ -36,9 +36,9 @@ def record_run(
     low_ids = {id(parameters[name]) for name in low}
 
     def make(tensor: torch.Tensor) -> torch.Tensor:
-        return _stand_in(tensor, dtype if id(tensor) in low_ids else tensor.dtype, device_type, fake)
+        return stand_in(tensor, dtype if id(tensor) in low_ids else tensor.dtype, device_type, fake)
 
-    with _run_context(device_type, fake=fake), standing_in(model, stand_ins := StandIns(make)):
+    with run_context(device_type, fake=fake), standing_in(model, stand_ins := StandIns(make)):
         for name, parameter in parameters.items():
             recorder.add(name, parameter, stand_ins.of(parameter))
         args, kwargs = stand_ins.of(tuple(args)), stand_ins.of(dict(kwargs))
@@ -63,7 +63,8 @@ def _run_backward(recorder: UseRecorder, outputs: Any) -> None:
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
 
-def _stand_in(tensor: torch.Tensor, dtype: torch.dtype, device_type: str, fake: bool) -> torch.Tensor:
+def stand_in(tensor: torch.Tensor, dtype: torch.dtype, device_type: str, fake: bool) -> torch.Tensor:
+    """Return an empty tensor, or a copy, of `tensor`'s shape on a device type."""
     if fake:
         copied = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=device_type)
     else:
@@ -74,7 +75,8 @@ def _stand_in(tensor: torch.Tensor, dtype: torch.dtype, device_type: str, fake: 
 
 
 @contextmanager
-def _run_context(device_type: str, *, fake: bool) -> Iterator[None]:
+def run_context(device_type: str, *, fake: bool) -> Iterator[None]:
+    """Run what is inside as training would, with no trace in random states; on fake tensors if asked."""
     with ExitStack() as stack:
         stack.enter_context(preserved_rng(device_type))
         # Training is what is asked about, also where the caller is in `no_grad`: this enables gradients again.

@@ -8,6 +8,7 @@ import torch
 
 from zeroamp.policies.loss_scale import NO_LOSS_SCALE, LossScale
 from zeroamp.policies.render import render_report, to_config
+from zeroamp.policies.schema.instruments import FileMonitorBlock, WandbBlock
 from zeroamp.policies.schema.optimizer import OptimizerBlock
 from zeroamp.policies.schema.scheduler import SchedulerBlock
 
@@ -153,6 +154,18 @@ class Policy:
 
     steps_per_print: int = 0
     """Optimizer steps between two log lines of `TrainStep` (logger "zeroamp", level INFO, first rank). 0: none."""
+
+    wall_clock_breakdown: bool = False
+    """Whether `TrainStep` logs where the time of a step went, every `steps_per_print` steps, or every 10."""
+
+    tensorboard: FileMonitorBlock | None = None
+    """Where `TrainStep` writes TensorBoard's event files. None: nowhere; so for the next two."""
+
+    csv_monitor: FileMonitorBlock | None = None
+    """Where it writes steps.csv."""
+
+    wandb: WandbBlock | None = None
+    """The run of Weights & Biases that it logs to."""
 
     optimizer: OptimizerBlock | None = None
     """What `optimizer_from_config` builds. None: not said."""

@@ -15,6 +15,8 @@ from zeroamp.policies.schema import Block, Config, Honoured, Key, Native, Unsupp
 if TYPE_CHECKING:
     from zeroamp.policies.policy import Policy
 
+_MONITORS = ("tensorboard", "csv_monitor", "wandb")
+
 
 def to_config(policy: "Policy") -> dict[str, Any]:
     """Return the config, defaults written out, from which `policy_from_config` makes an equal policy.
@@ -69,6 +71,8 @@ def _honoured(policy: "Policy") -> dict[str, Any]:
         "communication_data_type": None if comm is None else short_name(comm),
         **{f"zero_optimization.{name}": value for name, value in zero.items()},
         "steps_per_print": policy.steps_per_print,
+        "wall_clock_breakdown": policy.wall_clock_breakdown,
+        **{name: _block(getattr(policy, name)) for name in _MONITORS},
         "optimizer": _block(policy.optimizer),
         "scheduler": _block(policy.scheduler),
         "zeroamp.reduce_accumulate_dtype": policy.reduce_accumulate_dtype,
@@ -152,6 +156,8 @@ def _status(path: str, value: Any, key: Key, policy: "Policy") -> tuple[str, str
 def _idle(path: str, policy: "Policy") -> str | None:
     """Say why an honoured key does nothing in this policy, or return None if it does something."""
     block, _, name = path.rpartition(".")
+    if block in _MONITORS and name != "enabled" and getattr(policy, block) is None:
+        return f"{block} is not enabled"
     if block == "torch_autocast" and name != "enabled" and policy.mode != "autocast":
         return "torch_autocast is not enabled"
     if block == "bf16" and name != "enabled" and policy.mode != "bf16":

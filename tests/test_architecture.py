@@ -42,7 +42,7 @@ def test_the_files_of_a_layer_are_its_own_and_those_of_its_subpackages():
     assert seen == {
         "policies": {("policies",), ("policies", "schema")},
         "hooks": {("hooks",)},
-        "zeroamp": {("zeroamp",), *(("zeroamp", name) for name in ("checkpoint", "deepspeed", "dry_run"))},
+        "zeroamp": {("zeroamp",), *(("zeroamp", name) for name in ("checkpoint", "deepspeed", "dry_run", "reporting"))},
     }
 
 

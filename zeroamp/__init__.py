@@ -18,13 +18,16 @@ from zeroamp.policies import Policy, policy_from_config
 from zeroamp.preemption import Preemption
 from zeroamp.profiling import Profile, profile
 from zeroamp.report import Ledger, explain, traffic
+from zeroamp.reporting.flops import count_flops
+from zeroamp.reporting.record import StepRecord
+from zeroamp.reporting.run_report import RunReport
+from zeroamp.reporting.saved_run import SavedRun, read_run
 from zeroamp.schedulers import scheduler_from_config
 from zeroamp.step import TrainStep
 from zeroamp.step_report import StepReport
 from zeroamp.verification import Verification
+from zeroamp.version import __version__ as __version__
 from zeroamp.wrap import register_forward_method, wrap_model
-
-__version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError",
@@ -41,14 +44,18 @@ __all__ = [
     "Preemption",
     "Profile",
     "RunPlan",
+    "RunReport",
     "SafeParameters",
+    "SavedRun",
     "StepError",
+    "StepRecord",
     "StepReport",
     "TrainStep",
     "Verification",
     "WrapError",
     "ZeroAmpError",
     "build_plan",
+    "count_flops",
     "discover_safe_parameters",
     "explain",
     "export_checkpoint",
@@ -61,6 +68,7 @@ __all__ = [
     "plan_run",
     "policy_from_config",
     "profile",
+    "read_run",
     "register_forward_method",
     "save_checkpoint",
     "scheduler_from_config",

@@ -26,6 +26,7 @@ from zeroamp.cli_options import (
 )
 from zeroamp.cli_plan import plan
 from zeroamp.cli_profile import profile
+from zeroamp.cli_report import report
 from zeroamp.mesh import mesh_shape
 from zeroamp.model_source import load_model
 from zeroamp.plan import Plan, build_plan
@@ -120,6 +121,7 @@ def explain(
 
 
 app.command()(export)
+app.command()(report)
 # What follows the script is the script's own.
 app.command(context_settings={"allow_interspersed_args": False})(profile)
 

@@ -130,3 +130,8 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def is_first_rank(mesh: DeviceMesh) -> bool:
+    """Return whether this rank is the first of the mesh: the one that logs and writes."""
+    return dist.get_rank() == int(mesh.mesh.flatten()[0])

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks import Observations, abandon, unsharded_sums
 from zeroamp.plan import Plan
+from zeroamp.stage_flags import set_flags
 from zeroamp.state import WrapState
 from zeroamp.step import TrainStep
 
@@ -21,6 +22,8 @@ class Rehearsal(TrainStep):
 
     A loss scale is applied as at the start of a training; whether gradients overflow is not looked at.
     """
+
+    _has_monitors = False
 
     def __init__(self, model: nn.Module, state: WrapState, observations: Observations) -> None:
         # Never stepped: the optimizer of the boundary is a throwaway one per parameter, on copies.
@@ -82,7 +85,7 @@ class Rehearsal(TrainStep):
         for parameter in self._parameters:
             parameter.grad = None
         self._num_micro_batches = 0
-        self._set_flags(is_last=True)
+        set_flags(self._state, self._units, is_first=True, is_last=True)
 
 
 @contextmanager
@@ -96,12 +99,13 @@ def leaves_no_trace(state: WrapState) -> Iterator[None]:
     accumulator = state.shard_accumulator
     was_watching = accumulator is not None and accumulator.is_watching
     counts, state.traffic.enabled = state.traffic.enabled, False
+    state.is_rehearsing = True
     is_recorded, failure = state.calls.is_on, state.watch.failure
     try:
         with _same_random_states(state.mesh.device_type):
             yield
     finally:
-        state.traffic.enabled = counts
+        state.traffic.enabled, state.is_rehearsing = counts, False
         state.calls.is_on, state.watch.failure = is_recorded, failure
         if accumulator is not None and not was_watching:
             accumulator.forget()

@@ -52,6 +52,8 @@ class WrapState:
     fp32_regions: list[Fp32Region] = field(default_factory=list)
     shard_accumulator: ShardAccumulator | None = None
     handles: list[RemovableHandle] = field(default_factory=list)
+    is_rehearsing: bool = False
+    """Whether what runs is a window that leaves no trace, see `zeroamp.rehearsal`."""
     saving: Saving = field(default_factory=Saving)
 
     def __post_init__(self) -> None:

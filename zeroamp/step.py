@@ -7,16 +7,18 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from zeroamp.hooks import complete_accumulation, modules_to_run
+from zeroamp.hooks import modules_to_run
 from zeroamp.loss_scaler import LossScaler
 from zeroamp.mesh import device_of, process_group, replicate_size
 from zeroamp.norm import clip_factor, local_sum_of_squares, multiply_gradients
-from zeroamp.policies.errors import StepError, describe
 from zeroamp.recovery import Recovery
+from zeroamp.reporting.monitors import attach_monitors
+from zeroamp.stage_flags import set_flags
 from zeroamp.state import reshard, wrap_state
-from zeroamp.step_checks import Scheduler, refuse_foreign, refuse_metric, refuse_unfinished_window
+from zeroamp.step_checks import Scheduler, misuse, refuse_foreign, refuse_metric, refuse_unfinished_window
 from zeroamp.step_observers import tell_observers
-from zeroamp.step_report import StepReport, log_step
+from zeroamp.step_report import StepReport, learning_rates, log_step
+from zeroamp.step_watchers import StepWatchers
 
 
 class TrainStep:
@@ -25,6 +27,8 @@ class TrainStep:
     Call `backward(loss)` after each forward and `step()` after each backward; `step` acts at the end of an accumulation
     window and returns None inside it.
     """
+
+    _has_monitors = True  # whether those of the config are attached
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Scheduler | None = None) -> None:
         """Take a model that `wrap_model` returned and an optimizer that was built after it.
@@ -59,6 +63,10 @@ class TrainStep:
         self._num_micro_batches = 0  # of this window that were run backward
         self._is_stepped = True  # whether `step` was called since the last backward
         self._loss_sum: torch.Tensor | None = None  # 0-D fp32, this rank's, of this window
+        self.watchers = StepWatchers()
+        """Told of every step; `RunReport` adds itself."""
+        if self._has_monitors:
+            attach_monitors(self)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Run the backward of one micro-batch: `loss` (a scalar) divided by the accumulation steps.
@@ -70,17 +78,13 @@ class TrainStep:
         policy = self._state.plan.policy
         self._recovery.refuse_after_failure("backward")
         if not self._is_stepped:
-            raise StepError(
-                describe("TrainStep.backward", "no step() since the last one", "step() after each", "Call it.")
-            )
+            raise misuse("backward", "no step() since the last one", "step() after each", "Call it.")
         if loss.numel() != 1:
-            raise StepError(
-                describe("TrainStep.backward", f"a loss of shape {tuple(loss.shape)}", "a scalar", "Reduce it.")
-            )
+            raise misuse("backward", f"a loss of shape {tuple(loss.shape)}", "a scalar", "Reduce it.")
         is_last = self._num_micro_batches + 1 == policy.gradient_accumulation_steps
         if self._state.shard_accumulator is not None:
             self._state.shard_accumulator.watch(self._parameters)
-        self._set_flags(is_last)
+        set_flags(self._state, self._units, is_first=self._num_micro_batches == 0, is_last=is_last)
         # In fp32: a float16 loss times its scale would overflow.
         self._run_backward(self._scaler.scale_loss(loss.float() / policy.gradient_accumulation_steps))
         detached = loss.detach().float().reshape(())
@@ -93,7 +97,11 @@ class TrainStep:
         if guard is not None:
             guard.armed = True
         try:
-            with self._recovery.noting("backward"), self._state.ranges.inside("backward"):
+            with (
+                self._recovery.noting("backward"),
+                self._state.ranges.inside("backward"),
+                self.watchers.phase("backward"),
+            ):
                 loss.backward()  # type: ignore[no-untyped-call]
                 for unit in self._units:
                     modules_to_run(unit).clear()
@@ -112,12 +120,18 @@ class TrainStep:
         policy = self._state.plan.policy
         self._recovery.refuse_after_failure("step")
         if self._is_stepped:
-            raise StepError(
-                describe("TrainStep.step", "no backward since the last one", "backward(loss) first", "Call it.")
-            )
+            raise misuse("step", "no backward since the last one", "backward(loss) first", "Call it.")
         self._is_stepped = True
         if self._num_micro_batches < policy.gradient_accumulation_steps:
             return None
+        with self.watchers.phase("optimizer"):
+            report = self._end_window()
+        self.watchers.step_done(report)
+        tell_observers(self._state.root)
+        self.saving.tell()
+        return report
+
+    def _end_window(self) -> StepReport:
         try:
             with self._state.ranges.inside("norm"):
                 with self._recovery.noting("step"):
@@ -126,15 +140,11 @@ class TrainStep:
                         self._state.shard_accumulator.flush()
                     loss, squares = self._local_statistics()
                 totals = self._recovery.sum_over_ranks(loss, squares, bool(self._with_gradient()))
-            is_save_done = self.saving.is_done()  # before an optimizer that may raise on one rank alone
-            report = self._update(*totals)
+            self.saving.look()  # before an optimizer that may raise on one rank alone
+            return self._update(*totals)
         finally:  # whatever it raised, the next backward begins a new window
             self._drop_gradients()
             self._num_micro_batches, self._loss_sum = 0, None
-        tell_observers(self._state.root)
-        if is_save_done:
-            self.saving.wait()
-        return report
 
     def recover(self) -> int:
         """Bring this rank and the others together again after an exception; call it on every rank that saw one.
@@ -153,6 +163,7 @@ class TrainStep:
         num_left = (self._state.plan.policy.gradient_accumulation_steps - num_taken) * self._recovery.is_cut_short
         self._drop_gradients()  # first: the recovery needs some memory
         self._recovery.recover()
+        self.watchers.drop_window()
         self._num_micro_batches, self._loss_sum, self._is_stepped = 0, None, True
         return num_left
 
@@ -190,6 +201,7 @@ class TrainStep:
         skipped = self._scaler.overflowed(norm, self.num_steps) or (
             policy.check_grad_overflow and not math.isfinite(float(norm))
         )
+        rates = learning_rates(self.optimizer)
         if not skipped:
             if policy.gradient_clipping > 0 or scale != 1.0:
                 with self._state.ranges.inside("clip"):
@@ -203,28 +215,16 @@ class TrainStep:
                 self.scheduler.step()
         self.num_skipped += skipped
         report = StepReport(
-            step=self.num_steps, loss_tensor=loss, grad_norm_tensor=norm.float(), loss_scale=scale, skipped=skipped
+            step=self.num_steps,
+            loss_tensor=loss,
+            grad_norm_tensor=norm.float(),
+            loss_scale=scale,
+            skipped=skipped,
+            lr_values=rates,
         )
         if policy.steps_per_print and (self.num_steps + self.num_skipped) % policy.steps_per_print == 0:
             log_step(report, self.num_skipped, self.optimizer, self._state.mesh)
         return report
-
-    def _set_flags(self, is_last: bool) -> None:
-        """Say what FSDP2 does in this backward. See the table of stages in docs/precision.md.
-
-        Stages 0 and 1 reduce once per window; stages 0 to 2 keep parameters gathered until its end; stage 3 only the
-        model-wide group, which is small.
-        """
-        stage, root = self._state.plan.policy.stage, self._root
-        if is_last and stage < 2 and self._num_micro_batches > 0:
-            for unit in self._units:
-                complete_accumulation(unit)
-        root.set_is_last_backward(is_last)
-        root.set_requires_gradient_sync(is_last or stage >= 2)
-        root.set_reshard_after_backward(is_last or stage == 3)
-        for group in self._state.plan.groups:
-            if group.kind == "model-wide":
-                self._state.holders[group.name].set_reshard_after_backward(is_last, recurse=False)
 
     def _reshard(self) -> None:
         """Put the sharded parameters back, which the optimizer updates.

@@ -57,6 +57,11 @@ def refuse_foreign(optimizer: torch.optim.Optimizer, parameters: list[nn.Paramet
                 )
 
 
+def misuse(method: str, found: str, valid: str, remedy: str) -> StepError:
+    """Return the error for a method of `TrainStep` that is called out of turn, or with what it cannot take."""
+    return StepError(describe(f"TrainStep.{method}", found, valid, remedy))
+
+
 def without_gradient() -> StepError:
     """Return the error for a window that left no gradient on any parameter."""
     return StepError(

@@ -4,8 +4,9 @@ import logging
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from zeroamp.mesh import is_first_rank
 
 logger = logging.getLogger("zeroamp")
 
@@ -25,6 +26,8 @@ class StepReport:
     """What the losses of this step were multiplied by; 1 but for float16."""
     skipped: bool
     """Whether a gradient was not finite: no update, no scheduler step. Only float16, and `bf16.check_grad_overflow`."""
+    lr_values: tuple[float | torch.Tensor, ...] = ()
+    """Learning rate of each of the optimizer's groups in this step, as the optimizer holds it."""
 
     @property
     def loss(self) -> float:
@@ -36,10 +39,21 @@ class StepReport:
         """The gradient norm; waits for the device."""
         return float(self.grad_norm_tensor)
 
+    @property
+    def lr(self) -> tuple[float, ...]:
+        """The learning rate of each of the optimizer's groups; waits for the device where they are tensors."""
+        return tuple(float(value) for value in self.lr_values)
+
+
+def learning_rates(optimizer: torch.optim.Optimizer) -> tuple[float | torch.Tensor, ...]:
+    """Return the rate of each group; copies where they are tensors, which a scheduler changes in place."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    return tuple(rate.detach().clone() if isinstance(rate, torch.Tensor) else rate for rate in rates)
+
 
 def log_step(report: StepReport, num_skipped: int, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> None:
     """Log one line about a step, on the first rank of the mesh. Waits for the device there."""
-    if dist.get_rank() == int(mesh.mesh.flatten()[0]):
+    if is_first_rank(mesh):
         rates = ", ".join(f"{float(group['lr']):.3e}" for group in optimizer.param_groups)
         logger.info(
             "step %d: loss %.4f, gradient norm %.4f, lr %s, loss scale %g, %d skipped",

@@ -1,5 +1,7 @@
 """`wrap_model`: from a model and a `Policy` to an FSDP2 model with typed groups, wire dtypes and autocast."""
 
+import logging
+import time
 from contextlib import nullcontext
 from functools import wraps
 from typing import Any, cast
@@ -15,7 +17,7 @@ from zeroamp.consistency import check_plans_agree, check_ranks_agree
 from zeroamp.device_support import check_device
 from zeroamp.hooks import Ranges, Traffic, typed_group_hooks
 from zeroamp.materialize import materialize
-from zeroamp.mesh import device_of, mesh_for_stage, refuse_partition, shard_device
+from zeroamp.mesh import device_of, is_first_rank, mesh_for_stage, refuse_partition, shard_device
 from zeroamp.plan import build_plan
 from zeroamp.policies.batch_sizes import BatchSizes, check_batch_sizes
 from zeroamp.policies.config import refuse_inconsistent
@@ -23,7 +25,11 @@ from zeroamp.policies.errors import WrapError, describe
 from zeroamp.policies.policy import Policy
 from zeroamp.policies.wrap import AutoWrapPolicy
 from zeroamp.shard import shard_model
+from zeroamp.size_summary import size_summary
 from zeroamp.state import WrapState, record_state, wrap_state
+from zeroamp.traffic_plan import ranks_of
+
+logger = logging.getLogger("zeroamp")
 
 
 def wrap_model(
@@ -35,7 +41,8 @@ def wrap_model(
 ) -> FSDPModule:
     """Shard `model` in place with FSDP2, as `policy` says, and return it (the same object, now an `FSDPModule`).
 
-    Build the optimizer after this call: the parameters become sharded DTensors.
+    Build the optimizer after this call: the parameters become sharded DTensors. The first rank logs sizes and the time
+    that it took (logger "zeroamp", level INFO).
 
     Args:
         model: on any device; parameters on the meta device are materialised and initialised without a full copy.
@@ -49,6 +56,7 @@ def wrap_model(
         WrapError: the model, mesh or wrap policy cannot be wrapped as asked.
         ConfigError: the policy does not fit the model or the device.
     """
+    begin, name = time.perf_counter(), type(model).__name__
     _refuse_unusable(model)
     mesh = mesh_for_stage(policy.stage, mesh, policy.dp_replicate_size)
     _check_fits(policy, mesh)
@@ -65,6 +73,9 @@ def wrap_model(
     state = WrapState(root=model, plan=plan, mesh=mesh, traffic=traffic, ranges=ranges, holders=holders)
     attach_hooks(model, state)
     record_state(model, state)
+    if logger.isEnabledFor(logging.INFO) and is_first_rank(mesh):
+        seconds = time.perf_counter() - begin
+        logger.info("%s", size_summary(plan, ranks_of(mesh), name=name, seconds=seconds))
     return cast(FSDPModule, model)
 
 

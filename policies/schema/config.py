@@ -79,14 +79,17 @@ class Config(Block):
     steps_per_print: Annotated[
         Count | None, Honoured("steps between two log lines of TrainStep. Default: none", 10)
     ] = None
+    wall_clock_breakdown: Annotated[
+        bool, Honoured("log where the time of a step went, every `steps_per_print` steps, or every 10")
+    ] = False
     comms_logger: CommsLoggerBlock = CommsLoggerBlock()
+    tensorboard: FileMonitorBlock = FileMonitorBlock()
+    csv_monitor: FileMonitorBlock = FileMonitorBlock()
+    wandb: WandbBlock = WandbBlock()
 
     activation_checkpointing: ActivationCheckpointingBlock = ActivationCheckpointingBlock()
     checkpoint: CheckpointBlock = CheckpointBlock()
     timers: TimersBlock = TimersBlock()
-    tensorboard: FileMonitorBlock = FileMonitorBlock()
-    csv_monitor: FileMonitorBlock = FileMonitorBlock()
-    wandb: WandbBlock = WandbBlock()
     comet: CometBlock = CometBlock()
     flops_profiler: FlopsProfilerBlock = FlopsProfilerBlock()
 
@@ -96,7 +99,6 @@ class Config(Block):
     log_level: Annotated[str | None, Native('set it with logging.getLogger("zeroamp")')] = None
     vocabulary_size: Annotated[Count | None, Native("DeepSpeed only warns where it does not divide")] = None
 
-    wall_clock_breakdown: Annotated[bool, Unsupported("Use `zeroamp profile`: it prints the times.")] = False
     memory_breakdown: Annotated[bool, Unsupported("Use torch.cuda.memory_summary() or its snapshot.")] = False
     dump_state: Annotated[bool, Unsupported("Print policy.report() and zeroamp.explain(model).")] = False
     prescale_gradients: Annotated[bool, Unsupported(_SUMS_IN_FP32)] = False

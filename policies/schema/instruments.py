@@ -7,44 +7,45 @@ from pydantic import Field
 from zeroamp.policies.schema.keys import Block, Count, Honoured, Native, Number, Unsupported
 from zeroamp.policies.schema.precision import Names
 
-_NO_MONITOR = "Log the StepReport that TrainStep.step() returns; it has loss, norm, loss scale and skipped steps."
-_OF_A_MONITOR = "only an enabled monitor reads it, which is refused"
+_NO_COMET = "Use tensorboard, csv_monitor or wandb, or add a watcher of your own to TrainStep.watchers."
+_OF_COMET = "only an enabled comet reads it, which is refused"
 _OF_THE_PROFILER = "only an enabled flops_profiler reads it, which is refused"
 _MODEL_CHECKPOINTS = (
     "Remove it: the model chooses what it recomputes, by gradient_checkpointing_enable() or torch's checkpoint_wrapper."
 )
+_JOB = "zeroamp"
 
-Text = Annotated[str | None, Native(_OF_A_MONITOR)]
+Text = Annotated[str | None, Native(_OF_COMET)]
 
 
 class FileMonitorBlock(Block):
     """`tensorboard`, `csv_monitor`."""
 
-    enabled: Annotated[bool, Unsupported(_NO_MONITOR)] = False
-    output_path: Text = ""
-    job_name: Text = "DeepSpeedJobName"
+    enabled: Annotated[bool, Honoured("write every step on the first rank, see docs/instruments.md")] = False
+    output_path: Annotated[str, Honoured("folder; by default the current one")] = ""
+    job_name: Annotated[str, Honoured("folder inside it", "DeepSpeedJobName")] = _JOB
 
 
 class WandbBlock(Block):
     """`wandb`."""
 
-    enabled: Annotated[bool, Unsupported(_NO_MONITOR)] = False
-    group: Text = None
-    team: Text = None
-    project: Text = "deepspeed"
+    enabled: Annotated[bool, Honoured("log every step on the first rank, see docs/instruments.md")] = False
+    group: Annotated[str | None, Honoured("wandb's group of runs")] = None
+    team: Annotated[str | None, Honoured("wandb's entity")] = None
+    project: Annotated[str, Honoured("wandb's project", "deepspeed")] = _JOB
 
 
 class CometBlock(Block):
     """`comet`."""
 
-    enabled: Annotated[bool, Unsupported(_NO_MONITOR)] = False
-    samples_log_interval: Annotated[Count, Native(_OF_A_MONITOR)] = 100
+    enabled: Annotated[bool, Unsupported(_NO_COMET)] = False
+    samples_log_interval: Annotated[Count, Native(_OF_COMET)] = 100
     project: Text = None
     workspace: Text = None
     api_key: Text = None
     experiment_name: Text = None
     experiment_key: Text = None
-    online: Annotated[bool | None, Native(_OF_A_MONITOR)] = None
+    online: Annotated[bool | None, Native(_OF_COMET)] = None
     mode: Text = None
 
 
@@ -65,7 +66,7 @@ class FlopsProfilerBlock(Block):
     """`flops_profiler`."""
 
     enabled: Annotated[
-        bool, Unsupported("Use torch.utils.flop_counter.FlopCounterMode on one step, outside training.")
+        bool, Unsupported("Use zeroamp.count_flops(model, batch) before wrap_model, and RunReport(flops_per_step=).")
     ] = False
     recompute_fwd_factor: Annotated[Number, Native(_OF_THE_PROFILER)] = 0.0
     profile_step: Annotated[Count, Native(_OF_THE_PROFILER)] = 1
@@ -111,8 +112,8 @@ class CheckpointBlock(Block):
 class TimersThroughputBlock(Block):
     """`timers.throughput`."""
 
-    enabled: Annotated[bool, Native("there are no timers in the step")] = True
-    synchronized: Annotated[bool, Native("there are no timers in the step")] = True
+    enabled: Annotated[bool, Native("a RunReport has tokens/s, and makes no rank wait for its device")] = True
+    synchronized: Annotated[bool, Native("a RunReport has tokens/s, and makes no rank wait for its device")] = True
 
 
 class TimersBlock(Block):

@@ -18,6 +18,7 @@ GROUP_NAMES = {
     "unsharded_accumulated_grad",
     "_unsharded_param",
     "_to_sharded",
+    _fsdp.END_OF_BACKWARD,
     "wait_for_unshard",
     "_modules_to_run_forward",
     "_reset_iter_state",
@@ -43,7 +44,8 @@ def _states():
     state = module._get_fsdp_state()
     group = (getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group])[0]
     parameter = group.fsdp_params[0]
-    found = [callable(getattr(group, name)) for name in ("_to_sharded", "wait_for_unshard")]
+    found = [callable(getattr(group, name)) for name in ("_to_sharded", *_fsdp.COMMUNICATION)]
+    found.append(callable(getattr(state, _fsdp.END_OF_BACKWARD)))
     found.append(isinstance(state._modules_to_run_forward, set))
     found += [hasattr(parameter, name) for name in ("sharded_param", "unsharded_accumulated_grad", "_unsharded_param")]
     found.append(isinstance(torch.ones(1).untyped_storage()._cdata, int))
@@ -66,7 +68,7 @@ def _can_be_reset(state, group):
 
 
 def test_the_names_exist(ranks2):
-    assert ranks2.run(_states)[0] == [True] * 11
+    assert ranks2.run(_states)[0] == [True] * 14
     assert hasattr(FSDPModule, "_get_fsdp_state")
     assert {"all_gather_event", "all_gather_work"} <= set(AllGatherResult._fields)
     for base in (_fsdp.ReduceScatter, _fsdp.AllGather):

@@ -375,16 +375,16 @@ BAD = [
         "has removed it too.",
     ),
     (
-        {"tensorboard": {"enabled": True}},
+        {"comet": {"enabled": True}},
         {},
-        "tensorboard.enabled: found true, which is not supported; valid: false. Log the StepReport that "
-        "TrainStep.step() returns; it has loss, norm, loss scale and skipped steps.",
+        "comet.enabled: found true, which is not supported; valid: false. Use tensorboard, csv_monitor or wandb, or "
+        "add a watcher of your own to TrainStep.watchers.",
     ),
     (
-        {"wall_clock_breakdown": True},
+        {"flops_profiler": {"enabled": True}},
         {},
-        "wall_clock_breakdown: found true, which is not supported; valid: false. Use `zeroamp "
-        "profile`: it prints the times.",
+        "flops_profiler.enabled: found true, which is not supported; valid: false. Use zeroamp.count_flops(model, "
+        "batch) before wrap_model, and RunReport(flops_per_step=).",
     ),
     (
         {"comms_logger": {"enabled": False}, "zeroamp": {"count_traffic": True}},

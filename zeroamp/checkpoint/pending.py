@@ -21,6 +21,8 @@ class Saving:
     """Of the checkpoint that was saved or loaded last, known to the first rank; 0: of none."""
     future: Future[Path] | None = None
     """Ends alike on all ranks: with the path, or with the error of whichever rank failed."""
+    is_done: bool = False
+    """Whether it has ended on all ranks, as far as they have looked."""
     signals: Agreement | None = None
     """For the main thread, while the background has the group of saving and loading."""
 
@@ -28,9 +30,19 @@ class Saving:
         """Take note of a save that all ranks began."""
         self.future, self.signals = future, signals
 
-    def is_done(self) -> bool:
-        """Return whether the save ended, the same on all ranks: a small all-reduce while there is one."""
-        return self.future is not None and self.signals is not None and self.signals.all(self.future.done())
+    def look(self) -> None:
+        """See whether the save ended, on all ranks at the same call: a small all-reduce while there is one."""
+        if self.future is not None and self.signals is not None:
+            self.is_done = self.signals.all(self.future.done())
+
+    def tell(self) -> None:
+        """Raise what the last look found.
+
+        Raises:
+            CheckpointError: the save ended and failed.
+        """
+        if self.is_done:
+            self.wait()
 
     def give_up(self) -> None:
         """Wait for the save; log its error, where what follows matters more than what failed."""
@@ -45,6 +57,6 @@ class Saving:
         Raises:
             CheckpointError: it failed.
         """
-        future, self.future = self.future, None
+        future, self.future, self.is_done = self.future, None, False
         if future is not None:
             future.result()

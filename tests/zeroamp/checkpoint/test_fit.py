@@ -1,5 +1,7 @@
 """What does not fit is refused on all ranks by a text that names the difference, and nothing has been changed."""
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import nn

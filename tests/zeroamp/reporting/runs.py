@@ -1,0 +1,49 @@
+"""What every rank runs in the tests of reports."""
+
+import logging
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+import zeroamp
+from tests.models import batch, loss_of
+from tests.training import wrapped
+
+NAME = "llama_tied"
+
+
+@contextmanager
+def log_lines(level=logging.WARNING):
+    """The messages that zeroamp logs inside, from this level on."""
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("zeroamp")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+def train_step(cfg, lr=1e-2):
+    model = wrapped(NAME, cfg)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    return zeroamp.TrainStep(model, optimizer, scheduler)
+
+
+def take_steps(train, num_steps, first=0):
+    """Return the reports of the steps."""
+    reports = []
+    while len(reports) < num_steps:
+        for micro in range(train._state.plan.policy.gradient_accumulation_steps):
+            index = 100 * (first + len(reports)) + 10 * micro + dist.get_rank()
+            train.backward(loss_of(train.model, batch(NAME, index)))
+            report = train.step()
+        reports.append(report)
+    return reports

@@ -1,0 +1,71 @@
+"""`zeroamp report`: a table of runs side by side, and a picture."""
+
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.zeroamp.reporting.records import record, write_run
+from zeroamp.cli import app
+
+
+@pytest.fixture
+def runs(tmp_path):
+    one = [record(step, loss=5.0 - step, tokens_per_s=100.0 * step, num_tokens=50) for step in (1, 2, 3)]
+    two = [record(step, loss=4.0 - step, skipped=step == 2, peak_active_gib=1.5, mfu=0.25) for step in (1, 2)]
+    return write_run(tmp_path / "one.jsonl", one), write_run(tmp_path / "two.jsonl", two, device="NVIDIA H200")
+
+
+def run(*arguments):
+    result = CliRunner().invoke(app, ["report", *map(str, arguments)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def rows(text):
+    """label -> cells, of a Markdown table."""
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    return {label: cells for label, *cells in (lines[0], *lines[2:])}
+
+
+def test_runs_are_side_by_side(runs):
+    code, stdout, stderr = run(*runs, "--markdown")
+    assert (code, stderr) == (0, "")
+    table = rows(stdout)
+    assert table[""] == ["one", "two"]
+    assert table["ranks, device"] == ["2, cpu", "2, NVIDIA H200"]
+    assert table["steps (skipped)"] == ["3 (0)", "1 (1)"]
+    assert table["tokens"] == ["150", "-"]
+    assert table["loss, first"] == ["4.0000", "3.0000"]
+    assert table["loss, last"] == ["2.0000", "3.0000"]
+    assert table["tokens/s, median"] == ["250", "-"]  # of the second and third step
+    assert table["MFU, median"] == ["-", "25.0%"]
+    assert table["ms per step, median"] == ["1,000.0", "1,000.0"]
+    assert table["forward"] == ["20.0%", "20.0%"]
+    assert table["peak GiB, active"] == ["-", "1.50"]
+    assert "model TFLOP/s per rank" not in table  # known of none
+
+
+def test_one_run_is_a_table_of_one_column_and_equal_names_are_told_apart(runs):
+    assert rows(run(runs[0], "--markdown")[1])[""] == ["one"]
+    assert rows(run(runs[0], runs[0], "--markdown")[1])[""] == ["one (1)", "one (2)"]
+
+
+def test_the_picture_is_a_png_of_four_panels(runs, tmp_path):
+    pytest.importorskip("matplotlib")
+    code, _, stderr = run(*runs, "--plot", tmp_path / "new" / "runs.png")
+    assert (code, stderr) == (0, f"wrote {tmp_path / 'new' / 'runs.png'}\n")
+    assert (tmp_path / "new" / "runs.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_file_that_is_no_run_is_an_error_without_a_traceback(tmp_path):
+    code, stdout, stderr = run(tmp_path / "none.jsonl")
+    assert (code, stdout) == (1, "")
+    assert stderr.startswith(f"Error: {tmp_path / 'none.jsonl'}: found no readable file")
+
+
+def test_without_matplotlib_it_says_what_to_install(runs, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    code, _, stderr = run(runs[0], "--plot", "x.png")
+    assert code == 1
+    assert "pip install zeroamp[plot]" in stderr

@@ -1,0 +1,137 @@
+"""The config's monitors: what they wrote is read back."""
+
+import csv
+import sys
+
+import pytest
+
+import zeroamp
+from tests.ranks import RankError
+from tests.training import config
+from tests.zeroamp.reporting.records import record
+from tests.zeroamp.reporting.runs import log_lines, take_steps, train_step
+from zeroamp.policies.schema.instruments import FileMonitorBlock, WandbBlock
+from zeroamp.reporting.writers import CsvWriter, TensorBoardWriter, WandbWriter
+
+
+def _monitored(folder, num_starts):
+    for _ in range(num_starts):
+        train = train_step(config(3, csv_monitor={"enabled": True, "output_path": folder, "job_name": "job"}))
+        reports = take_steps(train, 3)
+    return [report.loss for report in reports]
+
+
+def test_csv_has_a_row_per_step_and_a_second_start_appends(ranks2, tmp_path):
+    losses, _ = ranks2.run(_monitored, str(tmp_path), 2)
+    with (tmp_path / "job" / "steps.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == [1, 2, 3, 1, 2, 3]
+    assert [float(row["loss"]) for row in rows] == losses * 2
+    assert [float(row["lr"]) for row in rows[:3]] == [1e-2, 5e-3, 2.5e-3]
+    assert float(rows[0]["traffic_bytes"]) > 0
+    assert rows[0]["mfu"] == ""
+
+
+def test_csv_with_other_columns_is_not_appended_to(tmp_path):
+    (tmp_path / "zeroamp").mkdir()
+    (tmp_path / "zeroamp" / "steps.csv").write_text("step,colour\n")
+    with pytest.raises(zeroamp.ConfigError, match="with other columns; valid: a new file"):
+        CsvWriter(FileMonitorBlock(enabled=True, output_path=str(tmp_path)))
+
+
+def test_tensorboard_has_every_number(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    writer = TensorBoardWriter(FileMonitorBlock(enabled=True, output_path=str(tmp_path), job_name="job"))
+    writer.step(record(1, loss=3.0, traffic_bytes={"all_gather bf16": 8}))
+    writer.step(record(2, loss=2.5))
+    writer.warning("slow rank", "rank 1")
+    writer.close()
+    events = EventAccumulator(str(tmp_path / "job")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 3.0), (2, 2.5)]
+    assert events.Scalars("train/traffic_bytes/all_gather_bf16")[0].value == 8
+    assert set(record().scalars()) <= {tag.removeprefix("train/") for tag in events.Tags()["scalars"]}
+
+
+def test_wandb_gets_every_step_offline(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    writer = WandbWriter(WandbBlock(enabled=True, project="p"), {"zero_optimization": {"stage": 3}})
+    for number, loss in ((1, 4.0), (1, 3.5), (2, 3.0)):  # of which the second was skipped
+        writer.step(record(number, loss=loss))
+    assert (writer._run.summary["train/loss"], writer._run.summary["step"], writer._run.step) == (3.0, 2, 3)
+    assert writer._run.config["zero_optimization"] == {"stage": 3}
+    writer.close()
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
+def _without(block):
+    for name in ("tensorboard", "torch.utils.tensorboard", "wandb"):
+        sys.modules[name] = None
+    try:
+        train_step(config(3, **{block: {"enabled": True}}))
+    finally:
+        for name in ("tensorboard", "torch.utils.tensorboard", "wandb"):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("block", ["tensorboard", "wandb"])
+def test_a_monitor_whose_package_is_missing_is_an_error_on_all_ranks(ranks2, block):
+    with pytest.raises(RankError) as caught:
+        ranks2.run(_without, block)
+    assert str(caught.value).count(f"ConfigError: rank 0: {block}.enabled: found no module") == 2
+    assert f"pip install zeroamp[{block}]" in str(caught.value)
+
+
+def _broken_down(cfg):
+    with log_lines(20) as lines:
+        train = train_step(cfg)
+        take_steps(train, 4)
+    return [line for line in lines if "exposed communication" in line]
+
+
+def test_the_breakdown_is_logged_at_steps_per_print_on_the_first_rank(ranks2):
+    first, second = ranks2.run(_broken_down, config(2, wall_clock_breakdown=True, steps_per_print=2))
+    assert [line.split(":")[0] for line in first] == ["step 2", "step 4"]
+    for part in ("forward", "backward", "exposed communication", "optimizer", "other"):
+        assert f"{part} " in first[0]
+    assert second == []
+
+
+def _watchers(cfg):
+    return len(train_step(cfg).watchers)
+
+
+def test_nothing_watches_where_the_config_asks_for_nothing(ranks2):
+    assert ranks2.run(_watchers, config(3)) == [0, 0]
+
+
+def test_a_verification_starts_no_monitor(ranks2, tmp_path):
+    assert ranks2.run(_verified, str(tmp_path)) == [True, True]
+    assert not (tmp_path / "zeroamp").exists()
+
+
+def _verified(folder):
+    from tests.models import batch
+    from tests.training import wrapped
+
+    model = wrapped("llama_tied", config(3, csv_monitor={"enabled": True, "output_path": folder}))
+    return bool(zeroamp.explain(model).verify(model, batch("llama_tied", 0)))
+
+
+def test_the_config_of_a_policy_with_monitors_makes_an_equal_policy():
+    cfg = {
+        "tensorboard": {"enabled": True, "output_path": "a", "job_name": "b"},
+        "csv_monitor": {"enabled": True},
+        "wandb": {"enabled": True, "team": "t"},
+        "wall_clock_breakdown": True,
+    }
+    policy = zeroamp.policy_from_config(cfg)
+    assert policy.tensorboard.output_path == "a"
+    assert zeroamp.policy_from_config(policy.to_config()) == policy
+    off = zeroamp.policy_from_config({"tensorboard": {"output_path": "a"}})
+    assert off.tensorboard is None
+    assert "tensorboard is not enabled" in off.report()

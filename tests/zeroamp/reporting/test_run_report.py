@@ -1,0 +1,252 @@
+"""`RunReport`: what it writes is what happened, and training has the same bits with it."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zeroamp
+from tests.models import batch, loss_of
+from tests.ranks import RankError
+from tests.training import config, full_parameters, same_bits, wrapped
+from tests.zeroamp.reporting.runs import NAME, log_lines, take_steps, train_step
+from zeroamp.reporting.recorder import Recorder
+
+
+def _with_everything(cfg, folder):
+    """Losses, norms and parameters of four steps, without instruments and with all that need no further package."""
+    results = []
+    for has_instruments in (False, True):
+        monitors = {"csv_monitor": {"enabled": True, "output_path": folder}, "wall_clock_breakdown": True}
+        train = train_step(cfg | monitors if has_instruments else cfg)
+        if has_instruments:
+            options = {"num_steps": 4, "flops_per_step": 1e9, "peak_flops": 1e12, "steps_per_check": 2}
+            with zeroamp.RunReport(train, f"{folder}/run.jsonl", **options):
+                reports = take_steps(train, 4)
+        else:
+            reports = take_steps(train, 4)
+        results.append(([r.loss for r in reports], [r.grad_norm for r in reports], full_parameters(train.model)))
+    (losses, norms, parameters), (their_losses, their_norms, their_parameters) = results
+    return losses == their_losses, norms == their_norms, same_bits(parameters, their_parameters)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_training_has_the_same_bits_with_every_instrument(ranks2, tmp_path, stage):
+    cfg = config(stage, accumulation=2, clip=0.5)
+    assert ranks2.run(_with_everything, cfg, str(tmp_path)) == [(True, True, [])] * 2
+
+
+def _recorded(cfg, path, num_steps):
+    """What the report of a run has beside what `step()` returned."""
+    train = train_step(cfg)
+    rows = []
+    with zeroamp.RunReport(train, path, flops_per_step=3e9, peak_flops=2e12) as run:
+        for _ in range(num_steps):
+            zeroamp.traffic(train.model).reset()
+            rates = [group["lr"] for group in train.optimizer.param_groups]
+            (report,) = take_steps(train, 1, first=len(rows))
+            traffic = zeroamp.traffic(train.model).by_dtype()
+            rows.append(
+                {
+                    "step": report.step,
+                    "loss": report.loss,
+                    "grad_norm": report.grad_norm,
+                    "lr": rates,
+                    "traffic_bytes": {f"{c} {_short(dtype)}": n for (c, dtype), (_, n) in traffic.items()},
+                    "last": run.last.step,
+                }
+            )
+    return rows
+
+
+def _short(dtype):
+    return {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}[dtype]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_file_has_what_step_returned_and_what_the_counters_counted(ranks2, tmp_path, stage):
+    path = tmp_path / "new" / "run.jsonl"
+    rows, others = ranks2.run(_recorded, config(stage, accumulation=2), str(path), 3)
+    header, *lines = [json.loads(line) for line in path.read_text().splitlines()]
+    warnings = [line for line in lines if line["kind"] == "warning"]
+    lines = [line for line in lines if line["kind"] == "step"]
+    assert [warning["name"] for warning in warnings] == ["latency-bound groups"]
+    assert [line | row for line, row in zip(lines, rows, strict=True)] == [
+        line | {"last": row["last"]} for line, row in zip(lines, rows, strict=True)
+    ]
+    assert [row["last"] for row in rows] == [row["last"] for row in others] == [1, 2, 3]
+    assert [line["lr"] for line in lines] == [[1e-2], [5e-3], [2.5e-3]]
+    num_tokens = batch(NAME, 0).numel() * 2 * 2  # micro-batches, ranks
+    for line in lines:
+        assert line["num_tokens"] == num_tokens
+        assert line["tokens_per_s"] == num_tokens / line["step_s"]
+        assert line["flops_per_s_per_rank"] == 3e9 / (line["step_s"] * 2)
+        assert line["mfu"] == line["flops_per_s_per_rank"] / 2e12
+        parts = [line[f"{part}_s"] for part in ("forward", "backward", "exposed_communication", "optimizer")]
+        assert all(part > 0 for part in parts)
+        assert sum(parts) <= line["step_s"]
+        assert line["peak_active_gib"] is None
+        assert line["peak_rss_gib"] > 0
+    assert header["kind"] == "header"
+    assert header["world_size"] == 2
+    assert header["plan"]["stage"] == stage
+    assert header["versions"]["torch"] == torch.__version__
+    assert zeroamp.policy_from_config(header["config"], world_size=2) == zeroamp.policy_from_config(
+        config(stage, accumulation=2), world_size=2
+    )
+
+
+def _resumed(folder):
+    """Two steps, a save, two steps that are lost in a crash, and three from the save on."""
+    path = f"{folder}/run.jsonl"
+    train = train_step(config(3))
+    run = zeroamp.RunReport(train, path)
+    take_steps(train, 2)
+    zeroamp.save_checkpoint(folder, train.model, train)
+    lost = take_steps(train, 2, first=7)
+    run.close()
+    if dist.get_rank() == 0:
+        with open(path, "a") as file:
+            file.write('{"kind": "step", "step": 5, "lo')
+    train = train_step(config(3))
+    with zeroamp.RunReport(train, path):
+        zeroamp.load_checkpoint(folder, train.model, train)
+        again = take_steps(train, 3, first=2)
+    return [report.loss for report in lost], [report.loss for report in again]
+
+
+def test_a_run_that_is_gone_on_with_appends_and_its_steps_replace_those_it_lost(ranks2, tmp_path):
+    lost, again = ranks2.run(_resumed, str(tmp_path))[0]
+    with log_lines() as lines:
+        run = zeroamp.read_run(tmp_path / "run.jsonl")
+    assert [record.step for record in run.records] == [1, 2, 3, 4, 5]
+    assert [record.loss for record in run.records[2:]] == again
+    assert lost != again[:2]
+    assert (len(run.headers), run.num_unreadable) == (2, 1)
+    assert lines == [f"{tmp_path / 'run.jsonl'}, line 7 is left out: it is cut, or none of a RunReport"]
+    assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 4 + 1 + 1 + 1 + 3 + 2  # two warnings too
+
+
+def test_a_file_that_is_none_of_a_run_is_refused(tmp_path):
+    (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
+    with pytest.raises(zeroamp.CheckpointError, match="no header of a RunReport"):
+        zeroamp.read_run(tmp_path / "other.jsonl")
+    with pytest.raises(zeroamp.CheckpointError, match="no readable file"):
+        zeroamp.read_run(tmp_path / "none.jsonl")
+
+
+def _into_a_file_as_folder(path):
+    zeroamp.RunReport(train_step(config(3)), path)
+
+
+def test_a_file_that_cannot_be_written_is_an_error_on_all_ranks(ranks2, tmp_path):
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(RankError) as caught:
+        ranks2.run(_into_a_file_as_folder, str(tmp_path / "taken" / "run.jsonl"))
+    assert str(caught.value).count("ConfigError: rank 0: RunReport(path=): found") == 2
+
+
+@pytest.mark.parametrize("name", ["tokens_per_step", "flops_per_step", "peak_flops", "num_steps", "steps_per_check"])
+def test_numbers_that_are_not_positive_are_refused(name):
+    with pytest.raises(zeroamp.StepError, match=rf"RunReport\({name}=\): found -1"):
+        zeroamp.RunReport(None, "run.jsonl", **{name: -1})
+
+
+def _around_other_forwards(path):
+    """An evaluation, a verification and a window that failed are not counted as training; nothing is left behind."""
+    train = train_step(config(3, accumulation=2))
+    with zeroamp.RunReport(train, path) as run:
+        take_steps(train, 1)
+        num_tokens, traffic = run.last.num_tokens, run.last.traffic_bytes
+        zeroamp.explain(train.model).verify(train.model, batch(NAME, 0))
+        take_steps(train, 1)
+        after_verify = run.last.num_tokens, run.last.traffic_bytes
+        with torch.no_grad():
+            loss_of(train.model, batch(NAME, 0))
+        take_steps(train, 1)
+        after_evaluation = run.last.num_tokens, run.last.traffic_bytes
+        train.backward(loss_of(train.model, batch(NAME, 0)))
+        train.step()
+        train.recover()
+        take_steps(train, 1)
+        after_failure = run.last.num_tokens
+    run.close()
+    state = train._state
+    left = len(train.watchers), len(state.traffic.observers), "unshard" in vars(_first_group(state.root))
+    return (
+        after_verify == (num_tokens, traffic),
+        after_evaluation[0] == num_tokens,
+        sum(after_evaluation[1].values()) > sum(traffic.values()),
+        after_failure == num_tokens,
+        left,
+    )
+
+
+def _first_group(root):
+    from zeroamp.hooks._fsdp import communication_methods
+
+    return next(communication_methods(root))[0]
+
+
+def test_only_training_is_counted_and_close_leaves_nothing_behind(ranks2, tmp_path):
+    assert ranks2.run(_around_other_forwards, str(tmp_path / "run.jsonl"))[0] == (True, True, True, True, (0, 0, False))
+
+
+def _with_a_full_disk(path):
+    train = train_step(config(3))
+    run = zeroamp.RunReport(train, path)
+    with log_lines() as lines:
+        take_steps(train, 1)
+        for writer in run._writers._writers:
+            writer._file.close()
+        take_steps(train, 2)
+    run.close()
+    return train.num_steps, [line for line in lines if "is written" in line]
+
+
+def test_a_writer_that_fails_says_so_once_and_training_goes_on(ranks2, tmp_path):
+    first, second = ranks2.run(_with_a_full_disk, str(tmp_path / "run.jsonl"))
+    assert first[0] == second[0] == 3
+    assert [line.partition(", because")[0] for line in first[1]] == ["JsonlWriter: nothing is written from step 2 on"]
+    assert second[1] == []
+
+
+def _summaries():
+    with log_lines(20) as lines:
+        model = wrapped("llama_untied", config(3))
+    return [line for line in lines if line.startswith("wrapped")], sum(p.numel() for p in model.parameters())
+
+
+def test_wrap_model_logs_its_size_on_the_first_rank(ranks2):
+    (lines, numel), (others, _) = ranks2.run(_summaries)
+    (text,) = lines
+    assert others == []
+    assert f"parameters: {numel:,}, {numel:,} of them trainable" in text
+    assert text.startswith("wrapped Llama in ")
+    assert "mode autocast, ZeRO stage 3, 2 shards" in text
+    assert "units: 3 below the root" in text
+    assert text.endswith("groups, as gathered/reduced: 4 unit bf16/bf16, 1 model-wide fp32/fp32")
+    assert f"per rank: {numel * 4 / 2 / 2**20:,.1f} MiB of shards" in text
+
+
+def _pending(path):
+    """On an accelerator a record comes one step late: here with the clock of the CPU, told to be read late."""
+    train = train_step(config(3))
+    run = zeroamp.RunReport(train, path)
+    recorder = next(watcher for watcher in train.watchers if isinstance(watcher, Recorder))
+    recorder._clock.is_immediate = False
+    seen = []
+    for index in range(3):
+        (report,) = take_steps(train, 1, first=index)
+        seen.append((report.loss, run.last and run.last.loss))
+    run.close()
+    return seen, run.last.loss
+
+
+def test_late_records_are_those_of_the_step_before_and_close_writes_the_last(ranks2, tmp_path):
+    seen, last = ranks2.run(_pending, str(tmp_path / "run.jsonl"))[0]
+    losses = [loss for loss, _ in seen]
+    assert [late for _, late in seen] == [None, *losses[:2]]
+    assert last == losses[2]
+    assert [record.loss for record in zeroamp.read_run(tmp_path / "run.jsonl").records] == losses

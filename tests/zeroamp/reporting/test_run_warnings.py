@@ -1,0 +1,114 @@
+"""Each warning comes when it should, once, and not before."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroamp
+from tests.training import config, policy
+from tests.zeroamp.reporting.records import record
+from tests.zeroamp.reporting.runs import log_lines, take_steps, train_step
+from zeroamp.reporting.run_warnings import NUM_BAD_STEPS, RunWarnings
+
+
+def warnings_of(look, cfg=None, model=None, num_shards=4, num_ranks=4):
+    """What is logged while `look` is called with a RunWarnings, and what its listeners are told."""
+    with torch.device("meta"):
+        model = model or nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    plan = zeroamp.build_plan(model, policy(cfg or config(3)), {"Linear"})
+    told = []
+    warnings = RunWarnings(plan, num_shards, num_ranks)
+    warnings.listeners.append(lambda name, text: told.append(f"{name}: {text}"))
+    with log_lines() as lines:
+        look(warnings)
+    assert told == lines
+    return lines
+
+
+def steps(*records):
+    return lambda warnings: [warnings.step(each) for each in records]
+
+
+@pytest.mark.parametrize(
+    ("norm", "name"), [(0.0, "zero gradients"), (math.nan, "non-finite gradients"), (math.inf, "non-finite gradients")]
+)
+def test_gradients_that_stay_useless_are_warned_of_once(norm, name):
+    bad = [record(step, grad_norm=norm) for step in range(1, NUM_BAD_STEPS + 1)]
+    assert warnings_of(steps(*bad[:-1])) == []
+    assert warnings_of(steps(*bad[:-1], record(), bad[-1])) == []
+    (line,) = warnings_of(steps(*bad, *bad))
+    assert line.startswith(f"{name}: gradient norm {norm} for {NUM_BAD_STEPS} steps in a row, the last after step 10")
+
+
+def test_the_loss_scale_at_its_minimum_is_warned_of_once():
+    cfg = config(3, dtype="float16", fp16={"min_loss_scale": 8})
+    assert warnings_of(steps(record(loss_scale=16.0)), cfg) == []
+    (line,) = warnings_of(steps(record(loss_scale=8.0), record(loss_scale=8.0)), cfg)
+    assert "at fp16.min_loss_scale 8" in line
+    assert warnings_of(steps(record(loss_scale=1.0))) == []  # no scaling at all
+
+
+def ranks(busy_s, num_flushes=(0, 0, 0, 0)):
+    return lambda warnings: [warnings.look_at_ranks(busy_s, num_flushes, 50) for _ in range(2)]
+
+
+def test_a_rank_that_is_slower_than_the_others_is_warned_of_once():
+    assert warnings_of(ranks([1.0, 1.1, 1.0, 1.19])) == []
+    (line,) = warnings_of(ranks([1.0, 1.0, 1.5, 1.0]))
+    assert line.startswith("slow rank: rank 2 was busy for 1500.0 ms per step of the last 50, 50% above the median")
+
+
+def test_flushes_of_the_allocator_are_warned_of_once():
+    (line,) = warnings_of(ranks([1.0] * 4, (0, 3, 0, 0)))
+    assert line.startswith("allocator flushes: rank 1 flushed its allocator's cache 3 times in the last 50 steps")
+
+
+def look_at_plan(warnings):
+    warnings.look_at_plan()
+    warnings.look_at_plan()
+
+
+def test_small_groups_are_warned_of_once_where_there_are_ranks_to_wait_for():
+    (line,) = warnings_of(look_at_plan)
+    assert line.startswith("latency-bound groups: 2 of 2 groups move less than 1 MiB in a gather, 0 0.1 KiB")
+    assert warnings_of(look_at_plan, num_shards=1, num_ranks=1) == []
+    with torch.device("meta"):
+        large = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1024, bias=False))
+    assert warnings_of(look_at_plan, model=large) == []
+
+
+def test_a_unit_that_dominates_the_peak_is_warned_of_once_at_stage_3():
+    with torch.device("meta"):
+        large = nn.Sequential(nn.Linear(8192, 16384, bias=False), nn.Linear(2048, 2048, bias=False))
+    (line,) = warnings_of(look_at_plan, model=large, num_shards=8, num_ranks=8)
+    assert line.startswith("dominant unit: unit 0 takes 0.50 GiB while it is gathered with its gradients, 66% of it")
+    assert warnings_of(look_at_plan, config(2), model=large, num_shards=8, num_ranks=8) == []
+    assert warnings_of(look_at_plan, model=large, num_shards=2, num_ranks=2) == []  # the shards are larger
+
+
+def _slow_second_rank(path):
+    """The exchange over ranks: the second one says that it was busy three times as long."""
+    train = train_step(config(3))
+    with log_lines() as lines, zeroamp.RunReport(train, path, steps_per_check=2) as run:
+        check = run._check
+        exchange, check._exchange = check._exchange, lambda action: exchange(lambda: _slowed(action()))
+        take_steps(train, 5)
+    return [line for line in lines if line.startswith("slow rank")]
+
+
+def _slowed(answer):
+    return (3.0 if dist.get_rank() == 1 else 1.0), answer[1]
+
+
+def test_the_ranks_times_are_exchanged_and_the_first_rank_warns(ranks2, tmp_path):
+    first, second = ranks2.run(_slow_second_rank, str(tmp_path / "run.jsonl"))
+    assert second == []
+    (line,) = first
+    assert line.startswith("slow rank: rank 1 was busy for 3000.0 ms per step of the last 2, 50% above the median")
+    assert [name for name, _ in zeroamp.read_run(tmp_path / "run.jsonl").warnings] == [
+        "latency-bound groups",
+        "slow rank",
+    ]

@@ -1,0 +1,129 @@
+"""Several runs side by side: a table, and a picture."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from zeroamp.reporting.record import StepRecord
+from zeroamp.reporting.saved_run import SavedRun
+from zeroamp.reporting.writers import imported
+from zeroamp.tables import TableStyle, render
+
+NUM_WARM_UP = 1
+"""Steps that are left out of medians where there are more: the first one allocates."""
+
+Number = Callable[[StepRecord], float | None]
+
+
+def table(runs: Sequence[SavedRun], style: TableStyle = "simple") -> str:
+    """Return a table with a column per run. Medians leave the first step out."""
+    columns = [_summary(run) for run in runs]
+    names = _unique([run.name for run in runs])
+    rows = [
+        {"": label, **{name: column[label] for name, column in zip(names, columns, strict=True)}}
+        for label in columns[0]
+        if any(column[label] != "-" for column in columns)
+    ]
+    return render(rows, style)
+
+
+def _summary(run: SavedRun) -> dict[str, str]:
+    """Return what the table says of one run; "-" for what is not known."""
+    plan, taken = run.headers[-1].get("plan", {}), [record for record in run.records if not record.skipped]
+    steady = run.records[NUM_WARM_UP:] or run.records
+    losses = [record.loss for record in taken]
+    return {
+        "ranks, device": f"{run.headers[-1].get('world_size', '?')}, {run.headers[-1].get('device', '?')}",
+        "mode, stage": f"{plan.get('mode', '?')}, {plan.get('stage', '?')}",
+        "steps (skipped)": f"{len(taken):,} ({len(run.records) - len(taken):,})",
+        "tokens": _number(_total(run.records, lambda r: r.num_tokens), "{:,.0f}"),
+        "loss, first": _number(losses[0] if losses else None, "{:.4f}"),
+        "loss, last": _number(losses[-1] if losses else None, "{:.4f}"),
+        "gradient norm, median": _median(taken, lambda r: r.grad_norm, "{:.4g}"),
+        "tokens/s, median": _median(steady, lambda r: r.tokens_per_s, "{:,.0f}"),
+        "model TFLOP/s per rank": _median(steady, lambda r: r.flops_per_s_per_rank, "{:.4g}", 1e-12),
+        "MFU, median": _median(steady, lambda r: r.mfu, "{:.1%}"),
+        "ms per step, median": _median(steady, lambda r: r.step_s, "{:,.1f}", 1e3),
+        **{f"  {part.replace('_', ' ')}": _share(steady, part) for part in _PARTS},
+        "MB moved per step": _median(steady, lambda r: float(sum(r.traffic_bytes.values())), "{:,.1f}", 1e-6),
+        "peak GiB, active": _last(run, lambda r: r.peak_active_gib),
+        "peak GiB, reserved": _last(run, lambda r: r.peak_reserved_gib),
+        "peak GiB, host process": _last(run, lambda r: r.peak_rss_gib),
+        "allocator flushes": _number(run.records[-1].num_alloc_retries if run.records else None, "{:,}"),
+        "warnings": ", ".join(sorted({name for name, _ in run.warnings})) or "none",
+        "starts": f"{len(run.headers)}",
+    }
+
+
+_PARTS = ("forward", "backward", "exposed_communication", "optimizer", "other")
+
+
+def _share(records: Sequence[StepRecord], part: str) -> str:
+    whole = sum(record.step_s for record in records)
+    seconds = sum(getattr(record, f"{part}_s") for record in records)
+    return f"{seconds / whole:.1%}" if whole else "-"
+
+
+def _median(records: Sequence[StepRecord], number: Number, form: str, factor: float = 1.0) -> str:
+    known = [value for record in records if (value := number(record)) is not None and math.isfinite(value)]
+    return _number(median(known) * factor if known else None, form)
+
+
+def _total(records: Sequence[StepRecord], number: Number) -> float | None:
+    known = [value for record in records if (value := number(record)) is not None]
+    return sum(known) if known else None
+
+
+def _last(run: SavedRun, number: Number) -> str:
+    return _number(number(run.records[-1]) if run.records else None, "{:.2f}")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """Return the names, numbered where two runs have the same."""
+    return [
+        f"{name} ({names[:index].count(name) + 1})" if names.count(name) > 1 else name
+        for index, name in enumerate(names)
+    ]
+
+
+def plot(runs: Sequence[SavedRun], path: Path) -> None:
+    """Draw loss, gradient norm, tokens/s (or ms per step) and memory of all runs against their steps.
+
+    Raises:
+        ConfigError: there is no matplotlib.
+    """
+    figure = imported("matplotlib.figure", where="plot", extra="plot").Figure(figsize=(11, 7), layout="constrained")
+    ((loss, norm), (speed, memory)) = figure.subplots(2, 2)
+    records = [record for run in runs for record in run.records]
+    has_tokens = any(record.tokens_per_s is not None for record in records)
+    is_on_device = any(record.peak_active_gib is not None for record in records)
+    panels: list[tuple[Any, str, Number]] = [
+        (loss, "loss", lambda r: None if r.skipped else r.loss),
+        (norm, "gradient norm before clipping", lambda r: None if r.skipped else r.grad_norm),
+        (speed, "tokens/s", lambda r: r.tokens_per_s)
+        if has_tokens
+        else (speed, "ms per step", lambda r: r.step_s * 1e3),
+        (memory, "peak active memory, GiB", lambda r: r.peak_active_gib)
+        if is_on_device
+        else (memory, "peak memory of the process, GiB", lambda r: r.peak_rss_gib),
+    ]
+    names = _unique([run.name for run in runs])
+    for axes, label, number in panels:
+        for name, run in zip(names, runs, strict=True):
+            points = [(r.step, value) for r in run.records if (value := number(r)) is not None]
+            marker = "o" if len(points) < 2 else None  # a line of one point is none
+            axes.plot(*zip(*points, strict=True) if points else ([], []), label=name, linewidth=1.2, marker=marker)
+        axes.set(xlabel="optimizer step", title=label)
+        axes.grid(alpha=0.3)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    for axes in (speed, memory):
+        axes.set_ylim(0, 1.1 * axes.dataLim.ymax if axes.dataLim.ymax > 0 else 1)
+    loss.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,69 @@
+"""What the config asks a `TrainStep` to write or log about itself: tensorboard, csv_monitor, wandb, the breakdown."""
+
+import logging
+import weakref
+from typing import TYPE_CHECKING
+
+from zeroamp.mesh import is_first_rank
+from zeroamp.policies.policy import Policy
+from zeroamp.reporting.record import StepRecord
+from zeroamp.reporting.recorder import Recorder, Sink, recorder_of
+from zeroamp.reporting.writers import CsvWriter, TensorBoardWriter, WandbWriter, Writers
+from zeroamp.state import signals_of, wrap_state
+
+if TYPE_CHECKING:
+    from zeroamp.step import TrainStep
+
+logger = logging.getLogger("zeroamp")
+
+STEPS_PER_BREAKDOWN = 10
+"""Where the config has no `steps_per_print`."""
+
+
+def attach_monitors(train: "TrainStep") -> None:
+    """Attach what the config asks for; nothing, where it asks for nothing. All ranks call it.
+
+    Raises:
+        ConfigError: on all ranks, a monitor's package is missing, or its file cannot be written.
+    """
+    state = wrap_state(train.model)
+    policy = state.plan.policy
+    has_monitors = any((policy.tensorboard, policy.csv_monitor, policy.wandb))
+    if not has_monitors and not policy.wall_clock_breakdown:
+        return
+    recorder = recorder_of(state, train.watchers)
+    if policy.wall_clock_breakdown and is_first_rank(state.mesh):
+        recorder.sinks.append(breakdown(policy.steps_per_print or STEPS_PER_BREAKDOWN))
+    if has_monitors:
+        writers = Writers()
+        signals_of(state).on_first(lambda: _open(writers, policy))
+        recorder.sinks.append(writers.step)
+        # At the end of the process at the latest, and not before the last record is known.
+        weakref.finalize(train, _finish, recorder, writers)
+
+
+def _open(writers: Writers, policy: Policy) -> None:
+    if policy.csv_monitor is not None:
+        writers.add(CsvWriter(policy.csv_monitor))
+    if policy.tensorboard is not None:
+        writers.add(TensorBoardWriter(policy.tensorboard))
+    if policy.wandb is not None:
+        writers.add(WandbWriter(policy.wandb, policy.to_config()))
+
+
+def _finish(recorder: Recorder, writers: Writers) -> None:
+    recorder.flush()
+    writers.close()
+
+
+def breakdown(every: int) -> Sink:
+    """Return a sink that logs where the time of every so-many-th step went."""
+
+    def log(record: StepRecord) -> None:
+        if record.step % every == 0:
+            parts = ("forward", "backward", "exposed_communication", "optimizer", "other")
+            milliseconds = {part: getattr(record, f"{part}_s") * 1e3 for part in parts}
+            text = ", ".join(f"{part.replace('_', ' ')} {value:.1f}" for part, value in milliseconds.items())
+            logger.info("step %d: %.1f ms: %s", record.step, record.step_s * 1e3, text)
+
+    return log

@@ -1,0 +1,62 @@
+"""One line that says where a run is."""
+
+import math
+import sys
+from typing import TextIO
+
+from zeroamp.reporting.record import StepRecord
+from zeroamp.reporting.writers import imported
+
+NUM_LINES = 20
+"""Lines of a whole run where the output is not a terminal."""
+
+
+class ProgressLine:
+    """A tqdm bar where the output is a terminal, else about twenty plain lines, which a log file can hold."""
+
+    def __init__(self, num_steps: int, file: TextIO | None = None) -> None:
+        """`num_steps`: the optimizer steps of the whole run. `file`: stdout by default.
+
+        Raises:
+            ConfigError: the output is a terminal, and there is no tqdm.
+        """
+        self._num_steps = num_steps
+        self._file = file or sys.stdout
+        self._lines_every = math.ceil(num_steps / NUM_LINES)
+        self._is_first = True
+        self._bar = None
+        if self._file.isatty():
+            tqdm = imported("tqdm", where="RunReport(num_steps=)", extra="report")
+            self._bar = tqdm.tqdm(total=num_steps, unit="step", file=self._file)
+
+    def step(self, record: StepRecord) -> None:
+        """Show one step."""
+        if self._bar is not None:
+            self._bar.set_postfix_str(_words(record), refresh=False)
+            self._bar.update(record.step - self._bar.n)
+        elif self._is_first or record.step % self._lines_every == 0 or record.step == self._num_steps:
+            print(f"step {record.step}/{self._num_steps}: {_words(record)}", file=self._file, flush=True)
+        self._is_first = False
+
+    def warning(self, name: str, text: str) -> None:
+        """Show nothing: the log has it."""
+
+    def close(self) -> None:
+        """Leave the bar where it is."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _words(record: StepRecord) -> str:
+    words = [f"loss {record.loss:.4f}", f"norm {record.grad_norm:.3g}"]
+    if record.skipped:
+        words.append(f"skipped at scale {record.loss_scale:g}")
+    if record.tokens_per_s is not None:
+        words.append(f"{record.tokens_per_s:,.0f} tokens/s")
+    if record.mfu is not None:
+        words.append(f"MFU {record.mfu:.1%}")
+    if record.peak_active_gib is None:
+        words.append(f"peak RSS {record.peak_rss_gib:.2f} GiB")
+    else:
+        words.append(f"peak {record.peak_active_gib:.2f} GiB on the device")
+    return ", ".join(words)

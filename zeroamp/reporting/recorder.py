@@ -1,0 +1,182 @@
+"""Makes a `StepRecord` of every step of a `TrainStep` and hands it to whoever wants it.
+
+[Note: Not waiting]
+TrainStep waits for the device once per step, for the sum over ranks that says whether any of them failed. What is known
+on the device only after that (loss, norm, times) is copied to the host without waiting, and read one step later, when
+that step's wait has passed it. So on an accelerator a record comes one step late, and the last one at `flush`. On the
+CPU it comes at once.
+"""
+
+import resource
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from zeroamp.hooks import CommunicationWatch, TrainingForwards, tensors_in
+from zeroamp.hooks.traffic import Collective
+from zeroamp.mesh import device_of
+from zeroamp.policies.dtypes import short_name
+from zeroamp.reporting.clock import StepClock
+from zeroamp.reporting.record import GIB, StepRecord
+from zeroamp.state import WrapState
+from zeroamp.step_report import StepReport
+from zeroamp.step_watchers import Phase, StepWatchers
+
+Sink = Callable[[StepRecord], None]
+
+
+class Recorder:
+    """Watches one `TrainStep`. Reads clocks, sizes and shapes; changes no value.
+
+    On each rank; `sinks` get this rank's records, in order.
+    """
+
+    def __init__(self, state: WrapState) -> None:
+        self.sinks: list[Sink] = []
+        self.tokens_per_step: int | None = None
+        """Of all ranks, by the caller. None: counted from the inputs of this rank's forwards, times the ranks."""
+        self.flops_per_step: float | None = None
+        """Model FLOPs of one optimizer step, of all ranks."""
+        self.peak_flops: float | None = None
+        """Peak FLOP/s of one rank's device."""
+        self._state = state
+        self._num_ranks = state.mesh.size()
+        self._device = device_of(state.mesh)
+        self._clock = StepClock(self._device.type)
+        self._num_tokens: int | None = None  # of this window, on this rank
+        self._traffic: Counter[str] = Counter()
+        self._late: Callable[[], StepRecord] | None = None  # of the step before, on an accelerator
+        self._forwards = TrainingForwards(self._enter_forward, self._clock.leave)
+        self._communication = CommunicationWatch(self._clock.enter_communication, self._clock.leave_communication)
+        self._communication.attach(state.root)
+        self._handles = self._forwards.attach(state.root)
+        state.traffic.observers.append(self._count)
+
+    def detach(self) -> None:
+        """Stop watching."""
+        self.flush()
+        self._communication.detach()
+        for handle in self._handles:
+            handle.remove()
+        self._state.traffic.observers.remove(self._count)
+
+    def enter(self, phase: Phase) -> None:
+        """A backward, or the end of a window, begins."""
+        self._clock.enter(phase)
+
+    def leave(self, _phase: Phase) -> None:
+        """It ended."""
+        self._clock.leave()
+
+    def drop_window(self) -> None:
+        """Forget the tokens of a window that was given up. Its time and its traffic were spent: the next step's."""
+        self._num_tokens = None
+        self._forwards.reset()
+
+    def step_done(self, report: StepReport) -> None:
+        """Close the step, and hand on what is known, see [Note: Not waiting]."""
+        late, self._late = self._late, self._closed(report)
+        if late is not None:
+            self._hand_on(late())
+        if self._clock.is_immediate:
+            self.flush()
+
+    def flush(self) -> None:
+        """Hand on the last record; waits for the device."""
+        late, self._late = self._late, None
+        if late is not None:
+            self._hand_on(late())
+
+    def _hand_on(self, record: StepRecord) -> None:
+        for sink in self.sinks:
+            sink(record)
+
+    def _enter_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self._state.is_rehearsing:
+            return
+        if (num_tokens := count_tokens(args, kwargs)) is not None:
+            self._num_tokens = (self._num_tokens or 0) + num_tokens
+        self._clock.enter("forward")
+
+    def _count(self, collective: Collective, unsharded: torch.Tensor, _group: str) -> None:
+        if not self._state.is_rehearsing:
+            self._traffic[f"{collective} {short_name(unsharded.dtype)}"] += unsharded.nbytes
+
+    def _closed(self, report: StepReport) -> Callable[[], StepRecord]:
+        values = torch.stack([report.loss_tensor, report.grad_norm_tensor.double()])
+        values = values.to("cpu", non_blocking=True)  # into page-locked memory; the clock's last mark comes after it
+        rates = [
+            rate.to("cpu", non_blocking=True) if isinstance(rate, torch.Tensor) else rate for rate in report.lr_values
+        ]
+        read_split, memory = self._clock.end_step(), _memory(self._device)
+        traffic, self._traffic = dict(self._traffic), Counter()
+        counted, self._num_tokens = self._num_tokens, None
+        num_tokens = self.tokens_per_step
+        if num_tokens is None and counted is not None:
+            num_tokens = counted * self._num_ranks
+
+        def record() -> StepRecord:
+            split = read_split()
+            loss, norm = values.tolist()
+            return StepRecord(
+                step=report.step,
+                loss=loss,
+                grad_norm=norm,
+                loss_scale=report.loss_scale,
+                skipped=report.skipped,
+                lr=tuple(float(rate) for rate in rates),
+                **asdict(split),
+                **self._rates(num_tokens, split.step_s),
+                traffic_bytes=traffic,
+                **memory,
+            )
+
+        return record
+
+    def _rates(self, num_tokens: int | None, step_s: float) -> dict[str, Any]:
+        flops = None if self.flops_per_step is None else self.flops_per_step / (step_s * self._num_ranks)
+        return {
+            "num_tokens": num_tokens,
+            "tokens_per_s": None if num_tokens is None else num_tokens / step_s,
+            "flops_per_s_per_rank": flops,
+            "mfu": None if flops is None or self.peak_flops is None else flops / self.peak_flops,
+        }
+
+
+def recorder_of(state: WrapState, watchers: StepWatchers) -> Recorder:
+    """Return the recorder among the watchers of a `TrainStep`, which has one at most; a new one if there is none."""
+    for watcher in watchers:
+        if isinstance(watcher, Recorder):
+            return watcher
+    recorder = Recorder(state)
+    watchers.append(recorder)
+    return recorder
+
+
+def count_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+    """Return the elements of `input_ids`, or of the first int32 or int64 tensor of two dims or more that is given.
+
+    Padding counts. None where there is no such tensor.
+    """
+    named = kwargs.get("input_ids")
+    for tensor in tensors_in((named, args, dict(kwargs))):
+        if tensor.dtype in (torch.int32, torch.int64) and tensor.ndim >= 2:
+            return tensor.numel()
+    return None
+
+
+def _memory(device: torch.device) -> dict[str, Any]:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    host = {"peak_rss_gib": (peak if sys.platform == "darwin" else peak * 1024) / GIB}  # KiB on Linux, bytes on macOS
+    if device.type != "cuda":
+        return host
+    stats = torch.cuda.memory_stats(device)
+    return host | {
+        "peak_active_gib": stats["active_bytes.all.peak"] / GIB,
+        "peak_reserved_gib": stats["reserved_bytes.all.peak"] / GIB,
+        "num_alloc_retries": stats["num_alloc_retries"],
+    }

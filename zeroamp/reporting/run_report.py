@@ -1,0 +1,184 @@
+"""`RunReport`: one JSON line per optimizer step, warnings, and a progress line."""
+
+import os
+import platform
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from zeroamp.mesh import device_of, shard_size
+from zeroamp.policies.errors import StepError, describe
+from zeroamp.reporting.progress import ProgressLine
+from zeroamp.reporting.record import StepRecord
+from zeroamp.reporting.recorder import recorder_of
+from zeroamp.reporting.run_warnings import RunWarnings
+from zeroamp.reporting.writers import JsonlWriter, Writers
+from zeroamp.state import WrapState, signals_of, wrap_state
+from zeroamp.version import __version__
+
+if TYPE_CHECKING:
+    from zeroamp.step import TrainStep
+
+FORMAT = 1
+"""Of the file. Readers take lines and fields that they do not know for new ones."""
+STEPS_PER_CHECK = 50
+"""Steps between two exchanges of the ranks' busy times."""
+
+
+class RunReport:
+    """Records every step of a `TrainStep` in a file, warns, and shows progress. Training has the same bits with it.
+
+    ```python
+    with zeroamp.RunReport(train, "runs/a.jsonl", num_steps=1000) as run:
+        for batch in loader:
+            train.backward(model(**batch).loss)
+            train.step()
+            run.last  # the newest StepRecord
+    ```
+
+    All ranks construct it; the first one writes. Where the file exists, it is gone on with: see `read_run`.
+    """
+
+    def __init__(
+        self,
+        train: "TrainStep",
+        path: str | os.PathLike[str],
+        *,
+        tokens_per_step: int | None = None,
+        flops_per_step: float | None = None,
+        peak_flops: float | None = None,
+        num_steps: int | None = None,
+        steps_per_check: int = STEPS_PER_CHECK,
+    ) -> None:
+        """Attach to `train`, between two optimizer steps.
+
+        Args:
+            train: the step to watch.
+            path: the file, `.jsonl` by custom. Its folder is made.
+            tokens_per_step: tokens of one optimizer step, of all ranks. None: counted from the inputs of the first
+                rank's forwards (`count_tokens`), times the ranks.
+            flops_per_step: model FLOPs of one optimizer step, of all ranks, as `count_flops` x micro-batches x ranks.
+            peak_flops: peak FLOP/s of one rank's device in the dtype that computes, by its data sheet. With
+                `flops_per_step`: MFU = flops_per_step / (step_s x ranks x peak_flops).
+            num_steps: shows a line of progress towards so many optimizer steps. None: none.
+            steps_per_check: steps between two exchanges of busy times and allocator flushes, one small gather over the
+                CPU each. 0: none, and no warnings of them.
+
+        Raises:
+            StepError: a number is not positive.
+            ConfigError: on all ranks, the file cannot be written, or the progress line needs tqdm.
+        """
+        _check_positive(tokens_per_step=tokens_per_step, flops_per_step=flops_per_step, peak_flops=peak_flops)
+        _check_positive(num_steps=num_steps, steps_per_check=steps_per_check or None)
+        state = wrap_state(train.model)
+        self.last: StepRecord | None = None
+        """The newest record of this rank. On an accelerator that of the step before the last, until `close`."""
+        self._watchers = train.watchers
+        self._ranks = signals_of(state)
+        self._writers = Writers()
+        self._warnings = RunWarnings(state.plan, shard_size(state.mesh), state.mesh.size())
+        self._ranks.on_first(
+            lambda: self._open(Path(path), num_steps, _header(state, tokens_per_step, flops_per_step, peak_flops))
+        )
+        recorder = self._recorder = recorder_of(state, train.watchers)
+        recorder.tokens_per_step, recorder.flops_per_step = tokens_per_step, flops_per_step
+        recorder.peak_flops = peak_flops
+        warnings = self._warnings if self._ranks.rank == 0 else None
+        self._check = _RankCheck(self._ranks.run, warnings, steps_per_check) if steps_per_check else None
+        recorder.sinks.append(self._record)
+        if self._ranks.rank == 0:
+            self._warnings.look_at_plan()
+
+    def __enter__(self) -> Self:
+        """Return this."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    def close(self) -> None:
+        """Write what is left, and watch no longer. On this rank only; waits for its device."""
+        recorder = self._recorder
+        if self._record not in recorder.sinks:
+            return
+        self._check = None  # an exchange is for all ranks, and this one may be leaving alone, after an error
+        recorder.flush()
+        recorder.sinks.remove(self._record)
+        if not recorder.sinks:
+            self._watchers.remove(recorder)
+            recorder.detach()
+        self._writers.close()
+
+    def _open(self, path: Path, num_steps: int | None, header: dict[str, Any]) -> None:
+        self._writers.add(JsonlWriter(path, header))
+        if num_steps is not None:
+            self._writers.add(ProgressLine(num_steps))
+        self._warnings.listeners.append(self._writers.warning)
+
+    def _record(self, record: StepRecord) -> None:
+        self.last = record
+        self._writers.step(record)
+        if self._ranks.rank == 0:
+            self._warnings.step(record)
+        if self._check is not None:
+            self._check.step(record)
+
+
+class _RankCheck:
+    """Exchanges the ranks' busy times and allocator flushes every so many steps, on the group of the CPU's flags."""
+
+    def __init__(self, exchange: Callable[..., list[Any]], warnings: RunWarnings | None, every: int) -> None:
+        self._exchange = exchange
+        self._warnings = warnings
+        self._every = every
+        self._busy_s: list[float] = []
+        self._num_flushes: int | None = None  # of the process, at the last exchange
+
+    def step(self, record: StepRecord) -> None:
+        """Take one step in; at every so-many-th exchange. The same step on all ranks, which had as many records."""
+        flushes = record.num_alloc_retries or 0
+        if self._num_flushes is None:
+            self._num_flushes = flushes  # what was before the first step is not training's
+        self._busy_s.append(record.busy_s)
+        if len(self._busy_s) < self._every:
+            return
+        mine = sum(self._busy_s) / self._every, flushes - self._num_flushes
+        self._busy_s, self._num_flushes = [], flushes
+        busy_s, num_flushes = zip(*self._exchange(lambda: mine), strict=True)
+        if self._warnings is not None:
+            self._warnings.look_at_ranks(busy_s, num_flushes, self._every)
+
+
+def _check_positive(**values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and (isinstance(value, bool) or not value > 0):
+            raise StepError(describe(f"RunReport({name}=)", value, "a positive number, or None", "Change it."))
+
+
+def _header(
+    state: WrapState, tokens_per_step: int | None, flops_per_step: float | None, peak_flops: float | None
+) -> dict[str, Any]:
+    plan, device = state.plan, device_of(state.mesh)
+    return {
+        "format": FORMAT,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {"zeroamp": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "world_size": state.mesh.size(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "config": plan.policy.to_config(),
+        "plan": {
+            "mode": plan.policy.mode,
+            "stage": plan.policy.stage,
+            "mesh": list(state.mesh.shape),
+            "num_units": len(plan.units),
+            "num_groups": len(plan.groups),
+            "num_parameters": sum(param.numel for param in plan.params),
+        },
+        "tokens": "given" if tokens_per_step is not None else "counted on the first rank, times the ranks",
+        "flops_per_step": flops_per_step,
+        "peak_flops": peak_flops,
+    }

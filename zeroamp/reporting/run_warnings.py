@@ -1,0 +1,139 @@
+"""Warnings about a run, each once, with figures and what to do. They change nothing."""
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from statistics import median
+
+from zeroamp.plan import Plan
+from zeroamp.policies.loss_scale import LossScale
+from zeroamp.reporting.record import GIB, StepRecord
+
+logger = logging.getLogger("zeroamp")
+
+MIB = 1024**2
+NUM_BAD_STEPS = 10
+"""Steps in a row without a usable gradient. Dynamic loss scaling overflows a few times when it begins."""
+SLOW_RANK_MARGIN = 0.2
+"""A rank is slow where its busy time is more than this fraction above the median of all."""
+DOMINANT_UNIT_FRACTION = 0.5
+"""A unit dominates where its gathered parameters and whole gradients are more than this part of what a rank holds."""
+DOMINANT_UNIT_BYTES = 256 * MIB
+"""Smaller units never do."""
+LATENCY_BOUND_BYTES = 1 * MIB
+"""A collective below this takes longer to start than to move: tens of microseconds, at tens of GB/s."""
+ADAM_BYTES_PER_ELEMENT = 16
+"""fp32 parameter, gradient and two moments."""
+
+
+class RunWarnings:
+    """Looks at a plan once and at every record. On the first rank."""
+
+    def __init__(self, plan: Plan, num_shards: int, num_ranks: int) -> None:
+        self.listeners: list[Callable[[str, str], None]] = []
+        """Called with the name and the text of each warning."""
+        self._plan = plan
+        self._num_shards = num_shards
+        self._num_ranks = num_ranks
+        self._given: set[str] = set()
+        self._num_bad = {"zero gradients": 0, "non-finite gradients": 0}
+
+    def look_at_plan(self) -> None:
+        """Look at sizes of units and groups."""
+        if self._num_ranks > 1:
+            self._look_at_small_groups()
+        if self._plan.policy.stage == 3 and self._num_shards > 1:
+            self._look_at_large_units()
+
+    def step(self, record: StepRecord) -> None:
+        """Look at one step."""
+        self._look_at_gradient(record)
+        self._look_at_scale(record, self._plan.policy.loss_scale)
+
+    def look_at_ranks(self, busy_s: Sequence[float], num_flushes: Sequence[int], num_steps: int) -> None:
+        """Look at each rank's mean busy time of the last `num_steps` steps, and its allocator's flushes in them."""
+        typical, slowest = median(busy_s), max(busy_s)
+        if slowest > (1 + SLOW_RANK_MARGIN) * typical:
+            self._warn(
+                "slow rank",
+                f"rank {busy_s.index(slowest)} was busy for {slowest * 1e3:.1f} ms per step of the last {num_steps}, "
+                f"{slowest / typical - 1:.0%} above the median of the ranks ({typical * 1e3:.1f} ms): the others wait. "
+                "Look at its data loading, clocks and neighbours",
+            )
+        if max(num_flushes) > 0:
+            self._warn(
+                "allocator flushes",
+                f"rank {num_flushes.index(max(num_flushes))} flushed its allocator's cache {max(num_flushes)} times in "
+                f"the last {num_steps} steps (num_alloc_retries), and each waits for the device. Take smaller "
+                "micro-batches, or PYTORCH_ALLOC_CONF=expandable_segments:True",
+            )
+
+    def _look_at_gradient(self, record: StepRecord) -> None:
+        is_bad = {
+            "zero gradients": record.grad_norm == 0,
+            "non-finite gradients": not math.isfinite(record.grad_norm),
+        }
+        remedies = {
+            "zero gradients": "Check that the loss depends on trainable parameters, and its scale in float16",
+            "non-finite gradients": "Lower the learning rate, clip, or look at the data of these steps",
+        }
+        for name, is_so in is_bad.items():
+            self._num_bad[name] = self._num_bad[name] + 1 if is_so else 0
+            if self._num_bad[name] >= NUM_BAD_STEPS:
+                self._warn(
+                    name,
+                    f"gradient norm {record.grad_norm} for {NUM_BAD_STEPS} steps in a row, the last after "
+                    f"step {record.step} with loss {record.loss:.4g}. {remedies[name]}",
+                )
+
+    def _look_at_scale(self, record: StepRecord, scale: LossScale) -> None:
+        if scale.dynamic and record.loss_scale <= scale.minimum:
+            self._warn(
+                "loss scale at minimum",
+                f"the loss scale is at fp16.min_loss_scale {scale.minimum:g} at step {record.step}: the next overflow "
+                "ends the run. Lower the learning rate, clip, or use bfloat16, which needs no scale",
+            )
+
+    def _look_at_small_groups(self) -> None:
+        sizes = {
+            group.name: sum(param.numel * param.group_key[1].itemsize for param in group.params)
+            for group in self._plan.groups
+            if group.kind != "model-wide"  # gathered once per step
+        }
+        small = {name: size for name, size in sizes.items() if size < LATENCY_BOUND_BYTES}
+        if small:
+            name = min(small, key=lambda name: small[name])
+            self._warn(
+                "latency-bound groups",
+                f"{len(small)} of {len(sizes)} groups move less than {LATENCY_BOUND_BYTES / MIB:g} MiB in a gather, "
+                f"{name} {small[name] / 1024:.1f} KiB: their collectives take longer to start than to move. Merge "
+                "units by zero_optimization.reduce_bucket_size, choose larger ones by auto_wrap_policy, or raise "
+                "stage3_param_persistence_threshold for small fp32 parameters",
+            )
+
+    def _look_at_large_units(self) -> None:
+        sizes: dict[str, int] = {}
+        for group in self._plan.groups:
+            for param in group.params:
+                gradient = param.numel * group.wire.itemsize if param.dtypes.wire is not None else 0
+                gathered = param.numel * param.group_key[1].itemsize
+                sizes[group.unit] = sizes.get(group.unit, 0) + gathered + gradient
+        unit = max(sizes, key=lambda unit: sizes[unit])
+        numel = sum(param.numel for param in self._plan.params)
+        held = numel * ADAM_BYTES_PER_ELEMENT / self._num_shards
+        share = sizes[unit] / (sizes[unit] + held)
+        if share > DOMINANT_UNIT_FRACTION and sizes[unit] > DOMINANT_UNIT_BYTES:
+            self._warn(
+                "dominant unit",
+                f"unit {unit or 'root'} takes {sizes[unit] / GIB:.2f} GiB while it is gathered with its gradients, "
+                f"{share:.0%} of it and the {held / GIB:.2f} GiB of shards that a rank holds (with AdamW): more ranks "
+                "cannot lower the peak. Make units of its parts by auto_wrap_policy",
+            )
+
+    def _warn(self, name: str, text: str) -> None:
+        if name in self._given:
+            return
+        self._given.add(name)
+        logger.warning("%s: %s", name, text)
+        for listen in self.listeners:
+            listen(name, text)

@@ -1,0 +1,79 @@
+"""Reads what `RunReport` wrote."""
+
+import json
+import logging
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from zeroamp.policies.errors import CheckpointError, describe
+from zeroamp.reporting.record import StepRecord
+
+logger = logging.getLogger("zeroamp")
+
+
+@dataclass(kw_only=True, slots=True)
+class SavedRun:
+    """A run as its file has it."""
+
+    name: str
+    """Of the file, without its suffix."""
+    headers: list[dict[str, Any]] = field(default_factory=list)
+    """One per start of the run: the first, and one per time that it was gone on with."""
+    records: list[StepRecord] = field(default_factory=list)
+    """By step. Where a run went on from a checkpoint, the steps that it took again replace those that it lost."""
+    warnings: list[tuple[str, str]] = field(default_factory=list)
+    """(name, text)."""
+    num_unreadable: int = 0
+    """Lines that are no JSON: one that a crash cut."""
+
+
+def read_run(path: str | os.PathLike[str]) -> SavedRun:
+    """Read the file of a `RunReport`, of a run that still goes on too. A line that was cut is left out, with a note.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is none of a RunReport.
+    """
+    path = Path(path)
+    run = SavedRun(name=path.stem)
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for number, line in enumerate(file, start=1):
+                _read_line(run, line, f"{path}, line {number}")
+    except OSError as error:
+        found = f"no readable file ({error.strerror})"
+        raise CheckpointError(describe(str(path), found, "a file that RunReport wrote", "Check the path.")) from error
+    if not run.headers:
+        found = "no header of a RunReport"
+        raise CheckpointError(describe(str(path), found, "a file that RunReport wrote", "Check the path."))
+    return run
+
+
+def _read_line(run: SavedRun, line: str, where: str) -> None:
+    try:
+        values = json.loads(line)
+        kind = values["kind"]
+        record = StepRecord.from_json(values) if kind == "step" else None
+    except (ValueError, TypeError, KeyError):
+        run.num_unreadable += 1
+        logger.warning("%s is left out: it is cut, or none of a RunReport", where)
+        return
+    if kind == "header":
+        run.headers.append(values)
+    elif kind == "warning":
+        run.warnings.append((values.get("name", ""), values.get("text", "")))
+    elif record is not None:
+        _add(run, record)
+
+
+def _add(run: SavedRun, record: StepRecord) -> None:
+    """Add a step; a number that was there already, in an earlier part of the run, means that it went back to there.
+
+    Skipped steps have the number of the step before them, so only a smaller one, or one of a step taken, is a return.
+    """
+    while run.records and (
+        run.records[-1].step > record.step or (run.records[-1].step == record.step and not record.skipped)
+    ):
+        run.records.pop()
+    run.records.append(record)

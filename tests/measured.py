@@ -33,11 +33,11 @@ def _recompute(model, units):
         )
 
 
-def measured_step(name, options, checkpointing=False, fields=None, mesh_shape=None):
+def measured_step(name, options, checkpointing=False, fields=None, mesh_shape=None, prepare=None):
     """Train, and return what the last step held and moved and what was predicted, as plain numbers."""
     with Allocated() as allocated:
         inputs = batch(name, 0, SAMPLES)
-        model = wrapped(name, config(**options), fields=fields, mesh_shape=mesh_shape)
+        model = wrapped(name, config(**options), fields=fields, mesh_shape=mesh_shape, prepare_before=prepare)
         state = wrap_state(model)
         if checkpointing:
             _recompute(model, state.plan.units)
@@ -63,12 +63,15 @@ def measured_step(name, options, checkpointing=False, fields=None, mesh_shape=No
         ),
         "traffic": _rows(state.traffic),
     }
-    return found, predicted_step(name, state.plan, ranks_of(state.mesh), inputs, checkpointing)
+    return found, predicted_step(name, state.plan, ranks_of(state.mesh), inputs, checkpointing, prepare)
 
 
-def predicted_step(name, plan, ranks, inputs, checkpointing):
+def predicted_step(name, plan, ranks, inputs, checkpointing, prepare):
+    model = build(name)
+    if prepare is not None:
+        prepare(model)
     costs = optimizer_costs(plan, ranks, None, foreach=False)
-    traced = trace(build(name), plan, forward_arguments(name, inputs), device_type="cpu", checkpointing=checkpointing)
+    traced = trace(model, plan, forward_arguments(name, inputs), device_type="cpu", checkpointing=checkpointing)
     timeline = memory_timeline(plan, ranks, traced, costs)
     at_end = dict(zip(KINDS, timeline.num_bytes[-1].tolist(), strict=True))
     return {

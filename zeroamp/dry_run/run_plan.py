@@ -1,7 +1,7 @@
 """`plan_run`: what a training run will need and take, stage by stage, before it runs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -198,11 +198,12 @@ class _Planner:
     network: Network
     efficiency: Efficiency
     optimizer: OptimizerFactory | None
+    costs: dict[int | None, OptimizerCosts] = field(default_factory=dict)
+    """Ranks that shard -> what the optimizer costs: parameters are the same at every stage."""
 
     def stage(self, plan: Plan, ranks: Ranks) -> StagePlan:
         """Plan one stage."""
-        # torch updates many tensors with one kernel on accelerators, which needs copies; every GPU here is one.
-        costs = optimizer_costs(plan, ranks, self.optimizer, foreach=True)
+        costs = self._costs(plan, ranks)
         trace = self.traces.of(plan, self.batch, checkpointing=self.checkpointing)
         return StagePlan(
             plan=plan,
@@ -221,6 +222,13 @@ class _Planner:
                 self.gpu.memory_bytes,
             ),
         )
+
+    def _costs(self, plan: Plan, ranks: Ranks) -> OptimizerCosts:
+        key = ranks.shards(plan.policy)
+        if key not in self.costs:
+            # torch updates many tensors with one kernel on accelerators, which needs copies; every GPU here is one.
+            self.costs[key] = optimizer_costs(plan, ranks, self.optimizer, foreach=True)
+        return self.costs[key]
 
     def _memory(self, plan: Plan, ranks: Ranks, costs: OptimizerCosts, batch: int, checkpointing: bool) -> Timeline:
         return memory_timeline(plan, ranks, self.traces.of(plan, batch, checkpointing=checkpointing), costs)

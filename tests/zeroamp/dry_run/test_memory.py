@@ -64,6 +64,18 @@ def test_sharding_options(ranks2, fields):
         check(ranks2.run(measured_step, "llama_untied", options, False, fields))
 
 
+def freeze_the_first(model):
+    model.embed.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
+
+
+def test_frozen_units_are_gathered_ahead_in_vain(ranks2):
+    for accumulation in (1, 2):
+        options = {"stage": 3, "threshold": 0, "accumulation": accumulation}
+        answers = ranks2.run(measured_step, "llama_untied", options, False, {}, None, freeze_the_first)
+        check(answers)
+
+
 def test_hybrid_sharding_and_a_secondary_partition(ranks4):
     check(ranks4.run(measured_step, "llama_untied", {"stage": 3, "threshold": 0}, False, {}, (2, 2)))
     check(ranks4.run(measured_step, "llama_untied", {"stage": 2}, False, {}, (2, 2)))

@@ -229,6 +229,28 @@ def test_the_flops_are_those_of_torch_s_counter():
     assert run.stages[0].time.flops == counter.get_total_flops()
 
 
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 48, bias=False)
+
+    def forward(self, x):
+        queries, keys, values = self.linear(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True).float().sum()
+
+
+def test_attention_counts_two_products_forward_and_five_backward_causal_or_not():
+    run = plan(
+        model=Attends(),
+        stages=(3,),
+        inputs=lambda batch, seq: torch.ones(batch, seq, 16),
+        auto_wrap_policy={"Linear"},
+    )
+    product = 2 * (2 * 2 * TOKENS * TOKENS * 8)  # 2 x (batch x heads x queries x keys x width)
+    of_linear = 2 * (2 * TOKENS * 16 * 48) * 2  # forward, and the weight's gradient: the input needs none
+    assert run.stages[0].time.flops == 7 * product + of_linear
+
+
 def test_a_window_takes_as_long_as_its_micro_batches():
     times = [plan({"accumulation": steps}, stages=(3,)).stages[0].time for steps in (3, 4, 8)]
     middle = times[1].total - times[0].total

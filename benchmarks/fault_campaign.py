@@ -23,7 +23,7 @@ from benchmarks.faults.disk import NotPossibleHereError
 from benchmarks.faults.processes import ForkedRank
 from benchmarks.faults.record import write_record
 
-OTHERS: dict[str, Kind] = {
+_OTHERS: dict[str, Kind] = {
     "hanging rank": kills.stopped,
     "cable": cable.cut,
     "two writers": kills.two_writers,
@@ -35,6 +35,7 @@ OTHERS: dict[str, Kind] = {
     "only one damaged": disk.only_one_damaged,
     "pointer": disk.pointer,
 }
+_KINDS = kills.KILLS | _OTHERS
 _NEED_MOUNTS = ("disk full", "disk full for a while", "read-only")
 _NEED_NETWORKS = ("cable",)
 
@@ -48,7 +49,8 @@ def main() -> None:
     root = Path(tempfile.mkdtemp(prefix="faults-"))
     runs = Runs(root, arguments.seed, arguments.timeout_s)
     skipped = _impossible()
-    attempts = [*_kill(runs, arguments.kills), *_try_others(runs, skipped, arguments.others)]
+    kinds = _KINDS if arguments.only is None else {arguments.only: _KINDS[arguments.only]}
+    attempts = [*_kill(runs, kinds, arguments.kills), *_try_others(runs, kinds, skipped, arguments.others)]
     write_record(arguments.out, attempts, skipped, time.monotonic() - begun_s)
     num_losses = sum(len(attempt.losses) for attempt in attempts)
     if num_losses:
@@ -67,19 +69,19 @@ def _impossible() -> dict[str, str]:
     return skipped
 
 
-def _kill(runs: Runs, num_kills: int) -> Iterator[Attempt]:
-    """Make attempts of all kinds of kills in turn, until a rank was killed in so many of them."""
-    kinds = itertools.cycle(kills.KILLS.items())
-    while num_kills > 0:
-        name, kind = next(kinds)
+def _kill(runs: Runs, kinds: dict[str, Kind], num_kills: int) -> Iterator[Attempt]:
+    """Make attempts of the kinds of kills in turn, until a rank was killed in so many of them."""
+    for name, kind in itertools.cycle([item for item in kinds.items() if item[0] in kills.KILLS]):
+        if num_kills <= 0:
+            return
         attempt = _try(name, kind, runs)
         num_kills -= bool(attempt.moments)
         yield attempt
 
 
-def _try_others(runs: Runs, skipped: dict[str, str], times: int) -> Iterator[Attempt]:
-    for name, kind in OTHERS.items():
-        if name not in skipped:
+def _try_others(runs: Runs, kinds: dict[str, Kind], skipped: dict[str, str], times: int) -> Iterator[Attempt]:
+    for name, kind in kinds.items():
+        if name in _OTHERS and name not in skipped:
             yield from (_try(name, kind, runs) for _ in range(times))
 
 
@@ -94,6 +96,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100, help="attempts in which a rank is killed -9")
     parser.add_argument("--others", type=int, default=5, help="attempts of every other kind")
+    parser.add_argument("--only", choices=_KINDS, help="one kind of fault alone")
     parser.add_argument("--timeout-s", type=float, default=20.0, help="of every collective")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)

@@ -157,6 +157,7 @@ class Runs:
         self._timeout_s = timeout_s
         self._root = root
         self._oracles: dict[tuple[int, int, int], Oracle] = {}
+        self._decks: dict[Phase, list[int]] = {}
         self._num_places = 0
         self._has_losses = False
 
@@ -211,10 +212,16 @@ class Runs:
             rank=0 if phase == "publish" else self.random.randrange(NUM_RANKS),
             phase=phase,
             step=0 if phase == "load" else self.random.randint(1, job.num_steps),
-            passage=self.random.randint(1, PASSAGES[phase]),
+            passage=self._passage(phase),
             torn=self.random.choice((None, self.random.random())),
             **fields,
         )
+
+    def _passage(self, phase: Phase) -> int:
+        """Draw a moment that was not drawn yet, as long as there is one: some are hit only by one of all."""
+        if not self._decks.get(phase):
+            self._decks[phase] = self.random.sample(range(1, PASSAGES[phase] + 1), PASSAGES[phase])
+        return self._decks[phase].pop()
 
 
 def _digest(ending: Ending) -> str:

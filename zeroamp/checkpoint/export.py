@@ -135,7 +135,7 @@ class _Source:
         """Return one tensor as it is written."""
         name = MODEL + self._sources[spec.name]
         if name in self._own:
-            return self._own[name].to(spec.dtype)
+            return self._own[name].to(spec.dtype, copy=True)  # it may be written under two names
         saved = self._saved[self._sources[spec.name]]
         tensor = torch.empty(saved.size, dtype=saved.properties.dtype)
         with warnings.catch_warnings():

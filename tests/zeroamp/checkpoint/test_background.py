@@ -99,3 +99,45 @@ def test_an_impossible_folder_is_an_error_of_the_background(ranks2, tmp_path):
     file = tmp_path / "a file"
     file.touch()
     assert ranks2.run(_error_at_the_next_save, file / "checkpoints") == [None] * 2
+
+
+def _saves_once_more(folder):
+    model, train = _training()
+    with open(folder / "file", "w"):
+        pass
+    zeroamp.save_checkpoint(folder / "file" / "below", model, train, async_=True)
+    return zeroamp.save_checkpoint(folder / "works", model, train).name
+
+
+def test_a_failure_of_the_background_does_not_stop_the_next_save(ranks2, tmp_path):
+    assert ranks2.run(_saves_once_more, tmp_path) == ["step_00000000"] * 2
+
+
+def _saves_after_a_failure(folder):
+    model, train = _training()
+    with pytest.raises(TypeError):
+        model("no batch")
+    with pytest.raises(zeroamp.StepError, match=r"recover\(\)"):
+        zeroamp.save_checkpoint(folder, model, train)
+    return Path(folder).exists()
+
+
+def test_a_save_after_something_raised_is_refused(ranks2, tmp_path):
+    assert ranks2.run(_saves_after_a_failure, tmp_path / "checkpoints") == [False] * 2
+
+
+class _Talkative(torch.nn.Linear):
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "seen"] = torch.tensor(7)
+
+
+def _state_of_its_own(folder):
+    model = zeroamp.wrap_model(torch.nn.Sequential(_Talkative(4, 4)), zeroamp.policy_from_config(config(2)))
+    train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    with pytest.raises(zeroamp.CheckpointError, match="0.seen: found a tensor that a module made for its state_dict"):
+        zeroamp.save_checkpoint(folder, model, train)
+
+
+def test_state_that_could_not_be_loaded_is_refused(ranks2, tmp_path):
+    ranks2.run(_state_of_its_own, tmp_path)

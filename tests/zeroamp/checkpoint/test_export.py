@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 from typer.testing import CliRunner
 
 import zeroamp
@@ -87,3 +88,24 @@ def test_the_command(ranks2, tmp_path):
     result = CliRunner().invoke(app, ["export", str(tmp_path), str(out)])
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith(f"Error: {tmp_path}: found no checkpoint; valid: what save_checkpoint wrote.")
+
+
+def _buffers(folder):
+    model = wrapped("llama_tied", config(3))
+    shared = torch.full((3,), float(dist.get_rank()))
+    model.register_buffer("seen", shared)
+    model.blocks[0].register_buffer("seen", shared)
+    train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    zeroamp.save_checkpoint(folder / "checkpoints", model, train)
+    zeroamp.export_hf(model, folder / "ranks")
+    with pytest.raises(zeroamp.CheckpointError, match=r"step_00000000: found a checkpoint; valid: another folder"):
+        zeroamp.export_hf(model, folder / "checkpoints" / "step_00000000")
+
+
+def test_buffers_are_the_first_ranks_and_shared_ones_have_all_names(ranks2, tmp_path):
+    ranks2.run(_buffers, tmp_path)
+    zeroamp.export_checkpoint(tmp_path / "checkpoints", tmp_path / "alone")
+    assert _contents(tmp_path / "alone") == _contents(tmp_path / "ranks")
+    path = tmp_path / "checkpoints" / "step_00000000"
+    with pytest.raises(zeroamp.CheckpointError, match=r"found a checkpoint; valid: another folder"):
+        zeroamp.export_checkpoint(path, path)

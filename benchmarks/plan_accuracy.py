@@ -2,7 +2,8 @@
 
     python -m benchmarks.plan_accuracy
 
-"Measured" is the most bytes of tensor storages that were alive at once in the third step. Sizes in bytes.
+"Measured" is the most bytes of tensor storages that were alive at once in a step after the first: the smallest of four
+steps, since gloo's own thread may hold what it sent for a moment longer. Sizes in bytes.
 """
 
 import torch
@@ -37,7 +38,7 @@ def main() -> None:
                     )
     finally:
         ranks.stop()
-    print(f"torch {torch.__version__}, 2 ranks, {SAMPLES} samples, step {NUM_STEPS}, rank 0\n")
+    print(f"torch {torch.__version__}, 2 ranks, {SAMPLES} samples, {NUM_STEPS} steps, rank 0\n")
     print(tabulate(rows, headers="keys", tablefmt="github", intfmt=","))
 
 

@@ -18,10 +18,8 @@ import argparse
 import json
 import logging
 import math
-import os
 import time
 from dataclasses import asdict
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +27,7 @@ import torch
 import torch.distributed as dist
 from _checkpoints import CHECKPOINTS, resume, skip
 from _data import IGNORED_LABEL, evaluation_batches, pack, read_documents, split_documents, training_batches
+from _launch import start_process_group
 from _output import Run, plot_losses
 from _weights import load_model
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -41,8 +40,6 @@ DEFAULT_MICRO_BATCH_SIZE = 4  # sequences
 RUN_FILE = "run.jsonl"  # in --out
 HELD_OUT_FRACTION = 0.1  # of the distinct first questions (or texts)
 FINAL_LR_FRACTION = 0.1  # of --lr, at the last step
-# A rank that waits longer than this for another one has lost it. Loading and the first step stay well below.
-COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 
 
 @record  # gives torchrun the traceback of the rank that failed first
@@ -203,21 +200,6 @@ def lr_factor(step: int, *, warmup: int, steps: int) -> float:
         return (step + 1) / warmup
     progress = min((step - warmup) / max(steps - warmup, 1), 1.0)
     return FINAL_LR_FRACTION + (1 - FINAL_LR_FRACTION) * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def start_process_group() -> torch.device:
-    """Start the process group from torchrun's environment, or one of a single process; return this rank's device."""
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    if "RANK" not in os.environ:
-        os.environ.update(alone)
-    if not torch.cuda.is_available():
-        dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    # gloo beside NCCL, because saving gathers tensors on the CPU.
-    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=COLLECTIVE_TIMEOUT, device_id=device)
-    return device
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:

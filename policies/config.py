@@ -57,6 +57,7 @@ def policy_from_config(
         loss_scale=_loss_scale(config.fp16) if dtype_name in _FLOAT16 else NO_LOSS_SCALE,
         count_traffic=_count_traffic(config),
         ranges=config.zeroamp.ranges,
+        recovery=config.zeroamp.recovery,
         train_batch_size=sizes.total,
         train_micro_batch_size_per_gpu=sizes.micro,
         gradient_accumulation_steps=sizes.accumulation_steps,

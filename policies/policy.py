@@ -97,6 +97,10 @@ class Policy:
     """When the work on each unit and group is named for a trace. "profiler": while a torch profiler records. "nvtx": as
     NVTX ranges always, and for a torch profiler too. Results are the same bits in every mode."""
 
+    recovery: bool = True
+    """Whether an exception on one rank is raised on all of them, and `TrainStep.recover` goes on after it. Off, `step`
+    does not wait for the device, and the other ranks wait for the timeout of the process group."""
+
     gradient_accumulation_steps: int = 1
     """Micro-batches per optimizer step and rank."""
 

@@ -80,6 +80,7 @@ def _honoured(policy: "Policy") -> dict[str, Any]:
         "zeroamp.dp_replicate_size": policy.dp_replicate_size,
         "zeroamp.count_traffic": policy.count_traffic,
         "zeroamp.ranges": policy.ranges,
+        "zeroamp.recovery": policy.recovery,
     }
 
 

@@ -34,7 +34,7 @@ class Recovery:
         self._state = state
         self._world = world
         self._is_over = False  # whether the last window ended with a failure somewhere, and `recover` was not called
-        state.calls.is_on = True
+        self._is_on = state.calls.is_on = state.plan.policy.recovery
 
     @property
     def is_inside_window(self) -> bool:
@@ -66,7 +66,7 @@ class Recovery:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the sums of two 0-D fp64 tensors, and end the window.
 
-        Waits for the device: nothing may be updated before it is known that no rank failed.
+        Waits for the device unless recovery is off: nothing may be updated before it is known that no rank failed.
 
         Raises:
             StepError: there is no gradient on this rank.
@@ -74,10 +74,12 @@ class Recovery:
         """
         if not has_gradient:
             error = without_gradient()
+            if not self._is_on:
+                raise error
             self.end_as_failed(Failure(where="step", text=describe_error(error)))
             raise error
         statistics = self._sum(loss, squares, num_failed=0)
-        if float(statistics[2]) == 0:
+        if not self._is_on or float(statistics[2]) == 0:
             self._is_over = False
             self._state.watch.end_window()
             return statistics[0], statistics[1]
@@ -103,6 +105,9 @@ class Recovery:
         Raises:
             StepError: this rank cannot know what they wait for, or is not whole itself.
         """
+        if not self._is_on:
+            remedy = f'Leave "zeroamp": {{"recovery": true}} as it is by default. {_RESTART}'
+            raise StepError(describe("TrainStep.recover", "zeroamp.recovery: false", "true", remedy))
         failure = self._state.watch.failure
         if failure is not None and failure.where == "recovery":
             raise self._beyond_recovery(failure)

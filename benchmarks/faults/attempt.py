@@ -106,7 +106,8 @@ class Attempt:
         self.lost(ending.was_hanging, f"rank {rank} hangs: {ending.where}")
         if not is_struck and ending.error is not None:
             self.errors.append(ending.error)
-        if not is_struck and not ending.was_hanging and ending.status not in (0, 1):
+        has_ended = ending.was_hanging or ending.status in (0, 1) or ending.was_aborted_after_error
+        if not is_struck and not has_ended:
             self.losses.append(f"rank {rank} ended with {ending.status}: {ending.output[-500:]}")
         loaded = ending.of("loaded")
         if loaded is not None and not self.shares_folder:

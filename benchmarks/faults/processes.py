@@ -23,6 +23,8 @@ from benchmarks.faults.moments import Board, Moments, Strike
 GRACE_S = 15.0
 """How much longer than the timeout of its collectives a rank may take to end, on a busy machine."""
 
+_TERMINATED = "terminate called without an active exception\n"
+
 
 class ForkedRank(BaseException):
     """Raised in a fork, to leave the campaign behind: the rank runs at the top level and ends as a program does."""
@@ -62,6 +64,16 @@ class Ending:
     def error(self) -> str | None:
         """The text of what the rank raised."""
         return next((entry["text"] for entry in self.log if entry["event"] == "error"), None)
+
+    @property
+    def was_aborted_after_error(self) -> bool:
+        """Whether the rank had raised and reported its error, and then died in the end of the interpreter.
+
+        A thread of ProcessGroupGloo may drop its last reference to a tensor there. It then waits for the GIL, and
+        CPython before 3.14 ends such threads by unwinding, which C++ answers with `terminate` (seen in its backtrace:
+        runLoop, decref_pyobject, pthread_exit). Any program that raises before it destroys its process groups may.
+        """
+        return self.status == -signal.SIGABRT and self.error is not None and self.output.endswith(_TERMINATED)
 
     @property
     def is_finished(self) -> bool:

@@ -49,6 +49,10 @@ class ZeroampBlock(Block):
         Literal["profiler", "nvtx", "off"],
         Honoured("names in traces: `profiler` while a torch profiler records, `nvtx` always, also as NVTX, or `off`"),
     ] = "profiler"
+    recovery: Annotated[
+        bool,
+        Honoured("raise one rank's exception on all and go on with `TrainStep.recover()`; `step` waits for the device"),
+    ] = True
 
 
 class Config(Block):

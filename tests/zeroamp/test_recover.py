@@ -490,3 +490,22 @@ def test_ranks_outside_of_the_mesh_are_not_asked(ranks4):
     answers = ranks4.run(_part_of_the_ranks, True)
     assert "on rank 3" in answers[2][0]
     assert [norm for _, norm in answers] == [norm for _, norm in ranks4.run(_part_of_the_ranks, False)]
+
+
+def _with_recovery(is_on):
+    training = Training({"stage": 3, "zeroamp": {"recovery": is_on}})
+    for window in range(2):
+        training.window(window)
+    outcome = training.outcome()
+    error = None
+    if not is_on:
+        with pytest.raises(zeroamp.StepError) as raised:
+            training.step.recover()
+        error = str(raised.value)
+    return outcome, error
+
+
+def test_recovery_may_be_off_with_the_same_bits(ranks2):
+    answers = ranks2.run(_with_recovery, False)
+    check_same([outcome for outcome, _ in answers], [outcome for outcome, _ in ranks2.run(_with_recovery, True)])
+    assert all("TrainStep.recover: found zeroamp.recovery: false; valid: true" in error for _, error in answers)

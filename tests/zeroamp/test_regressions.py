@@ -273,4 +273,9 @@ def _host_reads(cfg):
 
 
 def test_a_bf16_step_reads_nothing_back_until_the_report_is_read(ranks2):
-    assert ranks2.run(_host_reads, config(3, clip=1.0))[0] == (0, 1)
+    cfg = config(3, clip=1.0) | {"zeroamp": {"recovery": False}}
+    assert ranks2.run(_host_reads, cfg)[0] == (0, 1)
+
+
+def test_recovery_reads_one_value_back_in_every_step(ranks2):
+    assert ranks2.run(_host_reads, config(3, clip=1.0))[0] == (1, 1)

@@ -26,6 +26,7 @@ from zeroamp.hooks.reduce_scatter import ReceiveBuffers, WireReduceScatter
 from zeroamp.hooks.safe_module_guard import attach_safe_module_guard
 from zeroamp.hooks.safe_parameters import UseRecorder, tensors_in
 from zeroamp.hooks.shard_accumulator import ShardAccumulator
+from zeroamp.hooks.shared_casts import SharedCasts, linears_that_may_share
 from zeroamp.hooks.traffic import Traffic, TrafficKey
 from zeroamp.hooks.training_forwards import TrainingForwards
 from zeroamp.hooks.typed_groups import (
@@ -55,6 +56,7 @@ __all__ = [
     "ReceiveBuffers",
     "ReshardAfterEvaluation",
     "ShardAccumulator",
+    "SharedCasts",
     "Traffic",
     "TrafficKey",
     "TrainingForwards",
@@ -70,6 +72,7 @@ __all__ = [
     "complete_accumulation",
     "flops_of_run",
     "group_policy",
+    "linears_that_may_share",
     "modules_to_run",
     "record_run",
     "release",

@@ -58,6 +58,7 @@ def policy_from_config(
         count_traffic=_count_traffic(config),
         ranges=config.zeroamp.ranges,
         recovery=config.zeroamp.recovery,
+        share_casts=config.zeroamp.share_casts,
         train_batch_size=sizes.total,
         train_micro_batch_size_per_gpu=sizes.micro,
         gradient_accumulation_steps=sizes.accumulation_steps,

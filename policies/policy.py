@@ -101,6 +101,10 @@ class Policy:
     """Whether an exception on one rank is raised on all of them, and `TrainStep.recover` goes on after it. Off, `step`
     does not wait for the device, and the other ranks wait for the timeout of the process group."""
 
+    share_casts: bool = True
+    """Under autocast: whether Linears of a unit that read the same tensor share its low-precision copy, where autocast
+    makes one for each. Results are the same bits either way."""
+
     gradient_accumulation_steps: int = 1
     """Micro-batches per optimizer step and rank."""
 

@@ -81,6 +81,7 @@ def _honoured(policy: "Policy") -> dict[str, Any]:
         "zeroamp.count_traffic": policy.count_traffic,
         "zeroamp.ranges": policy.ranges,
         "zeroamp.recovery": policy.recovery,
+        "zeroamp.share_casts": policy.share_casts,
     }
 
 

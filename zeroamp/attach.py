@@ -14,9 +14,11 @@ from zeroamp.hooks import (
     OuterAutocastGuard,
     ReceiveBuffers,
     ShardAccumulator,
+    SharedCasts,
     UnitRanges,
     attach_safe_module_guard,
     attach_typed_group,
+    linears_that_may_share,
     zero_fill_unused,
 )
 from zeroamp.policies.accumulation import sharded_accumulation
@@ -49,6 +51,8 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
         state.fp32_regions.append(Fp32Region(model.get_submodule(fqn), state.mesh.device_type, output_dtype))
     if policy.mode == "autocast":
         _guard_safe_modules(model, state)
+        if policy.share_casts:
+            _share_casts(model, state)
         state.autocast = AutocastHook(state.mesh.device_type, policy.gather_dtype)
         state.handles += state.autocast.attach(model)
     elif policy.external_autocast == "error":
@@ -81,3 +85,13 @@ def _guard_safe_modules(model: nn.Module, state: WrapState) -> None:
         if not isinstance(model.get_submodule(fqn), classes):
             continue
         state.handles.append(attach_safe_module_guard(model.get_submodule(fqn), fqn, state.mesh.device_type))
+
+
+def _share_casts(model: nn.Module, state: WrapState) -> None:
+    casts = SharedCasts(state.mesh.device_type)
+    owners: dict[str, dict[str, nn.Module]] = {}  # unit -> safe modules, in the order of the plan, each once
+    for param in state.plan.params:
+        if param.dtypes.gather != param.dtypes.storage:
+            owners.setdefault(param.unit, {}).update({fqn: model.get_submodule(fqn) for fqn in param.owner_fqns})
+    for modules in owners.values():
+        state.handles += [casts.attach(linear) for linear in linears_that_may_share(modules.values())]

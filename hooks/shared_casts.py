@@ -1,0 +1,78 @@
+"""Casts an activation once for all safe Linears that read it, where `torch.autocast` casts it for each.
+
+[Note: The same bits]
+Under autocast q, k and v each make a low-precision copy of one tensor and keep it for their backward; so do gate and
+up. The copies are equal, so that one serves all. The way back must stay apart, though: autocast casts each consumer's
+gradient up and adds them in fp32, where the gradient of one shared copy would be added in low precision. So all
+consumers after the first get the copy through a function of their own whose backward casts as autocast's does.
+"""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+
+def linears_that_may_share(modules: Iterable[nn.Module]) -> list[nn.Linear]:
+    """Return those of one unit's modules of which another reads inputs of the same width."""
+    linears = [module for module in modules if type(module).forward is nn.Linear.forward]
+    widths = [linear.in_features for linear in linears]
+    return [linear for linear, width in zip(linears, widths, strict=True) if widths.count(width) > 1]
+
+
+class _Shared(torch.autograd.Function):
+    """Takes a tensor and its copy; is the cast of the one to the other."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.dtype = tensor.dtype
+        return copy.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return gradient.to(ctx.dtype), None
+
+
+class SharedCasts:
+    """Keeps the last copy for as long as the tensor that it is of lives unchanged."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._of: weakref.ref[torch.Tensor] | None = None
+        self._version = 0
+        self._copy: torch.Tensor | None = None
+
+    def attach(self, linear: nn.Linear) -> RemovableHandle:
+        """Give the Linear's forward, where it is called with one positional fp32 tensor, the shared copy."""
+        return linear.register_forward_pre_hook(self._cast)
+
+    def _cast(self, _linear: nn.Module, args: tuple[Any, ...]) -> torch.Tensor | None:
+        if torch.compiler.is_compiling() or len(args) != 1:  # a compiler fuses the casts
+            return None
+        tensor = args[0]
+        if not self._is_cast_by_autocast(tensor):
+            return None
+        if self._copy is not None and self._of is not None:
+            if self._of() is tensor and self._version == tensor._version:
+                is_tracked = tensor.requires_grad and torch.is_grad_enabled()
+                return _Shared.apply(tensor, self._copy) if is_tracked else self._copy  # type: ignore[no-untyped-call, no-any-return]
+        low = tensor.to(torch.get_autocast_dtype(self._device_type))
+        self._of, self._version, self._copy = weakref.ref(tensor, self._forget), tensor._version, low.detach()
+        return low
+
+    def _is_cast_by_autocast(self, tensor: Any) -> bool:
+        return (
+            isinstance(tensor, torch.Tensor)
+            and tensor.dtype == torch.float32
+            and tensor.device.type == self._device_type
+            and torch.is_autocast_enabled(self._device_type)
+            and not tensor.is_inference()  # these have no version
+            and not (tensor.is_leaf and tensor.requires_grad)  # autocast shares their copies itself, as it does weights'
+        )
+
+    def _forget(self, of: weakref.ref[torch.Tensor]) -> None:
+        if self._of is of:
+            self._of = self._copy = None

@@ -9,7 +9,7 @@ consumers after the first get the copy through a function of their own whose bac
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -53,24 +53,29 @@ class SharedCasts:
         if torch.compiler.is_compiling() or len(args) != 1:  # a compiler fuses the casts
             return None
         tensor = args[0]
-        if not self._is_cast_by_autocast(tensor):
+        if not (isinstance(tensor, torch.Tensor) and self._is_cast_by_autocast(tensor)):
             return None
-        if self._copy is not None and self._of is not None:
-            if self._of() is tensor and self._version == tensor._version:
-                is_tracked = tensor.requires_grad and torch.is_grad_enabled()
-                return _Shared.apply(tensor, self._copy) if is_tracked else self._copy  # type: ignore[no-untyped-call, no-any-return]
-        low = tensor.to(torch.get_autocast_dtype(self._device_type))
-        self._of, self._version, self._copy = weakref.ref(tensor, self._forget), tensor._version, low.detach()
-        return low
+        copy = self._copy_of(tensor)
+        if copy is None:
+            low = tensor.to(torch.get_autocast_dtype(self._device_type))
+            self._of, self._version, self._copy = weakref.ref(tensor, self._forget), tensor._version, low.detach()
+            return low
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            return copy
+        return cast(torch.Tensor, _Shared.apply(tensor, copy))  # type: ignore[no-untyped-call]
 
-    def _is_cast_by_autocast(self, tensor: Any) -> bool:
+    def _copy_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        is_known = self._of is not None and self._of() is tensor and self._version == tensor._version
+        return self._copy if is_known else None
+
+    def _is_cast_by_autocast(self, tensor: torch.Tensor) -> bool:
+        """Whether autocast makes a copy for each reader; of leaves it makes one for all, as of weights."""
         return (
-            isinstance(tensor, torch.Tensor)
-            and tensor.dtype == torch.float32
+            tensor.dtype == torch.float32
             and tensor.device.type == self._device_type
             and torch.is_autocast_enabled(self._device_type)
+            and not (tensor.is_leaf and tensor.requires_grad)
             and not tensor.is_inference()  # these have no version
-            and not (tensor.is_leaf and tensor.requires_grad)  # autocast shares their copies itself, as it does weights'
         )
 
     def _forget(self, of: weakref.ref[torch.Tensor]) -> None:

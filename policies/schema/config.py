@@ -54,7 +54,7 @@ class ZeroampBlock(Block):
         Honoured("raise one rank's exception on all and go on with `TrainStep.recover()`; `step` waits for the device"),
     ] = True
     share_casts: Annotated[
-        bool, Honoured("under autocast, Linears of a unit that read one tensor share its low copy: less work, same bits")
+        bool, Honoured("under autocast, Linears of a unit that read one tensor share its low copy; same bits")
     ] = True
 
 

@@ -18,7 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 def linears_that_may_share(modules: Iterable[nn.Module]) -> list[nn.Linear]:
     """Return those of one unit's modules of which another reads inputs of the same width."""
-    linears = [module for module in modules if type(module).forward is nn.Linear.forward]
+    linears = [module for module in modules if isinstance(module, nn.Linear)]
+    linears = [linear for linear in linears if type(linear).forward is nn.Linear.forward]
     widths = [linear.in_features for linear in linears]
     return [linear for linear, width in zip(linears, widths, strict=True) if widths.count(width) > 1]
 
@@ -27,12 +28,12 @@ class _Shared(torch.autograd.Function):
     """Takes a tensor and its copy; is the cast of the one to the other."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
         ctx.dtype = tensor.dtype
         return copy.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient.to(ctx.dtype), None
 
 

@@ -1,6 +1,7 @@
 """Rank processes that live as long as the test session: spawning torch per test would cost more than the tests."""
 
 import contextlib
+import gc
 import os
 import socket
 import time
@@ -8,6 +9,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -36,8 +38,23 @@ def _serve(rank: int, world_size: int, device: str, port: int, connection: Conne
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
-    while (call := connection.recv()) is not None:
+    store = dist.TCPStore("127.0.0.1", port, world_size, is_master=rank == 0, multi_tenant=True)
+    start = partial(
+        dist.init_process_group,
+        backend,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+    )
+    start(store=dist.PrefixStore("0", store))
+    num_calls = 0
+    while (call := connection.recv()) is not None:  # it comes when every rank has answered the one before
+        if num_calls > 0:
+            # gloo's threads wake up a hundred times a second, those of every group of the session: more than the tests.
+            gc.collect()
+            dist.destroy_process_group()
+            start(store=dist.PrefixStore(str(num_calls), store))
+        num_calls += 1
         body, args = call
         try:
             answer = (True, body(*args))
@@ -45,6 +62,7 @@ def _serve(rank: int, world_size: int, device: str, port: int, connection: Conne
             answer = (False, traceback.format_exc())
         torch._dynamo.reset()
         connection.send(answer)
+        del call, body, args, answer
     dist.destroy_process_group()
 
 

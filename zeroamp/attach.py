@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from zeroamp.cast_sharing import share_casts
 from zeroamp.collectives import attach_collectives
 from zeroamp.hooks import (
     AutocastHook,
@@ -14,11 +15,9 @@ from zeroamp.hooks import (
     OuterAutocastGuard,
     ReceiveBuffers,
     ShardAccumulator,
-    SharedCasts,
     UnitRanges,
     attach_safe_module_guard,
     attach_typed_group,
-    linears_that_may_share,
     zero_fill_unused,
 )
 from zeroamp.policies.accumulation import sharded_accumulation
@@ -51,8 +50,7 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
         state.fp32_regions.append(Fp32Region(model.get_submodule(fqn), state.mesh.device_type, output_dtype))
     if policy.mode == "autocast":
         _guard_safe_modules(model, state)
-        if policy.share_casts:
-            _share_casts(model, state)
+        state.handles += share_casts(model, state.plan, state.mesh.device_type)
         state.autocast = AutocastHook(state.mesh.device_type, policy.gather_dtype)
         state.handles += state.autocast.attach(model)
     elif policy.external_autocast == "error":
@@ -85,13 +83,3 @@ def _guard_safe_modules(model: nn.Module, state: WrapState) -> None:
         if not isinstance(model.get_submodule(fqn), classes):
             continue
         state.handles.append(attach_safe_module_guard(model.get_submodule(fqn), fqn, state.mesh.device_type))
-
-
-def _share_casts(model: nn.Module, state: WrapState) -> None:
-    casts = SharedCasts(state.mesh.device_type)
-    owners: dict[str, dict[str, nn.Module]] = {}  # unit -> safe modules, in the order of the plan, each once
-    for param in state.plan.params:
-        if param.dtypes.gather != param.dtypes.storage:
-            owners.setdefault(param.unit, {}).update({fqn: model.get_submodule(fqn) for fqn in param.owner_fqns})
-    for modules in owners.values():
-        state.handles += [casts.attach(linear) for linear in linears_that_may_share(modules.values())]

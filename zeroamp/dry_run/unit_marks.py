@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
+from zeroamp.cast_sharing import share_casts
 from zeroamp.dry_run.recorder import MemoryRecorder
 from zeroamp.hooks import Fp32Region, tensors_in
 from zeroamp.hooks._fsdp import tree_map
@@ -48,6 +49,7 @@ class UnitMarks:
         output_dtype = None if self._plan.policy.mode == "autocast" else self._plan.policy.low_dtype
         for fqn in filter(self._has, self._plan.fp32_regions.modules):
             Fp32Region(self._model.get_submodule(fqn), self._device_type, output_dtype)  # undone by `standing_in`
+        self._handles += share_casts(self._model, self._plan, self._device_type)
         for fqn, parameter in parameters.items():
             if parameter.requires_grad:
                 handle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]

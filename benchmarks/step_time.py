@@ -13,6 +13,8 @@ that of everything but communication. zeroamp and DeepSpeed compute the norm of 
 only with --clip.
 """
 
+from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 import torch
@@ -23,8 +25,8 @@ from benchmarks.peers.counting import Collectives
 from benchmarks.peers.engine import Engine, Setup, UnavailableError, setup
 from benchmarks.peers.engines import DEFAULT_BASES, DEFAULT_ENGINES, builder
 from benchmarks.peers.options import Options
-from benchmarks.peers.processes import backend_name, start
-from benchmarks.peers.timing import Sample, Spread, ratios, rounds
+from benchmarks.peers.processes import start
+from benchmarks.peers.timing import ratios, rounds
 
 STEPS_BEFORE_COUNTING = 2  # in the first ones engines learn an order or make the optimizer's state
 
@@ -73,22 +75,17 @@ def measure(options: Options, device: torch.device) -> dict[str, Any]:
     return {"samples": samples, "traffic": traffic, "losses": losses, "reasons": reasons}
 
 
-def time_rows(measured: dict[str, Any], bases: tuple[str, ...]) -> list[dict[str, str]]:
-    """Return a row per engine: medians, and ratios to each base."""
-    samples: dict[str, list[Sample]] = measured["samples"]
+def time_rows(measured: dict[str, Any], of: str, bases: Sequence[str]) -> list[dict[str, str]]:
+    """Return a row per engine: the median of a field of its samples, and its ratios to each base."""
+    values = {name: [getattr(sample, of) for sample in mine] for name, mine in measured["samples"].items()}
     rows = []
-    for name, mine in samples.items():
-        row = {
-            "engine": name,
-            "step, ms": f"{Spread.of([sample.seconds for sample in mine]).middle * 1e3:.2f}",
-            "CPU, ms": f"{Spread.of([sample.cpu_seconds for sample in mine]).middle * 1e3:.2f}",
-            "last loss": f"{measured['losses'][name]:.4f}",
-        }
+    for name, mine in values.items():
+        row = {"engine": name, "ms": f"{median(mine) * 1e3:.2f}"}
         for base in bases:
-            spread = ratios(mine, samples[base])
+            spread = ratios(mine, values[base])
             row[f"/ {base}"] = f"{spread.middle:.3f} ({spread.lower:.3f} to {spread.upper:.3f})"
-        rows.append(row)
-    return rows + [{"engine": name, "step, ms": reason} for name, reason in measured["reasons"].items()]
+        rows.append({**row, "last loss": f"{measured['losses'][name]:.4f}"})
+    return rows + [{"engine": name, "ms": reason} for name, reason in measured["reasons"].items()]
 
 
 def traffic_rows(measured: dict[str, Any]) -> list[dict[str, str]]:
@@ -123,13 +120,13 @@ def as_json(measured: dict[str, Any]) -> dict[str, Any]:
 
 def report(measured: dict[str, Any], options: Options, device: torch.device) -> str:
     """Return the Markdown of a measurement, below its title."""
-    bases = options.bases or DEFAULT_BASES
+    bases = [base for base in options.bases or DEFAULT_BASES if base in measured["samples"]]
     parts = [
-        f"`{record.command('benchmarks.step_time')}`",
-        f"{dist.get_world_size()} ranks on {backend_name(device, options)}; {options.described()}.",
-        f"{record.hardware(device)}. " + ", ".join(f"{name} {value}" for name, value in record.versions().items()),
-        "Median over the rounds; ratios are taken round by round, their median and quartiles given.",
-        record.markdown(time_rows(measured, tuple(base for base in bases if base in measured["samples"]))),
+        *record.head("benchmarks.step_time", options, device),
+        "Time of a step: median over the rounds. Ratios are taken round by round: their median and quartiles.",
+        record.markdown(time_rows(measured, "seconds", bases)),
+        "CPU time of the first rank's process in a step, in the same way.",
+        record.markdown(time_rows(measured, "cpu_seconds", bases)),
         "What one step moves: MB (1e6 bytes) of unsharded tensors, calls in parentheses, counted at the process group. "
         "An all-reduce moves twice what a reduce-scatter of its size does.",
         record.markdown(traffic_rows(measured)),

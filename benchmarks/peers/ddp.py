@@ -1,16 +1,22 @@
-"""DistributedDataParallel with torch.autocast: fp32 gradients, reduced with the last micro-batch; buffers are constants."""
+"""DistributedDataParallel with torch.autocast: fp32 gradients, reduced with the last micro-batch."""
 
 from contextlib import nullcontext
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.peers.engine import Engine, Setup, mean
+from benchmarks.peers.engine import Engine, Setup, UnavailableError, mean
 
 
 def build(setup: Setup) -> Engine:
-    """Replicate a model."""
-    model = DistributedDataParallel(setup.model(), gradient_as_bucket_view=True, broadcast_buffers=False)
+    """Replicate a model.
+
+    Raises:
+        UnavailableError: the process group is a fake one, whose all-reduce has no result for DDP to read.
+    """
+    if setup.options.fake:
+        raise UnavailableError("reads the result of its all-reduce, of which a fake process group has none")
+    model = DistributedDataParallel(setup.model(), gradient_as_bucket_view=True)
     optimizer = setup.optimizer(model)
     last = len(setup.micro_batches) - 1
 

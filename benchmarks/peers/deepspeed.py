@@ -29,7 +29,7 @@ def build(setup: Setup, *, stage: int, zero: dict[str, int] | None = None) -> En
     if setup.options.fake:
         raise UnavailableError("makes process groups of its own, which no fake one stands for")
     os.environ.setdefault("DS_ACCELERATOR", setup.device.type)
-    import deepspeed  # noqa: PLC0415  # looks for an accelerator when it is imported
+    import deepspeed  # here, since it looks for an accelerator when it is imported
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     model = setup.model()

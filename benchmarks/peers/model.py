@@ -103,9 +103,8 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(shape, checkpointing=checkpointing) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width, eps=1e-5)
         self.head = nn.Linear(shape.width, shape.vocab, bias=False)
-        cos, sin = rotary(length, shape.width // shape.heads)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
+        # No buffers: DDP would send these constants in every forward.
+        self.cos, self.sin = rotary(length, shape.width // shape.heads)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the 0-D fp32 loss of int64 tokens [batch, length]."""

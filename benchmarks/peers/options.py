@@ -38,10 +38,10 @@ class Options:
     """Folder of the record. None: only printed."""
 
     @classmethod
-    def from_command_line(cls, description: str | None, arguments: list[str] | None = None) -> Self:
-        """Parse `arguments`, by default those of the process."""
+    def from_command_line(cls, description: str | None, **usual_fields: int) -> Self:
+        """Parse the process's arguments. `usual_fields`: other defaults than those of the class."""
         parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-        usual = cls()
+        usual = cls(**usual_fields)
         parser.add_argument("--model", choices=SHAPES, default=usual.model)
         parser.add_argument("--batch", type=int, default=usual.batch, help="sequences per rank and micro-batch")
         parser.add_argument("--length", type=int, default=usual.length, help="tokens of a sequence")
@@ -56,10 +56,10 @@ class Options:
         parser.add_argument("--fake", action="store_true", help="one process as one rank of many, nothing is moved")
         parser.add_argument("--world-size", type=int, default=usual.world_size, help="ranks, with --fake")
         parser.add_argument("--out", type=Path, default=None, help="folder to write the record into")
-        return cls(**vars(parser.parse_args(arguments)))
+        return cls(**vars(parser.parse_args()))
 
     def described(self) -> str:
-        """Return what differs from engine to engine never, in words."""
+        """Return what is the same for every engine, in words."""
         left_out = {"engines", "bases", "out", "fake", "world_size"}
         return ", ".join(
             f"{field.name.replace('_', ' ')} {getattr(self, field.name)}"

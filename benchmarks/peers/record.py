@@ -14,6 +14,8 @@ import torch.distributed as dist
 from tabulate import tabulate
 
 import zeroamp
+from benchmarks.peers.options import Options
+from benchmarks.peers.processes import backend_name
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
@@ -49,6 +51,13 @@ def hardware(device: torch.device) -> str:
     load = f"load {os.getloadavg()[0]:.1f} at the end"
     gpu = f"{torch.cuda.get_device_name(device)}, " if device.type == "cuda" else ""
     return f"{gpu}{cores}, {load}"
+
+
+def head(module: str, options: Options, device: torch.device) -> list[str]:
+    """Return the paragraphs that every record begins with."""
+    ranks = f"{dist.get_world_size()} ranks on {backend_name(device, options)}; {options.described()}."
+    found = ", ".join(f"{name} {version}" for name, version in versions().items())
+    return [f"`{command(module)}`", ranks, f"{hardware(device)}. {found}."]
 
 
 def write(folder: Path, *, title: str, body: str, name: str, values: dict[str, Any]) -> None:

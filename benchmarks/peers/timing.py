@@ -68,6 +68,6 @@ def timed(step: Callable[[], torch.Tensor], device: torch.device) -> Sample:
     return Sample(time.perf_counter() - begin, time.process_time() - cpu_begin)
 
 
-def ratios(samples: Sequence[Sample], bases: Sequence[Sample]) -> Spread:
+def ratios(values: Sequence[float], bases: Sequence[float]) -> Spread:
     """Return the spread of a step's time over that of the base in the same round."""
-    return Spread.of([mine.seconds / base.seconds for mine, base in zip(samples, bases, strict=True)])
+    return Spread.of([mine / base for mine, base in zip(values, bases, strict=True)])

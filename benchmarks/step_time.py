@@ -98,7 +98,7 @@ def traffic_rows(measured: dict[str, Any]) -> list[dict[str, str]]:
             calls, num_bytes = found.get(kind, (0, 0))
             row[_kind(kind)] = f"{num_bytes / 1e6:.2f} ({calls})" if calls else ""
         rows.append(row)
-    return rows + [{"engine": name, _kind(kinds[0]): reason} for name, reason in measured["reasons"].items() if kinds]
+    return rows
 
 
 def _kind(kind: tuple[str, torch.dtype]) -> str:

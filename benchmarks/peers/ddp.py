@@ -15,7 +15,7 @@ def build(setup: Setup) -> Engine:
         UnavailableError: the process group is a fake one, whose all-reduce has no result for DDP to read.
     """
     if setup.options.fake:
-        raise UnavailableError("reads the result of its all-reduce, of which a fake process group has none")
+        raise UnavailableError("not with a fake process group")
     model = DistributedDataParallel(setup.model(), gradient_as_bucket_view=True)
     optimizer = setup.optimizer(model)
     last = len(setup.micro_batches) - 1

@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 import os
+import warnings
 from functools import partial
 from typing import Any
 
@@ -27,11 +28,12 @@ def build(setup: Setup, *, stage: int, zero: dict[str, int] | None = None) -> En
     if importlib.util.find_spec("deepspeed") is None:
         raise UnavailableError("not installed")
     if setup.options.fake:
-        raise UnavailableError("makes process groups of its own, which no fake one stands for")
+        raise UnavailableError("not with a fake process group")
     os.environ.setdefault("DS_ACCELERATOR", setup.device.type)
     import deepspeed  # here, since it looks for an accelerator when it is imported
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.", category=FutureWarning)  # it calls older names
     model = setup.model()
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=setup.optimizer(model), config=_config(setup, stage, zero or {})

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -54,7 +54,6 @@ class Engine:
     """Takes one optimizer step and returns the mean loss of its micro-batches: 0-D, detached, before the update."""
     own_count: Callable[[], dict[tuple[str, torch.dtype], tuple[int, int]]] | None = None
     """(calls, bytes) per collective and dtype since the start, as the engine itself counts them."""
-    notes: tuple[str, ...] = field(default=())
 
 
 def setup(options: Options, device: torch.device, rank: int) -> Setup:

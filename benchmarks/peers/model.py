@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 ROTARY_BASE = 10_000.0
 WEIGHT_STD = 0.02
+RECOMPILE_LIMIT = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,6 +125,9 @@ def build(shape: Shape, length: int, device: torch.device, *, checkpointing: boo
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=WEIGHT_STD)
     if compiled:
+        # All engines share the code of a block; what differs between them must not make torch give up compiling it.
+        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = RECOMPILE_LIMIT
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
         for block in model.blocks:
             block.compile()
     return model

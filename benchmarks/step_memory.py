@@ -5,7 +5,8 @@
 On a GPU it is what torch's allocator held at most in one step, and the time of the steps beside it. On a CPU it is the
 most bytes of tensor storages that were alive at once, the smallest of a few steps: gloo's own thread may hold what it
 sent for a moment longer. Storages that torch makes without an op, and gloo's own buffers, are not among them; no time
-is given, since what watches the storages slows the steps down.
+is given, since what watches the storages slows the steps down. DeepSpeed's include its buckets of 5e8 elements, which
+is its default however small the model is.
 
 Without torchrun one rank runs alone; with --fake it is one of --world-size ranks that move nothing: its memory is that
 of a rank, and its time that of everything but communication. Of --rounds, --warm-up steps come first.
@@ -126,6 +127,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         what = "allocated by torch" if device.type == "cuda" else "in tensor storages"
         explained = f"Most MiB (2^20 bytes) {what} in a step, of the rank that had most; one engine alive at a time."
+        if any(name.startswith("DeepSpeed") and "peak" in found for name, found in measured.items()):
+            explained += " DeepSpeed's include its buckets, by default of 5e8 elements however small the model is."
         body = "\n\n".join(
             [*record.head("benchmarks.step_memory", options, device), explained, record.markdown(rows(measured))]
         )

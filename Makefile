@@ -1,10 +1,12 @@
-# Two commands: `make demo` and `make test`. Each sets up all it needs in .venv first.
+# `make demo` and `make test`; measurements: `make bench`, and `make bench-gpu` on one GPU. Each sets up all it needs in
+# .venv first.
 #
 # Variables:
 #   PYTHON        interpreter that makes the virtual environment (3.11 or newer)
 #   TORCH_SKIP    1: use the torch that PYTHON already has instead of installing the pinned one.
 #                 By default 1 where that torch sees a GPU, else 0.
 #   RANKS         processes of `make demo`
+#   BENCH_OUT     folder of what `make bench` and `make bench-gpu` write
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -15,7 +17,12 @@ RANKS ?= $(shell $(PYTHON) -c 'import torch; print(torch.cuda.device_count() or 
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test lint clean
+BENCH_OUT ?= runs/bench
+MODULE := $(BIN)/python -m
+TWO_RANKS := $(MODULE) torch.distributed.run --standalone --nproc-per-node 2 -m
+SHARDED := zeroamp 2,zeroamp 3,FSDP2 bf16 reshard,FSDP2 bf16 no reshard,FSDP2 autocast reshard
+
+.PHONY: demo test bench bench-gpu lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
@@ -24,6 +31,26 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest
+
+# Beside DeepSpeed too where .venv has it; else its rows say that it is not installed.
+bench: export CUDA_VISIBLE_DEVICES :=
+bench: $(VENV)/.installed
+	$(TWO_RANKS) benchmarks.step_time --rounds 100 --out $(BENCH_OUT)/3.7m
+	$(TWO_RANKS) benchmarks.step_time --micro-batches 4 --rounds 30 --out $(BENCH_OUT)/3.7m-4-micro-batches
+	$(TWO_RANKS) benchmarks.step_time --model 100m --batch 1 --rounds 20 --warm-up 2 --engines "$(SHARDED)" \
+		--out $(BENCH_OUT)/100m
+	$(TWO_RANKS) benchmarks.step_memory --out $(BENCH_OUT)/3.7m-memory
+
+# One process: of the 1b model all of it, of the 8b model one rank of eight, whose collectives move nothing.
+bench-gpu: $(VENV)/.installed
+	$(MODULE) benchmarks.step_time --model 1b --batch 2 --length 2048 --rounds 30 --engines "$(SHARDED),DDP autocast" \
+		--out $(BENCH_OUT)/1b
+	$(MODULE) benchmarks.step_time --model 1b --batch 2 --length 2048 --rounds 30 --engines "$(SHARDED),DDP autocast" \
+		--compile --out $(BENCH_OUT)/1b-compile
+	$(MODULE) benchmarks.step_memory --model 8b --batch 1 --length 4096 --checkpointing --fake --world-size 8 \
+		--rounds 10 --out $(BENCH_OUT)/8b-memory
+	$(MODULE) benchmarks.step_time --model 8b --batch 1 --length 4096 --checkpointing --fake --world-size 8 \
+		--rounds 20 --engines "zeroamp 3,FSDP2 bf16 reshard,FSDP2 autocast reshard" --out $(BENCH_OUT)/8b
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

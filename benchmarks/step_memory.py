@@ -1,0 +1,146 @@
+"""Peak memory of one step of zeroamp beside FSDP2, DDP and DeepSpeed: one engine alive at a time.
+
+    torchrun --nproc-per-node 2 -m benchmarks.step_memory [--model 3.7m] [--out FOLDER]
+
+On a GPU it is what torch's allocator held at most in one step, and the time of the steps beside it. On a CPU it is the
+most bytes of tensor storages that were alive at once, the smallest of a few steps: gloo's own thread may hold what it
+sent for a moment longer. Storages that torch makes without an op, and gloo's own buffers, are not among them; no time
+is given, since what watches the storages slows the steps down. DeepSpeed's include its buckets of 5e8 elements, which
+is its default however small the model is.
+
+Without torchrun one rank runs alone; with --fake it is one of --world-size ranks that move nothing: its memory is that
+of a rank, and its time that of everything but communication. Of --rounds, --warm-up steps come first.
+"""
+
+import gc
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.peers import record
+from benchmarks.peers.engine import Setup, UnavailableError, setup
+from benchmarks.peers.engines import ENGINES, builder
+from benchmarks.peers.options import Options
+from benchmarks.peers.processes import start
+from benchmarks.peers.timing import Spread, timed
+from tests.allocated import Allocated
+
+MIB = 1024**2
+
+
+class PeakOnCpu(Allocated):
+    """The tracker of the tests, which counts what is made while it is on."""
+
+    def peak_bytes(self) -> int:
+        """Return the most bytes since `reset_peak`."""
+        return self.peak
+
+    def held_bytes(self) -> int:
+        """Return the bytes now."""
+        return self.now
+
+
+class PeakOnGpu(nullcontext[None]):
+    """What torch's allocator counts."""
+
+    def reset_peak(self) -> None:
+        """Begin anew."""
+        torch.cuda.reset_peak_memory_stats()
+
+    def peak_bytes(self) -> int:
+        """Return the most bytes since `reset_peak`."""
+        return torch.cuda.max_memory_allocated()
+
+    def held_bytes(self) -> int:
+        """Return the bytes now."""
+        return torch.cuda.memory_allocated()
+
+
+def measure(options: Options, device: torch.device) -> dict[str, dict[str, Any]]:
+    """Return what was measured of each engine: numbers, or the reason why there are none."""
+    if options.compile and device.type == "cpu":
+        raise SystemExit("--compile: what watches the storages on a CPU keeps torch from compiling; leave it out")
+    ready = setup(options, device, dist.get_rank())
+    measured = {}
+    for name in options.engines or ENGINES:
+        try:
+            measured[name] = measure_one(name, ready)
+        except UnavailableError as error:
+            measured[name] = {"reason": str(error)}
+        except torch.OutOfMemoryError:
+            if dist.get_world_size() > 1 and not options.fake:
+                raise  # other ranks may wait in a collective
+            measured[name] = {"reason": "out of memory"}
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return measured
+
+
+def measure_one(name: str, ready: Setup) -> dict[str, Any]:
+    """Build an engine, take steps, and let go of it.
+
+    Returns:
+        "held", "peak": bytes between steps and at most in one, the largest of all ranks; "seconds": of every step.
+    """
+    options = ready.options
+    watch = PeakOnGpu() if ready.device.type == "cuda" else PeakOnCpu()
+    with watch:
+        before = watch.held_bytes()
+        engine = builder(name)(ready)
+        peaks, seconds = [], []
+        for index in range(options.warm_up + options.rounds):
+            watch.reset_peak()
+            sample = timed(engine.step, ready.device)
+            if index >= options.warm_up:
+                peaks.append(watch.peak_bytes() - before)
+                seconds.append(sample.seconds)
+        found = torch.tensor([watch.held_bytes() - before, min(peaks)], device=ready.device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    held, peak = found.tolist()
+    return {"held": held, "peak": peak, **({"seconds": seconds} if ready.device.type == "cuda" else {})}
+
+
+def rows(measured: dict[str, dict[str, Any]]) -> list[dict[str, str]]:
+    """Return a row per engine."""
+    table = []
+    for name, found in measured.items():
+        row = {"engine": name}
+        if "reason" in found:
+            row["peak, MiB"] = found["reason"]
+        else:
+            row["peak, MiB"] = f"{found['peak'] / MIB:,.1f}"
+            row["between steps, MiB"] = f"{found['held'] / MIB:,.1f}"
+        if "seconds" in found:
+            spread = Spread.of(found["seconds"])
+            row["step, ms"] = f"{spread.middle * 1e3:.1f} ({spread.lower * 1e3:.1f} to {spread.upper * 1e3:.1f})"
+        table.append(row)
+    return table
+
+
+def main() -> None:
+    options = Options.from_command_line(__doc__, rounds=5, warm_up=2)
+    device = start(options)
+    measured = measure(options, device)
+    if dist.get_rank() == 0:
+        what = "allocated by torch" if device.type == "cuda" else "in tensor storages"
+        explained = f"Most MiB (2^20 bytes) {what} in a step, of the rank that had most; one engine alive at a time."
+        if any(name.startswith("DeepSpeed") and "peak" in found for name, found in measured.items()):
+            explained += " DeepSpeed's include its buckets, by default of 5e8 elements however small the model is."
+        body = "\n\n".join(
+            [*record.head("benchmarks.step_memory", options, device), explained, record.markdown(rows(measured))]
+        )
+        print(body)
+        if options.out is not None:
+            values = {"versions": record.versions(), "engines": measured}
+            record.write(
+                options.out, title=f"Memory of a step, {options.model}", body=body, name="steps", values=values
+            )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""The benchmarks beside the peers: what they count and write, on the tiny model. No time is asserted."""
+
+import importlib.util
+import json
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks import step_memory, step_time
+from benchmarks.peers.engine import Engine, mean
+from benchmarks.peers.model import SHAPES, Decoder
+from benchmarks.peers.options import Options
+from benchmarks.peers.timing import Sample, ratios, rounds
+from tests.launch import module
+
+CPU = torch.device("cpu")
+OPTIONS = Options(model="tiny", batch=2, length=16, rounds=2, warm_up=1)
+STATISTICS = {("all_reduce", torch.float64): (1, 24)}  # zeroamp's one collective for loss, norm and failures
+
+
+def _without_deepspeed(measure, options):
+    find = importlib.util.find_spec
+    with mock.patch("importlib.util.find_spec", lambda name: None if name == "deepspeed" else find(name)):
+        return measure(options, CPU)
+
+
+def _measured_times(options):
+    measured = _without_deepspeed(step_time.measure, options)
+    bases = ["FSDP2 bf16 reshard"]
+    return measured, step_time.time_rows(measured, "seconds", bases), step_time.traffic_rows(measured)
+
+
+@pytest.fixture(scope="module")
+def times(ranks2):
+    return ranks2.run(_measured_times, OPTIONS)
+
+
+def _numels():
+    """Return elements of the tiny model: all, in the blocks' Linears, in the head, in all else."""
+    with torch.device("meta"):
+        model = Decoder(SHAPES["tiny"], 16)
+    total = sum(p.numel() for p in model.parameters())
+    in_blocks = sum(p.numel() for p in model.blocks.parameters() if p.ndim > 1)
+    head = model.head.weight.numel()
+    return total, in_blocks, head, total - in_blocks - head
+
+
+def _expected():
+    """Calls and bytes of one step, of 2 blocks and the root."""
+    total, in_blocks, head, fp32 = _numels()
+    bf16, fp32_ = torch.bfloat16, torch.float32
+    own = {("all_gather", fp32_): (1, 4 * fp32), ("reduce_scatter", fp32_): (1, 4 * fp32), **STATISTICS}
+    gathered_once = {("all_gather", bf16): (3, 2 * (in_blocks + head))}
+    summed = {("all_to_all", bf16): (3, 2 * (in_blocks + head))}
+    twice = {("all_gather", bf16): (5, 2 * (2 * in_blocks + head))}
+    return {
+        "zeroamp 1": {**own, **gathered_once, **summed},
+        "zeroamp 2": {**own, **gathered_once, **summed},
+        "zeroamp 3": {**own, **twice, **summed},
+        "zeroamp 3 live": {**own, **gathered_once, **summed},
+        "zeroamp 3 native": {**own, **twice, ("reduce_scatter", bf16): (3, 2 * (in_blocks + head))},
+        "FSDP2 bf16 reshard": {("all_gather", bf16): (6, 4 * total), ("reduce_scatter", bf16): (3, 2 * total)},
+        "FSDP2 bf16 no reshard": {("all_gather", bf16): (3, 2 * total), ("reduce_scatter", bf16): (3, 2 * total)},
+        "FSDP2 autocast reshard": {("all_gather", fp32_): (6, 8 * total), ("reduce_scatter", fp32_): (3, 4 * total)},
+        "FSDP2 autocast no reshard": {("all_gather", fp32_): (3, 4 * total), ("reduce_scatter", fp32_): (3, 4 * total)},
+        "DDP autocast": {("all_reduce", fp32_): (1, 4 * total)},
+        "FSDP2 bf16 reshard again": {("all_gather", bf16): (6, 4 * total), ("reduce_scatter", bf16): (3, 2 * total)},
+    }
+
+
+def test_every_engine_moves_what_its_formula_says(times):
+    for measured, _, _ in times:
+        assert measured["traffic"] == _expected()
+
+
+def test_every_engine_has_a_row_and_an_absent_one_a_reason(times):
+    measured, of_time, of_traffic = times[0]
+    reasons = {f"DeepSpeed {which}": "not installed" for which in ("1", "2", "3", "3 nothing live")}
+    assert measured["reasons"] == reasons
+    assert [row["engine"] for row in of_time] == [*_expected(), *reasons]
+    assert [row["ms"] for row in of_time[-4:]] == ["not installed"] * 4
+    assert of_time[5]["/ FSDP2 bf16 reshard"] == "1.000 (1.000 to 1.000)"
+    assert [row["engine"] for row in of_traffic] == [*_expected()]
+    assert all(len(mine) == OPTIONS.rounds for mine in measured["samples"].values())
+
+
+def test_engines_of_the_same_numerics_train_to_the_same_loss(times):
+    losses = times[0][0]["losses"]
+    same = ["zeroamp 1", "zeroamp 2", "zeroamp 3", "zeroamp 3 live", "FSDP2 autocast reshard", "DDP autocast"]
+    assert len({losses[name] for name in same}) == 1
+    assert losses["FSDP2 bf16 reshard"] == losses["FSDP2 bf16 reshard again"] != losses["zeroamp 3"]
+
+
+def _with_options(options):
+    measured = step_time.measure(options, CPU)
+    return measured["losses"], measured["traffic"]
+
+
+def test_engines_accumulate_clip_and_recompute_alike(ranks2):
+    names = ("zeroamp 2", "FSDP2 autocast no reshard", "DDP autocast")
+    options = Options(model="tiny", batch=2, length=16, micro_batches=2, clip=0.5, checkpointing=True,
+                      rounds=2, warm_up=0, engines=names)  # fmt: skip
+    losses, traffic = ranks2.run(_with_options, options)[0]
+    total = _numels()[0]
+    # The sum of the micro-batches is rounded in another order where each is reduced by itself.
+    assert losses["zeroamp 2"] == pytest.approx(losses["DDP autocast"], abs=1e-4)
+    assert losses["FSDP2 autocast no reshard"] == pytest.approx(losses["DDP autocast"], abs=1e-4)
+    assert traffic["FSDP2 autocast no reshard"]["reduce_scatter", torch.float32] == (6, 8 * total)
+    assert traffic["DDP autocast"]["all_reduce", torch.float32] == (1, 4 * total)
+
+
+def _miscounting():
+    tensor = torch.ones(4)
+
+    def step():
+        dist.all_reduce(tensor)
+        return mean([tensor.sum()])
+
+    own = {("all_reduce", torch.float32): (0, 0)}
+    with pytest.raises(AssertionError, match="the engine counted"):
+        step_time.counted(Engine(step=step, own_count=lambda: own))
+    return step_time.counted(Engine(step=step))
+
+
+def test_an_engine_that_counts_something_else_is_refused(ranks2):
+    assert ranks2.run(_miscounting)[0] == {("all_reduce", torch.float32): (1, 16)}
+
+
+def _order():
+    log = []
+    steps = {name: lambda name=name: log.append(name) or torch.zeros(()) for name in "abc"}
+    samples = rounds(steps, CPU, num_rounds=2, warm_up=2)
+    return "".join(log), {name: len(mine) for name, mine in samples.items()}
+
+
+def test_the_order_rotates_and_warm_up_rounds_do_not_count(ranks2):
+    assert ranks2.run(_order)[0] == ("abcbcacababc", {"a": 2, "b": 2, "c": 2})
+
+
+def test_ratios_are_taken_round_by_round():
+    spread = ratios([1.0, 20.0, 3.0], [1.0, 10.0, 1.0])
+    assert (spread.middle, spread.lower, spread.upper) == (2.0, 1.0, 3.0)
+    assert Sample(1e-3, 2.0000004).as_json() == {"seconds": 0.001, "cpu_seconds": 2.0}
+
+
+def _measured_memory():
+    names = ("FSDP2 bf16 reshard", "zeroamp 3", "DDP autocast", "DeepSpeed 3")
+    options = Options(model="tiny", batch=2, length=16, rounds=3, warm_up=1, engines=names)
+    return _without_deepspeed(step_memory.measure, options)
+
+
+def test_memory_is_measured_of_one_engine_at_a_time(ranks2):
+    found = ranks2.run(_measured_memory)[0]
+    total = _numels()[0]
+    assert found.pop("DeepSpeed 3") == {"reason": "not installed"}
+    for name, engine in found.items():
+        # Weights and the two moments in fp32, of a rank's half or all; and DDP's gradients, which stay.
+        state = 16 * total if name == "DDP autocast" else 6 * total
+        assert state <= engine["held"] < 1.5 * state, name
+        assert engine["peak"] > engine["held"]
+    assert step_memory.rows({"x": {"reason": "why"}}) == [{"engine": "x", "peak, MiB": "why"}]
+
+
+def test_a_record_has_the_command_and_every_round(tmp_path):
+    arguments = ("--model", "tiny", "--length", 16, "--rounds", 3, "--warm-up", 1, "--fake", "--world-size", 8)
+    engines = ("--engines", "zeroamp 3,FSDP2 bf16 reshard,DDP autocast", "--out", tmp_path)
+    module("benchmarks.step_time", *arguments, *engines, timeout_s=100)
+    text, values = (tmp_path / "README.md").read_text(), json.loads((tmp_path / "rounds.json").read_text())
+    assert "python -m benchmarks.step_time --model tiny" in text
+    assert "8 ranks on a process group that moves nothing" in text
+    assert {name: len(mine) for name, mine in values["rounds"].items()} == {"zeroamp 3": 3, "FSDP2 bf16 reshard": 3}
+    assert values["not run"] == {"DDP autocast": "not with a fake process group"}
+    assert values["versions"]["torch"] == torch.__version__

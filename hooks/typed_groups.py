@@ -127,14 +127,14 @@ def _merged_hooks(holder: FSDPModule, unit: Sequence[nn.Module]) -> tuple[_fsdp.
     pre_forward, post_forward = typed_group_hooks(holder)
     waiting = _fsdp.modules_to_run(holder)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_fsdp.untraced
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if waiting:
             return None
         waiting.update(unit)
         return pre_forward(module, args, kwargs)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_fsdp.untraced
     def after(module: nn.Module, args: Any, output: Any) -> Any:
         if module not in waiting:
             return None

@@ -15,6 +15,7 @@ holder whose modules did not all run as they finish the unit.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -97,7 +98,8 @@ def _attachment_point(owners: Sequence[nn.Module], model: nn.Module) -> nn.Modul
 
     A container would call or index the holder as one of its own, so the first owner that is none gets it.
     """
-    for candidate in (*owners, *(module for owner in owners for module in owner.modules()), *model.modules()):
+    inside = (module for owner in owners for module in owner.modules())
+    for candidate in chain(owners, inside, model.modules()):  # lazily: there may be as many groups as modules
         if not isinstance(candidate, _CONTAINERS):
             return candidate
     raise AssertionError(f"expected a module that is no container in {type(model).__name__}, got none")

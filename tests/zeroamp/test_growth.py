@@ -33,10 +33,6 @@ MORE = {
         "data_types": {"keep_in_fp32_modules": ["RMSNorm", "down.bias"]},
     },
     "ranges": {"zeroamp": {"ranges": "profiler"}},
-    "safe modules auto": {
-        "torch_autocast": {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": "auto"},
-        "dtype": None,
-    },
 }
 OPTIONS = MORE | {name: {"zero_optimization": {"stage": 3, **zero}} for name, zero in ZERO_3.items()}
 STEPPED = ["stage 1 with accumulation", "stage 3", "a group more in every unit", "merged units"]
@@ -52,9 +48,7 @@ def _ranks():
 
 def _wrap(num_blocks, name):
     cfg = config(**OPTIONS[name])
-    return zeroamp.wrap_model(
-        Llama(tied=False, num_blocks=num_blocks), zeroamp.policy_from_config(cfg), example_inputs=TOKENS
-    )
+    return zeroamp.wrap_model(Llama(tied=False, num_blocks=num_blocks), zeroamp.policy_from_config(cfg))
 
 
 def _work_of_wrapping(num_blocks, name):

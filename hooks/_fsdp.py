@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+# `torch.compiler.disable` imports torch._dynamo where it decorates a function; this one where that is first called.
+from torch._compile import _disable_dynamo as untraced
+
 # Used by many, but in private modules all the same.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Variable, profiler
@@ -22,7 +25,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-__all__ = ["AllGather", "FakeTensorMode", "ReduceScatter", "StorageWeakRef", "TorchDispatchMode", "tree_map"]
+__all__ = [
+    "AllGather",
+    "FakeTensorMode",
+    "ReduceScatter",
+    "StorageWeakRef",
+    "TorchDispatchMode",
+    "tree_map",
+    "untraced",
+]
 
 FORWARD_HOOKS = ("_pre_forward", "_post_forward")
 """Methods of `FSDPState` that gather a group before a forward and release it after."""

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zeroamp.hooks._fsdp import untraced
 from zeroamp.hooks.outer_autocast import warn_if_different
 
 
@@ -43,13 +44,13 @@ class AutocastHook:
         if not (self._has_warned or self._entered):
             self._has_warned = warn_if_different(self.device_type, self.dtype)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def _enter(self, _module: nn.Module, _args: Any) -> None:
         self.look_around()
         context = self.context()
         context.__enter__()  # type: ignore[no-untyped-call]
         self._entered.append(context)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         self._entered.pop().__exit__(None, None, None)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
-from zeroamp.hooks._fsdp import release
+from zeroamp.hooks._fsdp import release, untraced
 
 
 class ReshardAfterEvaluation:
@@ -32,12 +32,12 @@ class ReshardAfterEvaluation:
             root.register_forward_hook(lambda _module, _args, _output: self.leave(), prepend=False, always_call=True),
         ]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def enter(self) -> None:
         """Note that a forward, or a method registered as one, begins."""
         self._depth += 1
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def leave(self) -> None:
         """Note that it ended; reshard if it was the outermost."""
         if self._depth == 0:  # a hook before `enter` raised

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zeroamp.hooks._fsdp import untraced
 from zeroamp.hooks.call_log import CallLog
 from zeroamp.hooks.kept_buffers import KeptBuffers
 from zeroamp.policies.errors import StepError, describe
@@ -69,7 +70,7 @@ class ForwardWatch:
         finally:
             self.leave()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def enter(self) -> None:
         """Note that a forward begins.
 
@@ -88,7 +89,7 @@ class ForwardWatch:
             self._buffers.keep()
             self.window_has_begun = True
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def leave(self) -> None:
         """Note that it ended, or raised."""
         if not self._around:  # it was refused before it began

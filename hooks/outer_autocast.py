@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zeroamp.hooks._fsdp import untraced
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import PrecisionError, describe
 
@@ -62,7 +63,7 @@ class OuterAutocastGuard:
         """Register on `module`, before everything else: nothing is gathered yet when it raises."""
         return module.register_forward_pre_hook(self._before, prepend=True)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def _before(self, _module: nn.Module, _args: Any) -> None:
         self.check()
 

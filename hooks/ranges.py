@@ -38,7 +38,7 @@ from torch.profiler import record_function
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from zeroamp.hooks._fsdp import at_end_of_backward, is_in_backward, is_profiling
+from zeroamp.hooks._fsdp import at_end_of_backward, is_in_backward, is_profiling, untraced
 from zeroamp.hooks.safe_parameters import tensors_in
 from zeroamp.policies.policy import RangeMode
 
@@ -150,7 +150,7 @@ class Ranges:
             output.register_hook(partial(self._begin_backwards, fqns))  # type: ignore[no-untyped-call]
         fqns.insert(0, fqn)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def _begin_backwards(self, fqns: list[str], _gradient: torch.Tensor) -> None:
         for fqn in fqns:
             if fqn:
@@ -199,7 +199,7 @@ class UnitRanges:
             module.register_forward_hook(self._after, prepend=True, always_call=True),
         ]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def _before(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._ranges.is_active:
             return
@@ -211,14 +211,14 @@ class UnitRanges:
             for tensor in _differentiable((args, kwargs)):
                 tensor.register_hook(self._end_backward)  # type: ignore[no-untyped-call]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def _after(self, _module: nn.Module, _args: Any, output: Any) -> None:
         self._ranges.close_kind(("forward", "recompute"), self._fqn)
         if self._ranges.is_active:
             for tensor in _differentiable(output):
                 self._ranges.begin_backward_at(tensor, self._fqn)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def _end_backward(self, _gradient: torch.Tensor) -> None:
         self._ranges.close_kind(("backward",), self._fqn)
 

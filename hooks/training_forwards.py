@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zeroamp.hooks._fsdp import untraced
+
 
 class TrainingForwards:
     """Calls `enter(args, kwargs)` and `leave()` around each. Inputs and outputs are returned unchanged."""
@@ -31,14 +33,14 @@ class TrainingForwards:
         """Forget forwards that a KeyboardInterrupt ended."""
         self._depth, self._is_open = 0, False
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def _begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self._depth == 0 and torch.is_grad_enabled():
             self._is_open = True
             self._enter(args, kwargs)
         self._depth += 1
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @untraced
     def _end(self) -> None:
         self._depth = max(self._depth - 1, 0)  # a hook before `_begin` may have raised
         if self._depth == 0 and self._is_open:

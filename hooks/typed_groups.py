@@ -15,6 +15,7 @@ holder whose modules did not all run as they finish the unit.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -97,7 +98,8 @@ def _attachment_point(owners: Sequence[nn.Module], model: nn.Module) -> nn.Modul
 
     A container would call or index the holder as one of its own, so the first owner that is none gets it.
     """
-    for candidate in (*owners, *(module for owner in owners for module in owner.modules()), *model.modules()):
+    inside = (module for owner in owners for module in owner.modules())
+    for candidate in chain(owners, inside, model.modules()):  # lazily: there may be as many groups as modules
         if not isinstance(candidate, _CONTAINERS):
             return candidate
     raise AssertionError(f"expected a module that is no container in {type(model).__name__}, got none")
@@ -127,14 +129,14 @@ def _merged_hooks(holder: FSDPModule, unit: Sequence[nn.Module]) -> tuple[_fsdp.
     pre_forward, post_forward = typed_group_hooks(holder)
     waiting = _fsdp.modules_to_run(holder)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_fsdp.untraced
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if waiting:
             return None
         waiting.update(unit)
         return pre_forward(module, args, kwargs)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_fsdp.untraced
     def after(module: nn.Module, args: Any, output: Any) -> Any:
         if module not in waiting:
             return None

@@ -1,6 +1,7 @@
 """Auto-wrap policies: which modules of a model become units, that is, are gathered and reduced together."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 
@@ -156,10 +157,10 @@ def _default_units(model: nn.Module) -> list[str]:
 
 def _repeated_blocks(module: nn.Module, fqn: str) -> Iterator[str]:
     """Yield children that share their class with a sibling in an outermost `nn.ModuleList`, if they own parameters."""
+    num_siblings = Counter(type(child) for child in module.children())
     for name, child in module.named_children():
         child_fqn = f"{fqn}.{name}" if fqn else name
-        classes = [type(sibling) for sibling in module.children()]
-        is_block = isinstance(module, nn.ModuleList) and classes.count(type(child)) > 1
+        is_block = isinstance(module, nn.ModuleList) and num_siblings[type(child)] > 1
         if is_block and not isinstance(child, nn.ModuleList | nn.ModuleDict) and any(True for _ in child.parameters()):
             yield child_fqn
         else:

@@ -1,77 +1,120 @@
-"""zeroamp: torch.autocast numerics and ZeRO stages on native PyTorch FSDP2, from a DeepSpeed-style config."""
+"""zeroamp: torch.autocast numerics and ZeRO stages on native PyTorch FSDP2, from a DeepSpeed-style config.
 
-from zeroamp.checkpoint.export import export_checkpoint
-from zeroamp.checkpoint.folder import latest_checkpoint
-from zeroamp.checkpoint.load import load_checkpoint
-from zeroamp.checkpoint.save import save_checkpoint
-from zeroamp.deepspeed.load import DeepSpeedCheckpoint, load_deepspeed_checkpoint
-from zeroamp.discover import SafeParameters, discover_safe_parameters
-from zeroamp.dry_run.gpus import GPUS, Gpu
-from zeroamp.dry_run.roofline import Efficiency
-from zeroamp.dry_run.run_plan import RunPlan, plan_run
-from zeroamp.errors import CheckpointError, ConfigError, PeerError, PrecisionError, StepError, WrapError, ZeroAmpError
-from zeroamp.export import export_hf
-from zeroamp.load_weights import load_hf
-from zeroamp.optimizers import optimizer_from_config
-from zeroamp.plan import Plan, build_plan
-from zeroamp.policies import Policy, policy_from_config
-from zeroamp.preemption import Preemption
-from zeroamp.profiling import Profile, profile
-from zeroamp.report import Ledger, explain, traffic
-from zeroamp.reporting.flops import count_flops
-from zeroamp.reporting.record import StepRecord
-from zeroamp.reporting.run_report import RunReport
-from zeroamp.reporting.saved_run import SavedRun, read_run
-from zeroamp.schedulers import scheduler_from_config
-from zeroamp.step import TrainStep
-from zeroamp.step_report import StepReport
-from zeroamp.verification import Verification
+A name is imported with what it needs when it is first used: `import zeroamp` itself imports nothing else, not even
+torch, so that what only asks for a version, or reads a config, does not wait for FSDP2.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from zeroamp.version import __version__ as __version__
-from zeroamp.wrap import register_forward_method, wrap_model
 
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "DeepSpeedCheckpoint",
-    "Efficiency",
-    "GPUS",
-    "Gpu",
-    "Ledger",
-    "PeerError",
-    "Plan",
-    "Policy",
-    "PrecisionError",
-    "Preemption",
-    "Profile",
-    "RunPlan",
-    "RunReport",
-    "SafeParameters",
-    "SavedRun",
-    "StepError",
-    "StepRecord",
-    "StepReport",
-    "TrainStep",
-    "Verification",
-    "WrapError",
-    "ZeroAmpError",
-    "build_plan",
-    "count_flops",
-    "discover_safe_parameters",
-    "explain",
-    "export_checkpoint",
-    "export_hf",
-    "latest_checkpoint",
-    "load_checkpoint",
-    "load_deepspeed_checkpoint",
-    "load_hf",
-    "optimizer_from_config",
-    "plan_run",
-    "policy_from_config",
-    "profile",
-    "read_run",
-    "register_forward_method",
-    "save_checkpoint",
-    "scheduler_from_config",
-    "traffic",
-    "wrap_model",
-]
+if TYPE_CHECKING:
+    from zeroamp.checkpoint.export import export_checkpoint as export_checkpoint
+    from zeroamp.checkpoint.folder import latest_checkpoint as latest_checkpoint
+    from zeroamp.checkpoint.load import load_checkpoint as load_checkpoint
+    from zeroamp.checkpoint.save import save_checkpoint as save_checkpoint
+    from zeroamp.deepspeed.load import DeepSpeedCheckpoint as DeepSpeedCheckpoint
+    from zeroamp.deepspeed.load import load_deepspeed_checkpoint as load_deepspeed_checkpoint
+    from zeroamp.discover import SafeParameters as SafeParameters
+    from zeroamp.discover import discover_safe_parameters as discover_safe_parameters
+    from zeroamp.dry_run.gpus import GPUS as GPUS
+    from zeroamp.dry_run.gpus import Gpu as Gpu
+    from zeroamp.dry_run.roofline import Efficiency as Efficiency
+    from zeroamp.dry_run.run_plan import RunPlan as RunPlan
+    from zeroamp.dry_run.run_plan import plan_run as plan_run
+    from zeroamp.errors import CheckpointError as CheckpointError
+    from zeroamp.errors import ConfigError as ConfigError
+    from zeroamp.errors import PeerError as PeerError
+    from zeroamp.errors import PrecisionError as PrecisionError
+    from zeroamp.errors import StepError as StepError
+    from zeroamp.errors import WrapError as WrapError
+    from zeroamp.errors import ZeroAmpError as ZeroAmpError
+    from zeroamp.export import export_hf as export_hf
+    from zeroamp.load_weights import load_hf as load_hf
+    from zeroamp.optimizers import optimizer_from_config as optimizer_from_config
+    from zeroamp.plan import Plan as Plan
+    from zeroamp.plan import build_plan as build_plan
+    from zeroamp.policies import Policy as Policy
+    from zeroamp.policies import policy_from_config as policy_from_config
+    from zeroamp.preemption import Preemption as Preemption
+    from zeroamp.profiling import Profile as Profile
+    from zeroamp.profiling import profile as profile
+    from zeroamp.report import Ledger as Ledger
+    from zeroamp.report import explain as explain
+    from zeroamp.report import traffic as traffic
+    from zeroamp.reporting.flops import count_flops as count_flops
+    from zeroamp.reporting.record import StepRecord as StepRecord
+    from zeroamp.reporting.run_report import RunReport as RunReport
+    from zeroamp.reporting.saved_run import SavedRun as SavedRun
+    from zeroamp.reporting.saved_run import read_run as read_run
+    from zeroamp.schedulers import scheduler_from_config as scheduler_from_config
+    from zeroamp.step import TrainStep as TrainStep
+    from zeroamp.step_report import StepReport as StepReport
+    from zeroamp.verification import Verification as Verification
+    from zeroamp.wrap import register_forward_method as register_forward_method
+    from zeroamp.wrap import wrap_model as wrap_model
+
+_HOMES = {
+    "CheckpointError": "zeroamp.errors",
+    "ConfigError": "zeroamp.errors",
+    "DeepSpeedCheckpoint": "zeroamp.deepspeed.load",
+    "Efficiency": "zeroamp.dry_run.roofline",
+    "GPUS": "zeroamp.dry_run.gpus",
+    "Gpu": "zeroamp.dry_run.gpus",
+    "Ledger": "zeroamp.report",
+    "PeerError": "zeroamp.errors",
+    "Plan": "zeroamp.plan",
+    "Policy": "zeroamp.policies",
+    "PrecisionError": "zeroamp.errors",
+    "Preemption": "zeroamp.preemption",
+    "Profile": "zeroamp.profiling",
+    "RunPlan": "zeroamp.dry_run.run_plan",
+    "RunReport": "zeroamp.reporting.run_report",
+    "SafeParameters": "zeroamp.discover",
+    "SavedRun": "zeroamp.reporting.saved_run",
+    "StepError": "zeroamp.errors",
+    "StepRecord": "zeroamp.reporting.record",
+    "StepReport": "zeroamp.step_report",
+    "TrainStep": "zeroamp.step",
+    "Verification": "zeroamp.verification",
+    "WrapError": "zeroamp.errors",
+    "ZeroAmpError": "zeroamp.errors",
+    "build_plan": "zeroamp.plan",
+    "count_flops": "zeroamp.reporting.flops",
+    "discover_safe_parameters": "zeroamp.discover",
+    "explain": "zeroamp.report",
+    "export_checkpoint": "zeroamp.checkpoint.export",
+    "export_hf": "zeroamp.export",
+    "latest_checkpoint": "zeroamp.checkpoint.folder",
+    "load_checkpoint": "zeroamp.checkpoint.load",
+    "load_deepspeed_checkpoint": "zeroamp.deepspeed.load",
+    "load_hf": "zeroamp.load_weights",
+    "optimizer_from_config": "zeroamp.optimizers",
+    "plan_run": "zeroamp.dry_run.run_plan",
+    "policy_from_config": "zeroamp.policies",
+    "profile": "zeroamp.profiling",
+    "read_run": "zeroamp.reporting.saved_run",
+    "register_forward_method": "zeroamp.wrap",
+    "save_checkpoint": "zeroamp.checkpoint.save",
+    "scheduler_from_config": "zeroamp.schedulers",
+    "traffic": "zeroamp.report",
+    "wrap_model": "zeroamp.wrap",
+}
+"""Public name -> the module that defines it."""
+
+__all__ = sorted(_HOMES)
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of these
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(
+                f"module {__name__!r} has no attribute {name!r}", name=name, obj=import_module(__name__)
+            )
+        value = getattr(import_module(_HOMES[name]), name)
+        globals()[name] = value  # the next use comes here no more
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -3,16 +3,18 @@
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroamp.hooks import timeout_of
 from zeroamp.policies.errors import CheckpointError, ZeroAmpError, describe
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.api import CheckpointException
 
 T = TypeVar("T")
 _shared: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], Agreement]]" = WeakKeyDictionary()
@@ -67,8 +69,7 @@ class Agreement:
         outcome: _Outcome[T] = _Outcome()
         try:
             outcome.result = action()
-        # A CheckpointException of torch is no Exception.
-        except (Exception, CheckpointException) as raised:
+        except (Exception, _checkpoint_exception()) as raised:
             error: BaseException | None = raised
             outcome.text, outcome.error_type = _text(raised), type(raised) if isinstance(raised, ZeroAmpError) else None
         else:
@@ -133,7 +134,17 @@ def _raise_if_failed(outcomes: list[_Outcome[T]], cause: BaseException | None) -
     raise error_type("; ".join(texts)) from cause
 
 
+def _checkpoint_exception() -> "type[CheckpointException]":
+    """Return torch's class of failed saves and loads, which is no Exception.
+
+    Not imported with this file, which every wrapped model needs: it brings all of torch's checkpoints.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    return CheckpointException
+
+
 def _text(error: BaseException) -> str:
-    if isinstance(error, CheckpointException):  # it has agreed already, and its own text is a traceback
+    if isinstance(error, _checkpoint_exception()):  # it has agreed already, and its own text is a traceback
         return "; ".join(f"rank {rank}: {_text(wrapped)}" for rank, (wrapped, _) in sorted(error.failures.items()))
     return str(error) if isinstance(error, ZeroAmpError) else f"{type(error).__name__}: {error}"

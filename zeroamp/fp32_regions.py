@@ -3,7 +3,7 @@
 Pure: reads names, classes and what transformers models say of themselves.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -29,8 +29,7 @@ class Fp32Regions:
         """Return the pattern that keeps the parameter, buffer or module `fqn` in fp32, or None."""
         if fqn in self.tensors:
             return self.tensors[fqn]
-        around = (".".join(fqn.split(".")[:depth]) for depth in range(1, fqn.count(".") + 2))
-        return next((self.modules[outer] for outer in around if outer in self.modules), None)
+        return next((self.modules[outer] for outer in (*_outer(fqn), fqn) if outer in self.modules), None)
 
 
 def find_fp32_regions(model: nn.Module, policy: Policy) -> Fp32Regions:
@@ -98,5 +97,11 @@ def _matches_name(fqn: str, pattern: str) -> bool:
     return any(fnmatchcase(".".join(parts[start:]), pattern) for start in range(len(parts)))
 
 
-def _is_inside(fqn: str, modules: Iterable[str]) -> bool:
-    return any(fqn != outer and fqn.startswith(f"{outer}.") for outer in modules)
+def _is_inside(fqn: str, modules: Container[str]) -> bool:
+    return any(outer in modules for outer in _outer(fqn))
+
+
+def _outer(fqn: str) -> Iterator[str]:
+    """Yield the FQNs of the modules around `fqn`, outermost first, without the root."""
+    parts = fqn.split(".")
+    yield from (".".join(parts[:depth]) for depth in range(1, len(parts)))

@@ -55,7 +55,15 @@ class Plan:
 
     def numel_of(self, unit: str) -> int:
         """Return the elements that are gathered when a unit runs; the model-wide group is gathered before."""
-        return sum(group.numel for group in self.groups if group.unit == unit and group.kind != "model-wide")
+        return self.unit_numels()[unit]
+
+    def unit_numels(self) -> dict[str, int]:
+        """Return the same of every unit and of the root, in one walk over the groups."""
+        numels = dict.fromkeys((*self.units, ""), 0)
+        for group in self.groups:
+            if group.kind != "model-wide":
+                numels[group.unit] += group.numel
+        return numels
 
 
 def build_plan(
@@ -104,8 +112,9 @@ def _warn_of_large_gathers(plan: Plan) -> None:
     policy, total = plan.policy, sum(group.numel for group in plan.groups)
     if policy.stage != 3:
         return
-    largest = max((plan.numel_of(unit) for unit in plan.merged), default=0)
-    live = min(policy.max_live_parameters, sum(plan.numel_of(unit) for unit in plan.units))
+    numels = plan.unit_numels()
+    largest = max((numels[unit] for unit in plan.merged), default=0)
+    live = min(policy.max_live_parameters, sum(numels[unit] for unit in plan.units))
     for key, numel in (("reduce_bucket_size", largest), ("stage3_max_live_parameters", live)):
         if numel > total / 2:
             logger.warning(

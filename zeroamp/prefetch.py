@@ -28,13 +28,10 @@ def attach_prefetch(model: nn.Module, plan: Plan, holders: Mapping[str, FSDPModu
     if plan.policy.stage != 3 or size <= 0:
         return
     # Attach order, which is the plan's; the model-wide group is gathered once, by the root.
-    gathered = {
-        unit: [
-            cast(FSDPModule, model.get_submodule(unit)),
-            *(holders[g.name] for g in plan.groups if g.unit == unit and g.name in holders),
-        ]
-        for unit in ("", *plan.units)
-    }
+    gathered = {unit: [cast(FSDPModule, model.get_submodule(unit))] for unit in ("", *plan.units)}
+    for group in plan.groups:
+        if group.name in holders:
+            gathered[group.unit].append(holders[group.name])
     for unit, ahead in fits(plan.run.forward_order(), plan, size).items():
         gathered[unit][-1].set_modules_to_forward_prefetch([m for other in ahead for m in gathered[other]])
     for unit, ahead in fits(plan.run.backward_order(), plan, size).items():
@@ -47,11 +44,12 @@ def attach_prefetch(model: nn.Module, plan: Plan, holders: Mapping[str, FSDPModu
 
 def fits(order: Sequence[str], plan: Plan, size: int) -> dict[str, list[str]]:
     """Return for each unit of `order` those right after it whose elements together are at most `size`."""
+    numels = plan.unit_numels()
     ahead: dict[str, list[str]] = {}
     for index, unit in enumerate(order):
         ahead[unit], numel = [], 0
         for other in order[index + 1 :]:
-            numel += plan.numel_of(other)
+            numel += numels[other]
             if numel > size:
                 break
             ahead[unit].append(other)

@@ -49,9 +49,9 @@ class Schedule:
 def live_units(plan: Plan) -> set[str]:
     """Return the units that stay gathered from forward to backward: the last of the forward that fit together."""
     live: set[str] = set()
-    numel = 0
+    numel, numels = 0, plan.unit_numels()
     for unit in reversed(plan.run.forward_order()[1:]):  # the root, which is first, stays in any case
-        numel += plan.numel_of(unit)
+        numel += numels[unit]
         if numel > plan.policy.max_live_parameters:
             break
         live.add(unit)

@@ -51,6 +51,7 @@ def _merge(model: nn.Module, units: Sequence[str], policy: Policy) -> Merged:
     leaf_modules = set(find_leaf_modules(model, policy.leaf_modules))
     runs: list[list[str]] = []
     in_run: set[nn.Parameter] = set()
+    numel = 0  # of these
     is_open = False  # whether the last run can take another
     for module in model.modules():
         if (fqn := modules.get(module)) is None:
@@ -58,12 +59,15 @@ def _merge(model: nn.Module, units: Sequence[str], policy: Policy) -> Merged:
         own = set(module.parameters())
         can_merge = num_paths[module] == 1 and fqn not in leaf_modules and _contains_no_other(module, modules)
         is_sibling = can_merge and is_open and runs[-1][0].rpartition(".")[0] == fqn.rpartition(".")[0]
-        if is_sibling and sum(p.numel() for p in in_run | own) <= policy.reduce_bucket_size:
+        num_more = sum(parameter.numel() for parameter in own - in_run)
+        if is_sibling and numel + num_more <= policy.reduce_bucket_size:
             runs[-1].append(fqn)
             in_run |= own
+            numel += num_more
         else:
             runs.append([fqn])
             in_run, is_open = own, can_merge
+            numel = sum(parameter.numel() for parameter in own)
     return {run[0]: tuple(run) for run in runs if len(run) > 1}
 
 

@@ -1,0 +1,132 @@
+"""Bytes that a rank sends in one optimizer step, as ranks go from 2 to 16,384, at every ZeRO stage.
+
+    python -m benchmarks.scaling [--model examples/models/llama3-8b] [--micro-batches 1] [--out FOLDER]
+
+zeroamp's are counted: `zeroamp.traffic_plan.plan_traffic`, which `zeroamp.plan_run` reports and which equals what
+training counts. It gives bytes B of the unsharded tensor, padded as FSDP2 pads it, per collective. The others are
+formulae. With N ranks, a ring sends
+
+    B (N - 1) / N        for an all-gather or a reduce-scatter, and an all-to-all as much (an own part stays)
+    2 B (N - 1) / N      for an all-reduce
+
+(Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009). Below, f is
+(N - 1) / N; M micro-batches; P elements, S of them of Linear layers (safe) and U = P - S others.
+
+DeepSpeed, with torch_autocast in bf16, as 0.19.8 does it (`runtime/engine.py` at stage 0,
+`runtime/zero/stage_1_and_2.py`: `average_tensor` and `allreduce_bucket`, `runtime/zero/stage3.py`: `__avg_scatter_grads`,
+`runtime/zero/partition_parameters.py`: the gathers), which the collectives of a watched run agree with:
+
+    stage 0   2 x 4 P f                                all-reduce in fp32
+    stage 1   2 (2 S + 4 U) f + 4 P f                  all-reduce at the boundary, then gather what was updated, in fp32
+    stage 2   2 (2 S + 4 U) f M + 4 P f                the same all-reduce after every micro-batch
+    stage 3   (3 (2 S + 4 (U - Q)) + 4 Q) f M + 4 Q f  two gathers and a reduce-scatter; Q elements, of parameters of at
+                                                       most 1e5, stay gathered and are gathered again after the step
+
+FSDP2, with gathers of a bytes per element and reductions of r (a = r = 4 beside `torch.autocast`; 2 and 2 with
+MixedPrecisionPolicy(bf16, bf16)), after the docstring of `torch.distributed.fsdp.fully_shard`. P and R, the root's own
+elements, are padded in dimension 0 to a multiple of N:
+
+    stage 0   2 r P f                                  a mesh (N, 1): all-reduce at the boundary
+    stage 1   (a + r) P f                              reshard_after_forward=False, no sync but in the last micro-batch
+    stage 2   (a + r M) P f                            reshard_after_forward=False, set_reshard_after_backward(False)
+    stage 3   (2 a (P - R) + a R + r P) f M            reshard_after_forward=True; the root stays for the backward
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tabulate import tabulate
+
+import zeroamp
+from benchmarks.output import add_out, emit
+from zeroamp.dry_run.ranks import ranks_at
+from zeroamp.model_source import load_model
+from zeroamp.plan import Plan
+from zeroamp.policies.policy import Stage
+from zeroamp.traffic_plan import Ranks, padded_numel, plan_traffic
+
+NUM_RANKS = tuple(2**power for power in range(1, 15))
+STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
+PERSISTENT = 100_000  # elements: DeepSpeed's default of stage3_param_persistence_threshold
+GIB = 1024**3
+
+
+def counted(plan: Plan, ranks: Ranks, num_ranks: int) -> float:
+    """Return the bytes that a rank sends, from the counters of the plan."""
+    num_bytes = plan_traffic(plan, ranks).num_bytes
+    rounds = {key: 2 if key.collective == "all_reduce" else 1 for key in num_bytes}
+    return sum(rounds[key] * moved for key, moved in num_bytes.items()) * _part(num_ranks)
+
+
+def of_deepspeed(plan: Plan, num_ranks: int) -> float:
+    """Return the same by the formulae for DeepSpeed."""
+    safe = sum(param.numel for param in plan.params if param.dtypes.gather.itemsize == 2)
+    total = sum(param.numel for param in plan.params)
+    persistent = sum(param.numel for param in plan.params if param.numel <= PERSISTENT)
+    others, windows = total - safe, plan.policy.gradient_accumulation_steps
+    by_stage = {
+        0: 2 * 4 * total,
+        1: 2 * (2 * safe + 4 * others) + 4 * total,
+        2: 2 * (2 * safe + 4 * others) * windows + 4 * total,
+        3: (3 * (2 * safe + 4 * (others - persistent)) + 4 * persistent) * windows + 4 * persistent,
+    }
+    return by_stage[plan.policy.stage] * _part(num_ranks)
+
+
+def of_fsdp2(plan: Plan, num_ranks: int, num_bytes: int) -> float:
+    """Return the same by the formulae for FSDP2 with `num_bytes` per element in all collectives."""
+    shards = 1 if plan.policy.stage == 0 else num_ranks
+    total = sum(padded_numel(param, shards) for param in plan.params)
+    root = sum(padded_numel(param, shards) for param in plan.params if not param.unit)
+    windows = plan.policy.gradient_accumulation_steps
+    by_stage = {
+        0: 2 * total,
+        1: 2 * total,
+        2: (1 + windows) * total,
+        3: (2 * (total - root) + root + total) * windows,
+    }
+    return by_stage[plan.policy.stage] * num_bytes * _part(num_ranks)
+
+
+def _part(num_ranks: int) -> float:
+    return (num_ranks - 1) / num_ranks
+
+
+def table(plan: Plan, num_ranks: Sequence[int]) -> str:
+    """Return the Markdown of one stage, in GiB."""
+    rows = []
+    for n in num_ranks:
+        columns = {
+            "zeroamp": counted(plan, ranks_at(plan.policy, n, None), n),
+            "DeepSpeed": of_deepspeed(plan, n),
+            "FSDP2 fp32": of_fsdp2(plan, n, 4),
+            "FSDP2 all bf16": of_fsdp2(plan, n, 2),
+        }
+        rows.append({"ranks": f"{n:,}", **{name: f"{value / GIB:.2f}" for name, value in columns.items()}})
+    right = ("right",) * len(rows[0])
+    return tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True, colalign=right)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="examples/models/llama3-8b", help="as `zeroamp plan --model` takes it")
+    parser.add_argument("--micro-batches", type=int, default=1, help="per optimizer step")
+    add_out(parser)
+    options = parser.parse_args()
+    model = load_model(options.model)
+    policy = zeroamp.policy_from_config(
+        {
+            "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+            "gradient_accumulation_steps": options.micro_batches,
+        }
+    )
+    parts = [f"GiB that a rank sends in one optimizer step of {options.micro_batches} micro-batches, {options.model}"]
+    for stage in STAGES:
+        plan = zeroamp.build_plan(model, replace(policy, stage=stage))
+        parts += [f"## Stage {stage}", table(plan, NUM_RANKS)]
+    emit("scaling", parts, options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -36,7 +36,8 @@ Step = Callable[[], None]
 
 
 def zeroamp_step(num_layers: int) -> Step:
-    model = zeroamp.wrap_model(Llama(tied=False, num_blocks=num_layers), zeroamp.policy_from_config(CONFIG))
+    model = Llama(tied=False, num_blocks=num_layers)
+    zeroamp.wrap_model(model, zeroamp.policy_from_config(CONFIG))
     train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters()))
 
     def step() -> None:
@@ -79,7 +80,7 @@ def measured(steps: dict[tuple[str, int], Step], num_rounds: int) -> dict[tuple[
 
 
 def line(layers: list[int], times: list[float]) -> tuple[float, float, list[float]]:
-    """Return slope, intercept and residuals of the least-squares line through the times, weighted to one relative error.
+    """Return slope, intercept and residuals of the least-squares line through the times.
 
     The weights are 1 / time: what disturbs a step does so in proportion.
     """

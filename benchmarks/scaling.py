@@ -10,17 +10,19 @@ formulae. With N ranks, a ring sends
     2 B (N - 1) / N      for an all-reduce
 
 (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009). Below, f is
-(N - 1) / N; M micro-batches; P elements, S of them of Linear layers (safe) and U = P - S others.
+(N - 1) / N; M micro-batches; P elements, S of them of Linear layers (safe), and W = 2 S + 4 (P - S) bytes.
 
-DeepSpeed, with torch_autocast in bf16, as 0.19.8 does it (`runtime/engine.py` at stage 0,
-`runtime/zero/stage_1_and_2.py`: `average_tensor` and `allreduce_bucket`, `runtime/zero/stage3.py`: `__avg_scatter_grads`,
-`runtime/zero/partition_parameters.py`: the gathers), which the collectives of a watched run agree with:
+DeepSpeed, with torch_autocast in bf16, as 0.19.8 does it (`runtime/engine.py` at stage 0; `average_tensor` and
+`allreduce_bucket` of `runtime/zero/stage_1_and_2.py`; `__avg_scatter_grads` of `runtime/zero/stage3.py`; the gathers of
+`runtime/zero/partition_parameters.py`), which the collectives of a watched run agree with. It partitions flat buffers,
+whose padding is left out:
 
     stage 0   2 x 4 P f                                all-reduce in fp32
-    stage 1   2 (2 S + 4 U) f + 4 P f                  all-reduce at the boundary, then gather what was updated, in fp32
-    stage 2   2 (2 S + 4 U) f M + 4 P f                the same all-reduce after every micro-batch
-    stage 3   (3 (2 S + 4 (U - Q)) + 4 Q) f M + 4 Q f  two gathers and a reduce-scatter; Q elements, of parameters of at
-                                                       most 1e5, stay gathered and are gathered again after the step
+    stage 1   2 W f + 4 P f                            all-reduce at the boundary, then gather what was updated, in fp32
+    stage 2   2 W f M + 4 P f                          the same all-reduce after every micro-batch
+    stage 3   (3 W - 2 V) f M + 4 Q f                  two gathers and a reduce-scatter; Q elements (V bytes), those of
+                                                       parameters of at most 1e5, stay gathered and are gathered again
+                                                       after the step, in fp32
 
 FSDP2, with gathers of a bytes per element and reductions of r (a = r = 4 beside `torch.autocast`; 2 and 2 with
 MixedPrecisionPolicy(bf16, bf16)), after the docstring of `torch.distributed.fsdp.fully_shard`. P and R, the root's own
@@ -33,7 +35,7 @@ elements, are padded in dimension 0 to a multiple of N:
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from tabulate import tabulate
@@ -41,6 +43,7 @@ from tabulate import tabulate
 import zeroamp
 from benchmarks.output import add_out, emit
 from zeroamp.dry_run.ranks import ranks_at
+from zeroamp.groups import ParamPlan
 from zeroamp.model_source import load_model
 from zeroamp.plan import Plan
 from zeroamp.policies.policy import Stage
@@ -61,15 +64,14 @@ def counted(plan: Plan, ranks: Ranks, num_ranks: int) -> float:
 
 def of_deepspeed(plan: Plan, num_ranks: int) -> float:
     """Return the same by the formulae for DeepSpeed."""
-    safe = sum(param.numel for param in plan.params if param.dtypes.gather.itemsize == 2)
-    total = sum(param.numel for param in plan.params)
-    persistent = sum(param.numel for param in plan.params if param.numel <= PERSISTENT)
-    others, windows = total - safe, plan.policy.gradient_accumulation_steps
+    total, wire = _elements_and_bytes(plan.params)
+    persistent, kept = _elements_and_bytes(param for param in plan.params if param.numel <= PERSISTENT)
+    num_micro_batches = plan.policy.gradient_accumulation_steps
     by_stage = {
         0: 2 * 4 * total,
-        1: 2 * (2 * safe + 4 * others) + 4 * total,
-        2: 2 * (2 * safe + 4 * others) * windows + 4 * total,
-        3: (3 * (2 * safe + 4 * (others - persistent)) + 4 * persistent) * windows + 4 * persistent,
+        1: 2 * wire + 4 * total,
+        2: 2 * wire * num_micro_batches + 4 * total,
+        3: (3 * wire - 2 * kept) * num_micro_batches + 4 * persistent,
     }
     return by_stage[plan.policy.stage] * _part(num_ranks)
 
@@ -79,14 +81,19 @@ def of_fsdp2(plan: Plan, num_ranks: int, num_bytes: int) -> float:
     shards = 1 if plan.policy.stage == 0 else num_ranks
     total = sum(padded_numel(param, shards) for param in plan.params)
     root = sum(padded_numel(param, shards) for param in plan.params if not param.unit)
-    windows = plan.policy.gradient_accumulation_steps
+    num_micro_batches = plan.policy.gradient_accumulation_steps
     by_stage = {
         0: 2 * total,
         1: 2 * total,
-        2: (1 + windows) * total,
-        3: (2 * (total - root) + root + total) * windows,
+        2: (1 + num_micro_batches) * total,
+        3: (2 * (total - root) + root + total) * num_micro_batches,
     }
     return by_stage[plan.policy.stage] * num_bytes * _part(num_ranks)
+
+
+def _elements_and_bytes(params: Iterable[ParamPlan]) -> tuple[int, int]:
+    sizes = [(param.numel, param.numel * param.dtypes.gather.itemsize) for param in params]
+    return sum(numel for numel, _ in sizes), sum(num_bytes for _, num_bytes in sizes)
 
 
 def _part(num_ranks: int) -> float:

@@ -9,9 +9,9 @@ seconds on the clock.
 Where the import's own time goes: `python -X importtime`, the modules' own times added up by package, of what the names
 of the quick start import beside `torch.distributed.fsdp`. One process, to be read as shares.
 
-Wrapping: the model is on the meta device and stays there (its initialisation, which takes as long as drawing the numbers
-takes, is left out), rank 0 of 8, ZeRO-3. "calls" are those of Python functions, counted in a second run, and do not
-depend on the machine. "fully_shard" is FSDP2's own part of the time.
+Wrapping: the model is on the meta device and stays there (its initialisation, which takes as long as it takes to draw
+the numbers, is left out), rank 0 of 8, ZeRO-3; the processor's time. "calls" are those of Python functions, counted in
+a second run, and do not depend on the machine. "fully_shard" is FSDP2's own part of the time.
 """
 
 import argparse

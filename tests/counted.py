@@ -1,5 +1,6 @@
 """How much Python runs, function by function: a measure of work that does not depend on the machine."""
 
+import gc
 import sys
 from collections import Counter
 from contextlib import contextmanager
@@ -27,11 +28,14 @@ def counted():
         return trace if is_ours[code] else None
 
     before = sys.gettrace()
+    gc.collect()  # what earlier models left goes now, not while this one is counted
+    gc.disable()
     sys.settrace(trace)
     try:
         yield work
     finally:
         sys.settrace(before)
+        gc.enable()
 
 
 def outgrown(few, many, factor):

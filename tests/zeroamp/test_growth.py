@@ -77,7 +77,7 @@ def _work_of_steps(num_blocks, name):
 def test_wrapping_more_blocks_makes_no_function_work_more_than_in_proportion(name):
     few, many = (_work_of_wrapping(num_blocks, name) for num_blocks in (FEW, TIMES * FEW))
     assert outgrown(few, many, TIMES) == {}
-    assert 0.5 * TIMES < many.total() / few.total() <= TIMES
+    assert 2 < many.total() / few.total() <= TIMES  # and what grows was counted
 
 
 @pytest.mark.parametrize("name", STEPPED)
@@ -85,4 +85,4 @@ def test_so_does_a_step(name):
     few, many = (_work_of_steps(num_blocks, name) for num_blocks in (FEW, TIMES * FEW))
     for before, after in zip(few, many, strict=True):
         assert outgrown(before, after, TIMES) == {}
-        assert 0.5 * TIMES < after.total() / before.total() <= TIMES
+        assert 2 < after.total() / before.total() <= TIMES

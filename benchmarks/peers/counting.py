@@ -71,7 +71,7 @@ class Collectives(TorchDispatchMode):
 
     def totals(self) -> dict[tuple[str, torch.dtype], tuple[int, int]]:
         """Return (calls, bytes) per collective and dtype."""
-        return {tuple(key): (calls, self.num_bytes[key]) for key, calls in self.calls.items()}
+        return {(key.collective, key.dtype): (calls, self.num_bytes[key]) for key, calls in self.calls.items()}
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -1,8 +1,9 @@
 """What every engine is to the measurement: a model of its own and a function that takes one optimizer step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,8 +53,8 @@ class Engine:
 
     step: Callable[[], torch.Tensor]
     """Takes one optimizer step and returns the mean loss of its micro-batches: 0-D, detached, before the update."""
-    own_count: Callable[[], dict[tuple[str, torch.dtype], tuple[int, int]]] | None = None
-    """(calls, bytes) per collective and dtype since the start, as the engine itself counts them."""
+    own_count: Callable[[], Mapping[Any, tuple[int, int]]] | None = None
+    """(calls, bytes) per (collective, dtype) since the start, as the engine itself counts them."""
 
 
 def setup(options: Options, device: torch.device, rank: int) -> Setup:

@@ -3,7 +3,7 @@
 import argparse
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from benchmarks.peers.model import SHAPES
 
@@ -38,7 +38,7 @@ class Options:
     """Folder of the record. None: only printed."""
 
     @classmethod
-    def from_command_line(cls, description: str | None, **usual_fields: int) -> Self:
+    def from_command_line(cls, description: str | None, **usual_fields: Any) -> Self:
         """Parse the process's arguments. `usual_fields`: other defaults than those of the class."""
         parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
         usual = cls(**usual_fields)

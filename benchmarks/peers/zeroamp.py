@@ -34,7 +34,7 @@ def build(setup: Setup, *, stage: int, zero: dict[str, Any] | None = None, own: 
             train.step()
         return mean(losses)
 
-    return Engine(step=step, own_count=lambda: dict(zeroamp.traffic(model).by_dtype()))
+    return Engine(step=step, own_count=lambda: zeroamp.traffic(model).by_dtype())
 
 
 ENGINES = {

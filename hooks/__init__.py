@@ -3,6 +3,7 @@
 from zeroamp.hooks._fsdp import (
     abandon,
     complete_accumulation,
+    gather_in_background,
     modules_to_run,
     release,
     timeout_of,
@@ -71,6 +72,7 @@ __all__ = [
     "can_run_backward",
     "complete_accumulation",
     "flops_of_run",
+    "gather_in_background",
     "group_policy",
     "linears_that_may_share",
     "modules_to_run",

@@ -182,6 +182,14 @@ def zero_fill_unused(root: FSDPModule) -> bool:
     return enable is not None
 
 
+def gather_in_background(root: FSDPModule) -> None:
+    """Let a group's gather run on while the CPU computes, until its unit needs it: for devices that have no streams.
+
+    Without it, a gather that FSDP2 starts ahead of a unit's backward is waited for at once.
+    """
+    root._set_unshard_async_op(True)
+
+
 def complete_accumulation(unit: FSDPModule) -> None:
     """Before the reducing backward of a window: zeros for parameters that no earlier micro-batch of it used.
 

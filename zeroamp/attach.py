@@ -18,6 +18,7 @@ from zeroamp.hooks import (
     UnitRanges,
     attach_safe_module_guard,
     attach_typed_group,
+    gather_in_background,
     zero_fill_unused,
 )
 from zeroamp.policies.accumulation import sharded_accumulation
@@ -38,6 +39,8 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
             state.handles += attach_typed_group(holder, unit)
         attach_collectives(cast(FSDPModule, holder or unit[0]), group, state, buffers)
     zero_fill_unused(cast(FSDPModule, model))
+    if state.mesh.device_type == "cpu":
+        gather_in_background(cast(FSDPModule, model))
     attach_prefetch(model, state.plan, state.holders)
     if policy.ranges != "off":
         for fqn in (fqn for unit in ("", *state.plan.units) for fqn in state.plan.modules_of(unit)):

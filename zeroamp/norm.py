@@ -26,8 +26,8 @@ def local_sum_of_squares(parameters: Sequence[nn.Parameter], device: torch.devic
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradients in _by_device(local_gradient(parameter) for parameter in parameters).values():
-        squares = [torch.linalg.vector_norm(gradient, dtype=torch.float64).square() for gradient in gradients]
-        total = total + torch.stack(squares).sum().to(device)
+        norms = torch._foreach_norm(gradients, dtype=torch.float64)
+        total = total + torch.stack(norms).square().sum().to(device)
     return total
 
 

@@ -9,6 +9,7 @@ import zeroamp
 from benchmarks.peers.engine import Engine, Setup, mean
 
 EVERYTHING = 10**12  # elements: more than any model here has
+PREFETCHED = 50_000_000  # elements: DeepSpeed's default
 
 
 def build(setup: Setup, *, stage: int, zero: dict[str, Any] | None = None, own: dict[str, Any] | None = None) -> Engine:
@@ -42,5 +43,6 @@ ENGINES = {
     "zeroamp 2": partial(build, stage=2),
     "zeroamp 3": partial(build, stage=3),
     "zeroamp 3 live": partial(build, stage=3, zero={"stage3_max_live_parameters": EVERYTHING}),
+    "zeroamp 3 prefetch": partial(build, stage=3, zero={"stage3_prefetch_bucket_size": PREFETCHED}),
     "zeroamp 3 native": partial(build, stage=3, own={"reduce_accumulate_dtype": "native"}),
 }

@@ -11,6 +11,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResul
 from tests.sources import ROOT, python_files
 from zeroamp.hooks import _fsdp
 
+MODULE_NAMES = {"_get_fsdp_state", "_set_unshard_async_op"}
 GROUP_NAMES = {
     "_fsdp_param_groups",
     "_fsdp_param_group",
@@ -69,7 +70,7 @@ def _can_be_reset(state, group):
 
 def test_the_names_exist(ranks2):
     assert ranks2.run(_states)[0] == [True] * 14
-    assert hasattr(FSDPModule, "_get_fsdp_state")
+    assert all(hasattr(FSDPModule, name) for name in MODULE_NAMES)
     assert {"all_gather_event", "all_gather_work"} <= set(AllGatherResult._fields)
     for base in (_fsdp.ReduceScatter, _fsdp.AllGather):
         assert base.__abstractmethods__ == {"allocate", "__call__"}
@@ -85,7 +86,7 @@ def _private_imports(path):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("torch"):
             names = [*node.module.split("."), *(alias.name for alias in node.names)]
             yield from (f"{node.module}: {name}" for name in names if name.startswith("_"))
-        if isinstance(node, ast.Attribute) and node.attr in {*_fsdp.FORWARD_HOOKS, *GROUP_NAMES, "_get_fsdp_state"}:
+        if isinstance(node, ast.Attribute) and node.attr in {*_fsdp.FORWARD_HOOKS, *GROUP_NAMES, *MODULE_NAMES}:
             yield node.attr
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from benchmarks import step_memory, step_time
 from benchmarks.peers.engine import Engine, mean
+from benchmarks.peers.engines import VARIANTS
 from benchmarks.peers.model import SHAPES, Decoder
 from benchmarks.peers.options import Options
 from benchmarks.peers.timing import Sample, ratios, rounds
@@ -60,6 +61,7 @@ def _expected():
         "zeroamp 2": {**own, **gathered_once, **summed},
         "zeroamp 3": {**own, **twice, **summed},
         "zeroamp 3 live": {**own, **gathered_once, **summed},
+        "zeroamp 3 prefetch": {**own, **twice, **summed},
         "zeroamp 3 native": {**own, **twice, ("reduce_scatter", bf16): (3, 2 * (in_blocks + head))},
         "FSDP2 bf16 reshard": {("all_gather", bf16): (6, 4 * total), ("reduce_scatter", bf16): (3, 2 * total)},
         "FSDP2 bf16 no reshard": {("all_gather", bf16): (3, 2 * total), ("reduce_scatter", bf16): (3, 2 * total)},
@@ -81,7 +83,7 @@ def test_every_engine_has_a_row_and_an_absent_one_a_reason(times):
     assert measured["reasons"] == reasons
     assert [row["engine"] for row in of_time] == [*_expected(), *reasons]
     assert [row["ms"] for row in of_time[-4:]] == ["not installed"] * 4
-    assert of_time[5]["/ FSDP2 bf16 reshard"] == "1.000 (1.000 to 1.000)"
+    assert of_time[6]["/ FSDP2 bf16 reshard"] == "1.000 (1.000 to 1.000)"
     assert [row["engine"] for row in of_traffic] == [*_expected()]
     assert all(len(mine) == OPTIONS.rounds for mine in measured["samples"].values())
 
@@ -91,6 +93,15 @@ def test_engines_of_the_same_numerics_train_to_the_same_loss(times):
     same = ["zeroamp 1", "zeroamp 2", "zeroamp 3", "zeroamp 3 live", "FSDP2 autocast reshard", "DDP autocast"]
     assert len({losses[name] for name in same}) == 1
     assert losses["FSDP2 bf16 reshard"] == losses["FSDP2 bf16 reshard again"] != losses["zeroamp 3"]
+
+
+def test_what_single_choices_cost_is_measured_on_the_same_bits(ranks2):
+    names = ("zeroamp 3", *VARIANTS)
+    losses, _ = ranks2.run(
+        _with_options, Options(model="tiny", batch=2, length=16, rounds=1, warm_up=0, engines=names)
+    )[0]
+    assert losses.keys() == set(names)
+    assert len(set(losses.values())) == 1
 
 
 def _with_options(options):

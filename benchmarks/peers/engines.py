@@ -11,6 +11,7 @@ ENGINES: dict[str, Callable[[Setup], Engine]] = {
     **ddp.ENGINES,
     **deepspeed.ENGINES,
 }
+VARIANTS = zeroamp.VARIANTS
 AGAIN = " again"
 """After a name: the same engine once more, which shows what the method can tell apart."""
 DEFAULT_ENGINES = (*ENGINES, f"FSDP2 bf16 reshard{AGAIN}")
@@ -24,6 +25,7 @@ def builder(name: str) -> Callable[[Setup], Engine]:
         SystemExit: there is none.
     """
     known = name.removesuffix(AGAIN)
-    if known not in ENGINES:
-        raise SystemExit(f"--engines: {name!r} is none of {', '.join(ENGINES)}")
-    return ENGINES[known]
+    engines = ENGINES | VARIANTS
+    if known not in engines:
+        raise SystemExit(f"--engines: {name!r} is none of {', '.join(engines)}")
+    return engines[known]

@@ -12,7 +12,14 @@ EVERYTHING = 10**12  # elements: more than any model here has
 PREFETCHED = 50_000_000  # elements: DeepSpeed's default
 
 
-def build(setup: Setup, *, stage: int, zero: dict[str, Any] | None = None, own: dict[str, Any] | None = None) -> Engine:
+def build(
+    setup: Setup,
+    *,
+    stage: int,
+    zero: dict[str, Any] | None = None,
+    own: dict[str, Any] | None = None,
+    is_gathered_in_background: bool = True,
+) -> Engine:
     """Wrap a model. `zero` and `own` add to the blocks "zero_optimization" and "zeroamp"."""
     options = setup.options
     policy = zeroamp.policy_from_config(
@@ -25,6 +32,8 @@ def build(setup: Setup, *, stage: int, zero: dict[str, Any] | None = None, own: 
         }
     )
     model = zeroamp.wrap_model(setup.model(), policy)
+    if not is_gathered_in_background:
+        model._set_unshard_async_op(False)
     train = zeroamp.TrainStep(model, setup.optimizer(model))
 
     def step() -> torch.Tensor:
@@ -46,3 +55,13 @@ ENGINES = {
     "zeroamp 3 prefetch": partial(build, stage=3, zero={"stage3_prefetch_bucket_size": PREFETCHED}),
     "zeroamp 3 native": partial(build, stage=3, own={"reduce_accumulate_dtype": "native"}),
 }
+
+VARIANTS = {
+    "zeroamp 3 casts not shared": partial(build, stage=3, own={"share_casts": False}),
+    "zeroamp 3 no recovery": partial(build, stage=3, own={"recovery": False}),
+    "zeroamp 3 nothing counted or named": partial(build, stage=3, own={"count_traffic": False, "ranges": "off"}),
+    "zeroamp 3 no model-wide group": partial(build, stage=3, zero={"stage3_param_persistence_threshold": 0}),
+    "zeroamp 3 units of two blocks": partial(build, stage=3, zero={"reduce_bucket_size": 2_000_000}),
+    "zeroamp 3 gathers waited for": partial(build, stage=3, is_gathered_in_background=False),
+}
+"""What single choices cost or save, by name only (`--engines`): one thing left out each, or one key set."""

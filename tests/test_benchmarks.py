@@ -96,11 +96,9 @@ def test_engines_of_the_same_numerics_train_to_the_same_loss(times):
 
 
 def test_what_single_choices_cost_is_measured_on_the_same_bits(ranks2):
-    names = ("zeroamp 3", *VARIANTS)
-    losses, _ = ranks2.run(
-        _with_options, Options(model="tiny", batch=2, length=16, rounds=1, warm_up=0, engines=names)
-    )[0]
-    assert losses.keys() == set(names)
+    options = Options(model="tiny", batch=2, length=16, rounds=1, warm_up=0, engines=("zeroamp 3", *VARIANTS))
+    losses, _ = ranks2.run(_with_options, options)[0]
+    assert losses.keys() == set(options.engines)
     assert len(set(losses.values())) == 1
 
 

@@ -44,7 +44,8 @@ def build(
             train.step()
         return mean(losses)
 
-    return Engine(step=step, own_count=lambda: zeroamp.traffic(model).by_dtype())
+    traffic = zeroamp.traffic(model)
+    return Engine(step=step, own_count=traffic.by_dtype if policy.count_traffic else None)
 
 
 ENGINES = {

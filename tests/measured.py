@@ -76,7 +76,7 @@ def predicted_step(name, plan, ranks, inputs, checkpointing, prepare):
         prepare(model)
     costs = optimizer_costs(plan, ranks, None, foreach=False)
     traced = trace(model, plan, forward_arguments(name, inputs), device_type="cpu", checkpointing=checkpointing)
-    timeline = memory_timeline(plan, ranks, traced, costs)
+    timeline = memory_timeline(plan, ranks, traced, costs, on_cpu=True)
     at_start = timeline.peak("init")
     at_end = dict(zip(KINDS, timeline.num_bytes[-1].tolist(), strict=True))
     return {

@@ -5,7 +5,8 @@ Per group, in bytes of the group's parameters padded to the ranks that shard (`p
 
 * a gather: the shard cast to the gather dtype (where that is not the stored one) until it is sent; the flat gathered
   buffer; and the unsharded parameters that are copied out of it. In the forward the flat buffer stays until the next
-  gather of the forward was waited for, or the forward has ended; in the backward it goes at once.
+  gather of the forward was waited for, or the forward has ended; in the backward, and on CPUs (where gathers run in the
+  background, see `hooks/_fsdp.py`), it goes at once.
 * a reduction: the flat input in the wire dtype, while the raw gradients are still there; then these go, and the output
   is allocated, of the dtype that sums: it is the gradient shard, where it is fp32. The input stays until the next
   reduction begins, or the last backward of the window has ended. What an all-to-all receives is in one buffer per dtype
@@ -34,10 +35,15 @@ from zeroamp.schedule import Replay, Schedule
 from zeroamp.traffic_plan import Ranks, group_collectives, padded_numel, replica_dtype
 
 
-def memory_timeline(plan: Plan, ranks: Ranks, trace: Trace, optimizer: OptimizerCosts) -> Timeline:
-    """Return the bytes of one rank (the first: no other holds more) over a step after the first one."""
+def memory_timeline(
+    plan: Plan, ranks: Ranks, trace: Trace, optimizer: OptimizerCosts, *, on_cpu: bool = False
+) -> Timeline:
+    """Return the bytes of one rank (the first: no other holds more) over a step after the first one.
+
+    `on_cpu`: whether the ranks are CPUs, which hold gathered buffers for less long.
+    """
     writer = TimelineWriter()
-    groups = _GroupMemory(plan, ranks, writer)
+    groups = _GroupMemory(plan, ranks, writer, on_cpu=on_cpu)
     writer.add("inputs and buffers", trace.constant_bytes)
     groups.add_shards()
     writer.add("optimizer state", optimizer.state_bytes)
@@ -84,8 +90,8 @@ class _Sizes:
 class _GroupMemory:
     """Drives the replay by a trace, and writes down what both of them allocate and free."""
 
-    def __init__(self, plan: Plan, ranks: Ranks, writer: TimelineWriter) -> None:
-        self._plan, self._writer = plan, writer
+    def __init__(self, plan: Plan, ranks: Ranks, writer: TimelineWriter, *, on_cpu: bool) -> None:
+        self._plan, self._writer, self._on_cpu = plan, writer, on_cpu
         self._sizes = {group.name: _Sizes(group, plan, ranks) for group in plan.groups}
         self._group_of = {param.fqn: group.name for group in plan.groups for param in group.params}
         self._wires = {group.name: group.wire for group in plan.groups}
@@ -163,7 +169,7 @@ class _GroupMemory:
             self._writer.add("gathered parameters", -sizes.partition)
         if not sizes.is_sharded:
             return
-        if in_forward:
+        if in_forward and not self._on_cpu:
             self._kept_gather = sizes.gathered
         else:
             self._writer.add("communication buffers", -sizes.gathered)

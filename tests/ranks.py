@@ -52,6 +52,7 @@ def _serve(rank: int, world_size: int, device: str, port: int, connection: Conne
         if num_calls > 0:
             # gloo's threads wake up a hundred times a second, those of every group of the session: more than the tests.
             gc.collect()
+            gc.freeze()  # what is left need not be looked at again
             dist.destroy_process_group()
             start(store=dist.PrefixStore(str(num_calls), store))
         num_calls += 1

@@ -245,7 +245,12 @@ def is_profiling() -> bool:
 
 def is_in_backward() -> bool:
     """Return whether autograd runs a backward in this thread: a forward in it is recomputed."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return backward_id() != -1
+
+
+def backward_id() -> int:
+    """Return a number of the backward that autograd runs in this thread, -1 if none: another one for each."""
+    return torch._C._current_graph_task_id()
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

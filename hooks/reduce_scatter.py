@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from zeroamp.hooks._fsdp import ReduceScatter, reduce_scatter
+from zeroamp.hooks._fsdp import ReduceScatter, at_end_of_backward, backward_id, reduce_scatter
 from zeroamp.hooks.call_log import CallLog
 from zeroamp.hooks.ranges import OpenRange, Ranges
 from zeroamp.hooks.traffic import Traffic
@@ -30,17 +30,23 @@ from zeroamp.policies.dtypes import short_name
 
 @dataclass(slots=True)
 class ReceiveBuffers:
-    """Flat buffers for what the all-to-alls receive, one per dtype, shared by all groups of a model.
+    """Flat buffers for what the all-to-alls receive in one backward, one per dtype, shared by all groups of a model.
 
-    Sharing is safe because FSDP2 runs all reductions in one stream, one after the other.
+    Sharing is safe because FSDP2 runs all reductions in one stream, one after the other. They go when the backward
+    ends: at the first reduction of the next one, more of its activations are gone than when it begins.
     """
 
     _buffers: dict[tuple[torch.dtype, torch.device], torch.Tensor] = field(default_factory=dict)
+    _backward: int = -1
+    """Which one they are of. One that raised did not drop them: the next one does."""
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a buffer of `tensor`'s size, dtype and device; it holds until the next call."""
         key = tensor.dtype, tensor.device
         buffer = self._buffers.get(key)
+        if backward_id() not in (-1, self._backward):
+            self._backward = backward_id()
+            at_end_of_backward(self._buffers.clear)
         if buffer is None or buffer.numel() < tensor.numel():
             # Dropped first: at no time are the old and the new one both held.
             buffer = None

@@ -1,7 +1,15 @@
-"""Which parameters travel together: a group per unit and dtype key, and one for the small fp32 ones of all units."""
+"""Which parameters travel together: a group per unit and dtype key, and one for the small fp32 ones of all units.
+
+[Note: The model-wide group]
+A group per unit for a few norm weights would cost a collective each, so the small fp32 parameters of all units are one
+group, gathered by the root's forward and reduced when its backward ends. The root's own further fp32 parameters, an
+embedding say, are gathered and reduced at the same moments; they join it whatever their size, which saves one
+collective of each kind per step and holds nothing longer.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -9,6 +17,7 @@ import torch
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.policy import Policy
 
+_FP32 = (torch.float32, torch.float32)  # stored and gathered: the first two of a group's key
 GroupKind = Literal["unit", "typed", "model-wide"]
 GroupKey = tuple[torch.dtype, torch.dtype, torch.dtype]
 """(storage, gather, wire): parameters of one unit with equal keys are one group. A frozen parameter has the wire that
@@ -65,7 +74,8 @@ class GroupPlan:
     name: str
     kind: GroupKind
     """"unit": FSDP2's own group of a unit. "typed": a further group of that unit, for another dtype or for parameters
-    that inner units share. "model-wide": small fp32 parameters of all units, gathered once per step at the root."""
+    that inner units share. "model-wide": small fp32 parameters of all units, and with them the root's that would else
+    be a typed group, gathered once per step at the root."""
     unit: str
     params: tuple[ParamPlan, ...]
 
@@ -91,7 +101,7 @@ class GroupPlan:
 
 
 def group_params(params: Iterable[ParamPlan], policy: Policy) -> list[GroupPlan]:
-    """Return a group per (unit, dtype key), and one for the small fp32 parameters of low-precision units."""
+    """Return a group per (unit, dtype key), and one for the whole model, see [Note: The model-wide group]."""
     by_unit: dict[str, dict[tuple[GroupKey, bool], list[ParamPlan]]] = {}
     for param in params:
         kind = param.group_key, param.is_inside_inner_units
@@ -103,14 +113,20 @@ def group_params(params: Iterable[ParamPlan], policy: Policy) -> list[GroupPlan]
             main = max(own_kinds, key=lambda kind: (kind[0][1] in LOW_DTYPES, sum(p.numel for p in by_kind[kind])))
             groups.append(GroupPlan(name=unit or "root", kind="unit", unit=unit, params=tuple(by_kind.pop(main))))
         for (key, is_shared), members in by_kind.items():
-            threshold = policy.param_persistence_threshold if key[:2] == (torch.float32, torch.float32) else 0
+            threshold = policy.param_persistence_threshold if key[:2] == _FP32 else 0
             small += [p for p in members if p.numel < threshold]
             if large := tuple(p for p in members if p.numel >= threshold):
                 name = _typed_name(unit, key, is_shared)
                 groups.append(GroupPlan(name=name, kind="typed", unit=unit, params=large))
-    if small:
-        groups.append(GroupPlan(name="model-wide:fp32", kind="model-wide", unit="", params=tuple(small)))
-    return groups
+    return _with_model_wide(groups, small) if small else groups
+
+
+def _with_model_wide(groups: list[GroupPlan], small: list[ParamPlan]) -> list[GroupPlan]:
+    """Make one group of `small` and of the root's typed fp32 groups, and put it last."""
+    at_root = [g for g in groups if (g.kind, g.unit) == ("typed", "") and g.params[0].group_key[:2] == _FP32]
+    params = (*chain.from_iterable(group.params for group in at_root), *small)
+    model_wide = GroupPlan(name="model-wide:fp32", kind="model-wide", unit="", params=params)
+    return [*(group for group in groups if group not in at_root), model_wide]
 
 
 def _typed_name(unit: str, key: GroupKey, is_shared: bool) -> str:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeroamp.hooks import WireReduceScatter
+from zeroamp.hooks import ReceiveBuffers, WireReduceScatter
 
 NUMEL = 1000
 
@@ -123,12 +123,44 @@ def test_a_native_fp16_average_neither_overflows_nor_underflows(ranks4, is_repli
     assert ranks4.run(_average_of_equals, small, is_replicated)[0] == (dtype, [small])
 
 
-def _reused():
-    comm = WireReduceScatter(wire_dtype=torch.bfloat16, accumulate="fp32", world_size=2)
-    small, large = torch.empty(10, dtype=torch.bfloat16), torch.empty(20, dtype=torch.bfloat16)
-    first = comm.buffers.like(large).data_ptr()
-    return comm.buffers.like(small).data_ptr() == first, comm.buffers.like(large).data_ptr() == first
+class _Receives(torch.autograd.Function):
+    """Asks for buffers of some sizes in its backward; raises where told so."""
+
+    @staticmethod
+    def forward(ctx, x, buffers, sizes, raises):
+        ctx.given = buffers, sizes, raises
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        buffers, sizes, raises = ctx.given
+        taken = [buffers.like(torch.empty(size, dtype=torch.bfloat16)) for size in sizes]
+        RECEIVED.append([buffer.data_ptr() for buffer in taken])
+        if raises:
+            raise ArithmeticError("in the backward")
+        return grad, None, None, None
 
 
-def test_receive_buffers_are_reused():
-    assert _reused() == (True, True)
+RECEIVED = []
+
+
+def _receive(buffers, sizes, raises=False):
+    """Run a backward, return the addresses that it received at."""
+    _Receives.apply(torch.ones((), requires_grad=True), buffers, sizes, raises).backward()
+    return RECEIVED.pop()
+
+
+def test_the_reductions_of_a_backward_receive_into_one_buffer():
+    assert len(set(_receive(ReceiveBuffers(), [20, 10, 20]))) == 1
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_what_a_backward_received_into_is_dropped_at_its_end_or_at_that_of_the_next(raises):
+    buffers = ReceiveBuffers()
+    if raises:
+        with pytest.raises(ArithmeticError):
+            _receive(buffers, [20], raises=True)
+        assert buffers._buffers  # nobody dropped it
+        RECEIVED.clear()
+    _receive(buffers, [20])
+    assert not buffers._buffers

@@ -40,13 +40,16 @@ def test_a_tied_weight_is_unsafe_where_one_owner_is():
     assert groups(built)["root"] == {"embed.weight", "norm.weight"}
 
 
-def test_an_untied_head_is_safe_and_the_large_embedding_is_a_group_of_its_own():
-    built = plan(meta(Llama, tied=False))
+@pytest.mark.parametrize("threshold", [None, 1000])
+def test_the_embedding_of_an_untied_head_travels_with_the_norms_whatever_its_size(threshold):
+    built = plan(meta(Llama, tied=False), threshold=threshold)
     assert groups(built)["root"] == {"head.weight"}
-    # The embedding of this small model is under the threshold, so it is pooled with the norms.
     assert groups(built)["model-wide:fp32"] >= {"embed.weight", "norm.weight", "blocks.0.norm1.weight"}
-    built = plan(meta(Llama, tied=False), threshold=1000)
-    assert groups(built)["root:fp32"] == {"embed.weight"}
+    assert "root:fp32" not in groups(built)
+
+
+def test_without_small_parameters_the_embedding_is_a_group_of_its_own():
+    assert groups(plan(meta(Llama, tied=False), threshold=0))["root:fp32"] == {"embed.weight", "norm.weight"}
 
 
 def test_attention_weights_that_multihead_attention_owns_are_unsafe_and_subclasses_of_linear_safe():

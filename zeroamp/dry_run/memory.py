@@ -10,7 +10,7 @@ Per group, in bytes of the group's parameters padded to the ranks that shard (`p
 * a reduction: the flat input in the wire dtype, while the raw gradients are still there; then these go, and the output
   is allocated, of the dtype that sums: it is the gradient shard, where it is fp32. The input stays until the next
   reduction begins, or the last backward of the window has ended. What an all-to-all receives is in one buffer per dtype
-  for all groups, of the size of the largest, from the first step on.
+  for all groups, as large as the largest so far, until the backward has ended.
   Where shards accumulate in a low dtype, each is added to a sum of that dtype, and all sums are cast back at the end.
 * no reduction (stages 0 and 1 inside a window): the raw gradient becomes the unsharded sum, in the accumulation dtype.
 
@@ -102,15 +102,12 @@ class _GroupMemory:
         self._sums_shards_low = sharded_accumulation(plan.policy) != torch.float32
         self._kept_gather = 0  # the flat buffer of the last gather of this forward
         self._kept_input = 0  # the flat input of the last reduction
+        self._receive_buffers: Counter[torch.dtype] = Counter()  # wire dtype -> bytes, in this backward
         self._partitions: set[str] = set()  # groups that are sharded over a partition
 
     def add_shards(self) -> None:
         """Add what is there before the step."""
         self._writer.add("parameters", sum(sizes.shard for sizes in self._sizes.values()))
-        largest: Counter[object] = Counter()
-        for name, sizes in self._sizes.items():
-            largest[self._wires[name]] = max(largest[self._wires[name]], sizes.received)
-        self._writer.add("communication buffers", sum(largest.values()))
 
     def micro_batch(self, events: Iterable[Event], *, is_first: bool, is_last: bool) -> None:
         """Run one forward and backward."""
@@ -125,6 +122,8 @@ class _GroupMemory:
             elif isinstance(event, GradientReady) and not is_first:
                 self._accumulate(event)
         self._replay.end_micro_batch(is_last=is_last)
+        self._writer.add("communication buffers", -self._receive_buffers.total())
+        self._receive_buffers.clear()
         if is_last:
             self._free_input()
 
@@ -222,6 +221,7 @@ class _GroupMemory:
         self._kept_input = sizes.wire
         writer.add("unsharded gradients", -raw - unused)
         writer.add("gradients", sizes.reduced)
+        self._receive(sizes.received, self._wires[group])
         if sizes.reduced != sizes.gradient:  # cast to the stored dtype
             writer.add("gradients", sizes.gradient)
             writer.add("gradients", -sizes.reduced)
@@ -231,6 +231,14 @@ class _GroupMemory:
             writer.add("gradients", sizes.low_sum * is_first)
         if self._sums_shards_low or not is_first:
             writer.add("gradients", -sizes.gradient)
+
+    def _receive(self, num_bytes: int, wire: torch.dtype) -> None:
+        """Make a larger buffer where the one of this backward is too small; the old one goes first."""
+        old = self._receive_buffers[wire]
+        if num_bytes > old:
+            self._writer.add("communication buffers", -old)
+            self._writer.add("communication buffers", num_bytes)
+            self._receive_buffers[wire] = num_bytes
 
     def _free_gather(self) -> None:
         self._writer.add("communication buffers", -self._kept_gather)

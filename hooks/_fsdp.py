@@ -190,6 +190,22 @@ def gather_in_background(root: FSDPModule) -> None:
     root._set_unshard_async_op(True)
 
 
+def has_reduction_options() -> bool:
+    """Return whether this torch (2.13+) has what `set_reduction_options` sets."""
+    return hasattr(FSDPModule, "set_separate_reduce_scatter_group")
+
+
+def set_reduction_options(root: FSDPModule, *, input_buffers: int, separate_group: bool) -> None:
+    """Say how many flat inputs of reductions may be in flight, and whether reductions get a group of their own.
+
+    A collective call where they do. Nothing is called for FSDP2's defaults, which older versions have as well.
+    """
+    if input_buffers > 1:
+        root.set_reduce_scatter_max_input_buffers(input_buffers)
+    if separate_group:
+        root.set_separate_reduce_scatter_group()
+
+
 def complete_accumulation(unit: FSDPModule) -> None:
     """Before the reducing backward of a window: zeros for parameters that no earlier micro-batch of it used.
 

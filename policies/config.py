@@ -59,6 +59,8 @@ def policy_from_config(
         ranges=config.zeroamp.ranges,
         recovery=config.zeroamp.recovery,
         share_casts=config.zeroamp.share_casts,
+        reduce_scatter_input_buffers=config.zeroamp.reduce_scatter_input_buffers,
+        separate_reduce_scatter_group=config.zeroamp.separate_reduce_scatter_group,
         train_batch_size=sizes.total,
         train_micro_batch_size_per_gpu=sizes.micro,
         gradient_accumulation_steps=sizes.accumulation_steps,

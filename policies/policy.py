@@ -105,6 +105,14 @@ class Policy:
     """Under autocast: whether Linears of a unit that read the same tensor share its low-precision copy, where autocast
     makes one for each. Results are the same bits either way."""
 
+    reduce_scatter_input_buffers: int = 1
+    """Flat inputs of reductions that may be in flight, from torch 2.13 on. With 1, FSDP2's default, a unit's backward
+    waits for the reduction before it; more cost the memory of one input each."""
+
+    separate_reduce_scatter_group: bool = False
+    """Whether reductions run in a process group of their own, beside the gathers, from torch 2.13 on. In one NCCL
+    communicator one runs after the other. Results are the same bits either way."""
+
     gradient_accumulation_steps: int = 1
     """Micro-batches per optimizer step and rank."""
 

@@ -82,6 +82,8 @@ def _honoured(policy: "Policy") -> dict[str, Any]:
         "zeroamp.ranges": policy.ranges,
         "zeroamp.recovery": policy.recovery,
         "zeroamp.share_casts": policy.share_casts,
+        "zeroamp.reduce_scatter_input_buffers": policy.reduce_scatter_input_buffers,
+        "zeroamp.separate_reduce_scatter_group": policy.separate_reduce_scatter_group,
     }
 
 

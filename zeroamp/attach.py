@@ -19,6 +19,7 @@ from zeroamp.hooks import (
     attach_safe_module_guard,
     attach_typed_group,
     gather_in_background,
+    set_reduction_options,
     zero_fill_unused,
 )
 from zeroamp.policies.accumulation import sharded_accumulation
@@ -39,6 +40,11 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
             state.handles += attach_typed_group(holder, unit)
         attach_collectives(cast(FSDPModule, holder or unit[0]), group, state, buffers)
     zero_fill_unused(cast(FSDPModule, model))
+    set_reduction_options(
+        cast(FSDPModule, model),
+        input_buffers=policy.reduce_scatter_input_buffers,
+        separate_group=policy.separate_reduce_scatter_group,
+    )
     if state.mesh.device_type == "cpu":
         gather_in_background(cast(FSDPModule, model))
     attach_prefetch(model, state.plan, state.holders)

@@ -1,10 +1,22 @@
-"""Whether a device has what a policy asks for: the low precision, NVTX."""
+"""Whether a device, and this torch, have what a policy asks for: the low precision, NVTX, FSDP2's newer options."""
 
 import torch
 
+from zeroamp.hooks import has_reduction_options
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import ConfigError, describe
 from zeroamp.policies.policy import Policy
+
+
+def check_torch(policy: Policy) -> None:
+    """Raise ConfigError if `policy` asks for what FSDP2 of this torch cannot do."""
+    asked = {
+        "zeroamp.reduce_scatter_input_buffers": policy.reduce_scatter_input_buffers > 1,
+        "zeroamp.separate_reduce_scatter_group": policy.separate_reduce_scatter_group,
+    }
+    for key in (key for key, is_asked in asked.items() if is_asked and not has_reduction_options()):
+        remedy = "Leave it out, or install a newer torch."
+        raise ConfigError(describe(key, f"torch {torch.__version__}", "torch 2.13 or newer, which has it", remedy))
 
 
 def check_device(policy: Policy, device_type: str) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from zeroamp.attach import attach_hooks
 from zeroamp.buffers import cast_buffers
 from zeroamp.consistency import check_plans_agree, check_ranks_agree
-from zeroamp.device_support import check_device
+from zeroamp.device_support import check_device, check_torch
 from zeroamp.hooks import Ranges, Traffic, typed_group_hooks
 from zeroamp.materialize import materialize
 from zeroamp.mesh import device_of, is_first_rank, mesh_for_stage, refuse_partition, shard_device
@@ -81,6 +81,7 @@ def wrap_model(
 
 def _check_fits(policy: Policy, mesh: DeviceMesh) -> None:
     refuse_inconsistent(policy)
+    check_torch(policy)
     check_device(policy, mesh.device_type)
     refuse_partition(policy, mesh)
     sizes = BatchSizes(

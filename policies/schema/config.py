@@ -56,6 +56,15 @@ class ZeroampBlock(Block):
     share_casts: Annotated[
         bool, Honoured("under autocast, Linears of a unit that read one tensor share its low copy; same bits")
     ] = True
+    reduce_scatter_input_buffers: Annotated[
+        AtLeastOne,
+        Honoured(
+            "flat inputs of reductions that may be in flight, torch 2.13+: a backward that waits for them needs 2"
+        ),
+    ] = 1
+    separate_reduce_scatter_group: Annotated[
+        bool, Honoured("reductions have a process group of their own, torch 2.13+: beside gathers, not after them")
+    ] = False
 
 
 class Config(Block):

@@ -14,6 +14,7 @@ from tests.models import batch, loss_of
 from tests.ranks import RankError
 from tests.training import config, full_parameters, policy, same_bits, wrapped
 from tests.zeroamp.test_compile_and_checkpointing import _checkpoint, _checkpoint_outside, _compile
+from tests.zeroamp.test_reduction_options import needs_options
 from zeroamp.state import wrap_state
 
 NAME = "llama_tied"
@@ -138,6 +139,7 @@ def test_ranks_may_fail_in_different_places_or_in_the_same(ranks2, stage):
         (3, {"mesh_shape": (2, 2)}),
         (3, {"mesh_shape": (4, 1)}),
         (3, {"fields": {"hpz_partition_size": 2}}),
+        pytest.param(3, {"fields": {"separate_reduce_scatter_group": True}}, marks=needs_options),
         (3, {"fields": {"prefetch_bucket_size": 20_000, "reduce_bucket_size": 20_000}}),
         (0, {}),
     ],
@@ -147,7 +149,7 @@ def test_more_ranks_in_meshes_of_two_axes_and_sharding_options(ranks4, stage, mo
     options = {"stage": stage, "accumulation": 2, "threshold": 0}
     last = ranks4.run(_num_collectives, options, more)[0]
     places = [{3: 1}, {0: last // 3, 2: last // 2}, {1: last}]
-    first = "hpz_partition_size" not in more.get("fields", {})
+    first = not {"hpz_partition_size", "separate_reduce_scatter_group"} & more.get("fields", {}).keys()
     errors = fail_everywhere(ranks4, options, places, more, first)
     assert "on rank 0 (" not in errors[1][1][0]
     assert all(f"collectives) on rank {rank}" in errors[1][1][0] for rank in (0, 2))

@@ -8,9 +8,10 @@ Per group, in bytes of the group's parameters padded to the ranks that shard (`p
   gather of the forward was waited for, or the forward has ended; in the backward, and on CPUs (where gathers run in the
   background, see `hooks/_fsdp.py`), it goes at once.
 * a reduction: the flat input in the wire dtype, while the raw gradients are still there; then these go, and the output
-  is allocated, of the dtype that sums: it is the gradient shard, where it is fp32. The input stays until the next
-  reduction begins, or the last backward of the window has ended. What an all-to-all receives is in one buffer per dtype
-  for all groups, as large as the largest so far, until the backward has ended.
+  is allocated, of the dtype that sums: it is the gradient shard, where it is fp32. The input stays until as many
+  reductions have begun after it as inputs may be in flight (one by default), or the last backward of the window has
+  ended. What an all-to-all receives is in one buffer per dtype for all groups, as large as the largest so far, until
+  the backward has ended.
   Where shards accumulate in a low dtype, each is added to a sum of that dtype, and all sums are cast back at the end.
 * no reduction (stages 0 and 1 inside a window): the raw gradient becomes the unsharded sum, in the accumulation dtype.
 
@@ -18,7 +19,7 @@ Where nothing is sharded there is no flat gathered buffer. Streams are not told 
 live somewhat longer, until the stream that used it is done with it.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 
 import torch
@@ -101,7 +102,7 @@ class _GroupMemory:
         self._with_gradient: set[str] = set()  # groups whose gradient shards are there
         self._sums_shards_low = sharded_accumulation(plan.policy) != torch.float32
         self._kept_gather = 0  # the flat buffer of the last gather of this forward
-        self._kept_input = 0  # the flat input of the last reduction
+        self._kept_inputs: deque[int] = deque()  # the flat inputs of the last reductions
         self._receive_buffers: Counter[torch.dtype] = Counter()  # wire dtype -> bytes, in this backward
         self._partitions: set[str] = set()  # groups that are sharded over a partition
 
@@ -125,7 +126,7 @@ class _GroupMemory:
         self._writer.add("communication buffers", -self._receive_buffers.total())
         self._receive_buffers.clear()
         if is_last:
-            self._free_input()
+            self._free_inputs(0)
 
     def end_window(self) -> None:
         """Put sums of shards in a low dtype back into gradients."""
@@ -189,7 +190,7 @@ class _GroupMemory:
     def backward_ended(self, group: str, *, reduces: bool) -> None:
         """See [Note: What FSDP2 holds]."""
         if reduces:
-            self._free_input()
+            self._free_inputs(self._plan.policy.reduce_scatter_input_buffers - 1)
             self._reduce(group)
         else:
             self._sum(group)
@@ -218,7 +219,7 @@ class _GroupMemory:
         unused = max(0, sum(sizes.raw.values()) - raw)  # zeros, for parameters without a gradient
         writer.add("unsharded gradients", unused)
         writer.add("communication buffers", sizes.wire)
-        self._kept_input = sizes.wire
+        self._kept_inputs.append(sizes.wire)
         writer.add("unsharded gradients", -raw - unused)
         writer.add("gradients", sizes.reduced)
         self._receive(sizes.received, self._wires[group])
@@ -244,6 +245,6 @@ class _GroupMemory:
         self._writer.add("communication buffers", -self._kept_gather)
         self._kept_gather = 0
 
-    def _free_input(self) -> None:
-        self._writer.add("communication buffers", -self._kept_input)
-        self._kept_input = 0
+    def _free_inputs(self, num_left: int) -> None:
+        while len(self._kept_inputs) > num_left:
+            self._writer.add("communication buffers", -self._kept_inputs.popleft())

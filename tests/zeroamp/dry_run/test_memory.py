@@ -3,6 +3,7 @@
 import pytest
 
 from tests.measured import measured_step
+from zeroamp.hooks import has_reduction_options
 
 LOSS_AND_NORM = 64
 """Bytes: the scalars that the last step's report holds, which are not predicted."""
@@ -56,6 +57,8 @@ def test_other_modes(ranks2, mode):
 
 BLOCK = 10_272 + 64
 OPTIONS = [{"max_live_parameters": BLOCK}, {"prefetch_bucket_size": BLOCK}, {"reduce_bucket_size": 2 * BLOCK}]
+if has_reduction_options():
+    OPTIONS.append({"reduce_scatter_input_buffers": 3})
 
 
 @pytest.mark.parametrize("fields", OPTIONS, ids=str)

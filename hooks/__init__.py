@@ -18,6 +18,7 @@ from zeroamp.hooks.backward_guard import BackwardGuard
 from zeroamp.hooks.call_log import Call, CallLog, ZeroBuffers
 from zeroamp.hooks.communication_watch import CommunicationWatch
 from zeroamp.hooks.evaluation import ReshardAfterEvaluation
+from zeroamp.hooks.exit_pause import pause_before_exit
 from zeroamp.hooks.forward_watch import Failure, ForwardWatch
 from zeroamp.hooks.fp32_region import Fp32Region
 from zeroamp.hooks.model_flops import flops_of_run
@@ -79,6 +80,7 @@ __all__ = [
     "has_reduction_options",
     "linears_that_may_share",
     "modules_to_run",
+    "pause_before_exit",
     "record_run",
     "release",
     "set_reduction_options",

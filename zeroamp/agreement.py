@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroamp.hooks import timeout_of
+from zeroamp.hooks import pause_before_exit, timeout_of
 from zeroamp.policies.errors import CheckpointError, ZeroAmpError, describe
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class Agreement:
         self.group: dist.ProcessGroup = dist.new_group(
             ranks, timeout=timeout, backend="gloo", use_local_synchronization=is_local
         )
+        pause_before_exit()
         self.rank = dist.get_rank(self.group)
         self.num_ranks = len(ranks)
         self.background: Future[Any] | None = None

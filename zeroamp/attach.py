@@ -19,6 +19,7 @@ from zeroamp.hooks import (
     attach_safe_module_guard,
     attach_typed_group,
     gather_in_background,
+    pause_before_exit,
     set_reduction_options,
     zero_fill_unused,
 )
@@ -47,6 +48,7 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     )
     if state.mesh.device_type == "cpu":
         gather_in_background(cast(FSDPModule, model))
+        pause_before_exit()
     attach_prefetch(model, state.plan, state.holders)
     if policy.ranges != "off":
         for fqn in (fqn for unit in ("", *state.plan.units) for fqn in state.plan.modules_of(unit)):

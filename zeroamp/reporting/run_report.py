@@ -1,5 +1,6 @@
 """`RunReport`: one JSON line per optimizer step, warnings, and a progress line."""
 
+import math
 import os
 import platform
 from collections.abc import Callable
@@ -68,7 +69,7 @@ class RunReport:
                 CPU each. 0: none, and no warnings of them.
 
         Raises:
-            StepError: a number is not positive.
+            StepError: a number is not positive and finite.
             ConfigError: on all ranks, the file cannot be written, or the progress line needs tqdm.
         """
         _check_positive(tokens_per_step=tokens_per_step, flops_per_step=flops_per_step, peak_flops=peak_flops)
@@ -89,8 +90,6 @@ class RunReport:
         warnings = self._warnings if self._ranks.rank == 0 else None
         self._check = _RankCheck(self._ranks.run, warnings, steps_per_check) if steps_per_check else None
         recorder.sinks.append(self._record)
-        if self._ranks.rank == 0:
-            self._warnings.look_at_plan()
 
     def __enter__(self) -> Self:
         """Return this."""
@@ -118,6 +117,7 @@ class RunReport:
         if num_steps is not None:
             self._writers.add(ProgressLine(num_steps))
         self._warnings.listeners.append(self._writers.warning)
+        self._warnings.look_at_plan()
 
     def _record(self, record: StepRecord) -> None:
         self.last = record
@@ -155,8 +155,8 @@ class _RankCheck:
 
 def _check_positive(**values: float | None) -> None:
     for name, value in values.items():
-        if value is not None and (isinstance(value, bool) or not value > 0):
-            raise StepError(describe(f"RunReport({name}=)", value, "a positive number, or None", "Change it."))
+        if value is not None and (isinstance(value, bool) or not 0 < value < math.inf):
+            raise StepError(describe(f"RunReport({name}=)", value, "a positive, finite number, or None", "Change it."))
 
 
 def _header(

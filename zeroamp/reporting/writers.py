@@ -4,6 +4,8 @@ import csv
 import importlib
 import json
 import logging
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -40,25 +42,27 @@ class Writers:
 
     def step(self, record: StepRecord) -> None:
         """Write one step everywhere."""
-        for writer in list(self._writers):
-            try:
-                writer.step(record)
-            except Exception as error:
-                self._writers.remove(writer)
-                logger.error(
-                    "%s: nothing is written from step %d on, because of %s: %s. Training goes on",
-                    *(type(writer).__name__, record.step, type(error).__name__, error),
-                )
+        self._each(lambda writer: writer.step(record), f"nothing is written from step {record.step} on")
 
     def warning(self, name: str, text: str) -> None:
         """Write a warning everywhere."""
-        for writer in self._writers:
-            writer.warning(name, text)
+        self._each(lambda writer: writer.warning(name, text), f"nothing is written from the warning of {name} on")
 
     def close(self) -> None:
         """Close all."""
-        while self._writers:
-            self._writers.pop().close()
+        self._each(lambda writer: writer.close(), "its end may be missing")
+        self._writers.clear()
+
+    def _each(self, act: Callable[[Writer], None], loss: str) -> None:
+        for writer in list(self._writers):
+            try:
+                act(writer)
+            except Exception as error:
+                self._writers.remove(writer)
+                where, why = type(writer).__name__, f"{type(error).__name__}: {error}"
+                logger.error("%s: %s, because of %s. Training goes on", where, loss, why)
+                with suppress(Exception):  # that it cannot write has been said
+                    writer.close()
 
 
 class JsonlWriter:

@@ -1,6 +1,8 @@
 """`RunReport`: what it writes is what happened, and training has the same bits with it."""
 
 import json
+import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -148,9 +150,10 @@ def test_a_file_that_cannot_be_written_is_an_error_on_all_ranks(ranks2, tmp_path
 
 
 @pytest.mark.parametrize("name", ["tokens_per_step", "flops_per_step", "peak_flops", "num_steps", "steps_per_check"])
-def test_numbers_that_are_not_positive_are_refused(name):
-    with pytest.raises(zeroamp.StepError, match=rf"RunReport\({name}=\): found -1"):
-        zeroamp.RunReport(None, "run.jsonl", **{name: -1})
+@pytest.mark.parametrize("value", [-1, math.inf, math.nan])
+def test_numbers_that_are_not_positive_and_finite_are_refused(name, value):
+    with pytest.raises(zeroamp.StepError, match=rf"RunReport\({name}=\): found {value}"):
+        zeroamp.RunReport(None, "run.jsonl", **{name: value})
 
 
 def _around_other_forwards(path):
@@ -210,6 +213,23 @@ def test_a_writer_that_fails_says_so_once_and_training_goes_on(ranks2, tmp_path)
     assert first[0] == second[0] == 3
     assert [line.partition(", because")[0] for line in first[1]] == ["JsonlWriter: nothing is written from step 2 on"]
     assert second[1] == []
+
+
+def _on_a_full_disk():
+    """/dev/full opens, and no write to it succeeds; the first is the plan's warning."""
+    train = train_step(config(3))
+    with log_lines() as lines, zeroamp.RunReport(train, "/dev/full") as run:
+        take_steps(train, 2)
+    return run.last.step, [line for line in lines if "is written" in line]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has it")
+def test_a_warning_that_cannot_be_written_ends_the_file_and_not_the_training(ranks2):
+    (last, lines), others = ranks2.run(_on_a_full_disk)
+    assert [line.partition(", because")[0] for line in lines] == [
+        "JsonlWriter: nothing is written from the warning of latency-bound groups on"
+    ]
+    assert (last, others) == (2, (2, []))
 
 
 def _summaries():

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from zeroamp.hooks import CommunicationWatch, TrainingForwards, tensors_in
+from zeroamp.hooks import TrainingForwards, tensors_in
 from zeroamp.hooks.traffic import Collective
 from zeroamp.mesh import device_of
 from zeroamp.policies.dtypes import short_name
@@ -51,15 +51,14 @@ class Recorder:
         self._traffic: Counter[str] = Counter()
         self._late: Callable[[], StepRecord] | None = None  # of the step before, on an accelerator
         self._forwards = TrainingForwards(self._enter_forward, self._clock.leave)
-        self._communication = CommunicationWatch(self._clock.enter_communication, self._clock.leave_communication)
-        self._communication.attach(state.root)
+        state.communication.add(self._clock)
         self._handles = self._forwards.attach(state.root)
         state.traffic.observers.append(self._count)
 
     def detach(self) -> None:
         """Stop watching."""
         self.flush()
-        self._communication.detach()
+        self._state.communication.remove(self._clock)
         for handle in self._handles:
             handle.remove()
         self._state.traffic.observers.remove(self._count)

@@ -196,6 +196,23 @@ def test_only_training_is_counted_and_close_leaves_nothing_behind(ranks2, tmp_pa
     assert ranks2.run(_around_other_forwards, str(tmp_path / "run.jsonl"))[0] == (True, True, True, True, (0, 0, False))
 
 
+def _two_reports(folder):
+    """Of two TrainSteps on one model; the one that came first is closed first."""
+    model = wrapped(NAME, config(3))
+    trains = [zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=1e-2)) for _ in range(2)]
+    runs = [zeroamp.RunReport(train, f"{folder}/{index}.jsonl") for index, train in enumerate(trains)]
+    take_steps(trains[1], 2)
+    runs[0].close()
+    take_steps(trains[1], 1)
+    exposed_s = runs[1].last.exposed_communication_s
+    runs[1].close()
+    return exposed_s > 0, "unshard" in vars(_first_group(model))
+
+
+def test_a_report_that_is_closed_leaves_another_on_the_same_model_alone(ranks2, tmp_path):
+    assert ranks2.run(_two_reports, str(tmp_path)) == [(True, False)] * 2
+
+
 def _with_a_full_disk(path):
     train = train_step(config(3))
     run = zeroamp.RunReport(train, path)

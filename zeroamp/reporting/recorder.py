@@ -30,19 +30,20 @@ Sink = Callable[[StepRecord], None]
 
 
 class Recorder:
-    """Watches one `TrainStep`. Reads clocks, sizes and shapes; changes no value.
+    """Watches one `TrainStep`, while it has sinks. Reads clocks, sizes and shapes; changes no value.
 
-    On each rank; `sinks` get this rank's records, in order.
+    On each rank; the sinks get this rank's records, in order.
     """
 
-    def __init__(self, state: WrapState) -> None:
-        self.sinks: list[Sink] = []
+    def __init__(self, state: WrapState, watchers: StepWatchers) -> None:
         self.tokens_per_step: int | None = None
         """Of all ranks, by the caller. None: counted from the inputs of this rank's forwards, times the ranks."""
         self.flops_per_step: float | None = None
         """Model FLOPs of one optimizer step, of all ranks."""
         self.peak_flops: float | None = None
         """Peak FLOP/s of one rank's device."""
+        self._sinks: list[Sink] = []
+        self._watchers = watchers
         self._state = state
         self._num_ranks = state.mesh.size()
         self._device = device_of(state.mesh)
@@ -54,10 +55,22 @@ class Recorder:
         state.communication.add(self._clock)
         self._handles = self._forwards.attach(state.root)
         state.traffic.observers.append(self._count)
+        watchers.append(self)
 
-    def detach(self) -> None:
-        """Stop watching."""
+    def add(self, sink: Sink) -> None:
+        """Hand the records of the steps from here on to `sink`; waits for the device."""
         self.flush()
+        self._sinks.append(sink)
+
+    def remove(self, sink: Sink) -> None:
+        """Hand it no more, after the last record; waits for the device. Without a sink left, watch no longer."""
+        self.flush()
+        self._sinks.remove(sink)
+        if not self._sinks:
+            self._detach()
+
+    def _detach(self) -> None:
+        self._watchers.remove(self)
         self._state.communication.remove(self._clock)
         for handle in self._handles:
             handle.remove()
@@ -91,7 +104,7 @@ class Recorder:
             self._hand_on(late())
 
     def _hand_on(self, record: StepRecord) -> None:
-        for sink in self.sinks:
+        for sink in self._sinks:
             sink(record)
 
     def _enter_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -151,9 +164,7 @@ def recorder_of(state: WrapState, watchers: StepWatchers) -> Recorder:
     for watcher in watchers:
         if isinstance(watcher, Recorder):
             return watcher
-    recorder = Recorder(state)
-    watchers.append(recorder)
-    return recorder
+    return Recorder(state, watchers)
 
 
 def count_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:

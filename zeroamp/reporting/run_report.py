@@ -3,6 +3,7 @@
 import math
 import os
 import platform
+import weakref
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -77,7 +78,6 @@ class RunReport:
         state = wrap_state(train.model)
         self.last: StepRecord | None = None
         """The newest record of this rank. On an accelerator that of the step before the last, until `close`."""
-        self._watchers = train.watchers
         self._ranks = signals_of(state)
         self._writers = Writers()
         self._warnings = RunWarnings(state.plan, shard_size(state.mesh), state.mesh.size())
@@ -89,7 +89,10 @@ class RunReport:
         recorder.peak_flops = peak_flops
         warnings = self._warnings if self._ranks.rank == 0 else None
         self._check = _RankCheck(self._ranks.run, warnings, steps_per_check) if steps_per_check else None
-        recorder.sinks.append(self._record)
+        recorder.add(self._record)
+        self._is_open = True
+        # With the TrainStep, and at the end of the process at the latest.
+        self._finalizer = weakref.finalize(train, self.close)
 
     def __enter__(self) -> Self:
         """Return this."""
@@ -100,16 +103,16 @@ class RunReport:
         self.close()
 
     def close(self) -> None:
-        """Write what is left, and watch no longer. On this rank only; waits for its device."""
-        recorder = self._recorder
-        if self._record not in recorder.sinks:
+        """Write what is left, and watch no longer. On this rank only; waits for its device.
+
+        What has happened with the `TrainStep`'s end, and with the process's, at the latest.
+        """
+        if not self._is_open:
             return
+        self._is_open = False
+        self._finalizer.detach()  # which keeps this alive
         self._check = None  # an exchange is for all ranks, and this one may be leaving alone, after an error
-        recorder.flush()
-        recorder.sinks.remove(self._record)
-        if not recorder.sinks:
-            self._watchers.remove(recorder)
-            recorder.detach()
+        self._recorder.remove(self._record)
         self._writers.close()
 
     def _open(self, path: Path, num_steps: int | None, header: dict[str, Any]) -> None:

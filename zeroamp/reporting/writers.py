@@ -105,7 +105,8 @@ class JsonlWriter:
 class CsvWriter:
     """`csv_monitor`: one file, `<output_path>/<job_name>/steps.csv`, one row per step, a column per field.
 
-    Several learning rates are in one cell, apart by ";"; traffic is the sum of its bytes. A run that goes on appends.
+    Several learning rates are in one cell, apart by ";"; traffic is the sum of its bytes. What a file
+    holds is never changed: a second `TrainStep`, of this process or a later one, appends, from its own first step on.
     """
 
     COLUMNS = tuple(field.name for field in fields(StepRecord))

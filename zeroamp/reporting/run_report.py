@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -132,24 +133,28 @@ class RunReport:
 
 
 class _RankCheck:
-    """Exchanges the ranks' busy times and allocator flushes every so many steps, on the group of the CPU's flags."""
+    """Exchanges the ranks' busy times and allocator flushes every so many steps, on the group of the CPU's flags.
+
+    Each rank's median: one hiccup makes no slow rank. The first step is left out, which allocates and compiles.
+    """
 
     def __init__(self, exchange: Callable[..., list[Any]], warnings: RunWarnings | None, every: int) -> None:
         self._exchange = exchange
         self._warnings = warnings
         self._every = every
         self._busy_s: list[float] = []
-        self._num_flushes: int | None = None  # of the process, at the last exchange
+        self._num_flushes: int | None = None  # of the process, at the last exchange; None before the first step
 
     def step(self, record: StepRecord) -> None:
         """Take one step in; at every so-many-th exchange. The same step on all ranks, which had as many records."""
         flushes = record.num_alloc_retries or 0
         if self._num_flushes is None:
-            self._num_flushes = flushes  # what was before the first step is not training's
+            self._num_flushes = flushes
+            return
         self._busy_s.append(record.busy_s)
         if len(self._busy_s) < self._every:
             return
-        mine = sum(self._busy_s) / self._every, flushes - self._num_flushes
+        mine = median(self._busy_s), flushes - self._num_flushes
         self._busy_s, self._num_flushes = [], flushes
         busy_s, num_flushes = zip(*self._exchange(lambda: mine), strict=True)
         if self._warnings is not None:

@@ -51,14 +51,14 @@ class RunWarnings:
         self._look_at_scale(record, self._plan.policy.loss_scale)
 
     def look_at_ranks(self, busy_s: Sequence[float], num_flushes: Sequence[int], num_steps: int) -> None:
-        """Look at each rank's mean busy time of the last `num_steps` steps, and its allocator's flushes in them."""
+        """Look at each rank's median busy time of the last `num_steps` steps, and its allocator's flushes in them."""
         typical, slowest = median(busy_s), max(busy_s)
         if slowest > (1 + SLOW_RANK_MARGIN) * typical:
             self._warn(
                 "slow rank",
-                f"rank {busy_s.index(slowest)} was busy for {slowest * 1e3:.1f} ms per step of the last {num_steps}, "
-                f"{slowest / typical - 1:.0%} above the median of the ranks ({typical * 1e3:.1f} ms): the others wait. "
-                "Look at its data loading, clocks and neighbours",
+                f"rank {busy_s.index(slowest)} was busy for {slowest * 1e3:.1f} ms in the median of the last {num_steps} "
+                f"steps, {slowest / typical - 1:.0%} above the median of the ranks ({typical * 1e3:.1f} ms): the others "
+                "wait. Look at its data loading, clocks and neighbours",
             )
         if max(num_flushes) > 0:
             self._warn(

@@ -11,7 +11,7 @@ import resource
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -29,6 +29,18 @@ from zeroamp.step_watchers import Phase, StepWatchers
 Sink = Callable[[StepRecord], None]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """What a user says of each optimizer step. None: not known."""
+
+    tokens_per_step: int | None = None
+    """Of all ranks. None: counted from the inputs of this rank's forwards, times the ranks."""
+    flops_per_step: float | None = None
+    """Model FLOPs, of all ranks."""
+    peak_flops: float | None = None
+    """Peak FLOP/s of one rank's device."""
+
+
 class Recorder:
     """Watches one `TrainStep`, while it has sinks. Reads clocks, sizes and shapes; changes no value.
 
@@ -36,12 +48,8 @@ class Recorder:
     """
 
     def __init__(self, state: WrapState, watchers: StepWatchers) -> None:
-        self.tokens_per_step: int | None = None
-        """Of all ranks, by the caller. None: counted from the inputs of this rank's forwards, times the ranks."""
-        self.flops_per_step: float | None = None
-        """Model FLOPs of one optimizer step, of all ranks."""
-        self.peak_flops: float | None = None
-        """Peak FLOP/s of one rank's device."""
+        self.figures: Figures | None = None
+        """Of the `RunReport`, while there is one. All sinks get what comes of them."""
         self._sinks: list[Sink] = []
         self._watchers = watchers
         self._state = state
@@ -127,7 +135,8 @@ class Recorder:
         read_split, memory = self._clock.end_step(), _memory(self._device)
         traffic, self._traffic = dict(self._traffic), Counter()
         counted, self._num_tokens = self._num_tokens, None
-        num_tokens = self.tokens_per_step
+        figures = self.figures or Figures()
+        num_tokens = figures.tokens_per_step
         if num_tokens is None and counted is not None:
             num_tokens = counted * self._num_ranks
 
@@ -142,29 +151,31 @@ class Recorder:
                 skipped=report.skipped,
                 lr=tuple(float(rate) for rate in rates),
                 **asdict(split),
-                **self._rates(num_tokens, split.step_s),
+                **self._rates(figures, num_tokens, split.step_s),
                 traffic_bytes=traffic,
                 **memory,
             )
 
         return record
 
-    def _rates(self, num_tokens: int | None, step_s: float) -> dict[str, Any]:
-        flops = None if self.flops_per_step is None else self.flops_per_step / (step_s * self._num_ranks)
+    def _rates(self, figures: Figures, num_tokens: int | None, step_s: float) -> dict[str, Any]:
+        flops = None if figures.flops_per_step is None else figures.flops_per_step / (step_s * self._num_ranks)
         return {
             "num_tokens": num_tokens,
             "tokens_per_s": None if num_tokens is None else num_tokens / step_s,
             "flops_per_s_per_rank": flops,
-            "mfu": None if flops is None or self.peak_flops is None else flops / self.peak_flops,
+            "mfu": None if flops is None or figures.peak_flops is None else flops / figures.peak_flops,
         }
 
 
+def recorder_among(watchers: StepWatchers) -> Recorder | None:
+    """Return the recorder among the watchers of a `TrainStep`, which has one at most."""
+    return next((watcher for watcher in watchers if isinstance(watcher, Recorder)), None)
+
+
 def recorder_of(state: WrapState, watchers: StepWatchers) -> Recorder:
-    """Return the recorder among the watchers of a `TrainStep`, which has one at most; a new one if there is none."""
-    for watcher in watchers:
-        if isinstance(watcher, Recorder):
-            return watcher
-    return Recorder(state, watchers)
+    """Return the recorder among the watchers of a `TrainStep`; a new one if there is none."""
+    return recorder_among(watchers) or Recorder(state, watchers)
 
 
 def count_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:

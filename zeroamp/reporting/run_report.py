@@ -5,6 +5,7 @@ import os
 import platform
 import weakref
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -16,10 +17,11 @@ from zeroamp.mesh import device_of, shard_size
 from zeroamp.policies.errors import StepError, describe
 from zeroamp.reporting.progress import ProgressLine
 from zeroamp.reporting.record import StepRecord
-from zeroamp.reporting.recorder import recorder_of
+from zeroamp.reporting.recorder import Figures, recorder_among, recorder_of
 from zeroamp.reporting.run_warnings import RunWarnings
 from zeroamp.reporting.writers import JsonlWriter, Writers
 from zeroamp.state import WrapState, signals_of, wrap_state
+from zeroamp.step_watchers import StepWatchers
 from zeroamp.version import __version__
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ class RunReport:
     ```
 
     All ranks construct it; the first one writes. Where the file exists, it is gone on with: see `read_run`.
+
+    A `TrainStep` has one at a time. While it is open, its figures (tokens, FLOPs) are in what monitors write, too.
     """
 
     def __init__(
@@ -71,26 +75,25 @@ class RunReport:
                 CPU each. 0: none, and no warnings of them.
 
         Raises:
-            StepError: a number is not positive and finite.
+            StepError: a number is not positive and finite; on all ranks, a window of `train` has begun, or another
+                RunReport is open on it.
             ConfigError: on all ranks, the file cannot be written, or the progress line needs tqdm.
         """
-        _check_positive(tokens_per_step=tokens_per_step, flops_per_step=flops_per_step, peak_flops=peak_flops)
-        _check_positive(num_steps=num_steps, steps_per_check=steps_per_check or None)
+        figures = Figures(tokens_per_step=tokens_per_step, flops_per_step=flops_per_step, peak_flops=peak_flops)
+        _check_positive(**asdict(figures), num_steps=num_steps, steps_per_check=steps_per_check or None)
         state = wrap_state(train.model)
         self.last: StepRecord | None = None
         """The newest record of this rank. On an accelerator that of the step before the last, until `close`."""
         self._ranks = signals_of(state)
         self._writers = Writers()
         self._warnings = RunWarnings(state.plan, shard_size(state.mesh), state.mesh.size())
-        self._ranks.on_first(
-            lambda: self._open(Path(path), num_steps, _header(state, tokens_per_step, flops_per_step, peak_flops))
-        )
-        recorder = self._recorder = recorder_of(state, train.watchers)
-        recorder.tokens_per_step, recorder.flops_per_step = tokens_per_step, flops_per_step
-        recorder.peak_flops = peak_flops
+        self._ranks.run(lambda: _refuse_out_of_turn(train.watchers))
+        self._ranks.on_first(lambda: self._open(Path(path), num_steps, _header(state, figures)))
         warnings = self._warnings if self._ranks.rank == 0 else None
         self._check = _RankCheck(self._ranks.run, warnings, steps_per_check) if steps_per_check else None
-        recorder.add(self._record)
+        self._recorder = recorder_of(state, train.watchers)
+        self._recorder.add(self._record)
+        self._recorder.figures = figures
         self._is_open = True
         # With the TrainStep, and at the end of the process at the latest.
         self._finalizer = weakref.finalize(train, self.close)
@@ -114,6 +117,7 @@ class RunReport:
         self._finalizer.detach()  # which keeps this alive
         self._check = None  # an exchange is for all ranks, and this one may be leaving alone, after an error
         self._recorder.remove(self._record)
+        self._recorder.figures = None
         self._writers.close()
 
     def _open(self, path: Path, num_steps: int | None, header: dict[str, Any]) -> None:
@@ -167,9 +171,17 @@ def _check_positive(**values: float | None) -> None:
             raise StepError(describe(f"RunReport({name}=)", value, "a positive, finite number, or None", "Change it."))
 
 
-def _header(
-    state: WrapState, tokens_per_step: int | None, flops_per_step: float | None, peak_flops: float | None
-) -> dict[str, Any]:
+def _refuse_out_of_turn(watchers: StepWatchers) -> None:
+    if watchers.is_in_window:
+        valid = "the end of a window, after step() returned a report"
+        raise StepError(describe("RunReport", "an unfinished window of the TrainStep", valid, "Construct it there."))
+    recorder = recorder_among(watchers)
+    if recorder is not None and recorder.figures is not None:
+        valid, remedy = "one at a time", "Close that one first, or read its file while it grows."
+        raise StepError(describe("RunReport", "another one that is open on the TrainStep", valid, remedy))
+
+
+def _header(state: WrapState, figures: Figures) -> dict[str, Any]:
     plan, device = state.plan, device_of(state.mesh)
     return {
         "format": FORMAT,
@@ -186,7 +198,7 @@ def _header(
             "num_groups": len(plan.groups),
             "num_parameters": sum(param.numel for param in plan.params),
         },
-        "tokens": "given" if tokens_per_step is not None else "counted on the first rank, times the ranks",
-        "flops_per_step": flops_per_step,
-        "peak_flops": peak_flops,
+        "tokens": "given" if figures.tokens_per_step is not None else "counted on the first rank, times the ranks",
+        "flops_per_step": figures.flops_per_step,
+        "peak_flops": figures.peak_flops,
     }

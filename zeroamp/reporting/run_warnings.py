@@ -56,9 +56,9 @@ class RunWarnings:
         if slowest > (1 + SLOW_RANK_MARGIN) * typical:
             self._warn(
                 "slow rank",
-                f"rank {busy_s.index(slowest)} was busy for {slowest * 1e3:.1f} ms in the median of the last {num_steps} "
-                f"steps, {slowest / typical - 1:.0%} above the median of the ranks ({typical * 1e3:.1f} ms): the others "
-                "wait. Look at its data loading, clocks and neighbours",
+                f"rank {busy_s.index(slowest)} was busy for {slowest * 1e3:.1f} ms in the median of the last "
+                f"{num_steps} steps, {slowest / typical - 1:.0%} above the median of the ranks "
+                f"({typical * 1e3:.1f} ms): the others wait. Look at its data loading, clocks and neighbours",
             )
         if max(num_flushes) > 0:
             self._warn(

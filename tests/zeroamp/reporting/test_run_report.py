@@ -1,5 +1,6 @@
 """`RunReport`: what it writes is what happened, and training has the same bits with it."""
 
+import csv
 import json
 import math
 from pathlib import Path
@@ -211,6 +212,63 @@ def _two_reports(folder):
 
 def test_a_report_that_is_closed_leaves_another_on_the_same_model_alone(ranks2, tmp_path):
     assert ranks2.run(_two_reports, str(tmp_path)) == [(True, False)] * 2
+
+
+def _one_at_a_time(folder):
+    """What the second of two reports is answered, and what a monitor has before, with and after the first."""
+    train = train_step(config(3, csv_monitor={"enabled": True, "output_path": folder}))
+    take_steps(train, 1)
+    run = zeroamp.RunReport(train, f"{folder}/a.jsonl", tokens_per_step=7, flops_per_step=1e9, peak_flops=1e12)
+    with pytest.raises(zeroamp.StepError) as refused:
+        zeroamp.RunReport(train, f"{folder}/b.jsonl")
+    take_steps(train, 1)
+    run.close()
+    with zeroamp.RunReport(train, f"{folder}/b.jsonl") as other:
+        run.close()  # again, which ends no other
+        take_steps(train, 1)
+    take_steps(train, 1)
+    return str(refused.value), run.last.mfu, (other.last.step, other.last.num_tokens, other.last.mfu)
+
+
+def test_a_train_step_has_one_report_at_a_time_whose_figures_monitors_have_while_it_is_open(ranks2, tmp_path):
+    num_tokens = batch(NAME, 0).numel() * 2
+    (text, mfu, last), (other_text, _, other_last) = ranks2.run(_one_at_a_time, str(tmp_path))
+    assert text == other_text
+    assert text.startswith("RunReport: found another one that is open on the TrainStep; valid: one at a time.")
+    assert last == other_last == (3, num_tokens, None)
+    assert [record.step for record in zeroamp.read_run(tmp_path / "a.jsonl").records] == [2]
+    with (tmp_path / "zeroamp" / "steps.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["num_tokens"] for row in rows] == [str(num_tokens), "7", str(num_tokens), str(num_tokens)]
+    assert [row["mfu"] for row in rows] == ["", str(mfu), "", ""]
+
+
+def _inside_a_window(path):
+    """Begin a report at every moment of a window of two micro-batches, and after a window that was given up."""
+    train = train_step(config(3, accumulation=2))
+    refused = []
+
+    def begin():
+        try:
+            zeroamp.RunReport(train, path).close()
+        except zeroamp.StepError as error:
+            refused.append(str(error).partition(";")[0])
+        else:
+            refused.append(None)
+
+    for act in (lambda: None, lambda: train.backward(loss_of(train.model, batch(NAME, 0))), train.step):
+        act()
+        begin()
+    train.recover()
+    begin()
+    take_steps(train, 1)
+    begin()
+    return refused
+
+
+def test_a_report_that_would_begin_inside_a_window_is_refused(ranks2, tmp_path):
+    refusal = "RunReport: found an unfinished window of the TrainStep"
+    assert ranks2.run(_inside_a_window, str(tmp_path / "run.jsonl")) == [[None, refusal, refusal, None, None]] * 2
 
 
 def _with_a_full_disk(path):

@@ -220,6 +220,7 @@ class TrainStep:
             grad_norm_tensor=norm.float(),
             loss_scale=scale,
             skipped=skipped,
+            num_skipped=self.num_skipped,
             lr_values=rates,
         )
         if policy.steps_per_print and (self.num_steps + self.num_skipped) % policy.steps_per_print == 0:

@@ -149,6 +149,7 @@ class Recorder:
                 grad_norm=norm,
                 loss_scale=report.loss_scale,
                 skipped=report.skipped,
+                num_skipped=report.num_skipped,
                 lr=tuple(float(rate) for rate in rates),
                 **asdict(split),
                 **self._rates(figures, num_tokens, split.step_s),

@@ -150,6 +150,7 @@ class Recorder:
                 loss_scale=report.loss_scale,
                 skipped=report.skipped,
                 num_skipped=report.num_skipped,
+                is_scale_exhausted=report.is_scale_exhausted,
                 lr=tuple(float(rate) for rate in rates),
                 **asdict(split),
                 **self._rates(figures, num_tokens, split.step_s),

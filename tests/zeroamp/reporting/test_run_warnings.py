@@ -1,6 +1,7 @@
 """Each warning comes when it should, once, and not before."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,9 +9,10 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroamp
+from tests.models import batch, loss_of
 from tests.training import config, policy
 from tests.zeroamp.reporting.records import record
-from tests.zeroamp.reporting.runs import log_lines, take_steps, train_step
+from tests.zeroamp.reporting.runs import NAME, log_lines, take_steps, train_step
 from zeroamp.reporting.run_report import _RankCheck
 from zeroamp.reporting.run_warnings import NUM_BAD_STEPS, RunWarnings
 
@@ -44,12 +46,34 @@ def test_gradients_that_stay_useless_are_warned_of_once(norm, name):
     assert line.startswith(f"{name}: gradient norm {norm} for {NUM_BAD_STEPS} steps in a row, the last after step 10")
 
 
-def test_the_loss_scale_at_its_minimum_is_warned_of_once():
-    cfg = config(3, dtype="float16", fp16={"min_loss_scale": 8})
-    assert warnings_of(steps(record(loss_scale=16.0)), cfg) == []
-    (line,) = warnings_of(steps(record(loss_scale=8.0), record(loss_scale=8.0)), cfg)
-    assert "at fp16.min_loss_scale 8" in line
-    assert warnings_of(steps(record(loss_scale=1.0))) == []  # no scaling at all
+def _overflowing(path, marks, **fields):
+    """What is warned of after each step, "x" where one overflows, and how the last one ended."""
+    train = train_step(config(3, dtype="float16", fp16={"min_loss_scale": 4, **fields}))
+    told, error = [], None
+    with log_lines() as lines, zeroamp.RunReport(train, path):
+        for index, mark in enumerate(marks):
+            train.backward(loss_of(train.model, batch(NAME, index)) * (1e30 if mark == "x" else 1.0))
+            try:
+                train.step()
+            except zeroamp.StepError as raised:
+                error = str(raised)
+            told.append([line.partition(": an ")[0] for line in lines if line.startswith("loss scale")])
+    return told, error
+
+
+def test_the_loss_scale_at_its_minimum_is_warned_of_once_and_when_the_next_overflow_ends_the_run(ranks2, tmp_path):
+    line = "loss scale at minimum: overflows have brought the loss scale to fp16.min_loss_scale 4 and used up its"
+    line += " hysteresis by step"
+    path = str(tmp_path / "run.jsonl")
+    (told, error), (others, other_error) = ranks2.run(
+        partial(_overflowing, initial_scale_power=2, hysteresis=2), path, "..x.x"
+    )
+    assert told == [[], [], *[[f"{line} 2"]] * 3]
+    assert others == [[]] * 5
+    assert "an overflow at the loss scale 4" in error
+    assert error == other_error
+    told, error = ranks2.run(partial(_overflowing, initial_scale_power=3, hysteresis=1), path, ".x")[0]
+    assert (told, error) == ([[], [f"{line} 1"]], None)
 
 
 def ranks(busy_s, num_flushes=(0, 0, 0, 0)):

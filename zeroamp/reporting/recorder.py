@@ -10,8 +10,8 @@ CPU it comes at once.
 import resource
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from zeroamp.state import WrapState
 from zeroamp.step_report import StepReport
 from zeroamp.step_watchers import Phase, StepWatchers
 
+_TOKEN_DTYPES = (torch.int32, torch.int64)
 Sink = Callable[[StepRecord], None]
 
 
@@ -181,15 +182,31 @@ def recorder_of(state: WrapState, watchers: StepWatchers) -> Recorder:
 
 
 def count_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-    """Return the elements of `input_ids`, or of the first int32 or int64 tensor of two dims or more that is given.
+    """Return the elements of `input_ids`, of any shape, or else of the first tensor of two dims or more.
 
-    Padding counts. None where there is no such tensor.
+    The first that is int32 or int64, at any depth. Padding counts. None where there is none.
     """
-    named = kwargs.get("input_ids")
-    for tensor in tensors_in((named, args, dict(kwargs))):
-        if tensor.dtype in (torch.int32, torch.int64) and tensor.ndim >= 2:
+    for named in _values_named("input_ids", (dict(kwargs), args)):
+        sizes = [tensor.numel() for tensor in tensors_in(named) if tensor.dtype in _TOKEN_DTYPES]
+        if sizes:
+            return sum(sizes)
+    for tensor in tensors_in((args, dict(kwargs))):
+        if tensor.dtype in _TOKEN_DTYPES and tensor.ndim >= 2:
             return tensor.numel()
     return None
+
+
+def _values_named(name: str, value: Any) -> Iterator[Any]:
+    """Yield what mappings and dataclasses have under `name`; lists, tuples and they are looked into at any depth."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {item.name: getattr(value, item.name) for item in fields(value)}
+    if isinstance(value, Mapping):
+        if name in value:
+            yield value[name]
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _values_named(name, item)
 
 
 def _memory(device: torch.device) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO, runtime_checkable
 
 from zeroamp.policies.errors import ConfigError, describe
 from zeroamp.policies.schema.instruments import FileMonitorBlock, WandbBlock
@@ -23,11 +23,16 @@ class Writer(Protocol):
     def step(self, record: StepRecord) -> None:
         """Write one step."""
 
-    def warning(self, name: str, text: str) -> None:
-        """Write a warning, where the place has one for it."""
-
     def close(self) -> None:
         """Write what is left."""
+
+
+@runtime_checkable
+class WarningWriter(Writer, Protocol):
+    """One that warnings go to as well."""
+
+    def warning(self, name: str, text: str) -> None:
+        """Write a warning."""
 
 
 class Writers:
@@ -45,8 +50,13 @@ class Writers:
         self._each(lambda writer: writer.step(record), f"nothing is written from step {record.step} on")
 
     def warning(self, name: str, text: str) -> None:
-        """Write a warning everywhere."""
-        self._each(lambda writer: writer.warning(name, text), f"nothing is written from the warning of {name} on")
+        """Write a warning where there is a place for it; the log has it."""
+
+        def write(writer: Writer) -> None:
+            if isinstance(writer, WarningWriter):
+                writer.warning(name, text)
+
+        self._each(write, f"nothing is written from the warning of {name} on")
 
     def close(self) -> None:
         """Close all."""
@@ -68,15 +78,15 @@ class Writers:
 class JsonlWriter:
     """One JSON object per line, each with a "kind": header, step or warning. Every line is flushed.
 
-    What a file holds is never changed: a run that goes on appends a header and its steps. A line that a crash cut is
-    ended first, so that only it is lost.
+    The header comes with the first line, a step's or the plan's warning. What a file holds is never changed: a run that
+    goes on appends a header and its steps. A line that a crash cut is ended first, so that only it is lost.
     """
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
         self._file = _appended(path, "RunReport(path=)")
         if path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n"):
             self._file.write("\n")
-        self._header: dict[str, Any] | None = header  # written with the first step: a run that never took one is none
+        self._header: dict[str, Any] | None = header  # None once it is written
 
     def step(self, record: StepRecord) -> None:
         """Write one line, after the header's."""
@@ -131,9 +141,6 @@ class CsvWriter:
         self._rows.writerow(row.values())  # None is an empty cell
         self._file.flush()
 
-    def warning(self, name: str, text: str) -> None:
-        """Write nothing: rows are steps."""
-
     def close(self) -> None:
         """Close the file."""
         self._file.close()
@@ -150,10 +157,6 @@ class TensorBoardWriter:
         """Write all numbers of one step; a thread of TensorBoard's brings them to the disk."""
         for name, value in record.scalars().items():
             self._writer.add_scalar(f"train/{name}", value, record.step)
-
-    def warning(self, name: str, text: str) -> None:
-        """Write a text."""
-        self._writer.add_text(f"warning/{name}", text)
 
     def close(self) -> None:
         """Write what is left."""
@@ -172,10 +175,6 @@ class WandbWriter:
     def step(self, record: StepRecord) -> None:
         """Log one step."""
         self._run.log({"step": record.step} | {f"train/{name}": value for name, value in record.scalars().items()})
-
-    def warning(self, name: str, text: str) -> None:
-        """Send an alert."""
-        self._run.alert(title=name, text=text)
 
     def close(self) -> None:
         """End the run."""

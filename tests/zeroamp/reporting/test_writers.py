@@ -28,6 +28,17 @@ class Place:
         self._note("close")
 
 
+class PlaceWithoutWarnings:
+    def __init__(self):
+        self.calls = []
+
+    def step(self, record):
+        self.calls.append("step")
+
+    def close(self):
+        self.calls.append("close")
+
+
 def write_everything(*places):
     """Return the lines of the log."""
     writers = Writers()
@@ -56,3 +67,10 @@ def test_one_that_fails_is_closed_and_the_others_go_on(failing, calls, loss):
     ]
     assert bad.calls == calls
     assert before.calls == after.calls == ["warning", "step", "close"]
+
+
+def test_warnings_go_where_there_is_a_place_for_them():
+    without, with_warnings = PlaceWithoutWarnings(), Place()
+    assert write_everything(without, with_warnings) == []
+    assert without.calls == ["step", "close"]
+    assert with_warnings.calls == ["warning", "step", "close"]

@@ -10,30 +10,49 @@ none. An overlapped collective costs nothing here.
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from zeroamp.hooks._fsdp import communication_methods
 
 
-class CommunicationWatch:
-    """Calls `enter` and `leave` around each stretch of FSDP2's code that communicates. Changes nothing else."""
+class CommunicationListener(Protocol):
+    """Is told of each stretch of FSDP2's code that communicates."""
 
-    def __init__(self, enter: Callable[[], None], leave: Callable[[], None]) -> None:
-        self._enter = enter
-        self._leave = leave
+    def enter_communication(self) -> None:
+        """It begins."""
+
+    def leave_communication(self) -> None:
+        """It ended, or raised."""
+
+
+class CommunicationWatch:
+    """Tells its listeners of each stretch of FSDP2's code that communicates. Changes nothing else.
+
+    A root has one: of two, the one that ended first would take the other's methods away.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._listeners: tuple[CommunicationListener, ...] = ()  # replaced whole: one may go while all are told
         self._depth = 0  # one of these methods calls another
         self._watched: list[tuple[Any, str]] = []
 
-    def attach(self, root: nn.Module) -> None:
-        """Begin. An attribute of the instance hides the method of its class, which is there again after `detach`."""
-        for owner, name in communication_methods(root):
+    def add(self, listener: CommunicationListener) -> None:
+        """Tell `listener` too. While there is one, an attribute of each instance hides the method of its class."""
+        self._listeners = (*self._listeners, listener)
+        if self._watched:
+            return
+        for owner, name in communication_methods(self._root):
             setattr(owner, name, self._around(getattr(owner, name)))
             self._watched.append((owner, name))
 
-    def detach(self) -> None:
-        """End it."""
+    def remove(self, listener: CommunicationListener) -> None:
+        """Tell it no longer. After the last one, the methods of the classes are there again."""
+        self._listeners = tuple(other for other in self._listeners if other is not listener)
+        if self._listeners:
+            return
         for owner, name in self._watched:
             delattr(owner, name)
         self._watched.clear()
@@ -42,13 +61,15 @@ class CommunicationWatch:
         @wraps(method)
         def watched(*args: Any, **kwargs: Any) -> Any:
             if self._depth == 0:
-                self._enter()
+                for listener in self._listeners:
+                    listener.enter_communication()
             self._depth += 1
             try:
                 return method(*args, **kwargs)
             finally:
                 self._depth -= 1
                 if self._depth == 0:
-                    self._leave()
+                    for listener in self._listeners:
+                        listener.leave_communication()
 
         return watched

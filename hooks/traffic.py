@@ -35,7 +35,7 @@ class Traffic:
 
     def count(self, collective: Collective, unsharded: torch.Tensor, group: str) -> None:
         """Add one call that moved `unsharded`."""
-        for observe in self.observers:
+        for observe in tuple(self.observers):  # one may leave with the TrainStep that it watched, at any moment
             observe(collective, unsharded, group)
         if self.enabled:
             key = TrafficKey(collective, unsharded.dtype, group)

@@ -37,6 +37,11 @@ class LossScaler:
         """What the next backward multiplies the loss by. Known on the host."""
         return self.state.scale if self.enabled else 1.0
 
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether overflows have left nothing to lower: one in the next step is an error."""
+        return self.config.is_exhausted(self.state) and self.state.last_overflow >= 0
+
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss times the scale."""
         return self._grad_scaler.scale(loss)

@@ -14,6 +14,7 @@ from zeroamp.hooks import (
     AutocastHook,
     BackwardGuard,
     CallLog,
+    CommunicationWatch,
     ForwardWatch,
     Fp32Region,
     OuterAutocastGuard,
@@ -45,6 +46,7 @@ class WrapState:
     calls: CallLog = field(default_factory=CallLog)
     """The collectives of this window, on this rank."""
     watch: ForwardWatch = field(init=False)
+    communication: CommunicationWatch = field(init=False)
     autocast: AutocastHook | None = None
     evaluation: ReshardAfterEvaluation = field(default_factory=ReshardAfterEvaluation)
     outer_autocast: OuterAutocastGuard | None = None
@@ -58,6 +60,7 @@ class WrapState:
 
     def __post_init__(self) -> None:
         self.watch = ForwardWatch(self.calls)
+        self.communication = CommunicationWatch(self.root)
 
 
 def record_state(model: nn.Module, state: WrapState) -> None:

@@ -97,11 +97,8 @@ class TrainStep:
         if guard is not None:
             guard.armed = True
         try:
-            with (
-                self._recovery.noting("backward"),
-                self._state.ranges.inside("backward"),
-                self.watchers.phase("backward"),
-            ):
+            ranges = self._state.ranges
+            with self._recovery.noting("backward"), ranges.inside("backward"), self.watchers.phase("backward"):
                 loss.backward()  # type: ignore[no-untyped-call]
                 for unit in self._units:
                     modules_to_run(unit).clear()
@@ -220,6 +217,8 @@ class TrainStep:
             grad_norm_tensor=norm.float(),
             loss_scale=scale,
             skipped=skipped,
+            num_skipped=self.num_skipped,
+            is_scale_exhausted=self._scaler.is_exhausted,
             lr_values=rates,
         )
         if policy.steps_per_print and (self.num_steps + self.num_skipped) % policy.steps_per_print == 0:

@@ -26,6 +26,10 @@ class StepReport:
     """What the losses of this step were multiplied by; 1 but for float16."""
     skipped: bool
     """Whether a gradient was not finite: no update, no scheduler step. Only float16, and `bf16.check_grad_overflow`."""
+    num_skipped: int = 0
+    """Optimizer steps skipped, this one included where it was: `TrainStep.num_skipped`."""
+    is_scale_exhausted: bool = False
+    """Whether overflows have left nothing of a dynamic loss scale to lower: one in the next step ends the run."""
     lr_values: tuple[float | torch.Tensor, ...] = ()
     """Learning rate of each of the optimizer's groups in this step, as the optimizer holds it."""
 

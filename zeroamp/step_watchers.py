@@ -29,9 +29,13 @@ class StepWatcher(Protocol):
 class StepWatchers(list[StepWatcher]):
     """The watchers of one `TrainStep`, told in their order."""
 
+    is_in_window: bool = False
+    """Whether a backward of this window has begun: who comes now would not see the whole of it."""
+
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Tell all of a phase."""
+        """Tell all of a phase. "optimizer" ends the window, also where it raises."""
+        self.is_in_window = True
         for watcher in self:
             watcher.enter(phase)
         try:
@@ -39,9 +43,11 @@ class StepWatchers(list[StepWatcher]):
         finally:
             for watcher in self:
                 watcher.leave(phase)
+            self.is_in_window = phase == "backward"
 
     def drop_window(self) -> None:
         """Tell all of a window that was given up."""
+        self.is_in_window = False
         for watcher in self:
             watcher.drop_window()
 

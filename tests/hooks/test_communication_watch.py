@@ -7,6 +7,19 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.collectives import Collectives
 from zeroamp.hooks import CommunicationWatch
+from zeroamp.hooks._fsdp import communication_methods
+
+
+class Listener:
+    def __init__(self):
+        self.is_inside, self.num_stretches = False, 0
+
+    def enter_communication(self):
+        self.is_inside = True
+        self.num_stretches += 1
+
+    def leave_communication(self):
+        self.is_inside = False
 
 
 def _watched_step():
@@ -15,33 +28,33 @@ def _watched_step():
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     for module in (*model, model):
         fully_shard(module, mesh=mesh)
-    inside, stretches, outside = [False], [], []
-
-    def enter():
-        inside[0] = True
-        stretches.append("one")
-
-    def leave():
-        inside[0] = False
-
-    watch = CommunicationWatch(enter, leave)
-    watch.attach(model)
+    outside = []
+    watch, first, second = CommunicationWatch(model), Listener(), Listener()
+    watch.add(first)
+    watch.add(second)
 
     class Seen(Collectives):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func.namespace == "c10d" and not inside[0]:
+            if func.namespace == "c10d" and not first.is_inside:
                 outside.append(str(func))
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     with Seen() as seen:
         model(torch.ones(2, 4)).sum().backward()
-    num_calls, num_stretches = sum(seen.calls.values()), len(stretches)
-    watch.detach()
-    model(torch.ones(2, 4)).sum().backward()
-    return num_calls, outside, num_stretches > 0, len(stretches) == num_stretches
+    num_calls = sum(seen.calls.values())
+    counts = [(first.num_stretches, second.num_stretches)]
+    for listener in (first, second):  # in the order that they came in
+        watch.remove(listener)
+        model(torch.ones(2, 4)).sum().backward()
+        counts.append((first.num_stretches, second.num_stretches))
+    left = [name for owner, name in communication_methods(model) if name in vars(owner)]
+    return num_calls, outside, counts, left
 
 
-def test_every_collective_is_inside_a_stretch_and_none_is_watched_after(ranks2):
-    for num_calls, outside, was_watched, is_detached in ranks2.run(_watched_step):
+def test_every_collective_is_inside_a_stretch_that_each_listener_is_told_of_until_it_leaves(ranks2):
+    for num_calls, outside, ((all_told, n), (first, second), last), left in ranks2.run(_watched_step):
         assert num_calls >= 2
-        assert (outside, was_watched, is_detached) == ([], True, True)
+        assert (outside, left) == ([], [])
+        assert all_told == n > 0
+        assert (first, second) == (n, 2 * n)
+        assert last == (n, 2 * n)

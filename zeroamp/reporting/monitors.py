@@ -28,18 +28,20 @@ def attach_monitors(train: "TrainStep") -> None:
     """
     state = wrap_state(train.model)
     policy = state.plan.policy
-    has_monitors = any((policy.tensorboard, policy.csv_monitor, policy.wandb))
-    if not has_monitors and not policy.wall_clock_breakdown:
+    if not any((policy.tensorboard, policy.csv_monitor, policy.wandb, policy.wall_clock_breakdown)):
         return
+    writers = Writers()
+    signals_of(state).on_first(lambda: _open(writers, policy))
+    if not is_first_rank(state.mesh):
+        return
+    sinks: list[Sink] = [writers.step]
+    if policy.wall_clock_breakdown:
+        sinks.append(breakdown(policy.steps_per_print or STEPS_PER_BREAKDOWN))
     recorder = recorder_of(state, train.watchers)
-    if policy.wall_clock_breakdown and is_first_rank(state.mesh):
-        recorder.sinks.append(breakdown(policy.steps_per_print or STEPS_PER_BREAKDOWN))
-    if has_monitors:
-        writers = Writers()
-        signals_of(state).on_first(lambda: _open(writers, policy))
-        recorder.sinks.append(writers.step)
-        # At the end of the process at the latest, and not before the last record is known.
-        weakref.finalize(train, _finish, recorder, writers)
+    for sink in sinks:
+        recorder.add(sink)
+    # With the TrainStep, and at the end of the process at the latest: the last record may not be known before.
+    weakref.finalize(train, _finish, recorder, sinks, writers)
 
 
 def _open(writers: Writers, policy: Policy) -> None:
@@ -51,8 +53,9 @@ def _open(writers: Writers, policy: Policy) -> None:
         writers.add(WandbWriter(policy.wandb, policy.to_config()))
 
 
-def _finish(recorder: Recorder, writers: Writers) -> None:
-    recorder.flush()
+def _finish(recorder: Recorder, sinks: list[Sink], writers: Writers) -> None:
+    for sink in sinks:
+        recorder.remove(sink)
     writers.close()
 
 

@@ -38,9 +38,6 @@ class ProgressLine:
             print(f"step {record.step}/{self._num_steps}: {_words(record)}", file=self._file, flush=True)
         self._is_first = False
 
-    def warning(self, name: str, text: str) -> None:
-        """Show nothing: the log has it."""
-
     def close(self) -> None:
         """Leave the bar where it is."""
         if self._bar is not None:

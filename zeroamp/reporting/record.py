@@ -12,8 +12,9 @@ GIB = 1024**3
 class StepRecord:
     """One optimizer step, skipped ones included. Nothing is left on the device.
 
-    The same on all ranks: step, loss, grad_norm, loss_scale, skipped, lr, num_tokens. Of the rank that made the record
-    (the first one's are written): times, and all that is made of them, memory, traffic.
+    The same on all ranks: step, loss, grad_norm, loss_scale, skipped, num_skipped, is_scale_exhausted, lr,
+    num_tokens. Of the rank that made the record (the first one's are written): times, and all that is made of them,
+    memory, traffic.
 
     step_s begins where the step before ended, so what ran between (loading data, evaluating, saving) is in it. Of the
     first step it begins at the first forward. The four parts, forward_s to optimizer_s,
@@ -27,6 +28,10 @@ class StepRecord:
     """Before clipping, unscaled."""
     loss_scale: float
     skipped: bool
+    num_skipped: int | None = None
+    """Of the run so far, this one included where it was. None: of a file that does not say."""
+    is_scale_exhausted: bool = False
+    """Whether overflows have left nothing of a dynamic loss scale to lower: one in the next step ends the run."""
     lr: tuple[float, ...]
     """Of each of the optimizer's groups."""
 

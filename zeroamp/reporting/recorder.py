@@ -10,13 +10,13 @@ CPU it comes at once.
 import resource
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 
-from zeroamp.hooks import CommunicationWatch, TrainingForwards, tensors_in
+from zeroamp.hooks import TrainingForwards, tensors_in
 from zeroamp.hooks.traffic import Collective
 from zeroamp.mesh import device_of
 from zeroamp.policies.dtypes import short_name
@@ -26,23 +26,33 @@ from zeroamp.state import WrapState
 from zeroamp.step_report import StepReport
 from zeroamp.step_watchers import Phase, StepWatchers
 
+_TOKEN_DTYPES = (torch.int32, torch.int64)
 Sink = Callable[[StepRecord], None]
 
 
-class Recorder:
-    """Watches one `TrainStep`. Reads clocks, sizes and shapes; changes no value.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """What a user says of each optimizer step. None: not known."""
 
-    On each rank; `sinks` get this rank's records, in order.
+    tokens_per_step: int | None = None
+    """Of all ranks. None: counted from the inputs of this rank's forwards, times the ranks."""
+    flops_per_step: float | None = None
+    """Model FLOPs, of all ranks."""
+    peak_flops: float | None = None
+    """Peak FLOP/s of one rank's device."""
+
+
+class Recorder:
+    """Watches one `TrainStep`, while it has sinks. Reads clocks, sizes and shapes; changes no value.
+
+    On each rank; the sinks get this rank's records, in order.
     """
 
-    def __init__(self, state: WrapState) -> None:
-        self.sinks: list[Sink] = []
-        self.tokens_per_step: int | None = None
-        """Of all ranks, by the caller. None: counted from the inputs of this rank's forwards, times the ranks."""
-        self.flops_per_step: float | None = None
-        """Model FLOPs of one optimizer step, of all ranks."""
-        self.peak_flops: float | None = None
-        """Peak FLOP/s of one rank's device."""
+    def __init__(self, state: WrapState, watchers: StepWatchers) -> None:
+        self.figures: Figures | None = None
+        """Of the `RunReport`, while there is one. All sinks get what comes of them."""
+        self._sinks: list[Sink] = []
+        self._watchers = watchers
         self._state = state
         self._num_ranks = state.mesh.size()
         self._device = device_of(state.mesh)
@@ -51,15 +61,26 @@ class Recorder:
         self._traffic: Counter[str] = Counter()
         self._late: Callable[[], StepRecord] | None = None  # of the step before, on an accelerator
         self._forwards = TrainingForwards(self._enter_forward, self._clock.leave)
-        self._communication = CommunicationWatch(self._clock.enter_communication, self._clock.leave_communication)
-        self._communication.attach(state.root)
+        state.communication.add(self._clock)
         self._handles = self._forwards.attach(state.root)
         state.traffic.observers.append(self._count)
+        watchers.append(self)
 
-    def detach(self) -> None:
-        """Stop watching."""
+    def add(self, sink: Sink) -> None:
+        """Hand the records of the steps from here on to `sink`; waits for the device."""
         self.flush()
-        self._communication.detach()
+        self._sinks.append(sink)
+
+    def remove(self, sink: Sink) -> None:
+        """Hand it no more, after the last record; waits for the device. Without a sink left, watch no longer."""
+        self.flush()
+        self._sinks.remove(sink)
+        if not self._sinks:
+            self._detach()
+
+    def _detach(self) -> None:
+        self._watchers.remove(self)
+        self._state.communication.remove(self._clock)
         for handle in self._handles:
             handle.remove()
         self._state.traffic.observers.remove(self._count)
@@ -92,7 +113,7 @@ class Recorder:
             self._hand_on(late())
 
     def _hand_on(self, record: StepRecord) -> None:
-        for sink in self.sinks:
+        for sink in self._sinks:
             sink(record)
 
     def _enter_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -115,7 +136,8 @@ class Recorder:
         read_split, memory = self._clock.end_step(), _memory(self._device)
         traffic, self._traffic = dict(self._traffic), Counter()
         counted, self._num_tokens = self._num_tokens, None
-        num_tokens = self.tokens_per_step
+        figures = self.figures or Figures()
+        num_tokens = figures.tokens_per_step
         if num_tokens is None and counted is not None:
             num_tokens = counted * self._num_ranks
 
@@ -128,45 +150,63 @@ class Recorder:
                 grad_norm=norm,
                 loss_scale=report.loss_scale,
                 skipped=report.skipped,
+                num_skipped=report.num_skipped,
+                is_scale_exhausted=report.is_scale_exhausted,
                 lr=tuple(float(rate) for rate in rates),
                 **asdict(split),
-                **self._rates(num_tokens, split.step_s),
+                **self._rates(figures, num_tokens, split.step_s),
                 traffic_bytes=traffic,
                 **memory,
             )
 
         return record
 
-    def _rates(self, num_tokens: int | None, step_s: float) -> dict[str, Any]:
-        flops = None if self.flops_per_step is None else self.flops_per_step / (step_s * self._num_ranks)
+    def _rates(self, figures: Figures, num_tokens: int | None, step_s: float) -> dict[str, Any]:
+        flops = None if figures.flops_per_step is None else figures.flops_per_step / (step_s * self._num_ranks)
         return {
             "num_tokens": num_tokens,
             "tokens_per_s": None if num_tokens is None else num_tokens / step_s,
             "flops_per_s_per_rank": flops,
-            "mfu": None if flops is None or self.peak_flops is None else flops / self.peak_flops,
+            "mfu": None if flops is None or figures.peak_flops is None else flops / figures.peak_flops,
         }
 
 
+def recorder_among(watchers: StepWatchers) -> Recorder | None:
+    """Return the recorder among the watchers of a `TrainStep`, which has one at most."""
+    return next((watcher for watcher in watchers if isinstance(watcher, Recorder)), None)
+
+
 def recorder_of(state: WrapState, watchers: StepWatchers) -> Recorder:
-    """Return the recorder among the watchers of a `TrainStep`, which has one at most; a new one if there is none."""
-    for watcher in watchers:
-        if isinstance(watcher, Recorder):
-            return watcher
-    recorder = Recorder(state)
-    watchers.append(recorder)
-    return recorder
+    """Return the recorder among the watchers of a `TrainStep`; a new one if there is none."""
+    return recorder_among(watchers) or Recorder(state, watchers)
 
 
 def count_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-    """Return the elements of `input_ids`, or of the first int32 or int64 tensor of two dims or more that is given.
+    """Return the elements of `input_ids`, of any shape, or else of the first tensor of two dims or more.
 
-    Padding counts. None where there is no such tensor.
+    The first that is int32 or int64, at any depth. Padding counts. None where there is none.
     """
-    named = kwargs.get("input_ids")
-    for tensor in tensors_in((named, args, dict(kwargs))):
-        if tensor.dtype in (torch.int32, torch.int64) and tensor.ndim >= 2:
+    for named in _values_named("input_ids", (dict(kwargs), args)):
+        sizes = [tensor.numel() for tensor in tensors_in(named) if tensor.dtype in _TOKEN_DTYPES]
+        if sizes:
+            return sum(sizes)
+    for tensor in tensors_in((args, dict(kwargs))):
+        if tensor.dtype in _TOKEN_DTYPES and tensor.ndim >= 2:
             return tensor.numel()
     return None
+
+
+def _values_named(name: str, value: Any) -> Iterator[Any]:
+    """Yield what mappings and dataclasses have under `name`; lists, tuples and they are looked into at any depth."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {item.name: getattr(value, item.name) for item in fields(value)}
+    if isinstance(value, Mapping):
+        if name in value:
+            yield value[name]
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _values_named(name, item)
 
 
 def _memory(device: torch.device) -> dict[str, Any]:

@@ -1,10 +1,14 @@
 """`RunReport`: one JSON line per optimizer step, warnings, and a progress line."""
 
+import math
 import os
 import platform
+import weakref
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -13,10 +17,11 @@ from zeroamp.mesh import device_of, shard_size
 from zeroamp.policies.errors import StepError, describe
 from zeroamp.reporting.progress import ProgressLine
 from zeroamp.reporting.record import StepRecord
-from zeroamp.reporting.recorder import recorder_of
+from zeroamp.reporting.recorder import Figures, recorder_among, recorder_of
 from zeroamp.reporting.run_warnings import RunWarnings
 from zeroamp.reporting.writers import JsonlWriter, Writers
 from zeroamp.state import WrapState, signals_of, wrap_state
+from zeroamp.step_watchers import StepWatchers
 from zeroamp.version import __version__
 
 if TYPE_CHECKING:
@@ -40,6 +45,8 @@ class RunReport:
     ```
 
     All ranks construct it; the first one writes. Where the file exists, it is gone on with: see `read_run`.
+
+    A `TrainStep` has one at a time. While it is open, its figures (tokens, FLOPs) are in what monitors write, too.
     """
 
     def __init__(
@@ -68,29 +75,28 @@ class RunReport:
                 CPU each. 0: none, and no warnings of them.
 
         Raises:
-            StepError: a number is not positive.
+            StepError: a number is not positive and finite; on all ranks, a window of `train` has begun, or another
+                RunReport is open on it.
             ConfigError: on all ranks, the file cannot be written, or the progress line needs tqdm.
         """
-        _check_positive(tokens_per_step=tokens_per_step, flops_per_step=flops_per_step, peak_flops=peak_flops)
-        _check_positive(num_steps=num_steps, steps_per_check=steps_per_check or None)
+        figures = Figures(tokens_per_step=tokens_per_step, flops_per_step=flops_per_step, peak_flops=peak_flops)
+        _check_positive(**asdict(figures), num_steps=num_steps, steps_per_check=steps_per_check or None)
         state = wrap_state(train.model)
         self.last: StepRecord | None = None
         """The newest record of this rank. On an accelerator that of the step before the last, until `close`."""
-        self._watchers = train.watchers
         self._ranks = signals_of(state)
         self._writers = Writers()
         self._warnings = RunWarnings(state.plan, shard_size(state.mesh), state.mesh.size())
-        self._ranks.on_first(
-            lambda: self._open(Path(path), num_steps, _header(state, tokens_per_step, flops_per_step, peak_flops))
-        )
-        recorder = self._recorder = recorder_of(state, train.watchers)
-        recorder.tokens_per_step, recorder.flops_per_step = tokens_per_step, flops_per_step
-        recorder.peak_flops = peak_flops
+        self._ranks.run(lambda: _refuse_out_of_turn(train.watchers))
+        self._ranks.on_first(lambda: self._open(Path(path), num_steps, _header(state, figures)))
         warnings = self._warnings if self._ranks.rank == 0 else None
         self._check = _RankCheck(self._ranks.run, warnings, steps_per_check) if steps_per_check else None
-        recorder.sinks.append(self._record)
-        if self._ranks.rank == 0:
-            self._warnings.look_at_plan()
+        self._recorder = recorder_of(state, train.watchers)
+        self._recorder.add(self._record)
+        self._recorder.figures = figures
+        self._is_open = True
+        # With the TrainStep, and at the end of the process at the latest.
+        self._finalizer = weakref.finalize(train, self.close)
 
     def __enter__(self) -> Self:
         """Return this."""
@@ -101,16 +107,17 @@ class RunReport:
         self.close()
 
     def close(self) -> None:
-        """Write what is left, and watch no longer. On this rank only; waits for its device."""
-        recorder = self._recorder
-        if self._record not in recorder.sinks:
+        """Write what is left, and watch no longer. On this rank only; waits for its device.
+
+        What has happened with the `TrainStep`'s end, and with the process's, at the latest.
+        """
+        if not self._is_open:
             return
+        self._is_open = False
+        self._finalizer.detach()  # which keeps this alive
         self._check = None  # an exchange is for all ranks, and this one may be leaving alone, after an error
-        recorder.flush()
-        recorder.sinks.remove(self._record)
-        if not recorder.sinks:
-            self._watchers.remove(recorder)
-            recorder.detach()
+        self._recorder.remove(self._record)
+        self._recorder.figures = None
         self._writers.close()
 
     def _open(self, path: Path, num_steps: int | None, header: dict[str, Any]) -> None:
@@ -118,6 +125,7 @@ class RunReport:
         if num_steps is not None:
             self._writers.add(ProgressLine(num_steps))
         self._warnings.listeners.append(self._writers.warning)
+        self._warnings.look_at_plan()
 
     def _record(self, record: StepRecord) -> None:
         self.last = record
@@ -129,24 +137,28 @@ class RunReport:
 
 
 class _RankCheck:
-    """Exchanges the ranks' busy times and allocator flushes every so many steps, on the group of the CPU's flags."""
+    """Exchanges the ranks' busy times and allocator flushes every so many steps, on the group of the CPU's flags.
+
+    Each rank's median: one hiccup makes no slow rank. The first step is left out, which allocates and compiles.
+    """
 
     def __init__(self, exchange: Callable[..., list[Any]], warnings: RunWarnings | None, every: int) -> None:
         self._exchange = exchange
         self._warnings = warnings
         self._every = every
         self._busy_s: list[float] = []
-        self._num_flushes: int | None = None  # of the process, at the last exchange
+        self._num_flushes: int | None = None  # of the process, at the last exchange; None before the first step
 
     def step(self, record: StepRecord) -> None:
         """Take one step in; at every so-many-th exchange. The same step on all ranks, which had as many records."""
         flushes = record.num_alloc_retries or 0
         if self._num_flushes is None:
-            self._num_flushes = flushes  # what was before the first step is not training's
+            self._num_flushes = flushes
+            return
         self._busy_s.append(record.busy_s)
         if len(self._busy_s) < self._every:
             return
-        mine = sum(self._busy_s) / self._every, flushes - self._num_flushes
+        mine = median(self._busy_s), flushes - self._num_flushes
         self._busy_s, self._num_flushes = [], flushes
         busy_s, num_flushes = zip(*self._exchange(lambda: mine), strict=True)
         if self._warnings is not None:
@@ -155,13 +167,21 @@ class _RankCheck:
 
 def _check_positive(**values: float | None) -> None:
     for name, value in values.items():
-        if value is not None and (isinstance(value, bool) or not value > 0):
-            raise StepError(describe(f"RunReport({name}=)", value, "a positive number, or None", "Change it."))
+        if value is not None and (isinstance(value, bool) or not 0 < value < math.inf):
+            raise StepError(describe(f"RunReport({name}=)", value, "a positive, finite number, or None", "Change it."))
 
 
-def _header(
-    state: WrapState, tokens_per_step: int | None, flops_per_step: float | None, peak_flops: float | None
-) -> dict[str, Any]:
+def _refuse_out_of_turn(watchers: StepWatchers) -> None:
+    if watchers.is_in_window:
+        valid = "the end of a window, after step() returned a report"
+        raise StepError(describe("RunReport", "an unfinished window of the TrainStep", valid, "Construct it there."))
+    recorder = recorder_among(watchers)
+    if recorder is not None and recorder.figures is not None:
+        valid, remedy = "one at a time", "Close that one first, or read its file while it grows."
+        raise StepError(describe("RunReport", "another one that is open on the TrainStep", valid, remedy))
+
+
+def _header(state: WrapState, figures: Figures) -> dict[str, Any]:
     plan, device = state.plan, device_of(state.mesh)
     return {
         "format": FORMAT,
@@ -178,7 +198,7 @@ def _header(
             "num_groups": len(plan.groups),
             "num_parameters": sum(param.numel for param in plan.params),
         },
-        "tokens": "given" if tokens_per_step is not None else "counted on the first rank, times the ranks",
-        "flops_per_step": flops_per_step,
-        "peak_flops": peak_flops,
+        "tokens": "given" if figures.tokens_per_step is not None else "counted on the first rank, times the ranks",
+        "flops_per_step": figures.flops_per_step,
+        "peak_flops": figures.peak_flops,
     }

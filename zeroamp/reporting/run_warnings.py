@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 from zeroamp.plan import Plan
-from zeroamp.policies.loss_scale import LossScale
 from zeroamp.reporting.record import GIB, StepRecord
 
 logger = logging.getLogger("zeroamp")
@@ -48,17 +47,17 @@ class RunWarnings:
     def step(self, record: StepRecord) -> None:
         """Look at one step."""
         self._look_at_gradient(record)
-        self._look_at_scale(record, self._plan.policy.loss_scale)
+        self._look_at_scale(record)
 
     def look_at_ranks(self, busy_s: Sequence[float], num_flushes: Sequence[int], num_steps: int) -> None:
-        """Look at each rank's mean busy time of the last `num_steps` steps, and its allocator's flushes in them."""
+        """Look at each rank's median busy time of the last `num_steps` steps, and its allocator's flushes in them."""
         typical, slowest = median(busy_s), max(busy_s)
         if slowest > (1 + SLOW_RANK_MARGIN) * typical:
             self._warn(
                 "slow rank",
-                f"rank {busy_s.index(slowest)} was busy for {slowest * 1e3:.1f} ms per step of the last {num_steps}, "
-                f"{slowest / typical - 1:.0%} above the median of the ranks ({typical * 1e3:.1f} ms): the others wait. "
-                "Look at its data loading, clocks and neighbours",
+                f"rank {busy_s.index(slowest)} was busy for {slowest * 1e3:.1f} ms in the median of the last "
+                f"{num_steps} steps, {slowest / typical - 1:.0%} above the median of the ranks "
+                f"({typical * 1e3:.1f} ms): the others wait. Look at its data loading, clocks and neighbours",
             )
         if max(num_flushes) > 0:
             self._warn(
@@ -86,12 +85,14 @@ class RunWarnings:
                     f"step {record.step} with loss {record.loss:.4g}. {remedies[name]}",
                 )
 
-    def _look_at_scale(self, record: StepRecord, scale: LossScale) -> None:
-        if scale.dynamic and record.loss_scale <= scale.minimum:
+    def _look_at_scale(self, record: StepRecord) -> None:
+        if record.is_scale_exhausted:
             self._warn(
                 "loss scale at minimum",
-                f"the loss scale is at fp16.min_loss_scale {scale.minimum:g} at step {record.step}: the next overflow "
-                "ends the run. Lower the learning rate, clip, or use bfloat16, which needs no scale",
+                "overflows have brought the loss scale to "
+                f"fp16.min_loss_scale {self._plan.policy.loss_scale.minimum:g} and used up its hysteresis by step "
+                f"{record.step}: an overflow in the next step ends the run. Lower the learning rate, clip, or use "
+                "bfloat16, which needs no scale",
             )
 
     def _look_at_small_groups(self) -> None:

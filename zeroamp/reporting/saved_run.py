@@ -68,12 +68,19 @@ def _read_line(run: SavedRun, line: str, where: str) -> None:
 
 
 def _add(run: SavedRun, record: StepRecord) -> None:
-    """Add a step; a number that was there already, in an earlier part of the run, means that it went back to there.
-
-    Skipped steps have the number of the step before them, so only a smaller one, or one of a step taken, is a return.
-    """
-    while run.records and (
-        run.records[-1].step > record.step or (run.records[-1].step == record.step and not record.skipped)
-    ):
+    """Add a step in the place of those that were lost when the run went back to before it."""
+    while run.records and _is_lost(run.records[-1], record):
         run.records.pop()
     run.records.append(record)
+
+
+def _is_lost(last: StepRecord, new: StepRecord) -> bool:
+    """Return whether the run went back to before `last`, if `new` follows it in the file.
+
+    Each step adds one to those taken (`step`) or to those skipped, and neither falls but by going back. Without
+    num_skipped only `step` tells: the same again is a return if it was taken, since a skipped step leaves it.
+    """
+    if last.num_skipped is None or new.num_skipped is None:
+        return last.step > new.step or (last.step == new.step and not new.skipped)
+    is_same = (last.step, last.num_skipped) == (new.step, new.num_skipped)
+    return is_same or last.step > new.step or last.num_skipped > new.num_skipped

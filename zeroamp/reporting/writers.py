@@ -4,9 +4,11 @@ import csv
 import importlib
 import json
 import logging
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO, runtime_checkable
 
 from zeroamp.policies.errors import ConfigError, describe
 from zeroamp.policies.schema.instruments import FileMonitorBlock, WandbBlock
@@ -21,11 +23,16 @@ class Writer(Protocol):
     def step(self, record: StepRecord) -> None:
         """Write one step."""
 
-    def warning(self, name: str, text: str) -> None:
-        """Write a warning, where the place has one for it."""
-
     def close(self) -> None:
         """Write what is left."""
+
+
+@runtime_checkable
+class WarningWriter(Writer, Protocol):
+    """One that warnings go to as well."""
+
+    def warning(self, name: str, text: str) -> None:
+        """Write a warning."""
 
 
 class Writers:
@@ -40,39 +47,46 @@ class Writers:
 
     def step(self, record: StepRecord) -> None:
         """Write one step everywhere."""
-        for writer in list(self._writers):
-            try:
-                writer.step(record)
-            except Exception as error:
-                self._writers.remove(writer)
-                logger.error(
-                    "%s: nothing is written from step %d on, because of %s: %s. Training goes on",
-                    *(type(writer).__name__, record.step, type(error).__name__, error),
-                )
+        self._each(lambda writer: writer.step(record), f"nothing is written from step {record.step} on")
 
     def warning(self, name: str, text: str) -> None:
-        """Write a warning everywhere."""
-        for writer in self._writers:
-            writer.warning(name, text)
+        """Write a warning where there is a place for it; the log has it."""
+
+        def write(writer: Writer) -> None:
+            if isinstance(writer, WarningWriter):
+                writer.warning(name, text)
+
+        self._each(write, f"nothing is written from the warning of {name} on")
 
     def close(self) -> None:
         """Close all."""
-        while self._writers:
-            self._writers.pop().close()
+        self._each(lambda writer: writer.close(), "its end may be missing")
+        self._writers.clear()
+
+    def _each(self, act: Callable[[Writer], None], loss: str) -> None:
+        for writer in list(self._writers):
+            try:
+                act(writer)
+            except Exception as error:
+                self._writers.remove(writer)
+                where, why = type(writer).__name__, f"{type(error).__name__}: {error}"
+                logger.error("%s: %s, because of %s. Training goes on", where, loss, why)
+                with suppress(Exception):  # that it cannot write has been said
+                    writer.close()
 
 
 class JsonlWriter:
     """One JSON object per line, each with a "kind": header, step or warning. Every line is flushed.
 
-    What a file holds is never changed: a run that goes on appends a header and its steps. A line that a crash cut is
-    ended first, so that only it is lost.
+    The header comes with the first line, a step's or the plan's warning. What a file holds is never changed: a run that
+    goes on appends a header and its steps. A line that a crash cut is ended first, so that only it is lost.
     """
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
         self._file = _appended(path, "RunReport(path=)")
         if path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n"):
             self._file.write("\n")
-        self._header: dict[str, Any] | None = header  # written with the first step: a run that never took one is none
+        self._header: dict[str, Any] | None = header  # None once it is written
 
     def step(self, record: StepRecord) -> None:
         """Write one line, after the header's."""
@@ -101,7 +115,8 @@ class JsonlWriter:
 class CsvWriter:
     """`csv_monitor`: one file, `<output_path>/<job_name>/steps.csv`, one row per step, a column per field.
 
-    Several learning rates are in one cell, apart by ";"; traffic is the sum of its bytes. A run that goes on appends.
+    Several learning rates are in one cell, apart by ";"; traffic is the sum of its bytes. What a file
+    holds is never changed: a second `TrainStep`, of this process or a later one, appends, from its own first step on.
     """
 
     COLUMNS = tuple(field.name for field in fields(StepRecord))
@@ -126,9 +141,6 @@ class CsvWriter:
         self._rows.writerow(row.values())  # None is an empty cell
         self._file.flush()
 
-    def warning(self, name: str, text: str) -> None:
-        """Write nothing: rows are steps."""
-
     def close(self) -> None:
         """Close the file."""
         self._file.close()
@@ -145,10 +157,6 @@ class TensorBoardWriter:
         """Write all numbers of one step; a thread of TensorBoard's brings them to the disk."""
         for name, value in record.scalars().items():
             self._writer.add_scalar(f"train/{name}", value, record.step)
-
-    def warning(self, name: str, text: str) -> None:
-        """Write a text."""
-        self._writer.add_text(f"warning/{name}", text)
 
     def close(self) -> None:
         """Write what is left."""
@@ -167,10 +175,6 @@ class WandbWriter:
     def step(self, record: StepRecord) -> None:
         """Log one step."""
         self._run.log({"step": record.step} | {f"train/{name}": value for name, value in record.scalars().items()})
-
-    def warning(self, name: str, text: str) -> None:
-        """Send an alert."""
-        self._run.alert(title=name, text=text)
 
     def close(self) -> None:
         """End the run."""

@@ -1,15 +1,18 @@
 """The config's monitors: what they wrote is read back."""
 
 import csv
+import gc
 import sys
+import weakref
 
 import pytest
+import torch
 
 import zeroamp
 from tests.ranks import RankError
-from tests.training import config
+from tests.training import config, wrapped
 from tests.zeroamp.reporting.records import record
-from tests.zeroamp.reporting.runs import log_lines, take_steps, train_step
+from tests.zeroamp.reporting.runs import NAME, log_lines, take_steps, train_step
 from zeroamp.policies.schema.instruments import FileMonitorBlock, WandbBlock
 from zeroamp.reporting.writers import CsvWriter, TensorBoardWriter, WandbWriter
 
@@ -46,7 +49,6 @@ def test_tensorboard_has_every_number(tmp_path):
     writer = TensorBoardWriter(FileMonitorBlock(enabled=True, output_path=str(tmp_path), job_name="job"))
     writer.step(record(1, loss=3.0, traffic_bytes={"all_gather bf16": 8}))
     writer.step(record(2, loss=2.5))
-    writer.warning("slow rank", "rank 1")
     writer.close()
     events = EventAccumulator(str(tmp_path / "job")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 3.0), (2, 2.5)]
@@ -101,6 +103,33 @@ def test_the_breakdown_is_logged_at_steps_per_print_on_the_first_rank(ranks2):
     assert second == []
 
 
+def _dropped(folder):
+    """What watches a model after each of two TrainSteps on it was dropped, with all that they can have."""
+    model = wrapped(NAME, config(3, csv_monitor={"enabled": True, "output_path": folder}, wall_clock_breakdown=True))
+    state = model._zeroamp_state
+    counts = []
+    for _ in range(2):
+        train = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+        run = zeroamp.RunReport(train, f"{folder}/run.jsonl")
+        take_steps(train, 2)
+        recorder = weakref.ref(train.watchers[0])
+        del train
+        gc.collect()
+        counts.append((len(state.traffic.observers), len(state.communication._listeners), run.last.step))
+        del run
+        gc.collect()
+        counts.append(recorder() is None)
+    return counts
+
+
+def test_a_train_step_that_is_dropped_closes_its_files_and_leaves_nothing_on_the_model(ranks2, tmp_path):
+    assert ranks2.run(_dropped, str(tmp_path)) == [[(0, 0, 2), True] * 2] * 2
+    run = zeroamp.read_run(tmp_path / "run.jsonl")
+    assert (len(run.headers), [record.step for record in run.records]) == (2, [1, 2])  # the second began again
+    with (tmp_path / "zeroamp" / "steps.csv").open() as file:
+        assert [int(row["step"]) for row in csv.DictReader(file)] == [1, 2, 1, 2]
+
+
 def _watchers(cfg):
     return len(train_step(cfg).watchers)
 
@@ -116,7 +145,6 @@ def test_a_verification_starts_no_monitor(ranks2, tmp_path):
 
 def _verified(folder):
     from tests.models import batch
-    from tests.training import wrapped
 
     model = wrapped("llama_tied", config(3, csv_monitor={"enabled": True, "output_path": folder}))
     return bool(zeroamp.explain(model).verify(model, batch("llama_tied", 0)))

@@ -1,6 +1,7 @@
 """`RunReport`: what it writes is what happened, and training has the same bits with it."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -148,9 +149,10 @@ def test_a_file_that_cannot_be_written_is_an_error_on_all_ranks(ranks2, tmp_path
 
 
 @pytest.mark.parametrize("name", ["tokens_per_step", "flops_per_step", "peak_flops", "num_steps", "steps_per_check"])
-def test_numbers_that_are_not_positive_are_refused(name):
-    with pytest.raises(zeroamp.StepError, match=rf"RunReport\({name}=\): found -1"):
-        zeroamp.RunReport(None, "run.jsonl", **{name: -1})
+@pytest.mark.parametrize("value", [-1, math.inf, math.nan])
+def test_numbers_that_are_not_positive_and_finite_are_refused(name, value):
+    with pytest.raises(zeroamp.StepError, match=rf"RunReport\({name}=\): found {value}"):
+        zeroamp.RunReport(None, "run.jsonl", **{name: value})
 
 
 def _around_other_forwards(path):

@@ -1,6 +1,7 @@
 """Each warning comes when it should, once, and not before."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,9 +9,11 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroamp
+from tests.models import batch, loss_of
 from tests.training import config, policy
 from tests.zeroamp.reporting.records import record
-from tests.zeroamp.reporting.runs import log_lines, take_steps, train_step
+from tests.zeroamp.reporting.runs import NAME, log_lines, take_steps, train_step
+from zeroamp.reporting.run_report import _RankCheck
 from zeroamp.reporting.run_warnings import NUM_BAD_STEPS, RunWarnings
 
 
@@ -43,12 +46,34 @@ def test_gradients_that_stay_useless_are_warned_of_once(norm, name):
     assert line.startswith(f"{name}: gradient norm {norm} for {NUM_BAD_STEPS} steps in a row, the last after step 10")
 
 
-def test_the_loss_scale_at_its_minimum_is_warned_of_once():
-    cfg = config(3, dtype="float16", fp16={"min_loss_scale": 8})
-    assert warnings_of(steps(record(loss_scale=16.0)), cfg) == []
-    (line,) = warnings_of(steps(record(loss_scale=8.0), record(loss_scale=8.0)), cfg)
-    assert "at fp16.min_loss_scale 8" in line
-    assert warnings_of(steps(record(loss_scale=1.0))) == []  # no scaling at all
+def _overflowing(path, marks, **fields):
+    """What is warned of after each step, "x" where one overflows, and how the last one ended."""
+    train = train_step(config(3, dtype="float16", fp16={"min_loss_scale": 4, **fields}))
+    told, error = [], None
+    with log_lines() as lines, zeroamp.RunReport(train, path):
+        for index, mark in enumerate(marks):
+            train.backward(loss_of(train.model, batch(NAME, index)) * (1e30 if mark == "x" else 1.0))
+            try:
+                train.step()
+            except zeroamp.StepError as raised:
+                error = str(raised)
+            told.append([line.partition(": an ")[0] for line in lines if line.startswith("loss scale")])
+    return told, error
+
+
+def test_the_loss_scale_at_its_minimum_is_warned_of_once_and_when_the_next_overflow_ends_the_run(ranks2, tmp_path):
+    line = "loss scale at minimum: overflows have brought the loss scale to fp16.min_loss_scale 4 and used up its"
+    line += " hysteresis by step"
+    path = str(tmp_path / "run.jsonl")
+    (told, error), (others, other_error) = ranks2.run(
+        partial(_overflowing, initial_scale_power=2, hysteresis=2), path, "..x.x"
+    )
+    assert told == [[], [], *[[f"{line} 2"]] * 3]
+    assert others == [[]] * 5
+    assert "an overflow at the loss scale 4" in error
+    assert error == other_error
+    told, error = ranks2.run(partial(_overflowing, initial_scale_power=3, hysteresis=1), path, ".x")[0]
+    assert (told, error) == ([[], [f"{line} 1"]], None)
 
 
 def ranks(busy_s, num_flushes=(0, 0, 0, 0)):
@@ -58,7 +83,9 @@ def ranks(busy_s, num_flushes=(0, 0, 0, 0)):
 def test_a_rank_that_is_slower_than_the_others_is_warned_of_once():
     assert warnings_of(ranks([1.0, 1.1, 1.0, 1.19])) == []
     (line,) = warnings_of(ranks([1.0, 1.0, 1.5, 1.0]))
-    assert line.startswith("slow rank: rank 2 was busy for 1500.0 ms per step of the last 50, 50% above the median")
+    assert line.startswith(
+        "slow rank: rank 2 was busy for 1500.0 ms in the median of the last 50 steps, 50% above the median"
+    )
 
 
 def test_flushes_of_the_allocator_are_warned_of_once():
@@ -89,6 +116,21 @@ def test_a_unit_that_dominates_the_peak_is_warned_of_once_at_stage_3():
     assert warnings_of(look_at_plan, model=large, num_shards=2, num_ranks=2) == []  # the shards are larger
 
 
+def exchanged(busy_s, every):
+    """What a rank with these busy times says of itself, in each exchange."""
+    said = []
+    check = _RankCheck(lambda action: [said.append(action()) or action()] * 2, None, every)
+    for step, value in enumerate(busy_s, start=1):
+        check.step(record(step, step_s=value, exposed_communication_s=0.0, num_alloc_retries=3 * step))
+    return said
+
+
+def test_a_rank_says_its_median_without_the_first_step_so_that_one_hiccup_makes_none_slow():
+    hiccup = [0.02] * 20 + [1.5] + [0.02] * 29
+    assert exchanged([60.0, *hiccup], 50) == [(0.02, 150)]
+    assert exchanged([60.0, 1.0, 1.0, 5.0, 3.0, 3.0], 2) == [(1.0, 6), (4.0, 6)]
+
+
 def _slow_second_rank(path):
     """The exchange over ranks: the second one says that it was busy three times as long."""
     train = train_step(config(3))
@@ -107,7 +149,9 @@ def test_the_ranks_times_are_exchanged_and_the_first_rank_warns(ranks2, tmp_path
     first, second = ranks2.run(_slow_second_rank, str(tmp_path / "run.jsonl"))
     assert second == []
     (line,) = first
-    assert line.startswith("slow rank: rank 1 was busy for 3000.0 ms per step of the last 2, 50% above the median")
+    assert line.startswith(
+        "slow rank: rank 1 was busy for 3000.0 ms in the median of the last 2 steps, 50% above the median"
+    )
     assert [name for name, _ in zeroamp.read_run(tmp_path / "run.jsonl").warnings] == [
         "latency-bound groups",
         "slow rank",

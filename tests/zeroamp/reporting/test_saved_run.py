@@ -1,0 +1,56 @@
+"""What is read of a run that went back to a checkpoint, or began again: every step once."""
+
+import random
+
+import pytest
+import torch
+
+import zeroamp
+from tests.training import config, wrapped
+from tests.zeroamp.reporting.records import record, write_run
+from tests.zeroamp.reporting.runs import NAME, take_steps
+
+OVERFLOWING = config(3, dtype="float16", fp16={"initial_scale_power": 20, "hysteresis": 1})
+
+
+def walk(seed, counts_skipped):
+    """The records of a run that goes back now and then, in the order of the file, and those that were not lost."""
+    choose = random.Random(seed)
+    file, path = [], []
+    while len(file) < 60:
+        if choose.random() < 0.1:
+            del path[choose.randint(0, len(path)) :]
+        for _ in range(choose.randint(1, 3)):
+            skipped = choose.random() < 0.5 and counts_skipped
+            num_skipped = sum(each.skipped for each in path) + skipped
+            step = len(path) + 1 - num_skipped
+            fields = {"skipped": skipped, "num_skipped": num_skipped if counts_skipped else None}
+            file.append(record(step, loss=float(len(file)), **fields))
+            path.append(file[-1])
+    return file, path
+
+
+@pytest.mark.parametrize("counts_skipped", [True, False])
+def test_steps_that_were_lost_are_left_out(tmp_path, counts_skipped):
+    for seed in range(30):
+        file, path = walk(seed, counts_skipped)
+        assert zeroamp.read_run(write_run(tmp_path / "run.jsonl", file)).records == path
+
+
+def _started_twice(path):
+    for _ in range(2):
+        model = wrapped(NAME, OVERFLOWING)
+        train = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=1e-2))
+        with zeroamp.RunReport(train, path):
+            reports = take_steps(train, 6)
+    return [report.skipped for report in reports], train.num_skipped
+
+
+def test_a_run_that_began_again_skipped_its_steps_once(ranks2, tmp_path):
+    path = tmp_path / "run.jsonl"
+    skipped, num_skipped = ranks2.run(_started_twice, str(path))[0]
+    assert skipped[:2] == [True, True]
+    run = zeroamp.read_run(path)
+    assert [each.skipped for each in run.records] == skipped
+    assert run.records[-1].num_skipped == num_skipped
+    assert len(run.headers) == 2

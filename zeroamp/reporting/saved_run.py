@@ -55,6 +55,10 @@ def _read_line(run: SavedRun, line: str, where: str) -> None:
         values = json.loads(line)
         kind = values["kind"]
         record = StepRecord.from_json(values) if kind == "step" else None
+        if kind == "header" and not isinstance(values.get("plan", {}), dict):
+            raise TypeError("a header whose plan is none")
+        if kind == "warning" and not isinstance(values.get("name", ""), str):
+            raise TypeError("a warning whose name is none")
     except (ValueError, TypeError, KeyError):
         run.num_unreadable += 1
         logger.warning("%s is left out: it is cut, or none of a RunReport", where)

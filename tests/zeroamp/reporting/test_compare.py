@@ -1,5 +1,7 @@
 """`zeroamp report`: a table of runs side by side, and a picture."""
 
+import json
+import math
 import sys
 
 import pytest
@@ -7,6 +9,7 @@ from typer.testing import CliRunner
 
 from tests.zeroamp.reporting.records import record, write_run
 from zeroamp.cli import app
+from zeroamp.reporting.saved_run import read_run
 
 
 @pytest.fixture
@@ -56,6 +59,51 @@ def test_the_picture_is_a_png_of_four_panels(runs, tmp_path):
     code, _, stderr = run(*runs, "--plot", tmp_path / "new" / "runs.png")
     assert (code, stderr) == (0, f"wrote {tmp_path / 'new' / 'runs.png'}\n")
     assert (tmp_path / "new" / "runs.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [[], [record(tokens_per_s=math.inf, peak_active_gib=math.nan).to_json()], [{"kind": "step", "step": 1}]],
+    ids=["no step yet", "no finite number", "no readable step"],
+)
+def test_a_run_without_numbers_has_a_picture_without_lines(tmp_path, steps):
+    pytest.importorskip("matplotlib")
+    path = write_run(tmp_path / "new.jsonl", [])
+    path.write_text(path.read_text() + "".join(json.dumps(step) + "\n" for step in steps))
+    code, stdout, _ = run(path, "--plot", tmp_path / "new.png")
+    assert code == 0
+    assert "steps (skipped)" in stdout
+    assert (tmp_path / "new.png").exists()
+
+
+def test_lines_that_json_reads_but_no_run_has_are_left_out(tmp_path):
+    path = write_run(tmp_path / "one.jsonl", [record(1)])
+    header, step = map(json.loads, path.read_text().splitlines())
+    broken = [header | {"plan": None}, step | {"traffic_bytes": None}, {"kind": "warning", "name": None}]
+    path.write_text(path.read_text() + "".join(json.dumps(line) + "\n" for line in broken))
+    code, stdout, _ = run(path, "--markdown")
+    assert code == 0
+    assert (rows(stdout)["steps (skipped)"], rows(stdout)["starts"]) == (["1 (0)"], ["1"])
+    assert read_run(path).num_unreadable == 3
+
+
+@pytest.mark.parametrize(
+    ("picture", "words"),
+    [
+        ("runs.foo", "runs.foo', whose suffix names no format; valid: a file that ends in ."),
+        ("runs", "runs', whose suffix names no format"),
+        ("one.jsonl/sub/runs.png", "which cannot be written (Not a directory)"),
+        ("folder.png", "which cannot be written (it is a folder)"),
+    ],
+)
+def test_a_picture_that_cannot_be_written_is_an_error_after_the_table(runs, tmp_path, picture, words):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "folder.png").mkdir()
+    code, stdout, stderr = run(runs[0], "--plot", tmp_path / picture)
+    assert code == 1
+    assert "steps (skipped)" in stdout
+    assert stderr.startswith("Error: plot: found ")
+    assert words in stderr
 
 
 def test_a_file_that_is_no_run_is_an_error_without_a_traceback(tmp_path):

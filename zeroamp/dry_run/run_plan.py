@@ -86,7 +86,7 @@ class RunPlan:
         """Write a picture of the memory over a step, one panel per stage; the suffix names the format.
 
         Raises:
-            ConfigError: matplotlib is not installed.
+            ConfigError: matplotlib is not installed, the suffix names no format, or the file cannot be written.
         """
         plot_run(self, Path(path))
 

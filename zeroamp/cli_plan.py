@@ -15,6 +15,7 @@ from zeroamp.dry_run.inputs import InputFactory
 from zeroamp.dry_run.roofline import Efficiency
 from zeroamp.dry_run.run_plan import STAGES, RunPlan, plan_run
 from zeroamp.model_source import load_factory, load_model
+from zeroamp.picture import check_picture
 from zeroamp.policies import policy_from_config
 from zeroamp.policies.policy import Stage
 
@@ -58,6 +59,8 @@ def plan(
     """Predict memory, traffic and time of an optimizer step at every ZeRO stage: no weights, GPUs or ranks needed."""
     shape, chosen, values = _mesh(mesh), _stages(stages), auto_values(auto or [])
     with messages_to_stderr(verbose):
+        if plot is not None:
+            check_picture(plot)
         policy = policy_from_config(config, world_size=world_size, **values)
         with redirect_stdout(sys.stderr):  # a factory may print, and stdout may be parsed
             run = plan_run(
@@ -81,9 +84,9 @@ def plan(
 
 
 def _write(run: RunPlan, as_json: bool, plot: Path | None) -> None:
+    typer.echo(json.dumps(run.to_dict(), indent=2, allow_nan=False) if as_json else run)
     if plot is not None:
         run.plot(plot)
-    typer.echo(json.dumps(run.to_dict(), indent=2, allow_nan=False) if as_json else run)
 
 
 def _mesh(text: str | None) -> tuple[int, int] | None:

@@ -82,3 +82,25 @@ def test_a_mistake_in_what_is_planned_exits_with_1(arguments, more, words):
     code, out, err = run(*arguments, *more)
     assert (code, out) == (1, "")
     assert words in err
+
+
+@pytest.mark.parametrize("name", ["memory.foo", "zero.json/memory.png"])
+def test_a_picture_that_cannot_be_written_is_refused_before_the_plan_is_made(arguments, tmp_path, monkeypatch, name):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("zeroamp.cli_plan.plan_run", lambda *_, **__: pytest.fail("planned"))
+    code, out, err = run(*arguments, "--plot", tmp_path / name)
+    assert (code, out) == (1, "")
+    assert f"Error: plot: found '{tmp_path / name}', " in err
+
+
+def test_a_picture_that_fails_later_costs_the_plot_only(arguments, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", _full)
+    code, out, err = run(*arguments, "--stages", "3", "--plot", tmp_path / "memory.png")
+    assert code == 1
+    assert "Memory of one rank at the peak" in out
+    assert "memory.png', which cannot be written (No space left on device)" in err
+
+
+def _full(*_args, **_options):
+    raise OSError(28, "No space left on device")

@@ -10,10 +10,11 @@ from typing import Annotated, Any, cast
 import typer
 
 from zeroamp.cli_options import Auto, AutoWrap, ConfigPath, Model, Verbosity, auto_values, messages_to_stderr
+from zeroamp.dry_run.checked_numbers import STAGES
 from zeroamp.dry_run.gpus import GPUS
 from zeroamp.dry_run.inputs import InputFactory
 from zeroamp.dry_run.roofline import Efficiency
-from zeroamp.dry_run.run_plan import STAGES, RunPlan, plan_run
+from zeroamp.dry_run.run_plan import RunPlan, plan_run
 from zeroamp.model_source import load_factory, load_model
 from zeroamp.picture import check_picture
 from zeroamp.policies import policy_from_config

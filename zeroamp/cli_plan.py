@@ -15,7 +15,7 @@ from zeroamp.dry_run.gpus import GPUS
 from zeroamp.dry_run.inputs import InputFactory
 from zeroamp.dry_run.roofline import Efficiency
 from zeroamp.dry_run.run_plan import RunPlan, plan_run
-from zeroamp.model_source import load_factory, load_model
+from zeroamp.model_source import load_inputs, load_model
 from zeroamp.picture import check_picture
 from zeroamp.policies import policy_from_config
 from zeroamp.policies.policy import Stage
@@ -78,7 +78,7 @@ def plan(
                 intra_gb_per_s=intra,
                 inter_gb_per_s=inter,
                 efficiency=Efficiency(compute=compute_efficiency),
-                inputs=None if inputs is None else cast(InputFactory, load_factory(inputs)),
+                inputs=None if inputs is None else cast(InputFactory, load_inputs(inputs)),
                 auto_wrap_policy=auto_wrap,
             )
         _write(run, as_json, plot)

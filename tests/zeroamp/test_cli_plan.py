@@ -75,7 +75,14 @@ def test_a_mistake_in_the_arguments_exits_with_2(arguments, more, words):
     [
         (("--gpu", "h1000"), "Error: gpu: found 'h1000'"),
         (("--mesh", "3x3"), "Error: mesh: found 3x3"),
-        (("--inputs", "no.such:function"), "Error: model 'no.such:function'"),
+        (("--inputs", "no.such:function"), "Error: inputs 'no.such:function': found a module that does not import"),
+        (("--inputs", "no.py:f"), "Error: inputs 'no.py:f': found no file at "),
+        (("--inputs", "no.py:f"), '; valid: "package.module:function" or "path/to/file.py:function". Check the path.'),
+        (("--inputs", "batch"), "Error: inputs 'batch': found no name of a function; valid: \"package.module:function"),
+        (
+            ("--inputs", "json:nothing"),
+            "; valid: a callable of (batch, seq) that returns what the forward takes; defined there: ",
+        ),
     ],
 )
 def test_a_mistake_in_what_is_planned_exits_with_1(arguments, more, words):

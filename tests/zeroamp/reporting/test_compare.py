@@ -81,8 +81,8 @@ def test_lines_that_json_reads_but_no_run_has_are_left_out(tmp_path):
     header, step = map(json.loads, path.read_text().splitlines())
     broken = [header | {"plan": None}, step | {"traffic_bytes": None}, {"kind": "warning", "name": None}]
     path.write_text(path.read_text() + "".join(json.dumps(line) + "\n" for line in broken))
-    code, stdout, _ = run(path, "--markdown")
-    assert code == 0
+    code, stdout, stderr = run(path, "--markdown")
+    assert (code, stderr) == (0, f"WARNING: {path}, from line 3: 3 lines are left out: cut, or none of a RunReport\n")
     assert (rows(stdout)["steps (skipped)"], rows(stdout)["starts"]) == (["1 (0)"], ["1"])
     assert read_run(path).num_unreadable == 3
 
@@ -110,6 +110,16 @@ def test_a_file_that_is_no_run_is_an_error_without_a_traceback(tmp_path):
     code, stdout, stderr = run(tmp_path / "none.jsonl")
     assert (code, stdout) == (1, "")
     assert stderr.startswith(f"Error: {tmp_path / 'none.jsonl'}: found no readable file")
+
+
+def test_a_file_of_something_else_has_one_warning_and_not_one_per_line(tmp_path):
+    path = tmp_path / "some.log"
+    path.write_text("[]\nnothing\n" * 500)
+    code, _, stderr = run(path)
+    assert code == 1
+    warning, error = stderr.splitlines()
+    assert warning == f"WARNING: {path}, from line 1: 1,000 lines are left out: cut, or none of a RunReport"
+    assert error.startswith(f"Error: {path}: found no header of a RunReport")
 
 
 def test_without_matplotlib_it_says_what_to_install(runs, monkeypatch):

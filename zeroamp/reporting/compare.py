@@ -26,7 +26,7 @@ def table(runs: Sequence[SavedRun], style: TableStyle = "simple") -> str:
         for label in columns[0]
         if any(column[label] != "-" for column in columns)
     ]
-    return render(rows, style)
+    return render(rows, style, names=names)
 
 
 def _summary(run: SavedRun) -> dict[str, str]:
@@ -46,7 +46,8 @@ def _summary(run: SavedRun) -> dict[str, str]:
         "model TFLOP/s per rank": _median(steady, lambda r: r.flops_per_s_per_rank, "{:.4g}", 1e-12),
         "MFU, median": _median(steady, lambda r: r.mfu, "{:.1%}"),
         "ms per step, median": _median(steady, lambda r: r.step_s, "{:,.1f}", 1e3),
-        **{f"  {part.replace('_', ' ')}": _share(steady, part) for part in _PARTS},
+        # A mark, since tables strip spaces.
+        **{f"- {part.replace('_', ' ')}": _share(steady, part) for part in _PARTS},
         "MB moved per step": _median(steady, lambda r: float(sum(r.traffic_bytes.values())), "{:,.1f}", 1e-6),
         "peak GiB, active": _last(run, lambda r: r.peak_active_gib),
         "peak GiB, reserved": _last(run, lambda r: r.peak_reserved_gib),

@@ -44,7 +44,7 @@ def test_runs_are_side_by_side(runs):
     assert table["tokens/s, median"] == ["250", "-"]  # of the second and third step
     assert table["MFU, median"] == ["-", "25.0%"]
     assert table["ms per step, median"] == ["1,000.0", "1,000.0"]
-    assert table["forward"] == ["20.0%", "20.0%"]
+    assert table["- forward"] == ["20.0%", "20.0%"]
     assert table["peak GiB, active"] == ["-", "1.50"]
     assert "model TFLOP/s per rank" not in table  # known of none
 
@@ -52,6 +52,17 @@ def test_runs_are_side_by_side(runs):
 def test_one_run_is_a_table_of_one_column_and_equal_names_are_told_apart(runs):
     assert rows(run(runs[0], "--markdown")[1])[""] == ["one"]
     assert rows(run(runs[0], runs[0], "--markdown")[1])[""] == ["one (1)", "one (2)"]
+
+
+@pytest.mark.parametrize("style", [[], ["--markdown"]])
+def test_runs_have_their_own_names_and_parts_of_the_step_are_marked(tmp_path, style):
+    path = write_run(tmp_path / "x_nan ms per step.jsonl", [record(1)])
+    code, stdout, _ = run(path, path, *style)
+    assert code == 0
+    assert "x_nan ms per step (1)" in stdout
+    labels = [line.strip("| ").replace("|", "  ").split("  ")[0].strip() for line in stdout.splitlines()]
+    step = labels.index("ms per step, median")
+    assert labels[step + 1 : step + 4] == ["- forward", "- backward", "- exposed communication"]
 
 
 def test_the_picture_is_a_png_of_four_panels(runs, tmp_path):

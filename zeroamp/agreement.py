@@ -17,13 +17,19 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException
 
 T = TypeVar("T")
+Use = Literal["saving", "signals"]
+_USES: dict[Use, str] = {
+    "saving": "save or load",
+    "signals": "agree on what is reported of the run (RunReport, monitors, profile) and on signals",
+}
+"""What ranks do together in a group of a use, for the text of an error."""
 _shared: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], Agreement]]" = WeakKeyDictionary()
 
 
 class Agreement:
     """A process group on the CPU, beside those of training: a background save must not get between their calls."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, use: Use = "saving") -> None:
         """Make the group; all ranks of `mesh` do. It waits as long as the mesh's own."""
         ranks = sorted(mesh.mesh.flatten().tolist())
         timeout = timeout_of(mesh.get_group(0), mesh.device_type)
@@ -36,11 +42,12 @@ class Agreement:
         pause_before_exit()
         self.rank = dist.get_rank(self.group)
         self.num_ranks = len(ranks)
+        self._use = use
         self.background: Future[Any] | None = None
         """What uses the group in a thread, if something does."""
 
     @classmethod
-    def shared(cls, mesh: DeviceMesh, use: Literal["saving", "signals"]) -> "Agreement":
+    def shared(cls, mesh: DeviceMesh, use: Use) -> "Agreement":
         """Return the one of the mesh's ranks for a use; the first call, on all of them, makes it.
 
         Models share it: each group costs connections and threads, and nothing closes them before the process ends.
@@ -51,7 +58,7 @@ class Agreement:
         of_world = _shared.setdefault(world, {})
         key = use, tuple(sorted(mesh.mesh.flatten().tolist()))
         if key not in of_world:
-            of_world[key] = cls(mesh)
+            of_world[key] = cls(mesh, use)
         return of_world[key]
 
     def wait(self) -> None:
@@ -87,7 +94,7 @@ class Agreement:
             texts = [_text(lost)] if outcome.text is None else [outcome.text, _text(lost)]
             raise CheckpointError(
                 describe(
-                    f"all_gather_object of the {self.num_ranks} ranks that save or load, on rank {self.rank}",
+                    f"all_gather_object of the {self.num_ranks} ranks that {_USES[self._use]}, on rank {self.rank}",
                     "; ".join(texts),
                     "an answer of every rank before the process group's timeout",
                     "Look at the other ranks, and restart from the last checkpoint.",

@@ -10,11 +10,13 @@ from typing import Annotated, Any, cast
 import typer
 
 from zeroamp.cli_options import Auto, AutoWrap, ConfigPath, Model, Verbosity, auto_values, messages_to_stderr
+from zeroamp.dry_run.checked_numbers import STAGES
 from zeroamp.dry_run.gpus import GPUS
 from zeroamp.dry_run.inputs import InputFactory
 from zeroamp.dry_run.roofline import Efficiency
-from zeroamp.dry_run.run_plan import STAGES, RunPlan, plan_run
-from zeroamp.model_source import load_factory, load_model
+from zeroamp.dry_run.run_plan import RunPlan, plan_run
+from zeroamp.model_source import load_inputs, load_model
+from zeroamp.picture import check_picture
 from zeroamp.policies import policy_from_config
 from zeroamp.policies.policy import Stage
 
@@ -58,6 +60,8 @@ def plan(
     """Predict memory, traffic and time of an optimizer step at every ZeRO stage: no weights, GPUs or ranks needed."""
     shape, chosen, values = _mesh(mesh), _stages(stages), auto_values(auto or [])
     with messages_to_stderr(verbose):
+        if plot is not None:
+            check_picture(plot)
         policy = policy_from_config(config, world_size=world_size, **values)
         with redirect_stdout(sys.stderr):  # a factory may print, and stdout may be parsed
             run = plan_run(
@@ -74,16 +78,16 @@ def plan(
                 intra_gb_per_s=intra,
                 inter_gb_per_s=inter,
                 efficiency=Efficiency(compute=compute_efficiency),
-                inputs=None if inputs is None else cast(InputFactory, load_factory(inputs)),
+                inputs=None if inputs is None else cast(InputFactory, load_inputs(inputs)),
                 auto_wrap_policy=auto_wrap,
             )
         _write(run, as_json, plot)
 
 
 def _write(run: RunPlan, as_json: bool, plot: Path | None) -> None:
+    typer.echo(json.dumps(run.to_dict(), indent=2, allow_nan=False) if as_json else run)
     if plot is not None:
         run.plot(plot)
-    typer.echo(json.dumps(run.to_dict(), indent=2, allow_nan=False) if as_json else run)
 
 
 def _mesh(text: str | None) -> tuple[int, int] | None:

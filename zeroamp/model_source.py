@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,22 @@ from torch import nn
 from zeroamp.policies.errors import WrapError, describe
 
 _FORMS = 'a folder with a transformers config.json, "package.module:factory" or "path/to/file.py:factory"'
+_INPUT_FORMS = '"package.module:function" or "path/to/file.py:function"'
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """What an option of a command names, in the words of its errors."""
+
+    source: str
+    what: str = "model"
+    forms: str = _FORMS
+    missing: str = "no folder, and no name of a factory"
+    function: str = "a callable without arguments that returns a module"
+
+    @property
+    def where(self) -> str:
+        return f"{self.what} {self.source!r}"
 
 
 def load_model(source: str) -> nn.Module:
@@ -33,26 +50,32 @@ def load_model(source: str) -> nn.Module:
     path = Path(source)
     if path.is_dir():
         return _from_folder(path)
-    return _call(source, load_factory(source))
+    return _call(source, _load(_Named(source)))
 
 
-def load_factory(source: str) -> Callable[..., object]:
-    """Return the function that "package.module:function" or "path/to/file.py:function" names.
+def load_inputs(source: str) -> Callable[..., object]:
+    """Return the function of (batch, seq) that "package.module:function" or "path/to/file.py:function" names.
 
     Raises:
         WrapError: there is none.
     """
-    module_name, colon, factory_name = source.rpartition(":")
+    function = "a callable of (batch, seq) that returns what the forward takes"
+    return _load(_Named(source, "inputs", _INPUT_FORMS, "no name of a function", function))
+
+
+def _load(named: _Named) -> Callable[..., object]:
+    module_name, colon, factory_name = named.source.rpartition(":")
     if not (module_name and colon and factory_name):
-        remedy = "Append the name of a function, after a colon." if Path(source).suffix == ".py" else "Check the path."
-        raise WrapError(describe(_where(source), "no folder, and no name of a factory", _FORMS, remedy))
+        is_python = Path(named.source).suffix == ".py"
+        remedy = "Append the name of a function, after a colon." if is_python else "Check the path."
+        raise WrapError(describe(named.where, named.missing, named.forms, remedy))
     is_file = module_name.endswith(".py")
-    module = _import_file(source, Path(module_name)) if is_file else _import_named(source, module_name)
-    return _factory(source, module, factory_name)
+    module = _import_file(named, Path(module_name)) if is_file else _import_named(named, module_name)
+    return _factory(named, module, factory_name)
 
 
 def _where(source: object) -> str:
-    return f"model {str(source)!r}"
+    return _Named(str(source)).where
 
 
 def _raised(error: BaseException) -> str:
@@ -112,7 +135,7 @@ def _architecture(folder: Path, transformers: Any, config: Any) -> Callable[[Any
     return architecture
 
 
-def _import_named(source: str, name: str) -> ModuleType:
+def _import_named(named: _Named, name: str) -> ModuleType:
     _make_importable(Path.cwd())
     try:
         return importlib.import_module(name)
@@ -121,15 +144,15 @@ def _import_named(source: str, name: str) -> ModuleType:
             f"Looked for {name!r} from {str(Path.cwd())!r}: check the name, and that importing it only defines things."
         )
         raise WrapError(
-            describe(_where(source), f"a module that does not import ({_raised(error)})", _FORMS, remedy)
+            describe(named.where, f"a module that does not import ({_raised(error)})", named.forms, remedy)
         ) from error
 
 
-def _import_file(source: str, path: Path) -> ModuleType:
+def _import_file(named: _Named, path: Path) -> ModuleType:
     """Import a file under its own name, so that a config's "file.Class" is a class of this module, not of a copy."""
     path = path.resolve()
     if not path.is_file():
-        raise WrapError(describe(_where(source), f"no file at {str(path)!r}", _FORMS, "Check the path."))
+        raise WrapError(describe(named.where, f"no file at {str(path)!r}", named.forms, "Check the path."))
     _make_importable(Path.cwd())
     _make_importable(path.parent)
     loaded = sys.modules.get(path.stem)
@@ -137,7 +160,7 @@ def _import_file(source: str, path: Path) -> ModuleType:
         if (where := getattr(loaded, "__file__", None)) and Path(where).resolve() == path:
             return loaded
         found = f"a file whose name is that of a module in use ({where or 'a built-in one'})"
-        raise WrapError(describe(_where(source), found, "a file with a name of its own", "Rename the file."))
+        raise WrapError(describe(named.where, found, "a file with a name of its own", "Rename the file."))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise AssertionError(f"expected a loader for {path}, got {spec}")
@@ -149,7 +172,7 @@ def _import_file(source: str, path: Path) -> ModuleType:
         sys.modules.pop(path.stem, None)
         remedy = "Mend the file; importing it should only define things."
         found = f"a file that does not import ({_raised(error)})"
-        raise WrapError(describe(_where(source), found, _FORMS, remedy)) from error
+        raise WrapError(describe(named.where, found, named.forms, remedy)) from error
     return module
 
 
@@ -158,12 +181,12 @@ def _make_importable(folder: Path) -> None:
         sys.path.insert(0, str(folder))
 
 
-def _factory(source: str, module: ModuleType, name: str) -> Callable[..., object]:
+def _factory(named: _Named, module: ModuleType, name: str) -> Callable[..., object]:
     factory: object = getattr(module, name, None)
     if callable(factory) and not isinstance(factory, nn.Module):
         return factory
     names = [key for key, value in vars(module).items() if _is_factory(value, module)]
-    valid = f"a callable without arguments that returns a module; defined there: {', '.join(names) or 'none'}"
+    valid = f"{named.function}; defined there: {', '.join(names) or 'none'}"
     if isinstance(factory, nn.Module):
         found = "a module that is built already"
         remedy = "Name the function that builds it: it is called on the meta device."
@@ -171,7 +194,7 @@ def _factory(source: str, module: ModuleType, name: str) -> Callable[..., object
         found, remedy = f"{name!r}, a {type(factory).__name__}", "Name a function."
     else:
         found, remedy = f"no {name!r} in {module.__name__!r}", "Check the name."
-    raise WrapError(describe(_where(source), found, valid, remedy))
+    raise WrapError(describe(named.where, found, valid, remedy))
 
 
 def _is_factory(value: object, module: ModuleType) -> bool:

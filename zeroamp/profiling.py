@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zeroamp.output_folder import check_folder
 from zeroamp.policies.errors import ConfigError, StepError, describe
 from zeroamp.state import signals_of, wrap_state
 from zeroamp.step import TrainStep
@@ -64,9 +65,13 @@ class Profile:
 
         Raises:
             ConfigError: `zeroamp.ranges` is "off".
+            StepError: the folder cannot be written; on all ranks, where a model is given.
         """
-        if self._root is not None:
+        if self._root is None:  # before a script has begun: there may be no process group yet
+            self._check_folder()
+        else:
             self._follow(self._root)
+            signals_of(wrap_state(self._root)).run(self._check_folder)
         self._contexts.enter_context(observe_steps(self._step))
         self._contexts.enter_context(self._profiler)
         return self
@@ -138,10 +143,19 @@ class Profile:
                     file.write(json.dumps(trace))  # dump() would write it piece by piece, much slower
                 os.replace(Path(draft) / name, self.folder / name)
         except OSError as error:
-            found, remedy = f"{type(error).__name__}: {error}", "Name another folder."
-            raise StepError(describe(f"{self.folder}", found, "a folder that can be written", remedy)) from error
+            raise self._unwritable(error) from error
         self.path = self.folder / name
         self.times = range_times(trace["traceEvents"])
+
+    def _check_folder(self) -> None:
+        try:
+            check_folder(self.folder)
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> StepError:
+        found, remedy = f"{type(error).__name__}: {error}", "Name another folder."
+        return StepError(describe(f"{self.folder}", found, "a folder that can be written", remedy))
 
 
 def profile(
@@ -175,7 +189,8 @@ def profile(
         compress: write `rank0.json.gz`.
 
     Raises:
-        StepError: a count is no integer, or too small; on leaving, no step was recorded or a rank could not write.
+        StepError: a count is no integer, or too small; on entering or later, a rank cannot write; on leaving, no step
+            was recorded.
         ConfigError: on entering, `zeroamp.ranges` is "off".
         WrapError: the model of `train` is not wrapped.
     """

@@ -1,6 +1,6 @@
 """Tables of rows, as text and as Markdown."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 from tabulate import tabulate
@@ -11,10 +11,17 @@ TableStyle = Literal["simple", "github"]
 Row = dict[str, Any]
 
 
-def render(rows: Sequence[Row], style: TableStyle = "simple") -> str:
-    """Return a table with the rows' keys as its header, underscores as spaces; whole numbers with commas."""
+def render(rows: Sequence[Row], style: TableStyle = "simple", *, names: Collection[str] = ()) -> str:
+    """Return a table with the rows' keys as its header, underscores as spaces; whole numbers with commas.
+
+    `names`: keys that are names of something, and stay as they are.
+    """
     wrapped = "\n" if style == "simple" else " "
-    headers = {key: key.replace("_", " ").replace(" per ", f"{wrapped}per ") for row in rows[:1] for key in row}
+    headers = {
+        key: key if key in names else key.replace("_", " ").replace(" per ", f"{wrapped}per ")
+        for row in rows[:1]
+        for key in row
+    }
     return tabulate(rows, headers=headers, tablefmt=style, intfmt=",")
 
 

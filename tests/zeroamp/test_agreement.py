@@ -145,8 +145,8 @@ def test_an_error_in_torch_checkpoint_names_rank_and_reason_without_tracebacks(r
     assert texts == ["rank 1: OSError: [Errno 28] No space left on device"] * 2
 
 
-def _the_other_is_killed(raises):
-    ranks = _agreement()
+def _the_other_is_killed(use, raises):
+    ranks = Agreement.shared(init_device_mesh("cpu", (dist.get_world_size(),)), use)
 
     def act():
         if ranks.rank == 1:
@@ -158,13 +158,19 @@ def _the_other_is_killed(raises):
     raise zeroamp.CheckpointError(text)  # a body without an answer would have the test wait for the other rank
 
 
-@pytest.mark.parametrize("raises", [False, True])
-def test_where_a_rank_is_lost_the_error_names_the_collective(raises):
+REPORTS = "agree on what is reported of the run (RunReport, monitors, profile) and on signals"
+
+
+@pytest.mark.parametrize(
+    ("use", "raises", "purpose"),
+    [("saving", False, "save or load"), ("signals", True, REPORTS)],
+)
+def test_where_a_rank_is_lost_the_error_names_the_collective_and_what_it_was_for(use, raises, purpose):
     ranks = Ranks(2)
     with pytest.raises(AssertionError) as raised:
-        ranks.run(_the_other_is_killed, raises)
+        ranks.run(_the_other_is_killed, use, raises)
     text = str(raised.value)
-    assert "all_gather_object of the 2 ranks that save or load, on rank 0: found " in text
+    assert f"all_gather_object of the 2 ranks that {purpose}, on rank 0: found " in text
     assert "RuntimeError: " in text.partition("found ")[2]
     assert ("found OSError: [Errno 28]" in text) == raises
     ranks.stop()

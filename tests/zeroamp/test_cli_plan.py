@@ -75,10 +75,39 @@ def test_a_mistake_in_the_arguments_exits_with_2(arguments, more, words):
     [
         (("--gpu", "h1000"), "Error: gpu: found 'h1000'"),
         (("--mesh", "3x3"), "Error: mesh: found 3x3"),
-        (("--inputs", "no.such:function"), "Error: model 'no.such:function'"),
+        (("--inputs", "no.such:function"), "Error: inputs 'no.such:function': found a module that does not import"),
+        (("--inputs", "no.py:f"), "Error: inputs 'no.py:f': found no file at "),
+        (("--inputs", "no.py:f"), '; valid: "package.module:function" or "path/to/file.py:function". Check the path.'),
+        (("--inputs", "batch"), "Error: inputs 'batch': found no name of a function; valid: \"package.module:function"),
+        (
+            ("--inputs", "json:nothing"),
+            "; valid: a callable of (batch, seq) that returns what the forward takes; defined there: ",
+        ),
     ],
 )
 def test_a_mistake_in_what_is_planned_exits_with_1(arguments, more, words):
     code, out, err = run(*arguments, *more)
     assert (code, out) == (1, "")
     assert words in err
+
+
+@pytest.mark.parametrize("name", ["memory.foo", "zero.json/memory.png"])
+def test_a_picture_that_cannot_be_written_is_refused_before_the_plan_is_made(arguments, tmp_path, monkeypatch, name):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("zeroamp.cli_plan.plan_run", lambda *_, **__: pytest.fail("planned"))
+    code, out, err = run(*arguments, "--plot", tmp_path / name)
+    assert (code, out) == (1, "")
+    assert f"Error: plot: found '{tmp_path / name}', " in err
+
+
+def test_a_picture_that_fails_later_costs_the_plot_only(arguments, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", _full)
+    code, out, err = run(*arguments, "--stages", "3", "--plot", tmp_path / "memory.png")
+    assert code == 1
+    assert "Memory of one rank at the peak" in out
+    assert "memory.png', which cannot be written (No space left on device)" in err
+
+
+def _full(*_args, **_options):
+    raise OSError(28, "No space left on device")

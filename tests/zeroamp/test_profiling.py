@@ -117,21 +117,35 @@ def test_mistakes_are_errors_and_nothing_is_written_after_one(ranks2, tmp_path):
         assert (num_observers, was_written) == (0, False)
 
 
-def _unwritable_on_one(folder):
+def _unwritable_on_one(folder, is_broken_later):
+    """On rank 1 there is a file where the folder is to be, from the start or once the context is entered."""
     train = _train_step()
-    own = os.path.join(folder, "file" if dist.get_rank() == 1 else "folder")
+    own = Path(folder) / f"traces {dist.get_rank()}"
+    breaks = dist.get_rank() == 1
+    if breaks and not is_broken_later:
+        own.write_text("")
     with pytest.raises(zeroamp.StepError) as raised, zeroamp.profile(train, own, wait=0, active=1):
-        _steps(train, 2)
+        _break_and_step(train, own if breaks else None)
+    num_steps = train.num_steps
     _steps(train, 1)  # training can go on
-    return str(raised.value)
+    return str(raised.value), num_steps
 
 
-def test_a_rank_that_cannot_write_is_an_error_on_all(ranks2, tmp_path):
-    (tmp_path / "file").write_text("")
-    for text in ranks2.run(_unwritable_on_one, str(tmp_path)):
+def _break_and_step(train, path):
+    if path is not None:
+        path.write_text("")
+    _steps(train, 2)
+
+
+@pytest.mark.parametrize(("is_broken_later", "kind", "last"), [(False, "NotADirectory", 0), (True, "FileExists", 2)])
+def test_a_rank_that_cannot_write_is_an_error_on_all_before_the_first_step_where_it_is_known(
+    ranks2, tmp_path, is_broken_later, kind, last
+):
+    for text, num_steps in ranks2.run(_unwritable_on_one, str(tmp_path), is_broken_later):
         assert text.startswith("rank 1: ")
-        assert "FileExistsError" in text
+        assert f"{kind}Error" in text
         assert text.endswith("valid: a folder that can be written. Name another folder.")
+        assert num_steps == last
 
 
 SCRIPT = """
@@ -183,6 +197,13 @@ def test_a_script_finds_its_arguments_and_without_a_train_step_the_command_fails
     assert "found 0 optimizer steps" in str(result.exception)
     assert (sys.argv, sys.path) == before
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_known_before_the_script_begins(python_file, tmp_path):
+    script = python_file("script.py", "print('began')")
+    result = _run("--out", script / "out", script)
+    assert (type(result.exception), result.stdout) == (zeroamp.StepError, "")
+    assert str(result.exception).startswith(f"{script / 'out'}: found NotADirectoryError: ")
 
 
 def test_what_a_script_raises_is_raised_and_its_exit_code_is_kept(python_file, tmp_path):

@@ -2,34 +2,48 @@
 
 from __future__ import annotations
 
-import importlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from zeroamp.dry_run.timeline import KINDS, PHASES, Phase, Timeline
-from zeroamp.policies.errors import ConfigError, describe
+from zeroamp.picture import new_figure, save_figure
 
 if TYPE_CHECKING:
     from zeroamp.dry_run.run_plan import RunPlan
 
-_NUM_POINTS: dict[Phase, int] = {"forward": 100, "backward": 150, "optimizer": 50}
-"""Of each phase in a panel. Of the events that fall on one point the one with the largest sum is drawn, so that a peak
-that is over after a few events is as wide as any other."""
+_NUM_POINTS: dict[Phase, int] = {"forward": 100, "backward": 150, "optimizer": 100}
+"""Of each stretch in a panel. Of the events that fall on one point the one with the largest sum is drawn, so that a
+peak that is over after a few events is as wide as any other."""
 
 # Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
 _COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#CC79A7", "#D55E00", "#F0E442", "#999999", "#000000")
 
 
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Neighbouring events of one phase."""
+
+    phase: Phase
+    events: npt.NDArray[np.intp]
+    """Their numbers in the timeline, in order."""
+    micro_batch: str
+    """Which of the window's it is part of, where it is the first stretch of one of several; else ""."""
+
+
 def plot_run(run: RunPlan, path: Path) -> None:
     """Write the picture. See `RunPlan.plot`."""
-    matplotlib = _matplotlib()
-    figure = matplotlib.figure.Figure(figsize=(4.2 * len(run.stages) + 2.2, 4.4), layout="constrained")
+    drawn = [stretches(stage.memory) for stage in run.stages]
+    width = sum(max(4.2, 0.75 * len(of_stage)) for of_stage in drawn) + 2.2
+    figure = new_figure(path, width=width, height=4.4)
     axes = figure.subplots(1, len(run.stages), sharey=True, squeeze=False)[0]
-    for axis, stage in zip(axes, run.stages, strict=True):
-        _panel(axis, stage.memory, run.gpu.memory_bytes)
+    for axis, stage, of_stage in zip(axes, run.stages, drawn, strict=True):
+        _panel(axis, stage.memory, of_stage, run.gpu.memory_bytes)
         axis.set_title(f"stage {stage.stage}: peak {stage.memory.peak_bytes() / 2**30:.1f} GiB")
+    axes[0].set_ylim(0, 1.1 * axes[0].get_ylim()[1])  # shared by all; the names of the stretches are above the memory
     axes[0].set_ylabel("GiB on one rank")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False)
@@ -37,24 +51,32 @@ def plot_run(run: RunPlan, path: Path) -> None:
     figure.suptitle(
         f"Memory over one step: {run.world_size} ranks, batch {run.batch} x {run.seq}, {checkpointing} checkpointing"
     )
-    figure.savefig(path, dpi=130)
+    save_figure(figure, path, dpi=130)
 
 
-def _matplotlib() -> Any:
-    try:
-        importlib.import_module("matplotlib.figure")
-        return importlib.import_module("matplotlib")
-    except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
-            raise
-        raise ConfigError(
-            describe("plot", "no matplotlib", "matplotlib 3.8 or newer", "pip install zeroamp[plot]")
-        ) from error
+def stretches(memory: Timeline) -> list[Stretch]:
+    """Return the stretches of a timeline in order, without what is there before the step."""
+    begins = np.flatnonzero(np.diff(memory.phases)) + 1
+    parts = np.split(np.arange(len(memory.phases)), begins)
+    phases = [PHASES[memory.phases[part[0]]] for part in parts]
+    names = _micro_batches(phases.count("forward"))
+    found = []
+    for phase, events in zip(phases, parts, strict=True):
+        if phase != "init":
+            found.append(Stretch(phase, events, names.pop(0) if phase == "forward" else ""))
+    return found
 
 
-def _panel(axis: Any, memory: Timeline, limit: int) -> None:
-    drawn = {phase: _points(memory, phase, number) for phase, number in _NUM_POINTS.items()}
-    rows = [row for of_phase in drawn.values() for row in of_phase]
+def _micro_batches(number: int) -> list[str]:
+    """Name the micro-batches that are replayed, see `MAX_MICRO_BATCHES`."""
+    if number == 1:
+        return [""]
+    return [f"{name} micro-batch" for name in ("first", *["middle"] * (number - 2), "last")]
+
+
+def _panel(axis: Any, memory: Timeline, drawn: list[Stretch], limit: int) -> None:
+    totals = memory.device_bytes()
+    rows = [row for stretch in drawn for row in _points(totals, stretch)]
     gib = memory.num_bytes[rows] / 2**30
     on_device = [index for index, kind in enumerate(KINDS) if kind not in memory.on_host]
     axis.stackplot(
@@ -67,19 +89,21 @@ def _panel(axis: Any, memory: Timeline, limit: int) -> None:
     )
     axis.axhline(limit / 2**30, color="black", linestyle="--", linewidth=1, label="the GPU's memory")
     begin = 0
-    for phase, of_phase in drawn.items():
-        axis.axvline(begin, color="black", linewidth=0.5, alpha=0.5)
-        axis.text(begin, 1.0, f" {phase}", transform=axis.get_xaxis_transform(), va="top", fontsize=8)
-        begin += len(of_phase)
+    has_several = any(stretch.micro_batch for stretch in drawn)
+    for stretch in drawn:
+        words = f" {stretch.micro_batch}\n {stretch.phase}" if has_several else f" {stretch.phase}"
+        is_inside = has_several and stretch.phase == "backward"  # then the name of the micro-batch is above it
+        axis.axvline(begin, ymax=0.95 if is_inside else 1, color="black", linewidth=0.5, alpha=0.5)
+        axis.text(begin, 1.0, words, transform=axis.get_xaxis_transform(), va="top", fontsize=8)
+        begin += _NUM_POINTS[stretch.phase]
     axis.set_xlim(0, len(rows) - 1)
     axis.set_xlabel("allocations and frees, in order")
     axis.set_xticks([])
 
 
-def _points(memory: Timeline, phase: Phase, number: int) -> list[int]:
-    """Return the numbers of the events to draw for a phase, in order."""
-    totals = memory.device_bytes()
-    events = np.flatnonzero(memory.phases == PHASES.index(phase))
-    parts = np.array_split(events, min(number, len(events)))
+def _points(totals: npt.NDArray[np.int64], stretch: Stretch) -> list[int]:
+    """Return the numbers of the events to draw for a stretch, in order."""
+    number = _NUM_POINTS[stretch.phase]
+    parts = np.array_split(stretch.events, min(number, len(stretch.events)))
     largest = [int(part[totals[part].argmax()]) for part in parts]
     return [largest[index * len(largest) // number] for index in range(number)]

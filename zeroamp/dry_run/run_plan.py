@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from zeroamp.dry_run.checked_numbers import STAGES, check_counts, check_mesh, check_speeds, check_stages
 from zeroamp.dry_run.events import ACTIVATIONS, Change
 from zeroamp.dry_run.gpus import Gpu, find_gpu
 from zeroamp.dry_run.inputs import InputFactory
@@ -29,8 +30,6 @@ from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.policy import Policy, Stage
 from zeroamp.policies.wrap import AutoWrapPolicy
 from zeroamp.traffic_plan import Ranks, plan_traffic
-
-STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +85,7 @@ class RunPlan:
         """Write a picture of the memory over a step, one panel per stage; the suffix names the format.
 
         Raises:
-            ConfigError: matplotlib is not installed.
+            ConfigError: matplotlib is not installed, the suffix names no format, or the file cannot be written.
         """
         plot_run(self, Path(path))
 
@@ -142,12 +141,16 @@ def plan_run(
         auto_wrap_policy: which modules are units, as for `wrap_model`.
 
     Raises:
-        ConfigError: config, mesh, GPU or inputs are wrong, or the model's control flow depends on values.
+        ConfigError: config, mesh, GPU, inputs or a number are wrong, or the model's control flow depends on values.
         WrapError: the model cannot be wrapped.
     """
     gpu = find_gpu(gpu) if isinstance(gpu, str) else gpu
+    check_counts(world_size=world_size, batch=batch, seq=seq, gpus_per_node=gpus_per_node)
+    check_mesh(mesh)
+    check_stages(stages)
     batch = batch or policy.train_micro_batch_size_per_gpu or 1
     efficiency = efficiency or Efficiency()
+    check_speeds(gpu, efficiency, intra_gb_per_s=intra_gb_per_s, inter_gb_per_s=inter_gb_per_s)
     network = Network(
         gpus_per_node=gpus_per_node,
         intra_gb_per_s=intra_gb_per_s or gpu.intra_gb_per_s,
@@ -165,7 +168,7 @@ def plan_run(
             refuse_inconsistent(of_stage)
             ranks = ranks_at(of_stage, world_size, mesh)
         except ConfigError as error:
-            if stage == policy.stage or len(stages) == 1:
+            if stage == policy.stage or (stage == stages[-1] and not planned):
                 raise
             refused[stage] = str(error)
             continue

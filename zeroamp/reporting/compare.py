@@ -6,9 +6,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from zeroamp.picture import new_figure, save_figure
 from zeroamp.reporting.record import StepRecord
 from zeroamp.reporting.saved_run import SavedRun
-from zeroamp.reporting.writers import imported
 from zeroamp.tables import TableStyle, render
 
 NUM_WARM_UP = 1
@@ -26,7 +26,7 @@ def table(runs: Sequence[SavedRun], style: TableStyle = "simple") -> str:
         for label in columns[0]
         if any(column[label] != "-" for column in columns)
     ]
-    return render(rows, style)
+    return render(rows, style, names=names)
 
 
 def _summary(run: SavedRun) -> dict[str, str]:
@@ -46,7 +46,8 @@ def _summary(run: SavedRun) -> dict[str, str]:
         "model TFLOP/s per rank": _median(steady, lambda r: r.flops_per_s_per_rank, "{:.4g}", 1e-12),
         "MFU, median": _median(steady, lambda r: r.mfu, "{:.1%}"),
         "ms per step, median": _median(steady, lambda r: r.step_s, "{:,.1f}", 1e3),
-        **{f"  {part.replace('_', ' ')}": _share(steady, part) for part in _PARTS},
+        # A mark, since tables strip spaces.
+        **{f"- {part.replace('_', ' ')}": _share(steady, part) for part in _PARTS},
         "MB moved per step": _median(steady, lambda r: float(sum(r.traffic_bytes.values())), "{:,.1f}", 1e-6),
         "peak GiB, active": _last(run, lambda r: r.peak_active_gib),
         "peak GiB, reserved": _last(run, lambda r: r.peak_reserved_gib),
@@ -96,9 +97,9 @@ def plot(runs: Sequence[SavedRun], path: Path) -> None:
     """Draw loss, gradient norm, tokens/s (or ms per step) and memory of all runs against their steps.
 
     Raises:
-        ConfigError: there is no matplotlib.
+        ConfigError: there is no matplotlib, or the picture cannot be written.
     """
-    figure = imported("matplotlib.figure", where="plot", extra="plot").Figure(figsize=(11, 7), layout="constrained")
+    figure = new_figure(path, width=11, height=7)
     ((loss, norm), (speed, memory)) = figure.subplots(2, 2)
     records = [record for run in runs for record in run.records]
     has_tokens = any(record.tokens_per_s is not None for record in records)
@@ -119,11 +120,16 @@ def plot(runs: Sequence[SavedRun], path: Path) -> None:
             points = [(r.step, value) for r in run.records if (value := number(r)) is not None]
             marker = "o" if len(points) < 2 else None  # a line of one point is none
             axes.plot(*zip(*points, strict=True) if points else ([], []), label=name, linewidth=1.2, marker=marker)
+        if axes in (speed, memory):
+            axes.set_ylim(0, 1.1 * _largest(records, number) or 1)
         axes.set(xlabel="optimizer step", title=label)
         axes.grid(alpha=0.3)
         axes.xaxis.get_major_locator().set_params(integer=True)
-    for axes in (speed, memory):
-        axes.set_ylim(0, 1.1 * axes.dataLim.ymax if axes.dataLim.ymax > 0 else 1)
     loss.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path, dpi=120)
+
+
+def _largest(records: Sequence[StepRecord], number: Number) -> float:
+    """Return the largest finite value; 0 where there is none."""
+    known = (value for record in records if (value := number(record)) is not None)
+    return max((value for value in known if math.isfinite(value)), default=0.0)

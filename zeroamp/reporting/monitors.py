@@ -60,10 +60,13 @@ def _finish(recorder: Recorder, sinks: list[Sink], writers: Writers) -> None:
 
 
 def breakdown(every: int) -> Sink:
-    """Return a sink that logs where the time of every so-many-th step went."""
+    """Return a sink that logs where the time of every so-many-th step went.
+
+    Of steps taken: one that is skipped has the number of the one before.
+    """
 
     def log(record: StepRecord) -> None:
-        if record.step % every == 0:
+        if not record.skipped and record.step % every == 0:
             parts = ("forward", "backward", "exposed_communication", "optimizer", "other")
             milliseconds = {part: getattr(record, f"{part}_s") * 1e3 for part in parts}
             text = ", ".join(f"{part.replace('_', ' ')} {value:.1f}" for part, value in milliseconds.items())

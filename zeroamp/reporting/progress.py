@@ -2,7 +2,7 @@
 
 import math
 import sys
-from typing import TextIO
+from typing import Any, TextIO
 
 from zeroamp.reporting.record import StepRecord
 from zeroamp.reporting.writers import imported
@@ -24,19 +24,25 @@ class ProgressLine:
         self._file = file or sys.stdout
         self._lines_every = math.ceil(num_steps / NUM_LINES)
         self._is_first = True
-        self._bar = None
+        self._bar: Any = None
+        self._tqdm: Any = None
         if self._file.isatty():
-            tqdm = imported("tqdm", where="RunReport(num_steps=)", extra="report")
-            self._bar = tqdm.tqdm(total=num_steps, unit="step", file=self._file)
+            self._tqdm = imported("tqdm", where="RunReport(num_steps=)", extra="report")
 
     def step(self, record: StepRecord) -> None:
         """Show one step."""
-        if self._bar is not None:
-            self._bar.set_postfix_str(_words(record), refresh=False)
-            self._bar.update(record.step - self._bar.n)
-        elif self._is_first or record.step % self._lines_every == 0 or record.step == self._num_steps:
+        is_due = not record.skipped and (record.step % self._lines_every == 0 or record.step == self._num_steps)
+        if self._tqdm is not None:
+            self._draw(record)
+        elif self._is_first or is_due:  # a step that is skipped has the number of the one before
             print(f"step {record.step}/{self._num_steps}: {_words(record)}", file=self._file, flush=True)
         self._is_first = False
+
+    def _draw(self, record: StepRecord) -> None:
+        if self._bar is None:  # made here, since only here it is known at which step a run goes on
+            self._bar = self._tqdm.tqdm(total=self._num_steps, initial=record.step, unit="step", file=self._file)
+        self._bar.set_postfix_str(_words(record), refresh=False)
+        self._bar.update(record.step - self._bar.n)
 
     def close(self) -> None:
         """Leave the bar where it is."""

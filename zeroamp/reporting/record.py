@@ -91,12 +91,23 @@ class StepRecord:
         """Return the record that `to_json` was called on. Fields that a newer version wrote are left out.
 
         Raises:
-            TypeError: a field is missing.
-            ValueError: one holds no number.
+            TypeError: a field is missing, or holds what is none of its kind.
+            ValueError: one holds text that is no number.
         """
         known: dict[str, Any] = {f.name: values[f.name] for f in fields(cls) if f.name in values}
         known |= {name: float(value) for name, value in known.items() if isinstance(value, str)}
+        for f in fields(cls):
+            if f.name in known and not _is_of_kind(f.name, known[f.name], can_be_none=f.default is None):
+                raise TypeError(f"{f.name} cannot be {known[f.name]!r}")
         return cls(**known | {"lr": tuple(float(rate) for rate in known.get("lr", ()))})
+
+
+def _is_of_kind(name: str, value: Any, *, can_be_none: bool) -> bool:
+    if name == "traffic_bytes":
+        return isinstance(value, Mapping) and all(isinstance(each, int) for each in value.values())
+    if name == "lr":
+        return isinstance(value, list)
+    return isinstance(value, int if name == "step" else int | float) or (value is None and can_be_none)
 
 
 def _to_json(value: Any) -> Any:

@@ -26,7 +26,7 @@ class SavedRun:
     warnings: list[tuple[str, str]] = field(default_factory=list)
     """(name, text)."""
     num_unreadable: int = 0
-    """Lines that are no JSON: one that a crash cut."""
+    """Lines that are none of a RunReport: one that a crash cut."""
 
 
 def read_run(path: str | os.PathLike[str]) -> SavedRun:
@@ -39,32 +39,39 @@ def read_run(path: str | os.PathLike[str]) -> SavedRun:
     run = SavedRun(name=path.stem)
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
-            for number, line in enumerate(file, start=1):
-                _read_line(run, line, f"{path}, line {number}")
+            unreadable = [number for number, line in enumerate(file, start=1) if not _read_line(run, line)]
     except OSError as error:
         found = f"no readable file ({error.strerror})"
         raise CheckpointError(describe(str(path), found, "a file that RunReport wrote", "Check the path.")) from error
+    run.num_unreadable = len(unreadable)
+    if unreadable:
+        what = "1 line is" if len(unreadable) == 1 else f"{len(unreadable):,} lines are"
+        logger.warning("%s, from line %d: %s left out: cut, or none of a RunReport", path, unreadable[0], what)
     if not run.headers:
         found = "no header of a RunReport"
         raise CheckpointError(describe(str(path), found, "a file that RunReport wrote", "Check the path."))
     return run
 
 
-def _read_line(run: SavedRun, line: str, where: str) -> None:
+def _read_line(run: SavedRun, line: str) -> bool:
+    """Add what a line says, if it is one of a RunReport; return whether it is."""
     try:
         values = json.loads(line)
         kind = values["kind"]
         record = StepRecord.from_json(values) if kind == "step" else None
+        if kind == "header" and not isinstance(values.get("plan", {}), dict):
+            raise TypeError("a header whose plan is none")
+        if kind == "warning" and not isinstance(values.get("name", ""), str):
+            raise TypeError("a warning whose name is none")
     except (ValueError, TypeError, KeyError):
-        run.num_unreadable += 1
-        logger.warning("%s is left out: it is cut, or none of a RunReport", where)
-        return
+        return False
     if kind == "header":
         run.headers.append(values)
     elif kind == "warning":
         run.warnings.append((values.get("name", ""), values.get("text", "")))
     elif record is not None:
         _add(run, record)
+    return True
 
 
 def _add(run: SavedRun, record: StepRecord) -> None:

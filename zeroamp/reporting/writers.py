@@ -4,6 +4,7 @@ import csv
 import importlib
 import json
 import logging
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
@@ -84,8 +85,6 @@ class JsonlWriter:
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
         self._file = _appended(path, "RunReport(path=)")
-        if path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n"):
-            self._file.write("\n")
         self._header: dict[str, Any] | None = header  # None once it is written
 
     def step(self, record: StepRecord) -> None:
@@ -197,13 +196,26 @@ def imported(module: str, *, where: str, extra: str) -> Any:
 
 
 def _appended(path: Path, where: str) -> TextIO:
+    """Open a file to append to. A line that a crash cut is ended first, so that only it is lost."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("a", encoding="utf-8", newline="")
+        is_cut = path.is_file() and not _ends_whole(path)
+        file = path.open("a", encoding="utf-8", newline="")
+        if is_cut:
+            file.write("\n")
+        return file
     except OSError as error:
         raise ConfigError(
             describe(where, f"{path}, which cannot be written ({error.strerror})", "a file that can", "Change it.")
         ) from error
+
+
+def _ends_whole(path: Path) -> bool:
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
 
 
 def _folder(block: FileMonitorBlock) -> Path:

@@ -1,7 +1,6 @@
 """`plan_run` and what it returns."""
 
 import dataclasses
-import importlib
 import json
 
 import pytest
@@ -182,21 +181,6 @@ def test_the_model_is_left_as_it_was():
         assert id(parameter) == before[name][0]
         assert torch.equal(parameter, before[name][1])
         assert parameter.grad is None
-
-
-def test_the_plot_is_written(run, tmp_path):
-    pytest.importorskip("matplotlib")
-    run.plot(tmp_path / "memory.png")
-    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_matplotlib_the_plot_says_what_to_install(run, tmp_path, monkeypatch):
-    def missing(name):
-        raise ModuleNotFoundError(name="matplotlib")
-
-    monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(zeroamp.ConfigError, match=r"pip install zeroamp\[plot\]"):
-        run.plot(tmp_path / "memory.png")
 
 
 def _time(ranks=8, **more):

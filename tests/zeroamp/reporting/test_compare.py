@@ -1,5 +1,7 @@
 """`zeroamp report`: a table of runs side by side, and a picture."""
 
+import json
+import math
 import sys
 
 import pytest
@@ -7,6 +9,7 @@ from typer.testing import CliRunner
 
 from tests.zeroamp.reporting.records import record, write_run
 from zeroamp.cli import app
+from zeroamp.reporting.saved_run import read_run
 
 
 @pytest.fixture
@@ -41,7 +44,7 @@ def test_runs_are_side_by_side(runs):
     assert table["tokens/s, median"] == ["250", "-"]  # of the second and third step
     assert table["MFU, median"] == ["-", "25.0%"]
     assert table["ms per step, median"] == ["1,000.0", "1,000.0"]
-    assert table["forward"] == ["20.0%", "20.0%"]
+    assert table["- forward"] == ["20.0%", "20.0%"]
     assert table["peak GiB, active"] == ["-", "1.50"]
     assert "model TFLOP/s per rank" not in table  # known of none
 
@@ -51,6 +54,17 @@ def test_one_run_is_a_table_of_one_column_and_equal_names_are_told_apart(runs):
     assert rows(run(runs[0], runs[0], "--markdown")[1])[""] == ["one (1)", "one (2)"]
 
 
+@pytest.mark.parametrize("style", [[], ["--markdown"]])
+def test_runs_have_their_own_names_and_parts_of_the_step_are_marked(tmp_path, style):
+    path = write_run(tmp_path / "x_nan ms per step.jsonl", [record(1)])
+    code, stdout, _ = run(path, path, *style)
+    assert code == 0
+    assert "x_nan ms per step (1)" in stdout
+    labels = [line.strip("| ").replace("|", "  ").split("  ")[0].strip() for line in stdout.splitlines()]
+    step = labels.index("ms per step, median")
+    assert labels[step + 1 : step + 4] == ["- forward", "- backward", "- exposed communication"]
+
+
 def test_the_picture_is_a_png_of_four_panels(runs, tmp_path):
     pytest.importorskip("matplotlib")
     code, _, stderr = run(*runs, "--plot", tmp_path / "new" / "runs.png")
@@ -58,10 +72,65 @@ def test_the_picture_is_a_png_of_four_panels(runs, tmp_path):
     assert (tmp_path / "new" / "runs.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    "steps",
+    [[], [record(tokens_per_s=math.inf, peak_active_gib=math.nan).to_json()], [{"kind": "step", "step": 1}]],
+    ids=["no step yet", "no finite number", "no readable step"],
+)
+def test_a_run_without_numbers_has_a_picture_without_lines(tmp_path, steps):
+    pytest.importorskip("matplotlib")
+    path = write_run(tmp_path / "new.jsonl", [])
+    path.write_text(path.read_text() + "".join(json.dumps(step) + "\n" for step in steps))
+    code, stdout, _ = run(path, "--plot", tmp_path / "new.png")
+    assert code == 0
+    assert "steps (skipped)" in stdout
+    assert (tmp_path / "new.png").exists()
+
+
+def test_lines_that_json_reads_but_no_run_has_are_left_out(tmp_path):
+    path = write_run(tmp_path / "one.jsonl", [record(1)])
+    header, step = map(json.loads, path.read_text().splitlines())
+    broken = [header | {"plan": None}, step | {"traffic_bytes": None}, {"kind": "warning", "name": None}]
+    path.write_text(path.read_text() + "".join(json.dumps(line) + "\n" for line in broken))
+    code, stdout, stderr = run(path, "--markdown")
+    assert (code, stderr) == (0, f"WARNING: {path}, from line 3: 3 lines are left out: cut, or none of a RunReport\n")
+    assert (rows(stdout)["steps (skipped)"], rows(stdout)["starts"]) == (["1 (0)"], ["1"])
+    assert read_run(path).num_unreadable == 3
+
+
+@pytest.mark.parametrize(
+    ("picture", "words"),
+    [
+        ("runs.foo", "runs.foo', whose suffix names no format; valid: a file that ends in ."),
+        ("runs", "runs', whose suffix names no format"),
+        ("one.jsonl/sub/runs.png", "which cannot be written (Not a directory)"),
+        ("folder.png", "which cannot be written (it is a folder)"),
+    ],
+)
+def test_a_picture_that_cannot_be_written_is_an_error_after_the_table(runs, tmp_path, picture, words):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "folder.png").mkdir()
+    code, stdout, stderr = run(runs[0], "--plot", tmp_path / picture)
+    assert code == 1
+    assert "steps (skipped)" in stdout
+    assert stderr.startswith("Error: plot: found ")
+    assert words in stderr
+
+
 def test_a_file_that_is_no_run_is_an_error_without_a_traceback(tmp_path):
     code, stdout, stderr = run(tmp_path / "none.jsonl")
     assert (code, stdout) == (1, "")
     assert stderr.startswith(f"Error: {tmp_path / 'none.jsonl'}: found no readable file")
+
+
+def test_a_file_of_something_else_has_one_warning_and_not_one_per_line(tmp_path):
+    path = tmp_path / "some.log"
+    path.write_text("[]\nnothing\n" * 500)
+    code, _, stderr = run(path)
+    assert code == 1
+    warning, error = stderr.splitlines()
+    assert warning == f"WARNING: {path}, from line 1: 1,000 lines are left out: cut, or none of a RunReport"
+    assert error.startswith(f"Error: {path}: found no header of a RunReport")
 
 
 def test_without_matplotlib_it_says_what_to_install(runs, monkeypatch):

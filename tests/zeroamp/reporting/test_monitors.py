@@ -14,6 +14,7 @@ from tests.training import config, wrapped
 from tests.zeroamp.reporting.records import record
 from tests.zeroamp.reporting.runs import NAME, log_lines, take_steps, train_step
 from zeroamp.policies.schema.instruments import FileMonitorBlock, WandbBlock
+from zeroamp.reporting.monitors import breakdown
 from zeroamp.reporting.writers import CsvWriter, TensorBoardWriter, WandbWriter
 
 
@@ -33,6 +34,25 @@ def test_csv_has_a_row_per_step_and_a_second_start_appends(ranks2, tmp_path):
     assert [float(row["lr"]) for row in rows[:3]] == [1e-2, 5e-3, 2.5e-3]
     assert float(rows[0]["traffic_bytes"]) > 0
     assert rows[0]["mfu"] == ""
+
+
+@pytest.mark.parametrize("num_cut", [1, 20])
+def test_csv_that_a_crash_cut_gets_whole_rows_after_the_cut_one(tmp_path, num_cut):
+    def write(*numbers):
+        writer = CsvWriter(FileMonitorBlock(enabled=True, output_path=str(tmp_path), job_name="job"))
+        for number in numbers:
+            writer.step(record(number))
+        writer.close()
+        return path.read_text()
+
+    path = tmp_path / "job" / "steps.csv"
+    cut = write(1, 2)[:-num_cut]
+    path.write_text(cut)
+    text = write(2, 3)
+    assert text.startswith(f"{cut}\n")
+    assert [row["step"] for row in csv.DictReader(text.splitlines())] == ["1", "2", "2", "3"]
+    assert [len(line.split(",")) for line in text.splitlines()[-2:]] == [len(CsvWriter.COLUMNS)] * 2
+    assert write() == text
 
 
 def test_csv_with_other_columns_is_not_appended_to(tmp_path):
@@ -128,6 +148,14 @@ def test_a_train_step_that_is_dropped_closes_its_files_and_leaves_nothing_on_the
     assert (len(run.headers), [record.step for record in run.records]) == (2, [1, 2])  # the second began again
     with (tmp_path / "zeroamp" / "steps.csv").open() as file:
         assert [int(row["step"]) for row in csv.DictReader(file)] == [1, 2, 1, 2]
+
+
+def test_the_breakdown_leaves_out_skipped_steps_whose_number_is_that_of_the_one_before():
+    log = breakdown(2)
+    with log_lines(20) as lines:
+        for number, skipped in ((0, True), (0, True), (1, False), (2, False), (2, True), (3, False), (4, False)):
+            log(record(number, skipped=skipped))
+    assert [line.split(":")[0] for line in lines] == ["step 2", "step 4"]
 
 
 def _watchers(cfg):

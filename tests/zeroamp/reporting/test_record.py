@@ -3,6 +3,8 @@
 import json
 import math
 
+import pytest
+
 from tests.zeroamp.reporting.records import record
 from zeroamp.reporting.record import StepRecord
 
@@ -16,6 +18,23 @@ def test_a_record_survives_strict_json():
 
 def test_fields_of_a_newer_version_are_left_out():
     assert StepRecord.from_json(record().to_json() | {"colour": 3}) == record()
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"loss": None},
+        {"step": 1.5},
+        {"step_s": [1.0]},
+        {"lr": None},
+        {"lr": 0.1},
+        {"traffic_bytes": None},
+        {"traffic_bytes": {"all_gather bf16": "many"}},
+    ],
+)
+def test_what_is_none_of_a_fields_kind_is_refused(broken):
+    with pytest.raises(TypeError):
+        StepRecord.from_json(record().to_json() | broken)
 
 
 def test_monitors_get_what_is_known_with_one_name_per_number():

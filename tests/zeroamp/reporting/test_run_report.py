@@ -125,7 +125,7 @@ def test_a_run_that_is_gone_on_with_appends_and_its_steps_replace_those_it_lost(
     assert [record.loss for record in run.records[2:]] == again
     assert lost != again[:2]
     assert (len(run.headers), run.num_unreadable) == (2, 1)
-    assert lines == [f"{tmp_path / 'run.jsonl'}, line 7 is left out: it is cut, or none of a RunReport"]
+    assert lines == [f"{tmp_path / 'run.jsonl'}, from line 7: 1 line is left out: cut, or none of a RunReport"]
     assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 4 + 1 + 1 + 1 + 3 + 2  # two warnings too
 
 

@@ -191,19 +191,29 @@ def gather_in_background(root: FSDPModule) -> None:
 
 
 def has_reduction_options() -> bool:
-    """Return whether this torch (2.13+) has what `set_reduction_options` sets."""
+    """Return whether this torch (2.13+) can do the next two."""
     return hasattr(FSDPModule, "set_separate_reduce_scatter_group")
 
 
-def set_reduction_options(root: FSDPModule, *, input_buffers: int, separate_group: bool) -> None:
-    """Say how many flat inputs of reductions may be in flight, and whether reductions get a group of their own.
+def keep_reduction_inputs(root: FSDPModule, num_inputs: int) -> None:
+    """Let so many flat inputs of reductions be in flight. 1 is FSDP2's default, on versions that know no other too."""
+    if num_inputs > 1:
+        root.set_reduce_scatter_max_input_buffers(num_inputs)
 
-    A collective call where they do. Nothing is called for FSDP2's defaults, which older versions have as well.
+
+def separate_reductions(root: FSDPModule, timeout: timedelta) -> None:
+    """Give reductions a process group of their own. A collective call.
+
+    FSDP2 would make it with the default timeout, so it is made here: FSDP2 takes one that is there.
     """
-    if input_buffers > 1:
-        root.set_reduce_scatter_max_input_buffers(input_buffers)
-    if separate_group:
-        root.set_separate_reduce_scatter_group()
+    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+    for module in cast(nn.Module, root).modules():
+        for group in _groups(module._get_fsdp_state()) if isinstance(module, FSDPModule) else ():
+            ranks = tuple(dist.get_process_group_ranks(group.mesh_info.shard_process_group))
+            if ranks not in made:
+                made[ranks] = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+            group.mesh_info.reduce_scatter_process_group = made[ranks]
+    root.set_separate_reduce_scatter_group()
 
 
 def complete_accumulation(unit: FSDPModule) -> None:

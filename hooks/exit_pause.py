@@ -11,13 +11,14 @@ priority 12 of 30 programs ended so without it, none of 36 with it.
 
 import atexit
 import time
+from functools import cache
 
 _PAUSE_S = 0.1
 
 
+@cache
 def pause_before_exit() -> None:
-    """Pause once when the program ends, however often this was called."""
-    atexit.unregister(_pause)
+    """Pause once when the program ends: at the first call, so that what is registered later runs before the pause."""
     atexit.register(_pause)
 
 

@@ -121,7 +121,8 @@ class Policy:
 
     param_persistence_threshold: int = 100_000
     """Elements. fp32 parameters smaller than this, in units whose main group is low precision, are gathered once per
-    step in one model-wide group. DeepSpeed's `stage3_param_persistence_threshold`, here at every stage."""
+    step in one model-wide group, and with them the root's own, whatever their size. DeepSpeed's
+    `stage3_param_persistence_threshold`, here at every stage."""
 
     train_batch_size: int | None = None
     """Samples per optimizer step over all ranks. None: not said."""

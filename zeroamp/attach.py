@@ -19,8 +19,10 @@ from zeroamp.hooks import (
     attach_safe_module_guard,
     attach_typed_group,
     gather_in_background,
+    keep_reduction_inputs,
     pause_before_exit,
-    set_reduction_options,
+    separate_reductions,
+    timeout_of,
     zero_fill_unused,
 )
 from zeroamp.policies.accumulation import sharded_accumulation
@@ -41,11 +43,9 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
             state.handles += attach_typed_group(holder, unit)
         attach_collectives(cast(FSDPModule, holder or unit[0]), group, state, buffers)
     zero_fill_unused(cast(FSDPModule, model))
-    set_reduction_options(
-        cast(FSDPModule, model),
-        input_buffers=policy.reduce_scatter_input_buffers,
-        separate_group=policy.separate_reduce_scatter_group,
-    )
+    keep_reduction_inputs(cast(FSDPModule, model), policy.reduce_scatter_input_buffers)
+    if policy.separate_reduce_scatter_group:
+        separate_reductions(cast(FSDPModule, model), timeout_of(state.mesh.get_group(0), state.mesh.device_type))
     if state.mesh.device_type == "cpu":
         gather_in_background(cast(FSDPModule, model))
         pause_before_exit()

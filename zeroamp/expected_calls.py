@@ -21,10 +21,14 @@ def expected_window(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> list[Call
     """Return the calls from one optimizer step to the next, or None where they are not known before.
 
     They are those of a model that runs its modules as `run_order` assumes. Not known are the process groups of a
-    secondary partition and of separate reductions, which are FSDP2's, and the order of reductions that depends on where
-    in a forward modules use parameters that they own beside their children.
+    secondary partition and of separate reductions, which are FSDP2's, and the order of reductions where it depends on
+    when in a forward modules use parameters that they own beside their children, or on where in the module tree the
+    holders of several groups of the root hang.
     """
     if plan.policy.hpz_partition_size > 1 or plan.policy.separate_reduce_scatter_group:
+        return None
+    at_root = [group for group in plan.groups if group.unit == "" and group.kind != "unit"]
+    if sum(group.dtypes.wire is not None for group in at_root) > 1:
         return None
     if plan.run != run_order(model, plan.units, plan.merged, owned_by_leaves=True):
         return None

@@ -3,8 +3,10 @@
 [Note: The model-wide group]
 A group per unit for a few norm weights would cost a collective each, so the small fp32 parameters of all units are one
 group, gathered by the root's forward and reduced when its backward ends. The root's own further fp32 parameters, an
-embedding say, are gathered and reduced at the same moments; they join it whatever their size, which saves one
-collective of each kind per step and holds nothing longer.
+embedding say, are gathered and reduced at the same moments; they join it whatever their size, which saves collectives.
+Like the small ones they then stay whole until the last backward of a window, not only until that of each micro-batch,
+and on an accelerator the flat buffer that they were gathered into stays until the first unit was gathered: both at
+moments when memory is not at its peak.
 """
 
 from collections.abc import Iterable

@@ -1,5 +1,6 @@
 """Pictures in files. matplotlib is optional, and imported where one is asked for."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,8 @@ def check_picture(path: Path) -> None:
         check_folder(path.parent)
         if path.is_dir():
             raise IsADirectoryError(None, "it is a folder")
+        if path.exists() and not os.access(path, os.W_OK):
+            raise PermissionError(None, "the file that is there cannot be written")
 
 
 def new_figure(path: Path, *, width: float, height: float) -> Any:

@@ -13,7 +13,7 @@ def set_flags(state: WrapState, units: Sequence[FSDPModule], *, is_first: bool, 
     """Say what FSDP2 does in the backward of a window's first, last or other micro-batch.
 
     Stages 0 and 1 reduce once per window; stages 0 to 2 keep parameters gathered until its end; stage 3 only the
-    model-wide group, which is small. See the table of stages in docs/precision.md.
+    model-wide group, which the next forward would gather first. See the table of stages in docs/precision.md.
     """
     stage = state.plan.policy.stage
     root = cast(FSDPModule, state.root)

@@ -30,6 +30,9 @@ GROUP_NAMES = {
     "_all_gather_result",
     "all_gather_work",
     "all_gather_event",
+    "mesh_info",
+    "shard_process_group",
+    "reduce_scatter_process_group",
     "_cdata",
     "_is_profiler_enabled",
     "_current_graph_task_id",
@@ -51,6 +54,8 @@ def _states():
     found += [hasattr(parameter, name) for name in ("sharded_param", "unsharded_accumulated_grad", "_unsharded_param")]
     found.append(isinstance(torch.ones(1).untyped_storage()._cdata, int))
     found.append(hasattr(group, "_all_gather_result") and isinstance(state._state_ctx.all_states, list))
+    groups = ["shard_process_group", *["reduce_scatter_process_group"] * _fsdp.has_reduction_options()]
+    found.append(all(hasattr(group.mesh_info, name) for name in groups))
     found.append(hasattr(state, "_reset_iter_state") or _can_be_reset(state, group))
     return [callable(getattr(state, name)) for name in _fsdp.FORWARD_HOOKS] + found
 
@@ -69,7 +74,7 @@ def _can_be_reset(state, group):
 
 
 def test_the_names_exist(ranks2):
-    assert ranks2.run(_states)[0] == [True] * 14
+    assert ranks2.run(_states)[0] == [True] * 15
     assert all(hasattr(FSDPModule, name) for name in MODULE_NAMES)
     assert {"all_gather_event", "all_gather_work"} <= set(AllGatherResult._fields)
     for base in (_fsdp.ReduceScatter, _fsdp.AllGather):

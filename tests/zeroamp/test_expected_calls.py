@@ -74,6 +74,18 @@ def test_meshes_and_sharding_options(ranks4, more):
     check(ranks4.run(_expected_and_issued, "llama_untied", {"stage": 3, "accumulation": 2}, more))
 
 
+def _share_between_blocks(model):
+    model.blocks[0].down.weight = model.blocks[1].down.weight
+
+
+def test_nothing_is_expected_of_a_window_with_several_groups_at_the_root(ranks2):
+    # Beside the root's own: the weight that blocks share, and the model-wide group. The module tree orders them.
+    more = {"prepare_before": _share_between_blocks}
+    _, (expected, issued) = ranks2.run(_expected_and_issued, "llama_untied", {"stage": 3}, more)[0]
+    assert expected == []
+    assert {call.split(" for ")[1] for call in issued} >= {"root:bf16 (shared by inner units)", "model-wide:fp32"}
+
+
 def test_nothing_is_expected_where_it_is_not_known(ranks2, ranks4):
     assert ranks2.run(_expected_and_issued, "conv", {"stage": 3}, {})[0][1][0] == []
     more = {"fields": {"hpz_partition_size": 2}}

@@ -184,12 +184,12 @@ def recorder_of(state: WrapState, watchers: StepWatchers) -> Recorder:
 def count_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
     """Return the elements of `input_ids`, of any shape, or else of the first tensor of two dims or more.
 
-    The first that is int32 or int64, at any depth. Padding counts. None where there is none.
+    Those that are int32 or int64, at any depth: of several `input_ids` all, each tensor once. Padding counts. None
+    where there is none.
     """
-    for named in _values_named("input_ids", (dict(kwargs), args)):
-        sizes = [tensor.numel() for tensor in tensors_in(named) if tensor.dtype in _TOKEN_DTYPES]
-        if sizes:
-            return sum(sizes)
+    named = {id(tensor): tensor for tensor in tensors_in(list(_values_named("input_ids", (dict(kwargs), args))))}
+    if sizes := [tensor.numel() for tensor in named.values() if tensor.dtype in _TOKEN_DTYPES]:
+        return sum(sizes)
     for tensor in tensors_in((args, dict(kwargs))):
         if tensor.dtype in _TOKEN_DTYPES and tensor.ndim >= 2:
             return tensor.numel()

@@ -2,13 +2,16 @@
 
 import json
 import math
+import os
 import sys
 
 import pytest
 from typer.testing import CliRunner
 
+import zeroamp
 from tests.zeroamp.reporting.records import record, write_run
 from zeroamp.cli import app
+from zeroamp.picture import check_picture
 from zeroamp.reporting.saved_run import read_run
 
 
@@ -115,6 +118,19 @@ def test_a_picture_that_cannot_be_written_is_an_error_after_the_table(runs, tmp_
     assert "steps (skipped)" in stdout
     assert stderr.startswith("Error: plot: found ")
     assert words in stderr
+
+
+def test_a_picture_that_is_there_and_read_only_is_refused_before_the_work(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "old.png"
+    path.touch()
+    check_picture(path)
+    allowed = os.access
+    monkeypatch.setattr(
+        os, "access", lambda file, mode: file != path and allowed(file, mode)
+    )  # root may write anything
+    with pytest.raises(zeroamp.ConfigError, match="the file that is there cannot be written"):
+        check_picture(path)
 
 
 def test_a_file_that_is_no_run_is_an_error_without_a_traceback(tmp_path):

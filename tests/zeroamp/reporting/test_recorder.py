@@ -27,6 +27,7 @@ class Batch:
         ((ids(2, 3),), {"batch": [{"input_ids": ids(2, 5)}]}, 10),
         ((), {"position_ids": ids(3, 5), "input_ids": [ids(5), ids(7, dtype=torch.int32)]}, 12),
         ((), {"labels": ids(2, 3), "input_ids": None}, 6),
+        (({"chosen": {"input_ids": ids(2, 5)}, "rejected": {"input_ids": ids(2, 7)}},), {}, 24),
         ((), {"input_ids": torch.zeros(2, 5), "labels": ids(2, 3)}, 6),
         ((ids(4), torch.zeros(4, 4), ids(2, 3, dtype=torch.int32), ids(9, 9)), {}, 6),
         ((ids(4), torch.zeros(4, 4)), {"mask": ids(4, 4, dtype=torch.bool)}, None),

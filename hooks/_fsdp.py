@@ -81,7 +81,7 @@ def abandon(root: FSDPModule) -> None:
 
     Shards are back in place, and unsharded gradients are dropped. Newer versions bring most of it themselves.
     """
-    units = [module for module in cast(nn.Module, root).modules() if isinstance(module, FSDPModule)]
+    units = list(_units(cast(nn.Module, root)))
     groups = [group for unit in units for group in _groups(unit._get_fsdp_state())]
     state: Any = root._get_fsdp_state()
     if not state._state_ctx.all_states:  # before the first forward there is nothing to forget, and no streams either
@@ -128,7 +128,7 @@ def _reset_iteration(state: Any) -> None:
 
 def communication_methods(root: nn.Module) -> Iterator[tuple[Any, str]]:
     """Yield (object, name) of the methods in which collectives start or are waited for; FSDP2 looks them up by name."""
-    for state in (module._get_fsdp_state() for module in root.modules() if isinstance(module, FSDPModule)):
+    for state in (unit._get_fsdp_state() for unit in _units(root)):
         yield from ((group, name) for group in _groups(state) for name in COMMUNICATION)
         yield state, END_OF_BACKWARD
 
@@ -151,6 +151,11 @@ def storage_key(tensor: torch.Tensor) -> int:
     Not the address of its data: FSDP2 frees and allocates that of a gathered parameter, and keeps the storage.
     """
     return int(tensor.untyped_storage()._cdata)
+
+
+def _units(root: nn.Module) -> Iterator[FSDPModule]:
+    """Yield the modules that carry FSDP2's state, holders included, in the order of the module tree."""
+    return (module for module in root.modules() if isinstance(module, FSDPModule))
 
 
 def _groups(state: Any) -> list[Any]:
@@ -182,12 +187,12 @@ def zero_fill_unused(root: FSDPModule) -> bool:
     return enable is not None
 
 
-def gather_in_background(root: FSDPModule) -> None:
+def gather_in_background(root: FSDPModule, *, enable: bool = True) -> None:
     """Let a group's gather run on while the CPU computes, until its unit needs it: for devices that have no streams.
 
     Without it, a gather that FSDP2 starts ahead of a unit's backward is waited for at once.
     """
-    root._set_unshard_async_op(True)
+    root._set_unshard_async_op(enable)
 
 
 def has_reduction_options() -> bool:
@@ -207,8 +212,8 @@ def separate_reductions(root: FSDPModule, timeout: timedelta) -> None:
     FSDP2 would make it with the default timeout, so it is made here: FSDP2 takes one that is there.
     """
     made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-    for module in cast(nn.Module, root).modules():
-        for group in _groups(module._get_fsdp_state()) if isinstance(module, FSDPModule) else ():
+    for unit in _units(cast(nn.Module, root)):
+        for group in _groups(unit._get_fsdp_state()):
             ranks = tuple(dist.get_process_group_ranks(group.mesh_info.shard_process_group))
             if ranks not in made:
                 made[ranks] = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)

@@ -5,8 +5,7 @@ A thread of gloo lets go of a collective's tensors a moment after the collective
 before, the thread needs the interpreter's lock for it; and a thread that asks for the lock while the interpreter shuts
 down aborts the process, which had done all its work: torchrun reports a failure (pytorch issue 190489, and any program
 on gloo). `destroy_process_group` would wait for the threads, but FSDP2's meshes keep the groups alive. So the main
-thread sleeps, without the lock, before the interpreter shuts down. On two busy cores with gloo's threads at idle
-priority 12 of 30 programs ended so without it, none of 36 with it.
+thread sleeps, without the lock, before the interpreter shuts down.
 """
 
 import atexit

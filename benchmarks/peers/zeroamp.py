@@ -7,6 +7,7 @@ import torch
 
 import zeroamp
 from benchmarks.peers.engine import Engine, Setup, mean
+from zeroamp.hooks import gather_in_background
 
 EVERYTHING = 10**12  # elements: more than any model here has
 PREFETCHED = 50_000_000  # elements: DeepSpeed's default
@@ -32,8 +33,7 @@ def build(
         }
     )
     model = zeroamp.wrap_model(setup.model(), policy)
-    if not is_gathered_in_background:
-        model._set_unshard_async_op(False)
+    gather_in_background(model, enable=is_gathered_in_background and setup.device.type == "cpu")
     train = zeroamp.TrainStep(model, setup.optimizer(model))
 
     def step() -> torch.Tensor:

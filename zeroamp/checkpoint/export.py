@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from zeroamp.checkpoint.export_files import WEIGHTS
+from zeroamp.checkpoint.file_names import rank_file
 from zeroamp.checkpoint.folder import find_checkpoints, is_checkpoint
 from zeroamp.checkpoint.manifest import Manifest, check_file, read_manifest
 from zeroamp.checkpoint.reader import SafeReader
-from zeroamp.checkpoint.save import rank_file
 from zeroamp.checkpoint.state import MODEL
 from zeroamp.export import export_dtype, refuse_checkpoint
 from zeroamp.overflows import refuse_overflows

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from zeroamp.checkpoint.durable import replace_durably, sync_folder, write_durably
 from zeroamp.checkpoint.locks import locked, try_lock, unlock
 from zeroamp.checkpoint.manifest import MANIFEST, DamagedCheckpointError, Manifest, read_manifest
 from zeroamp.policies.errors import CheckpointError
@@ -143,7 +144,7 @@ class Draft:
             (self.path / _WRITER).unlink()
             sync_folder(self.path)
             target = _free_name(self.root, self.step)
-            _replace_durably(self.root / LATEST, f"{complete.serial} {target.name} {complete.parent}".encode())
+            replace_durably(self.root / LATEST, f"{complete.serial} {target.name} {complete.parent}".encode())
             self.path.rename(target)
             try:
                 sync_folder(self.root)
@@ -181,33 +182,6 @@ def open_draft(root: Path, step: int) -> Draft:
             raise
         try_lock(lock)
     return Draft(root, path, step, lock)
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Write a new file; when this returns, its content is on the disk."""
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Put the names in a folder on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _replace_durably(path: Path, content: bytes) -> None:
-    beside = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
-    try:
-        write_durably(beside, content)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
-    sync_folder(path.parent)
 
 
 def _name(step: int) -> str:

@@ -13,12 +13,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from zeroamp.agreement import Agreement
 from zeroamp.checkpoint.extra import common_extra, extra_of
+from zeroamp.checkpoint.file_names import VALUES, rank_file
 from zeroamp.checkpoint.folder import find_checkpoints, is_checkpoint, is_checkpoint_name
 from zeroamp.checkpoint.manifest import MANIFEST, DamagedCheckpointError, Manifest, check_file, read_manifest
 from zeroamp.checkpoint.optimizer_state import check_optimizer_fits, load_optimizer, optimizer_targets
 from zeroamp.checkpoint.random_state import set_random_state
 from zeroamp.checkpoint.reader import SafeReader
-from zeroamp.checkpoint.save import VALUES, rank_file
 from zeroamp.checkpoint.state import MODEL, check_model_fits, load_extra_states, model_tensors
 from zeroamp.mesh import device_of
 from zeroamp.policies.errors import CheckpointError, describe

@@ -8,9 +8,9 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
+from zeroamp.checkpoint.file_names import METADATA
 from zeroamp.policies.errors import CheckpointError, describe
 
-METADATA = ".metadata"
 _METADATA_NAMES = {
     "BytesStorageMetadata",
     "ChunkStorageMetadata",

@@ -24,20 +24,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import zeroamp
 from zeroamp.agreement import Agreement
-from zeroamp.checkpoint.folder import Draft, open_draft, sync_folder, write_durably
+from zeroamp.checkpoint.durable import sync_folder, write_durably
+from zeroamp.checkpoint.file_names import METADATA, VALUES, rank_file
+from zeroamp.checkpoint.folder import Draft, open_draft
 from zeroamp.checkpoint.manifest import FileRecord, Manifest, record_file
-from zeroamp.checkpoint.reader import METADATA
 from zeroamp.checkpoint.snapshot import Snapshot, take_snapshot
 from zeroamp.policies.errors import CheckpointError, describe
 from zeroamp.state import WrapState, agreement_of, signals_of, wrap_state
 from zeroamp.step import TrainStep
-
-VALUES = "train.pt"
-
-
-def rank_file(rank: int) -> str:
-    """Return the name of the file with what one rank has of its own."""
-    return f"rank_{rank:05d}.pt"
 
 
 @overload
@@ -199,14 +193,9 @@ class _Save:
 
     def _write_own(self) -> None:
         if not self.path.is_dir():
-            raise CheckpointError(
-                describe(
-                    str(self.path),
-                    "no such folder on this rank, though the first rank made it",
-                    "a file system that all ranks share",
-                    "Save into a folder on one.",
-                )
-            )
+            found = "no such folder on this rank, though the first rank made it"
+            valid = "a file system that all ranks share"
+            raise CheckpointError(describe(str(self.path), found, valid, "Save into a folder on one."))
         for name, content in self._own_files().items():
             write_durably(self.path / name, content)
 

@@ -1,8 +1,12 @@
-"""Replicas and shards of a stage, from the number of ranks."""
+"""Which stages go with the config and the ranks, and how many replicas and shards each has."""
+
+from collections.abc import Sequence
+from dataclasses import replace
 
 from zeroamp.mesh import mesh_shape
+from zeroamp.policies.config import refuse_inconsistent
 from zeroamp.policies.errors import ConfigError, describe
-from zeroamp.policies.policy import Policy
+from zeroamp.policies.policy import Policy, Stage
 from zeroamp.traffic_plan import Ranks
 
 
@@ -32,3 +36,25 @@ def ranks_at(policy: Policy, world_size: int, mesh: tuple[int, int] | None) -> R
             describe("zero_optimization.zero_hpz_partition_size", found, "a divisor of them", "Change one of the two.")
         )
     return Ranks(num_shards=num_shards, num_replicas=replicas[0] if replicas else None)
+
+
+def possible_stages(
+    policy: Policy, stages: Sequence[Stage], world_size: int, mesh: tuple[int, int] | None
+) -> tuple[list[tuple[Policy, Ranks]], dict[Stage, str]]:
+    """Return the policies of the stages that go with all else, each with its ranks, and why the others do not.
+
+    Raises:
+        ConfigError: the policy's own stage does not, or none does.
+    """
+    possible: list[tuple[Policy, Ranks]] = []
+    refused: dict[Stage, str] = {}
+    for stage in stages:
+        of_stage = replace(policy, stage=stage)
+        try:
+            refuse_inconsistent(of_stage)
+            possible.append((of_stage, ranks_at(of_stage, world_size, mesh)))
+        except ConfigError as error:
+            if stage == policy.stage or (stage == stages[-1] and not possible):
+                raise
+            refused[stage] = str(error)
+    return possible, refused

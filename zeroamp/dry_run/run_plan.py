@@ -1,7 +1,7 @@
 """`plan_run`: what a training run will need and take, stage by stage, before it runs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from zeroamp.dry_run.memory import memory_timeline
 from zeroamp.dry_run.network import Network
 from zeroamp.dry_run.optimizer_step import OptimizerCosts, OptimizerFactory, optimizer_costs
 from zeroamp.dry_run.plot import plot_run
-from zeroamp.dry_run.ranks import ranks_at
+from zeroamp.dry_run.ranks import possible_stages
 from zeroamp.dry_run.render import render_run, run_to_dict
 from zeroamp.dry_run.roofline import Efficiency, StepTime, step_time
 from zeroamp.dry_run.timeline import Timeline
@@ -25,8 +25,6 @@ from zeroamp.dry_run.traces import Traces
 from zeroamp.hooks import Traffic
 from zeroamp.mesh import current_device_type
 from zeroamp.plan import Plan, build_plan
-from zeroamp.policies.config import refuse_inconsistent
-from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.policy import Policy, Stage
 from zeroamp.policies.wrap import AutoWrapPolicy
 from zeroamp.traffic_plan import Ranks, plan_traffic
@@ -160,18 +158,9 @@ def plan_run(
     device_type = current_device_type()
     traces = Traces(model, seq, device_type=device_type, inputs=inputs, loss_fn=loss_fn)
     planner = _Planner(traces, batch, checkpointing, gpu, network, efficiency, optimizer)
+    possible, refused = possible_stages(policy, stages, world_size, mesh)
     planned: list[StagePlan] = []
-    refused: dict[Stage, str] = {}
-    for stage in stages:
-        of_stage = replace(policy, stage=stage)
-        try:
-            refuse_inconsistent(of_stage)
-            ranks = ranks_at(of_stage, world_size, mesh)
-        except ConfigError as error:
-            if stage == policy.stage or (stage == stages[-1] and not planned):
-                raise
-            refused[stage] = str(error)
-            continue
+    for of_stage, ranks in possible:
         example = traces.arguments(1) if policy.lower_precision_safe_modules == "auto" else ((), {})
         plan = build_plan(model, of_stage, auto_wrap_policy, example[1] or example[0] or None, device_type)
         planned.append(planner.stage(plan, ranks))

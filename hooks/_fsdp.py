@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 # The base classes of custom collectives: their setters are public, the classes are exported nowhere up to 2.15.
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -287,3 +288,14 @@ def backward_id() -> int:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call back once at the end of the backward that runs now, before what is queued after this."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether something is called at each step of an optimizer, by a hook on it or on all."""
+    everywhere = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+    return bool(everywhere or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def is_scheduled_step(step: Any) -> bool:
+    """Return whether a `step` in the place of an optimizer's own is what torch's schedulers put there, to count."""
+    return hasattr(step, "_wrapped_by_lr_sched")

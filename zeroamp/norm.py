@@ -19,6 +19,7 @@ def local_gradient(parameter: nn.Parameter) -> torch.Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
+@torch.no_grad()
 def local_sum_of_squares(parameters: Sequence[nn.Parameter], device: torch.device) -> torch.Tensor:
     """Return the sum of squares of this rank's gradient shards: 0-D, fp64, on `device`.
 
@@ -41,6 +42,7 @@ def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
+@torch.no_grad()
 def multiply_gradients(parameters: Sequence[nn.Parameter], factor: torch.Tensor) -> None:
     """Multiply all gradient shards by `factor`, 0-D fp32, on any device."""
     for device, gradients in _by_device(local_gradient(parameter) for parameter in parameters).items():

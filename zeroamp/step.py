@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from zeroamp import local_update
 from zeroamp.hooks import modules_to_run
 from zeroamp.loss_scaler import LossScaler
 from zeroamp.mesh import device_of, process_group, replicate_size
@@ -206,7 +207,7 @@ class TrainStep:
                     multiply_gradients(self._with_gradient(), factor)
             name = type(self.optimizer).__name__
             with self._recovery.noting("optimizer.step"), self._state.ranges.inside("optimizer", name):
-                self.optimizer.step()
+                local_update.step(self.optimizer)
             self.num_steps += 1
             if self.scheduler is not None:
                 self.scheduler.step()

@@ -11,6 +11,12 @@ from zeroamp.hooks import gather_in_background
 
 EVERYTHING = 10**12  # elements: more than any model here has
 PREFETCHED = 50_000_000  # elements: DeepSpeed's default
+SIZES = {
+    "stage3_max_live_parameters": 10**9,
+    "stage3_prefetch_bucket_size": PREFETCHED,
+    "reduce_bucket_size": 5 * 10**8,
+}
+"""DeepSpeed's defaults, in elements, of what is kept, fetched ahead and reduced at once; here they are 0."""
 
 
 def build(
@@ -20,6 +26,7 @@ def build(
     zero: dict[str, Any] | None = None,
     own: dict[str, Any] | None = None,
     is_gathered_in_background: bool = True,
+    steps_on_shards: bool = True,
 ) -> Engine:
     """Wrap a model. `zero` and `own` add to the blocks "zero_optimization" and "zeroamp"."""
     options = setup.options
@@ -34,7 +41,10 @@ def build(
     )
     model = zeroamp.wrap_model(setup.model(), policy)
     gather_in_background(model, enable=is_gathered_in_background and setup.device.type == "cpu")
-    train = zeroamp.TrainStep(model, setup.optimizer(model))
+    optimizer = setup.optimizer(model)
+    if not steps_on_shards:
+        optimizer.register_step_pre_hook(lambda *_: None)  # an optimizer with hooks works on DTensors
+    train = zeroamp.TrainStep(model, optimizer)
 
     def step() -> torch.Tensor:
         losses = []
@@ -52,6 +62,8 @@ ENGINES = {
     "zeroamp 1": partial(build, stage=1),
     "zeroamp 2": partial(build, stage=2),
     "zeroamp 3": partial(build, stage=3),
+    "zeroamp 2 sizes of DeepSpeed": partial(build, stage=2, zero=SIZES),
+    "zeroamp 3 sizes of DeepSpeed": partial(build, stage=3, zero=SIZES),
     "zeroamp 3 live": partial(build, stage=3, zero={"stage3_max_live_parameters": EVERYTHING}),
     "zeroamp 3 prefetch": partial(build, stage=3, zero={"stage3_prefetch_bucket_size": PREFETCHED}),
     "zeroamp 3 native": partial(build, stage=3, own={"reduce_accumulate_dtype": "native"}),
@@ -64,5 +76,6 @@ VARIANTS = {
     "zeroamp 3 no model-wide group": partial(build, stage=3, zero={"stage3_param_persistence_threshold": 0}),
     "zeroamp 3 units of two blocks": partial(build, stage=3, zero={"reduce_bucket_size": 2_000_000}),
     "zeroamp 3 gathers waited for": partial(build, stage=3, is_gathered_in_background=False),
+    "zeroamp 3 optimizer on DTensors": partial(build, stage=3, steps_on_shards=False),
 }
 """What single choices cost or save, by name only (`--engines`): one thing left out each, or one key set."""

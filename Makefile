@@ -38,7 +38,7 @@ test: $(VENV)/.installed
 # Beside DeepSpeed too where .venv has it; else its rows say that it is not installed.
 bench: export CUDA_VISIBLE_DEVICES :=
 bench: $(VENV)/.installed
-	$(TWO_RANKS) benchmarks.step_time --rounds 100 --out $(BENCH_OUT)/3.7m
+	$(TWO_RANKS) benchmarks.step_time --rounds 80 --out $(BENCH_OUT)/3.7m
 	$(TWO_RANKS) benchmarks.step_time --micro-batches 4 --rounds 30 --out $(BENCH_OUT)/3.7m-4-micro-batches
 	$(TWO_RANKS) benchmarks.step_time --model 100m --batch 1 --rounds 20 --warm-up 2 --engines "$(SHARDED)" \
 		--out $(BENCH_OUT)/100m

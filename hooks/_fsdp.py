@@ -296,6 +296,11 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(everywhere or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
-def is_scheduled_step(step: Any) -> bool:
-    """Return whether a `step` in the place of an optimizer's own is what torch's schedulers put there, to count."""
-    return hasattr(step, "_wrapped_by_lr_sched")
+def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has another `step` than its class: not what torch's schedulers put there, to count.
+
+    That it was put there by them says an attribute, which a wrapper around it has too: it wraps that of the class.
+    """
+    step = vars(optimizer).get("step")
+    is_scheduled = hasattr(step, "_wrapped_by_lr_sched") and getattr(step, "__wrapped__", None) is type(optimizer).step
+    return step is not None and not is_scheduled

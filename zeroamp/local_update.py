@@ -4,7 +4,8 @@
 AdamW on DTensors runs about a dozen operations per parameter, and each is dispatched twice: by DTensor, in Python, and
 on the shard. An update that treats every element alone does to the shards what it does to the whole, so its optimizer
 is shown the shards as plain tensors while it steps. It holds its own parameters and DTensor state before and after.
-Not others: the update of one element may need a norm, or a factor, of the whole parameter.
+Not others: the update of one element may need a norm, or a factor, of the whole parameter. And not before there is
+state, which is made on DTensors, in the first step: what an update then changes, it changes in place.
 """
 
 from collections import defaultdict
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from zeroamp.hooks import has_step_hooks, is_scheduled_step
+from zeroamp.hooks import has_own_step, has_step_hooks
 
 ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimizers whose update treats every element alone and whose state has a parameter's shape or one element. Not their
@@ -32,31 +33,41 @@ def step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def works_on_shards(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether `step` shows an optimizer plain shards.
+    """Return whether `step` would show an optimizer plain shards, with the gradients and the state that are there.
 
     Not one that somebody else sees at work: by a hook on its step, or by a step of his own (a compiled one, say).
     """
-    own_step = vars(optimizer).get("step")  # torch's schedulers put one there, which counts and calls the optimizer's
     return (
         type(optimizer) in ELEMENTWISE
-        and (own_step is None or is_scheduled_step(own_step))
+        and not has_own_step(optimizer)
         and not has_step_hooks(optimizer)
-        and not any(group["differentiable"] for group in optimizer.param_groups)
-        and all(_is_like(parameter, value) for parameter, value in _state_tensors(optimizer))
+        and all(_is_ready(group, optimizer.state) for group in optimizer.param_groups)
     )
 
 
-def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    for parameter, state in optimizer.state.items():
-        yield from ((parameter, value) for value in state.values() if isinstance(value, torch.Tensor))
+def _is_ready(group: dict[str, Any], states: dict[torch.Tensor, dict[str, Any]]) -> bool:
+    needs_state = group.get("momentum") != 0  # SGD has none without momentum
+    return not group["differentiable"] and all(
+        _is_like(parameter, parameter.grad)
+        and parameter.grad.dtype == parameter.dtype
+        and _has_state(parameter, states.get(parameter, {}), needs_state)
+        for parameter in group["params"]
+        if parameter.grad is not None
+    )
+
+
+def _has_state(parameter: torch.Tensor, state: dict[str, Any], needs_state: bool) -> bool:
+    """Whether a parameter's state is all there, and each value is sharded as it is or one plain element (a count)."""
+    if needs_state and (not state or None in state.values()):
+        return False
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return all(_is_like(parameter, value) or (value.dim() == 0 and type(value) is torch.Tensor) for value in tensors)
 
 
 def _is_like(parameter: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a value of the state is sharded as its parameter is, or is one plain element (the count of steps)."""
-    if not isinstance(parameter, DTensor):
-        return not isinstance(value, DTensor)
-    if not isinstance(value, DTensor):
-        return value.dim() == 0
+    """Whether two tensors are sharded alike, or neither is."""
+    if not isinstance(parameter, DTensor) or not isinstance(value, DTensor):
+        return isinstance(parameter, DTensor) == isinstance(value, DTensor)
     return value.device_mesh == parameter.device_mesh and value.placements == parameter.placements
 
 
@@ -67,24 +78,26 @@ def _on_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     with torch.no_grad():  # else each `to_local` is an autograd function
         shards = {parameter: _shard(parameter) for params in own_params for parameter in params}
         shown = {
-            parameter: {name: _local(value) for name, value in own_state[parameter].items()}
+            shards[parameter]: {name: _local(value) for name, value in own_state[parameter].items()}
             for parameter in shards
-            if parameter in own_state
+            if own_state.get(parameter)
         }
-    optimizer.state = defaultdict(dict, {shards[parameter]: dict(state) for parameter, state in shown.items()})
-    for group, params in zip(optimizer.param_groups, own_params, strict=True):
-        group["params"] = [shards[parameter] for parameter in params]
+    state = defaultdict(dict, {shard: dict(values) for shard, values in shown.items()})
     try:
+        optimizer.state = state
+        for group, params in zip(optimizer.param_groups, own_params, strict=True):
+            group["params"] = [shards[parameter] for parameter in params]
         yield
     finally:
-        new_state, optimizer.state = optimizer.state, own_state
+        optimizer.state = own_state
         for group, params in zip(optimizer.param_groups, own_params, strict=True):
             group["params"] = params
-        for parameter, shard in shards.items():
-            before = shown.get(parameter, {})
-            for name, value in new_state.get(shard, {}).items():
-                if name not in before or value is not before[name]:  # else it was changed in place
-                    own_state[parameter][name] = _like(parameter, value)
+    for shard, values in state.items():
+        made = [name for name, value in values.items() if value is not shown.get(shard, {}).get(name)]
+        if made:
+            raise AssertionError(f"expected {type(optimizer).__name__} to change its state in place, got new {made}")
+    # As an update of the DTensors would: autograd, and whoever caches by it, sees that they changed.
+    torch.autograd.graph.increment_version([parameter for parameter in shards if parameter.grad is not None])
 
 
 def _shard(parameter: torch.Tensor) -> torch.Tensor:
@@ -97,17 +110,3 @@ def _shard(parameter: torch.Tensor) -> torch.Tensor:
 
 def _local(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
-
-
-def _like(parameter: torch.Tensor, value: Any) -> Any:
-    """Return a value that an update made for a shard, sharded as the parameter is unless it is one element."""
-    if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor) or value.dim() == 0:
-        return value
-    return DTensor.from_local(
-        value,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

@@ -33,7 +33,7 @@ def model():
         functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
         functools.partial(size_based_auto_wrap_policy, min_num_params=10_000),
     ],
-    ids=str,
+    ids=["default", "class", "name", "set", "list", "qualified name", "ModuleWrapPolicy", "transformer", "size"],
 )
 def test_every_form_of_policy_finds_the_blocks(policy):
     assert sorted(find_units(model(), policy)) == BLOCKS

@@ -6,6 +6,7 @@
 #   TORCH_SKIP    1: use the torch that PYTHON already has instead of installing the pinned one.
 #                 By default 1 where that torch sees a GPU, else 0.
 #   RANKS         processes of `make demo`
+#   TEST_PROCESSES  files of tests at a time, each with ranks of its own; 0: one, in the process of pytest
 #   BENCH_OUT     folder of what `make bench` and `make bench-gpu` write
 PYTHON ?= python3
 VENV ?= .venv
@@ -16,6 +17,8 @@ TORCH_SKIP ?= $(shell $(PYTHON) -c 'import torch; print(int(torch.cuda.is_availa
 RANKS ?= $(shell $(PYTHON) -c 'import torch; print(torch.cuda.device_count() or 2)' 2>/dev/null || echo 2)
 
 export OMP_NUM_THREADS ?= 1
+
+TEST_PROCESSES ?= 2
 
 BENCH_OUT ?= runs/bench
 MODULE := $(BIN)/python -m
@@ -33,7 +36,7 @@ demo: $(VENV)/.installed
 	$(BIN)/zeroamp report runs/demo/run.jsonl --plot runs/demo/run.png
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 # Beside DeepSpeed too where .venv has it; else its rows say that it is not installed.
 bench: export CUDA_VISIBLE_DEVICES :=

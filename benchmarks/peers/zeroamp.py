@@ -17,6 +17,8 @@ SIZES = {
     "reduce_bucket_size": 5 * 10**8,
 }
 """DeepSpeed's defaults, in elements, of what is kept, fetched ahead and reduced at once; here they are 0."""
+MERGED = dict.fromkeys(SIZES, 4_000_000)
+"""Small units are one, and such a one stays gathered; larger ones (a block of the 100m model) are left as they are."""
 
 
 def build(
@@ -62,14 +64,16 @@ ENGINES = {
     "zeroamp 1": partial(build, stage=1),
     "zeroamp 2": partial(build, stage=2),
     "zeroamp 3": partial(build, stage=3),
-    "zeroamp 2 sizes of DeepSpeed": partial(build, stage=2, zero=SIZES),
-    "zeroamp 3 sizes of DeepSpeed": partial(build, stage=3, zero=SIZES),
+    "zeroamp 2 merged": partial(build, stage=2, zero=MERGED),
+    "zeroamp 3 merged": partial(build, stage=3, zero=MERGED),
     "zeroamp 3 live": partial(build, stage=3, zero={"stage3_max_live_parameters": EVERYTHING}),
     "zeroamp 3 prefetch": partial(build, stage=3, zero={"stage3_prefetch_bucket_size": PREFETCHED}),
     "zeroamp 3 native": partial(build, stage=3, own={"reduce_accumulate_dtype": "native"}),
 }
 
 VARIANTS = {
+    "zeroamp 2 sizes of DeepSpeed": partial(build, stage=2, zero=SIZES),
+    "zeroamp 3 sizes of DeepSpeed": partial(build, stage=3, zero=SIZES),
     "zeroamp 3 casts not shared": partial(build, stage=3, own={"share_casts": False}),
     "zeroamp 3 no recovery": partial(build, stage=3, own={"recovery": False}),
     "zeroamp 3 nothing counted or named": partial(build, stage=3, own={"count_traffic": False, "ranges": "off"}),

@@ -4,8 +4,8 @@
 AdamW on DTensors runs about a dozen operations per parameter, and each is dispatched twice: by DTensor, in Python, and
 on the shard. An update that treats every element alone does to the shards what it does to the whole, so its optimizer
 is shown the shards as plain tensors while it steps. It holds its own parameters and DTensor state before and after.
-Not others: the update of one element may need a norm, or a factor, of the whole parameter. And not before there is
-state, which is made on DTensors, in the first step: what an update then changes, it changes in place.
+Not others: the update of one element may need a norm, or a factor, of the whole parameter. And not in a step that makes
+state (the first, say), which is made on DTensors: what an update changes afterwards, it changes in place.
 """
 
 from collections import defaultdict
@@ -46,19 +46,20 @@ def works_on_shards(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _is_ready(group: dict[str, Any], states: dict[torch.Tensor, dict[str, Any]]) -> bool:
-    needs_state = group.get("momentum") != 0  # SGD has none without momentum
     return not group["differentiable"] and all(
         _is_like(parameter, parameter.grad)
         and parameter.grad.dtype == parameter.dtype
-        and _has_state(parameter, states.get(parameter, {}), needs_state)
+        and _has_state(parameter, states.get(parameter, {}), group)
         for parameter in group["params"]
         if parameter.grad is not None
     )
 
 
-def _has_state(parameter: torch.Tensor, state: dict[str, Any], needs_state: bool) -> bool:
+def _has_state(parameter: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> bool:
     """Whether a parameter's state is all there, and each value is sharded as it is or one plain element (a count)."""
-    if needs_state and (not state or None in state.values()):
+    if "momentum" not in group and not state:  # Adam and AdamW make all of it where there is nothing
+        return False
+    if group.get("momentum") and state.get("momentum_buffer") is None:  # SGD makes it where there is none
         return False
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
     return all(_is_like(parameter, value) or (value.dim() == 0 and type(value) is torch.Tensor) for value in tensors)
@@ -83,6 +84,7 @@ def _on_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             if own_state.get(parameter)
         }
     state = defaultdict(dict, {shard: dict(values) for shard, values in shown.items()})
+    updated = [parameter for parameter in shards if parameter.grad is not None]
     try:
         optimizer.state = state
         for group, params in zip(optimizer.param_groups, own_params, strict=True):
@@ -92,12 +94,12 @@ def _on_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         optimizer.state = own_state
         for group, params in zip(optimizer.param_groups, own_params, strict=True):
             group["params"] = params
+        # As an update of the DTensors would: autograd, and whoever caches by it, sees that they changed.
+        torch.autograd.graph.increment_version(updated)
     for shard, values in state.items():
         made = [name for name, value in values.items() if value is not shown.get(shard, {}).get(name)]
         if made:
             raise AssertionError(f"expected {type(optimizer).__name__} to change its state in place, got new {made}")
-    # As an update of the DTensors would: autograd, and whoever caches by it, sees that they changed.
-    torch.autograd.graph.increment_version([parameter for parameter in shards if parameter.grad is not None])
 
 
 def _shard(parameter: torch.Tensor) -> torch.Tensor:

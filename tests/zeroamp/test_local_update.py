@@ -209,7 +209,6 @@ def _with_other_values():
         (like, like),
         (like, replicated),
         (like, parameter.detach().full_tensor()),
-        (like, None),
         (replicated, like),
     ):
         parameter.grad = gradient
@@ -221,7 +220,23 @@ def _with_other_values():
 
 
 def test_what_is_sharded_or_rounded_otherwise_is_left_to_torch(ranks2):
-    assert ranks2.run(_with_other_values)[0] == [True, False, False, False, False, False]
+    assert ranks2.run(_with_other_values)[0] == [True, False, False, False, False]
+
+
+def test_a_momentum_buffer_is_made_beside_what_else_is_in_the_state(ranks2):
+    assert ranks2.run(_with_state_of_somebody_else)[0] == [False, True, ["ema", "momentum_buffer"]]
+
+
+def _with_state_of_somebody_else():
+    parameter = next(wrapped(NAME, config(3)).parameters())
+    optimizer = torch.optim.SGD([parameter], momentum=0.9)
+    optimizer.state[parameter].update(ema=torch.zeros_like(parameter), momentum_buffer=None)
+    found = []
+    for _ in range(2):
+        parameter.grad = torch.ones_like(parameter)
+        found.append(works_on_shards(optimizer))
+        step(optimizer)
+    return [*found, sorted(optimizer.state[parameter])]
 
 
 def test_state_of_what_an_optimizer_does_not_hold_is_left_alone():

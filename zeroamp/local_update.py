@@ -17,6 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks import has_own_step, has_step_hooks
+from zeroamp.local_part import local_part
 
 ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 """Optimizers whose update treats every element alone and whose state has a parameter's shape or one element. Not their
@@ -79,7 +80,7 @@ def _on_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     with torch.no_grad():  # else each `to_local` is an autograd function
         shards = {parameter: _shard(parameter) for params in own_params for parameter in params}
         shown = {
-            shards[parameter]: {name: _local(value) for name, value in own_state[parameter].items()}
+            shards[parameter]: {name: local_part(value) for name, value in own_state[parameter].items()}
             for parameter in shards
             if own_state.get(parameter)
         }
@@ -104,11 +105,7 @@ def _on_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 def _shard(parameter: torch.Tensor) -> torch.Tensor:
     """Return a plain tensor of a parameter's memory, with its gradient."""
-    shard: torch.Tensor = _local(parameter).detach()
+    shard = local_part(parameter).detach()
     if parameter.grad is not None:
-        shard.grad = _local(parameter.grad)
+        shard.grad = local_part(parameter.grad)
     return shard
-
-
-def _local(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value

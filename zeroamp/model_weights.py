@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from zeroamp.local_part import local_part
 from zeroamp.policies.errors import CheckpointError, describe
 from zeroamp.state import reshard
 
@@ -30,8 +30,7 @@ class Weight:
     @property
     def local(self) -> torch.Tensor:
         """What of it is on this rank: its shard, or all of it."""
-        tensor = self.tensor.detach()
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return local_part(self.tensor.detach())
 
 
 def find_weights(root: nn.Module) -> list[Weight]:

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+
+from zeroamp.local_part import local_part
 
 
 def local_gradient(parameter: nn.Parameter) -> torch.Tensor:
@@ -16,7 +17,7 @@ def local_gradient(parameter: nn.Parameter) -> torch.Tensor:
     gradient = parameter.grad
     if gradient is None:
         raise AssertionError("expected a parameter with a gradient, got None")
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return local_part(gradient)
 
 
 @torch.no_grad()

@@ -2,16 +2,17 @@
 
     python -m benchmarks.accumulation_error
 
-Two gloo ranks for the first table (tests/zeroamp/test_accumulation.py asserts its bounds), 2, 4 and 8 for the second.
+Two gloo ranks for the first table (its bounds are asserted in tests/zeroamp/training/test_accumulation.py), 2, 4 and 8
+for the second.
 """
 
 import torch
 import torch.distributed as dist
 from tabulate import tabulate
 
-from tests.ranks import Ranks
+from tests.processes.ranks import Ranks
 from tests.zeroamp import test_accumulation as accumulation
-from zeroamp.hooks import WireReduceScatter
+from zeroamp.hooks.collectives.reduce_scatter import WireReduceScatter
 from zeroamp.policies.accumulation import ACCUMULATE, COMPUTE, STAGES
 from zeroamp.policies.dtypes import short_name
 

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import zeroamp
 from benchmarks.fake_ranks import fake_ranks
 from benchmarks.output import add_out, emit
-from tests.models import VOCAB, Llama
+from tests.models.small import VOCAB, Llama
 
 WARM_UP = 3  # rounds
 NUM_RANKS = 8

@@ -27,7 +27,7 @@ from torch import nn
 from torch.profiler import profile
 
 import zeroamp
-from tests.ranks import Ranks
+from tests.processes.ranks import Ranks
 
 Clock = Literal["passed", "cpu"]
 Round = dict[str, dict[Clock, float]]

@@ -9,8 +9,8 @@ steps, since gloo's own thread may hold what it sent for a moment longer. Sizes 
 import torch
 from tabulate import tabulate
 
-from tests.measured import NUM_STEPS, SAMPLES, measured_step
-from tests.ranks import Ranks
+from tests.measuring.measured import NUM_STEPS, SAMPLES, measured_step
+from tests.processes.ranks import Ranks
 
 MODELS = ("llama_tied", "hf_llama", "encoder", "conv")
 EQUAL = ("parameters", "gradients", "optimizer state", "traffic")

@@ -2,7 +2,7 @@
 
     python -m benchmarks.scaling [--model examples/models/llama3-8b] [--micro-batches 1] [--out FOLDER]
 
-zeroamp's are counted: `zeroamp.traffic_plan.plan_traffic`, which `zeroamp.plan_run` reports and which equals what
+zeroamp's are counted: `zeroamp.planning.traffic.plan_traffic`, which `zeroamp.plan_run` reports and which equals what
 training counts. It gives bytes B of the unsharded tensor, padded as FSDP2 pads it, per collective. The others are
 formulae. With N ranks, a ring sends
 
@@ -42,12 +42,12 @@ from tabulate import tabulate
 
 import zeroamp
 from benchmarks.output import add_out, emit
+from zeroamp.cli.model_source import load_model
 from zeroamp.dry_run.ranks import ranks_at
-from zeroamp.groups import ParamPlan
-from zeroamp.model_source import load_model
-from zeroamp.plan import Plan
+from zeroamp.planning.groups import ParamPlan
+from zeroamp.planning.plan import Plan
+from zeroamp.planning.traffic import Ranks, padded_numel, plan_traffic
 from zeroamp.policies.policy import Stage
-from zeroamp.traffic_plan import Ranks, padded_numel, plan_traffic
 
 NUM_RANKS = tuple(2**power for power in range(1, 15))
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3)

@@ -114,7 +114,7 @@ def timed_fully_shard() -> Iterator[list[float]]:
             seconds.append(time.process_time() - begin)
 
     with ExitStack() as stack:
-        for module in ("zeroamp.shard", "zeroamp.hooks.typed_groups"):
+        for module in ("zeroamp.wrapping.shard", "zeroamp.hooks.typed_groups"):
             stack.enter_context(patch(f"{module}.fully_shard", timed))
         yield seconds
 
@@ -159,7 +159,7 @@ def main() -> None:
     add_out(parser)
     options = parser.parse_args()
     parts = ["## Import", imports(options.rounds), "## What the quick start imports beside FSDP2", shares()]
-    with fake_ranks(NUM_RANKS), patch("zeroamp.wrap.materialize"):
+    with fake_ranks(NUM_RANKS), patch("zeroamp.wrapping.wrap.materialize"):
         wrapped(2)  # what only the first model of a process does
         rows = [wrapped(num_blocks) for num_blocks in options.blocks]
     parts += ["## Wrapping", tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)]

@@ -25,7 +25,7 @@ from benchmarks.peers.engines import ENGINES, builder
 from benchmarks.peers.options import Options
 from benchmarks.peers.processes import start
 from benchmarks.peers.timing import Spread, timed
-from tests.allocated import Allocated
+from tests.measuring.allocated import Allocated
 
 MIB = 1024**2
 

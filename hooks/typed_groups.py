@@ -24,7 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.hooks import RemovableHandle
 
-from zeroamp.hooks import _fsdp
+from zeroamp.hooks._torch.dispatch import untraced
+from zeroamp.hooks._torch.fsdp import PostForward, PreForward, forward_hooks, modules_to_run
 from zeroamp.policies.errors import WrapError, describe
 
 HOLDER_NAME = "_zeroamp_group"
@@ -105,9 +106,9 @@ def _attachment_point(owners: Sequence[nn.Module], model: nn.Module) -> nn.Modul
     raise AssertionError(f"expected a module that is no container in {type(model).__name__}, got none")
 
 
-def typed_group_hooks(holder: FSDPModule) -> tuple[_fsdp.PreForward, _fsdp.PostForward]:
+def typed_group_hooks(holder: FSDPModule) -> tuple[PreForward, PostForward]:
     """Return what gathers the holder's group (a pre-hook with kwargs) and what releases it (a forward hook)."""
-    return _fsdp.forward_hooks(holder)
+    return forward_hooks(holder)
 
 
 def attach_typed_group(holder: FSDPModule, unit: Sequence[nn.Module]) -> list[RemovableHandle]:
@@ -124,19 +125,19 @@ def attach_typed_group(holder: FSDPModule, unit: Sequence[nn.Module]) -> list[Re
     return handles
 
 
-def _merged_hooks(holder: FSDPModule, unit: Sequence[nn.Module]) -> tuple[_fsdp.PreForward, _fsdp.PostForward]:
+def _merged_hooks(holder: FSDPModule, unit: Sequence[nn.Module]) -> tuple[PreForward, PostForward]:
     """Return the two hooks of every module of a merged unit, see [Note: Merged units]."""
     pre_forward, post_forward = typed_group_hooks(holder)
-    waiting = _fsdp.modules_to_run(holder)
+    waiting = modules_to_run(holder)
 
-    @_fsdp.untraced
+    @untraced
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if waiting:
             return None
         waiting.update(unit)
         return pre_forward(module, args, kwargs)
 
-    @_fsdp.untraced
+    @untraced
     def after(module: nn.Module, args: Any, output: Any) -> Any:
         if module not in waiting:
             return None

@@ -1,5 +1,7 @@
 """The one exception tree. A user's mistake is one of these; an internal slip is an AssertionError."""
 
+from collections.abc import Sequence
+
 
 class ZeroAmpError(Exception):
     """Base of everything zeroamp raises on purpose. The text says where, what was found, what is valid, what to do."""
@@ -30,5 +32,15 @@ class CheckpointError(ZeroAmpError, RuntimeError):
 
 
 def describe(where: str, found: object, valid: str, remedy: str) -> str:
-    """Build an error text of four parts: where it is, what was found, what is valid there, what to do."""
-    return f"{where}: found {found}; valid: {valid}. {remedy}"
+    """Return an error's text: the place, what is valid there, what was found, and what to do.
+
+    The four arguments are a checklist for the author. The text reads "{where} must be {valid}, but is {found}.
+    {remedy}". An error that this sentence does not fit is written out, with the same four things in it.
+    """
+    return f"{where} must be {valid}, but is {found}. {remedy}"
+
+
+def some_of(names: Sequence[str], limit: int = 8) -> str:
+    """Return the first `limit` names, joined by commas, and how many more there are."""
+    more = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")

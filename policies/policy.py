@@ -132,7 +132,7 @@ class Policy:
 
     keep_in_fp32_modules: tuple[str, ...] | Literal["auto"] = "auto"
     """Patterns of modules, parameters and buffers that are gathered, computed and kept in fp32 in every mode; see
-    `zeroamp.fp32_regions`. "auto": what transformers models say of themselves."""
+    `zeroamp.planning.fp32_regions`. "auto": what transformers models say of themselves."""
 
     buffer_dtype: torch.dtype | None = None
     """What floating-point buffers are cast to when the model is wrapped. None: they stay as they are."""

@@ -3,7 +3,7 @@ import sys
 import pytest
 import torch
 
-from tests.ranks import Ranks
+from tests.processes.ranks import Ranks
 
 
 @pytest.fixture(scope="session", autouse=True)

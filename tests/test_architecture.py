@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import zeroamp
-from tests.sources import ROOT, python_files
+from tests.measuring.sources import ROOT, python_files
 
 MAY_IMPORT = {"policies": {"policies"}, "hooks": {"policies", "hooks"}, "zeroamp": {"policies", "hooks", "zeroamp"}}
 
@@ -37,13 +37,8 @@ def test_imports_go_one_way(layer):
         assert set(_layers_imported(path)) <= MAY_IMPORT[layer], path.name
 
 
-def test_the_files_of_a_layer_are_its_own_and_those_of_its_subpackages():
-    seen = {layer: {path.relative_to(ROOT).parts[:-1] for path in python_files(layer)} for layer in MAY_IMPORT}
-    assert seen == {
-        "policies": {("policies",), ("policies", "schema")},
-        "hooks": {("hooks",)},
-        "zeroamp": {("zeroamp",), *(("zeroamp", name) for name in ("checkpoint", "deepspeed", "dry_run", "reporting"))},
-    }
+def test_links_are_not_followed_when_files_are_listed():
+    assert not [path for path in python_files("zeroamp") if path.relative_to(ROOT).parts[1] in ("policies", "hooks")]
 
 
 def test_policies_do_not_touch_torch_distributed():
@@ -52,7 +47,7 @@ def test_policies_do_not_touch_torch_distributed():
         assert "from torch.distributed" not in path.read_text(), path.name
 
 
-@pytest.mark.parametrize("name", ["zeroamp", "zeroamp.policies", "zeroamp.hooks"])
+@pytest.mark.parametrize("name", ["zeroamp", "zeroamp.policies"])
 def test_all_names_exist_are_sorted_and_documented(name):
     module = importlib.import_module(name)
     assert module.__all__ == sorted(module.__all__)
@@ -70,7 +65,7 @@ def test_the_links_are_links():
 
 
 def test_the_oracle_imports_nothing_of_ours():
-    for name in ("reference.py", "models.py", "schedules.py"):
+    for name in ("oracles/one_process.py", "oracles/learning_rates.py", "models/small.py"):
         assert "zeroamp" not in [a.split(".")[0] for a in _imports(ROOT / "tests" / name)]
 
 

@@ -14,7 +14,7 @@ from benchmarks.peers.engines import VARIANTS
 from benchmarks.peers.model import SHAPES, Decoder
 from benchmarks.peers.options import Options
 from benchmarks.peers.timing import Sample, ratios, rounds
-from tests.launch import module
+from tests.processes.launch import module
 
 CPU = torch.device("cpu")
 OPTIONS = Options(model="tiny", batch=2, length=16, rounds=2, warm_up=1)

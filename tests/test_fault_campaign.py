@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.launch import module
+from tests.processes.launch import module
 
 
 @pytest.mark.timeout(600)

@@ -8,8 +8,8 @@ from torch import nn
 
 import zeroamp
 from benchmarks.scaling import counted, of_deepspeed, of_fsdp2
-from tests.models import Llama
-from tests.training import config
+from tests.models.small import Llama
+from tests.processes.training import config
 from zeroamp.dry_run.ranks import ranks_at
 
 NUM_RANKS = 6  # pads some parameters

@@ -13,93 +13,93 @@ if TYPE_CHECKING:
     from zeroamp.checkpoint.export import export_checkpoint as export_checkpoint
     from zeroamp.checkpoint.folder import latest_checkpoint as latest_checkpoint
     from zeroamp.checkpoint.load import load_checkpoint as load_checkpoint
+    from zeroamp.checkpoint.preemption import Preemption as Preemption
     from zeroamp.checkpoint.save import save_checkpoint as save_checkpoint
     from zeroamp.deepspeed.load import DeepSpeedCheckpoint as DeepSpeedCheckpoint
     from zeroamp.deepspeed.load import load_deepspeed_checkpoint as load_deepspeed_checkpoint
-    from zeroamp.discover import SafeParameters as SafeParameters
-    from zeroamp.discover import discover_safe_parameters as discover_safe_parameters
     from zeroamp.dry_run.gpus import GPUS as GPUS
     from zeroamp.dry_run.gpus import Gpu as Gpu
     from zeroamp.dry_run.roofline import Efficiency as Efficiency
     from zeroamp.dry_run.run_plan import RunPlan as RunPlan
     from zeroamp.dry_run.run_plan import plan_run as plan_run
-    from zeroamp.errors import CheckpointError as CheckpointError
-    from zeroamp.errors import ConfigError as ConfigError
-    from zeroamp.errors import PeerError as PeerError
-    from zeroamp.errors import PrecisionError as PrecisionError
-    from zeroamp.errors import StepError as StepError
-    from zeroamp.errors import WrapError as WrapError
-    from zeroamp.errors import ZeroAmpError as ZeroAmpError
-    from zeroamp.export import export_hf as export_hf
-    from zeroamp.load_weights import load_hf as load_hf
-    from zeroamp.optimizers import optimizer_from_config as optimizer_from_config
-    from zeroamp.plan import Plan as Plan
-    from zeroamp.plan import build_plan as build_plan
+    from zeroamp.ledger.ledger import Ledger as Ledger
+    from zeroamp.ledger.ledger import explain as explain
+    from zeroamp.ledger.ledger import traffic as traffic
+    from zeroamp.ledger.verification import Verification as Verification
+    from zeroamp.planning.discover import SafeParameters as SafeParameters
+    from zeroamp.planning.discover import discover_safe_parameters as discover_safe_parameters
+    from zeroamp.planning.plan import Plan as Plan
+    from zeroamp.planning.plan import build_plan as build_plan
     from zeroamp.policies import Policy as Policy
     from zeroamp.policies import policy_from_config as policy_from_config
-    from zeroamp.preemption import Preemption as Preemption
-    from zeroamp.profiling import Profile as Profile
-    from zeroamp.profiling import profile as profile
-    from zeroamp.report import Ledger as Ledger
-    from zeroamp.report import explain as explain
-    from zeroamp.report import traffic as traffic
+    from zeroamp.policies.errors import CheckpointError as CheckpointError
+    from zeroamp.policies.errors import ConfigError as ConfigError
+    from zeroamp.policies.errors import PeerError as PeerError
+    from zeroamp.policies.errors import PrecisionError as PrecisionError
+    from zeroamp.policies.errors import StepError as StepError
+    from zeroamp.policies.errors import WrapError as WrapError
+    from zeroamp.policies.errors import ZeroAmpError as ZeroAmpError
     from zeroamp.reporting.flops import count_flops as count_flops
+    from zeroamp.reporting.profiling import Profile as Profile
+    from zeroamp.reporting.profiling import profile as profile
     from zeroamp.reporting.record import StepRecord as StepRecord
     from zeroamp.reporting.run_report import RunReport as RunReport
     from zeroamp.reporting.saved_run import SavedRun as SavedRun
     from zeroamp.reporting.saved_run import read_run as read_run
-    from zeroamp.schedulers import scheduler_from_config as scheduler_from_config
-    from zeroamp.step import TrainStep as TrainStep
-    from zeroamp.step_report import StepReport as StepReport
-    from zeroamp.verification import Verification as Verification
-    from zeroamp.wrap import register_forward_method as register_forward_method
-    from zeroamp.wrap import wrap_model as wrap_model
+    from zeroamp.training.optimizers import optimizer_from_config as optimizer_from_config
+    from zeroamp.training.report import StepReport as StepReport
+    from zeroamp.training.schedulers import scheduler_from_config as scheduler_from_config
+    from zeroamp.training.step import TrainStep as TrainStep
+    from zeroamp.weights.export import export_hf as export_hf
+    from zeroamp.weights.load import load_hf as load_hf
+    from zeroamp.wrapping.wrap import register_forward_method as register_forward_method
+    from zeroamp.wrapping.wrap import wrap_model as wrap_model
 
 _HOMES = {
-    "CheckpointError": "zeroamp.errors",
-    "ConfigError": "zeroamp.errors",
+    "CheckpointError": "zeroamp.policies.errors",
+    "ConfigError": "zeroamp.policies.errors",
     "DeepSpeedCheckpoint": "zeroamp.deepspeed.load",
     "Efficiency": "zeroamp.dry_run.roofline",
     "GPUS": "zeroamp.dry_run.gpus",
     "Gpu": "zeroamp.dry_run.gpus",
-    "Ledger": "zeroamp.report",
-    "PeerError": "zeroamp.errors",
-    "Plan": "zeroamp.plan",
+    "Ledger": "zeroamp.ledger.ledger",
+    "PeerError": "zeroamp.policies.errors",
+    "Plan": "zeroamp.planning.plan",
     "Policy": "zeroamp.policies",
-    "PrecisionError": "zeroamp.errors",
-    "Preemption": "zeroamp.preemption",
-    "Profile": "zeroamp.profiling",
+    "PrecisionError": "zeroamp.policies.errors",
+    "Preemption": "zeroamp.checkpoint.preemption",
+    "Profile": "zeroamp.reporting.profiling",
     "RunPlan": "zeroamp.dry_run.run_plan",
     "RunReport": "zeroamp.reporting.run_report",
-    "SafeParameters": "zeroamp.discover",
+    "SafeParameters": "zeroamp.planning.discover",
     "SavedRun": "zeroamp.reporting.saved_run",
-    "StepError": "zeroamp.errors",
+    "StepError": "zeroamp.policies.errors",
     "StepRecord": "zeroamp.reporting.record",
-    "StepReport": "zeroamp.step_report",
-    "TrainStep": "zeroamp.step",
-    "Verification": "zeroamp.verification",
-    "WrapError": "zeroamp.errors",
-    "ZeroAmpError": "zeroamp.errors",
-    "build_plan": "zeroamp.plan",
+    "StepReport": "zeroamp.training.report",
+    "TrainStep": "zeroamp.training.step",
+    "Verification": "zeroamp.ledger.verification",
+    "WrapError": "zeroamp.policies.errors",
+    "ZeroAmpError": "zeroamp.policies.errors",
+    "build_plan": "zeroamp.planning.plan",
     "count_flops": "zeroamp.reporting.flops",
-    "discover_safe_parameters": "zeroamp.discover",
-    "explain": "zeroamp.report",
+    "discover_safe_parameters": "zeroamp.planning.discover",
+    "explain": "zeroamp.ledger.ledger",
     "export_checkpoint": "zeroamp.checkpoint.export",
-    "export_hf": "zeroamp.export",
+    "export_hf": "zeroamp.weights.export",
     "latest_checkpoint": "zeroamp.checkpoint.folder",
     "load_checkpoint": "zeroamp.checkpoint.load",
     "load_deepspeed_checkpoint": "zeroamp.deepspeed.load",
-    "load_hf": "zeroamp.load_weights",
-    "optimizer_from_config": "zeroamp.optimizers",
+    "load_hf": "zeroamp.weights.load",
+    "optimizer_from_config": "zeroamp.training.optimizers",
     "plan_run": "zeroamp.dry_run.run_plan",
     "policy_from_config": "zeroamp.policies",
-    "profile": "zeroamp.profiling",
+    "profile": "zeroamp.reporting.profiling",
     "read_run": "zeroamp.reporting.saved_run",
-    "register_forward_method": "zeroamp.wrap",
+    "register_forward_method": "zeroamp.wrapping.wrap",
     "save_checkpoint": "zeroamp.checkpoint.save",
-    "scheduler_from_config": "zeroamp.schedulers",
-    "traffic": "zeroamp.report",
-    "wrap_model": "zeroamp.wrap",
+    "scheduler_from_config": "zeroamp.training.schedulers",
+    "traffic": "zeroamp.ledger.ledger",
+    "wrap_model": "zeroamp.wrapping.wrap",
 }
 """Public name -> the module that defines it."""
 

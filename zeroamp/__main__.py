@@ -6,7 +6,7 @@ import sys
 def main() -> None:
     """Run the command line; without typer, say what to install, exit code 1."""
     try:
-        from zeroamp.cli import app
+        from zeroamp.cli.app import app
     except ModuleNotFoundError as error:
         if error.name != "typer":
             raise

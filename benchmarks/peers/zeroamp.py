@@ -7,7 +7,7 @@ import torch
 
 import zeroamp
 from benchmarks.peers.engine import Engine, Setup, mean
-from zeroamp.hooks import gather_in_background
+from zeroamp.hooks._torch.fsdp import gather_in_background
 
 EVERYTHING = 10**12  # elements: more than any model here has
 PREFETCHED = 50_000_000  # elements: DeepSpeed's default

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 
 import zeroamp
-from tests.launch import ROOT
-from tests.models import batch, build, loss_of
+from tests.models.small import batch, build, loss_of
+from tests.processes.launch import ROOT
 
 CONFIGS = sorted((ROOT / "examples" / "configs").glob("*.json"))
 NAME = "llama_tied"

@@ -2,7 +2,7 @@
 
 import re
 
-from tests.launch import ROOT, torchrun
+from tests.processes.launch import ROOT, torchrun
 
 
 def test_the_quick_start_of_the_readme_is_the_example_verbatim():

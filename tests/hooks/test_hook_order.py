@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from zeroamp.hooks import WireReduceScatter
+from zeroamp.hooks.collectives.reduce_scatter import WireReduceScatter
 
 
 def _seen(module):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.models import Llama
+from tests.models.small import Llama
 from zeroamp import ConfigError, policy_from_config
 from zeroamp.policies.config import refuse_inconsistent
 from zeroamp.policies.policy import NO_OFFLOAD, Offload

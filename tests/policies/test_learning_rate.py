@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tests import schedules
+from tests.oracles import learning_rates
 from zeroamp.policies import learning_rate
 from zeroamp.policies.schema import SCHEDULER_PARAMS
 
@@ -12,10 +12,10 @@ INITIAL = 0.3
 CYCLE = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-2}
 
 ORACLES = {
-    "WarmupLR": schedules.warmup_lr,
-    "WarmupDecayLR": schedules.warmup_decay_lr,
-    "WarmupCosineLR": schedules.warmup_cosine_lr,
-    "LRRangeTest": schedules.lr_range_test,
+    "WarmupLR": learning_rates.warmup_lr,
+    "WarmupDecayLR": learning_rates.warmup_decay_lr,
+    "WarmupCosineLR": learning_rates.warmup_cosine_lr,
+    "LRRangeTest": learning_rates.lr_range_test,
 }
 # Our keys, and what the oracle calls them.
 WARMUP = [
@@ -104,7 +104,7 @@ def curve(name, params):
 
 @pytest.mark.parametrize(("name", "params", "oracle"), WARMUP + RANGE_TEST, ids=str)
 def test_every_step_has_the_learning_rate_of_deepspeed(name, params, oracle):
-    expected = schedules.take(ORACLES[name](INITIAL, **oracle))
+    expected = learning_rates.take(ORACLES[name](INITIAL, **oracle))
     assert [curve(name, params).lr(step, INITIAL) for step in range(1000)] == expected
     assert len(set(expected)) > (1 if params.get("warmup_num_steps") == 1 else 20), "the curve moves"
 
@@ -113,7 +113,7 @@ def test_every_step_has_the_learning_rate_of_deepspeed(name, params, oracle):
 def test_every_step_of_one_cycle_has_the_learning_rate_of_deepspeed(shape):
     params = {KEYS[key]: value for key, value in shape.items() if key != "rate"}
     cycle = curve("OneCycle", {**CYCLE, **params, "decay_lr_rate": shape.get("rate", 0.0)})
-    expected = schedules.take(schedules.one_cycle(1e-4, 1e-2, **shape))
+    expected = learning_rates.take(learning_rates.one_cycle(1e-4, 1e-2, **shape))
     assert [cycle.lr(step, INITIAL) for step in range(1000)] == expected
 
 
@@ -122,7 +122,7 @@ def test_every_step_of_one_cycle_has_the_momentum_of_deepspeed(shape):
     params = {KEYS[key]: value for key, value in shape.items() if key != "rate"}
     momenta = {"cycle_min_mom": 0.7, "cycle_max_mom": 0.95, "decay_mom_rate": shape.get("rate", 0.0)}
     cycle = curve("OneCycle", {**CYCLE, **params, **momenta})
-    expected = schedules.take(schedules.one_cycle_momentum(0.7, 0.95, **shape))
+    expected = learning_rates.take(learning_rates.one_cycle_momentum(0.7, 0.95, **shape))
     assert [cycle.momentum(step) for step in range(1000)] == expected
 
 

@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from tests.launch import ROOT
+from tests.processes.launch import ROOT
 from zeroamp import ConfigError, policy_from_config
 from zeroamp.policies.schema import SAME, Config, Honoured, Native, Unsupported, iter_keys
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from tests.models import Block, ConvNet, Encoder, HfLlama, Llama
+from tests.models.small import Block, ConvNet, Encoder, HfLlama, Llama
 from zeroamp import ConfigError, WrapError
 from zeroamp.policies import find_units
 from zeroamp.policies.policy import LeafModules
@@ -28,7 +28,7 @@ def model():
         "Block",
         {Block},
         ["Block"],
-        "tests.models.Block",
+        "tests.models.small.Block",
         ModuleWrapPolicy({Block}),
         functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
         functools.partial(size_based_auto_wrap_policy, min_num_params=10_000),
@@ -103,7 +103,7 @@ def test_other_forms_are_refused(policy):
     "leaf",
     [
         LeafModules(classes=("RMSNorm",)),
-        LeafModules(classes=("tests.models.RMSNorm",)),
+        LeafModules(classes=("tests.models.small.RMSNorm",)),
         LeafModules(name_suffixes=("norm1", "norm2", "norm")),
         LeafModules(names=("norm",), name_suffixes=("norm1", "norm2")),
     ],

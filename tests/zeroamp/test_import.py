@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import zeroamp
-from tests.sources import ROOT
+from tests.measuring.sources import ROOT
 
 HEAVY = [
     *("torch._dynamo", "torch._inductor", "torch.distributed.checkpoint", "torch.utils.tensorboard", "sympy"),
@@ -62,7 +62,7 @@ def test_dir_lists_all_public_names():
 
 
 def test_a_name_is_the_one_of_the_module_that_defines_it():
-    from zeroamp.wrap import wrap_model
+    from zeroamp.wrapping.wrap import wrap_model
 
     assert zeroamp.wrap_model is wrap_model
 

@@ -4,26 +4,59 @@ import json
 import logging
 import os
 import shutil
+import tempfile
 import uuid
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from zeroamp.checkpoint.export_files import WEIGHTS
-from zeroamp.checkpoint.file_names import rank_file
+from zeroamp.checkpoint.files import rank_file
 from zeroamp.checkpoint.folder import find_checkpoints, is_checkpoint
 from zeroamp.checkpoint.manifest import Manifest, check_file, read_manifest
 from zeroamp.checkpoint.reader import SafeReader
 from zeroamp.checkpoint.state import MODEL
-from zeroamp.export import export_dtype, refuse_checkpoint
-from zeroamp.overflows import refuse_overflows
 from zeroamp.policies import policy_from_config
 from zeroamp.policies.errors import CheckpointError, describe
-from zeroamp.weight_files import TensorSpec, plan_files, publish, safetensors_torch, write_files, write_index
+from zeroamp.weights.dtype_range import refuse_overflows
+from zeroamp.weights.export import export_dtype, refuse_checkpoint, save_config
+from zeroamp.weights.files import TensorSpec, plan_files, publish, safetensors_torch, write_files, write_index
+from zeroamp.weights.model_weights import find_weights
+
+WEIGHTS = "weights.json"
+
+
+def export_files(root: nn.Module) -> dict[str, bytes]:
+    """Return small files by name.
+
+    `weights.json` says for each of the model's tensors what the checkpoint calls it, under which names it is written,
+    and whether it is a parameter. It is missing where the model's state holds more than parameters and buffers, so that
+    safetensors could not hold the model.
+    """
+    try:
+        weights = find_weights(root)
+    except CheckpointError:
+        return {}
+    if any(name.rpartition(".")[2] == "_extra_state" for weight in weights for name in weight.names):
+        return {}
+    saved_as: dict[int, str] = {}  # a buffer that modules share is in the checkpoint once
+    names = [
+        {
+            "saved": saved_as.setdefault(id(weight.tensor), weight.names[0]),
+            "written": list(weight.written_names),
+            "is_parameter": weight.is_parameter,
+        }
+        for weight in weights
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        save_config(root, Path(folder), torch.float32)
+        config = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+    return {**config, WEIGHTS: json.dumps(names, indent=1).encode()}
+
 
 logger = logging.getLogger("zeroamp")
 

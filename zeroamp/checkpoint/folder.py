@@ -20,10 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from zeroamp.checkpoint.durable import replace_durably, sync_folder, write_durably
+from zeroamp.checkpoint.files import replace_durably, sync_folder, write_durably
 from zeroamp.checkpoint.locks import locked, try_lock, unlock
-from zeroamp.checkpoint.manifest import MANIFEST, DamagedCheckpointError, Manifest, read_manifest
+from zeroamp.checkpoint.manifest import DamagedCheckpointError, Manifest, read_manifest
 from zeroamp.policies.errors import CheckpointError
+from zeroamp.weights.files import MANIFEST
 
 logger = logging.getLogger("zeroamp")
 

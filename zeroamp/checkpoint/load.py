@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,20 +12,61 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from zeroamp.agreement import Agreement
-from zeroamp.checkpoint.extra import common_extra, extra_of
-from zeroamp.checkpoint.file_names import VALUES, rank_file
+from zeroamp.checkpoint.files import VALUES, rank_file
 from zeroamp.checkpoint.folder import find_checkpoints, is_checkpoint, is_checkpoint_name
-from zeroamp.checkpoint.manifest import MANIFEST, DamagedCheckpointError, Manifest, check_file, read_manifest
+from zeroamp.checkpoint.manifest import DamagedCheckpointError, Manifest, check_file, read_manifest
 from zeroamp.checkpoint.optimizer_state import check_optimizer_fits, load_optimizer, optimizer_targets
 from zeroamp.checkpoint.random_state import set_random_state
 from zeroamp.checkpoint.reader import SafeReader
 from zeroamp.checkpoint.state import MODEL, check_model_fits, load_extra_states, model_tensors
-from zeroamp.mesh import device_of
+from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import CheckpointError, describe
-from zeroamp.state import WrapState, agreement_of, reshard, wrap_state
-from zeroamp.step import TrainStep
-from zeroamp.step_checks import StatefulScheduler
+from zeroamp.training.checks import StatefulScheduler
+from zeroamp.training.step import TrainStep
+from zeroamp.weights.files import MANIFEST
+from zeroamp.wrapping.rank_group import Agreement
+from zeroamp.wrapping.state import WrapState, agreement_of, reshard, wrap_state
+
+
+def extra_of(rank: int, saved_by: int, read: Callable[[int], Any], where: str) -> Any:
+    """Return what the chosen `rank` saved, of the `saved_by` ranks that did.
+
+    Raises:
+        CheckpointError: there was no such rank.
+    """
+    if not 0 <= rank < saved_by:
+        raise CheckpointError(describe("extra_rank", rank, f"0 to {saved_by - 1}, the ranks of {where}", "Change it."))
+    return read(rank)
+
+
+def common_extra(num_ranks: int, saved_by: int, read: Callable[[int], Any], where: str) -> Any:
+    """Return what all `saved_by` ranks saved alike, for `num_ranks` ranks that load it.
+
+    Raises:
+        CheckpointError: it was not the same.
+    """
+    first, *others = map(read, range(saved_by))
+    if not all(_equal(first, other) for other in others):
+        raise CheckpointError(
+            describe(
+                f"{where}, extra",
+                f"values that differ between the {saved_by} ranks that saved it",
+                f"the same on all, for {num_ranks} ranks",
+                "Choose one with extra_rank, or save what does not depend on the rank.",
+            )
+        )
+    return first
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)
+
 
 logger = logging.getLogger("zeroamp")
 

@@ -10,8 +10,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
 from zeroamp.policies.errors import CheckpointError, describe
+from zeroamp.weights.files import MANIFEST
 
-MANIFEST = "zeroamp.json"
 FORMAT = 1
 _DIGEST = "sha256"
 

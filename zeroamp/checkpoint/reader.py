@@ -8,7 +8,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from zeroamp.checkpoint.file_names import METADATA
+from zeroamp.checkpoint.files import METADATA
 from zeroamp.policies.errors import CheckpointError, describe
 
 _METADATA_NAMES = {

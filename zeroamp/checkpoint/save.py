@@ -23,15 +23,14 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import zeroamp
-from zeroamp.agreement import Agreement
-from zeroamp.checkpoint.durable import sync_folder, write_durably
-from zeroamp.checkpoint.file_names import METADATA, VALUES, rank_file
+from zeroamp.checkpoint.files import METADATA, VALUES, rank_file, sync_folder, write_durably
 from zeroamp.checkpoint.folder import Draft, open_draft
 from zeroamp.checkpoint.manifest import FileRecord, Manifest, record_file
 from zeroamp.checkpoint.snapshot import Snapshot, take_snapshot
 from zeroamp.policies.errors import CheckpointError, describe
-from zeroamp.state import WrapState, agreement_of, signals_of, wrap_state
-from zeroamp.step import TrainStep
+from zeroamp.training.step import TrainStep
+from zeroamp.wrapping.rank_group import Agreement
+from zeroamp.wrapping.state import WrapState, agreement_of, signals_of, wrap_state
 
 
 @overload

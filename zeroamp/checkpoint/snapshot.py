@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from zeroamp.agreement import Agreement
-from zeroamp.checkpoint.export_files import export_files
+from zeroamp.checkpoint.export import export_files
 from zeroamp.checkpoint.optimizer_state import OPTIMIZER, optimizer_state
 from zeroamp.checkpoint.random_state import random_state
 from zeroamp.checkpoint.state import extra_states, model_tensors
-from zeroamp.mesh import device_of
+from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import CheckpointError, describe
-from zeroamp.state import WrapState, reshard
-from zeroamp.step import TrainStep
-from zeroamp.step_checks import Scheduler, StatefulScheduler
+from zeroamp.training.checks import Scheduler, StatefulScheduler
+from zeroamp.training.step import TrainStep
+from zeroamp.wrapping.rank_group import Agreement
+from zeroamp.wrapping.state import WrapState, reshard
 
 
 @dataclass(slots=True)

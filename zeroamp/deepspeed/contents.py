@@ -17,8 +17,8 @@ from zeroamp.deepspeed.layout import (
     whole,
 )
 from zeroamp.deepspeed.moments import Moments, read_moments
-from zeroamp.model_weights import file_name
 from zeroamp.policies.errors import CheckpointError, describe
+from zeroamp.weights.model_weights import file_name
 
 _ENGINE_KEYS = frozenset(
     (

@@ -14,10 +14,10 @@ from zeroamp.deepspeed.files import find_files
 from zeroamp.deepspeed.layout import StoredTensor
 from zeroamp.deepspeed.shards import fill, sources_of
 from zeroamp.deepspeed.training import Training, plan_training
-from zeroamp.model_weights import find_weights
 from zeroamp.policies.errors import CheckpointError, describe
-from zeroamp.state import WrapState, agreement_of, wrap_state
-from zeroamp.step import TrainStep
+from zeroamp.training.step import TrainStep
+from zeroamp.weights.model_weights import find_weights
+from zeroamp.wrapping.state import WrapState, agreement_of, wrap_state
 
 logger = logging.getLogger("zeroamp")
 

@@ -8,8 +8,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from zeroamp.deepspeed.contents import Contents
 from zeroamp.deepspeed.layout import StoredTensor, whole
-from zeroamp.model_weights import Weight
 from zeroamp.policies.errors import CheckpointError, describe
+from zeroamp.weights.model_weights import Weight
 
 _NUM_NAMES = 8  # that an error lists of each kind
 

@@ -12,10 +12,10 @@ from zeroamp.deepspeed.files import CONVERT
 from zeroamp.deepspeed.layout import StoredTensor
 from zeroamp.deepspeed.moments import Moments
 from zeroamp.deepspeed.shards import fill, find
-from zeroamp.model_weights import Weight
 from zeroamp.policies.errors import CheckpointError, describe
-from zeroamp.schedulers import CurveLR
-from zeroamp.step import TrainStep
+from zeroamp.training.schedulers import CurveLR
+from zeroamp.training.step import TrainStep
+from zeroamp.weights.model_weights import Weight
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")

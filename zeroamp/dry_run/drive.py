@@ -1,7 +1,7 @@
 """Lets a traced micro-batch drive the replay of FSDP2's schedule."""
 
 from zeroamp.dry_run.events import Mark
-from zeroamp.schedule import Replay
+from zeroamp.planning.replay import Replay
 
 MAX_MICRO_BATCHES = 3
 """Of a longer window the first, one from the middle and the last are replayed: those in between are alike."""

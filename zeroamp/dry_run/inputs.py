@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroamp.example_inputs import example_arguments
+from zeroamp.planning.example_inputs import example_arguments
 from zeroamp.policies.errors import ConfigError, describe
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

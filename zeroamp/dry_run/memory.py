@@ -6,7 +6,7 @@ Per group, in bytes of the group's parameters padded to the ranks that shard (`p
 * a gather: the shard cast to the gather dtype (where that is not the stored one) until it is sent; the flat gathered
   buffer; and the unsharded parameters that are copied out of it. In the forward the flat buffer stays until the next
   gather of the forward was waited for, or the forward has ended; in the backward, and on CPUs (where gathers run in the
-  background, see `hooks/_fsdp.py`), it goes at once.
+  background, see `hooks/_torch`), it goes at once.
 * a reduction: the flat input in the wire dtype, while the raw gradients are still there; then these go, and the output
   is allocated, of the dtype that sums: it is the gradient shard, where it is fp32. The input stays until as many
   reductions have begun after it as inputs may be in flight (one by default), or the last backward of the window has
@@ -29,11 +29,12 @@ from zeroamp.dry_run.events import UNSHARDED_GRADIENTS, Change, Event, GradientR
 from zeroamp.dry_run.optimizer_step import OptimizerCosts
 from zeroamp.dry_run.timeline import HOST_KINDS, Timeline, TimelineWriter
 from zeroamp.dry_run.trace import Trace
-from zeroamp.groups import GroupPlan
-from zeroamp.plan import Plan
+from zeroamp.planning.groups import GroupPlan
+from zeroamp.planning.plan import Plan
+from zeroamp.planning.replay import Replay
+from zeroamp.planning.schedule import Schedule
+from zeroamp.planning.traffic import Ranks, group_collectives, padded_numel, replica_dtype
 from zeroamp.policies.accumulation import sharded_accumulation, unsharded_accumulation
-from zeroamp.schedule import Replay, Schedule
-from zeroamp.traffic_plan import Ranks, group_collectives, padded_numel, replica_dtype
 
 
 def memory_timeline(

@@ -14,7 +14,7 @@ Latency is not in it: with thousands of ranks and small groups it adds to every 
 
 from dataclasses import dataclass
 
-from zeroamp.hooks.traffic import Collective
+from zeroamp.hooks.collectives.traffic import Collective
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

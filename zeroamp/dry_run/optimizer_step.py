@@ -9,11 +9,11 @@ from torch import nn
 
 from zeroamp.dry_run.events import Change, Op
 from zeroamp.dry_run.recorder import MemoryRecorder
-from zeroamp.hooks._fsdp import FakeTensorMode
-from zeroamp.hooks.stand_ins import preserved_rng
-from zeroamp.optimizers import optimizer_from_config
-from zeroamp.plan import Plan
-from zeroamp.traffic_plan import Ranks, padded_numel
+from zeroamp.hooks._torch.dispatch import FakeTensorMode
+from zeroamp.hooks.tracing.fake_run import preserved_rng
+from zeroamp.planning.plan import Plan
+from zeroamp.planning.traffic import Ranks, padded_numel
+from zeroamp.training.optimizers import optimizer_from_config
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zeroamp.mesh import mesh_shape
+from zeroamp.planning.mesh import mesh_shape
+from zeroamp.planning.traffic import Ranks
 from zeroamp.policies.config import refuse_inconsistent
 from zeroamp.policies.errors import ConfigError, describe
 from zeroamp.policies.policy import Policy, Stage
-from zeroamp.traffic_plan import Ranks
 
 
 def ranks_at(policy: Policy, world_size: int, mesh: tuple[int, int] | None) -> Ranks:

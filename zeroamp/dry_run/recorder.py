@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from zeroamp.dry_run.events import ACTIVATIONS, UNSHARDED_GRADIENTS, Change, Event, GradientReady, Mark, Op, Point
-from zeroamp.hooks._fsdp import TorchDispatchMode, is_view_op, storage_key
+from zeroamp.hooks._torch.dispatch import TorchDispatchMode, is_view_op, storage_key
 
 _ATTENTION_FOR_CPU = "_scaled_dot_product_flash_attention_for_cpu"  # torch's counter knows the accelerators' only
 

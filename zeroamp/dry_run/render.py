@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from zeroamp.dry_run.timeline import KINDS, PHASES, Timeline
-from zeroamp.ledger_rows import ledger_rows
+from zeroamp.ledger.rows import ledger_rows
+from zeroamp.ledger.tables import Row, fold, render
 from zeroamp.policies.dtypes import short_name
-from zeroamp.tables import Row, fold, render
 
 if TYPE_CHECKING:
     from zeroamp.dry_run.run_plan import RunPlan, StagePlan

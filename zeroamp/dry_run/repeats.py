@@ -17,7 +17,7 @@ from torch import nn
 from zeroamp.dry_run.events import Change, Event, GradientReady, Mark, Point
 from zeroamp.dry_run.inputs import Arguments
 from zeroamp.dry_run.trace import LossFunction, Trace, trace
-from zeroamp.plan import Plan
+from zeroamp.planning.plan import Plan
 
 NUM_KEPT = 4
 

@@ -24,10 +24,11 @@ from zeroamp.dry_run.drive import MAX_MICRO_BATCHES, drive
 from zeroamp.dry_run.events import Event, Mark, Op
 from zeroamp.dry_run.gpus import Gpu
 from zeroamp.dry_run.network import Network
-from zeroamp.groups import GroupPlan
-from zeroamp.plan import Plan
-from zeroamp.schedule import Replay, Schedule
-from zeroamp.traffic_plan import GroupCollective, Ranks, group_collectives
+from zeroamp.planning.groups import GroupPlan
+from zeroamp.planning.plan import Plan
+from zeroamp.planning.replay import Replay
+from zeroamp.planning.schedule import Schedule
+from zeroamp.planning.traffic import GroupCollective, Ranks, group_collectives
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,12 +22,12 @@ from zeroamp.dry_run.roofline import Efficiency, StepTime, step_time
 from zeroamp.dry_run.timeline import Timeline
 from zeroamp.dry_run.trace import LossFunction
 from zeroamp.dry_run.traces import Traces
-from zeroamp.hooks import Traffic
-from zeroamp.mesh import current_device_type
-from zeroamp.plan import Plan, build_plan
+from zeroamp.hooks.collectives.traffic import Traffic
+from zeroamp.planning.mesh import current_device_type
+from zeroamp.planning.plan import Plan, build_plan
+from zeroamp.planning.traffic import Ranks, plan_traffic
 from zeroamp.policies.policy import Policy, Stage
 from zeroamp.policies.wrap import AutoWrapPolicy
-from zeroamp.traffic_plan import Ranks, plan_traffic
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,10 +23,10 @@ from zeroamp.dry_run.events import Event
 from zeroamp.dry_run.inputs import Arguments, sequences_are_not_packed
 from zeroamp.dry_run.recorder import MemoryRecorder
 from zeroamp.dry_run.unit_marks import UnitMarks
-from zeroamp.hooks import tensors_in
-from zeroamp.hooks._fsdp import FakeTensorMode, storage_key, tree_map
-from zeroamp.hooks.stand_ins import StandIns, preserved_rng, standing_in
-from zeroamp.plan import Plan
+from zeroamp.hooks._torch.dispatch import FakeTensorMode, storage_key, tree_map
+from zeroamp.hooks.tracing.fake_run import StandIns, preserved_rng, standing_in
+from zeroamp.hooks.tracing.safe_parameters import tensors_in
+from zeroamp.planning.plan import Plan
 from zeroamp.policies.errors import ConfigError, describe
 
 LossFunction = Callable[[Any], torch.Tensor]

@@ -6,7 +6,7 @@ from torch import nn
 from zeroamp.dry_run.inputs import Arguments, InputFactory, arguments_for
 from zeroamp.dry_run.repeats import trace_by_few
 from zeroamp.dry_run.trace import LossFunction, Trace
-from zeroamp.plan import Plan
+from zeroamp.planning.plan import Plan
 from zeroamp.policies.errors import ConfigError, ZeroAmpError, describe
 
 

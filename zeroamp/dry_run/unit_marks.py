@@ -9,11 +9,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from zeroamp.cast_sharing import share_casts
 from zeroamp.dry_run.recorder import MemoryRecorder
-from zeroamp.hooks import Fp32Region, tensors_in
-from zeroamp.hooks._fsdp import tree_map
-from zeroamp.plan import Plan
+from zeroamp.hooks._torch.dispatch import tree_map
+from zeroamp.hooks.precision.fp32_regions import Fp32Region
+from zeroamp.hooks.tracing.safe_parameters import tensors_in
+from zeroamp.planning.plan import Plan
+from zeroamp.wrapping.attach import share_casts
 
 
 class UnitMarks:

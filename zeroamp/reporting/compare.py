@@ -6,10 +6,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from zeroamp.picture import new_figure, save_figure
+from zeroamp.ledger.tables import TableStyle, render
+from zeroamp.reporting.picture import new_figure, save_figure
 from zeroamp.reporting.record import StepRecord
 from zeroamp.reporting.saved_run import SavedRun
-from zeroamp.tables import TableStyle, render
 
 NUM_WARM_UP = 1
 """Steps that are left out of medians where there are more: the first one allocates."""

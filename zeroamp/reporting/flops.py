@@ -5,8 +5,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from zeroamp.example_inputs import example_arguments
-from zeroamp.hooks import flops_of_run
+from zeroamp.hooks.tracing.model_flops import flops_of_run
+from zeroamp.planning.example_inputs import example_arguments
 from zeroamp.policies.errors import WrapError, describe
 
 

@@ -4,15 +4,15 @@ import logging
 import weakref
 from typing import TYPE_CHECKING
 
-from zeroamp.mesh import is_first_rank
+from zeroamp.planning.mesh import is_first_rank
 from zeroamp.policies.policy import Policy
 from zeroamp.reporting.record import StepRecord
 from zeroamp.reporting.recorder import Recorder, Sink, recorder_of
 from zeroamp.reporting.writers import CsvWriter, TensorBoardWriter, WandbWriter, Writers
-from zeroamp.state import signals_of, wrap_state
+from zeroamp.wrapping.state import signals_of, wrap_state
 
 if TYPE_CHECKING:
-    from zeroamp.step import TrainStep
+    from zeroamp.training.step import TrainStep
 
 logger = logging.getLogger("zeroamp")
 

@@ -41,7 +41,7 @@ class StepRecord:
     backward_s: float
     """Without exposed communication."""
     exposed_communication_s: float
-    """Inside the other three, see [Note: Exposed communication] in hooks/communication_watch.py."""
+    """Inside the other three, see [Note: Exposed communication] in hooks/observers/communication.py."""
     optimizer_s: float
     """Norm and its sum over ranks (24 bytes), clipping, update, schedule; without exposed communication."""
 

@@ -16,15 +16,16 @@ from typing import Any
 
 import torch
 
-from zeroamp.hooks import TrainingForwards, tensors_in
-from zeroamp.hooks.traffic import Collective
-from zeroamp.mesh import device_of
+from zeroamp.hooks.collectives.traffic import Collective
+from zeroamp.hooks.observers.training_forwards import TrainingForwards
+from zeroamp.hooks.tracing.safe_parameters import tensors_in
+from zeroamp.planning.mesh import device_of
 from zeroamp.policies.dtypes import short_name
 from zeroamp.reporting.clock import StepClock
 from zeroamp.reporting.record import GIB, StepRecord
-from zeroamp.state import WrapState
-from zeroamp.step_report import StepReport
-from zeroamp.step_watchers import Phase, StepWatchers
+from zeroamp.training.callbacks import Phase, StepWatchers
+from zeroamp.training.report import StepReport
+from zeroamp.wrapping.state import WrapState
 
 _TOKEN_DTYPES = (torch.int32, torch.int64)
 Sink = Callable[[StepRecord], None]

@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from zeroamp.mesh import device_of, shard_size
+from zeroamp.planning.mesh import device_of, shard_size
 from zeroamp.policies.errors import StepError, describe
 from zeroamp.reporting.progress import ProgressLine
 from zeroamp.reporting.record import StepRecord
 from zeroamp.reporting.recorder import Figures, recorder_among, recorder_of
 from zeroamp.reporting.run_warnings import RunWarnings
 from zeroamp.reporting.writers import JsonlWriter, Writers
-from zeroamp.state import WrapState, signals_of, wrap_state
-from zeroamp.step_watchers import StepWatchers
+from zeroamp.training.callbacks import StepWatchers
 from zeroamp.version import __version__
+from zeroamp.wrapping.state import WrapState, signals_of, wrap_state
 
 if TYPE_CHECKING:
-    from zeroamp.step import TrainStep
+    from zeroamp.training.step import TrainStep
 
 FORMAT = 1
 """Of the file. Readers take lines and fields that they do not know for new ones."""

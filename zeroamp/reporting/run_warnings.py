@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from zeroamp.plan import Plan
+from zeroamp.planning.plan import Plan
 from zeroamp.reporting.record import GIB, StepRecord
 
 logger = logging.getLogger("zeroamp")

@@ -5,6 +5,7 @@ import importlib
 import json
 import logging
 import os
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
@@ -14,6 +15,18 @@ from typing import Any, Protocol, TextIO, runtime_checkable
 from zeroamp.policies.errors import ConfigError, describe
 from zeroamp.policies.schema.instruments import FileMonitorBlock, WandbBlock
 from zeroamp.reporting.record import StepRecord
+
+
+def check_folder(folder: Path) -> None:
+    """Write into the folder, or into the nearest one above that is there, and leave nothing behind.
+
+    Raises:
+        OSError: as writing into the folder, which is made then, would.
+    """
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    with tempfile.TemporaryDirectory(dir=nearest):
+        pass
+
 
 logger = logging.getLogger("zeroamp")
 

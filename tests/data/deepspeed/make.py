@@ -22,7 +22,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import save_file
 
-from tests.deepspeed_model import batch, build, param_groups
+from tests.models.deepspeed import batch, build, param_groups
 
 HERE = Path(__file__).parent
 NUM_STEPS = 3

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 import zeroamp
-from tests.models import batch, loss_of
-from tests.training import config, full_parameters, same_bits, wrapped
+from tests.models.small import batch, loss_of
+from tests.processes.training import config, full_parameters, same_bits, wrapped
 from zeroamp.checkpoint import save as save_module
 
 NAME = "llama_tied"

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.checkpoint_files import record_again, rewrite_manifest
-from tests.checkpoint_training import Case, Training, error_of, logged
+from tests.processes.checkpoint_training import Case, Training, error_of, logged
+from tests.zeroamp.checkpoint.checkpoint_files import record_again, rewrite_manifest
 from zeroamp.checkpoint.reader import SafeReader
 from zeroamp.policies.errors import CheckpointError
 

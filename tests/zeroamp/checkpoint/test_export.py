@@ -9,10 +9,10 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 import zeroamp
-from tests.models import batch, loss_of
-from tests.storage_peak import StoragePeak
-from tests.training import config, wrapped
-from zeroamp.cli import app
+from tests.measuring.storage_peak import StoragePeak
+from tests.models.small import batch, loss_of
+from tests.processes.training import config, wrapped
+from zeroamp.cli.app import app
 
 pytest.importorskip("safetensors", reason="the files are safetensors")
 

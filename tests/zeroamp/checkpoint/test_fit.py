@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.checkpoint_training import Case, Small, Training, differences, error_of
+from tests.processes.checkpoint_training import Case, Small, Training, differences, error_of
 
 FP16 = {"dtype": "float16"}
 

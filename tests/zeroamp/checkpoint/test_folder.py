@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint_files import manifest, rewrite_manifest
+from tests.zeroamp.checkpoint.checkpoint_files import manifest, rewrite_manifest
 from zeroamp import latest_checkpoint
 from zeroamp.checkpoint.folder import find_checkpoints, is_checkpoint, open_draft
-from zeroamp.checkpoint.manifest import MANIFEST, read_manifest
+from zeroamp.checkpoint.manifest import read_manifest
 from zeroamp.policies.errors import CheckpointError
+from zeroamp.weights.files import MANIFEST
 
 
 class Killed(BaseException):

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from tests.checkpoint_training import Case, Training, differences, error_of
+from tests.processes.checkpoint_training import Case, Training, differences, error_of
 
 
 class Momentum(torch.optim.Optimizer):

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import zeroamp
-from tests.checkpoint_training import Case, Training, differences, error_of, full, group_of, logged
+from tests.processes.checkpoint_training import Case, Training, differences, error_of, full, group_of, logged
 
 
 def _save(folder, case):

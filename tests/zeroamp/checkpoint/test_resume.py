@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 import zeroamp
-from tests import reference
-from tests.checkpoint_training import Case, Training, differences
-from tests.models import batch, loss_of
-from tests.training import config, full_parameters, same_bits, wrapped
+from tests.models.small import batch, loss_of
+from tests.oracles import one_process
+from tests.processes.checkpoint_training import Case, Training, differences
+from tests.processes.training import config, full_parameters, same_bits, wrapped
 from zeroamp.checkpoint import save
 
 DYNAMIC = {"dtype": "float16", "fp16": {"initial_scale_power": 12, "loss_scale_window": 3, "hysteresis": 2}}
@@ -134,7 +134,7 @@ def _two_parts(folder, stage):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_two_parts_are_what_one_process_does_in_one_go(ranks2, tmp_path, stage):
-    losses, _, parameters = reference.train("llama_tied", world_size=2, num_steps=4, clip=0.5)
+    losses, _, parameters = one_process.train("llama_tied", world_size=2, num_steps=4, clip=0.5)
     for rank, (our_losses, our_parameters, num_steps) in enumerate(ranks2.run(_two_parts, str(tmp_path), stage)):
         assert our_losses == [ranks[rank] for ranks in losses]
         assert same_bits(our_parameters, parameters) == []

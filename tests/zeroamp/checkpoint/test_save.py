@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import zeroamp
-from tests.checkpoint_training import Case, Training, differences, error_of
+from tests.processes.checkpoint_training import Case, Training, differences, error_of
 from zeroamp.checkpoint import save
 from zeroamp.checkpoint.manifest import read_manifest
 

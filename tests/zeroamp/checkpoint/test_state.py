@@ -9,8 +9,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 import zeroamp
-from tests.checkpoint_training import Case, Small, Training, differences, error_of, logged
-from tests.training import config, full_parameters
+from tests.processes.checkpoint_training import Case, Small, Training, differences, error_of, logged
+from tests.processes.training import config, full_parameters
 
 BLOCK = ("norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight")
 NAMES = {

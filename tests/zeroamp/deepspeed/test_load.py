@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroamp
-from tests.deepspeed_model import WIDTH, batch, build, param_groups
-from tests.ranks import RankError, Ranks
-from tests.training import full_parameters
+from tests.models.deepspeed import WIDTH, batch, build, param_groups
+from tests.processes.ranks import RankError, Ranks
+from tests.processes.training import full_parameters
 from tests.zeroamp.deepspeed.cases import CASES, DATA, expected, facts
 
 DTYPES = {"autocast": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 import zeroamp
-from tests.deepspeed_model import batch, build, param_groups
-from tests.ranks import RankError
-from tests.training import full_parameters
+from tests.models.deepspeed import batch, build, param_groups
+from tests.processes.ranks import RankError
+from tests.processes.training import full_parameters
 from tests.zeroamp.deepspeed.cases import DATA, TRAINED, expected, facts
 from zeroamp.deepspeed.files import read_file
 

@@ -5,7 +5,7 @@ import sys
 import torch
 from torch import nn
 
-from tests.models import hf_llama_config
+from tests.models.small import hf_llama_config
 from zeroamp.dry_run.inputs import arguments_for, sequences_are_not_packed
 
 

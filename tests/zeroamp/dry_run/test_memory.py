@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.measured import measured_step
-from zeroamp.hooks import has_reduction_options
+from tests.measuring.measured import measured_step
+from zeroamp.hooks._torch.fsdp import has_reduction_options
 
 LOSS_AND_NORM = 64
 """Bytes: the scalars that the last step's report holds, which are not predicted."""

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import zeroamp
-from tests.models import Block, Llama, hf_llama_config
-from tests.training import config
+from tests.models.small import Block, Llama, hf_llama_config
+from tests.processes.training import config
 from zeroamp.dry_run.inputs import arguments_for
 from zeroamp.dry_run.repeats import find_repeats, trace_by_few
 from zeroamp.dry_run.trace import trace

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 import zeroamp
-from tests.models import Llama, Moe, hf_llama_config
-from tests.training import config
+from tests.models.small import Llama, Moe, hf_llama_config
+from tests.processes.training import config
 from zeroamp.dry_run.roofline import step_time
 from zeroamp.dry_run.timeline import KINDS
-from zeroamp.traffic_plan import Ranks, plan_traffic
+from zeroamp.planning.traffic import Ranks, plan_traffic
 
 TOKENS = 12
 FULL = dataclasses.replace(zeroamp.GPUS["h100"], memory_gb=1e-6)

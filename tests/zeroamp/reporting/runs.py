@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 import zeroamp
-from tests.models import batch, loss_of
-from tests.training import wrapped
+from tests.models.small import batch, loss_of
+from tests.processes.training import wrapped
 
 NAME = "llama_tied"
 

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 import zeroamp
 from tests.zeroamp.reporting.records import record, write_run
-from zeroamp.cli import app
-from zeroamp.picture import check_picture
+from zeroamp.cli.app import app
+from zeroamp.reporting.picture import check_picture
 from zeroamp.reporting.saved_run import read_run
 
 

@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import zeroamp
-from tests.models import VOCAB, WIDTH, batch, build
+from tests.models.small import VOCAB, WIDTH, batch, build
 
 
 def test_a_linear_is_three_products_or_two_where_its_input_needs_no_gradient():

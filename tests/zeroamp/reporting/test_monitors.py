@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import zeroamp
-from tests.ranks import RankError
-from tests.training import config, wrapped
+from tests.processes.ranks import RankError
+from tests.processes.training import config, wrapped
 from tests.zeroamp.reporting.records import record
 from tests.zeroamp.reporting.runs import NAME, log_lines, take_steps, train_step
 from zeroamp.policies.schema.instruments import FileMonitorBlock, WandbBlock
@@ -172,7 +172,7 @@ def test_a_verification_starts_no_monitor(ranks2, tmp_path):
 
 
 def _verified(folder):
-    from tests.models import batch
+    from tests.models.small import batch
 
     model = wrapped("llama_tied", config(3, csv_monitor={"enabled": True, "output_path": folder}))
     return bool(zeroamp.explain(model).verify(model, batch("llama_tied", 0)))

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 import zeroamp
-from tests.models import batch, loss_of
-from tests.ranks import RankError
-from tests.training import config, full_parameters, same_bits, wrapped
+from tests.models.small import batch, loss_of
+from tests.processes.ranks import RankError
+from tests.processes.training import config, full_parameters, same_bits, wrapped
 from tests.zeroamp.reporting.runs import NAME, log_lines, take_steps, train_step
 from zeroamp.reporting.recorder import Recorder
 
@@ -186,7 +186,7 @@ def _around_other_forwards(path):
 
 
 def _first_group(root):
-    from zeroamp.hooks._fsdp import communication_methods
+    from zeroamp.hooks._torch.fsdp import communication_methods
 
     return next(communication_methods(root))[0]
 

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 import zeroamp
-from tests.models import batch, build, loss_of
-from tests.training import config, wrapped
+from tests.models.small import batch, build, loss_of
+from tests.processes.training import config, wrapped
 from tests.zeroamp.reporting.runs import NAME, log_lines, take_steps, train_step
-from zeroamp.hooks._fsdp import communication_methods
+from zeroamp.hooks._torch.fsdp import communication_methods
 
 DOCS = Path(__file__).parents[3] / "docs" / "instruments.md"
 

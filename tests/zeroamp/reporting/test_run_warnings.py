@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroamp
-from tests.models import batch, loss_of
-from tests.training import config, policy
+from tests.models.small import batch, loss_of
+from tests.processes.training import config, policy
 from tests.zeroamp.reporting.records import record
 from tests.zeroamp.reporting.runs import NAME, log_lines, take_steps, train_step
 from zeroamp.reporting.run_report import _RankCheck

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import zeroamp
-from tests.training import config, wrapped
+from tests.processes.training import config, wrapped
 from tests.zeroamp.reporting.records import record, write_run
 from tests.zeroamp.reporting.runs import NAME, take_steps
 

@@ -1,0 +1,197 @@
+"""The private names of FSDP2, and those that differ by version.
+
+Checked on torch 2.11.0, 2.13.0 and 2.15.0; `tests/hooks/_torch/test_private_names.py` fails when one is gone.
+"""
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+# The base classes of custom collectives: their setters are public, the classes are exported nowhere up to 2.15.
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+__all__ = [
+    "AllGather",
+    "COMMUNICATION",
+    "END_OF_BACKWARD",
+    "FORWARD_HOOKS",
+    "PostForward",
+    "PreForward",
+    "ReduceScatter",
+    "all_gather",
+    "communication_methods",
+    "complete_accumulation",
+    "forward_hooks",
+    "gather_in_background",
+    "groups_of",
+    "has_reduction_options",
+    "keep_reduction_inputs",
+    "modules_to_run",
+    "reduce_scatter",
+    "release",
+    "separate_reductions",
+    "timeout_of",
+    "units_of",
+    "unsharded_sums",
+    "zero_fill_unused",
+]
+
+
+FORWARD_HOOKS = ("_pre_forward", "_post_forward")
+"""Methods of `FSDPState` that gather a group before a forward and release it after."""
+
+COMMUNICATION = ("unshard", "wait_for_unshard", "post_backward")  # of FSDPParamGroup: gather, wait, reduce
+
+END_OF_BACKWARD = "_root_post_backward_final_callback"  # of FSDPState: waits for the last reductions
+
+PreForward = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+"""A forward pre-hook with kwargs."""
+
+PostForward = Callable[[nn.Module, Any, Any], Any]
+"""A forward hook."""
+
+
+def forward_hooks(module: FSDPModule) -> tuple[PreForward, PostForward]:
+    """Return the two hooks by which FSDP2 gathers and releases the parameters of `module`'s own group."""
+    state = module._get_fsdp_state()
+    pre_forward, post_forward = (getattr(state, name) for name in FORWARD_HOOKS)
+    return pre_forward, post_forward
+
+
+def modules_to_run(module: FSDPModule) -> set[nn.Module]:
+    """Return the set in which FSDP2 keeps which modules of a group of several have yet to run in this forward.
+
+    Newer versions finish, at the end of the root's forward, the states whose set is not empty by then. On 2.11 it must
+    be cleared after a backward that is not the last of a window: of a group of which only some modules were recomputed
+    there, the next forward would take the first module for a later one.
+    """
+    waiting: set[nn.Module] = module._get_fsdp_state()._modules_to_run_forward
+    return waiting
+
+
+def release(module: FSDPModule) -> None:
+    """Put the sharded parameters of `module`'s own group back, whatever the last forward left of it.
+
+    `FSDPModule.reshard` would leave a gather that was started ahead and never waited for, which a later forward would
+    take for current; and it does nothing for a group of several modules of which a forward ran only some.
+    """
+    modules_to_run(module).clear()
+    for group in groups_of(module._get_fsdp_state()):
+        group.wait_for_unshard()
+        group._to_sharded()
+
+
+def communication_methods(root: nn.Module) -> Iterator[tuple[Any, str]]:
+    """Yield (object, name) of the methods in which collectives start or are waited for; FSDP2 looks them up by name."""
+    for state in (unit._get_fsdp_state() for unit in units_of(root)):
+        yield from ((group, name) for group in groups_of(state) for name in COMMUNICATION)
+        yield state, END_OF_BACKWARD
+
+
+def unsharded_sums(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """Yield (sharded parameter, its unsharded gradient) for those that have one between two micro-batches."""
+    for group in groups_of(unit._get_fsdp_state()):
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                # In the dtype of accumulation; where that is the parameter's, autograd's own gradient is the sum.
+                total = parameter.unsharded_accumulated_grad
+                total = parameter._unsharded_param.grad if total is None else total
+                if total is not None:
+                    yield parameter.sharded_param, total
+
+
+def units_of(root: nn.Module) -> Iterator[FSDPModule]:
+    """Yield the modules that carry FSDP2's state, holders included, in the order of the module tree."""
+    return (module for module in root.modules() if isinstance(module, FSDPModule))
+
+
+def groups_of(state: Any) -> list[Any]:
+    # A list since 2.12, one or None before.
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def reduce_scatter(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, op: Any) -> None:
+    """Run the backend's reduce-scatter of one flat tensor, by the name that this torch version does not deprecate."""
+    collective = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    collective(output, input, op=op, group=group)
+
+
+def all_gather(
+    output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool
+) -> dist.Work | None:
+    """Run the backend's all-gather of one flat tensor, by the name that this torch version does not deprecate."""
+    collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: dist.Work | None = collective(output, input, group=group, async_op=async_op)
+    return work
+
+
+def zero_fill_unused(root: FSDPModule) -> bool:
+    """Let parameters without a gradient take part in the reduction as zeros; return whether this torch can (2.13+)."""
+    enable = getattr(root, "set_reduce_scatter_unused_params", None)
+    if enable is not None:
+        enable(True)
+    return enable is not None
+
+
+def gather_in_background(root: FSDPModule, *, enable: bool = True) -> None:
+    """Let a group's gather run on while the CPU computes, until its unit needs it: for devices that have no streams.
+
+    Without it, a gather that FSDP2 starts ahead of a unit's backward is waited for at once.
+    """
+    root._set_unshard_async_op(enable)
+
+
+def has_reduction_options() -> bool:
+    """Return whether this torch (2.13+) can do the next two."""
+    return hasattr(FSDPModule, "set_separate_reduce_scatter_group")
+
+
+def keep_reduction_inputs(root: FSDPModule, num_inputs: int) -> None:
+    """Let so many flat inputs of reductions be in flight. 1 is FSDP2's default, on versions that know no other too."""
+    if num_inputs > 1:
+        root.set_reduce_scatter_max_input_buffers(num_inputs)
+
+
+def separate_reductions(root: FSDPModule, timeout: timedelta) -> None:
+    """Give reductions a process group of their own. A collective call.
+
+    FSDP2 would make it with the default timeout, so it is made here: FSDP2 takes one that is there.
+    """
+    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+    for unit in units_of(cast(nn.Module, root)):
+        for group in groups_of(unit._get_fsdp_state()):
+            ranks = tuple(dist.get_process_group_ranks(group.mesh_info.shard_process_group))
+            if ranks not in made:
+                made[ranks] = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
+            group.mesh_info.reduce_scatter_process_group = made[ranks]
+    root.set_separate_reduce_scatter_group()
+
+
+def complete_accumulation(unit: FSDPModule) -> None:
+    """Before the reducing backward of a window: zeros for parameters that no earlier micro-batch of it used.
+
+    Up to 2.14, FSDP2 refuses a reduction in which some gradients were accumulated (in the reduce dtype) and some were
+    first computed in the last micro-batch (in the parameter's dtype). From 2.15 on it promotes them itself, and the
+    accumulated gradient cannot be set.
+    """
+    for group in groups_of(unit._get_fsdp_state()):
+        parameters = [p for p in group.fsdp_params if p.sharded_param.requires_grad and hasattr(p, "_unsharded_param")]
+        accumulated = [p.unsharded_accumulated_grad for p in parameters]
+        dtype = next((gradient.dtype for gradient in accumulated if gradient is not None), None)
+        if dtype is None or isinstance(getattr(type(parameters[0]), "unsharded_accumulated_grad", None), property):
+            continue
+        for parameter, gradient in zip(parameters, accumulated, strict=True):
+            if gradient is None:
+                parameter.unsharded_accumulated_grad = torch.zeros_like(parameter.unsharded_param, dtype=dtype)
+
+
+def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta:
+    """Return how long the collectives of a group wait; a group made without a timeout would not take it over."""
+    timeout: timedelta = group._get_backend(torch.device(device_type)).options._timeout
+    return timeout

@@ -1,0 +1,20 @@
+"""The private names of torch's optimizers."""
+
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether something is called at each step of an optimizer, by a hook on it or on all."""
+    everywhere = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+    return bool(everywhere or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has another `step` than its class: not what torch's schedulers put there, to count.
+
+    That it was put there by them says an attribute, which a wrapper around it has too: it wraps that of the class.
+    """
+    step = vars(optimizer).get("step")
+    is_scheduled = hasattr(step, "_wrapped_by_lr_sched") and getattr(step, "__wrapped__", None) is type(optimizer).step
+    return step is not None and not is_scheduled

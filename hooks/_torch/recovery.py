@@ -1,0 +1,59 @@
+"""The private names of FSDP2 that only recovery needs: what a forward or backward that raised left behind."""
+
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from zeroamp.hooks._torch.fsdp import groups_of, release, units_of
+
+
+def abandon(root: FSDPModule) -> None:
+    """Forget a forward or backward that raised midway: the next forward starts as if it had not been.
+
+    Shards are back in place, and unsharded gradients are dropped. Newer versions bring most of it themselves.
+    """
+    units = list(units_of(cast(nn.Module, root)))
+    groups = [group for unit in units for group in groups_of(unit._get_fsdp_state())]
+    state: Any = root._get_fsdp_state()
+    if not state._state_ctx.all_states:  # before the first forward there is nothing to forget, and no streams either
+        return
+    for group in groups:
+        _drop_gather(group)
+    for unit in units:
+        release(unit)
+    if hasattr(state, "_reset_iter_state"):  # from 2.13 on
+        state._reset_iter_state()
+    else:
+        _reset_iteration(state)
+    for parameter in (parameter for group in groups for parameter in group.fsdp_params):
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+            if "unsharded_accumulated_grad" in vars(parameter):  # up to 2.14
+                parameter.unsharded_accumulated_grad = None
+
+
+def _drop_gather(group: Any) -> None:
+    """Wait for a gather that was started, and drop it: copying it out would need the memory that there was none of."""
+    result, group._all_gather_result = group._all_gather_result, None
+    if result is None:
+        return
+    if result.all_gather_event is not None:
+        group.device_handle.current_stream().wait_event(result.all_gather_event)
+    if isinstance(result.all_gather_work, dist.Work):
+        result.all_gather_work.wait()
+
+
+def _reset_iteration(state: Any) -> None:
+    state._comm_ctx.all_gather_state = state._comm_ctx.reduce_scatter_state = None
+    state._comm_ctx.post_forward_order.clear()
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+    for inner in state._state_ctx.all_states:
+        idle = type(inner._training_state).IDLE
+        inner._training_state = idle
+        for group in groups_of(inner):
+            group._training_state = idle
+            group._post_forward_indices.clear()
+            group._partial_reduce_output = group._all_reduce_state = group._post_reduce_event = None

@@ -1,0 +1,1 @@
+"""What looks on while a model trains. Observers return their input unchanged."""

@@ -1,0 +1,145 @@
+"""Observers of the dtypes that really occur, for `Ledger.verify`. On during a verification only, never in training.
+
+Each returns what it was given unchanged: hooks return None, and the dispatch mode the op's own result. (The mode
+itself changes last bits, as every dispatch mode does, and disables compilation.)
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from zeroamp.hooks._torch.dispatch import TorchDispatchMode, storage_key
+from zeroamp.policies.dtypes import short_name
+
+
+class Observations:
+    """Which dtypes were seen, by parameter and boundary (a column of the ledger)."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, dict[str, dict[str, str]]] = {}
+        """FQN -> boundary -> short name of a dtype -> where it was seen first."""
+
+    def see(self, fqn: str, boundary: str, dtype: torch.dtype, where: str) -> None:
+        """Note one dtype."""
+        self.seen.setdefault(fqn, {}).setdefault(boundary, {}).setdefault(short_name(dtype), where)
+
+
+class OpObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes in which dtype each op ran that consumed a parameter, itself or a view, cast or copy of it.
+
+    That dtype is what the op's floating-point inputs promote to. Casts and copies are followed, not noted: autocast's
+    own cast of a parameter that was gathered in fp32 is one.
+    """
+
+    _MOVES = frozenset({"_to_copy", "cat", "clone", "index", "index_select", "stack"})
+
+    def __init__(self, observations: Observations) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._observations = observations
+        self._names: dict[int, frozenset[str]] = {}  # by storage: views share it
+        self._copies: list[torch.UntypedStorage] = []  # held, so that no other storage gets the key of a copy
+
+    def follow(self, fqn: str, parameter: torch.Tensor) -> None:
+        """Note what consumes `parameter` from now on."""
+        self._names[storage_key(parameter)] = frozenset({fqn})
+
+    def forget(self) -> None:
+        """Follow nothing any more."""
+        self._names.clear()
+        self._copies.clear()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the op, look at its tensors, and return its result unchanged."""
+        result = func(*args, **(kwargs or {}))
+        inputs = list(_plain_tensors((args, kwargs or {})))
+        consumed = [key for key in map(storage_key, inputs) if key in self._names]
+        if consumed:
+            self._look(func, inputs, consumed, list(_plain_tensors(result)))
+        return result
+
+    def _look(self, func: Any, inputs: list[torch.Tensor], consumed: list[int], outputs: list[torch.Tensor]) -> None:
+        fresh = [tensor for tensor in outputs if storage_key(tensor) not in self._names]
+        if not fresh:
+            return  # a view, or a write into a gathered parameter's own storage
+        names = frozenset[str]().union(*(self._names[key] for key in consumed))
+        op = str(getattr(func, "overloadpacket", func))
+        if op.rpartition(".")[2] in self._MOVES:
+            for tensor in fresh:
+                self._names[storage_key(tensor)] = names
+                self._copies.append(tensor.untyped_storage())
+            return
+        dtypes = [tensor.dtype for tensor in inputs if tensor.dtype.is_floating_point]
+        dtype = dtypes[0] if dtypes else inputs[0].dtype
+        for other in dtypes[1:]:
+            dtype = torch.promote_types(dtype, other)
+        for name in names:
+            self._observations.see(name, "compute", dtype, op)
+
+
+class UnitObserver:
+    """Notes each parameter's dtype when its unit runs, and of its raw gradient; tells `ops` to follow it."""
+
+    def __init__(self, observations: Observations, ops: OpObserver, sums_in: torch.dtype | None) -> None:
+        """Take the dtype of unsharded sums over micro-batches; None where there are none.
+
+        From torch 2.15 on, FSDP2 lets autograd cast a gradient to it, before any hook: that is no raw gradient.
+        """
+        self._observations = observations
+        self._ops = ops
+        self._sums_in = sums_in
+        self._watched: dict[nn.Parameter, RemovableHandle] = {}
+
+    def attach(self, root: nn.Module, units: Mapping[str, Iterable[str]]) -> list[RemovableHandle]:
+        """Register on modules; `units` maps the FQN of a module to those of the parameters to look at when it runs.
+
+        After FSDP2's own hooks and those of the holders, which gather. Returns the handles.
+        """
+
+        def observer(module_fqn: str, fqns: tuple[str, ...]) -> RemovableHandle:
+            def look(_module: nn.Module, _args: Any) -> None:
+                for fqn in fqns:
+                    self._look(fqn, root.get_parameter(fqn), module_fqn or "the root")
+
+            return root.get_submodule(module_fqn).register_forward_pre_hook(look)
+
+        return [observer(module_fqn, tuple(fqns)) for module_fqn, fqns in units.items()]
+
+    def detach(self) -> None:
+        """Remove the hooks on gathered parameters."""
+        for handle in self._watched.values():
+            handle.remove()
+        self._watched.clear()
+
+    def _look(self, fqn: str, parameter: nn.Parameter, unit: str) -> None:
+        if isinstance(parameter, DTensor):
+            return  # not gathered: a module of a merged unit after the last of them ran
+        self._observations.see(fqn, "gather", parameter.dtype, f"the forward of {unit}")
+        self._ops.follow(fqn, parameter)
+        if parameter.requires_grad and parameter not in self._watched:
+            self._watched[parameter] = self._watch_gradient(fqn, parameter)
+
+    def _watch_gradient(self, fqn: str, parameter: nn.Parameter) -> RemovableHandle:
+        def look(gradient: torch.Tensor) -> None:
+            is_cast = self._sums_in is not None and parameter.grad_dtype == self._sums_in != parameter.dtype
+            if not is_cast:
+                self._observations.see(fqn, "gradient", gradient.dtype, "backward")
+
+        return parameter.register_hook(look)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _plain_tensors(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in an op's arguments or results, but for those that have no storage of their own."""
+    if isinstance(value, torch.Tensor):
+        if not isinstance(value, DTensor) and value.layout == torch.strided:
+            yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _plain_tensors(item)
+    elif isinstance(value, dict):
+        yield from _plain_tensors(list(value.values()))

@@ -1,0 +1,1 @@
+"""In which precision modules run: autocast, fp32 regions, shared casts."""

@@ -1,0 +1,1 @@
+"""Runs of a model on fake tensors, and what they show of its parameters."""

@@ -1,0 +1,116 @@
+"""Runs a model once on stand-ins of its tensors and records what it does with its parameters."""
+
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroamp.hooks._torch.dispatch import FakeTensorMode
+from zeroamp.hooks.tracing.fake_run import StandIns, preserved_rng, standing_in
+from zeroamp.hooks.tracing.safe_parameters import UseRecorder, tensors_in
+
+
+def record_run(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    device_type: str,
+    fake: bool,
+    low: Collection[str] = (),
+) -> UseRecorder:
+    """Run forward and backward once under `torch.autocast(device_type, dtype)` and return what was recorded.
+
+    The model is left as it was: parameters, buffers, gradients, attributes, random states, autocast's cache. In the
+    run its tensors are on `device_type`, wherever they are now: without memory (`fake`), or as copies. Parameters
+    named in `low` are in `dtype` there, as if they had been gathered so.
+
+    Without a usable device, fake tensors can run a forward of "cuda" but no backward; the record says so.
+    """
+    recorder = UseRecorder(dtype, model)
+    parameters = dict(model.named_parameters())
+    low_ids = {id(parameters[name]) for name in low}
+
+    def make(tensor: torch.Tensor) -> torch.Tensor:
+        return stand_in(tensor, dtype if id(tensor) in low_ids else tensor.dtype, device_type, fake)
+
+    with run_context(device_type, fake=fake), standing_in(model, stand_ins := StandIns(make)):
+        for name, parameter in parameters.items():
+            recorder.add(name, parameter, stand_ins.of(parameter))
+        args, kwargs = stand_ins.of(tuple(args)), stand_ins.of(dict(kwargs))
+        with recorder.attached():
+            with _autocast(device_type, dtype):
+                outputs = model(*args, **kwargs)
+            recorder.note_outputs(outputs)
+            if can_run_backward(device_type):
+                _run_backward(recorder, outputs)
+    return recorder
+
+
+def can_run_backward(device_type: str) -> bool:
+    """Return whether autograd's engine runs on a device type here: it wants the device itself."""
+    return device_type == "cpu" or bool(torch.get_device_module(device_type).is_available())
+
+
+def _run_backward(recorder: UseRecorder, outputs: Any) -> None:
+    roots = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+    if roots:
+        recorder.has_run_backward = True
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+
+
+def stand_in(tensor: torch.Tensor, dtype: torch.dtype, device_type: str, fake: bool) -> torch.Tensor:
+    """Return an empty tensor, or a copy, of `tensor`'s shape on a device type."""
+    if fake:
+        copied = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=device_type)
+    else:
+        copied = tensor.detach().to(device_type, dtype, copy=True)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(copied, requires_grad=tensor.requires_grad)
+    return copied.requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def run_context(device_type: str, *, fake: bool) -> Iterator[None]:
+    """Run what is inside as training would, with no trace in random states; on fake tensors if asked."""
+    with ExitStack() as stack:
+        stack.enter_context(preserved_rng(device_type))
+        # Training is what is asked about, also where the caller is in `no_grad`: this enables gradients again.
+        stack.enter_context(torch.inference_mode(False))
+        # Compiled modules run eagerly under a dispatch mode, but with fullgraph=True torch 2.13 and 2.15 raise instead.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if fake:
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        yield
+
+
+@contextmanager
+def _autocast(device_type: str, dtype: torch.dtype) -> Iterator[None]:
+    """Enter autocast, for a device type that is not there as well; leave no entry in autocast's cache.
+
+    `torch.autocast` clears the cache when the outermost region ends, which may be the caller's. It disables itself for
+    CUDA without a device: then the state is set by hand, and a region that the model opens is an error.
+    """
+    try:
+        if can_run_backward(device_type):
+            with torch.autocast(device_type, dtype=dtype):
+                yield
+            return
+        before = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+        torch.set_autocast_enabled(device_type, True)
+        torch.set_autocast_dtype(device_type, dtype)
+        torch.autocast_increment_nesting()
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", "User provided device_type of 'cuda', but CUDA is not available")
+                yield
+        finally:
+            torch.autocast_decrement_nesting()
+            torch.set_autocast_enabled(device_type, before[0])
+            torch.set_autocast_dtype(device_type, before[1])
+    finally:
+        torch.clear_autocast_cache()

@@ -1,0 +1,194 @@
+"""Watches the dispatcher while a model runs, and notes which parameters it only ever casts to a low dtype.
+
+Autocast casts above the dispatch key at which a `TorchDispatchMode` listens. So each cast shows up there as
+`aten._to_copy(parameter, dtype=low)`, before the op that wanted it and for composite ops too. A parameter is *safe*
+when nothing reads its values but such casts: gathered in the low dtype, it lets the same program compute the same bits.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from zeroamp.hooks._torch.dispatch import StorageWeakRef, TorchDispatchMode, is_view_op, run_op, storage_of
+from zeroamp.hooks.tracing.dtype_reads import DtypeReads
+from zeroamp.hooks.tracing.parameter_record import ParameterRecord
+
+_MOVES = frozenset({"clone", "cat", "stack", "slice_backward", "select_backward"})
+"""Ops that copy values unchanged, among zeros at most: rounding before one is rounding after it, so the readers of the
+copy decide."""
+
+_FACTORIES = frozenset(
+    {f"{kind}_like" for kind in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")}
+    | {f"new_{kind}" for kind in ("empty", "empty_strided", "zeros", "ones", "full")}
+)
+"""Ops that read a tensor's shape and dtype, not its values."""
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in lists, tuples, mappings and dataclasses, at any depth."""
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, item.name) for item in fields(value)]
+    elif not isinstance(value, list | tuple):
+        return
+    for item in value:
+        yield from tensors_in(item)
+
+
+class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes every use of the parameters that were added to it. Returns what the ops return, unchanged."""
+
+    def __init__(self, dtype: torch.dtype, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.records: dict[str, ParameterRecord] = {}
+        self.modules_called: set[str] = set()
+        # The ops that compute, each with the dtypes it read: two runs with equal programs compute the same.
+        self.program: list[str] = []
+        self.has_run_backward = False
+        self._dtype = dtype
+        self._fqns = {id(module): fqn for fqn, module in model.named_modules()}
+        self._calls: list[str] = []  # FQNs of the modules that are in their forward, outermost first
+        self._carriers: dict[StorageWeakRef, frozenset[str]] = {}  # memory that holds unrounded values -> whose
+        self._copies: set[StorageWeakRef] = set()  # carriers that are no parameter's own memory
+        self._rounded: set[StorageWeakRef] = set()  # other tensors, cast to fewer bits
+        self._widened: set[StorageWeakRef] = set()  # cast from the low dtype
+
+    def add(self, name: str, parameter: torch.Tensor, stand_in: torch.Tensor) -> None:
+        """Watch a parameter, by the stand-in that the run uses, and where the run reaches past it, itself."""
+        record = self.records[name] = ParameterRecord(parameter)
+        for tensor in (parameter, stand_in):
+            if (storage := storage_of(tensor)) is not None:
+                self._carriers[storage] = self._carriers.get(storage, frozenset()) | {name}
+        if stand_in.requires_grad:
+            note = partial(self._note_gradient, record)
+            stand_in.register_hook(note)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Record inside, and know which module is in its forward."""
+        handles = [
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+        try:
+            with self, DtypeReads(self.note_dtype_read):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def note_outputs(self, outputs: Any) -> None:
+        """Count parameters among the outputs as read: nobody knows what the caller does with them."""
+        for tensor in tensors_in(outputs):
+            self._note_reads([tensor], "the model's output")
+
+    def note_dtype_read(self, tensor: torch.Tensor) -> None:
+        """Note that the model asked for the dtype of a parameter, which would be another if it were gathered low."""
+        for name in self._owners(tensor):
+            self.records[name].dtype_read_in = self.records[name].dtype_read_in or self._here()
+
+    def verdicts(self) -> dict[str, tuple[bool, str]]:
+        """Return for every parameter whether it is safe, and why."""
+        return {
+            name: record.verdict(self._dtype, with_backward=self.has_run_backward)
+            for name, record in self.records.items()
+        }
+
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the op and note it."""
+        kwargs = kwargs or {}
+        out = run_op(func, args, kwargs)
+        if func.namespace != "prim":  # prim.device and the like: questions that FakeTensorMode asks
+            self._note(func, list(tensors_in((args, kwargs))), out)
+        return out
+
+    def _note(self, func: torch._ops.OpOverload, inputs: list[torch.Tensor], out: Any) -> None:
+        name = func.overloadpacket.__name__
+        if is_view_op(func):
+            return  # a view has the storage of its base
+        if name == "_to_copy":
+            self._note_cast(inputs[0], out)
+        elif name in _MOVES:
+            self._note_move(inputs, out, name)
+        elif name in _FACTORIES:
+            self.note_dtype_read(inputs[0])
+        else:
+            self.program.append(f"{func} of {', '.join(str(tensor.dtype) for tensor in inputs)}")
+            self._note_reads(inputs, f"{func.namespace}.{name}")
+
+    def _note_reads(self, inputs: list[torch.Tensor], op: str) -> None:
+        for tensor in inputs:
+            for name in self._owners(tensor):
+                self.records[name].reads.append(f"{op} in {self._here()}")
+
+    def _note_move(self, inputs: list[torch.Tensor], out: torch.Tensor, op: str) -> None:
+        if (storage := storage_of(out)) is None or any(tensor.dtype.itemsize > out.dtype.itemsize for tensor in inputs):
+            return self._note_reads(inputs, f"aten.{op}")
+        if owners := frozenset().union(*(self._owners(tensor) for tensor in inputs)):
+            self._carriers[storage] = owners
+            self._copies.add(storage)
+        storages = [storage_of(tensor) for tensor in inputs]
+        if any(source in self._rounded for source in storages):
+            self._rounded.add(storage)
+        if all(source in self._widened for source in storages):
+            self._widened.add(storage)
+        return None
+
+    def _note_cast(self, source: torch.Tensor, out: torch.Tensor) -> None:
+        if owners := self._owners(source):
+            if out.dtype == self._dtype:
+                for name in owners:
+                    self._note_cast_of(self.records[name], source)
+            elif out.dtype == source.dtype:
+                self._note_move([source], out, "_to_copy")
+            else:
+                self._note_reads([source], f"aten._to_copy to {out.dtype}")
+        elif source.dtype.is_floating_point and (storage := storage_of(out)) is not None:
+            if out.dtype.itemsize < source.dtype.itemsize:
+                self._rounded.add(storage)
+            elif source.dtype == self._dtype and out.dtype.itemsize > source.dtype.itemsize:
+                self._widened.add(storage)
+                # In the backward these mirror the forward's, but for the last cast of a parameter's own gradient.
+                if storage_of(source) in self._rounded and not self.has_run_backward:
+                    self.program.append("a round trip through fewer bits")
+
+    def _note_cast_of(self, record: ParameterRecord, source: torch.Tensor) -> None:
+        record.casts.append(self._here())
+        if torch.is_grad_enabled():
+            extents = record.recomputed_extents if self.has_run_backward else record.extents
+        else:
+            extents = record.extents_without_grad
+        is_copy = storage_of(source) in self._copies
+        extents.append(None if is_copy else (int(source.storage_offset()), tuple(source.size()), source.stride()))
+
+    def _note_gradient(self, record: ParameterRecord, gradient: torch.Tensor) -> None:
+        record.gradients.append(storage_of(gradient) in self._widened)
+
+    def _owners(self, tensor: torch.Tensor) -> frozenset[str]:
+        return self._carriers.get(storage, frozenset()) if (storage := storage_of(tensor)) is not None else frozenset()
+
+    def _here(self) -> str:
+        if self._calls:
+            return self._calls[-1] or "the root"
+        return "the backward" if self.has_run_backward else "the root"
+
+    def _enter_module(self, module: nn.Module, _args: Any) -> None:
+        # A module that is not in the tree counts as its caller.
+        fqn = self._fqns.get(id(module), self._calls[-1] if self._calls else "")
+        self._calls.append(fqn)
+        self.modules_called.add(fqn)
+
+    def _leave_module(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        self._calls.pop()

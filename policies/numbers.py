@@ -1,0 +1,15 @@
+"""Which values count as numbers: a bool is none, and NaN and infinity are not finite."""
+
+import math
+from typing import TypeGuard
+
+
+def is_integer(value: object, *, at_least: int) -> TypeGuard[int]:
+    """Return whether `value` is an int (no bool) of `at_least` or more."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+
+
+def is_finite(value: object, *, above: float = -math.inf) -> TypeGuard[float]:
+    """Return whether `value` is a finite int or float (no bool) greater than `above`."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and value > above

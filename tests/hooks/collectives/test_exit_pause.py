@@ -1,0 +1,40 @@
+"""A program that used gloo pauses before the interpreter shuts down, see [Note: Why a pause]."""
+
+import os
+import subprocess
+import sys
+
+PROGRAM = """
+import atexit, torch.distributed as dist, zeroamp
+from torch import nn
+from zeroamp.hooks.collectives import exit_pause
+
+exit_pause.time = type("Time", (), {"sleep": staticmethod(lambda seconds: print("paused for", seconds))})
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for index in range(WRAPS):
+    zeroamp.wrap_model(nn.Linear(2, 2), zeroamp.policy_from_config({}))
+    atexit.register(print, "registered after wrapping", index)
+dist.destroy_process_group()
+print("destroyed")
+RAISE
+"""
+
+
+def _output(num_wraps, raises=""):
+    program = PROGRAM.replace("WRAPS", str(num_wraps)).replace("RAISE", raises)
+    command, environment = [sys.executable, "-c", program], {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120, env=environment)
+    return done.returncode, done.stdout.splitlines()
+
+
+def test_once_after_all_that_was_registered_later():
+    registered = [f"registered after wrapping {index}" for index in (1, 0)]
+    assert _output(2) == (0, ["destroyed", *registered, "paused for 0.1"])
+
+
+def test_also_after_an_exception():
+    assert _output(1, "raise ValueError") == (1, ["destroyed", "registered after wrapping 0", "paused for 0.1"])
+
+
+def test_not_where_gloo_was_not_used():
+    assert _output(0) == (0, ["destroyed"])

@@ -1,0 +1,166 @@
+"""`WireReduceScatter` against sums written out."""
+
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zeroamp.hooks.collectives.reduce_scatter import ReceiveBuffers, WireReduceScatter
+
+NUMEL = 1000
+
+
+def _gradient(rank, world_size):
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(NUMEL * world_size, generator=generator).to(torch.bfloat16)
+
+
+def _reduce(accumulate, op_name):
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    comm = WireReduceScatter(wire_dtype=torch.bfloat16, accumulate=accumulate, world_size=world_size)
+    sent = comm.allocate((NUMEL * world_size,), dtype=torch.float32, device=torch.device("cpu"))
+    result = comm.allocate((NUMEL,), dtype=torch.float32, device=torch.device("cpu"))
+    assert sent.dtype == torch.bfloat16  # no staging copy in fp32
+    sent.copy_(_gradient(rank, world_size))
+    comm(result, sent, dist.group.WORLD, getattr(dist.ReduceOp, op_name))
+    return result
+
+
+@pytest.mark.parametrize("op", ["AVG", "SUM"])
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_sums_in_fp32_in_rank_order(request, world_size, op):
+    results = request.getfixturevalue(f"ranks{world_size}").run(_reduce, "fp32", op)
+    total = torch.zeros(NUMEL * world_size)
+    for rank in range(world_size):
+        total += _gradient(rank, world_size).float()
+    expected = total / world_size if op == "AVG" else total
+    assert torch.equal(torch.cat(results), expected)
+
+
+def test_native_sums_in_the_wire_dtype(ranks4):
+    results = ranks4.run(_reduce, "native", "AVG")
+    assert all(result.dtype == torch.bfloat16 for result in results)
+    exact = sum(_gradient(rank, 4).double() for rank in range(4)) / 4
+    error = (torch.cat(results).double() - exact).norm() / exact.norm()
+    assert 1e-4 < error < 1e-2  # three roundings to 8 bits each; an fp32 sum has 1e-8
+
+
+def test_an_abandoned_reduction_does_not_mix_up_the_next():
+    comm = WireReduceScatter(wire_dtype=torch.bfloat16, accumulate="fp32", world_size=2)
+    allocate = lambda numel: comm.allocate((numel,), dtype=torch.float32, device=torch.device("cpu")).dtype  # noqa: E731
+    assert allocate(8) == torch.bfloat16
+    assert [allocate(8), allocate(4)] == [torch.bfloat16, torch.float32]  # the first one's output was never asked for
+
+
+def test_one_rank_alone_is_input_then_output():
+    comm = WireReduceScatter(wire_dtype=torch.bfloat16, accumulate="fp32", world_size=1)
+    dtypes = [comm.allocate((8,), dtype=torch.float32, device=torch.device("cpu")).dtype for _ in range(4)]
+    assert dtypes == [torch.bfloat16, torch.float32] * 2
+
+
+class _Live(TorchDispatchMode):
+    """The peak of the bytes of tensors made under it that are alive at once.
+
+    Not the backend's own scratch memory (gloo reduces a clone of the input), of which it only sees views.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.peak = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor) and not func.is_view:
+                storage = tensor.untyped_storage()
+                self.live[storage.data_ptr()] = (weakref.ref(storage), storage.nbytes())
+        self.live = {pointer: entry for pointer, entry in self.live.items() if entry[0]() is not None}
+        self.peak = max(self.peak, sum(num_bytes for _, num_bytes in self.live.values()))
+        return out
+
+
+def _peak(accumulate, wire_dtype):
+    world_size = dist.get_world_size()
+    comm = WireReduceScatter(wire_dtype=wire_dtype, accumulate=accumulate, world_size=world_size)
+    gradient = torch.randn(NUMEL * world_size)
+    with _Live() as live:
+        sent = comm.allocate((NUMEL * world_size,), dtype=torch.float32, device=torch.device("cpu"))
+        result = comm.allocate((NUMEL,), dtype=torch.float32, device=torch.device("cpu"))
+        sent.copy_(gradient)
+        comm(result, sent, dist.group.WORLD, dist.ReduceOp.AVG)
+    return live.peak, sent.nbytes, result.nbytes
+
+
+@pytest.mark.parametrize("wire_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("accumulate", ["fp32", "native"])
+def test_one_reduction_needs_no_more_than_its_formula(ranks4, accumulate, wire_dtype):
+    peak, wire_bytes, shard_bytes = ranks4.run(_peak, accumulate, wire_dtype)[0]
+    assert wire_bytes == 4 * NUMEL * wire_dtype.itemsize
+    sums_here = accumulate == "fp32" and wire_dtype != torch.float32
+    assert peak == (2 if sums_here else 1) * wire_bytes + shard_bytes
+    assert shard_bytes == NUMEL * (4 if accumulate == "fp32" else wire_dtype.itemsize)
+
+
+def _average_of_equals(value, is_replicated):
+    world_size = dist.get_world_size()
+    comm = WireReduceScatter(
+        wire_dtype=torch.float16, accumulate="native", world_size=world_size, is_replicated=is_replicated
+    )
+    sent = comm.allocate((NUMEL * world_size,), dtype=torch.float32, device=torch.device("cpu"))
+    result = comm.allocate((NUMEL,), dtype=torch.float32, device=torch.device("cpu"))
+    sent.fill_(value)
+    comm(result, sent, dist.group.WORLD, dist.ReduceOp.AVG)
+    return result.dtype, result.float().unique().tolist()
+
+
+@pytest.mark.parametrize("is_replicated", [False, True])
+def test_a_native_fp16_average_neither_overflows_nor_underflows(ranks4, is_replicated):
+    large, small = 30_000.0, 2.0**-23  # 4 x 30,000 is beyond float16; a quarter of 2^-23 is below its smallest
+    dtype = torch.float32 if is_replicated else torch.float16
+    assert ranks4.run(_average_of_equals, large, is_replicated)[0] == (dtype, [large])
+    assert ranks4.run(_average_of_equals, small, is_replicated)[0] == (dtype, [small])
+
+
+class _Receives(torch.autograd.Function):
+    """Asks for buffers of some sizes in its backward; raises where told so."""
+
+    @staticmethod
+    def forward(ctx, x, buffers, sizes, raises):
+        ctx.given = buffers, sizes, raises
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        buffers, sizes, raises = ctx.given
+        taken = [buffers.like(torch.empty(size, dtype=torch.bfloat16)) for size in sizes]
+        RECEIVED.append([buffer.data_ptr() for buffer in taken])
+        if raises:
+            raise ArithmeticError("in the backward")
+        return grad, None, None, None
+
+
+RECEIVED = []
+
+
+def _receive(buffers, sizes, raises=False):
+    """Run a backward, return the addresses that it received at."""
+    _Receives.apply(torch.ones((), requires_grad=True), buffers, sizes, raises).backward()
+    return RECEIVED.pop()
+
+
+def test_the_reductions_of_a_backward_receive_into_one_buffer():
+    assert len(set(_receive(ReceiveBuffers(), [20, 10, 20]))) == 1
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_what_a_backward_received_into_is_dropped_at_its_end_or_at_that_of_the_next(raises):
+    buffers = ReceiveBuffers()
+    if raises:
+        with pytest.raises(ArithmeticError):
+            _receive(buffers, [20], raises=True)
+        assert buffers._buffers  # nobody dropped it
+        RECEIVED.clear()
+    _receive(buffers, [20])
+    assert not buffers._buffers

@@ -1,0 +1,113 @@
+"""One rank's memory in a real training step, beside what the dry run says of it."""
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import zeroamp
+from tests.measuring.allocated import Allocated
+from tests.models.small import batch, build
+from tests.processes.training import config, wrapped
+from zeroamp.dry_run.memory import memory_timeline
+from zeroamp.dry_run.optimizer_step import optimizer_costs
+from zeroamp.dry_run.timeline import KINDS
+from zeroamp.dry_run.trace import trace
+from zeroamp.planning.traffic import plan_traffic, ranks_of
+from zeroamp.wrapping.state import wrap_state
+
+NUM_STEPS = 5
+"""The first makes the optimizer's state. Of the others the smallest peak counts: gloo's own thread may hold what it
+sent for a moment longer, in one step or another."""
+SAMPLES = 16
+
+
+def forward_arguments(name, inputs):
+    if name == "hf_llama":
+        return (), {"input_ids": inputs, "labels": inputs, "use_cache": False}
+    return (inputs,), {}
+
+
+def _recompute(model, units):
+    for unit in units:
+        module = model.get_submodule(unit)
+        forward = module.forward
+        module.forward = lambda *args, forward=forward, **kwargs: checkpoint(
+            forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
+        )
+
+
+def measured_step(name, options, checkpointing=False, fields=None, mesh_shape=None, prepare=None):
+    """Train, and return what a step held and moved and what was predicted, as plain numbers."""
+    with Allocated() as allocated:
+        inputs = batch(name, 0, SAMPLES)
+        model = wrapped(name, config(**options), fields=fields, mesh_shape=mesh_shape, prepare_before=prepare)
+        state = wrap_state(model)
+        if checkpointing:
+            _recompute(model, state.plan.units)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        sizes = _gradient_sizes(optimizer, model)
+        step = zeroamp.TrainStep(model, optimizer)
+        args, kwargs = forward_arguments(name, inputs)
+        peaks = []
+        for _ in range(NUM_STEPS):
+            allocated.reset_peak()
+            state.traffic.reset()
+            for _ in range(state.plan.policy.gradient_accumulation_steps):
+                step.backward(_loss(model(*args, **kwargs)))
+                step.step()
+            peaks.append(allocated.peak)
+    found = {
+        "peak": min(peaks[1:]),
+        "parameters": sum(p.to_local().untyped_storage().nbytes() for p in model.parameters()),
+        "gradients": sizes.pop("gradients"),
+        "optimizer state": sum(
+            _local(value).nbytes
+            for of_one in optimizer.state.values()
+            for value in of_one.values()
+            if isinstance(value, torch.Tensor)
+        ),
+        "traffic": _rows(state.traffic),
+    }
+    return found, predicted_step(name, state.plan, ranks_of(state.mesh), inputs, checkpointing, prepare)
+
+
+def predicted_step(name, plan, ranks, inputs, checkpointing, prepare):
+    model = build(name)
+    if prepare is not None:
+        prepare(model)
+    costs = optimizer_costs(plan, ranks, None, foreach=False)
+    traced = trace(model, plan, forward_arguments(name, inputs), device_type="cpu", checkpointing=checkpointing)
+    timeline = memory_timeline(plan, ranks, traced, costs, on_cpu=True)
+    at_start = timeline.peak("init")
+    at_end = dict(zip(KINDS, timeline.num_bytes[-1].tolist(), strict=True))
+    return {
+        "peak": timeline.peak_bytes(),
+        **{kind: at_end[kind] for kind in ("parameters", "gradients", "optimizer state")},
+        "traffic": _rows(plan_traffic(plan, ranks)),
+        "left over": {kind: at_end[kind] - at_start[kind] for kind in KINDS if at_end[kind] != at_start[kind]},
+    }
+
+
+def _gradient_sizes(optimizer, model):
+    """Return a dict that every optimizer step fills with the bytes of the storages of the gradients."""
+    sizes = {}
+
+    def note(_optimizer, _args, _kwargs):
+        storages = [_local(p.grad).untyped_storage() for p in model.parameters() if p.grad is not None]
+        sizes["gradients"] = sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+    optimizer.register_step_pre_hook(note)
+    return sizes
+
+
+def _loss(output):
+    return getattr(output, "loss", output)
+
+
+def _local(tensor):
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def _rows(traffic):
+    return {
+        f"{c} {str(d).removeprefix('torch.')}": total for (c, d), total in sorted(traffic.by_dtype().items(), key=str)
+    }

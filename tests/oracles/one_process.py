@@ -1,0 +1,115 @@
+"""The oracle: one process, plain torch, the ranks written out. Imports nothing of zeroamp.
+
+fp32 parameters, `torch.autocast`, each rank's micro-batches one after the other, averages as written-out sums.
+"""
+
+import copy
+
+import torch
+
+from tests.models.small import batch, build, loss_of
+
+
+def train(
+    name,
+    *,
+    world_size,
+    num_steps,
+    accumulation=1,
+    autocast=torch.bfloat16,
+    low_model=None,
+    clip=0.0,
+    reduce_each=False,
+    num_replicas=1,
+    lr=1e-2,
+    prepare=None,
+    loss_scale=1.0,
+    device="cpu",
+):
+    """Return (losses[step][rank][micro], norms[step], {fqn: parameter}).
+
+    autocast: its dtype, or None for none. low_model: instead, run the whole model in this dtype, fp32 master weights.
+    reduce_each: average over ranks after every micro-batch, then accumulate (stages 2 and 3), instead of accumulating
+    on each rank and averaging once (stages 0 and 1).
+    loss_scale: a fixed one, a power of two.
+    num_replicas: neighbouring ranks share a shard group; their averages are then averaged over the replicas (HSDP).
+    """
+    model = build(name)
+    if prepare is not None:
+        prepare(model)
+    model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)
+    losses, norms = [], []
+    for step in range(num_steps):
+        by_rank = []
+        for rank in range(world_size):
+            indices = [(step * accumulation + micro) * world_size + rank for micro in range(accumulation)]
+            by_rank.append(
+                [
+                    _gradients(model, batch(name, i).to(device), accumulation / loss_scale, autocast, low_model)
+                    for i in indices
+                ]
+            )
+        losses.append([[loss for loss, _ in micros] for micros in by_rank])
+        gradients = [[gradient for _, gradient in micros] for micros in by_rank]
+        for index, parameter in enumerate(_trainable(model).values()):
+            table = [[micro[index] for micro in rank] for rank in gradients]
+            parameter.grad = _combine(table, reduce_each, num_replicas) / loss_scale
+        norms.append(_clip(model, clip))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, {fqn: p.detach().cpu().clone() for fqn, p in model.named_parameters()}
+
+
+def _trainable(model):
+    return {fqn: parameter for fqn, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _gradients(model, inputs, accumulation, autocast, low_model):
+    if low_model is not None:
+        return _gradients_of_low_model(model, inputs, accumulation, low_model)
+    with torch.autocast(inputs.device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None):
+        loss = loss_of(model, inputs)
+    gradients = torch.autograd.grad(
+        loss.float() / accumulation, list(_trainable(model).values()), materialize_grads=True
+    )
+    return float(loss.detach()), gradients
+
+
+def _gradients_of_low_model(model, inputs, accumulation, dtype):
+    low = copy.deepcopy(model).to(dtype)
+    if inputs.is_floating_point():
+        inputs = inputs.to(dtype)
+    loss = loss_of(low, inputs)
+    gradients = torch.autograd.grad(loss.float() / accumulation, list(_trainable(low).values()), materialize_grads=True)
+    return float(loss.detach()), gradients
+
+
+def _combine(table, reduce_each, num_replicas):
+    """table[rank][micro] -> the averaged, accumulated fp32 gradient."""
+    if not reduce_each:
+        table = [[_sum(micros)] for micros in table]
+    return _sum([_average([rank[micro] for rank in table], num_replicas) for micro in range(len(table[0]))])
+
+
+def _average(tensors, num_replicas):
+    shard_size = len(tensors) // num_replicas
+    shards = [tensors[i : i + shard_size] for i in range(0, len(tensors), shard_size)]
+    return _sum([_sum(shard) / shard_size for shard in shards]) / num_replicas
+
+
+def _sum(tensors):
+    total = tensors[0].float().clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total
+
+
+def _clip(model, clip):
+    squares = torch.stack([p.grad.double().pow(2).sum() for p in _trainable(model).values()])
+    norm = squares.sum().sqrt().float()
+    if clip > 0:
+        factor = (clip / (norm + 1e-6)).clamp(max=1.0)
+        for parameter in _trainable(model).values():
+            parameter.grad *= factor
+    return float(norm)

@@ -1,0 +1,88 @@
+"""What every rank runs in the training tests: zeroamp on one of the small models."""
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import zeroamp
+from tests.models.small import batch, build, loss_of
+
+
+def config(stage=3, *, dtype="bfloat16", comm=None, accumulation=1, clip=0.0, threshold=None, **more):
+    zero = {"stage": stage}
+    if threshold is not None:
+        zero["stage3_param_persistence_threshold"] = threshold
+    cfg = {
+        "zero_optimization": zero,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": clip,
+        **more,
+    }
+    if dtype is not None:
+        cfg["torch_autocast"] = {"enabled": True, "dtype": dtype}
+    if comm is not None:
+        cfg["communication_data_type"] = comm
+    return cfg
+
+
+def policy(cfg, fields=None):
+    """The config's policy with some `fields` replaced."""
+    return dataclasses.replace(zeroamp.policy_from_config(cfg), **(fields or {}))
+
+
+def wrapped(name, cfg, *, mesh_shape=None, auto_wrap_policy=None, prepare_before=None, fields=None):
+    mesh = None if mesh_shape is None else init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
+    model = build(name)
+    if prepare_before is not None:
+        prepare_before(model)
+    if auto_wrap_policy is None and name == "conv":
+        auto_wrap_policy = {"Sequential"}
+    return zeroamp.wrap_model(model, policy(cfg, fields), mesh, auto_wrap_policy)
+
+
+def train(
+    name, cfg, num_steps, *, mesh_shape=None, lr=1e-2, prepare_before=None, prepare=None, between=None, fields=None
+):
+    """Return (losses[step][micro] of this rank, norms[step], {fqn: full parameter}, step reports' losses).
+
+    prepare_before, prepare: called with the model before and after wrapping. between: after every backward.
+    fields: of the policy, beside the config's.
+    """
+    model = wrapped(name, cfg, mesh_shape=mesh_shape, prepare_before=prepare_before, fields=fields)
+    if prepare is not None:
+        prepare(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)
+    step = zeroamp.TrainStep(model, optimizer)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    accumulation = cfg["gradient_accumulation_steps"]
+    losses, norms, mean_losses = [], [], []
+    for index in range(num_steps):
+        losses.append([])
+        for micro in range(accumulation):
+            inputs = batch(name, (index * accumulation + micro) * world_size + rank)
+            loss = loss_of(model, inputs)
+            losses[-1].append(float(loss.detach()))
+            step.backward(loss)
+            if between is not None:
+                between(model, name)
+            report = step.step()
+            assert (report is None) == (micro + 1 < accumulation)
+        norms.append(report.grad_norm)
+        mean_losses.append(report.loss)
+    return losses, norms, full_parameters(model), mean_losses
+
+
+def full_parameters(model):
+    return {
+        fqn: (p.full_tensor() if isinstance(p, DTensor) else p).detach().cpu().clone()
+        for fqn, p in model.named_parameters()
+    }
+
+
+def same_bits(ours, theirs):
+    """The names of the tensors that differ in any bit."""
+    assert ours.keys() == theirs.keys()
+    return [name for name in ours if not torch.equal(ours[name], theirs[name])]

@@ -1,0 +1,284 @@
+"""The commands: what goes to stdout and to stderr, and with which exit code."""
+
+import json
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+import zeroamp
+from tests.models.small import HfLlama, hf_llama_config
+from tests.processes.training import config
+from zeroamp.cli.app import app
+
+NET = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(3))
+
+def talk():
+    print("built on", nn.Linear(1, 1).weight.device)
+    return Net()
+
+def flat():
+    return nn.Linear(8, 8)
+
+def fail():
+    raise OSError("no weights here")
+"""
+
+
+def run(*arguments):
+    """Return (exit code, stdout, stderr)."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture
+def cfg(tmp_path):
+    path = tmp_path / "zero.json"
+    path.write_text(json.dumps(config(3)))
+    return path
+
+
+@pytest.fixture
+def net(python_file):
+    return f"{python_file('net_of_test.py', NET)}:Net"
+
+
+@pytest.fixture
+def llama(tmp_path):
+    (tmp_path / "llama").mkdir()
+    hf_llama_config(dtype="bfloat16").save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What the commands ask of `policy_from_config`."""
+    calls = []
+
+    def record(cfg, **keywords):
+        calls.append((str(cfg), keywords))
+        return zeroamp.Policy()
+
+    monkeypatch.setattr("zeroamp.cli.app.policy_from_config", record)
+    return calls
+
+
+def test_check_prints_the_report_and_nothing_else(cfg):
+    assert run("check", cfg) == (0, f"{zeroamp.policy_from_config(cfg).report()}\n", "")
+
+
+def test_check_with_a_model_adds_a_line_of_its_units_and_groups(cfg, net, llama):
+    report = zeroamp.policy_from_config(cfg).report()
+    assert run("check", cfg, "--model", net) == (0, f"{report}\n{net}: 3 units below the root, 4 groups\n", "")
+    assert run("check", cfg, "--model", llama)[1].endswith(f"{llama}: 2 units below the root, 4 groups\n")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"bf16": {"enabled": 1}}', "bf16.enabled: found int 1; valid: "),
+        ('{"zero_optimisation": {}}', "Did you mean 'zero_optimization'?"),
+        ('{"bf16": {"enabled": "yes"}, "gradient_clipping": -1}', "\nbf16.enabled: found "),  # both lines
+        ("{", "Mend the file."),
+    ],
+)
+@pytest.mark.parametrize("command", ["check", "explain"])
+def test_a_mistake_in_the_config_goes_to_stderr_whole_and_without_a_traceback(tmp_path, net, command, content, words):
+    path = tmp_path / "zero.json"
+    path.write_text(content)
+    with pytest.raises(zeroamp.ConfigError) as raised:
+        zeroamp.policy_from_config(path)
+    assert run(command, path, "--model", net) == (1, "", f"Error: {raised.value}\n")
+    assert words in str(raised.value)
+
+
+def test_a_config_that_is_not_there_is_a_mistake_in_the_config():
+    code, out, err = run("check", "no/such.json")
+    assert (code, out) == (1, "")
+    assert "config: found no readable file at 'no/such.json'" in err
+
+
+def test_check_with_a_model_finds_what_the_config_alone_cannot_show(tmp_path, net):
+    path = tmp_path / "zero.json"
+    block = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": ["Linaer"]}
+    path.write_text(json.dumps(config(3, dtype=None, torch_autocast=block)))
+    assert run("check", path)[0] == 0
+    code, out, err = run("check", path, "--model", net)
+    assert (code, out) == (1, "")
+    assert "'Linaer', which no class of torch.nn or of the model carries" in err
+
+
+@pytest.mark.parametrize("command", ["check", "explain"])
+def test_a_model_that_cannot_be_built_goes_to_stderr(cfg, net, command):
+    code, out, err = run(command, cfg, "--model", net.replace("Net", "fail"))
+    assert (code, out) == (1, "")
+    assert err.startswith("Error: model '")
+    assert "found a factory that raised OSError: no weights here" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("command", ["check", "explain"])
+def test_units_by_class(cfg, net, command):
+    assert "3 units" in run(command, cfg, "--model", net, "--auto-wrap", "Sequential")[1]
+    assert "6 units" in run(command, cfg, "--model", net, "--auto-wrap", "LayerNorm", "--auto-wrap", "Linear")[1]
+    code, out, err = run(command, cfg, "--model", net, "--auto-wrap", "Sequentail")
+    assert (code, out) == (1, "")
+    assert "auto_wrap_policy: found Sequentail, which matches no module of Net" in err
+
+
+def test_ranks_and_automatic_values_reach_the_config(asked, net):
+    arguments = (
+        "some.json",
+        "--world-size",
+        8,
+        "--auto",
+        "a=3",
+        "--auto",
+        "b=1e-3",
+        "--auto",
+        "c=bf16",
+        "--auto",
+        "d=x=y",
+    )
+    arguments = (*arguments, "--auto", "e=true", "--auto", 'f={"g": [1]}', "--auto", 'h="3"')
+    values = {"a": 3, "b": 0.001, "c": "bf16", "d": "x=y", "e": True, "f": {"g": [1]}, "h": "3"}
+    for command in (("check",), ("explain", "--model", net)):
+        assert run(*command, *arguments)[0] == 0
+        assert asked.pop() == ("some.json", {"world_size": 8, **values})
+    assert run("check", "some.json")[0] == 0
+    assert asked.pop() == ("some.json", {"world_size": None})
+
+
+def test_an_automatic_value_fills_the_config(tmp_path, net):
+    path = tmp_path / "zero.json"
+    path.write_text(json.dumps(config(3, clip="auto")))
+    code, out, _ = run("explain", path, "--model", net, "--json", "--auto", "gradient_clipping=0.25")
+    assert (code, json.loads(out)["config"]["gradient_clipping"]) == (0, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("check",), "Missing argument"),
+        (("explain", "some.json"), "Missing option '--model'"),
+        (("chekc", "some.json"), "No such command 'chekc'"),
+        (("check", "some.json", "--world_size", "2"), "No such option"),
+        (("check", "some.json", "--world-size", "0"), "Invalid value for '--world-size'"),
+        (("check", "some.json", "--world-size", "two"), "Invalid value for '--world-size'"),
+        (("check", "some.json", "--auto", "a"), "'a' is not KEY=VALUE"),
+        (("check", "some.json", "--auto", "a="), "'a=' is not KEY=VALUE"),
+        (("check", "some.json", "--auto", "=3"), "'=3' is not KEY=VALUE"),
+        (("check", "some.json", "--auto", "a=3", "--auto", "a=4"), "'a' has two values"),
+        (("check", "some.json", "--auto", "world_size=2"), "'world_size' is no key of the config"),
+        (("check", "some.json", "--auto", "cfg=2"), "'cfg' is no key of the config"),
+        (("check", "some.json", "--auto-wrap", "Block"), "name it with --model"),
+    ],
+)
+def test_a_mistake_in_the_arguments_exits_with_2(asked, arguments, words):
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert not asked
+
+
+def test_explain_prints_the_ledger(cfg, llama):
+    with torch.device("meta"):
+        model = HfLlama()
+    ledger = zeroamp.Ledger(plan=zeroamp.build_plan(model, zeroamp.policy_from_config(cfg)))
+    assert run("explain", cfg, "--model", llama) == (0, f"{ledger}\n", "")
+    assert run("explain", cfg, "--model", llama, "--per-parameter")[1] == f"{ledger}\n\n{ledger.per_parameter()}\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "shape"), [({}, (8, None)), ({"zeroamp": {"dp_replicate_size": 4}}, (2, 4)), ({"stage": 0}, (1, 8))]
+)
+def test_explain_counts_bytes_per_rank_where_the_ranks_are_said(tmp_path, net, more, shape):
+    path = tmp_path / "zero.json"
+    path.write_text(json.dumps(config(**{"stage": 3, **more})))
+    code, out, _ = run("explain", path, "--model", net, "--json", "--world-size", 8)
+    as_dict = json.loads(out)
+    assert (code, tuple(as_dict["ranks"].values())) == (0, shape)
+    rows = {row["parameter"]: row for row in as_dict["parameters"]}
+    assert rows["blocks.0.0.weight"]["storage_bytes_per_rank"] == 8 * 8 * 4 // shape[0]
+    assert "The number of ranks is not known" not in run("explain", path, "--model", net, "--world-size", 8)[1]
+
+
+def test_replicas_that_do_not_divide_the_ranks_are_a_mistake(tmp_path, net):
+    path = tmp_path / "zero.json"
+    path.write_text(json.dumps(config(3, zeroamp={"dp_replicate_size": 3})))
+    code, out, err = run("explain", path, "--model", net, "--world-size", 8)
+    assert (code, out) == (1, "")
+    assert "dp_replicate_size: found 3; valid: a divisor of the 8 ranks" in err
+
+
+def test_explain_as_markdown(cfg, llama):
+    with torch.device("meta"):
+        model = HfLlama()
+    ledger = zeroamp.Ledger(plan=zeroamp.build_plan(model, zeroamp.policy_from_config(cfg)))
+    assert run("explain", cfg, "--model", llama, "--markdown") == (0, f"{ledger.to_markdown()}\n", "")
+    long_text = f"{ledger.to_markdown(per_parameter=True)}\n"
+    assert run("explain", cfg, "--model", llama, "--markdown", "--per-parameter") == (0, long_text, "")
+    code, out, err = run("explain", cfg, "--model", llama, "--markdown", "--json")
+    assert (code, out) == (2, "")
+    assert "name one" in err
+
+
+def test_explain_as_json_is_one_object_whatever_the_factory_prints(cfg, net):
+    code, out, err = run("explain", cfg, "--model", net.replace("Net", "talk"), "--json")
+    ledger = json.loads(out)
+    assert (code, err) == (0, "built on meta\n")
+    assert list(ledger)[:5] == ["config", "units", "summary", "groups", "parameters"]
+    assert ledger["units"] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert len(ledger["parameters"]) == 12
+
+
+def test_no_process_group_is_made(cfg, llama, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("a process group was asked for")
+
+    monkeypatch.setattr(dist, "init_process_group", refuse)
+    monkeypatch.setattr("torch.distributed.device_mesh.init_device_mesh", refuse)
+    assert run("explain", cfg, "--model", llama)[0] == 0
+    assert not dist.is_initialized()
+
+
+def test_the_log_goes_to_stderr_as_loud_as_asked(cfg, net):
+    flat = net.replace("Net", "flat")
+    _, out, err = run("explain", cfg, "--model", flat, "--json")
+    json.loads(out)
+    assert err.startswith("WARNING: no units below the root of Linear")
+    assert "INFO: no repeated blocks in Linear" in run("explain", cfg, "--model", flat, "--json", "-v")[2]
+    err = run("check", cfg, "--model", net.replace("Net", "fail"), "-vv")[2]
+    assert "Traceback" in err
+    assert err.splitlines()[-1].startswith("Error: model ")
+
+
+def test_the_log_is_left_as_it_was(cfg, caplog):
+    logger = logging.getLogger("zeroamp")
+    caplog.set_level(logging.ERROR, logger.name)
+    before = list(logger.handlers)
+    run("check", cfg, "-vv")
+    run("check", "no/such.json", "-vv")
+    assert (logger.level, logger.handlers) == (logging.ERROR, before)
+
+
+def test_the_version():
+    assert run("--version") == (0, f"zeroamp {zeroamp.__version__}\n", "")
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("check", "--help"), ("explain", "--help")])
+def test_help_is_plain_text(arguments):
+    code, out, err = run(*arguments)
+    assert (code, err) == (0, "")
+    assert out.isascii()  # no boxes
+    assert "\x1b" not in out

@@ -1,0 +1,61 @@
+"""`zeroamp` and `python -m zeroamp` as processes, and what is imported when."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from tests.processes.launch import ROOT
+from tests.processes.training import config
+from zeroamp.__main__ import main
+
+
+def test_the_entry_point_is_the_one_of_python_m():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"zeroamp": f"{main.__module__}:{main.__name__}"}
+
+
+def test_without_typer_one_line_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.delitem(sys.modules, "zeroamp.cli.app", raising=False)
+    with pytest.raises(SystemExit) as raised:
+        main()  # a text as its code: Python prints it to stderr and exits with 1
+    assert raised.value.code == "The command line of zeroamp needs typer: pip install zeroamp[cli]"
+
+
+def test_another_missing_package_is_not_taken_for_typer(monkeypatch):
+    monkeypatch.setitem(sys.modules, "json", None)
+    monkeypatch.delitem(sys.modules, "zeroamp.cli.app", raising=False)
+    with pytest.raises(ModuleNotFoundError, match="json"):
+        main()
+
+
+def python(*arguments, cwd):
+    command = [sys.executable, *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # this checkout, wherever it runs
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_python_m_explains_a_model_that_no_machine_holds(python_file, tmp_path):
+    python_file("zero.json", json.dumps(config(3)))
+    python_file("giant.py", "from torch import nn\ndef build(): return nn.Sequential(nn.Linear(2**22, 2**22))")
+    command = ("-m", "zeroamp", "explain", "zero.json", "--model", "giant:build", "--json")
+    done = python(*command, cwd=tmp_path)  # 64 TiB in fp32
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["parameters"][0]["elements"] == 2**44
+    assert done.stderr.startswith("WARNING: no units below the root of Sequential")
+
+
+def test_python_m_exits_with_1_for_a_mistake(tmp_path):
+    done = python("-m", "zeroamp", "check", "none.json", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("Error: config: found no readable file at 'none.json'")
+    assert "Traceback" not in done.stderr
+
+
+def test_the_library_imports_neither_typer_nor_transformers(tmp_path):
+    loaded = python("-c", "import sys, zeroamp; print({'typer', 'transformers'} & set(sys.modules))", cwd=tmp_path)
+    assert loaded.stdout == "set()\n", loaded.stderr

@@ -1,0 +1,240 @@
+"""`--model`: a folder or a factory becomes a module on the meta device, or an error that says why not."""
+
+import json
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import zeroamp
+from tests.models.small import hf_llama_config
+from tests.processes.training import config
+from zeroamp.cli.model_source import load_model
+
+FACTORY = """
+import torch
+from torch import nn
+
+def build():
+    return nn.Linear(3, 2)
+"""
+
+
+class DevicesOfResults(TorchDispatchMode):
+    """Records on which devices anything is allocated."""
+
+    def __init__(self):
+        super().__init__()
+        self.devices = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        results = result if isinstance(result, (tuple, list)) else [result]
+        self.devices |= {each.device.type for each in results if isinstance(each, torch.Tensor)}
+        return result
+
+
+def dtypes_and_devices(model):
+    return {(parameter.dtype, parameter.device.type) for parameter in model.parameters()}
+
+
+def folder_of(tmp_path, **entries):
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    return tmp_path
+
+
+def test_a_folder_without_architectures_is_a_causal_language_model_in_fp32_whatever_it_was_saved_in(tmp_path):
+    hf_llama_config(dtype="bfloat16").save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    model = load_model(str(tmp_path))
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert dtypes_and_devices(model) == {(torch.float32, "meta")}
+
+
+def test_a_folder_that_names_its_architecture_is_that_class(tmp_path):
+    hf_llama_config(architectures=["LlamaForSequenceClassification"]).save_pretrained(tmp_path)
+    assert type(load_model(str(tmp_path))).__name__ == "LlamaForSequenceClassification"
+
+
+def test_parts_with_a_config_of_their_own_are_fp32_too(tmp_path):
+    from transformers import CLIPVisionConfig, LlavaConfig
+
+    vision = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, image_size=8, patch_size=4
+    )
+    text = hf_llama_config(dtype="bfloat16")
+    both = LlavaConfig(vision_config=vision, text_config=text, architectures=["LlavaForConditionalGeneration"])
+    both.save_pretrained(tmp_path)
+    assert dtypes_and_devices(load_model(str(tmp_path))) == {(torch.float32, "meta")}
+
+
+def test_nothing_is_allocated_but_meta_tensors(tmp_path):
+    hf_llama_config().save_pretrained(tmp_path)
+    with DevicesOfResults() as seen:
+        load_model(str(tmp_path))
+    assert seen.devices == {"meta"}
+
+
+@pytest.mark.parametrize(
+    ("entries", "words"),
+    [
+        ({"hidden_size": 8}, "(ValueError: Unrecognized model in"),
+        ({"model_type": "no-such-type"}, "`no-such-type`"),
+        ({"model_type": "llama", "hidden_size": "wide"}, "Field 'hidden_size' expected int, got str"),
+        ({"model_type": "llama", "architectures": ["LlamaOfTomorrow"]}, "found architectures ['LlamaOfTomorrow']"),
+        ({"model_type": "llama", "architectures": ["LlamaConfig"]}, "found architectures ['LlamaConfig']"),
+    ],
+)
+def test_a_config_json_that_is_no_model_says_what_is_wrong(tmp_path, entries, words):
+    with pytest.raises(zeroamp.WrapError) as raised:
+        load_model(str(folder_of(tmp_path, **entries)))
+    assert str(raised.value).startswith(f"model '{tmp_path}': found ")
+    assert words in str(raised.value)
+
+
+def test_code_in_a_folder_is_neither_run_nor_asked_about(tmp_path, monkeypatch):
+    (tmp_path / "own_code.py").write_text("raise AssertionError('the code ran')")
+    folder_of(tmp_path, model_type="own", auto_map={"AutoConfig": "own_code.Own"})
+    questions = []
+    monkeypatch.setattr("builtins.input", lambda text: questions.append(text) or "y")
+    with pytest.raises(zeroamp.WrapError, match=r"(?s)contains custom code .* with code of its own") as raised:
+        load_model(str(tmp_path))
+    assert "the code ran" not in str(raised.value)
+    assert not questions
+
+
+def test_a_config_json_that_is_no_json_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(zeroamp.WrapError, match="is not a valid JSON file"):
+        load_model(str(tmp_path))
+
+
+def test_a_folder_without_config_json_is_refused(tmp_path):
+    with pytest.raises(zeroamp.WrapError, match=r"found a folder without config\.json; valid: .* save_pretrained"):
+        load_model(str(tmp_path))
+
+
+def test_without_transformers_a_folder_says_what_to_install(tmp_path, monkeypatch):
+    folder_of(tmp_path, model_type="llama")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(zeroamp.WrapError, match=r"not installed; valid: .* pip install zeroamp\[examples\]"):
+        load_model(str(tmp_path))
+
+
+def test_a_factory_is_a_module_in_the_current_directory(python_file, tmp_path, monkeypatch):
+    python_file("one_package/nets.py", FACTORY)
+    monkeypatch.chdir(tmp_path)
+    with DevicesOfResults() as seen:
+        model = load_model("one_package.nets:build")
+    assert isinstance(model, nn.Linear)
+    assert seen.devices == {"meta"}
+
+
+def test_a_factory_is_in_a_file_anywhere_which_finds_its_neighbours(python_file):
+    python_file("folder/neighbour.py", FACTORY)
+    path = python_file("folder/some_nets.py", "from neighbour import build")
+    assert dtypes_and_devices(load_model(f"{path}:build")) == {(torch.float32, "meta")}
+
+
+def test_a_class_is_a_factory(python_file):
+    path = python_file(
+        "own_class.py", "from torch import nn\nclass Net(nn.Linear):\n  def __init__(self): super().__init__(3, 2)"
+    )
+    assert type(load_model(f"{path}:Net")).__name__ == "Net"
+
+
+def test_a_config_names_the_classes_of_the_file(python_file):
+    text = "from torch import nn\nclass Own(nn.Linear): pass\ndef build(): return nn.ModuleList([Own(2, 2), Own(2, 2)])"
+    path = python_file("net_file.py", text)
+    block = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": ["net_file.Own"]}
+    policy = zeroamp.policy_from_config(config(torch_autocast=block, dtype=None))
+    plan = zeroamp.build_plan(load_model(f"{path}:build"), policy)
+    assert {param.dtypes.gather for param in plan.params} == {torch.bfloat16}
+    assert type(load_model(f"{path}:build")[0]) is sys.modules["net_file"].Own  # read once
+
+
+def test_the_file_itself_runs_with_real_tensors(python_file):
+    path = python_file("constants.py", f"{FACTORY}\nWIDTH = int(torch.tensor(5))\nnet = lambda: nn.Linear(WIDTH, 1)")
+    assert load_model(f"{path}:net").in_features == 5
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (
+            "no/such/folder",
+            "found no folder, and no name of a factory; valid: a folder with a transformers config.json",
+        ),
+        ("organisation/model", "found no folder"),  # a name on a hub: nothing is downloaded
+        ("some_file.py", "Append the name of a function, after a colon."),
+        ("module:", "found no folder, and no name of a factory"),
+        (":factory", "found no folder, and no name of a factory"),
+        ("no/such/file.py:build", "found no file at "),
+        ("no_such_module:build", "(ModuleNotFoundError: No module named 'no_such_module')"),
+        (".relative:build", "found a module that does not import (TypeError: "),
+    ],
+)
+def test_a_source_that_leads_nowhere_says_what_is_possible(source, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(zeroamp.WrapError) as raised:
+        load_model(source)
+    assert str(raised.value).startswith(f"model {source!r}: found ")
+    assert words in str(raised.value)
+    assert '; valid: a folder with a transformers config.json, "package.module:factory" or ' in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("1 / 0", "found a file that does not import (ZeroDivisionError: division by zero)"),
+        ("def (", "found a file that does not import (SyntaxError: "),
+        ("raise SystemExit(2)", "found a file that does not import (SystemExit: 2)"),
+        ("def make(): pass", "found no 'build' in 'mistake'; valid: a callable without arguments that returns a "
+            "module; defined there: make. Check the name."),
+        ("build = 3", "found 'build', a int; valid: a callable without arguments that returns a module; "
+            "defined there: none. Name a function."),
+        ("from torch import nn\nbuild = nn.Linear(1, 1)", "found a module that is built already"),
+        ("def build(): raise OSError('no weights')", "found a factory that raised OSError: no weights; valid: "),
+        ("def build(width): pass", "found a factory that raised TypeError: build() missing 1 required positional"),
+        ("import sys\ndef build(): sys.exit('bye')", "found a factory that raised SystemExit: bye"),
+        ("import torch\ndef build(): torch.ones(1).item()", 'It is called under torch.device("meta")'),
+        ("def build(): return {}", "found a factory that returned a dict; valid: a callable"),
+        ("def build(): pass", "found a factory that returned a NoneType; valid: a callable"),
+    ],
+)  # fmt: skip
+def test_a_factory_that_is_none_says_what_is_wrong(python_file, text, words):
+    path = python_file("mistake.py", text)
+    with pytest.raises(zeroamp.WrapError) as raised:
+        load_model(f"{path}:build")
+    assert str(raised.value).startswith(f"model '{path}:build': found ")
+    assert words in str(raised.value)
+
+
+def test_a_module_that_raises_shows_what(python_file, tmp_path, monkeypatch):
+    python_file("raising_module.py", "import no_such_dependency")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(zeroamp.WrapError, match="ModuleNotFoundError: No module named 'no_such_dependency'"):
+        load_model("raising_module:build")
+
+
+def test_a_file_that_failed_can_be_mended_and_read_again(python_file):
+    path = python_file("mended.py", "1 / 0")
+    with pytest.raises(zeroamp.WrapError):
+        load_model(f"{path}:build")
+    path.write_text(FACTORY)
+    assert isinstance(load_model(f"{path}:build"), nn.Linear)
+
+
+def test_a_file_never_takes_the_name_of_a_module_in_use(python_file):
+    path = python_file("json.py", FACTORY)
+    with pytest.raises(
+        zeroamp.WrapError, match=r"name is that of a module in use \(.*json.__init__\.py\).* Rename the file"
+    ):
+        load_model(f"{path}:build")
+    assert sys.modules["json"] is json
+    path = python_file("sys.py", FACTORY)
+    with pytest.raises(zeroamp.WrapError, match=r"in use \(a built-in one\)"):
+        load_model(f"{path}:build")

@@ -1,0 +1,113 @@
+"""The command `zeroamp plan`."""
+
+import json
+
+import pytest
+
+from tests.processes.training import config
+from tests.zeroamp.cli.test_app import run
+
+NET = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+def batch(batch, seq):
+    return torch.ones(batch, seq, 8)
+"""
+
+
+@pytest.fixture
+def arguments(tmp_path, python_file):
+    path = tmp_path / "zero.json"
+    path.write_text(json.dumps(config(3)))
+    net = python_file("net_of_plan.py", NET)
+    return ("plan", path, "--model", f"{net}:Net", "--inputs", f"{net}:batch", "--world-size", 8)
+
+
+def test_it_prints_tables(arguments):
+    code, out, err = run(*arguments, "--stages", "1,3", "--batch", 4, "--seq", 3)
+    assert (code, err) == (0, "")
+    assert "mode autocast, 8 ranks, 1 x batch 4 x 3 per rank" in out
+    assert "all_to_all" in out
+
+
+def test_options_reach_the_plan(arguments, tmp_path):
+    pytest.importorskip("matplotlib")
+    more = ("--mesh", "2x4", "--gpu", "a100", "--gpus-per-node", 4, "--intra", 100, "--inter", 10, "--checkpointing")
+    plot = tmp_path / "memory.png"
+    code, out, _ = run(*arguments, "--stages", "3", *more, "--compute-efficiency", 0.5, "--json", "--plot", plot)
+    data = json.loads(out)
+    assert code == 0
+    assert [(stage["num_replicas"], stage["num_shards"]) for stage in data["stages"]] == [(2, 4)]
+    assert data["gpu"]["name"] == "a100"
+    assert data["network"] == {"gpus_per_node": 4, "intra_gb_per_s": 100, "inter_gb_per_s": 10}
+    assert data["efficiency"]["compute"] == 0.5
+    assert data["checkpointing"] is True
+    assert plot.exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--mesh", "2by4"), "'2by4' is not RxS"),
+        (("--stages", "1,4"), "'4' is none of 0, 1, 2, 3"),
+        (("--batch", 0), "Invalid value for '--batch'"),
+    ],
+)
+def test_a_mistake_in_the_arguments_exits_with_2(arguments, more, words):
+    code, out, err = run(*arguments, *more)
+    assert (code, out) == (2, "")
+    assert words in err
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--gpu", "h1000"), "Error: gpu: found 'h1000'"),
+        (("--mesh", "3x3"), "Error: mesh: found 3x3"),
+        (("--inputs", "no.such:function"), "Error: inputs 'no.such:function': found a module that does not import"),
+        (("--inputs", "no.py:f"), "Error: inputs 'no.py:f': found no file at "),
+        (("--inputs", "no.py:f"), '; valid: "package.module:function" or "path/to/file.py:function". Check the path.'),
+        (("--inputs", "batch"), "Error: inputs 'batch': found no name of a function; valid: \"package.module:function"),
+        (
+            ("--inputs", "json:nothing"),
+            "; valid: a callable of (batch, seq) that returns what the forward takes; defined there: ",
+        ),
+    ],
+)
+def test_a_mistake_in_what_is_planned_exits_with_1(arguments, more, words):
+    code, out, err = run(*arguments, *more)
+    assert (code, out) == (1, "")
+    assert words in err
+
+
+@pytest.mark.parametrize("name", ["memory.foo", "zero.json/memory.png"])
+def test_a_picture_that_cannot_be_written_is_refused_before_the_plan_is_made(arguments, tmp_path, monkeypatch, name):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("zeroamp.cli.plan.plan_run", lambda *_, **__: pytest.fail("planned"))
+    code, out, err = run(*arguments, "--plot", tmp_path / name)
+    assert (code, out) == (1, "")
+    assert f"Error: plot: found '{tmp_path / name}', " in err
+
+
+def test_a_picture_that_fails_later_costs_the_plot_only(arguments, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", _full)
+    code, out, err = run(*arguments, "--stages", "3", "--plot", tmp_path / "memory.png")
+    assert code == 1
+    assert "Memory of one rank at the peak" in out
+    assert "memory.png', which cannot be written (No space left on device)" in err
+
+
+def _full(*_args, **_options):
+    raise OSError(28, "No space left on device")

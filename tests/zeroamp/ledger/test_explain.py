@@ -1,0 +1,119 @@
+"""The ledger says what was planned, for every parameter."""
+
+import json
+
+import torch
+
+import zeroamp
+from tests.models.small import Llama
+from tests.processes.training import config, wrapped
+
+
+def _ledger(name, stage):
+    ledger = zeroamp.explain(wrapped(name, config(stage)))
+    return str(ledger), ledger.per_parameter(), ledger.group_rows(), ledger.parameter_rows()
+
+
+def test_one_row_per_group_and_one_per_parameter(ranks2):
+    text, long_text, groups, parameters = ranks2.run(_ledger, "llama_tied", 3)[0]
+    assert [row["group"] for row in groups] == ["root", "blocks.0", "blocks.1", "blocks.2", "model-wide:fp32"]
+    assert groups[1] == {
+        "group": "blocks.0",
+        "kind": "unit",
+        "params": 5,
+        "elements": 10_272,
+        "storage": "fp32",
+        "gather": "bf16",
+        "compute": "bf16",
+        "gradient": "bf16",
+        "wire": "bf16",
+        "accumulate": "fp32",
+        "optimizer": "fp32",
+        "gathered_bytes_per_step": 2 * 2 * 10_272,
+        "reduced_bytes_per_step": 2 * 10_272,
+        "storage_bytes_per_rank": 4 * 10_272 // 2,
+        "gathered_bytes_per_rank": 2 * 10_272,
+        "gradient_bytes_per_rank": 4 * 10_272 // 2,
+    }
+    embed = next(row for row in parameters if row["parameter"] == "embed.weight")
+    assert embed["why"] == "not safe: owned by Embedding (embed), tied with head.weight"
+    assert sum(row["elements"] for row in parameters) == sum(row["elements"] for row in groups)
+    assert text.startswith("zeroamp: mode autocast, ZeRO stage 3, 3 units below the root, 5 groups, 33,600 parameters")
+    assert "10,272" in text
+    assert text.splitlines()[4].split() == ["bf16", "bf16", "15", "30,816", "0.1", "0.1", "0.1"]
+    assert "blocks.0 … blocks.2" in text  # three equal rows are one
+    assert "blocks.1" not in text
+    assert "safe: owned by Linear" in long_text
+
+
+def test_a_frozen_parameter_has_no_gradient_dtypes(ranks2):
+    rows = ranks2.run(_frozen)[0]
+    assert {row["wire"] for row in rows if "qkv" in row["parameter"]} == {"-"}
+
+
+def _frozen():
+    from tests.models.small import build
+
+    model = build("llama_tied")
+    for block in model.blocks:
+        block.qkv.requires_grad_(False)
+    return zeroamp.explain(zeroamp.wrap_model(model, zeroamp.policy_from_config(config(3)))).parameter_rows()
+
+
+def test_an_unwrapped_model_is_refused():
+    import pytest
+    from torch import nn
+
+    with pytest.raises(zeroamp.WrapError, match="a Linear that is not wrapped"):
+        zeroamp.explain(nn.Linear(1, 1))
+
+
+def _meta_ledger(**options):
+    with torch.device("meta"):
+        model = Llama(tied=True)
+    model.blocks[1].requires_grad_(False)
+    return zeroamp.Ledger(plan=zeroamp.build_plan(model, zeroamp.policy_from_config(config(**options))))
+
+
+KEYS = ["config", "units", "summary", "groups", "parameters", "ranks", "classes", "traffic"]
+
+
+def test_as_a_dict_it_is_what_json_holds_under_stable_keys():
+    as_dict = _meta_ledger(comm="fp32", clip=0.5).to_dict()
+    assert json.loads(json.dumps(as_dict, allow_nan=False)) == as_dict
+    assert list(as_dict) == KEYS
+    assert as_dict["units"] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert zeroamp.policy_from_config(as_dict["config"]) == _meta_ledger(comm="fp32", clip=0.5).plan.policy
+
+
+def test_the_dict_has_the_rows_of_the_tables_with_none_for_no_dtype():
+    ledger = _meta_ledger()
+    as_dict = ledger.to_dict()
+    for rows, expected in (("groups", ledger.group_rows()), ("parameters", ledger.parameter_rows())):
+        shared = [{key: "-" if row[key] is None else row[key] for key in expected[0]} for row in as_dict[rows]]
+        assert shared == expected
+    embed, frozen = (
+        next(row for row in as_dict["parameters"] if row["parameter"] == fqn)
+        for fqn in ("embed.weight", "blocks.1.qkv.weight")
+    )
+    assert (embed["aliases"], embed["shape"], embed["unit"]) == (["head.weight"], [80, 32], "root")
+    assert (frozen["gather"], frozen["gradient"], frozen["wire"], frozen["optimizer"]) == ("bf16", None, None, None)
+    group = next(row for row in as_dict["groups"] if row["group"] == "blocks.1")  # all of it is frozen
+    assert (group["unit"], group["gather"], group["wire"]) == ("blocks.1", "bf16", None)
+
+
+def test_the_summary_of_the_dict_counts_bytes():
+    summary = _meta_ledger().to_dict()["summary"]
+    assert summary[0] == {
+        "gather": "bf16",
+        "wire": "bf16",
+        "params": 15,
+        "elements": 30_816,
+        "bytes_per_gather": 61_632,
+        "gathered_bytes_per_step": 123_264,
+        "reduced_bytes_per_step": 2 * (30_816 - 10_272),  # one block of three is frozen
+        "storage_bytes_per_rank": None,
+        "gathered_bytes_per_rank": None,
+        "gradient_bytes_per_rank": None,
+    }
+    assert summary[1]["bytes_per_gather"] == 4 * summary[1]["elements"]

@@ -1,0 +1,356 @@
+"""`Ledger.verify`: passes for what the config asks for, and names the parameter where one dtype was tampered with."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn import functional as F
+
+import zeroamp
+from tests.models.small import batch, build
+from tests.processes.launch import ROOT
+from tests.processes.ranks import RankError
+from tests.processes.training import config, wrapped
+from zeroamp.wrapping.state import wrap_state
+
+CONFIGS = sorted((ROOT / "examples" / "configs").glob("*.json"))
+MODELS = ("llama_tied", "conv", "encoder", "moe", "hf_llama")
+BF16, FP32 = torch.bfloat16, torch.float32
+LOW = {"dtype": None, "bf16": {"enabled": True}}
+LOW_SUMS = {"data_types": {"grad_accum_dtype": "bf16"}}
+
+
+def arguments(name, index=0):
+    inputs = batch(name, index)
+    return {"input_ids": inputs, "labels": inputs} if name == "hf_llama" else inputs
+
+
+def verify(model, name):
+    return zeroamp.explain(model).verify(model, arguments(name, dist.get_rank()))
+
+
+def _of_configs(paths):
+    answers = []
+    for path in paths:
+        for name in MODELS:
+            wrap = {"Sequential"} if name == "conv" else None
+            model = zeroamp.wrap_model(build(name), zeroamp.policy_from_config(path), auto_wrap_policy=wrap)
+            answers.append((name, verify(model, name).to_dict()))
+    return answers
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_ready_to_use_config_keeps_what_the_ledger_promises(ranks2, path):
+    for answers in ranks2.run(_of_configs, [path]):
+        for name, seen in answers:
+            assert seen["is_traffic_as_planned"], name
+            assert seen["num_micro_batches"] == (4 if "accumulation" in path.stem else 1)
+            for row in seen["groups"]:
+                for boundary in ("storage", "gather", "compute", "gradient", "wire", "accumulate", "optimizer"):
+                    promised, observed = row["promised"][boundary], row["observed"][boundary]
+                    assert observed == [promised] or (promised == "per op" and observed), (name, row["group"], boundary)
+
+
+def _of_options(options, fields, mesh_shape=None):
+    model = wrapped("moe", config(**options), fields=fields, mesh_shape=mesh_shape)
+    return verify(model, "moe").to_dict()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulation": 2},
+        {"accumulation": 3, **LOW_SUMS},
+        {"accumulation": 1, **LOW_SUMS},
+        {"comm": "fp32"},
+        {"zeroamp": {"reduce_accumulate_dtype": "native"}},
+        {"dtype": "float16", "accumulation": 2},
+        {"dtype": None},
+        {"zeroamp": {"count_traffic": False}},
+        {"threshold": 0, **LOW, "accumulation": 2},
+        {"data_types": {"keep_in_fp32_modules": ["router", "norm"]}},
+        {**LOW, "data_types": {"keep_in_fp32_modules": ["router", "norm", "blocks.0.experts"], "buffer_dtype": "fp32"}},
+    ],
+    ids=str,
+)
+def test_every_option_keeps_what_the_ledger_promises(ranks2, options, stage):
+    seen = ranks2.run(_of_options, {"stage": stage, **options}, {})[0]
+    assert seen["is_traffic_as_planned"]
+    assert all(row["observed"]["accumulate"] == [row["promised"]["accumulate"]] for row in seen["groups"])
+
+
+def _of_auto():
+    block = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": "auto"}
+    policy = zeroamp.policy_from_config(config(3, dtype=None, torch_autocast=block))
+    model = zeroamp.wrap_model(build("moe"), policy, example_inputs=batch("moe", 0))
+    seen = verify(model, "moe").to_dict()
+    return {row["parameter"]: row["observed"]["compute"] for row in seen["parameters"]}
+
+
+def test_safe_parameters_that_a_run_found_compute_low(ranks2):
+    seen = ranks2.run(_of_auto)[0]
+    assert seen["blocks.1.experts.gate_up"] == ["bf16"], "no Linear's, and autocast casts it"
+    assert seen["norm.weight"] == ["fp32"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"hpz_partition_size": 2},
+        {"max_live_parameters": 10**9},
+        {"prefetch_bucket_size": 10**9},
+        {"reduce_bucket_size": 10**9},
+    ],
+    ids=str,
+)
+def test_sharding_options_and_replicas(ranks4, fields):
+    seen = ranks4.run(_of_options, {"stage": 3, "threshold": 0, "accumulation": 2}, fields, (1, 4))[0]
+    assert seen["is_traffic_as_planned"]
+    low = next(row for row in seen["groups"] if row["group"] == "blocks.0")
+    assert (low["promised"]["wire"], low["promised"]["replicas"]) == ("bf16", "fp32")
+    assert low["observed"]["replicas"] == ["fp32"]
+
+
+def fsdp_groups(module):
+    state = module._get_fsdp_state()
+    return getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+
+
+def _set_policy(model, **fields):
+    """Replace the mixed-precision policy of block 1's own group, before its first forward."""
+    (group,) = fsdp_groups(model.blocks[1])
+    group.mp_policy = MixedPrecisionPolicy(**fields)
+    for parameter in group.fsdp_params:
+        parameter.mp_policy = group.mp_policy  # where newer versions read it
+
+
+def cast_storage(model):
+    for linear in (model.blocks[1].qkv, model.blocks[1].out, model.blocks[1].gate_up, model.blocks[1].down):
+        linear.to(BF16)
+
+
+def gather_in_fp32(model):
+    _set_policy(model, param_dtype=FP32, reduce_dtype=FP32)
+
+
+def upcast_in_forward(model):
+    linear = model.blocks[1].qkv
+    linear.forward = lambda x: F.linear(x.float(), linear.weight.float()).to(x.dtype)
+
+
+def cast_gradient(model):
+    """As one may from torch 2.11 on. (A hook that returns another dtype is refused by autograd.)"""
+
+    block = model.blocks[1]
+
+    def after(_module, _args, output):
+        gathered = [p for module in block.modules() if isinstance(module, nn.Linear) for p in module.parameters()]
+
+        def cast(_gradient):  # in backward, because newer FSDP2 sets it at its start
+            for parameter in gathered:
+                parameter.grad_dtype = FP32
+
+        output.register_hook(cast)
+
+    block.down.register_forward_hook(after)
+
+
+def reduce_in_fp32(model):
+    fsdp_groups(model.blocks[1])[0]._reduce_scatter_comm.wire_dtype = FP32
+
+
+def average_in_bf16(model):
+    fsdp_groups(model.blocks[1])[0]._reduce_scatter_comm.accumulate = "native"
+
+
+def sum_unsharded_in_bf16(model):
+    _set_policy(model, param_dtype=BF16, reduce_dtype=BF16)
+
+
+def sum_sharded_in_fp16(model):
+    accumulator = wrap_state(model).shard_accumulator
+    take = accumulator._take
+    low = {id(parameter) for parameter in model.blocks[1].qkv.parameters()}
+
+    def take_one(parameter):
+        accumulator.dtype = torch.float16 if id(parameter) in low else BF16
+        take(parameter)
+
+    accumulator._take = take_one
+
+
+def update_in_bf16(model):
+    """A state in bf16 for the one parameter of 80 rows."""
+
+    class Rounding(torch.optim.AdamW):
+        def step(self, closure=None):
+            super().step(closure)
+            for parameter, state in self.state.items():
+                if parameter.shape[0] == 80:
+                    state["exp_avg"] = state["exp_avg"].bfloat16()
+
+    torch.optim.AdamW = Rounding
+
+
+def _tampered(tamper, options, mesh_shape=None, ranks=(0, 1, 2, 3)):
+    original = torch.optim.AdamW
+    model = wrapped("llama_tied", config(**options), mesh_shape=mesh_shape)
+    if dist.get_rank() in ranks:
+        tamper(model)
+    try:
+        verify(model, "llama_tied")
+    except zeroamp.PrecisionError as error:
+        return str(error)
+    finally:
+        torch.optim.AdamW = original
+    return None
+
+
+QKV = "blocks.1.qkv.weight of Linear (blocks.1.qkv)"
+TAMPERINGS = [
+    (cast_storage, {}, f"{QKV}, storage: found bf16 (the shard); valid: fp32"),
+    (gather_in_fp32, {}, f"{QKV}, gather: found fp32 (the forward of blocks.1); valid: bf16"),
+    (upcast_in_forward, LOW, f"{QKV}, compute: found fp32 (aten.mm); valid: bf16"),
+    (cast_gradient, {}, f"{QKV}, gradient: found fp32 (backward); valid: bf16"),
+    (reduce_in_fp32, {}, f"{QKV}, wire: found fp32 (reduce_scatter of blocks.1); valid: bf16"),
+    (sum_unsharded_in_bf16, {"stage": 1, "accumulation": 2}, f"{QKV}, accumulate: found bf16 (the unsharded sum)"),
+    (
+        sum_sharded_in_fp16,
+        {"stage": 2, "accumulation": 2, **LOW_SUMS},
+        f"{QKV}, accumulate: found fp16 (the sharded sum); valid: bf16",
+    ),
+    (
+        update_in_bf16,
+        {},
+        "embed.weight of Embedding (embed), optimizer: found bf16 (AdamW's exp_avg); valid: fp32, as the ledger",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("tamper", "options", "text"), TAMPERINGS, ids=[tamper.__name__ for tamper, _, _ in TAMPERINGS]
+)
+def test_one_dtype_that_is_not_the_promised_one_names_parameter_module_and_boundary(ranks2, tamper, options, text):
+    for message in ranks2.run(_tampered, tamper, {"stage": 3, **options}):
+        assert message is not None
+        assert text in message
+        assert all(line.startswith((text.split(".")[0], "…")) for line in message.splitlines())
+        assert "blocks.0" not in message
+        assert "blocks.2" not in message
+
+
+def test_the_average_over_replicas(ranks4):
+    for message in ranks4.run(_tampered, average_in_bf16, {"stage": 3}, (2, 2)):
+        assert f"{QKV}, replicas: found bf16 (all_reduce of blocks.1); valid: fp32" in message
+
+
+def test_a_difference_on_one_rank_is_raised_on_all(ranks2):
+    for tamper, options in ((upcast_in_forward, LOW), (update_in_bf16, {})):
+        first, second = ranks2.run(_tampered, tamper, {"stage": 3, **options}, None, (1,))
+        assert first == second
+        assert first.endswith("On 1 of 2 ranks.")
+
+
+def _many():
+    model = wrapped("llama_tied", config(3))
+    for index in range(3):
+        fsdp_groups(model.blocks[index])[0]._reduce_scatter_comm.wire_dtype = FP32
+    verify(model, "llama_tied")
+
+
+def test_of_many_differences_eight_are_listed(ranks2):
+    with pytest.raises(RankError, match=r"PrecisionError: blocks\.0\.qkv") as caught:
+        ranks2.run(_many)
+    text = str(caught.value)
+    assert text.count("(reduce_scatter of") == 2 * 8
+    assert "… and 7 more" in text
+
+
+def _shown(options):
+    model = wrapped("llama_tied", config(**options))
+    verification = verify(model, "llama_tied")
+    assert isinstance(verification, zeroamp.Verification)
+    as_dict = verification.to_dict()
+    assert json.loads(json.dumps(as_dict, allow_nan=False)) == as_dict
+    return str(verification), as_dict
+
+
+def test_a_table_of_promised_and_seen_per_group(ranks2):
+    text, as_dict = ranks2.run(_shown, {"stage": 3, "accumulation": 2})[0]
+    lines = text.splitlines()
+    assert lines[0] == "zeroamp: 23 parameters, 2 micro-batches: every dtype is the promised one"
+    cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
+    low = ["fp32", "bf16", "bf16", "bf16", "bf16", "fp32", "fp32"]
+    assert cells[5] == ["blocks.0 … blocks.2", "3", "promised", *low]
+    assert cells[6] == ["blocks.0 … blocks.2", "3", "seen", *low]
+    assert cells[3][5] == "per op"
+    assert cells[4][5] == "bf16, fp32"  # the tied weight: head and embedding
+    assert "replicas" not in text
+    assert lines[-1] == "Collectives and their bytes are those planned."
+    embed = as_dict["parameters"][0]
+    assert (embed["parameter"], embed["group"]) == ("embed.weight", "root")
+    assert (embed["promised"]["compute"], embed["observed"]["compute"]) == ("per op", ["bf16", "fp32"])
+
+
+class Quantized(nn.Module):
+    """A frozen int8 weight that its module makes a matrix of, and a frozen bf16 one."""
+
+    def __init__(self):
+        super().__init__()
+        self.codes = nn.Parameter(torch.randint(-9, 9, (8, 8), dtype=torch.int8), requires_grad=False)
+        self.stored = nn.Parameter(torch.randn(8, 8).bfloat16(), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return ((x @ (self.codes.float() * self.scale)) @ self.stored.float()).square().mean()
+
+
+def _quantized():
+    torch.manual_seed(0)
+    model = zeroamp.wrap_model(Quantized(), zeroamp.policy_from_config(config(3, dtype=None)))
+    seen = zeroamp.explain(model).verify(model, torch.ones(2, 8)).to_dict()
+    return {row["parameter"]: (row["promised"]["compute"], row["observed"]["compute"]) for row in seen["parameters"]}
+
+
+def test_what_a_module_makes_of_frozen_parameters_of_other_dtypes_is_its_own_business(ranks2):
+    expected = {"codes": ("per op", ["fp32"]), "stored": ("per op", ["fp32"]), "scale": ("fp32", ["fp32"])}
+    assert ranks2.run(_quantized)[0] == expected
+
+
+class Reversed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return x.square().mean()
+
+
+def _other_order():
+    cfg = config(3, dtype=None, accumulation=1)
+    torch.manual_seed(0)
+    policy = zeroamp.policy_from_config({**cfg, "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 72}})
+    model = zeroamp.wrap_model(Reversed(), policy)
+    return str(zeroamp.explain(model).verify(model, torch.ones(2, 8)))
+
+
+def test_another_order_than_the_registered_one_is_told_not_raised(ranks2):
+    assert ranks2.run(_other_order)[0].endswith("not those planned: modules run in another order.")
+
+
+def _compiled():
+    model = wrapped("llama_tied", config(3, threshold=0))
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend="aot_eager")
+    return verify(model, "llama_tied").to_dict()
+
+
+def test_compiled_blocks_are_looked_at_too(ranks2):
+    seen = ranks2.run(_compiled)[0]
+    assert all(row["observed"]["compute"] for row in seen["groups"])

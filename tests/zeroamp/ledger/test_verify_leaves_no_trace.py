@@ -1,0 +1,329 @@
+"""`Ledger.verify` changes nothing, also when something raises, and refuses where it could not."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+import zeroamp
+from tests.models.small import batch, build, loss_of
+from tests.processes.training import config, full_parameters, same_bits, wrapped
+from zeroamp.hooks._torch.fsdp import unsharded_sums
+from zeroamp.wrapping.state import wrap_state
+
+LOW_SUMS = {"data_types": {"grad_accum_dtype": "bf16"}}
+OPTIONS = [
+    *({"stage": stage} for stage in range(4)),
+    *({"stage": stage, "accumulation": 2} for stage in range(4)),
+    {"stage": 3, "accumulation": 2, "threshold": 0, **LOW_SUMS},
+    {"stage": 3, "dtype": "float16", "fp16": {"initial_scale_power": 4}},
+]
+
+
+class RaisesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("asked to raise in backward")
+
+
+class Noisy(nn.Module):
+    """Batch statistics, random numbers of three kinds, and blocks that raise if asked to."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)) for _ in range(3)
+        )
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("last", None)
+        self.raises = None
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        self.last = x.detach().mean()
+        x = x * (1 + random.random() + np.random.random())
+        for index, block in enumerate(self.blocks):
+            if self.raises == "forward" and index == 1:
+                raise ValueError("asked to raise in forward")
+            x = block(x)
+            if self.raises == "backward" and index == 1:
+                x = RaisesInBackward.apply(x)
+        return x
+
+
+def noisy(options):
+    torch.manual_seed(0)
+    model = zeroamp.wrap_model(Noisy(), zeroamp.policy_from_config(config(**options)), auto_wrap_policy={"Sequential"})
+    step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(dist.get_rank())
+    return model, step
+
+
+def inputs(index=0):
+    generator = torch.Generator().manual_seed(index * 10 + dist.get_rank())
+    return torch.randn(4, 8, generator=generator)
+
+
+def square(output):
+    return output.float().square().mean()
+
+
+def train(model, step, num_steps=2):
+    reports = []
+    for index in range(num_steps):
+        report = None
+        while report is None:
+            step.backward(square(model(inputs(index))))
+            report = step.step()
+        reports.append((report.loss, report.grad_norm, report.loss_scale, report.skipped))
+    return reports
+
+
+def verify(model):
+    zeroamp.explain(model).verify(model, inputs(99), loss_fn=square)
+
+
+def raising(*, where):
+    def attempt(model):
+        def refuse(output):
+            raise ValueError("asked to raise in loss_fn")
+
+        model.raises = where
+        loss_fn = refuse if where == "loss_fn" else square
+        with pytest.raises(ValueError, match="asked to raise"):
+            zeroamp.explain(model).verify(model, inputs(99), loss_fn=loss_fn)
+        model.raises = None
+
+    return attempt
+
+
+ATTEMPTS = {
+    "verify": verify,
+    **{where: raising(where=where) for where in ("forward", "loss_fn", "backward")},
+}
+
+
+def _results(options, attempt, when):
+    model, step = noisy(options)
+    reports = []
+    for index in range(3):
+        if attempt is not None and index in when:
+            ATTEMPTS[attempt](model)
+        reports += train(model, step, 1)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    randoms = torch.rand(2).tolist(), random.random(), float(np.random.random())
+    return reports, full_parameters(model), buffers, randoms, step.num_steps
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("attempt", ATTEMPTS)
+def test_training_goes_on_with_the_same_bits(ranks2, options, attempt):
+    plain = ranks2.run(_results, options, None, ())
+    assert plain[0][2]["calls"] == 3 * options.get("accumulation", 1)
+    for ours, expected in zip(ranks2.run(_results, options, attempt, (0, 2)), plain, strict=True):
+        assert ours[0] == expected[0]
+        assert same_bits(ours[1], expected[1]) == []
+        assert same_bits(ours[2], expected[2]) == []
+        assert ours[3:] == expected[3:]
+
+
+def _hooks(model):
+    modules = [
+        len(hooks)
+        for module in model.modules()
+        for hooks in (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks)
+    ]
+    gathered = [
+        list(p._unsharded_param._backward_hooks or {})
+        for unit in model.modules()
+        if isinstance(unit, FSDPModule)
+        for group in _groups(unit)
+        for p in group.fsdp_params
+        if hasattr(p, "_unsharded_param")
+    ]
+    sharded = [len(getattr(p, "_post_accumulate_grad_hooks", None) or {}) for p in model.parameters()]
+    return modules, [hooks for hooks in gathered if hooks], sharded
+
+
+def _groups(unit):
+    state = unit._get_fsdp_state()
+    return [g for g in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] if g is not None]
+
+
+def _everything(model, step):
+    state = wrap_state(model)
+    traffic = state.traffic
+    return {
+        "parameters": {fqn: p.to_local().clone() for fqn, p in model.named_parameters()},
+        "kept": [type(p) is nn.Parameter or isinstance(p, DTensor) for p in model.parameters()],
+        "gradients": [p.grad for p in model.parameters()],
+        "sums": [fqn for unit in model.modules() if isinstance(unit, FSDPModule) for fqn in unsharded_sums(unit)],
+        "buffers": {name: None if b is None else (id(b), b.clone()) for name, b in _buffers(model)},
+        "random": (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()),
+        "traffic": (dict(traffic.calls), dict(traffic.num_bytes), traffic.enabled, len(traffic.observers)),
+        "hooks": _hooks(model),
+        "training": [module.training for module in model.modules()],
+        "step": {key: value for key, value in vars(step).items() if isinstance(value, int | float | bool | None)},
+        "autocast": len(state.autocast._entered) if state.autocast else 0,
+        "guard": state.guard is not None and state.guard.armed,
+        "reshards": [
+            (g.reshard_after_backward, g.reduce_grads)
+            for unit in model.modules()
+            if isinstance(unit, FSDPModule)
+            for g in _groups(unit)
+        ],
+        "last": model._get_fsdp_state()._state_ctx.is_last_backward,
+        "grad mode": torch.is_grad_enabled(),
+    }
+
+
+def _buffers(model):
+    for fqn, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            yield f"{fqn}.{name}", buffer
+
+
+def _differences(before, after, key=""):
+    if isinstance(before, dict):
+        assert before.keys() == after.keys(), key
+        return [d for name in before for d in _differences(before[name], after[name], f"{key}.{name}")]
+    if isinstance(before, tuple | list):
+        if len(before) != len(after):
+            return [key]
+        return [d for a, b in zip(before, after, strict=True) for d in _differences(a, b, key)]
+    same = torch.equal(before, after) if isinstance(before, torch.Tensor) else before == after
+    return [] if same else [key]
+
+
+def _compare(options, attempt, is_first):
+    model, step = noisy(options)
+    model.blocks[2].eval()
+    if not is_first:
+        train(model, step, 1)
+    before = _everything(model, step)
+    ATTEMPTS[attempt](model)
+    return _differences(before, _everything(model, step))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("attempt", ATTEMPTS)
+def test_nothing_is_left(ranks2, options, attempt):
+    for is_first in (True, False):
+        assert ranks2.run(_compare, options, attempt, is_first)[0] == []
+
+
+def _without_gradients(how):
+    model, step = noisy({"stage": 3})
+    with torch.no_grad() if how == "no_grad" else torch.inference_mode():
+        verify(model)
+    return train(model, step)
+
+
+@pytest.mark.parametrize("how", ["no_grad", "inference_mode"])
+def test_it_runs_a_backward_whatever_grad_mode_it_is_called_in(ranks2, how):
+    assert ranks2.run(_without_gradients, how) == ranks2.run(_without_gradients_plain)
+
+
+def _without_gradients_plain():
+    model, step = noisy({"stage": 3})
+    return train(model, step)
+
+
+def _refused(options, how):
+    model, step = noisy(options)
+    if how == "after a forward":
+        model(inputs())
+    elif how == "in a window":
+        step.backward(square(model(inputs())))
+        if options.get("accumulation", 1) > 1:
+            step.step()
+    elif how == "on one rank" and dist.get_rank() == 1:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+    with pytest.raises(zeroamp.StepError) as caught:
+        verify(model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options", [*OPTIONS[4:8], {"stage": 2, "accumulation": 2, **LOW_SUMS}, {"stage": 3, "accumulation": 2, **LOW_SUMS}]
+)
+def test_inside_a_window_it_refuses(ranks2, options):
+    for text in ranks2.run(_refused, options, "in a window"):
+        assert text.startswith("Ledger.verify: found ")
+        assert "valid: a call between two optimizer steps" in text
+
+
+def test_where_gradients_or_a_forward_are_pending_it_refuses(ranks2):
+    assert "gathered, inside" in ranks2.run(_refused, {"stage": 1}, "after a forward")[0]
+    assert "found a gradient on blocks.0.0.weight" in ranks2.run(_refused, {"stage": 3}, "in a window")[0]
+    texts = ranks2.run(_refused, {"stage": 3}, "on one rank")
+    assert texts[0] == texts[1]
+    assert texts[0].endswith("On 1 of 2 ranks.")
+
+
+BAD = {
+    "batch": {"batch": [1]},
+    "ledger": {},
+    "no loss": {"loss_fn": None},
+    "vector": {"loss_fn": lambda output: output},
+    "detached": {"loss_fn": lambda output: square(output).detach()},
+    "number": {"loss_fn": lambda _: 1.0},
+}
+
+
+def _bad(what):
+    model, _ = noisy({"stage": 3})
+    other, _ = noisy({"stage": 2})
+    ledger = zeroamp.explain(other if what == "ledger" else model)
+    arguments = {"batch": inputs(), "loss_fn": square, **BAD[what]}
+    with pytest.raises(zeroamp.ZeroAmpError) as caught:
+        ledger.verify(model, **arguments)
+    verify(model)
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "text"),
+    [
+        ("batch", "StepError", "Ledger.verify(batch=): found a list; valid: a tensor, a tuple of arguments"),
+        ("ledger", "WrapError", "found another model's ledger"),
+        ("no loss", "StepError", "found a tensor of shape (4, 8) as the model's output, with no .loss"),
+        ("vector", "StepError", "found a tensor of shape (4, 8) as the loss"),
+        ("detached", "StepError", "found a tensor of shape () that needs no gradient as the loss"),
+        ("number", "StepError", "found a float as the loss; valid: a scalar that depends on trainable parameters"),
+    ],
+)
+def test_what_cannot_be_verified_is_named(ranks2, what, error, text):
+    for name, message in ranks2.run(_bad, what):
+        assert name == error
+        assert text in message
+
+
+def _batches():
+    model = wrapped("hf_llama", config(3))
+    tokens = batch("hf_llama", 0)
+    ledger = zeroamp.explain(model)
+    with_labels = ledger.verify(model, {"input_ids": tokens, "labels": tokens})  # .loss
+    as_tuple = ledger.verify(model, (tokens,), loss_fn=lambda output: output.logits.float().mean())
+    model = wrapped("llama_tied", config(3))
+    ledger = zeroamp.explain(model)
+    scalar = ledger.verify(model, tokens)
+    loss_of(model, tokens).backward()
+    return [len(v.to_dict()["parameters"]) for v in (with_labels, as_tuple, scalar)]
+
+
+def test_batches_and_losses_of_every_form(ranks2):
+    assert ranks2.run(_batches)[0] == [
+        len(list(build(name).parameters())) for name in ("hf_llama", "hf_llama", "llama_tied")
+    ]

@@ -1,0 +1,134 @@
+"""`discover_safe_parameters` against runs with those parameters in bf16, and the models that are harder to run."""
+
+import functools
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import zeroamp
+from tests.models.parameter_uses import USES, Uses
+from tests.models.small import MODELS, batch, build
+from tests.oracles.low_precision_gather import gathered, is_unchanged, randomise, rounded
+from zeroamp.planning.ownership import find_uses
+from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES, resolve_safe_classes, unsafe_owner
+
+X = torch.randn(3, 8, generator=torch.Generator().manual_seed(5)).requires_grad_()
+
+
+@pytest.mark.parametrize("use", USES)
+def test_each_way_of_using_a_parameter(use):
+    make, expected = USES[use]
+    model = randomise(make())
+    found = zeroamp.discover_safe_parameters(model, (X,))
+    assert found.safe == expected, found.reasons
+    for name, reason in found.reasons.items():
+        if "never used" not in reason:
+            assert is_unchanged(model, gathered(model, [name]), (X,), {}) == (name in found.safe), reason
+            assert name not in found.safe or is_unchanged(model, rounded(model, [name]), (X,), {})
+    assert is_unchanged(model, gathered(model, found.safe), (X,), {})
+
+
+def _class_list(model):
+    classes = resolve_safe_classes(DEFAULT_SAFE_MODULES, model)
+    return {use.fqns[0] for use in find_uses(model, []) if unsafe_owner(use.named_owners(), classes) is None}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_small_models_agree_with_the_class_list(name):
+    if name == "hf_llama":
+        pytest.importorskip("transformers", reason="the model is transformers'")
+    model = build(name)
+    found = zeroamp.discover_safe_parameters(model, (batch(name, 0),))
+    # nn.MultiheadAttention is in no list, yet all it does with its input projection is a linear layer. So it is with
+    # experts whose weights are stacked in one parameter of a module of their own.
+    beyond = {
+        "encoder": {f"encoder.layers.{i}.self_attn.in_proj_{kind}" for i in (0, 1) for kind in ("weight", "bias")},
+        "moe": {"blocks.1.experts.gate_up", "blocks.1.experts.down"},
+    }
+    assert found.safe - _class_list(model) == beyond.get(name, set())
+    assert _class_list(model) <= found.safe
+    assert set(found.reasons) == {name for name, _ in model.named_parameters()}
+
+
+def test_a_tied_weight_has_its_first_name_and_says_the_others():
+    found = zeroamp.discover_safe_parameters(build("llama_tied"), (batch("llama_tied", 0),))
+    assert found.reasons["embed.weight"] == "not safe: read in fp32 by aten.embedding in embed (tied: head.weight)"
+    assert "head.weight" not in found.reasons
+
+
+def test_float16():
+    model = randomise(Uses(lambda m, x: F.linear(m.lin(x), m.w, m.b) + F.linear(x, m.w.half())))
+    found = zeroamp.discover_safe_parameters(model, (X,), dtype=torch.float16)
+    assert found.safe == {"lin.weight", "b"}  # w: one cast by autocast, one by the model
+    assert found.reasons["lin.weight"] == "safe: cast to fp16 in lin"
+    for name in found.reasons:
+        unchanged = is_unchanged(model, gathered(model, [name], torch.float16), (X,), {}, torch.float16)
+        assert unchanged == (name in found.safe)
+
+
+def test_derived_weights_are_used_where_they_are_derived():
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)))
+    assert zeroamp.discover_safe_parameters(model, (X,)).safe == {"0.bias"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # the old function, still common
+        model = nn.Sequential(nn.utils.weight_norm(nn.Linear(8, 8)))
+    weight = model[0].weight
+    assert zeroamp.discover_safe_parameters(model, (X,)).safe == {"0.bias"}
+    assert model[0].weight is weight
+
+
+def test_a_model_on_the_meta_device():
+    with torch.device("meta"):
+        model = build("llama_untied")
+    found = zeroamp.discover_safe_parameters(model, (batch("llama_untied", 0),))
+    assert found.safe == _class_list(model)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def _closure(model):
+    forward = model.lin.forward
+    model.lin.forward = lambda x: forward(x) + 0
+
+
+def _partial(model):
+    model.lin.forward = functools.partial(type(model.lin).forward, model.lin)
+
+
+def _hidden_list(model):
+    model.held = [[model.lin.weight]]
+    model.use = lambda m, x: F.linear(F.linear(x, m.held[0][0]), m.w, m.b)
+
+
+def _captured(model):
+    weight = model.lin.weight
+    model.use = lambda m, x: F.linear(F.linear(x, weight), m.w, m.b)
+
+
+def _compiled(model):
+    model.lin.compile(backend="eager", fullgraph=True)
+
+
+def _shared(model):
+    model.again = model.lin
+    model.use = lambda m, x: F.linear(m.again(m.lin(x)), m.w, m.b)
+
+
+@pytest.mark.parametrize("reach", [_closure, _partial, _hidden_list, _captured, _compiled, _shared])
+def test_parameters_are_recognised_however_the_forward_reaches_them(reach):
+    model = Uses(lambda m, x: F.linear(m.lin(x), m.w, m.b))
+    reach(model)
+    weight = model.lin.weight
+    assert zeroamp.discover_safe_parameters(model, (X,)).safe == {"lin.weight", "w", "b"}
+    assert model.lin.weight is weight
+    assert weight.grad is None
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_training_is_traced_wherever_it_is_called(context):
+    make, expected = USES["Function, all low"]  # only a backward can tell
+    model, x = make(), X.detach().clone()
+    with context():
+        assert zeroamp.discover_safe_parameters(model, (x,)).safe == expected

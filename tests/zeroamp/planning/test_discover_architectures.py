@@ -1,0 +1,71 @@
+"""Real architectures at tiny size: every verdict is the one of a run with that parameter in bf16."""
+
+import pytest
+import torch
+
+import zeroamp
+from tests.models.architectures import ARCHITECTURES, TRANSFORMERS
+from tests.oracles.low_precision_gather import gathered, is_unchanged, randomise, rounded
+
+ONLY_ROUNDED = {
+    "t5": 2,  # relative_attention_bias: gathered by an embedding, then cast; its gradient adds up in fp32
+    "mixtral_batched": 4,  # experts picked by an index, then cast: the same
+    "attention": 2,  # bias_k and bias_v: repeated, then cast
+    "recurrent": 1,  # the embedding
+}
+"""Parameters whose rounding changes nothing, and which are not safe all the same: gathered low, their gradients would
+add up in bf16."""
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def architecture(request):
+    if request.param in TRANSFORMERS:
+        pytest.importorskip("transformers", reason="the model is transformers'")
+    torch.manual_seed(0)
+    model, args, kwargs = ARCHITECTURES[request.param]()
+    if request.param != "encoder_eval":
+        model.train()
+    return request.param, randomise(model), args, kwargs
+
+
+def test_every_verdict_is_what_gathering_does(architecture):
+    name, model, args, kwargs = architecture
+    found = zeroamp.discover_safe_parameters(model, args, kwargs)
+    assert {reason for reason in found.reasons.values() if "never used" in reason} == set()
+    assert 0 < len(found.safe) < len(found.reasons)
+    only_rounded = []
+    for parameter, reason in found.reasons.items():
+        is_safe = parameter in found.safe
+        assert is_unchanged(model, gathered(model, [parameter]), args, kwargs) == is_safe, f"{parameter}: {reason}"
+        if is_unchanged(model, rounded(model, [parameter]), args, kwargs) != is_safe:
+            only_rounded.append(parameter)
+    assert len(only_rounded) == ONLY_ROUNDED.get(name, 0), only_rounded
+    assert is_unchanged(model, gathered(model, found.safe), args, kwargs)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5"])
+def test_transformers_dummy_inputs_give_the_same_answer(name):
+    pytest.importorskip("transformers", reason="the model is transformers'")
+    model, args, kwargs = ARCHITECTURES[name]()
+    assert zeroamp.discover_safe_parameters(model).safe == zeroamp.discover_safe_parameters(model, args, kwargs).safe
+
+
+def test_a_vision_model_has_no_dummy_inputs_of_its_own():
+    pytest.importorskip("transformers", reason="the model is transformers'")
+    with pytest.raises(zeroamp.ConfigError, match="dummy_inputs of ViTForImageClassification without 'pixel_values'"):
+        zeroamp.discover_safe_parameters(ARCHITECTURES["vit"]()[0])
+
+
+@pytest.mark.parametrize(("implementation", "is_safe"), [("eager", True), ("grouped_mm", False), ("batched_mm", False)])
+def test_experts_of_mixtral_depend_on_how_they_are_run(implementation, is_safe):
+    """Eager, each expert is a linear layer. `grouped_mm` is on no list of autocast: the experts run in fp32."""
+    pytest.importorskip("transformers", reason="the model is transformers'")
+    model, args, kwargs = ARCHITECTURES["mixtral"](implementation)
+    found = zeroamp.discover_safe_parameters(model, args, kwargs)
+    assert ("model.layers.0.mlp.experts.gate_up_proj" in found.safe) is is_safe
+    assert "model.layers.0.mlp.gate.weight" in found.safe  # the router: a plain linear layer
+    if implementation == "eager":
+        with pytest.raises(zeroamp.ConfigError, match="DynamicOutputShapeException.*on the meta device"):
+            zeroamp.discover_safe_parameters(model.to("meta"), args, kwargs)
+    else:
+        assert zeroamp.discover_safe_parameters(model.to("meta"), args, kwargs) == found

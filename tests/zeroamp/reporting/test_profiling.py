@@ -1,0 +1,258 @@
+"""`zeroamp.profile` and `zeroamp profile`: which steps are in the trace, and what happens when something goes wrong."""
+
+import gzip
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+import zeroamp
+from tests.measuring.traces import complete, crossing, names, ours
+from tests.models.small import batch, loss_of
+from tests.processes.launch import torchrun
+from tests.processes.training import config, wrapped
+from zeroamp.cli.app import app
+from zeroamp.reporting.trace import nest_backwards, range_times, render_times
+from zeroamp.training.callbacks import _observers
+
+NAME = "llama_tied"
+
+
+def _train_step(**more):
+    model = wrapped(NAME, config(3, **more))
+    return zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+def _steps(train, num_steps, accumulation=1):
+    for index in range(num_steps * accumulation):
+        train.backward(loss_of(train.model, batch(NAME, 2 * index + dist.get_rank())))
+        train.step()
+
+
+def _read(path):
+    data = Path(path).read_bytes()
+    return complete(json.loads(gzip.decompress(data) if str(path).endswith(".gz") else data))
+
+
+def _profile(folder, num_steps, keywords, accumulation=1):
+    train = _train_step(accumulation=accumulation)
+    with zeroamp.profile(train, folder, **keywords) as profile:
+        _steps(train, num_steps, accumulation)
+    return str(profile.path), [(row.name, row.calls) for row in profile.times], str(profile)
+
+
+def test_each_rank_writes_a_trace_of_the_active_steps_in_which_everything_nests(ranks2, tmp_path):
+    answers = ranks2.run(_profile, str(tmp_path / "new" / "traces"), 6, {"active": 2}, 2)
+    for rank, (path, times, text) in enumerate(answers):
+        assert Path(path) == tmp_path / "new" / "traces" / f"rank{rank}.json"
+        events = _read(path)
+        assert crossing(events) == []
+        found = names(events)
+        assert found.count("optimizer (AdamW)") == found.count("norm") == 2
+        assert found.count("forward (blocks.0)") == found.count("backward (blocks.2)") == 4
+        assert sum(event["name"].startswith("ProfilerStep#") for event in events) == 2
+        assert dict(times)["zeroamp::forward (root)"] == 4
+        assert len(text.splitlines()) == 2 + len(times)
+    assert sorted(os.listdir(tmp_path / "new" / "traces")) == ["rank0.json", "rank1.json"]  # no drafts
+
+
+def test_a_context_that_ends_early_writes_the_steps_it_has(ranks2, tmp_path):
+    keywords = {"wait": 0, "warmup": 1, "active": 9, "compress": True}
+    path = ranks2.run(_profile, str(tmp_path), 3, keywords)[0][0]
+    assert path.endswith("rank0.json.gz")
+    assert names(_read(path)).count("optimizer (AdamW)") == 2
+
+
+def _two_models(folder):
+    one, other = _train_step(), _train_step()
+    with zeroamp.profile(one, folder, wait=0, active=1) as profile:
+        _steps(other, 2)
+        assert profile.num_steps == 0
+        _steps(one, 2)
+        written = profile.path
+        _steps(one, 2)
+    return written == profile.path is not None, len(_observers)
+
+
+def test_only_the_steps_of_the_one_train_step_count(ranks2, tmp_path):
+    assert ranks2.run(_two_models, str(tmp_path)) == [(True, 0), (True, 0)]
+
+
+def _mistakes(folder):
+    texts = []
+    for keywords in ({"wait": -1}, {"warmup": True}, {"active": 0}):
+        with pytest.raises(zeroamp.StepError) as raised:
+            zeroamp.profile(_train_step(), folder, **keywords)
+        texts.append(str(raised.value))
+    off = _train_step(zeroamp={"ranges": "off"})
+    with pytest.raises(zeroamp.ConfigError) as refused, zeroamp.profile(off, folder):
+        pass
+    with pytest.raises(zeroamp.StepError) as early, zeroamp.profile(train := _train_step(), folder):
+        _steps(train, 2)
+    with pytest.raises(ValueError, match="asked to"), zeroamp.profile(train, folder, wait=0):
+        _step_and_raise(train)
+    return [*texts, str(refused.value), str(early.value)], len(_observers), os.path.exists(folder)
+
+
+def _step_and_raise(train):
+    _steps(train, 2)
+    raise ValueError("asked to")
+
+
+def test_mistakes_are_errors_and_nothing_is_written_after_one(ranks2, tmp_path):
+    for texts, num_observers, was_written in ranks2.run(_mistakes, str(tmp_path / "traces")):
+        assert texts == [
+            "profile(..., wait=): found -1; valid: an integer >= 0. It counts optimizer steps.",
+            "profile(..., warmup=): found True; valid: an integer >= 1. It counts optimizer steps.",
+            "profile(..., active=): found 0; valid: an integer >= 1. It counts optimizer steps.",
+            'zeroamp.ranges: found "off" in a profile; valid: "profiler" or "nvtx". Remove the key.',
+            "profile: found 2 optimizer steps of a TrainStep, of which none was recorded; valid: at least 3: wait, "
+            "warmup and one more. Run more steps in it, or lower wait and warmup.",
+        ]
+        assert (num_observers, was_written) == (0, False)
+
+
+def _unwritable_on_one(folder, is_broken_later):
+    """On rank 1 there is a file where the folder is to be, from the start or once the context is entered."""
+    train = _train_step()
+    own = Path(folder) / f"traces {dist.get_rank()}"
+    breaks = dist.get_rank() == 1
+    if breaks and not is_broken_later:
+        own.write_text("")
+    with pytest.raises(zeroamp.StepError) as raised, zeroamp.profile(train, own, wait=0, active=1):
+        _break_and_step(train, own if breaks else None)
+    num_steps = train.num_steps
+    _steps(train, 1)  # training can go on
+    return str(raised.value), num_steps
+
+
+def _break_and_step(train, path):
+    if path is not None:
+        path.write_text("")
+    _steps(train, 2)
+
+
+@pytest.mark.parametrize(("is_broken_later", "kind", "last"), [(False, "NotADirectory", 0), (True, "FileExists", 2)])
+def test_a_rank_that_cannot_write_is_an_error_on_all_before_the_first_step_where_it_is_known(
+    ranks2, tmp_path, is_broken_later, kind, last
+):
+    for text, num_steps in ranks2.run(_unwritable_on_one, str(tmp_path), is_broken_later):
+        assert text.startswith("rank 1: ")
+        assert f"{kind}Error" in text
+        assert text.endswith("valid: a folder that can be written. Name another folder.")
+        assert num_steps == last
+
+
+SCRIPT = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+import zeroamp
+from neighbour import WIDTH
+
+assert __name__ == "__main__"
+dist.init_process_group()
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(2)))
+model = zeroamp.wrap_model(model, zeroamp.policy_from_config({"zero_optimization": {"stage": 3}}), None, ["Sequential"])
+train = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for _ in range(int(sys.argv[sys.argv.index("--steps") + 1])):
+    train.backward(model(torch.ones(2, WIDTH)).sum())
+    train.step()
+dist.destroy_process_group()
+sys.exit(0)
+"""
+
+
+def test_the_command_runs_a_script_under_torchrun_and_prints_the_first_ranks_ranges(python_file, tmp_path):
+    python_file("neighbour.py", "WIDTH = 4")
+    script = python_file("script.py", SCRIPT)
+    options = ("--out", tmp_path / "out", "--wait", 0, "--active", 2)
+    # Three steps asked for, two made: what there is is written after the script has ended its process group.
+    printed = torchrun("-m", "zeroamp", "profile", *options, script, "--steps", 2)
+    assert f"\n{tmp_path}/out/rank0.json\n" in printed
+    assert printed.count("zeroamp::optimizer (SGD)") == 1
+    for rank in range(2):
+        events = _read(tmp_path / "out" / f"rank{rank}.json")
+        assert crossing(events) == []
+        assert [event["name"] for event in ours(events)].count("optimizer (SGD)") == 1
+
+
+def _run(*arguments):
+    return CliRunner().invoke(app, ["profile", *map(str, arguments)])
+
+
+def test_a_script_finds_its_arguments_and_without_a_train_step_the_command_fails(python_file, tmp_path):
+    script = python_file("script.py", "import sys, json; print(json.dumps([sys.argv[1:], sys.path[0]]))")
+    before = list(sys.argv), list(sys.path)
+    result = _run("--out", tmp_path / "out", script, "--wait", "x", "--", "-v")
+    assert json.loads(result.stdout) == [["--wait", "x", "--", "-v"], str(tmp_path)]
+    assert isinstance(result.exception, zeroamp.StepError)
+    assert "found 0 optimizer steps" in str(result.exception)
+    assert (sys.argv, sys.path) == before
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_known_before_the_script_begins(python_file, tmp_path):
+    script = python_file("script.py", "print('began')")
+    result = _run("--out", script / "out", script)
+    assert (type(result.exception), result.stdout) == (zeroamp.StepError, "")
+    assert str(result.exception).startswith(f"{script / 'out'}: found NotADirectoryError: ")
+
+
+def test_what_a_script_raises_is_raised_and_its_exit_code_is_kept(python_file, tmp_path):
+    result = _run("--out", tmp_path / "out", python_file("raises.py", "raise KeyError('of the script')"))
+    assert isinstance(result.exception, KeyError)
+    assert _run("--out", tmp_path / "out", python_file("exits.py", "raise SystemExit(7)")).exit_code == 7
+    assert _run(tmp_path / "none.py").exit_code == 2
+
+
+def _event(name, ts, dur, cat="user_annotation", tid=1):
+    return {"ph": "X", "name": name, "ts": ts, "dur": dur, "cat": cat, "pid": 1, "tid": tid}
+
+
+def test_times_are_summed_by_name_with_those_of_the_device_beside_them():
+    events = [
+        _event("zeroamp::norm", 0, 1500),
+        _event("zeroamp::forward (a)", 0, 1000),
+        _event("zeroamp::forward (a)", 0, 3000),
+        _event("zeroamp::forward (a)", 0, 7000, "gpu_user_annotation"),
+        _event("aten::mm", 0, 9000, "cpu_op"),
+        {"ph": "i", "name": "zeroamp::norm"},
+    ]
+    times = range_times(events)
+    assert [(row.name, row.calls, row.total_ms, row.mean_ms, row.device_ms) for row in times] == [
+        ("zeroamp::forward (a)", 2, 4.0, 2.0, 7.0),
+        ("zeroamp::norm", 1, 1.5, 1.5, None),
+    ]
+    assert render_times(times).splitlines()[0].split() == [
+        "range",
+        "calls",
+        "total",
+        "ms",
+        "mean",
+        "ms",
+        "device",
+        "ms",
+    ]
+    assert "device" not in render_times(times[1:])
+
+
+def test_only_the_ends_of_backwards_that_lie_in_a_node_of_their_thread_are_moved():
+    node = "autograd::engine::evaluate_function: MulBackward0"
+    outer, inner, other = (
+        _event("zeroamp::backward (a)", 11, 94),  # from the first node into the third
+        _event("zeroamp::backward (a.0)", 12, 60),  # from the first node to between nodes
+        _event("zeroamp::backward (b)", 12, 60, tid=2),
+    )
+    nodes = [_event(node, ts, 20, "cpu_op") for ts in (10, 40, 100)]
+    inside = _event(node, 102, 10, "cpu_op")  # of a backward that the third node runs
+    nest_backwards([other, inside, *reversed(nodes), inner, outer])
+    ends = [(event["ts"], round(event["ts"] + event["dur"], 3)) for event in (outer, inner, other)]
+    assert ends == [(9.98, 101.99), (9.99, 72), (12, 72)]

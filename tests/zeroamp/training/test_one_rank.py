@@ -1,0 +1,52 @@
+"""One rank, on the CPU and on a GPU where there is one: the same path, the same oracle."""
+
+import pytest
+import torch
+
+from tests.oracles import one_process
+from tests.processes.ranks import Ranks
+from tests.processes.training import config, same_bits, train
+
+NUM_STEPS = 5
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=needs_gpu)])
+def rank(request):
+    ranks = Ranks(1, request.param)
+    yield ranks
+    ranks.stop()
+
+
+def _all_stages(name, options):
+    return {stage: train(name, config(stage, clip=0.5, **options), NUM_STEPS) for stage in (0, 1, 2, 3)}
+
+
+def _in_a_process(name, oracle):
+    return one_process.train(name, world_size=1, num_steps=NUM_STEPS, clip=0.5, **oracle)
+
+
+@pytest.mark.parametrize(
+    ("options", "oracle"),
+    [
+        ({}, {}),
+        ({"threshold": 0}, {}),
+        ({"dtype": "float16", "fp16": {"loss_scale": 1024}}, {"autocast": torch.float16, "loss_scale": 1024.0}),
+        ({"dtype": None, "bf16": {"enabled": True}}, {"low_model": torch.bfloat16}),
+    ],
+    ids=["autocast bf16", "a group per unit", "autocast fp16", "bf16"],
+)
+@pytest.mark.parametrize("name", ["llama_tied", "llama_untied"])
+def test_one_rank_at_every_stage_is_plain_torch(rank, name, options, oracle):
+    losses, norms, parameters = rank.run(_in_a_process, name, {**oracle, "device": rank.device})[0]
+    for stage, (our_losses, our_norms, our_parameters, _) in rank.run(_all_stages, name, options)[0].items():
+        if rank.device == "cpu":
+            assert our_losses == [ranks[0] for ranks in losses], stage
+            assert our_norms == norms, stage
+            assert same_bits(our_parameters, parameters) == [], stage
+        else:
+            # GPU kernels choose their algorithm by the storage's alignment, so the last bits may differ, and 16-bit
+            # arithmetic carries them on.
+            expected = torch.tensor([ranks[0] for ranks in losses])
+            torch.testing.assert_close(torch.tensor(our_losses), expected, rtol=2e-3, atol=0)
+            torch.testing.assert_close(torch.tensor(our_norms), torch.tensor(norms), rtol=2e-2, atol=0)

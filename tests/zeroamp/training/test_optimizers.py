@@ -1,0 +1,120 @@
+"""`optimizer_from_config`: torch's own optimizer, with the config's arguments."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import zeroamp
+from tests.models.small import batch, loss_of
+from tests.processes.training import config, full_parameters, same_bits, wrapped
+from zeroamp import ConfigError, optimizer_from_config, policy_from_config
+from zeroamp.training import optimizers
+
+ADAM = {"lr": 0.1, "betas": [0.8, 0.95], "eps": 1e-3, "weight_decay": 0.3}
+SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.3}
+
+CASES = [
+    ({"type": "AdamW"}, torch.optim.AdamW, {"weight_decay": 0.0}),
+    ({"type": "Adam"}, torch.optim.AdamW, {"weight_decay": 0.0}),
+    ({"type": "Adam", "params": {"adam_w_mode": False}}, torch.optim.Adam, {}),
+    ({"type": "Adam", "params": {"torch_adam": True}}, torch.optim.AdamW, {}),
+    ({"type": "Adam", "params": {"torch_adam": True, "adam_w_mode": False}}, torch.optim.Adam, {}),
+    ({"type": "AdamW", "params": {"torch_adam": True}}, torch.optim.AdamW, {}),
+    ({"type": "AdamW", "params": {**ADAM, "amsgrad": True}}, torch.optim.AdamW, {**ADAM, "amsgrad": True}),
+    ({"type": "Adam", "params": {**ADAM, "adam_w_mode": False}}, torch.optim.Adam, ADAM),
+    ({"type": "AdamW", "params": {**ADAM, "fused": True}}, torch.optim.AdamW, {**ADAM, "fused": True}),
+    ({"type": "AdamW", "params": {**ADAM, "foreach": True}}, torch.optim.AdamW, {**ADAM, "foreach": True}),
+    ({"type": "AdamW", "params": {**ADAM, "maximize": True}}, torch.optim.AdamW, {**ADAM, "maximize": True}),
+    ({"type": "SGD"}, torch.optim.SGD, {}),
+    ({"type": "SGD", "params": {**SGD, "dampening": 0.5}}, torch.optim.SGD, {**SGD, "dampening": 0.5}),
+    ({"type": "SGD", "params": {**SGD, "nesterov": True}}, torch.optim.SGD, {**SGD, "nesterov": True}),
+    ({"type": "SGD", "params": {**SGD, "fused": True}}, torch.optim.SGD, {**SGD, "fused": True}),
+    ({"type": "SGD", "params": {**SGD, "foreach": True}}, torch.optim.SGD, {**SGD, "foreach": True}),
+    ({"type": "SGD", "params": {**SGD, "maximize": True}}, torch.optim.SGD, {**SGD, "maximize": True}),
+]
+
+
+def trained(build, num_steps=5):
+    generator = torch.Generator().manual_seed(0)
+    weights = [nn.Parameter(torch.randn(size, generator=generator)) for size in (7, 5)]
+    optimizer = build([{"params": weights[:1]}, {"params": weights[1:], "lr": 0.01, "weight_decay": 0.05}])
+    for _ in range(num_steps):
+        for weight in weights:
+            weight.grad = torch.randn(weight.shape, generator=generator)
+        optimizer.step()
+    return optimizer, [weight.detach() for weight in weights]
+
+
+def settings(optimizer):
+    return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize(("block", "torch_class", "arguments"), CASES, ids=str)
+def test_two_groups_train_to_the_same_bits_as_the_torch_optimizer_built_by_hand(block, torch_class, arguments):
+    ours, weights = trained(lambda groups: optimizer_from_config({"optimizer": block}, groups))
+    arguments = {key: tuple(value) if key == "betas" else value for key, value in arguments.items()}
+    by_hand, expected = trained(lambda groups: torch_class(groups, **arguments))
+    assert type(ours) is type(by_hand)
+    assert settings(ours) == settings(by_hand)
+    assert all(torch.equal(weight, other) for weight, other in zip(weights, expected, strict=True))
+
+
+def test_a_policy_a_mapping_and_a_file_build_the_same(tmp_path):
+    cfg = {"optimizer": {"type": "Adam", "params": {"lr": 0.5}}}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(cfg))
+    built = [
+        trained(lambda groups, c=c: optimizer_from_config(c, groups))[0] for c in (cfg, path, policy_from_config(cfg))
+    ]
+    assert settings(built[0]) == settings(built[1]) == settings(built[2])
+    assert [group["lr"] for group in built[0].param_groups] == [0.5, 0.01]
+
+
+def test_a_config_without_an_optimizer_says_what_to_add():
+    with pytest.raises(ConfigError) as caught:
+        optimizer_from_config({}, [nn.Parameter(torch.zeros(1))])
+    assert str(caught.value) == (
+        'optimizer: found no such key; valid: a block such as {"type": "AdamW", "params": {"lr": 1e-3}}. '
+        "Add it, or build the optimizer yourself."
+    )
+
+
+def test_values_beside_a_config_go_to_its_reader_and_beside_a_policy_are_refused(monkeypatch):
+    policy = policy_from_config({"optimizer": {"type": "SGD"}})
+    asked = []
+    monkeypatch.setattr(optimizers, "policy_from_config", lambda cfg, **auto: asked.append((cfg, auto)) or policy)
+    optimizer_from_config({"optimizer": "…"}, [nn.Parameter(torch.zeros(1))], lr=0.1)
+    assert asked == [({"optimizer": "…"}, {"lr": 0.1})]
+    with pytest.raises(ConfigError) as caught:
+        optimizer_from_config(policy, [nn.Parameter(torch.zeros(1))], total_num_steps=10, lr=0.1)
+    assert str(caught.value) == (
+        "lr, total_num_steps: found values beside a Policy; valid: a Policy alone. "
+        "Give them to policy_from_config instead."
+    )
+
+
+def _train(by_hand):
+    cfg = {**config(2), "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}}
+    model = wrapped("llama_tied", cfg)
+    if by_hand:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    else:
+        optimizer = optimizer_from_config(cfg, model.parameters())
+    step = zeroamp.TrainStep(model, optimizer)
+    for index in range(3):
+        step.backward(loss_of(model, batch("llama_tied", 2 * index + torch.distributed.get_rank())))
+        step.step()
+    return full_parameters(model)
+
+
+def test_a_sharded_model_trains_with_it_as_with_one_built_by_hand(ranks2):
+    ours, by_hand = (ranks2.run(_train, how)[0] for how in (False, True))
+    assert same_bits(ours, by_hand) == []
+
+
+def test_auto_values_are_filled_by_arguments():
+    cfg = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}}
+    optimizer = zeroamp.optimizer_from_config(cfg, [torch.nn.Parameter(torch.zeros(1))], lr=0.25, weight_decay=0.5)
+    assert (optimizer.defaults["lr"], optimizer.defaults["weight_decay"]) == (0.25, 0.5)

@@ -1,0 +1,237 @@
+"""`scheduler_from_config`: what the optimizer has at each step, and what a scheduler must be able to do."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import zeroamp
+from tests.models.small import batch, loss_of
+from tests.oracles import learning_rates as oracle
+from tests.processes.training import config, wrapped
+from zeroamp import ConfigError, StepError, policy_from_config, scheduler_from_config
+from zeroamp.policies.schema import SCHEDULER_PARAMS
+from zeroamp.training import schedulers
+
+NUM_STEPS = 300
+LRS = (0.5, 0.03)
+CYCLE = {"cycle_first_step_size": 60, "cycle_second_step_size": 45, "decay_step_size": 10}
+OURS = {"first": 60, "second": 45, "decay_size": 10}
+
+
+def adam(lrs=LRS):
+    return torch.optim.AdamW([{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in lrs])
+
+
+def cfg(name, **params):
+    return {"scheduler": {"type": name, "params": params}}
+
+
+def seen(optimizer, scheduler, num_steps=NUM_STEPS, key="lr"):
+    """Train; return what each param group had at each optimizer step."""
+    values = []
+    for _ in range(num_steps):
+        values.append([group[key] for group in optimizer.param_groups])
+        optimizer.step()
+        scheduler.step()
+    return [list(group) for group in zip(*values, strict=True)]
+
+
+CASES = [
+    (
+        cfg("WarmupLR", warmup_min_lr=[1e-4, 0.0], warmup_num_steps=100),
+        [oracle.warmup_lr(0.5, lo=1e-4, steps=100), oracle.warmup_lr(0.03, steps=100)],
+    ),
+    (
+        cfg("WarmupDecayLR", total_num_steps=250, warmup_max_lr=[0.1, 0.2], warmup_num_steps=50),
+        [
+            oracle.warmup_decay_lr(0.5, 250, hi=0.1, steps=50),
+            oracle.warmup_decay_lr(0.03, 250, hi=0.2, steps=50),
+        ],
+    ),
+    (
+        cfg("WarmupCosineLR", total_num_steps=250, warmup_num_steps=50),
+        [oracle.warmup_cosine_lr(lr, 250, steps=50) for lr in LRS],
+    ),
+    (
+        cfg("LRRangeTest", lr_range_test_min_lr=[0.1, 0.7], lr_range_test_step_size=40),
+        [oracle.lr_range_test(lr, lo=lo, size=40) for lr, lo in zip(LRS, (0.1, 0.7), strict=True)],
+    ),
+    (
+        cfg("OneCycle", cycle_min_lr=[0.1, 0.2], cycle_max_lr=0.9, decay_lr_rate=0.1, **CYCLE),
+        [oracle.one_cycle(lo, 0.9, rate=0.1, **OURS) for lo in (0.1, 0.2)],
+    ),
+]
+EXPECTED = [(case, [oracle.take(group, NUM_STEPS) for group in groups]) for case, groups in CASES]
+IDS = [case["scheduler"]["type"] for case, _ in CASES]
+
+
+def test_every_scheduler_has_its_curve_and_is_tested_here():
+    assert sorted(IDS) == sorted(schedulers.CURVES) == sorted(SCHEDULER_PARAMS)
+
+
+@pytest.mark.parametrize(("case", "expected"), EXPECTED, ids=IDS)
+def test_each_optimizer_step_of_each_group_has_the_learning_rate_of_deepspeed(case, expected):
+    optimizer = adam()
+    assert seen(optimizer, scheduler_from_config(case, optimizer)) == expected
+
+
+def test_one_cycle_moves_the_momentum_of_each_group_and_sets_the_second_beta():
+    optimizer = adam()
+    params = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_min_mom": [0.7, 0.8], "decay_mom_rate": 0.01, **CYCLE}
+    scheduler = scheduler_from_config(cfg("OneCycle", **params), optimizer)
+    expected = [
+        [(momentum, 0.99) for momentum in oracle.take(oracle.one_cycle_momentum(lo, 0.9, rate=0.01, **OURS), 120)]
+        for lo in (0.7, 0.8)
+    ]
+    assert seen(optimizer, scheduler, 120, "betas") == expected
+
+
+def test_one_cycle_without_momentum_leaves_the_betas_alone():
+    optimizer = adam()
+    scheduler = scheduler_from_config(
+        cfg("OneCycle", cycle_min_lr=0.1, cycle_max_lr=0.2, cycle_momentum=False, **CYCLE), optimizer
+    )
+    assert set(itertools.chain(*seen(optimizer, scheduler, 120, "betas"))) == {(0.9, 0.999)}
+
+
+@pytest.mark.parametrize("order", ["optimizer first", "scheduler first", "loaded before the scheduler is built"])
+@pytest.mark.parametrize(("case", "expected"), EXPECTED, ids=IDS)
+def test_a_saved_state_resumes_the_curve(case, expected, order):
+    optimizer = adam()
+    scheduler = scheduler_from_config(case, optimizer)
+    seen(optimizer, scheduler, 77)
+    saved, saved_optimizer = json.loads(json.dumps(scheduler.state_dict())), optimizer.state_dict()
+    resumed = adam()
+    if order == "loaded before the scheduler is built":
+        resumed.load_state_dict(saved_optimizer)
+    again = scheduler_from_config(case, resumed)
+    if order == "optimizer first":
+        resumed.load_state_dict(saved_optimizer)
+    again.load_state_dict(saved)
+    if order == "scheduler first":
+        resumed.load_state_dict(saved_optimizer)
+    assert again.get_last_lr() == scheduler.get_last_lr()
+    assert seen(resumed, again, NUM_STEPS - 77) == [group[77:] for group in expected]
+
+
+def test_the_state_alone_sets_the_learning_rates_and_their_start():
+    case = cfg("WarmupCosineLR", total_num_steps=250, warmup_num_steps=50)
+    optimizer = adam()
+    scheduler = scheduler_from_config(case, optimizer)
+    seen(optimizer, scheduler, 77)
+    other = adam((9.0, 9.0))
+    scheduler_from_config(case, other).load_state_dict(scheduler.state_dict())
+    assert [group["lr"] for group in other.param_groups] == [group["lr"] for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("state", [{"last_batch_iteration": 3}, {"last_epoch": 3, "base_lrs": [0.1]}], ids=str)
+def test_a_state_of_something_else_is_refused(state):
+    scheduler = scheduler_from_config(cfg("WarmupLR"), adam())
+    with pytest.raises(StepError) as caught:
+        scheduler.load_state_dict(state)
+    assert str(caught.value) == (
+        f"scheduler.load_state_dict: found {state!r}; valid: last_epoch, and base_lrs for 2 param groups. "
+        "Load what state_dict() of the same scheduler returned."
+    )
+
+
+def test_it_is_a_torch_scheduler_that_goes_to_any_step_and_warns_of_nothing():
+    optimizer = adam()
+    scheduler = scheduler_from_config(cfg("LRRangeTest", lr_range_test_step_size=1), optimizer)
+    assert isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
+    assert scheduler.get_last_lr() == [0.001, 0.001]
+    scheduler.step()  # before any optimizer.step(), as after a step that float16 skips: torch's own would warn
+    assert scheduler.get_last_lr() == scheduler.get_lr() == [0.002, 0.002]
+    scheduler.step(9)
+    assert (scheduler.last_epoch, scheduler.get_last_lr()) == (9, [0.01, 0.01])
+
+
+def test_a_learning_rate_that_is_a_tensor_stays_that_tensor():
+    rates = [torch.tensor(lr) for lr in LRS]
+    optimizer = adam(rates)
+    scheduler = scheduler_from_config(cfg("WarmupCosineLR", total_num_steps=9, warmup_num_steps=4), optimizer)
+    assert [float(rate) for rate in rates] == [0.0, 0.0]
+    scheduler.step(4)  # the last of the warm-up
+    torch.testing.assert_close(rates, [torch.tensor(lr) for lr in LRS])
+    assert all(group["lr"] is rate for group, rate in zip(optimizer.param_groups, rates, strict=True))
+    assert {type(lr) for lr in scheduler.get_last_lr() + scheduler.state_dict()["base_lrs"]} == {float}
+
+
+def test_a_policy_and_a_mapping_give_the_same_and_values_beside_a_config_go_to_its_reader(monkeypatch):
+    case = cfg("WarmupLR", warmup_num_steps=10)
+    policy = policy_from_config(case)
+    optimizers = [adam(), adam()]
+    scheduler = [scheduler_from_config(c, optimizer) for c, optimizer in zip((case, policy), optimizers, strict=True)]
+    assert seen(optimizers[0], scheduler[0], 20) == seen(optimizers[1], scheduler[1], 20)
+    asked = []
+    monkeypatch.setattr(
+        zeroamp.training.optimizers, "policy_from_config", lambda cfg, **auto: asked.append(auto) or policy
+    )
+    scheduler_from_config(case, adam(), total_num_steps=10)
+    assert asked == [{"total_num_steps": 10}]
+    with pytest.raises(ConfigError, match="total_num_steps: found values beside a Policy"):
+        scheduler_from_config(policy, adam(), total_num_steps=10)
+
+
+@pytest.mark.parametrize(
+    ("case", "optimizer", "words"),
+    [
+        (
+            {},
+            adam(),
+            'scheduler: found no such key; valid: a block such as {"type": "WarmupLR", "params": '
+            '{"warmup_num_steps": 100}}. Add it, or build the scheduler yourself.',
+        ),
+        (
+            cfg("WarmupLR", warmup_max_lr=[0.1, 0.2, 0.3]),
+            adam(),
+            "scheduler.params.warmup_max_lr: found 3 values for an optimizer of 2 param groups; valid: one number, or "
+            "one per param group. Write one value for each param group, in their order.",
+        ),
+        (
+            cfg("OneCycle", cycle_min_lr=0.1, cycle_max_lr=0.2),
+            torch.optim.SGD([nn.Parameter(torch.zeros(1))]),
+            "scheduler.params.cycle_momentum: found true with SGD, which has no betas; valid: false, or an optimizer "
+            'with betas such as AdamW. Write "cycle_momentum": false. DeepSpeed leaves the momentum alone there, too.',
+        ),
+    ],
+    ids=["no block", "values per group", "no betas"],
+)
+def test_what_does_not_fit_is_refused_before_the_optimizer_is_touched(case, optimizer, words):
+    before = [group["lr"] for group in optimizer.param_groups]
+    with pytest.raises(ConfigError) as caught:
+        scheduler_from_config(case, optimizer)
+    assert str(caught.value) == words
+    assert [group["lr"] for group in optimizer.param_groups] == before
+
+
+@pytest.mark.parametrize(
+    "case",
+    [cfg("WarmupLR", warmup_min_lr=0.1), cfg("OneCycle", cycle_min_lr=0.1, cycle_max_lr=0.2, cycle_momentum=False)],
+    ids=["WarmupLR", "OneCycle"],
+)
+def test_a_scheduler_without_momentum_fits_an_optimizer_without_betas(case):
+    assert scheduler_from_config(case, torch.optim.SGD([nn.Parameter(torch.zeros(1))])).get_last_lr() == [0.1]
+
+
+def _train(case, accumulation):
+    cfg = {**config(2, accumulation=accumulation, dtype="float16", fp16={"initial_scale_power": 10}), **case}
+    model = wrapped("llama_tied", cfg)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = scheduler_from_config(cfg, optimizer)
+    step = zeroamp.TrainStep(model, optimizer, scheduler)
+    rates = []
+    for index in range(4 * accumulation):
+        rates.append(optimizer.param_groups[0]["lr"])
+        loss = loss_of(model, batch("llama_tied", index))
+        step.backward(loss * (1e30 if index < accumulation else 1.0))  # the first step overflows and is skipped
+        step.step()
+    return rates
+
+
+def test_train_step_moves_it_once_per_step_that_is_not_skipped(ranks2):
+    rates = ranks2.run(_train, cfg("LRRangeTest", lr_range_test_step_size=1), 2)[0]
+    assert rates == [0.001, 0.001, 0.001, 0.001, 0.002, 0.002, 0.003, 0.003]

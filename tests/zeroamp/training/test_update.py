@@ -1,0 +1,254 @@
+"""The update of plain shards: the bits of the same optimizer on DTensors, and whose optimizers are shown shards."""
+
+import functools
+import sys
+import types
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+import zeroamp
+from tests.models.small import batch, build, loss_of
+from tests.processes.training import config, full_parameters, same_bits, wrapped
+from zeroamp.training.update import step, works_on_shards
+
+NAME = "llama_tied"
+
+OPTIMIZERS = {
+    "AdamW": (torch.optim.AdamW, {"weight_decay": 0.1}),
+    "AdamW of other kernels": (torch.optim.AdamW, {"foreach": True, "amsgrad": True, "maximize": True}),
+    "AdamW in one kernel": (torch.optim.AdamW, {"fused": True}),
+    "Adam": (torch.optim.Adam, {"weight_decay": 0.1}),
+    "SGD": (torch.optim.SGD, {"weight_decay": 0.1}),
+    "SGD with momentum": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+}
+
+
+def _hook(optimizer, args, kwargs):
+    """A hook on the step: the optimizer then works on DTensors."""
+    assert all(isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _train(name, kind, stage, mesh_shape, on_shards, restarts):
+    model = wrapped(name, config(stage, accumulation=2), mesh_shape=mesh_shape)
+    first, *others = model.parameters()
+    first.requires_grad_(False)  # held by the optimizer, and never with a gradient
+    others[1].requires_grad_(False)  # until the third step
+    factory, arguments = OPTIMIZERS[kind]
+    groups = [{"params": [first, *others[:3]], "lr": 1e-3}, {"params": others[3:]}]
+    optimizer = factory(groups, lr=1e-2, **arguments)
+    if not on_shards:
+        optimizer.register_step_pre_hook(_hook)
+    train = zeroamp.TrainStep(model, optimizer)
+    seen = []
+    for index in range(8):
+        train.backward(loss_of(model, batch(name, 2 * index + torch.distributed.get_rank())))
+        ready = works_on_shards(optimizer)
+        if train.step() is not None:
+            seen.append(ready)
+        if index == 3:
+            others[1].requires_grad_(True)
+        if index == 5 and restarts:
+            optimizer.load_state_dict(optimizer.state_dict())
+    # On DTensors while there is no state yet: of all, then of the one that was unfrozen.
+    assert seen == ([on_shards] * 4 if kind == "SGD" else [False, on_shards, False, on_shards])
+    assert [group["params"] for group in optimizer.param_groups] == [[first, *others[:3]], others[3:]]
+    return full_parameters(model), _described(model, optimizer)
+
+
+def _described(model, optimizer):
+    """{(parameter's name, name in the state): what it is}, and the same with its values in full."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    values = {
+        (names[parameter], name): value for parameter, state in optimizer.state.items() for name, value in state.items()
+    }
+    kinds = {key: _kind(value) for key, value in values.items()}
+    full = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in values.items()}
+    return kinds, full
+
+
+def _kind(value):
+    placements = value.placements if isinstance(value, DTensor) else ()
+    return type(value).__name__, placements, value.shape, value.stride(), value.dtype, value.requires_grad
+
+
+def _assert_same(ranks, name, kind, stage, mesh_shape=None, restarts=False):
+    (ours, state), (theirs, on_dtensors) = (
+        ranks.run(_train, name, kind, stage, mesh_shape, on_shards, restarts)[0] for on_shards in (True, False)
+    )
+    assert same_bits(ours, theirs) == []
+    assert state[0] == on_dtensors[0]
+    assert same_bits(state[1], on_dtensors[1]) == []
+    assert (len(state[0]) > 0) == (kind != "SGD")
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_parameters_and_state_are_those_of_the_optimizer_on_dtensors(ranks2, kind):
+    _assert_same(ranks2, NAME, kind, 3)
+
+
+def test_so_are_they_after_a_restart(ranks2):
+    _assert_same(ranks2, NAME, "AdamW", 1, restarts=True)
+
+
+def test_so_are_they_on_replicas(ranks4):
+    _assert_same(ranks4, NAME, "AdamW", 3, (2, 2))
+
+
+def test_so_are_they_with_fewer_rows_than_ranks(ranks4):
+    _assert_same(ranks4, "conv", "AdamW", 3)
+
+
+def _types_seen_by_the_update():
+    seen = set()
+    adam = sys.modules["torch.optim.adam"]
+    update = adam.adam
+
+    def watched(*lists, **options):
+        seen.update(type(tensor).__name__ for tensors in lists for tensor in tensors)
+        return update(*lists, **options)
+
+    model = wrapped(NAME, config(3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # which puts a step of its own into the optimizer
+    train = zeroamp.TrainStep(model, optimizer)
+    with mock.patch.object(adam, "adam", watched):
+        for index in range(2):
+            seen.clear()
+            train.backward(loss_of(model, batch(NAME, index)))
+            version = optimizer.param_groups[0]["params"][0]._version
+            train.step()
+    changed = optimizer.param_groups[0]["params"][0]._version > version
+    return changed, seen, {type(parameter).__name__ for parameter in optimizer.param_groups[0]["params"]}
+
+
+def test_the_update_sees_plain_tensors_and_the_optimizer_holds_its_own(ranks2):
+    assert ranks2.run(_types_seen_by_the_update)[0] == (True, {"Tensor"}, {"DTensor"})
+
+
+def _after_an_update_that_raised():
+    model = wrapped(NAME, config(3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train = zeroamp.TrainStep(model, optimizer)
+    train.backward(loss_of(model, batch(NAME, 0)))
+    train.step()
+    before = optimizer.param_groups[0]["params"], optimizer.state, dict(optimizer.state)
+    train.backward(loss_of(model, batch(NAME, 1)))
+    optimizer.param_groups[0]["lr"] = "fast"
+    with pytest.raises(TypeError):
+        train.step()
+    after = optimizer.param_groups[0]["params"], optimizer.state, dict(optimizer.state)
+    return [one is other for one, other in zip(before[:2], after[:2], strict=True)], before[2].keys() == after[2].keys()
+
+
+def test_an_update_that_raises_leaves_the_optimizer_its_own(ranks2):
+    assert ranks2.run(_after_an_update_that_raised)[0] == ([True, True], True)
+
+
+class Own(torch.optim.AdamW):
+    pass
+
+
+def _parameters():
+    return build(NAME).parameters()
+
+
+def _scheduled(optimizer):
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    return optimizer
+
+
+def _wrapping(optimizer):
+    inner = optimizer.step
+    optimizer.step = functools.wraps(inner)(lambda: inner())  # noqa: PLW0108 (it has attributes of its own)
+    return optimizer
+
+
+def _of_its_own(optimizer):
+    optimizer.step = types.MethodType(lambda self: None, optimizer)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Own(_parameters()),
+        lambda: torch.optim.Adagrad(_parameters()),
+        lambda: torch.optim.AdamW(_parameters(), differentiable=True),
+        lambda: _of_its_own(torch.optim.AdamW(_parameters())),
+        lambda: _scheduled(_of_its_own(torch.optim.AdamW(_parameters()))),
+        lambda: _wrapping(_scheduled(torch.optim.AdamW(_parameters()))),
+    ],
+    ids=["subclass", "other optimizer", "differentiable", "own step", "own step, scheduled", "scheduled, wrapped"],
+)
+def test_others_are_called_as_they_are(make):
+    assert not works_on_shards(make())
+
+
+def test_hooks_on_steps_see_the_optimizer_as_it_is():
+    optimizer = torch.optim.AdamW(_parameters())
+    for register in (
+        optimizer.register_step_pre_hook,
+        optimizer.register_step_post_hook,
+        register_optimizer_step_pre_hook,
+        register_optimizer_step_post_hook,
+    ):
+        handle = register(_hook)
+        assert not works_on_shards(optimizer)
+        handle.remove()
+        assert works_on_shards(optimizer)
+
+
+def _with_other_values():
+    """For each of some values in the place of the gradient and in that of the state: whether shards are shown."""
+    parameter = next(wrapped(NAME, config(3)).parameters())
+    optimizer = torch.optim.AdamW([parameter])
+    like = torch.zeros_like(parameter)
+    replicated = parameter.detach().redistribute(placements=[Replicate()])
+    found = []
+    for gradient, state in (
+        (like, like),
+        (like, replicated),
+        (like, parameter.detach().full_tensor()),
+        (replicated, like),
+    ):
+        parameter.grad = gradient
+        optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": state}
+        found.append(works_on_shards(optimizer))
+    parameter.grad_dtype = None
+    parameter.grad, optimizer.state[parameter]["exp_avg"] = like.bfloat16(), like
+    return [*found, works_on_shards(optimizer)]
+
+
+def test_what_is_sharded_or_rounded_otherwise_is_left_to_torch(ranks2):
+    assert ranks2.run(_with_other_values)[0] == [True, False, False, False, False]
+
+
+def test_a_momentum_buffer_is_made_beside_what_else_is_in_the_state(ranks2):
+    assert ranks2.run(_with_state_of_somebody_else)[0] == [False, True, ["ema", "momentum_buffer"]]
+
+
+def _with_state_of_somebody_else():
+    parameter = next(wrapped(NAME, config(3)).parameters())
+    optimizer = torch.optim.SGD([parameter], momentum=0.9)
+    optimizer.state[parameter].update(ema=torch.zeros_like(parameter), momentum_buffer=None)
+    found = []
+    for _ in range(2):
+        parameter.grad = torch.ones_like(parameter)
+        found.append(works_on_shards(optimizer))
+        step(optimizer)
+    return [*found, sorted(optimizer.state[parameter])]
+
+
+def test_state_of_what_an_optimizer_does_not_hold_is_left_alone():
+    parameter, other = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = torch.optim.AdamW([parameter], lr=0.5)
+    optimizer.state["all"], optimizer.state[other] = 3, {"exp_avg": 4}
+    for _ in range(2):
+        parameter.grad = torch.ones(2)
+        step(optimizer)
+    assert (optimizer.state["all"], optimizer.state[other]) == (3, {"exp_avg": 4})
+    assert optimizer.state[parameter]["step"] == 2

@@ -1,0 +1,145 @@
+"""What of a config only shows when a model, a mesh and a device are there."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import zeroamp
+from tests.models.small import batch, build, loss_of
+from tests.processes.training import config, train, wrapped
+from zeroamp.wrapping.checks import check_device
+
+NAME = "llama_untied"
+
+
+def _error_of(cfg, mesh_shape=None, **changes):
+    policy = replace(zeroamp.policy_from_config(cfg), **changes)
+    mesh = None if mesh_shape is None else init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
+    with pytest.raises(zeroamp.ConfigError) as caught:
+        zeroamp.wrap_model(build(NAME), policy, mesh)
+    return str(caught.value)
+
+
+def test_batch_sizes_are_checked_against_the_mesh(ranks2):
+    cfg = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    assert ranks2.run(_wraps, cfg) == [True, True]
+    words = ranks2.run(_total_of_another_world, cfg)[0]
+    assert words.startswith("train_batch_size: found 18; valid: 12 = 2 train_micro_batch_size_per_gpu x 3 ")
+
+
+def _wraps(cfg):
+    return zeroamp.wrap_model(build(NAME), zeroamp.policy_from_config(cfg)) is not None
+
+
+def _total_of_another_world(cfg):
+    policy = zeroamp.policy_from_config({**cfg, "train_batch_size": 18}, world_size=3)
+    with pytest.raises(zeroamp.ConfigError) as caught:
+        zeroamp.wrap_model(build(NAME), policy)
+    return str(caught.value)
+
+
+def _replicas(cfg):
+    model = wrapped(NAME, cfg)
+    return tuple(next(model.parameters()).device_mesh.mesh.shape)
+
+
+def test_dp_replicate_size_makes_the_mesh_and_is_the_same_as_passing_it(ranks4):
+    cfg = config(3, zeroamp={"dp_replicate_size": 2})
+    assert ranks4.run(_replicas, cfg)[0] == (2, 2)
+    ours = ranks4.run(train, NAME, cfg, 3)[0]
+    theirs = ranks4.run(_train_on_mesh, config(3))[0]
+    assert ours[:2] == theirs[:2]
+
+
+def _train_on_mesh(cfg):
+    return train(NAME, cfg, 3, mesh_shape=(2, 2))
+
+
+def test_a_number_of_replicas_that_does_not_fit_is_refused(ranks4):
+    words = ranks4.run(_error_of, config(3, zeroamp={"dp_replicate_size": 3}))[0]
+    assert words.startswith("zeroamp.dp_replicate_size: found 3; valid: a divisor of the 4 ranks.")
+    words = ranks4.run(_error_of, config(3, zeroamp={"dp_replicate_size": 4}), (2, 2))[0]
+    assert words.startswith("zeroamp.dp_replicate_size: found 4; valid: 2, the replicas of the mesh given.")
+
+
+def test_a_dtype_that_the_device_cannot_do_is_refused(monkeypatch):
+    policy = zeroamp.policy_from_config(config(3))
+    check_device(policy, "cpu")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    with pytest.raises(zeroamp.ConfigError, match=r"torch_autocast.dtype: found bf16 on device type cuda \(Some GPU\)"):
+        check_device(policy, "cuda")
+    with pytest.raises(zeroamp.ConfigError, match=r"bf16.enabled: found bf16 on device type cuda"):
+        check_device(zeroamp.policy_from_config({"bf16": {"enabled": True}}), "cuda")
+    check_device(zeroamp.policy_from_config({"fp16": {"enabled": True}}), "cuda")
+    with pytest.raises(zeroamp.ConfigError, match="torch_autocast.dtype: found bf16 on device type meta, which has no"):
+        check_device(policy, "meta")
+
+
+def _steps_with_one_bad_gradient(cfg):
+    model = wrapped(NAME, cfg)
+    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    reports = []
+    for index in range(3):
+        before = [p.to_local().clone() for p in model.parameters()]
+        factor = float("nan") if index == 1 and dist.get_rank() == 1 else 1.0
+        step.backward(loss_of(model, batch(NAME, index)) * factor)
+        report = step.step()
+        moved = any(not torch.equal(a, b.to_local()) for a, b in zip(before, model.parameters(), strict=True))
+        reports.append((report.step, report.skipped, moved))
+    return reports, step.num_skipped, step.state_dict()["num_skipped"]
+
+
+def test_check_grad_overflow_skips_a_step_with_a_gradient_that_is_not_finite_on_all_ranks(ranks2):
+    cfg = config(2, dtype=None, bf16={"enabled": True, "check_grad_overflow": True})
+    for answer in ranks2.run(_steps_with_one_bad_gradient, cfg):
+        assert answer == ([(1, False, True), (1, True, False), (2, False, True)], 1, 1)
+
+
+def test_without_it_nothing_is_skipped(ranks2):
+    cfg = config(2, dtype=None, bf16={"enabled": True})
+    reports, num_skipped, _ = ranks2.run(_steps_with_one_bad_gradient, cfg)[0]
+    assert [skipped for _, skipped, _ in reports] == [False] * 3
+    assert num_skipped == 0
+
+
+def _plain_backward(cfg):
+    model = wrapped(NAME, cfg)
+    with pytest.raises(zeroamp.StepError, match="check_grad_overflow True"):
+        loss_of(model, batch(NAME, 0)).backward()
+
+
+def test_a_plain_backward_that_would_leave_the_check_out_raises(ranks2):
+    ranks2.run(_plain_backward, config(2, dtype=None, bf16={"enabled": True, "check_grad_overflow": True}))
+
+
+def _logged(cfg):
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("zeroamp")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        model = wrapped(NAME, cfg)
+        step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for index in range(4):
+            step.backward(loss_of(model, batch(NAME, index)))
+            step.step()
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return [line for line in lines if line.startswith("step ")]
+
+
+def test_steps_per_print_logs_every_so_many_steps_on_the_first_rank(ranks2):
+    first, second = ranks2.run(_logged, config(3, steps_per_print=2))
+    assert [line.split(":")[0] for line in first] == ["step 2", "step 4"]
+    assert "lr 1.000e-01, loss scale 1, 0 skipped" in first[0]
+    assert second == []
+    assert ranks2.run(_logged, config(3))[0] == []

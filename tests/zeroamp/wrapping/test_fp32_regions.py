@@ -1,0 +1,270 @@
+"""Modules that stay in fp32 whatever the mode, and buffers."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import zeroamp
+from tests.models.small import VOCAB, WIDTH, Llama, batch
+from tests.processes.training import full_parameters, same_bits
+from zeroamp.planning.fp32_regions import find_fp32_regions
+
+MODES = {
+    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "loss_scale": 64}},
+}
+
+
+def config(mode, stage=3, keep="auto", **data_types):
+    types = {"keep_in_fp32_modules": keep, **data_types}
+    return {**MODES[mode], "zero_optimization": {"stage": stage}, "data_types": types}
+
+
+class Router(nn.Module):
+    """Says in which dtypes it ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.seen = []
+
+    def forward(self, x):
+        y = self.gate(x)
+        self.seen.append((x.dtype, self.gate.weight.dtype, y.dtype, torch.is_autocast_enabled("cpu")))
+        return y.softmax(-1)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.router, self.out = nn.LayerNorm(WIDTH), Router(), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("offset", torch.full((WIDTH,), 1 / 3))
+
+    def forward(self, x):
+        return x + self.out(self.router(self.norm(x))) * self.offset.to(x.dtype)
+
+
+class Model(nn.Module):
+    def __init__(self, recomputes=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCAB)
+        self.recomputes = recomputes
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+        return F.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
+
+
+def names_of(model, keep, mode="bf16"):
+    policy = zeroamp.policy_from_config(config(mode, keep=keep))
+    regions = find_fp32_regions(model, policy)
+    return set(regions.modules), set(regions.tensors)
+
+
+def test_a_pattern_is_a_name_a_part_of_names_or_a_class():
+    model = Model()
+    both = {"blocks.0.router", "blocks.1.router"}
+    assert names_of(model, ["router"]) == names_of(model, ["Router"]) == (both, set())
+    assert names_of(model, ["blocks.*.router"]) == (both, set())
+    assert names_of(model, [f"{Router.__module__}.Router"]) == (both, set())
+    assert names_of(model, ["blocks.1.router"]) == ({"blocks.1.router"}, set())
+    assert names_of(model, ["router.gate", "router"]) == (both, set())  # the outermost
+    assert names_of(model, ["gate.weight"])[1] == {f"{fqn}.gate.weight" for fqn in both}
+    assert names_of(model, ["offset"]) == (set(), {"blocks.0.offset", "blocks.1.offset"})
+    assert names_of(model, ["torch.nn.modules.normalization.LayerNorm"])[0] == {"blocks.0.norm", "blocks.1.norm"}
+    assert names_of(model, []) == names_of(model, "auto") == (set(), set())
+
+
+def test_what_transformers_models_say_of_themselves_is_the_default():
+    model = Model()
+    model._keep_in_fp32_modules_strict = {"router", "of_another_variant"}
+    model._keep_in_fp32_modules = ["norm"]
+    routers, norms = ({f"blocks.{index}.{name}" for index in (0, 1)} for name in ("router", "norm"))
+    assert names_of(model, "auto", "bf16") == names_of(model, "auto", "autocast") == (routers, set())
+    assert names_of(model, "auto", "fp16") == (routers | norms, set())
+    assert names_of(model, []) == (set(), set())
+
+
+@pytest.mark.parametrize("pattern", ["rooter", "Module", "block", ""])
+def test_a_pattern_that_matches_nothing_is_refused(pattern):
+    with pytest.raises(zeroamp.ConfigError, match=f"data_types.keep_in_fp32_modules: found '{pattern}', which matches"):
+        names_of(Model(), [pattern])
+
+
+def test_the_plan_says_so():
+    plan = zeroamp.build_plan(Model(), zeroamp.policy_from_config(config("autocast", keep=["router", "head.weight"])))
+    cells = {p.fqn: (p.dtypes.gather, p.dtypes.compute, p.dtypes.wire, p.reason) for p in plan.params}
+    said = "kept in fp32: data_types.keep_in_fp32_modules {!r}".format
+    assert cells["blocks.0.router.gate.weight"] == (torch.float32, "fp32", torch.float32, said("router"))
+    assert cells["head.weight"] == (torch.float32, "per op", torch.float32, said("head.weight"))
+    assert cells["blocks.0.out.weight"][:3] == (torch.bfloat16, "bf16", torch.bfloat16)
+
+
+def test_a_pattern_that_cuts_through_a_tied_weight_is_refused_where_each_weight_has_one_dtype():
+    cfg = config("bf16", keep=["head"])
+    with pytest.raises(zeroamp.ConfigError, match=r"keeps embed.weight in fp32 but not embed.weight|but not embed"):
+        zeroamp.build_plan(Llama(tied=True), zeroamp.policy_from_config(cfg))
+    plan = zeroamp.build_plan(Llama(tied=True), zeroamp.policy_from_config(config("autocast", keep=["head"])))
+    assert next(p for p in plan.params if p.fqn == "embed.weight").dtypes.compute == "per op"
+
+
+def test_a_low_precision_parameter_cannot_be_kept_in_fp32():
+    model = Model()
+    model.head.to(torch.bfloat16).requires_grad_(False)
+    with pytest.raises(zeroamp.ConfigError, match="keeps head.weight in fp32, a parameter stored in bf16"):
+        zeroamp.build_plan(model, zeroamp.policy_from_config(config("bf16", keep=["head"])))
+
+
+def _steps(mode, stage, *, recomputes=False, compiled=False, keep=("router", "LayerNorm")):
+    model = Model(recomputes)
+    zeroamp.wrap_model(model, zeroamp.policy_from_config(config(mode, stage, list(keep))))
+    if compiled:
+        for block in model.blocks:
+            block.compile(backend="eager", fullgraph=True)
+    step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    losses = []
+    for index in range(3):
+        step.backward(model(batch("llama", index * 2 + dist.get_rank())))
+        losses.append(step.step().loss)
+    return losses, full_parameters(model), set(model.blocks[0].router.seen)
+
+
+LOW = {"autocast": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_region_computes_in_fp32_at_every_stage_and_in_every_mode(ranks2, mode, stage):
+    losses, _, seen = ranks2.run(_steps, mode, stage)[0]
+    fp32 = torch.float32
+    assert seen == {(fp32, fp32, fp32, False)}
+    assert losses[-1] < losses[0]
+
+
+def _outside(mode):
+    """The dtype that reaches the module after a region."""
+    model = Model()
+    zeroamp.wrap_model(model, zeroamp.policy_from_config(config(mode, keep=["router"])))
+    seen = []
+    model.blocks[0].out.register_forward_pre_hook(lambda _module, args: seen.append(args[0].dtype))
+    model(batch("llama", 0))
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("mode", "dtype"), [("autocast", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_modules_around_a_region_get_the_modes_dtype(ranks2, mode, dtype):
+    assert ranks2.run(_outside, mode)[0] == [dtype]
+
+
+def _reference(mode):
+    """The same model in one process: plain autocast, with the regions written out by hand."""
+    model = Model()
+    for block in model.blocks:
+        for module in (block.norm, block.router):
+            forward = module.forward
+
+            def in_fp32(x, forward=forward):
+                with torch.autocast("cpu", enabled=False):
+                    return forward(x.float())
+
+            module.forward = in_fp32
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for index in range(3):
+        optimizer.zero_grad()
+        total = []
+        for rank in range(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(batch("llama", index * 2 + rank))
+            (loss / 2).backward()
+            total.append(float(loss.detach()))
+        losses.append(sum(total) / 2)
+        optimizer.step()
+    return losses, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("how", ["eager", "recomputes", "compiled"])
+def test_under_autocast_it_is_bit_for_bit_what_plain_torch_does_with_autocast_off_there(ranks2, how):
+    losses, parameters, _ = ranks2.run(_run, how)[0]
+    expected_losses, expected = _reference("autocast")
+    assert losses == expected_losses
+    assert same_bits(parameters, expected) == []
+
+
+def _run(how):
+    return _steps("autocast", 3, recomputes=how == "recomputes", compiled=how == "compiled")
+
+
+class Scaled(torch.autograd.Function):
+    """A custom op that asks for fp32 under autocast, with torch's own decorators."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx, x, weight):
+        assert (x.dtype, weight.dtype, torch.is_autocast_enabled("cpu")) == (torch.float32, torch.float32, False)
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(0)
+
+
+class Custom(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inside = nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.rand(8))
+
+    def forward(self, x):
+        return Scaled.apply(self.inside(x), self.weight).float().square().mean()
+
+
+def _custom(wrap):
+    model = Custom()
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    if wrap:
+        zeroamp.wrap_model(model, zeroamp.policy_from_config(config("autocast")))
+        loss = model(x)
+    else:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(x)
+    loss.backward()
+    gradients = [p.grad.full_tensor() if wrap else p.grad for p in model.parameters()]
+    return float(loss.detach()), gradients
+
+
+def test_custom_functions_with_custom_fwd_and_custom_bwd_do_what_they_do_under_plain_autocast(ranks2):
+    ours, plain = ranks2.run(_custom, True)[0], _custom(False)
+    assert ours[0] == plain[0]
+    assert all(torch.equal(a, b) for a, b in zip(ours[1], plain[1], strict=True))
+
+
+def _buffers(mode, keep, buffer_dtype):
+    model = Model()
+    model.blocks[1].offset = model.blocks[0].offset
+    cfg = config(mode, keep=keep, **({} if buffer_dtype is None else {"buffer_dtype": buffer_dtype}))
+    zeroamp.wrap_model(model, zeroamp.policy_from_config(cfg))
+    model(batch("llama", 0)).backward() if mode == "bf16" else None
+    return model.blocks[0].offset.dtype, model.blocks[0].offset is model.blocks[1].offset
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_mode_casts_buffers_unless_asked(ranks2, mode):
+    assert ranks2.run(_buffers, mode, "auto", None)[0] == (torch.float32, True)
+    assert ranks2.run(_buffers, mode, "auto", "bf16")[0] == (torch.bfloat16, True)
+    assert ranks2.run(_buffers, mode, ["offset"], "bf16")[0] == (torch.float32, True)

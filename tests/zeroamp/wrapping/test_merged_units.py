@@ -1,0 +1,238 @@
+"""`reduce_bucket_size`: several modules gathered and reduced as one unit. The same bits, fewer collectives."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import zeroamp
+from tests.measuring.collectives import Collectives
+from tests.models.small import Llama, batch, loss_of
+from tests.oracles import one_process
+from tests.processes.training import config, same_bits, train, wrapped
+from tests.zeroamp.wrapping.test_unused_parameters import CAN_ZERO_FILL
+
+FP32, BF16 = torch.float32, torch.bfloat16
+NUM_STEPS = 5
+CLIP = 0.5
+BLOCK = 10_272 + 64  # elements of one of the three blocks: Linear layers and norms
+PAIR = {"reduce_bucket_size": 2 * BLOCK}
+ALL = {"reduce_bucket_size": 10**9}
+
+
+def _freeze(model):
+    for block in model.blocks[:2]:
+        block.qkv.requires_grad_(False)
+        block.norm1.requires_grad_(False)
+
+
+def _freeze_the_first_whole(model):
+    model.embed.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
+
+
+def _share_modules(model):
+    model.blocks[1].out = model.blocks[0].out
+    model.blocks[1].norm1 = model.blocks[0].norm1
+
+
+def _tie_weights(model):
+    model.blocks[1].down.weight = model.blocks[0].down.weight
+    model.blocks[2].gate_up.weight = model.blocks[0].gate_up.weight  # with another unit, where two are merged
+
+
+def _checkpoint_inside(model):
+    for block in model.blocks:
+        forward = block.forward
+        block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+def _checkpoint_outside(model):
+    """Recompute runs the units' own hooks."""
+    for index, block in enumerate(model.blocks):
+        model.blocks._modules[str(index)] = _Checkpointed(block)
+
+
+def _checkpoint_second(model):
+    """Of the first two blocks, a backward recomputes one."""
+    model.blocks._modules["1"] = _Checkpointed(model.blocks[1])
+
+
+def _compile(model):
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend="aot_eager")
+
+
+def _skip(model, num_ranks_in_this_process=1):
+    """Leave the second block out of every other forward, on all ranks alike."""
+    calls = []
+
+    def logits(tokens):
+        calls.append(0)
+        x = model.embed(tokens)
+        for index, block in enumerate(model.blocks):
+            if index != 1 or (len(calls) - 1) // num_ranks_in_this_process % 2 == 0:
+                x = block(x)
+        return model.head(model.norm(x))
+
+    model.logits = logits
+
+
+def evaluate(model, name):
+    with torch.no_grad():
+        loss_of(model, batch(name, 0))
+
+
+def evaluate_and_check(model, name):
+    evaluate(model, name)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def _train(name, stages, options, fields, mesh_shape=None, **hooks):
+    return {
+        stage: train(
+            name, config(stage, clip=CLIP, **options), NUM_STEPS, mesh_shape=mesh_shape, fields=fields, **hooks
+        )
+        for stage in stages
+    }
+
+
+def _train_prepared(name, stages, options, fields, before, after, evaluates=False):
+    between = evaluate_and_check if evaluates else None
+    return _train(name, stages, options, fields, prepare_before=before, prepare=after, between=between)
+
+
+def check(by_rank, oracle):
+    losses, norms, parameters = oracle
+    for rank, by_stage in enumerate(by_rank):
+        for stage, (our_losses, our_norms, ours, _) in by_stage.items():
+            assert our_losses == [ranks[rank] for ranks in losses], f"losses at stage {stage}"
+            assert our_norms == norms, f"norms at stage {stage}"
+            ours = {fqn.replace(".block.", "."): parameter for fqn, parameter in ours.items()}
+            assert same_bits(ours, parameters) == [], f"parameters at stage {stage}"
+
+
+def oracle(name="llama_untied", **options):
+    return one_process.train(name, world_size=2, num_steps=NUM_STEPS, clip=CLIP, **options)
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "conv", "encoder", "hf_llama"])
+@pytest.mark.parametrize("fields", [PAIR, ALL], ids=str)
+@pytest.mark.parametrize("threshold", [None, 0], ids=["model-wide group", "group per unit"])
+def test_all_stages_equal_one_process(ranks2, name, fields, threshold):
+    check(ranks2.run(_train, name, (0, 1, 2, 3), {"threshold": threshold}, fields), oracle(name))
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("prepare", [None, _checkpoint_second])
+@pytest.mark.parametrize("stages", [(0, 1), (2, 3)], ids=str)
+def test_with_accumulation(ranks2, stages, prepare, evaluates):
+    options = {"accumulation": 3, "threshold": 0, "comm": "fp32"}
+    by_rank = ranks2.run(_train_prepared, "llama_untied", stages, options, PAIR, None, prepare, evaluates)
+    check(by_rank, oracle(accumulation=3, reduce_each=stages[0] >= 2))
+
+
+@pytest.mark.parametrize("prepare", [_freeze, _freeze_the_first_whole, _share_modules, _tie_weights])
+@pytest.mark.parametrize("threshold", [None, 0], ids=["model-wide group", "group per unit"])
+def test_frozen_shared_and_tied_parameters(ranks2, prepare, threshold):
+    for fields in (PAIR, ALL):
+        by_rank = ranks2.run(
+            _train_prepared, "llama_untied", (0, 1, 2, 3), {"threshold": threshold}, fields, prepare, None
+        )
+        check(by_rank, oracle(prepare=prepare))
+
+
+@pytest.mark.parametrize("prepare", [_checkpoint_inside, _checkpoint_outside, _compile])
+@pytest.mark.parametrize("threshold", [None, 0], ids=["model-wide group", "group per unit"])
+def test_each_block_checkpointed_or_compiled(ranks2, prepare, threshold):
+    options = {"threshold": threshold}
+    by_rank = ranks2.run(_train_prepared, "llama_untied", (0, 1, 2, 3), options, PAIR, None, prepare, True)
+    check(by_rank, oracle())
+
+
+@pytest.mark.skipif(not CAN_ZERO_FILL, reason="unused parameters are reduced as zeros from torch 2.13 on")
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_forward_that_leaves_a_merged_block_out(ranks2, stage):
+    by_rank = ranks2.run(_train_prepared, "llama_untied", (stage,), {"threshold": 0}, PAIR, None, _skip)
+    check(by_rank, oracle(prepare=functools.partial(_skip, num_ranks_in_this_process=2)))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_evaluation_that_leaves_a_merged_block_out(ranks2, stage):
+    # Forwards alternate: those of training run all blocks, those of the evaluations do not.
+    by_rank = ranks2.run(_train_prepared, "llama_untied", (stage,), {"threshold": 0}, PAIR, None, _skip, True)
+    check(by_rank, oracle())
+
+
+def test_hybrid_sharding_of_merged_units_with_every_other_option(ranks4):
+    expected = ranks4.run(_train, "llama_tied", (2, 3), {"threshold": 0}, {}, (2, 2))
+    for fields in (PAIR, {**PAIR, "max_live_parameters": BLOCK, "prefetch_bucket_size": 3 * BLOCK}):
+        for ours, theirs in zip(
+            ranks4.run(_train, "llama_tied", (2, 3), {"threshold": 0}, fields, (2, 2)), expected, strict=True
+        ):
+            for stage in (2, 3):
+                assert ours[stage][:2] == theirs[stage][:2]
+                assert same_bits(ours[stage][2], theirs[stage][2]) == []
+
+
+def _count(fields, stage, threshold):
+    model = wrapped("llama_tied", config(stage, threshold=threshold), fields=fields)
+    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with Collectives() as collectives:
+        loss = model(batch("llama_tied", 0))
+        whole = {fqn.split(".")[1] for fqn, p in model.blocks.named_parameters("blocks") if not isinstance(p, DTensor)}
+        step.backward(loss)
+        step.step()
+    counted = {key: calls for key, (calls, _) in zeroamp.traffic(model).by_dtype().items()}
+    return dict(collectives.calls), dict(collectives.elements), counted, whole
+
+
+@pytest.mark.parametrize(("fields", "num_units"), [({}, 3), (PAIR, 2), (ALL, 1)], ids=str)
+def test_a_merged_unit_costs_the_collectives_of_one(ranks2, fields, num_units):
+    calls, elements, counted, whole = ranks2.run(_count, fields, 3, 0)[0]
+    assert calls == {
+        ("all_gather", BF16): 2 * num_units,
+        ("all_gather", FP32): 2 * num_units + 1,  # the norms, and the root
+        ("all_to_all", BF16): num_units,
+        ("reduce_scatter", FP32): num_units + 1,
+        ("all_reduce", torch.float64): 1,
+    }
+    assert counted == calls
+    assert elements == ranks2.run(_count, {}, 3, 0)[0][1]
+    assert whole == set(), "released after the forward of the last of its modules"
+
+
+def _ledger(fields):
+    ledger = zeroamp.explain(wrapped("llama_tied", config(3), fields=fields))
+    return str(ledger), ledger.group_rows(), ledger.parameter_rows()
+
+
+def test_the_ledger_says_what_a_merged_unit_is_made_of(ranks2):
+    text, groups, parameters = ranks2.run(_ledger, PAIR)[0]
+    assert text.startswith("zeroamp: mode autocast, ZeRO stage 3, 2 units (3 modules) below the root, 4 groups")
+    rows = {row["group"]: row for row in groups}
+    assert (rows["blocks.0"]["modules"], rows["blocks.0"]["elements"]) == ("blocks.0, blocks.1", 2 * 10_272)
+    assert (rows["blocks.2"]["modules"], rows["root"]["modules"]) == ("blocks.2", "root")
+    assert {row["unit"] for row in parameters if row["parameter"].startswith("blocks.1.qkv")} == {"blocks.0"}
+    assert sum(row["elements"] for row in parameters) == sum(row["elements"] for row in groups)
+
+
+def test_a_unit_without_holders_and_one_that_is_the_whole_model(ranks2):
+    by_rank = ranks2.run(_train, "llama_untied", (0, 3), {"dtype": None}, ALL)
+    check(by_rank, oracle(autocast=None))
+
+
+def test_the_model_has_the_size_that_the_buckets_assume():
+    assert sum(p.numel() for p in Llama(tied=True).blocks[0].parameters()) == BLOCK

@@ -1,0 +1,218 @@
+"""`offload`: shards on the CPU. Without an accelerator here, the meta device stands in for it where one can."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import zeroamp
+from tests.models.small import MODELS, RMSNorm
+from tests.oracles import one_process
+from tests.processes.training import config, full_parameters, policy, same_bits, train, wrapped
+from zeroamp.hooks.collectives.accumulation import ShardAccumulator
+from zeroamp.planning.mesh import shard_device
+from zeroamp.policies.policy import NO_OFFLOAD, Offload
+from zeroamp.training.norm import local_sum_of_squares, multiply_gradients
+from zeroamp.wrapping.materialize import materialize
+from zeroamp.wrapping.shard import offload_policy
+
+NUM_STEPS = 5
+CLIP = 0.5
+ON_CPU = {"offload": Offload(to_cpu=True)}
+
+
+def _train(stages, options, fields, mesh_shape=None):
+    return {
+        stage: train("llama_tied", config(stage, clip=CLIP, **options), NUM_STEPS, mesh_shape=mesh_shape, fields=fields)
+        for stage in stages
+    }
+
+
+def check(by_rank, losses, norms, parameters):
+    for rank, by_stage in enumerate(by_rank):
+        for our_losses, our_norms, ours, _ in by_stage.values():
+            assert our_losses == [ranks[rank] for ranks in losses]
+            assert our_norms == norms
+            assert same_bits(ours, parameters) == []
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("stages", [(0, 1), (2, 3)], ids=str)
+def test_the_same_bits_as_in_one_process(ranks2, stages, accumulation):
+    options = {"accumulation": accumulation, "comm": "fp32", "threshold": 0}
+    by_rank = ranks2.run(_train, stages, options, ON_CPU)
+    oracle = {"accumulation": accumulation, "reduce_each": stages[0] >= 2}
+    check(by_rank, *one_process.train("llama_tied", world_size=2, num_steps=NUM_STEPS, clip=CLIP, **oracle))
+
+
+def test_the_same_bits_with_float16_and_a_loss_scale(ranks2):
+    options = {"dtype": "float16", "fp16": {"loss_scale": 1024}}
+    by_rank = ranks2.run(_train, (0, 1, 2, 3), options, ON_CPU)
+    oracle = {"autocast": torch.float16, "loss_scale": 1024.0}
+    check(by_rank, *one_process.train("llama_tied", world_size=2, num_steps=NUM_STEPS, clip=CLIP, **oracle))
+
+
+LOW = {"accumulation": 3, "data_types": {"grad_accum_dtype": "bf16"}}
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        (LOW, {}),
+        ({}, {"reduce_bucket_size": 10**9}),
+        ({}, {"hpz_partition_size": 2, "prefetch_bucket_size": 20_000, "max_live_parameters": 20_000}),
+    ],
+    ids=["bf16 accumulation", "merged units", "the other options"],
+)
+def test_offloading_changes_no_bit_of_anything_else(ranks4, options, fields):
+    ours = ranks4.run(_train, (3,), options, {**fields, **ON_CPU}, (1, 4))
+    for run, expected in zip(ours, ranks4.run(_train, (3,), options, fields, (1, 4)), strict=True):
+        assert run[3][:2] == expected[3][:2]
+        assert same_bits(run[3][2], expected[3][2]) == []
+
+
+def _from_meta(fields):
+    with torch.device("meta"):
+        model = MODELS["hf_llama"]()
+    torch.manual_seed(3)
+    return full_parameters(zeroamp.wrap_model(model, policy(config(3), fields)))
+
+
+def test_a_meta_model_starts_from_the_same_values(ranks2):
+    for ours, expected in zip(ranks2.run(_from_meta, ON_CPU), ranks2.run(_from_meta, {}), strict=True):
+        assert same_bits(ours, expected) == []
+
+
+class _WithBuffer(RMSNorm):
+    def __init__(self):
+        super().__init__(8)
+        self.register_buffer("scale", torch.ones(2))
+        self.empty = nn.Parameter(torch.empty(0, 4))
+
+    def reset_parameters(self):
+        super().reset_parameters()
+        self.scale.fill_(1)
+
+
+def _materialize_apart():
+    mesh = init_device_mesh("cpu", (2,))
+    with torch.device("meta"):
+        model = _WithBuffer()
+    fully_shard(model, mesh=mesh, ignored_params={model.empty})
+    materialize(model, mesh, torch.device("cpu"), torch.device("meta"))
+    return {name: tensor.device.type for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def test_only_shards_are_materialised_where_shards_live(ranks2):
+    devices = {"weight": "meta", "scale": "cpu", "empty": "cpu"}
+    assert ranks2.run(_materialize_apart) == [devices] * 2
+
+
+def _gradient(values, device="cpu"):
+    parameter = nn.Parameter(torch.zeros(len(values), device=device))
+    parameter.grad = torch.tensor(values, device=device)
+    return parameter
+
+
+def test_the_norm_of_gradients_on_any_device_is_on_the_meshs():
+    parameters = [_gradient([3.0]), _gradient([4.0])]
+    assert local_sum_of_squares(parameters, torch.device("cpu")) == 25
+    assert local_sum_of_squares(parameters, torch.device("meta")).device.type == "meta"
+    mixed = [*parameters, _gradient([1.0, 2.0], "meta")]
+    assert local_sum_of_squares(mixed, torch.device("meta")).dtype == torch.float64
+    assert local_sum_of_squares([], torch.device("meta")).device.type == "meta"
+
+
+def test_gradients_are_multiplied_where_they_are():
+    parameters = [_gradient([3.0]), _gradient([1.0, 2.0], "meta")]
+    multiply_gradients(parameters, torch.tensor(0.5))
+    assert parameters[0].grad == 1.5
+    assert [parameter.grad.device.type for parameter in parameters] == ["cpu", "meta"]
+
+
+def _factor_on(monkeypatch, gradient_device, factor_device):
+    seen = []
+    monkeypatch.setattr(torch, "_foreach_mul_", lambda tensors, factor: seen.append((tensors[0].device, factor.device)))
+    multiply_gradients([_gradient([1.0], gradient_device)], torch.ones((), device=factor_device))
+    return [(gradient.type, factor.type) for gradient, factor in seen]
+
+
+def test_the_clip_factor_follows_the_gradients(monkeypatch):
+    # On CUDA it would not be enough that a 0-D CPU factor may multiply a CUDA tensor: here it is the other way round.
+    assert _factor_on(monkeypatch, "meta", "cpu") == [("meta", "meta")]
+
+
+class _Stream:
+    num_waits = 0
+
+    def synchronize(self):
+        _Stream.num_waits += 1
+
+
+def _accumulate_beside_an_accelerator(device_type):
+    mesh = init_device_mesh("cpu", (2,))
+    linear = nn.Linear(4, 4)
+    fully_shard(linear, mesh=mesh)
+    original, torch.accelerator.current_stream = torch.accelerator.current_stream, _Stream
+    _Stream.num_waits = 0
+    try:
+        accumulator = ShardAccumulator(torch.bfloat16, device_type)
+        accumulator.watch(linear.parameters())
+        linear(torch.ones(1, 4)).sum().backward()
+        assert all(parameter.grad is None for parameter in linear.parameters())
+        return _Stream.num_waits
+    finally:
+        torch.accelerator.current_stream = original
+
+
+def test_an_offloaded_gradient_is_read_after_its_copy(ranks2):
+    assert ranks2.run(_accumulate_beside_an_accelerator, "cuda")[0] == 2  # weight and bias
+    assert ranks2.run(_accumulate_beside_an_accelerator, "cpu")[0] == 0
+
+
+def test_memory_is_pinned_only_beside_an_accelerator(caplog):
+    with caplog.at_level("INFO", logger="zeroamp"):
+        assert offload_policy(Offload(to_cpu=True), "cuda") == CPUOffloadPolicy(pin_memory=True)
+        assert offload_policy(Offload(to_cpu=True, pin_memory=False), "cuda") == CPUOffloadPolicy(pin_memory=False)
+        assert offload_policy(Offload(to_cpu=True, pin_memory=False), "cpu") == CPUOffloadPolicy(pin_memory=False)
+        assert type(offload_policy(NO_OFFLOAD, "cuda")) is OffloadPolicy
+        assert caplog.records == []
+        assert offload_policy(Offload(to_cpu=True), "cpu") == CPUOffloadPolicy(pin_memory=False)
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        "pin_memory has no effect without an accelerator"
+    ]
+
+
+def _policies_of_all_groups():
+    import zeroamp.hooks.typed_groups as typed_groups
+    import zeroamp.wrapping.shard as shard
+
+    found = []
+
+    def recording(module, **kwargs):
+        found.append(kwargs["offload_policy"])
+        return fully_shard(module, **kwargs)
+
+    typed_groups.fully_shard = shard.fully_shard = recording
+    try:
+        model = wrapped("llama_tied", config(3, threshold=0), fields=ON_CPU)
+    finally:
+        typed_groups.fully_shard = shard.fully_shard = fully_shard
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return found
+
+
+def test_units_holders_and_root_are_offloaded_alike(ranks2):
+    assert ranks2.run(_policies_of_all_groups)[0] == [CPUOffloadPolicy(pin_memory=False)] * (3 + 3 + 1)
+
+
+class _Mesh:
+    device_type = "cuda"
+
+
+def test_shards_live_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    assert shard_device(policy(config(3), ON_CPU), _Mesh()) == torch.device("cpu")
+    assert shard_device(policy(config(3)), _Mesh()) == torch.device("cuda:1")

@@ -1,0 +1,176 @@
+"""What one rank cannot do is an error on all ranks, with the texts of those that could not."""
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import zeroamp
+from tests.processes.ranks import Ranks
+from zeroamp.checkpoint.manifest import DamagedCheckpointError
+from zeroamp.policies.errors import CheckpointError, StepError
+from zeroamp.wrapping.rank_group import Agreement
+
+
+def _torch_error():
+    """On all ranks, as torch raises it."""
+    failures = {1: (OSError("full"), []), 0: (StepError("a: found 1"), [])}
+    return CheckpointException("write", failures)
+
+
+ERRORS = {
+    "one of the tree": [None, lambda: StepError("a: found 1")],
+    "the same on all": [lambda: StepError("same"), lambda: StepError("same")],
+    "two texts": [lambda: DamagedCheckpointError("x"), lambda: DamagedCheckpointError("y")],
+    "two classes": [lambda: StepError("x"), lambda: CheckpointError("y")],
+    "a foreign one": [lambda: OSError(28, "full"), None],
+    "tree and foreign": [lambda: DamagedCheckpointError("x"), lambda: KeyError("k")],
+    "torch's": [_torch_error, _torch_error],
+}
+
+
+def _each(agreement):
+    found = {}
+    for name, errors in ERRORS.items():
+        make = errors[agreement.rank % 2]
+
+        def act(make=make):
+            if make is not None:
+                raise make()
+
+        try:
+            agreement.run(act)
+        except Exception as error:
+            found[name] = (type(error), str(error), type(error.__cause__))
+    return found, agreement.run(lambda: agreement.rank), agreement.on_first(lambda: [agreement.rank])
+
+
+def _on_all():
+    return _each(Agreement(init_device_mesh("cpu", (2,))))
+
+
+def test_errors_of_one_rank_are_raised_on_all_and_results_are_of_all(ranks2):
+    for rank, (found, ranks, first) in enumerate(ranks2.run(_on_all)):
+        assert (ranks, first) == ([0, 1], [0])
+        causes = {name: cause for name, (_, _, cause) in found.items()}
+        assert found["one of the tree"][:2] == (StepError, "rank 1: a: found 1")
+        assert found["the same on all"][:2] == (StepError, "same")
+        assert found["two texts"][:2] == (DamagedCheckpointError, "rank 0: x; rank 1: y")
+        assert found["two classes"][:2] == (CheckpointError, "rank 0: x; rank 1: y")
+        assert found["a foreign one"][:2] == (CheckpointError, "rank 0: OSError: [Errno 28] full")
+        assert found["tree and foreign"][:2] == (CheckpointError, "rank 0: x; rank 1: KeyError: 'k'")
+        assert found["torch's"][:2] == (CheckpointError, "rank 0: a: found 1; rank 1: OSError: full")
+        assert causes["a foreign one"] is (OSError if rank == 0 else type(None))
+
+
+def _only_on_first():
+    agreement = Agreement(init_device_mesh("cpu", (2,)))
+    calls = []
+
+    def act():
+        calls.append(agreement.rank)
+        raise CheckpointError("no")
+
+    with pytest.raises(CheckpointError, match="rank 0: no"):
+        agreement.on_first(act)
+    return calls
+
+
+def test_an_action_of_the_first_rank_runs_there_alone(ranks2):
+    assert ranks2.run(_only_on_first) == [[0], []]
+
+
+def _halves_and_uneven_groups():
+    """Of a part of the ranks, and where this process is in other numbers of groups than others."""
+    half = 2 * (dist.get_rank() // 2)
+    group = dist.new_group([half, half + 1], use_local_synchronization=True)
+    found = _each(Agreement(DeviceMesh.from_group(group, "cpu")))
+    first_alone = dist.new_group([0])
+    whole = Agreement(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    ranks = whole.run(lambda: whole.rank)
+    if dist.get_rank() == 0:
+        dist.destroy_process_group(first_alone)
+    return found, ranks
+
+
+def test_a_part_of_the_ranks_and_ranks_in_other_numbers_of_groups(ranks4):
+    for (found, ranks, first), all_ranks in ranks4.run(_halves_and_uneven_groups):
+        assert found["one of the tree"][:2] == (StepError, "rank 1: a: found 1")  # its number in the mesh
+        assert (ranks, first) == ([0, 1], [0])
+        assert all_ranks == [0, 1, 2, 3]
+
+
+def _results(shape):
+    ranks = Agreement(init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]))
+    flags = [ranks.any(dist.get_rank() == 2), ranks.any(False), ranks.all(True), ranks.all(dist.get_rank() == 2)]
+    return ranks.rank, ranks.run(dist.get_rank), ranks.on_first(lambda: f"of {dist.get_rank()}"), flags
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_results_and_flags_come_from_all_ranks(ranks4, shape):
+    expected = [0, 1, 2, 3], "of 0", [True, False, True, False]
+    assert ranks4.run(_results, shape) == [(rank, *expected) for rank in range(4)]
+
+
+def _agreement():
+    return Agreement(init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def _error_of(action):
+    with pytest.raises(zeroamp.CheckpointError) as raised:
+        action()
+    return str(raised.value)
+
+
+class _FullDisk(FileSystemWriter):
+    def write_data(self, plan, planner):
+        raise OSError(28, "No space left on device")
+
+
+def _torch_checkpoint_on_a_full_disk(path):
+    ranks = _agreement()
+    kind = _FullDisk if ranks.rank == 1 else FileSystemWriter
+    tensors = {"weight": torch.ones(2)}
+    return _error_of(lambda: ranks.run(lambda: save(tensors, storage_writer=kind(path), process_group=ranks.group)))
+
+
+def test_an_error_in_torch_checkpoint_names_rank_and_reason_without_tracebacks(ranks2, tmp_path):
+    texts = ranks2.run(_torch_checkpoint_on_a_full_disk, tmp_path)
+    assert texts == ["rank 1: OSError: [Errno 28] No space left on device"] * 2
+
+
+def _the_other_is_killed(use, raises):
+    ranks = Agreement.shared(init_device_mesh("cpu", (dist.get_world_size(),)), use)
+
+    def act():
+        if ranks.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if raises:
+            raise OSError(28, "No space left on device")
+
+    text = _error_of(lambda: ranks.run(act))
+    raise zeroamp.CheckpointError(text)  # a body without an answer would have the test wait for the other rank
+
+
+REPORTS = "agree on what is reported of the run (RunReport, monitors, profile) and on signals"
+
+
+@pytest.mark.parametrize(
+    ("use", "raises", "purpose"),
+    [("saving", False, "save or load"), ("signals", True, REPORTS)],
+)
+def test_where_a_rank_is_lost_the_error_names_the_collective_and_what_it_was_for(use, raises, purpose):
+    ranks = Ranks(2)
+    with pytest.raises(AssertionError) as raised:
+        ranks.run(_the_other_is_killed, use, raises)
+    text = str(raised.value)
+    assert f"all_gather_object of the 2 ranks that {purpose}, on rank 0: found " in text
+    assert "RuntimeError: " in text.partition("found ")[2]
+    assert ("found OSError: [Errno 28]" in text) == raises
+    ranks.stop()

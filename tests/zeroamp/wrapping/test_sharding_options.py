@@ -1,0 +1,198 @@
+"""A secondary partition, live units and leaf modules: what is gathered when, over which ranks, and the same bits."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import zeroamp
+from tests.measuring.collectives import Collectives, Gathers
+from tests.models.small import batch, loss_of
+from tests.processes.ranks import RankError
+from tests.processes.training import config, full_parameters, policy, same_bits, train, wrapped
+from tests.zeroamp.wrapping.test_unused_parameters import CAN_ZERO_FILL
+from zeroamp.policies.policy import LeafModules
+
+FP32, BF16 = torch.float32, torch.bfloat16
+NUM_STEPS = 5
+BLOCK = 10_272 + 64  # elements of one of the three blocks: Linear layers and norms
+
+
+def evaluate(model, name):
+    """A forward without gradients, which must change nothing."""
+    with torch.no_grad():
+        loss_of(model, batch(name, 0))
+
+
+def _train(name, options, fields, mesh_shape=None, evaluates=False):
+    between = evaluate if evaluates else None
+    return train(name, config(3, clip=0.5, **options), NUM_STEPS, mesh_shape=mesh_shape, between=between, fields=fields)
+
+
+def check_same(by_rank, expected):
+    for (losses, norms, parameters, _), (their_losses, their_norms, their_parameters, _) in zip(
+        by_rank, expected, strict=True
+    ):
+        assert losses == their_losses
+        assert norms == their_norms
+        assert same_bits(parameters, their_parameters) == []
+
+
+@pytest.mark.parametrize("name", ["llama_untied", "encoder", "conv"])
+@pytest.mark.parametrize("options", [{}, {"threshold": 0, "accumulation": 3}], ids=str)
+def test_a_secondary_partition_gives_the_same_bits(ranks4, name, options):
+    expected = ranks4.run(_train, name, options, {})
+    check_same(ranks4.run(_train, name, options, {"hpz_partition_size": 2}), expected)
+
+
+def test_a_secondary_partition_survives_an_evaluation_before_the_step(ranks4):
+    expected = ranks4.run(_train, "llama_tied", {"threshold": 0}, {})
+    check_same(
+        ranks4.run(_train, "llama_tied", {"threshold": 0}, {"hpz_partition_size": 2}, None, True),
+        expected,
+    )
+
+
+@pytest.mark.parametrize("mesh_shape", [(1, 4), (2, 2)])
+def test_a_secondary_partition_of_hybrid_sharding(ranks4, mesh_shape):
+    # With (2, 2) both ranks that shard are asked for, which is no partition at all: FSDP2 takes it so.
+    expected = ranks4.run(_train, "llama_tied", {}, {}, mesh_shape)
+    check_same(ranks4.run(_train, "llama_tied", {}, {"hpz_partition_size": 2}, mesh_shape), expected)
+
+
+def _gathers(fields, accumulation=1, threshold=0, mesh_shape=None):
+    cfg = config(3, threshold=threshold, accumulation=accumulation)
+    model = wrapped("llama_tied", cfg, fields=fields, mesh_shape=mesh_shape)
+    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with Gathers() as gathers, Collectives() as collectives:
+        for _ in range(accumulation):
+            loss = model(batch("llama_tied", 0))
+            gathers.log.append("backward")
+            step.backward(loss)
+            step.step()
+    counted = {key: calls for key, (calls, _) in zeroamp.traffic(model).by_dtype().items()}
+    return gathers.log, dict(collectives.calls), dict(collectives.elements), counted
+
+
+def test_the_backward_gathers_over_the_secondary_partition(ranks4):
+    log, calls, elements, counted = ranks4.run(_gathers, {"hpz_partition_size": 2})[0]
+    middle = log.index("backward")
+    assert {size for _, size in log[:middle]} == {4}
+    assert log[middle + 1 :]
+    assert {size for _, size in log[middle + 1 :]} == {2}
+    plain = ranks4.run(_gathers, {})[0]
+    assert (calls, elements) == plain[1:3], "as many collectives, of as many unsharded elements"
+    assert counted == calls
+
+
+@pytest.mark.parametrize(
+    ("size", "stage", "mesh_shape", "text"),
+    [
+        (3, 3, None, "found 3 with 4 ranks that shard; valid: a divisor of them: 1, 2, 4"),
+        (8, 3, None, "found 8 with 4 ranks"),
+        (4, 3, (2, 2), "found 4 with 2 ranks that shard; valid: a divisor of them: 1, 2"),
+        (2, 2, None, "found 2 at stage 2; valid: 1, or stage 3"),
+    ],
+)
+def test_an_impossible_secondary_partition_is_refused(ranks4, size, stage, mesh_shape, text):
+    with pytest.raises(RankError, match=f"ConfigError: zero_optimization.zero_hpz_partition_size: {text}") as caught:
+        ranks4.run(_wrap, stage, size, mesh_shape)
+    assert str(caught.value).count("Error: zero_opt") == 4, "on all ranks"
+
+
+def _wrap(stage, size, mesh_shape):
+    wrapped("llama_tied", config(stage), fields={"hpz_partition_size": size}, mesh_shape=mesh_shape)
+
+
+def _gathered(max_live, threshold, accumulation):
+    """Which parameters are whole after a forward, and after its backward (of the first micro-batch, if several)."""
+    cfg = config(3, threshold=threshold, accumulation=accumulation)
+    model = wrapped("llama_tied", cfg, fields={"max_live_parameters": max_live})
+    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loss = model(batch("llama_tied", 0))
+    after_forward = _whole(model)
+    step.backward(loss)
+    return after_forward, _whole(model)
+
+
+def _whole(model):
+    return {fqn for fqn, parameter in model.named_parameters() if not isinstance(parameter, DTensor)}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(("max_live", "num_live"), [(BLOCK - 1, 0), (BLOCK, 1), (3 * BLOCK - 1, 2), (10**9, 3)])
+def test_the_last_units_that_fit_stay_gathered_until_their_backward(ranks2, max_live, num_live, accumulation):
+    after_forward, after_backward = ranks2.run(_gathered, max_live, 0, accumulation)[0]
+    assert {fqn.split(".")[1] for fqn in after_forward if fqn.startswith("blocks")} == set("210"[:num_live])
+    assert sum(fqn.startswith("blocks") for fqn in after_forward) == 7 * num_live, "typed groups too"
+    assert after_backward == set()
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_live_units_save_their_second_gather_in_every_micro_batch(ranks2, accumulation):
+    _, calls, _, counted = ranks2.run(_gathers, {"max_live_parameters": 2 * BLOCK}, accumulation)[0]
+    assert calls["all_gather", BF16] == accumulation * (3 + 1)  # of three blocks, one is gathered twice
+    assert calls["all_gather", FP32] == accumulation * (3 + 1 + 1)  # their norms, and the root
+    assert counted == calls
+    plain = ranks2.run(_gathers, {}, accumulation)[0][1]
+    assert plain["all_gather", BF16] == accumulation * (3 + 3)
+
+
+@pytest.mark.parametrize("name", ["llama_untied", "encoder", "conv"])
+@pytest.mark.parametrize("options", [{}, {"threshold": 0, "accumulation": 3}], ids=str)
+def test_live_units_give_the_same_bits(ranks2, name, options):
+    expected = ranks2.run(_train, name, options, {})
+    for max_live in (2 * BLOCK, 10**9):
+        check_same(ranks2.run(_train, name, options, {"max_live_parameters": max_live}), expected)
+    check_same(ranks2.run(_train, name, options, {"max_live_parameters": 2 * BLOCK}, None, True), expected)
+
+
+def test_live_units_of_hybrid_sharding_with_a_secondary_partition(ranks4):
+    expected = ranks4.run(_train, "llama_tied", {}, {}, (1, 4))
+    fields = {"max_live_parameters": BLOCK, "hpz_partition_size": 2}
+    check_same(ranks4.run(_train, "llama_tied", {}, fields, (1, 4)), expected)
+    check_same(ranks4.run(_train, "llama_tied", {}, fields, (1, 4), True), expected)
+
+
+class Experts(nn.Module):
+    """A sparse layer: each rank runs one of the experts only."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        return x + self.experts[dist.get_rank()](x)
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Experts() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def _train_sparse(stage):
+    torch.manual_seed(0)
+    fields = {"leaf_modules": LeafModules(name_suffixes=("0", "1"))}  # layers and experts: the outer ones count
+    model = zeroamp.wrap_model(Sparse(), policy(config(stage), fields), auto_wrap_policy={"Linear"})
+    step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    for _ in range(NUM_STEPS):
+        step.backward(model(torch.ones(2, 8)))
+        norm = step.step().grad_norm
+    return sorted(zeroamp.wrapping.state.wrap_state(model).plan.units), norm, full_parameters(model)
+
+
+@pytest.mark.skipif(not CAN_ZERO_FILL, reason="unused parameters are reduced as zeros from torch 2.13 on")
+def test_ranks_may_run_different_parts_of_a_leaf_module(ranks2):
+    # Were each expert a unit, as the policy says, the ranks would wait for each other in different gathers.
+    stages = [ranks2.run(_train_sparse, stage)[0] for stage in (1, 3)]
+    for units, norm, parameters in stages:
+        assert units == ["layers.0", "layers.1"]
+        assert norm == stages[0][1]
+        assert same_bits(parameters, stages[0][2]) == []

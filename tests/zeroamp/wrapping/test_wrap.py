@@ -1,0 +1,342 @@
+"""`wrap_model`: what it leaves alone, what it refuses, meta-device models, and entry points besides forward."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+import zeroamp
+from tests.models.small import HfLlama, Llama, batch, build, loss_of
+from tests.processes.ranks import RankError
+from tests.processes.training import config, full_parameters, same_bits, wrapped
+
+
+def _wrap(name, stage):
+    plain = build(name)
+    keys, values = list(plain.state_dict()), {fqn: p.detach().clone() for fqn, p in plain.named_parameters()}
+    model = zeroamp.wrap_model(plain, zeroamp.policy_from_config(config(stage)))
+    return (
+        model is plain and isinstance(model, FSDPModule),
+        list(model.state_dict()) == keys,
+        all(isinstance(p, DTensor) and p.dtype == torch.float32 for p in model.parameters()),
+        same_bits(full_parameters(model), values),
+    )
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "encoder", "hf_llama"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_wraps_in_place_and_leaves_names_and_values_alone(ranks2, name, stage):
+    assert ranks2.run(_wrap, name, stage)[0] == (True, True, True, [])
+
+
+class OwnsEverything(nn.Sequential):
+    """A container that owns parameters itself: nothing may be hung into it that it would call."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def _container():
+    torch.manual_seed(0)
+    model = zeroamp.wrap_model(OwnsEverything(), zeroamp.policy_from_config(config(3)))
+    model(torch.ones(2, 4)).sum().backward()
+    return len(model), all(p.grad is not None for p in model.parameters())
+
+
+def test_a_container_that_owns_parameters_keeps_its_children(ranks2):
+    assert ranks2.run(_container)[0] == (3, True)
+
+
+def _refuse(how):
+    model = build("llama_tied")
+    policy = zeroamp.policy_from_config(config(0 if how == "mesh" else 3))
+    mesh = None
+    if how == "twice":
+        zeroamp.wrap_model(model, policy)
+    if how == "fully_shard":
+        fully_shard(model.blocks[1], mesh=init_device_mesh("cpu", (2,)))
+    if how == "no module":
+        model = model.state_dict()
+    if how == "mesh":
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    if how == "half meta":
+        model.head = nn.Linear(32, 80, bias=False, device="meta")
+    if how == "inference":
+        with torch.inference_mode():
+            return zeroamp.wrap_model(model, policy)
+    if how == "unequal" and dist.get_rank() == 1:
+        model.blocks[2].down.bias.data[0] += 1e-3
+    return zeroamp.wrap_model(model, policy, mesh)
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("twice", "the root: found a module that fully_shard was applied to"),
+        ("fully_shard", "blocks.1: found a module that fully_shard was applied to"),
+        ("no module", "valid: a torch.nn.Module"),
+        ("mesh", "mesh: found shape \\(1, 2\\) at stage 0"),
+        (
+            "half meta",
+            "head.weight: found a parameter on the meta device beside others that hold values, such as embed",
+        ),
+        ("inference", "wrap_model: found torch.inference_mode\\(\\)"),
+        ("unequal", "blocks.2.down.bias: found values that differ between ranks \\(1 parameters do\\)"),
+    ],
+)
+def test_refusals_on_all_ranks(ranks2, how, text):
+    with pytest.raises(RankError, match=f"--- rank 0[\\s\\S]*WrapError: .*{text}") as caught:
+        ranks2.run(_refuse, how)
+    assert "--- rank 1" in str(caught.value)
+
+
+def _meta(factory_name, stage, seed_by_rank):
+    factory = {"llama": lambda: Llama(tied=True), "hf": HfLlama}[factory_name]
+    with torch.device("meta"):
+        model = factory()
+    torch.manual_seed(dist.get_rank() if seed_by_rank else 0)
+    before = torch.get_rng_state()
+    model = zeroamp.wrap_model(model, zeroamp.policy_from_config(config(stage)))
+    unchanged = torch.equal(before, torch.get_rng_state())
+    train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    start = full_parameters(model)
+    losses = []
+    for _ in range(5):
+        loss = loss_of(model, batch("llama_tied", 0))
+        losses.append(float(loss.detach()))
+        train.backward(loss)
+        train.step()
+    tied = {
+        "llama": lambda m: m.head.weight is m.embed.weight,
+        "hf": lambda m: m.lm_head.weight is m.get_input_embeddings().weight,
+    }
+    return unchanged, tied[factory_name](model), start, losses
+
+
+def _initialized_at_once(factory_name):
+    """The same draws, made on a full model: module by module in the order of `named_modules`."""
+    model = {"llama": lambda: Llama(tied=True), "hf": HfLlama}[factory_name]()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for module in model.modules():
+            if factory_name == "hf":
+                for parameter in module.parameters(recurse=False):
+                    parameter._is_hf_initialized = False
+                if any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+                    model._init_weights(module)
+            elif hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+    return {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("factory_name", ["llama", "hf"])
+def test_a_meta_model_starts_from_the_values_of_its_own_initialisation(ranks2, factory_name, stage):
+    (unchanged, tied, start, losses), (_, _, other_start, _) = ranks2.run(_meta, factory_name, stage, True)
+    assert unchanged
+    assert tied
+    assert same_bits(start, other_start) == []
+    assert same_bits(start, _initialized_at_once(factory_name)) == []
+    assert losses[-1] < losses[0]
+
+
+class ManyBuffers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.own = BufferOwner()
+
+    def forward(self, x):
+        return self.attention(x, x, x)[0].square().mean() + self.own(x)
+
+
+class BufferOwner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("mask", torch.empty(4, dtype=torch.bool))
+        self.register_buffer("bytes", torch.empty(4, dtype=torch.uint8))
+        self.register_buffer("phase", torch.empty(4, dtype=torch.complex64))
+        self.register_buffer("count", torch.empty((), dtype=torch.int64))
+
+    def reset_parameters(self):
+        self.mask.fill_(True)
+        self.bytes.zero_()
+        self.phase.fill_(1j)
+        self.count.fill_(7)
+
+    def forward(self, x):
+        return self.layer(x).square().mean()
+
+
+def _meta_buffers():
+    with torch.device("meta"):
+        model = ManyBuffers()
+    model.register_buffer("kept", torch.arange(3.0))  # off the meta device: its values stay
+    model = zeroamp.wrap_model(model, zeroamp.policy_from_config(config(3)))
+    own, bias = model.own, model.attention.out_proj.bias.full_tensor()
+    values = [own.mask.all().item(), own.bytes.sum().item(), own.phase[0].item(), own.count.item(), model.kept.tolist()]
+    return values, bias.abs().max().item()
+
+
+def test_meta_buffers_of_every_dtype_and_what_a_parent_sets_in_its_child(ranks2):
+    values, bias = ranks2.run(_meta_buffers)[0]
+    assert values == [True, 0, 1j, 7, [0.0, 1.0, 2.0]]
+    assert bias == 0.0  # nn.MultiheadAttention zeroes it after nn.Linear has drawn it
+
+
+class ForgetsBuffer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mask", torch.empty(4, dtype=torch.bool))
+
+    def reset_parameters(self):
+        pass
+
+
+def _meta_forgotten_buffer():
+    with torch.device("meta"):
+        model = ForgetsBuffer()
+    zeroamp.wrap_model(model, zeroamp.policy_from_config(config(3)))
+
+
+def test_a_boolean_buffer_that_nothing_initialises_is_refused_too(ranks2):
+    with pytest.raises(RankError, match="mask: found a meta-device tensor that ForgetsBuffer does not initialise"):
+        ranks2.run(_meta_forgotten_buffer)
+
+
+def _sliced_mesh(stage):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"]
+    torch.manual_seed(0)
+    model = zeroamp.wrap_model(Llama(tied=True), zeroamp.policy_from_config(config(stage)), mesh)
+    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    norms = []
+    for index in range(3):
+        step.backward(model(batch("llama_tied", 2 * index + mesh.get_local_rank())))
+        norms.append(step.step().grad_norm)
+    return norms
+
+
+def test_a_slice_of_a_larger_mesh_works_at_every_stage(ranks4):
+    by_stage = {stage: ranks4.run(_sliced_mesh, stage) for stage in (0, 1, 2, 3)}
+    assert len({tuple(norms) for runs in by_stage.values() for norms in runs}) == 1
+
+
+def _holder_called():
+    class CallsChildren(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            for child in self.children():
+                x = child(x)
+            return x * self.scale
+
+    torch.manual_seed(0)
+    zeroamp.wrap_model(CallsChildren(), zeroamp.policy_from_config(config(3)))(torch.ones(1, 4))
+
+
+def test_a_model_that_calls_all_its_children_is_told_which_one_to_skip(ranks2):
+    with pytest.raises(
+        RankError, match="WrapError: model-wide:fp32: found a call of .* whose name starts with _zeroamp_group"
+    ):
+        ranks2.run(_holder_called)
+
+
+def _unfreeze():
+    model = build("llama_untied")
+    model.blocks[0].requires_grad_(False)
+    model = zeroamp.wrap_model(model, zeroamp.policy_from_config(config(3)))
+    model.blocks[0].requires_grad_(True)
+    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    step.backward(model(batch("llama_untied", 0)))
+    step.step()
+    return {key.dtype for key in zeroamp.traffic(model).calls if key[::2] == ("all_to_all", "blocks.0")}
+
+
+def test_a_unit_that_is_unfrozen_later_has_its_wire(ranks2):
+    assert ranks2.run(_unfreeze)[0] == {torch.bfloat16}
+
+
+class Uninitialised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+
+def _meta_without_initialisation():
+    with torch.device("meta"):
+        model = Uninitialised()
+    zeroamp.wrap_model(model, zeroamp.policy_from_config(config(3)))
+
+
+def test_a_meta_tensor_that_nothing_initialises_is_refused_by_name(ranks2):
+    with pytest.raises(RankError, match="scale: found a meta-device tensor that Uninitialised does not initialise"):
+        ranks2.run(_meta_without_initialisation)
+
+
+def _peak_elements():
+    """The largest tensor that is ever allocated off the meta device while a meta model is wrapped."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        live = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.device.type == "cpu" and out.untyped_storage().size() > self.live:
+                self.live = out.untyped_storage().size()
+            return out
+
+    with torch.device("meta"):
+        model = Llama(tied=True, num_blocks=8)
+    with Largest() as largest:
+        zeroamp.wrap_model(model, zeroamp.policy_from_config(config(3)))
+    return largest.live, max(p.numel() for p in model.parameters()) * 4
+
+
+def test_materialising_never_holds_more_than_one_modules_parameters(ranks2):
+    largest, largest_parameter = ranks2.run(_peak_elements)[0]
+    assert largest == largest_parameter
+
+
+def _entry_points():
+    model = wrapped("llama_untied", config(3))
+    tokens = batch("llama_untied", 0)
+    zeroamp.register_forward_method(model, "logits")
+    with torch.no_grad():
+        logits = model.logits(tokens)
+        loss = model(tokens)
+    expected = build("llama_untied")
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        return torch.equal(logits, expected.logits(tokens)), torch.equal(loss, expected(tokens))
+
+
+def test_a_registered_method_gathers_typed_groups_and_runs_under_autocast(ranks2):
+    assert ranks2.run(_entry_points)[0] == (True, True)
+
+
+def _generate(stage):
+    model = wrapped("hf_llama", config(stage)).eval()
+    prompt = batch("hf_llama", 0)[:, :4]
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    tokens = model.generate(prompt, **options)
+    expected = build("hf_llama").eval()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return tokens.tolist() == expected.generate(prompt, **options).tolist()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_generate_works_unregistered_because_it_calls_the_model(ranks2, stage):
+    assert ranks2.run(_generate, stage)[0] is True

@@ -1,0 +1,106 @@
+"""The command `zeroamp plan`: memory, traffic and time of a run before it runs."""
+
+import json
+import re
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+from zeroamp.cli.model_source import load_inputs, load_model
+from zeroamp.cli.options import Auto, AutoWrap, ConfigPath, Model, Verbosity, auto_values, messages_to_stderr
+from zeroamp.dry_run.checked_numbers import STAGES
+from zeroamp.dry_run.gpus import GPUS
+from zeroamp.dry_run.inputs import InputFactory
+from zeroamp.dry_run.roofline import Efficiency
+from zeroamp.dry_run.run_plan import RunPlan, plan_run
+from zeroamp.policies import policy_from_config
+from zeroamp.policies.policy import Stage
+from zeroamp.reporting.picture import check_picture
+
+_INPUTS_HELP = "module:function or file.py:function of (batch, seq) that returns what the forward takes."
+
+
+def plan(
+    config: ConfigPath,
+    *,
+    model: Model,
+    world_size: Annotated[int, typer.Option("--world-size", metavar="N", min=1, help="Ranks of the run.")],
+    mesh: Annotated[str | None, typer.Option(metavar="RxS", help="Replicas x shards of stages 1 to 3.")] = None,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Samples per micro-batch and rank; else the config's.")
+    ] = None,
+    seq: Annotated[int, typer.Option(min=1, help="Tokens per sample.")] = 2048,
+    stages: Annotated[str, typer.Option(metavar="LIST", help="ZeRO stages to compare.")] = "0,1,2,3",
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing/--no-checkpointing", help="Each unit recomputes its forward.")
+    ] = False,
+    gpu: Annotated[str, typer.Option(help=f"One of {', '.join(GPUS)}.")] = "h100",
+    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs that the faster links join.")] = 8,
+    intra: Annotated[
+        float | None, typer.Option(metavar="GB/S", min=0.001, help="From a GPU into its node, one direction.")
+    ] = None,
+    inter: Annotated[
+        float | None, typer.Option(metavar="GB/S", min=0.001, help="From a GPU to other nodes, one direction.")
+    ] = None,
+    compute_efficiency: Annotated[
+        float, typer.Option("--compute-efficiency", min=0.01, max=1, help="Part of the peak FLOP/s that is reached.")
+    ] = Efficiency().compute,
+    inputs: Annotated[str | None, typer.Option(metavar="FUNCTION", help=_INPUTS_HELP)] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, in bytes and seconds.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Also draw the memory over the step; needs matplotlib.")
+    ] = None,
+    auto: Auto = None,
+    auto_wrap: AutoWrap = None,
+    verbose: Verbosity = 0,
+) -> None:
+    """Predict memory, traffic and time of an optimizer step at every ZeRO stage: no weights, GPUs or ranks needed."""
+    shape, chosen, values = _mesh(mesh), _stages(stages), auto_values(auto or [])
+    with messages_to_stderr(verbose):
+        if plot is not None:
+            check_picture(plot)
+        policy = policy_from_config(config, world_size=world_size, **values)
+        with redirect_stdout(sys.stderr):  # a factory may print, and stdout may be parsed
+            run = plan_run(
+                load_model(model),
+                policy,
+                world_size=world_size,
+                mesh=shape,
+                batch=batch,
+                seq=seq,
+                stages=chosen,
+                checkpointing=checkpointing,
+                gpu=gpu,
+                gpus_per_node=gpus_per_node,
+                intra_gb_per_s=intra,
+                inter_gb_per_s=inter,
+                efficiency=Efficiency(compute=compute_efficiency),
+                inputs=None if inputs is None else cast(InputFactory, load_inputs(inputs)),
+                auto_wrap_policy=auto_wrap,
+            )
+        _write(run, as_json, plot)
+
+
+def _write(run: RunPlan, as_json: bool, plot: Path | None) -> None:
+    typer.echo(json.dumps(run.to_dict(), indent=2, allow_nan=False) if as_json else run)
+    if plot is not None:
+        run.plot(plot)
+
+
+def _mesh(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    if (match := re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)) is None:
+        raise typer.BadParameter(f"{text!r} is not RxS, such as 4x8.", param_hint="--mesh")
+    return int(match[1]), int(match[2])
+
+
+def _stages(text: str) -> tuple[Stage, ...]:
+    names: dict[str, Any] = {str(stage): stage for stage in STAGES}
+    asked = text.split(",")
+    if unknown := [name for name in asked if name not in names]:
+        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(names)}.", param_hint="--stages")
+    return tuple(sorted({names[name] for name in asked}))

@@ -1,0 +1,208 @@
+"""The dtype ledger: which dtype is used where, for every group and every parameter, and what it costs."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from zeroamp.hooks.collectives.traffic import Traffic
+from zeroamp.ledger.rows import DTYPE_COLUMNS, PER_RANK, PER_STEP, LedgerRows, ledger_rows
+from zeroamp.ledger.tables import Row, TableStyle, cells, fold, render
+from zeroamp.ledger.verification import Verification
+from zeroamp.ledger.verify import LossFunction, verify
+from zeroamp.planning.plan import Plan
+from zeroamp.planning.traffic import Ranks, ranks_of
+from zeroamp.wrapping.state import wrap_state
+
+_STEP_NOTE = (
+    "Per step: bytes of the unsharded tensors that one optimizer step moves on each rank, {padding}, as "
+    "zeroamp.traffic(model) counts them."
+)
+_RANK_NOTE = (
+    "Per rank: the stored shard, the gathered copy while there is one, the gradients. Not counted: optimizer state, "
+    "activations, buffers, staging of collectives."
+)
+_UNKNOWN_NOTE = (
+    "The number of ranks is not known: no bytes per rank, and no all-reduce over replicas of shards. Ledger(plan=..., "
+    "num_shards=...), or --world-size, says it."
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ledger:
+    """What `explain` returns. `print` shows summary, classes and groups; `per_parameter` is the long form."""
+
+    plan: Plan
+    num_shards: int | None = None
+    """Ranks that a parameter is sharded over. None: not known (at stage 0 it is 1 in any case)."""
+    num_replicas: int | None = None
+    """Ranks that hold the same shard, where the mesh has an axis of them (2-D), even of one rank. None: it has not."""
+
+    def __str__(self) -> str:
+        """Return the summary, one row per module class and dtypes, and one per group; equal neighbours share one."""
+        rows = self._rows()
+        tables = [self._summary_cells(rows), self._class_cells(rows), fold(self._group_cells(rows))]
+        return "\n\n".join(["\n".join([self._title(), render(tables[0])]), *map(render, tables[1:]), self._notes()])
+
+    def per_parameter(self, style: TableStyle = "simple") -> str:
+        """Return a table of one row per parameter, with the reason of its dtypes; "github" is Markdown."""
+        return render(self.parameter_rows(), style)
+
+    def to_markdown(self, *, per_parameter: bool = False) -> str:
+        """Return what `print` shows as Markdown, with a table of all parameters if asked."""
+        rows = self._rows()
+        tables = {
+            "Dtypes on the wire": self._summary_cells(rows),
+            "Module classes": self._class_cells(rows),
+            "Groups": fold(self._group_cells(rows)),
+            **({"Parameters": self._param_cells(rows)} if per_parameter else {}),
+        }
+        parts = [self._title(), *(f"### {title}\n\n{render(table, 'github')}" for title, table in tables.items())]
+        return "\n\n".join([*parts, self._notes()])
+
+    def summary_rows(self) -> list[dict[str, Any]]:
+        """Return one dict per pair of gather and wire dtype: parameters, elements, and MB of one gather of them all.
+
+        And MB of all gathers and of all reductions of one optimizer step.
+        """
+        return self._summary_cells(self._rows())
+
+    def class_rows(self) -> list[dict[str, Any]]:
+        """Return one dict per (classes of the owning modules, seven dtypes): parameters, elements and bytes."""
+        return self._class_cells(self._rows())
+
+    def group_rows(self) -> list[dict[str, Any]]:
+        """Return one dict per group: name, kind, numbers of parameters and elements, the seven dtypes, and bytes.
+
+        Where units are merged also the modules of each group's unit, which is named after the first of them. Bytes
+        per step are those of all gathers and all reductions of one optimizer step (`planning/traffic.py`); bytes per
+        rank, which need `num_shards`, those of the stored shard (ceil(d0 / shards) rows), of the gathered copy, and
+        of the gradients (a shard; unsharded sums too, at stages 0 and 1 with accumulation).
+        """
+        return self._group_cells(self._rows())
+
+    def parameter_rows(self) -> list[dict[str, Any]]:
+        """Return one dict per parameter: FQN, unit, group, class, elements, the seven dtypes, bytes and why."""
+        return self._param_cells(self._rows())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what JSON can hold: config, units, summary, groups, parameters, and more. Its keys stay; new may come.
+
+        dtypes are short names, and None where a frozen parameter has none; bytes are None where the ranks are not
+        known. "config" is one that makes an equal policy; "units" the FQNs below the root; "summary" the totals per
+        pair of gather and wire dtype; "classes" those per module class and dtypes; "traffic" what `zeroamp.traffic`
+        counts in one optimizer step.
+        """
+        rows = self._rows()
+        return {
+            "config": self.plan.policy.to_config(),
+            "units": list(self.plan.units),
+            "summary": rows.summary,
+            "groups": rows.groups,
+            "parameters": rows.parameters,
+            "ranks": {"num_shards": self.num_shards, "num_replicas": self.num_replicas},
+            "classes": rows.classes,
+            "traffic": rows.traffic,
+        }
+
+    def verify(self, model: nn.Module, batch: object, *, loss_fn: LossFunction | None = None) -> Verification:
+        """Run one training window on `batch` and compare every dtype that occurs with what this ledger promises.
+
+        As many forwards and backwards as the config accumulates, all on `batch`, then an AdamW step on copies. Looked
+        at are the dtypes of storage, gathered parameters, the ops that consume them, raw gradients, collectives, sums
+        and optimizer state. Call it on all ranks. Parameters, gradients, buffers, random states and counters are left
+        as they were, also when something raises; compiled modules run eagerly. Where several ops consume a parameter
+        "per op", what was seen is reported. What does not run is not checked.
+
+        Args:
+            model: the wrapped model that this is the ledger of, between two optimizer steps.
+            batch: a tensor, a tuple of arguments or a mapping of keyword arguments of the model's forward.
+            loss_fn: makes a scalar of the model's output. Default: its `.loss`, or the output itself.
+
+        Raises:
+            PrecisionError: on all ranks, naming parameter, module, boundary, what was found and what was promised.
+            StepError: gradients are left, inside an accumulation window for example; or there is no scalar loss.
+            WrapError: the ledger is not this model's.
+        """
+        return verify(self.plan, model, batch, loss_fn)
+
+    def _rows(self) -> LedgerRows:
+        return ledger_rows(self.plan, self._ranks)
+
+    @property
+    def _ranks(self) -> Ranks:
+        return Ranks(num_shards=self.num_shards, num_replicas=self.num_replicas)
+
+    @property
+    def _byte_columns(self) -> tuple[str, ...]:
+        return PER_STEP if self._ranks.shards(self.plan.policy) is None else (*PER_STEP, *PER_RANK)
+
+    def _title(self) -> str:
+        policy, units = self.plan.policy, self.plan.units
+        num_modules = sum(len(self.plan.modules_of(unit)) for unit in units)
+        merged = f" ({num_modules} modules)" if self.plan.merged else ""
+        return (
+            f"zeroamp: mode {policy.mode}, ZeRO stage {policy.stage}, {len(units)} units{merged} below the root, "
+            f"{len(self.plan.groups)} groups, {sum(group.numel for group in self.plan.groups):,} parameters"
+        )
+
+    def _notes(self) -> str:
+        if self._ranks.shards(self.plan.policy) is None:
+            return f"{_STEP_NOTE.format(padding='without the padding to the ranks')}\n{_UNKNOWN_NOTE}"
+        return f"{_STEP_NOTE.format(padding='padding included')}\n{_RANK_NOTE}"
+
+    def _summary_cells(self, rows: LedgerRows) -> list[Row]:
+        return [
+            {
+                "gathered in": row["gather"],
+                "reduced in": row["wire"],
+                "params": row["params"],
+                "elements": row["elements"],
+                "MB per gather": round(row["bytes_per_gather"] / 1e6, 1),
+                "MB gathered per step": round(row[PER_STEP[0]] / 1e6, 1),
+                "MB reduced per step": round(row[PER_STEP[1]] / 1e6, 1),
+            }
+            for row in rows.summary
+        ]
+
+    def _class_cells(self, rows: LedgerRows) -> list[Row]:
+        columns = ("class", "params", "elements", *DTYPE_COLUMNS, *self._byte_columns)
+        return [cells(row, columns) for row in rows.classes]
+
+    def _group_cells(self, rows: LedgerRows) -> list[Row]:
+        columns = ("kind", "params", "elements", *DTYPE_COLUMNS, *self._byte_columns)
+        return [
+            {
+                "group": row["group"],
+                **({"modules": self._modules(group.unit)} if self.plan.merged else {}),
+                **cells(row, columns),
+            }
+            for row, group in zip(rows.groups, self.plan.groups, strict=True)
+        ]
+
+    def _param_cells(self, rows: LedgerRows) -> list[Row]:
+        columns = ("parameter", "unit", "group", "class", "elements", *DTYPE_COLUMNS, *self._byte_columns, "why")
+        return [cells(row, columns) for row in rows.parameters]
+
+    def _modules(self, unit: str) -> str:
+        return ", ".join(self.plan.modules_of(unit)) or "root"
+
+
+def explain(model: nn.Module) -> Ledger:
+    """Return the dtype ledger of a model that `wrap_model` returned.
+
+    Raises:
+        WrapError: the model is not wrapped.
+    """
+    state = wrap_state(model)
+    ranks = ranks_of(state.mesh)
+    return Ledger(plan=state.plan, num_shards=ranks.num_shards, num_replicas=ranks.num_replicas)
+
+
+def traffic(model: nn.Module) -> Traffic:
+    """Return the counters of a wrapped model's collectives: `.by_dtype()`, `.calls`, `.num_bytes`, `.reset()`.
+
+    Raises:
+        WrapError: the model is not wrapped.
+    """
+    return wrap_state(model).traffic

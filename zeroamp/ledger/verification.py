@@ -1,0 +1,200 @@
+"""What the ledger promised beside what a verification saw, as values."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zeroamp.hooks.collectives.traffic import Traffic
+from zeroamp.ledger.rows import DTYPE_COLUMNS, dtype_names
+from zeroamp.ledger.tables import Row, fold, render
+from zeroamp.planning.groups import GroupPlan, ParamDtypes, ParamPlan
+from zeroamp.planning.plan import Plan
+from zeroamp.planning.traffic import STEP, Ranks, dtypes_on, replica_dtype
+from zeroamp.policies.dtypes import short_name
+from zeroamp.policies.errors import describe
+
+PER_OP = "per op"
+REPLICAS = "replicas"
+"""A boundary that no column of the ledger has: the all-reduce of shards over replicas (HSDP)."""
+
+_REMEDIES = {
+    "storage": "Do not cast a wrapped model: cast before wrap_model, or not at all.",
+    "gather": "Leave FSDP2's mixed-precision policy of the unit as wrap_model set it.",
+    "compute": "The module casts by itself: remove the cast, or let the config ask for what the module does.",
+    "gradient": "Remove the hook that casts the gradient.",
+    "wire": "Leave the reduce-scatter of the unit as wrap_model set it.",
+    "accumulate": "Leave the accumulation as wrap_model set it; data_types.grad_accum_dtype asks for another.",
+    "optimizer": "Keep optimizer state in the dtype of the stored parameters.",
+    REPLICAS: "Leave the reduce-scatter of the unit, whose output replicas average, as wrap_model set it.",
+}
+
+Seen = Mapping[str, Mapping[str, Mapping[str, str]]]
+"""Parameter -> boundary -> dtype -> where it was seen first."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """One parameter at one boundary, in another dtype than promised."""
+
+    parameter: str
+    owner: str
+    """Class and FQN of the module that owns it."""
+    boundary: str
+    """A column of the ledger, or `REPLICAS`."""
+    promised: str | None
+    observed: str
+    where: str
+    """The op, collective or tensor that was in it."""
+
+    def __str__(self) -> str:
+        """Return where, what was found, what was promised and what to do."""
+        return describe(
+            f"{self.parameter} of {self.owner}, {self.boundary}",
+            f"{self.observed} ({self.where})",
+            f"{self.promised or 'none, it is frozen'}, as the ledger promises",
+            _REMEDIES[self.boundary],
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verification:
+    """What `Ledger.verify` saw: on this rank; the others saw nothing that differs from what was promised either."""
+
+    plan: Plan
+    ranks: Ranks
+    observed: Seen
+    """Parameter -> boundary -> dtype -> where it was seen first."""
+    num_micro_batches: int
+    planned: Traffic
+    """What the ledger expects to be moved in the window."""
+    counted: Traffic
+    """What was moved."""
+
+    @property
+    def is_traffic_as_planned(self) -> bool:
+        """Whether calls and bytes are the planned ones: they are where modules run as they are registered."""
+        return _without_step(self.planned) == _without_step(self.counted)
+
+    def __str__(self) -> str:
+        """Return a table of two rows per group, what was promised and what was seen."""
+        dicts = self._group_dicts()
+        used = [
+            boundary
+            for boundary in (*DTYPE_COLUMNS, REPLICAS)
+            if boundary != REPLICAS or any(row["observed"][REPLICAS] for row in dicts)
+        ]
+        pairs = fold([{**row, "promised": _cells(row["promised"], used), "seen": _seen(row, used)} for row in dicts])
+        rows = [
+            {"group": pair["group"], "groups": pair["groups"], "dtypes": what, **pair[what]}
+            for pair in pairs
+            for what in ("promised", "seen")
+        ]
+        total = sum(len(group.params) for group in self.plan.groups)
+        traffic = "those planned" if self.is_traffic_as_planned else "not those planned: modules run in another order"
+        return (
+            f"zeroamp: {total} parameters, {self.num_micro_batches} micro-batches: every dtype is the promised one\n"
+            f"{render(rows)}\n\n"
+            f'Of "{PER_OP}" no dtype is promised. "-": nothing to see, or a module that did not run.\n'
+            f"Collectives and their bytes are {traffic}."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what JSON can hold: micro-batches, whether traffic was as planned, groups, parameters.
+
+        Each group and parameter has the dtypes that were "promised" and the lists of those "observed", by boundary.
+        """
+        return {
+            "num_micro_batches": self.num_micro_batches,
+            "is_traffic_as_planned": self.is_traffic_as_planned,
+            "groups": self._group_dicts(),
+            "parameters": [
+                {
+                    "parameter": param.fqn,
+                    "group": group.name,
+                    "promised": promises(param.dtypes, group, self.plan, self.ranks),
+                    "observed": self._observed((param,)),
+                }
+                for group in self.plan.groups
+                for param in group.params
+            ],
+        }
+
+    def _group_dicts(self) -> list[Row]:
+        return [
+            {
+                "group": group.name,
+                "promised": promises(group.dtypes, group, self.plan, self.ranks),
+                "observed": self._observed(group.params),
+            }
+            for group in self.plan.groups
+        ]
+
+    def _observed(self, params: tuple[ParamPlan, ...]) -> dict[str, list[str]]:
+        return {
+            boundary: sorted({name for param in params for name in self.observed[param.fqn].get(boundary, {})})
+            for boundary in (*DTYPE_COLUMNS, REPLICAS)
+        }
+
+
+def promises(dtypes: ParamDtypes, group: GroupPlan, plan: Plan, ranks: Ranks) -> dict[str, str | None]:
+    """Return the dtype that is promised at each boundary; None where nothing should be seen.
+
+    What is stored in another dtype than fp32 is frozen, quantized for example: its module casts it as it pleases.
+    """
+    averages = dtypes.wire is not None and ranks.num_replicas is not None and ranks.shards(plan.policy) != 1
+    replicas = short_name(replica_dtype(group, plan.policy, ranks)) if averages else None
+    names = {**dtype_names(dtypes_on(dtypes, group, plan.policy, ranks)), REPLICAS: replicas}
+    return names if dtypes.storage == torch.float32 else {**names, "compute": PER_OP}
+
+
+def find_differences(plan: Plan, ranks: Ranks, observed: Seen) -> list[Difference]:
+    """Return every parameter and boundary at which another dtype was seen than promised."""
+    return [
+        Difference(
+            parameter=param.fqn,
+            owner=f"{param.owner_classes[0]} ({param.owner_fqns[0] or 'the root'})",
+            boundary=boundary,
+            promised=promised,
+            observed=name,
+            where=where,
+        )
+        for group in plan.groups
+        for param in group.params
+        for boundary, promised in promises(param.dtypes, group, plan, ranks).items()
+        for name, where in observed[param.fqn].get(boundary, {}).items()
+        if promised not in (name, PER_OP)
+    ]
+
+
+def see_collectives(traffic: Traffic, plan: Plan, observed: dict[str, dict[str, dict[str, str]]]) -> None:
+    """Add the dtypes that each group's collectives had to what was seen of its parameters.
+
+    The wire is the reduction over shards; where there is none, the all-reduce.
+    """
+    calls: dict[str, dict[str, str]] = {}
+    for key in traffic.calls:
+        calls.setdefault(key.group, {})[key.collective] = short_name(key.dtype)
+    for group in plan.groups:
+        of_group = calls.get(group.name, {})
+        is_scattered = bool({"reduce_scatter", "all_to_all"} & of_group.keys())
+        for collective, name in of_group.items():
+            boundary = "gather" if collective == "all_gather" else "wire"
+            if collective == "all_reduce" and is_scattered:
+                boundary = REPLICAS
+            for param in group.params:
+                if boundary == "gather" or param.dtypes.wire is not None:
+                    observed[param.fqn].setdefault(boundary, {}).setdefault(name, f"{collective} of {group.name}")
+
+
+def _cells(promised: Row, columns: list[str]) -> dict[str, str]:
+    return {column: promised[column] or "-" for column in columns}
+
+
+def _seen(row: Row, columns: list[str]) -> dict[str, str]:
+    return {column: ", ".join(row["observed"][column]) or "-" for column in columns}
+
+
+def _without_step(traffic: Traffic) -> dict[Any, tuple[int, int]]:
+    return {key: (calls, traffic.num_bytes[key]) for key, calls in traffic.calls.items() if key.group != STEP}

@@ -1,0 +1,249 @@
+"""Which parameters may be gathered in a low dtype, from what one run of the model does with them."""
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from zeroamp.hooks.tracing.recorded_run import can_run_backward, record_run
+from zeroamp.hooks.tracing.safe_parameters import UseRecorder, tensors_in
+from zeroamp.planning.example_inputs import example_arguments
+from zeroamp.policies.dtypes import LOW_DTYPES
+from zeroamp.policies.errors import ConfigError, WrapError, describe
+from zeroamp.policies.safe_modules import KEY
+
+logger = logging.getLogger("zeroamp")
+
+MAX_REAL_RUN_BYTES = 1024**3
+"""A model whose control flow depends on values is run for real, on a copy, up to this many bytes of parameters."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SafeParameters:
+    """What `discover_safe_parameters` returns. Names are those of `model.named_parameters()`."""
+
+    safe: frozenset[str]
+    """Parameters that are only ever cast to the low dtype. A tied weight is there under its first name."""
+    reasons: Mapping[str, str]
+    """For every parameter, safe or not: the op and the module that decided, and the other names of a tied weight."""
+
+
+def discover_safe_parameters(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    device_type: str = "cpu",
+) -> SafeParameters:
+    """Run the model's forward and backward once under autocast, and see which parameters it only casts to `dtype`.
+
+    Gathering exactly these in `dtype` changes no bit of the output or of a gradient. The run is on fake tensors: it
+    computes nothing, costs no memory, and takes models on the meta device. It takes the path that the inputs and the
+    present `training` flags lead to. The model is left as it was; what its forward does to other objects stays.
+
+    Args:
+        model: A plain model, before `wrap_model`.
+        args: Positional inputs of the forward, on any device.
+        kwargs: Keyword inputs. With no inputs at all, those of a transformers model's `dummy_inputs` are used.
+        dtype: torch.bfloat16 or torch.float16.
+        device_type: Where the model will run: autocast's list of ops is another for each device type.
+
+    Raises:
+        ConfigError: the dtype or device type cannot be used here, there are no inputs, or control flow depends on
+            values and the model is too large, or on the meta device, to run it for real.
+        WrapError: the model is wrapped already.
+    """
+    _check_target(model, dtype, device_type)
+    if not args and not kwargs:
+        args, kwargs = example_arguments(model)
+    tracer = _Tracer(model, args, kwargs or {}, dtype, device_type)
+    recorder = tracer.run()
+    verdicts = recorder.verdicts()
+    _judge_dtype_reads(tracer, recorder, verdicts)
+    if not tracer.fake:
+        _judge_unrouted(model, recorder, verdicts)
+    aliases = _aliases(model)
+    return SafeParameters(
+        safe=frozenset(name for name, (is_safe, _) in verdicts.items() if is_safe),
+        reasons={name: reason + aliases[name] for name, (_, reason) in verdicts.items()},
+    )
+
+
+def _check_target(model: nn.Module, dtype: torch.dtype, device_type: str) -> None:
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise WrapError(
+            describe(
+                type(model).__name__,
+                "a model that FSDP2 has sharded",
+                "a plain model",
+                "Call discover_safe_parameters before wrap_model or fully_shard.",
+            )
+        )
+    if dtype not in LOW_DTYPES:
+        raise ConfigError(
+            describe("dtype", dtype, "torch.bfloat16 or torch.float16", "Parameters are gathered in one of these.")
+        )
+    if device_type == "cpu" or (device_type == "cuda" and _is_built_for_cuda()):
+        return
+    try:
+        is_usable = bool(torch.get_device_module(device_type).is_available())
+    except (RuntimeError, AttributeError):
+        is_usable = False
+    if not is_usable:
+        raise ConfigError(
+            describe(
+                "device_type",
+                f"{device_type!r}, which this torch ({torch.__version__}) cannot use here",
+                '"cpu", the type of an accelerator that is here, or "cuda" with a torch that is built for CUDA',
+                "Which ops autocast casts depends on it: trace where the model will run, or name the classes.",
+            )
+        )
+
+
+def _is_built_for_cuda() -> bool:
+    return bool(torch.backends.cuda.is_built())  # type: ignore[no-untyped-call]
+
+
+class _Tracer:
+    """Runs the model on fake tensors; for real, on copies, if fake ones cannot follow it."""
+
+    def __init__(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype, device_type: str
+    ) -> None:
+        self.fake = True
+        self._model = model
+        self._inputs = args, kwargs
+        self.dtype = dtype
+        self._device_type = device_type
+
+    def run(self) -> UseRecorder:
+        """Record the model as it is."""
+        try:
+            return self.rerun(())
+        # Whatever fake tensors make a forward raise: there is no one class for "this needs a value".
+        except Exception as error:
+            self._check_real_run(error)
+            logger.info("%s is run for real, on a copy: fake tensors fail with %s", type(self._model).__name__, error)
+        self.fake = False
+        return self.rerun(())
+
+    def rerun(self, low: Collection[str]) -> UseRecorder:
+        """Record it with the parameters named in `low` in the low dtype."""
+        args, kwargs = self._inputs
+        return record_run(
+            self._model, args, kwargs, dtype=self.dtype, device_type=self._device_type, fake=self.fake, low=low
+        )
+
+    def _check_real_run(self, error: Exception) -> None:
+        tensors = [*self._model.parameters(), *self._model.buffers(), *tensors_in(self._inputs)]
+        num_bytes = sum(parameter.numel() * parameter.itemsize for parameter in self._model.parameters())
+        obstacles = {
+            "it is on the meta device": any(tensor.is_meta for tensor in tensors),
+            f"its parameters are {num_bytes / 1024**3:.1f} GiB": num_bytes > MAX_REAL_RUN_BYTES,
+            f"there is no {self._device_type!r} here": not can_run_backward(self._device_type),
+        }
+        if not any(obstacles.values()):
+            return
+        message = (str(error).splitlines() or [""])[0]
+        raise ConfigError(
+            describe(
+                KEY,
+                f'"auto" for {type(self._model).__name__}, which fake tensors cannot run '
+                f"({type(error).__name__}: {message}), nor can it be run for real: "
+                + ", ".join(obstacle for obstacle, is_there in obstacles.items() if is_there),
+                "inputs that fit, and a forward whose control flow depends on no values; or a model that can be run, "
+                f"of at most {MAX_REAL_RUN_BYTES / 1024**3:g} GiB",
+                "Trace a small configuration of it on the device, or name module classes instead.",
+            )
+        ) from error
+
+
+def _judge_dtype_reads(tracer: _Tracer, recorder: UseRecorder, verdicts: dict[str, tuple[bool, str]]) -> None:
+    """Take back "safe" where the model asks for a parameter's dtype and would do something else after another answer.
+
+    So the model is run a second time with those parameters in the low dtype: it has to be the same program.
+    """
+    readers = {
+        name: record.dtype_read_in
+        for name, record in recorder.records.items()
+        if verdicts[name][0] and record.dtype_read_in is not None and record.parameter.dtype != tracer.dtype
+    }
+    if not readers:
+        return
+    change = _changed_program(tracer, recorder, readers)
+    if change is not None:
+        for name, place in readers.items():
+            verdicts[name] = False, f"not safe: its dtype is asked for in {place}, and another one changes {change}"
+
+
+def _changed_program(tracer: _Tracer, recorder: UseRecorder, low: Collection[str]) -> str | None:
+    if not recorder.has_run_backward:
+        return "the program in a way that only a backward could show"
+    try:
+        program = tracer.rerun(low).program
+    except Exception as error:
+        return f"the program: {type(error).__name__}"
+    pairs = zip_longest(recorder.program, program, fillvalue="nothing")
+    return next((f"{old} into {new}" for old, new in pairs if old != new), None)
+
+
+def _judge_unrouted(model: nn.Module, recorder: UseRecorder, verdicts: dict[str, tuple[bool, str]]) -> None:
+    """Let experts that the data did not reach follow their twins, where these agree that a parameter is safe."""
+    for fqn, twins in twins_of_unrouted(model, recorder.modules_called):
+        for name, _ in model.get_submodule(fqn).named_parameters():
+            full = f"{fqn}.{name}"
+            record = recorder.records.get(full)
+            if record is None or record.reads or record.casts:
+                continue  # tied to a parameter that was used
+            if twins and all(verdicts.get(f"{twin}.{name}", (False, ""))[0] for twin in twins):
+                verdicts[full] = True, f"safe: not reached by the example inputs, but the same code as {twins[0]}"
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {first: f" (tied: {', '.join(others)})" if others else "" for first, *others in names.values()}
+
+
+_SIMPLE = (bool, int, float, str, torch.dtype, type(None))
+
+
+def twins_of_unrouted(model: nn.Module, called: Collection[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield (FQN of a child that was not called, FQNs of its twins that were), for the children of a list or dict.
+
+    `called` are FQNs of modules that ran. Twins are children of the same `nn.ModuleList` or `nn.ModuleDict` whose
+    forward is the same code over the same shapes: equal classes, plain attributes, parameters and buffers, all the way
+    down. All that is left to the container's owner is which index it calls, and that is what the data decided.
+    """
+    for fqn, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            continue
+        children = {f"{fqn}.{name}" if fqn else name: child for name, child in module.named_children()}
+        for name, child in children.items():
+            if not any(inner == name or inner.startswith(f"{name}.") for inner in called):
+                signature = _signature(child)
+                yield name, [twin for twin in children if twin in called and _signature(children[twin]) == signature]
+
+
+def _signature(module: nn.Module) -> list[object]:
+    return [_own_signature(fqn, inner) for fqn, inner in module.named_modules()]
+
+
+def _own_signature(fqn: str, module: nn.Module) -> tuple[object, ...]:
+    attributes = vars(module)
+    tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    return (
+        fqn,
+        type(module),
+        # A forward that was patched on an instance is like no other.
+        id(module) if "forward" in attributes else None,
+        {name: value if isinstance(value, _SIMPLE) else type(value) for name, value in attributes.items()},
+        [len(value) for value in attributes.values() if isinstance(value, dict)],  # hooks, above all
+        [(name, tensor.shape, tensor.dtype, tensor.requires_grad) for name, tensor in tensors],
+    )

@@ -1,0 +1,146 @@
+"""The device mesh of each ZeRO stage."""
+
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from zeroamp.policies.errors import ConfigError, WrapError, describe
+from zeroamp.policies.policy import Policy, Stage
+
+REPLICATE, SHARD = "replicate", "shard"
+
+
+def mesh_for_stage(stage: Stage, mesh: DeviceMesh | None, num_replicas: int = 1) -> DeviceMesh:
+    """Return the mesh that FSDP2 gets: 1-D (shard) or 2-D (replicate, shard).
+
+    Stage 0 shards over one rank and replicates over all, so it needs the shape (N, 1). Stages 1 to 3 take the given
+    mesh, or all ranks in one axis, or in two where the config asks for more than one replica. Without a process group
+    one is initialised from the environment, as FSDP2 does.
+
+    Raises:
+        WrapError: the mesh has another number of axes than the stage can use.
+        ConfigError: `num_replicas` does not divide the ranks, or the mesh has another number of them.
+    """
+    if mesh is None:
+        if not dist.is_initialized():
+            dist.init_process_group()
+        shape = mesh_shape(stage, dist.get_world_size(), num_replicas)
+        return init_device_mesh(current_device_type(), shape, mesh_dim_names=(REPLICATE, SHARD)[-len(shape) :])
+    _refuse_unusable(stage, mesh)
+    if num_replicas not in (1, replicate_size(mesh)):
+        raise ConfigError(_replicas(num_replicas, f"{replicate_size(mesh)}, the replicas of the mesh given"))
+    if stage == 0 and mesh.ndim == 1:
+        # Groups of this mesh's ranks only: a slice of a larger mesh must not wait for ranks that are not here.
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        groups = [mesh.get_group(), alone]
+        return DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh.view(-1, 1), mesh_dim_names=(REPLICATE, SHARD))
+    return mesh
+
+
+def mesh_shape(stage: Stage, num_ranks: int, num_replicas: int = 1) -> tuple[int, ...]:
+    """Return the shape of the mesh that `num_ranks` ranks get where none is given: (shard,) or (replicate, shard).
+
+    Raises:
+        ConfigError: `num_replicas` does not divide the ranks.
+    """
+    if stage == 0:
+        return (num_ranks, 1)
+    if num_replicas == 1:
+        return (num_ranks,)
+    if num_ranks % num_replicas:
+        raise ConfigError(_replicas(num_replicas, f"a divisor of the {num_ranks} ranks"))
+    return (num_replicas, num_ranks // num_replicas)
+
+
+def _refuse_unusable(stage: Stage, mesh: DeviceMesh) -> None:
+    shape = tuple(mesh.mesh.shape)
+    if mesh.ndim not in (1, 2) or (stage == 0 and mesh.ndim == 2 and shape[1] != 1):
+        valid = "1-D (all ranks replicate)" if stage == 0 else "1-D (shard) or 2-D (replicate, shard)"
+        raise WrapError(
+            describe(
+                "mesh", f"shape {shape} at stage {stage}", valid, "Slice the axes of data parallelism out of it first."
+            )
+        )
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise WrapError(
+            describe(
+                "mesh", "a 2-D mesh without names", 'names such as ("replicate", "shard")', "Pass mesh_dim_names to it."
+            )
+        )
+
+
+def _replicas(found: int, valid: str) -> str:
+    return describe("zeroamp.dp_replicate_size", str(found), valid, "Change it, or leave it out and pass a mesh.")
+
+
+def process_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """Return one group of all ranks of the mesh; None is the default group. A collective where a group is made."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    if mesh.size() == dist.get_world_size():
+        return None
+    ranks = mesh.mesh.flatten().tolist()
+    return cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))
+
+
+def refuse_partition(policy: Policy, mesh: DeviceMesh) -> None:
+    """Raise ConfigError where parameters cannot be sharded over `policy.hpz_partition_size` ranks after the forward.
+
+    All the ranks of the shard axis are a valid number, and the same as 1: FSDP2's `reshard_after_forward=True`.
+    """
+    size, num_shards = policy.hpz_partition_size, shard_size(mesh)
+    if num_shards % size == 0:
+        return
+    divisors = [str(number) for number in range(1, num_shards + 1) if num_shards % number == 0]
+    raise ConfigError(
+        describe(
+            "zero_optimization.zero_hpz_partition_size",
+            f"{size} with {num_shards} ranks that shard",
+            f"a divisor of them: {', '.join(divisors)}",
+            "Leave it out, or set it to the number of ranks of one machine.",
+        )
+    )
+
+
+def current_device_type() -> str:
+    """Return the type of this machine's accelerator, else "cpu": what FSDP2 would choose."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
+
+
+def shard_size(mesh: DeviceMesh) -> int:
+    """Return the number of ranks that one parameter is sharded over."""
+    return mesh.size(mesh.ndim - 1)
+
+
+def replicate_size(mesh: DeviceMesh) -> int:
+    """Return the number of ranks that hold the same shard."""
+    return mesh.size() // shard_size(mesh)
+
+
+def shard_device(policy: Policy, mesh: DeviceMesh) -> torch.device:
+    """Return where this rank's shards of parameters, gradients and optimizer state live."""
+    return torch.device("cpu") if policy.offload.to_cpu else device_of(mesh)
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """Return this rank's device: the current one, where the mesh's type has several."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def is_first_rank(mesh: DeviceMesh) -> bool:
+    """Return whether this rank is the first of the mesh: the one that logs and writes."""
+    return dist.get_rank() == int(mesh.mesh.flatten()[0])
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a DTensor, in the same memory; of any other tensor all.
+
+    Under `torch.no_grad` it costs an attribute's read; else it is an autograd function.
+    """
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

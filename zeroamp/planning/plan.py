@@ -1,0 +1,171 @@
+"""From a model and a `Policy` to a `Plan`: which parameter travels in which dtype, and in which group.
+
+Reads module classes, shapes and names only (for safe modules "auto" it traces the model), so it works on the meta
+device and without a process group.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroamp.planning.fp32_regions import Fp32Regions, find_fp32_regions
+from zeroamp.planning.groups import GroupPlan, ParamDtypes, ParamPlan, group_params
+from zeroamp.planning.ownership import ParameterUses, find_uses, innermost_common, refuse_unusable
+from zeroamp.planning.precision import Verdict, judge
+from zeroamp.planning.run_order import UnitRun, run_order
+from zeroamp.planning.units import plan_units
+from zeroamp.policies.accumulation import accumulation_dtype
+from zeroamp.policies.dtypes import short_name
+from zeroamp.policies.policy import Policy
+from zeroamp.policies.wrap import AutoWrapPolicy
+
+logger = logging.getLogger("zeroamp")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What `wrap_model` will do."""
+
+    policy: Policy
+    units: tuple[str, ...]
+    """FQNs below the root, children before parents; a merged unit is known by its first module's."""
+    groups: tuple[GroupPlan, ...]
+    run: UnitRun
+    """The order in which the units run, as far as the module tree can tell."""
+    empty_params: tuple[ParamPlan, ...] = ()
+    """Parameters without elements: in no group, since there is nothing to shard and FSDP2 cannot reduce them."""
+    merged: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
+    """Unit -> the FQNs of its modules, for the units that `reduce_bucket_size` made of several."""
+
+    fp32_regions: Fp32Regions = field(default_factory=Fp32Regions, hash=False)
+    """Modules and tensors that stay in fp32 in every mode."""
+
+    @property
+    def params(self) -> tuple[ParamPlan, ...]:
+        """All parameters, group by group."""
+        return tuple(param for group in self.groups for param in group.params)
+
+    def modules_of(self, unit: str) -> tuple[str, ...]:
+        """Return the FQNs of a unit's modules: itself, unless it is a merged one. "" is the root."""
+        return self.merged.get(unit, (unit,))
+
+    def numel_of(self, unit: str) -> int:
+        """Return the elements that are gathered when a unit runs; the model-wide group is gathered before."""
+        return self.unit_numels()[unit]
+
+    def unit_numels(self) -> dict[str, int]:
+        """Return the same of every unit and of the root, in one walk over the groups."""
+        numels = dict.fromkeys((*self.units, ""), 0)
+        for group in self.groups:
+            if group.kind != "model-wide":
+                numels[group.unit] += group.numel
+        return numels
+
+
+def build_plan(
+    model: nn.Module,
+    policy: Policy,
+    auto_wrap_policy: AutoWrapPolicy = None,
+    example_inputs: Any = None,
+    device_type: str | None = None,
+) -> Plan:
+    """Decide units, dtypes and groups.
+
+    Args:
+        model: a plain model, on the meta device too.
+        policy: from `policy_from_config`.
+        auto_wrap_policy: which modules are units, see `zeroamp.policies.find_units`.
+        example_inputs: for `lower_precision_safe_modules` "auto": a tuple of positional arguments, a mapping of keyword
+            arguments or a tensor. None takes a transformers model's own `dummy_inputs`.
+        device_type: where the model will run, for the same; None is this machine's accelerator, else the CPU.
+
+    Raises:
+        WrapError: the wrap policy matches nothing, or a parameter cannot be handled.
+        ConfigError: a safe module class is unknown, or none of them is in the model; or nothing is what `leaf_modules`
+            or `keep_in_fp32_modules` name, or the latter cuts through a tied parameter.
+    """
+    units, merged = plan_units(model, policy, auto_wrap_policy)
+    regions = find_fp32_regions(model, policy)
+    uses = find_uses(model, units, merged)
+    for use in uses:
+        refuse_unusable(use)
+    params = _plan_params(policy, uses, judge(model, policy, uses, regions, example_inputs, device_type))
+    plan = Plan(
+        policy=policy,
+        units=units,
+        merged=merged,
+        fp32_regions=regions,
+        groups=tuple(group_params((param for param in params if param.numel > 0), policy)),
+        run=run_order(model, units, merged),
+        empty_params=tuple(param for param in params if param.numel == 0),
+    )
+    _warn_of_large_gathers(plan)
+    return plan
+
+
+def _warn_of_large_gathers(plan: Plan) -> None:
+    """Say so where options of the config leave little of stage 3: most of the model is gathered at once."""
+    policy, total = plan.policy, sum(group.numel for group in plan.groups)
+    if policy.stage != 3:
+        return
+    numels = plan.unit_numels()
+    largest = max((numels[unit] for unit in plan.merged), default=0)
+    live = min(policy.max_live_parameters, sum(numels[unit] for unit in plan.units))
+    for key, numel in (("reduce_bucket_size", largest), ("stage3_max_live_parameters", live)):
+        if numel > total / 2:
+            logger.warning(
+                "zero_optimization.%s leaves %s of %s elements gathered at once: stage 3 saves little memory. Leave it "
+                "out, or lower it.",
+                *(key, f"{numel:,}", f"{total:,}"),
+            )
+
+
+def _plan_params(policy: Policy, uses: Iterable[ParameterUses], verdicts: Iterable[Verdict]) -> list[ParamPlan]:
+    params = []
+    for use, verdict in zip(uses, verdicts, strict=True):
+        dtypes = _dtypes(use.parameter, policy, verdict)
+        is_low = verdict.is_low and dtypes.storage == torch.float32
+        params.append(
+            ParamPlan(
+                fqn=use.fqns[0],
+                aliases=tuple(use.fqns[1:]),
+                owner_fqns=tuple(use.owners.values()),
+                owner_classes=tuple(dict.fromkeys(type(owner).__name__ for owner in use.owners)),
+                shape=tuple(use.parameter.shape),
+                unit=(unit := innermost_common(use.chains)),
+                is_inside_inner_units=all((chain[-1] if chain else "") != unit for chain in use.chains),
+                dtypes=dtypes,
+                group_key=(dtypes.storage, dtypes.gather, _wire_dtype(policy, is_low)),
+                reason=verdict.reason,
+            )
+        )
+    return params
+
+
+def _dtypes(parameter: nn.Parameter, policy: Policy, verdict: Verdict) -> ParamDtypes:
+    storage = parameter.dtype
+    # A parameter that is stored in another dtype than fp32 is frozen: it travels as it is stored, which is smaller.
+    gather = policy.gather_dtype if verdict.is_low and storage == torch.float32 else storage
+    wire = _wire_dtype(policy, verdict.is_low) if parameter.requires_grad else None
+    computes_in = {"low": policy.gather_dtype, "fp32": torch.float32, "as stored": storage}
+    return ParamDtypes(
+        storage=storage,
+        gather=gather,
+        compute="per op" if verdict.compute == "per op" else short_name(computes_in[verdict.compute]),
+        gradient=gather if wire else None,
+        wire=wire,
+        accumulate=accumulation_dtype(policy) if wire else None,
+        optimizer=storage if wire else None,
+    )
+
+
+def _wire_dtype(policy: Policy, low: bool) -> torch.dtype:
+    if not low and policy.mode != "fp32":
+        return torch.float32
+    if policy.stage == 0 and policy.reduce_accumulate_dtype == "fp32":
+        return torch.float32  # an all-reduce sums on the way, so an fp32 sum needs fp32 on the wire
+    return policy.wire_dtype

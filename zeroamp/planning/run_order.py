@@ -1,0 +1,107 @@
+"""In which order the units of a model run, as far as its module tree can tell.
+
+Pure: reads the module tree and `requires_grad` only.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from zeroamp.hooks.typed_groups import Holder
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitRun:
+    """One run of a unit in a forward, with the runs of other units inside it."""
+
+    unit: str
+    """FQN; "" is the root."""
+    inner: tuple["UnitRun", ...] = ()
+    """In the order in which they run."""
+    input_requires_grad: bool
+    """Whether the backward reaches the unit's inputs. Where not, FSDP2 reduces at the end of the whole backward."""
+    output_requires_grad: bool
+    """Whether the unit has a backward at all."""
+
+    def forward_order(self) -> list[str]:
+        """Return the units in the order in which their forwards begin, each once."""
+        return list(dict.fromkeys(self._begins()))
+
+    def backward_order(self) -> list[str]:
+        """Return the units in the order in which their backwards begin: the last whose forward ended comes first."""
+        return list(dict.fromkeys(self._ends()))[::-1]
+
+    def _begins(self) -> Iterator[str]:
+        yield self.unit
+        for run in self.inner:
+            yield from run._begins()
+
+    def _ends(self) -> Iterator[str]:
+        for run in self.inner:
+            yield from run._ends()
+        yield self.unit
+
+
+@dataclass(slots=True)
+class _Open:
+    """A run whose modules are still being walked."""
+
+    path: str
+    unit: str
+    input_requires_grad: bool
+    inner: list[UnitRun] = field(default_factory=list)
+
+    def contains(self, path: str) -> bool:
+        return self.path == "" or path.startswith(f"{self.path}.")
+
+
+def run_order(
+    model: nn.Module, units: Sequence[str], merged: Mapping[str, tuple[str, ...]], *, owned_by_leaves: bool = False
+) -> UnitRun:
+    """Return the run of the root.
+
+    Assumes what holds for most models: modules run as they are registered, a module that is registered twice runs
+    twice, a module's own parameters are used before those of its children, and batches need no gradient.
+
+    Args:
+        owned_by_leaves: look at the parameters of modules without children only. Where that gives the same, it does not
+            matter when the others are used.
+    """
+    unit_of = {model.get_submodule(fqn): unit for unit in units for fqn in merged.get(unit, (unit,))}
+
+    def owns_trainable(module: nn.Module) -> bool:
+        owned = module.parameters(recurse=False)
+        is_seen = not owned_by_leaves or all(isinstance(child, Holder) for child in module.children())
+        return is_seen and any(parameter.requires_grad for parameter in owned)
+
+    requires_grad = owns_trainable(model)
+    stack = [_Open("", "", False)]
+    for path, module in model.named_modules(remove_duplicate=False):
+        if module is model:
+            continue
+        while not stack[-1].contains(path):
+            _close(stack, merged, requires_grad)
+        if module in unit_of:
+            stack.append(_Open(path, unit_of[module], requires_grad))
+        requires_grad |= owns_trainable(module)
+    while len(stack) > 1:
+        _close(stack, merged, requires_grad)
+    root = stack[0]
+    return UnitRun(unit="", inner=tuple(root.inner), input_requires_grad=False, output_requires_grad=requires_grad)
+
+
+def _close(stack: list[_Open], merged: Mapping[str, tuple[str, ...]], requires_grad: bool) -> None:
+    done = stack.pop()
+    siblings = stack[-1].inner
+    if done.unit in merged and siblings and siblings[-1].unit == done.unit:  # a further module of a merged unit
+        siblings[-1] = replace(siblings[-1], output_requires_grad=requires_grad)
+        return
+    siblings.append(
+        UnitRun(
+            unit=done.unit,
+            inner=tuple(done.inner),
+            input_requires_grad=done.input_requires_grad,
+            output_requires_grad=requires_grad,
+        )
+    )

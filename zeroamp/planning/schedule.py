@@ -1,0 +1,54 @@
+"""How FSDP2 treats each group: which groups are resharded after their forward, and what is gathered ahead."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from zeroamp.planning.groups import GroupKind
+from zeroamp.planning.plan import Plan
+
+Kind = Literal["gather", "reduction"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Schedule:
+    """Calls per group name in one optimizer step, whatever the number of ranks."""
+
+    gathers: Mapping[str, int]
+    reductions: Mapping[str, int]
+    order: Sequence[tuple[Kind, str]]
+    """The same calls with their groups' names, in the order in which they are issued."""
+
+
+def live_units(plan: Plan) -> set[str]:
+    """Return the units that stay gathered from forward to backward: the last of the forward that fit together."""
+    live: set[str] = set()
+    numel, numels = 0, plan.unit_numels()
+    for unit in reversed(plan.run.forward_order()[1:]):  # the root, which is first, stays in any case
+        numel += numels[unit]
+        if numel > plan.policy.max_live_parameters:
+            break
+        live.add(unit)
+    return live
+
+
+def reshards_after_forward(kind: GroupKind, unit: str, plan: Plan, live: set[str]) -> bool:
+    """Whether a group is released between forward and backward; `live` are the units that are not.
+
+    The root's groups stay: backward starts with them. So does the model-wide group: it is gathered once per step.
+    """
+    return plan.policy.stage == 3 and unit != "" and kind != "model-wide" and unit not in live
+
+
+def fits(order: Sequence[str], plan: Plan, size: int) -> dict[str, list[str]]:
+    """Return for each unit of `order` those right after it whose elements together are at most `size`."""
+    numels = plan.unit_numels()
+    ahead: dict[str, list[str]] = {}
+    for index, unit in enumerate(order):
+        ahead[unit], numel = [], 0
+        for other in order[index + 1 :]:
+            numel += numels[other]
+            if numel > size:
+                break
+            ahead[unit].append(other)
+    return ahead

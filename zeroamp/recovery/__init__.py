@@ -1,0 +1,1 @@
+"""Going on after an exception on some ranks. Off by default."""

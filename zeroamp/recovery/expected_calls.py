@@ -1,0 +1,72 @@
+"""Which collectives a window issues, before there was one: the schedule of the plan, with process groups and sizes."""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeroamp.planning.groups import GroupPlan
+from zeroamp.planning.plan import Plan
+from zeroamp.planning.replay import evaluation_schedule, step_schedule
+from zeroamp.planning.run_order import run_order
+from zeroamp.planning.schedule import Kind, Schedule
+from zeroamp.planning.traffic import GroupCollective, group_collectives, ranks_of
+from zeroamp.recovery.call_log import Call, ReduceOp
+from zeroamp.wrapping.collectives import reduction_op
+
+
+def expected_window(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> list[Call] | None:
+    """Return the calls from one optimizer step to the next, or None where they are not known before.
+
+    They are those of a model that runs its modules as `run_order` assumes. Not known are the process groups of a
+    secondary partition and of separate reductions, which are FSDP2's, and the order of reductions where it depends on
+    when in a forward modules use parameters that they own beside their children, or on where in the module tree the
+    holders of several groups of the root hang.
+    """
+    if plan.policy.hpz_partition_size > 1 or plan.policy.separate_reduce_scatter_group:
+        return None
+    at_root = [group for group in plan.groups if group.unit == "" and group.kind != "unit"]
+    if sum(group.dtypes.wire is not None for group in at_root) > 1:
+        return None
+    if plan.run != run_order(model, plan.units, plan.merged, owned_by_leaves=True):
+        return None
+    return _expected(step_schedule(plan), plan, mesh)
+
+
+def expected_evaluation(plan: Plan, mesh: DeviceMesh) -> list[Call]:
+    """Return the calls of one forward without gradients that begins with all parameters sharded."""
+    return _expected(evaluation_schedule(plan), plan, mesh)
+
+
+def _expected(schedule: Schedule, plan: Plan, mesh: DeviceMesh) -> list[Call]:
+    groups = {group.name: group for group in plan.groups}
+    kinds = {
+        name: list(group_collectives(group, plan.policy, ranks_of(mesh), schedule)) for name, group in groups.items()
+    }
+    return [call for kind, name in schedule.order for call in _calls(kind, groups[name], kinds[name], plan, mesh)]
+
+
+def _calls(
+    kind: Kind, group: GroupPlan, collectives: list[GroupCollective], plan: Plan, mesh: DeviceMesh
+) -> Iterator[Call]:
+    num_shards = ranks_of(mesh).shards(plan.policy)
+    for collective in collectives:
+        if collective.is_of_gradients != (kind == "reduction"):
+            continue
+        num_bytes = sum(collective.num_bytes(param, num_shards) for param in group.params)
+        yield Call(
+            collective.collective,
+            group.name,
+            mesh.get_group(0 if collective.collective == "all_reduce" else mesh.ndim - 1),
+            collective.dtype,
+            num_bytes // collective.calls // collective.dtype.itemsize,
+            _op(collective, plan, mesh),
+        )
+
+
+def _op(collective: GroupCollective, plan: Plan, mesh: DeviceMesh) -> ReduceOp:
+    is_fp16 = collective.collective == "reduce_scatter" and collective.dtype == torch.float16
+    is_copied = collective.collective in ("all_gather", "all_to_all")
+    return dist.ReduceOp.SUM if is_fp16 or is_copied else reduction_op(plan.policy, mesh)

@@ -1,0 +1,198 @@
+"""`zeroamp.profile`: a torch profiler around some optimizer steps, and a trace per rank with zeroamp's ranges in it."""
+
+import gzip
+import json
+import os
+import tempfile
+import warnings
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zeroamp.policies.errors import ConfigError, StepError, describe
+from zeroamp.reporting.trace import RangeTimes, nest_backwards, range_times, render_times
+from zeroamp.reporting.writers import check_folder
+from zeroamp.training.callbacks import observe_steps
+from zeroamp.training.step import TrainStep
+from zeroamp.wrapping.state import signals_of, wrap_state
+
+
+class Profile:
+    """A context that records some of the optimizer steps inside it, and writes one trace per rank.
+
+    All ranks enter it, and leave it after the same steps. `str` of it is the table of ranges.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        wait: int = 1,
+        warmup: int = 1,
+        active: int = 3,
+        compress: bool = False,
+        root: nn.Module | None = None,
+    ) -> None:
+        """Take the wrapped model whose steps count; None takes the first that makes one. See `profile`."""
+        for name, value, least in (("wait", wait, 0), ("warmup", warmup, 1), ("active", active, 1)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                where = f"profile(..., {name}=)"
+                raise StepError(describe(where, repr(value), f"an integer >= {least}", "It counts optimizer steps."))
+        self.folder = Path(folder)
+        self.path: Path | None = None
+        """This rank's trace, once it is written."""
+        self.times: list[RangeTimes] = []
+        """This rank's ranges by name, once the trace is written."""
+        self.num_steps = 0
+        """Optimizer steps since the context was entered, until the trace is written."""
+        self.rank = 0
+        """This rank's number, once a model is followed."""
+        self._num_before, self._num_steps_wanted = wait + warmup, wait + warmup + active
+        self._compress = compress
+        self._root = root
+        self._profiler = torch.profiler.profile(
+            schedule=torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
+        )
+        self._contexts = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Start to count steps.
+
+        Raises:
+            ConfigError: `zeroamp.ranges` is "off".
+            StepError: the folder cannot be written; on all ranks, where a model is given.
+        """
+        if self._root is None:  # before a script has begun: there may be no process group yet
+            self._check_folder()
+        else:
+            self._follow(self._root)
+            signals_of(wrap_state(self._root)).run(self._check_folder)
+        self._contexts.enter_context(observe_steps(self._step))
+        self._contexts.enter_context(self._profiler)
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
+    ) -> None:
+        """Write what was recorded, if the steps ended early; after an error nothing, since other ranks may go on.
+
+        Raises:
+            StepError: on all ranks: no step was recorded, or a rank cannot write.
+        """
+        self._contexts.close()
+        if error_type is not None or self.path is not None:
+            return
+        if self.num_steps <= self._num_before:
+            raise StepError(
+                describe(
+                    "profile",
+                    f"{self.num_steps} optimizer steps of a TrainStep, of which none was recorded",
+                    f"at least {self._num_before + 1}: wait, warmup and one more",
+                    "Run more steps in it, or lower wait and warmup.",
+                )
+            )
+        self._write_on_all()
+
+    def __str__(self) -> str:
+        """Return the ranges of this rank and their times as a table, the longest total first."""
+        return render_times(self.times)
+
+    def _follow(self, root: nn.Module) -> None:
+        self._root, self.rank = root, dist.get_rank()
+        if wrap_state(root).plan.policy.ranges == "off":
+            valid = '"profiler" or "nvtx"'
+            raise ConfigError(describe("zeroamp.ranges", '"off" in a profile', valid, "Remove the key."))
+
+    def _step(self, root: nn.Module) -> None:
+        if self._root is None:
+            self._follow(root)
+        if root is not self._root or self.path is not None:
+            return
+        self.num_steps += 1
+        with warnings.catch_warnings():
+            # Up to torch 2.12 it warns that a second cycle would drop the first's events: there is one.
+            warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
+            self._profiler.step()
+        if self.num_steps == self._num_steps_wanted:
+            self._write_on_all()
+
+    def _write_on_all(self) -> None:
+        if self._root is None:
+            raise AssertionError("expected a model that made steps, got none")
+        if dist.is_initialized():
+            signals_of(wrap_state(self._root)).run(self._write)
+        else:  # a script has ended its process group before the steps that were asked for
+            self._write()
+
+    def _write(self) -> None:
+        """Write this rank's trace under its name at once: a trace that is there is whole."""
+        name = f"rank{self.rank}.json{'.gz' if self._compress else ''}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self.folder) as draft:
+                exported = Path(draft) / "exported.json"
+                self._profiler.export_chrome_trace(str(exported))
+                trace = json.loads(exported.read_bytes())
+                nest_backwards(trace["traceEvents"])
+                with (gzip.open if self._compress else open)(Path(draft) / name, "wt", encoding="utf-8") as file:
+                    file.write(json.dumps(trace))  # dump() would write it piece by piece, much slower
+                os.replace(Path(draft) / name, self.folder / name)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        self.path = self.folder / name
+        self.times = range_times(trace["traceEvents"])
+
+    def _check_folder(self) -> None:
+        try:
+            check_folder(self.folder)
+        except OSError as error:
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> StepError:
+        found, remedy = f"{type(error).__name__}: {error}", "Name another folder."
+        return StepError(describe(f"{self.folder}", found, "a folder that can be written", remedy))
+
+
+def profile(
+    train: TrainStep,
+    folder: str | os.PathLike[str],
+    wait: int = 1,
+    warmup: int = 1,
+    active: int = 3,
+    *,
+    compress: bool = False,
+) -> Profile:
+    """Return a context that records optimizer steps of `train` and writes a trace per rank into `folder`.
+
+    ```python
+    with zeroamp.profile(train, "traces") as profile:
+        for batch in loader:
+            train.backward(model(batch))
+            train.step()
+    print(profile)  # the ranges, with calls and times
+    ```
+
+    The files are `rank0.json` and so on, for chrome://tracing or ui.perfetto.dev; those of an earlier run are replaced.
+    They are written, and read as a whole to do so, at the end of the last active step.
+
+    Args:
+        train: whose steps count; a step is one that returns a `StepReport`.
+        folder: made if it is not there.
+        wait: steps that pass before the profiler is there: it costs nothing.
+        warmup: steps with the profiler on whose records are dropped, at least 1: the first are slow.
+        active: steps that are recorded. If the context ends before, those that were.
+        compress: write `rank0.json.gz`.
+
+    Raises:
+        StepError: a count is no integer, or too small; on entering or later, a rank cannot write; on leaving, no step
+            was recorded.
+        ConfigError: on entering, `zeroamp.ranges` is "off".
+        WrapError: the model of `train` is not wrapped.
+    """
+    root = wrap_state(train.model).root
+    return Profile(folder, wait=wait, warmup=warmup, active=active, compress=compress, root=root)

@@ -1,0 +1,57 @@
+"""The true global gradient norm, and clipping by it.
+
+With offloading, gradient shards are on the CPU and what ranks exchange is on the mesh's device; a parameter without
+elements is no shard and stays on the mesh's device. So every function here takes gradients on several devices.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from zeroamp.planning.mesh import local_part
+
+
+def local_gradient(parameter: nn.Parameter) -> torch.Tensor:
+    """Return this rank's shard of `parameter.grad`."""
+    gradient = parameter.grad
+    if gradient is None:
+        raise AssertionError("expected a parameter with a gradient, got None")
+    return local_part(gradient)
+
+
+@torch.no_grad()
+def local_sum_of_squares(parameters: Sequence[nn.Parameter], device: torch.device) -> torch.Tensor:
+    """Return the sum of squares of this rank's gradient shards: 0-D, fp64, on `device`.
+
+    In fp64, because a sharded and an unsharded sum in fp32 differ in the last bit: the stages would disagree.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for gradients in _by_device(local_gradient(parameter) for parameter in parameters).values():
+        norms = torch._foreach_norm(gradients, dtype=torch.float64)
+        total = total + torch.stack(norms).square().sum().to(device)
+    return total
+
+
+def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """Return min(1, max_norm / (norm + 1e-6)), the rule of `torch.nn.utils.clip_grad_norm_`; 1 if `max_norm` is 0.
+
+    `norm` is 0-D fp32, and so is the result. Nothing is read back to the host.
+    """
+    if max_norm == 0:
+        return torch.ones_like(norm)
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+@torch.no_grad()
+def multiply_gradients(parameters: Sequence[nn.Parameter], factor: torch.Tensor) -> None:
+    """Multiply all gradient shards by `factor`, 0-D fp32, on any device."""
+    for device, gradients in _by_device(local_gradient(parameter) for parameter in parameters).items():
+        torch._foreach_mul_(gradients, factor.to(device))
+
+
+def _by_device(tensors: Iterable[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
+    found: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device, []).append(tensor)
+    return found

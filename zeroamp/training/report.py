@@ -1,0 +1,65 @@
+"""`StepReport`: what one optimizer step did."""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeroamp.planning.mesh import is_first_rank
+
+logger = logging.getLogger("zeroamp")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReport:
+    """One optimizer step. Values stay on the device until they are read."""
+
+    step: int
+    """Optimizer steps taken, this one included unless it was skipped."""
+    loss_tensor: torch.Tensor
+    """0-D fp64: the mean of the losses of all micro-batches and all ranks."""
+    grad_norm_tensor: torch.Tensor
+    """0-D fp32: the 2-norm of the averaged, unscaled gradient before clipping, over all trainable parameters. inf or
+    nan where a gradient is."""
+    loss_scale: float
+    """What the losses of this step were multiplied by; 1 but for float16."""
+    skipped: bool
+    """Whether a gradient was not finite: no update, no scheduler step. Only float16, and `bf16.check_grad_overflow`."""
+    num_skipped: int = 0
+    """Optimizer steps skipped, this one included where it was: `TrainStep.num_skipped`."""
+    is_scale_exhausted: bool = False
+    """Whether overflows have left nothing of a dynamic loss scale to lower: one in the next step ends the run."""
+    lr_values: tuple[float | torch.Tensor, ...] = ()
+    """Learning rate of each of the optimizer's groups in this step, as the optimizer holds it."""
+
+    @property
+    def loss(self) -> float:
+        """The mean loss; waits for the device."""
+        return float(self.loss_tensor)
+
+    @property
+    def grad_norm(self) -> float:
+        """The gradient norm; waits for the device."""
+        return float(self.grad_norm_tensor)
+
+    @property
+    def lr(self) -> tuple[float, ...]:
+        """The learning rate of each of the optimizer's groups; waits for the device where they are tensors."""
+        return tuple(float(value) for value in self.lr_values)
+
+
+def learning_rates(optimizer: torch.optim.Optimizer) -> tuple[float | torch.Tensor, ...]:
+    """Return the rate of each group; copies where they are tensors, which a scheduler changes in place."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    return tuple(rate.detach().clone() if isinstance(rate, torch.Tensor) else rate for rate in rates)
+
+
+def log_step(report: StepReport, num_skipped: int, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> None:
+    """Log one line about a step, on the first rank of the mesh. Waits for the device there."""
+    if is_first_rank(mesh):
+        rates = ", ".join(f"{float(group['lr']):.3e}" for group in optimizer.param_groups)
+        logger.info(
+            "step %d: loss %.4f, gradient norm %.4f, lr %s, loss scale %g, %d skipped",
+            *(report.step, report.loss, report.grad_norm, rates, report.loss_scale, num_skipped),
+        )

@@ -1,0 +1,111 @@
+"""The optimizer's update of this rank's shards, without a dispatch of DTensors for each of its operations.
+
+[Note: The same bits, sooner]
+AdamW on DTensors runs about a dozen operations per parameter, and each is dispatched twice: by DTensor, in Python, and
+on the shard. An update that treats every element alone does to the shards what it does to the whole, so its optimizer
+is shown the shards as plain tensors while it steps. It holds its own parameters and DTensor state before and after.
+Not others: the update of one element may need a norm, or a factor, of the whole parameter. And not in a step that makes
+state (the first, say), which is made on DTensors: what an update changes afterwards, it changes in place.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from zeroamp.hooks._torch.optimizer import has_own_step, has_step_hooks
+from zeroamp.planning.mesh import local_part
+
+ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+"""Optimizers whose update treats every element alone and whose state has a parameter's shape or one element. Not their
+subclasses, whose update may be another."""
+
+
+def step(optimizer: torch.optim.Optimizer) -> None:
+    """Call `optimizer.step()`, on shards where that is the same: see [Note: The same bits, sooner]."""
+    if not works_on_shards(optimizer):
+        optimizer.step()
+        return
+    with _on_shards(optimizer):
+        optimizer.step()
+
+
+def works_on_shards(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether `step` would show an optimizer plain shards, with the gradients and the state that are there.
+
+    Not one that somebody else sees at work: by a hook on its step, or by a step of his own (a compiled one, say).
+    """
+    return (
+        type(optimizer) in ELEMENTWISE
+        and not has_own_step(optimizer)
+        and not has_step_hooks(optimizer)
+        and all(_is_ready(group, optimizer.state) for group in optimizer.param_groups)
+    )
+
+
+def _is_ready(group: dict[str, Any], states: dict[torch.Tensor, dict[str, Any]]) -> bool:
+    return not group["differentiable"] and all(
+        _is_like(parameter, parameter.grad)
+        and parameter.grad.dtype == parameter.dtype
+        and _has_state(parameter, states.get(parameter, {}), group)
+        for parameter in group["params"]
+        if parameter.grad is not None
+    )
+
+
+def _has_state(parameter: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> bool:
+    """Whether a parameter's state is all there, and each value is sharded as it is or one plain element (a count)."""
+    if "momentum" not in group and not state:  # Adam and AdamW make all of it where there is nothing
+        return False
+    if group.get("momentum") and state.get("momentum_buffer") is None:  # SGD makes it where there is none
+        return False
+    tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+    return all(_is_like(parameter, value) or (value.dim() == 0 and type(value) is torch.Tensor) for value in tensors)
+
+
+def _is_like(parameter: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether two tensors are sharded alike, or neither is."""
+    if not isinstance(parameter, DTensor) or not isinstance(value, DTensor):
+        return isinstance(parameter, DTensor) == isinstance(value, DTensor)
+    return value.device_mesh == parameter.device_mesh and value.placements == parameter.placements
+
+
+@contextmanager
+def _on_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Show an optimizer plain shards, and gradients and state as of them; put back its own afterwards."""
+    own_state, own_params = optimizer.state, [group["params"] for group in optimizer.param_groups]
+    with torch.no_grad():  # else each `to_local` is an autograd function
+        shards = {parameter: _shard(parameter) for params in own_params for parameter in params}
+        shown = {
+            shards[parameter]: {name: local_part(value) for name, value in own_state[parameter].items()}
+            for parameter in shards
+            if own_state.get(parameter)
+        }
+    state = defaultdict(dict, {shard: dict(values) for shard, values in shown.items()})
+    updated = [parameter for parameter in shards if parameter.grad is not None]
+    try:
+        optimizer.state = state
+        for group, params in zip(optimizer.param_groups, own_params, strict=True):
+            group["params"] = [shards[parameter] for parameter in params]
+        yield
+    finally:
+        optimizer.state = own_state
+        for group, params in zip(optimizer.param_groups, own_params, strict=True):
+            group["params"] = params
+        # As an update of the DTensors would: autograd, and whoever caches by it, sees that they changed.
+        torch.autograd.graph.increment_version(updated)
+    for shard, values in state.items():
+        made = [name for name, value in values.items() if value is not shown.get(shard, {}).get(name)]
+        if made:
+            raise AssertionError(f"expected {type(optimizer).__name__} to change its state in place, got new {made}")
+
+
+def _shard(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a plain tensor of a parameter's memory, with its gradient."""
+    shard = local_part(parameter).detach()
+    if parameter.grad is not None:
+        shard.grad = local_part(parameter.grad)
+    return shard

@@ -1,0 +1,1 @@
+"""Safetensors out of a wrapped model and into it."""

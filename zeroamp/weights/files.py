@@ -1,0 +1,184 @@
+"""Weights as safetensors files, in the layout that transformers reads: which tensor is in which file, and the writing.
+
+model.safetensors                     all tensors, or else
+model-00001-of-00003.safetensors …    some of them each, and
+model.safetensors.index.json          the file of every tensor
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from zeroamp.policies.errors import CheckpointError, describe
+
+MANIFEST = "zeroamp.json"
+"""The file by which a folder is a checkpoint: no weights are written into one."""
+INDEX = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+_FILE_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """One tensor of a file."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """What its values take."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightFile:
+    """One file and the tensors in it, in order."""
+
+    name: str
+    tensors: tuple[TensorSpec, ...] = field(repr=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """What the values of all its tensors take; the header comes on top."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+
+def plan_files(specs: Iterable[TensorSpec], max_bytes: int) -> tuple[WeightFile, ...]:
+    """Divide tensors into files of at most `max_bytes` each, in order; a larger tensor has a file of its own.
+
+    From shapes and dtypes alone: no tensor is read.
+
+    Raises:
+        CheckpointError: `max_bytes` is no number from 1 on.
+    """
+    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
+        raise CheckpointError(
+            describe("max_shard_bytes", repr(max_bytes), "an integer from 1 on", "Leave it out for 5 GB.")
+        )
+    contents: list[list[TensorSpec]] = [[]]
+    free = max_bytes
+    for spec in specs:
+        if contents[-1] and spec.num_bytes > free:
+            contents.append([])
+            free = max_bytes
+        contents[-1].append(spec)
+        free -= spec.num_bytes
+    if len(contents) == 1:
+        return (WeightFile(name=SINGLE_FILE, tensors=tuple(contents[0])),)
+    return tuple(
+        WeightFile(name=f"model-{number:05}-of-{len(contents):05}.safetensors", tensors=tuple(tensors))
+        for number, tensors in enumerate(contents, start=1)
+    )
+
+
+def write_files(
+    files: Sequence[WeightFile], read: Callable[[TensorSpec], torch.Tensor], folder: Path, mine: int = 0
+) -> None:
+    """Read the tensors of `files` one by one, in order, and write the file of number `mine` to `folder`.
+
+    Where the ranks of a job write, `files` are one for each, and `read` is a collective that every rank calls for every
+    tensor. What a rank holds at most is its own file and one tensor.
+
+    Args:
+        files: from `plan_files`, not all of them necessarily.
+        read: returns a tensor of the spec's shape and dtype, on any device.
+        folder: exists.
+        mine: may be `len(files)` or above, for nothing.
+    """
+    kept: dict[str, torch.Tensor] = {}
+    for number, file in enumerate(files):
+        for spec in file.tensors:
+            tensor = read(spec)
+            if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
+                raise AssertionError(f"expected {spec}, got {tuple(tensor.shape)} of {tensor.dtype}")
+            if number == mine:
+                kept[spec.name] = tensor.cpu()
+            del tensor  # before the next one is read
+    if mine < len(files):
+        path = folder / files[mine].name
+        safetensors_torch().save_file(kept, path, metadata={"format": "pt"})
+        path.chmod(folder.stat().st_mode & 0o666)  # safetensors lets nobody but the writer read it
+
+
+def write_index(files: Sequence[WeightFile], folder: Path) -> None:
+    """Write which tensor is in which file, where there are several."""
+    if len(files) == 1:
+        return
+    index = {
+        "metadata": {"total_size": sum(file.num_bytes for file in files)},
+        "weight_map": {spec.name: file.name for file in files for spec in file.tensors},
+    }
+    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def publish(draft: Path, folder: Path) -> None:
+    """Put the files of a draft in their place.
+
+    A folder that does not exist yet comes into being by one rename. In one that does, weights of an earlier export are
+    removed before the new ones come, so that no moment and no crash leaves a mixture of both; other files stay.
+
+    Args:
+        draft: complete; inside `folder` where that exists, else beside it, on the same file system.
+        folder: a folder, or nothing yet.
+
+    Raises:
+        CheckpointError: a file could not be moved; the text says where the rest is.
+    """
+    try:
+        if draft.parent != folder:
+            draft.rename(folder)
+            return
+        for path in folder.iterdir():
+            if _FILE_NAME.fullmatch(path.name):
+                path.unlink()
+        for path in sorted(draft.iterdir(), key=_place):
+            os.replace(path, folder / path.name)
+        draft.rmdir()
+    except OSError as error:
+        remedy = f"What was not moved is in {str(draft)!r}: move it there."
+        raise CheckpointError(describe(str(folder), str(error), "a folder that takes the export", remedy)) from error
+
+
+def _place(path: Path) -> tuple[bool, bool, str]:
+    # Readers begin with config.json, then look for the index: what is found is complete.
+    return path.name == "config.json", path.name == INDEX, path.name
+
+
+def safetensors_torch() -> ModuleType:
+    """Import safetensors.
+
+    Raises:
+        CheckpointError: it is not installed.
+    """
+    try:
+        import safetensors.torch  # an extra: training needs none
+    except ModuleNotFoundError as error:
+        raise CheckpointError(
+            describe("safetensors", "no such package", "an installed one", "pip install zeroamp[hf]")
+        ) from error
+    return safetensors.torch
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Return the file of every tensor, as `model.safetensors.index.json` says.
+
+    Raises:
+        CheckpointError: it is no such index.
+    """
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        weight_map = {str(name): str(file) for name, file in content["weight_map"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        found = f"{type(error).__name__}: {error}"
+        valid = 'an index: {"weight_map": {tensor: file}}'
+        raise CheckpointError(describe(str(path), found, valid, "Get the file again.")) from error
+    return weight_map

@@ -1,0 +1,114 @@
+"""Attaches zeroamp's hooks to a model that FSDP2 has sharded."""
+
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
+
+from zeroamp.hooks._torch.fsdp import (
+    gather_in_background,
+    keep_reduction_inputs,
+    separate_reductions,
+    timeout_of,
+    zero_fill_unused,
+)
+from zeroamp.hooks.collectives.accumulation import ShardAccumulator
+from zeroamp.hooks.collectives.exit_pause import pause_before_exit
+from zeroamp.hooks.collectives.reduce_scatter import ReceiveBuffers
+from zeroamp.hooks.guards import BackwardGuard, attach_safe_module_guard
+from zeroamp.hooks.observers.ranges import UnitRanges
+from zeroamp.hooks.precision.autocast import AutocastHook
+from zeroamp.hooks.precision.fp32_regions import Fp32Region
+from zeroamp.hooks.precision.outer_autocast import OuterAutocastGuard
+from zeroamp.hooks.precision.shared_casts import SharedCasts, linears_that_may_share
+from zeroamp.hooks.typed_groups import attach_typed_group
+from zeroamp.planning.plan import Plan
+from zeroamp.policies.accumulation import sharded_accumulation
+from zeroamp.policies.policy import Policy
+from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES, resolve_safe_classes
+from zeroamp.wrapping.collectives import attach_collectives
+from zeroamp.wrapping.prefetch import attach_prefetch
+from zeroamp.wrapping.state import WrapState
+
+
+def attach_hooks(model: nn.Module, state: WrapState) -> None:
+    """Register everything that runs beside FSDP2's own hooks. See each hook for why its place works."""
+    policy = state.plan.policy
+    buffers = ReceiveBuffers()
+    for group in state.plan.groups:
+        unit = [model.get_submodule(fqn) for fqn in state.plan.modules_of(group.unit)]
+        holder = state.holders.get(group.name)
+        if holder is not None:
+            state.handles += attach_typed_group(holder, unit)
+        attach_collectives(cast(FSDPModule, holder or unit[0]), group, state, buffers)
+    zero_fill_unused(cast(FSDPModule, model))
+    keep_reduction_inputs(cast(FSDPModule, model), policy.reduce_scatter_input_buffers)
+    if policy.separate_reduce_scatter_group:
+        separate_reductions(cast(FSDPModule, model), timeout_of(state.mesh.get_group(0), state.mesh.device_type))
+    if state.mesh.device_type == "cpu":
+        gather_in_background(cast(FSDPModule, model))
+        pause_before_exit()
+    attach_prefetch(model, state.plan, state.holders)
+    if policy.ranges != "off":
+        for fqn in (fqn for unit in ("", *state.plan.units) for fqn in state.plan.modules_of(unit)):
+            state.handles += UnitRanges(state.ranges, fqn).attach(model.get_submodule(fqn))
+    state.handles += state.evaluation.attach(model)
+    state.handles += state.watch.attach(model)
+    # Under autocast fp32 may come out of a region: the ops after it cast as they need.
+    output_dtype = None if policy.mode == "autocast" else policy.low_dtype
+    for fqn in state.plan.fp32_regions.modules:
+        state.fp32_regions.append(Fp32Region(model.get_submodule(fqn), state.mesh.device_type, output_dtype))
+    if policy.mode == "autocast":
+        _guard_safe_modules(model, state)
+        state.handles += share_casts(model, state.plan, state.mesh.device_type)
+        state.autocast = AutocastHook(state.mesh.device_type, policy.gather_dtype)
+        state.handles += state.autocast.attach(model)
+    elif policy.external_autocast == "error":
+        state.outer_autocast = OuterAutocastGuard(state.mesh.device_type, policy.mode)
+        state.handles.append(state.outer_autocast.attach(model))
+    if reasons := _needs_train_step(policy):
+        state.guard = BackwardGuard(reasons)
+        state.handles.append(state.guard.attach(model))
+    if (dtype := sharded_accumulation(policy)) != torch.float32:
+        state.shard_accumulator = ShardAccumulator(dtype, state.mesh.device_type)
+
+
+def _needs_train_step(policy: Policy) -> str:
+    """Say which keys of the config a plain `loss.backward(); optimizer.step()` would leave out; "" for none."""
+    keys = {
+        "gradient_accumulation_steps": policy.gradient_accumulation_steps > 1,
+        "gradient_clipping": policy.gradient_clipping > 0,
+        "check_grad_overflow": policy.check_grad_overflow,
+    }
+    reasons = [f"{key} {getattr(policy, key)}" for key, applies in keys.items() if applies]
+    return " and ".join([*reasons, "float16, which scales the loss"] if policy.low_dtype == torch.float16 else reasons)
+
+
+def _guard_safe_modules(model: nn.Module, state: WrapState) -> None:
+    low = [param for param in state.plan.params if param.dtypes.gather != param.dtypes.storage]
+    # A traced run that found a parameter safe may have found it outside autocast, cast by the model itself.
+    is_auto = state.plan.policy.lower_precision_safe_modules == "auto"
+    classes = resolve_safe_classes(DEFAULT_SAFE_MODULES, model) if is_auto else (nn.Module,)
+    for fqn in sorted({owner for param in low for owner in param.owner_fqns}):
+        if not isinstance(model.get_submodule(fqn), classes):
+            continue
+        state.handles.append(attach_safe_module_guard(model.get_submodule(fqn), fqn, state.mesh.device_type))
+
+
+def share_casts(model: nn.Module, plan: Plan, device_type: str) -> list[RemovableHandle]:
+    """Let the safe Linears of each unit share casts where the policy says so; return the hooks' handles.
+
+    Modules of the plan that the model does not have are left out.
+    """
+    if plan.policy.mode != "autocast" or not plan.policy.share_casts:
+        return []
+    modules = dict(model.named_modules())
+    safe: dict[str, dict[str, nn.Module]] = {}  # unit -> its modules, each once
+    for param in plan.params:
+        if param.dtypes.gather != param.dtypes.storage:
+            found = {fqn: modules[fqn] for fqn in param.owner_fqns if fqn in modules}
+            safe.setdefault(param.unit, {}).update(found)
+    casts = SharedCasts(device_type)
+    return [casts.attach(linear) for unit in safe.values() for linear in linears_that_may_share(unit.values())]

@@ -1,0 +1,152 @@
+"""Gives a sharded meta-device model its storage and its initial values, one module's parameters at a time.
+
+No rank ever holds a full copy: only shards are allocated; then each module that owns parameters gets full ones for the
+moment of its own initialisation, and keeps its shard of them.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from zeroamp.planning.ownership import children_first
+from zeroamp.planning.plan import Plan
+from zeroamp.policies.errors import WrapError, describe
+
+
+def materialize(model: nn.Module, mesh: DeviceMesh, device: torch.device, shard_device: torch.device) -> None:
+    """Allocate and initialise a model whose parameters are sharded DTensors on the meta device.
+
+    Shards are allocated on `shard_device`. All else is on `device`, which computes: buffers, parameters without
+    elements, and the full parameters of the module in turn, so that values do not depend on where the shards live.
+
+    Children before parents, as `nn.Module.apply` goes. A transformers model is initialised by its `_init_weights`,
+    other modules by `reset_parameters`. All ranks draw the same values: the seed is rank 0's of the mesh, and the
+    random state is put back afterwards. Buffers that hold values keep them.
+
+    Raises:
+        WrapError: a module owns parameters or buffers that none of these initialises.
+    """
+    pending = {module for module in model.modules() if any(tensor.is_meta for _, tensor in _own_tensors(module))}
+
+    def allocate(tensor: torch.Tensor) -> torch.Tensor:
+        target = shard_device if isinstance(tensor, DTensor) else device
+        return torch.empty_like(tensor, device=target) if tensor.is_meta else tensor.to(target)
+
+    model._apply(allocate)  # type: ignore[no-untyped-call]  # `to_empty` would drop the values of buffers that have some
+    fqns = {module: fqn for fqn, module in model.named_modules()}
+    with _same_seed(mesh, device), torch.no_grad():
+        for module in children_first(model):
+            if module in pending:
+                _initialize(module, fqns[module], _initializers(model, module), device)
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(recurse=False)
+    yield from module.named_buffers(recurse=False)
+
+
+def _initializers(model: nn.Module, module: nn.Module) -> list[Callable[[], object]]:
+    """Return what may initialise `module`, the most specific first."""
+    for_module = getattr(model, "_init_weights", None)  # transformers' one method for all modules of a model
+    found: list[Callable[[], object]] = [lambda: for_module(module)] if callable(for_module) else []
+    own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return [*found, own] if callable(own) else found
+
+
+def _initialize(module: nn.Module, fqn: str, initializers: list[Callable[[], object]], device: torch.device) -> None:
+    sharded = {name: p for name, p in module.named_parameters(recurse=False) if isinstance(p, DTensor)}
+    for name, parameter in sharded.items():
+        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        module._parameters[name] = nn.Parameter(full, requires_grad=parameter.requires_grad)
+    try:
+        missed = _run_first_that_covers(module, initializers)
+        if missed is not None:
+            raise WrapError(
+                describe(
+                    f"{fqn}.{missed}" if fqn else missed,
+                    f"a meta-device tensor that {type(module).__name__.removeprefix('FSDP')} does not initialise",
+                    "modules with reset_parameters(), or a transformers model",
+                    "Give the class a reset_parameters() that sets it, or build the model off the meta device.",
+                )
+            )
+        for name, parameter in sharded.items():
+            _keep_shard(parameter, module.get_parameter(name))
+    finally:
+        module._parameters.update(sharded)
+
+
+def _run_first_that_covers(module: nn.Module, initializers: list[Callable[[], object]]) -> str | None:
+    """Run the initialisers in turn until every own tensor is set; return the name of one that none sets."""
+    missed = next((name for name, _ in _own_tensors(module)), None)
+    for initializer in initializers:
+        missed = _first_unset(module, initializer)
+        if missed is None:
+            break
+    return missed
+
+
+def _first_unset(module: nn.Module, initializer: Callable[[], object]) -> str | None:
+    """Run `initializer` over tensors that are filled before; return the name of the first that still is.
+
+    NaN marks what is not set. Integers and booleans have no such value: with them, a second run over another fill
+    shows what the run itself did not decide.
+    """
+    exact = [(name, tensor) for name, tensor in _own_tensors(module) if not _has_nan(tensor)]
+    before = torch.get_rng_state()
+    results = []
+    for fill in (0, 1) if exact else (0,):
+        torch.set_rng_state(before)
+        for _, tensor in _own_tensors(module):
+            tensor.fill_(float("nan") if _has_nan(tensor) else fill)
+        initializer()
+        results.append({name: tensor.clone() for name, tensor in _own_tensors(module) if not _has_nan(tensor)})
+    for name, tensor in _own_tensors(module):
+        is_set = not tensor.isnan().any() if _has_nan(tensor) else torch.equal(results[0][name], results[-1][name])
+        if not is_set:
+            return name
+    return None
+
+
+def _has_nan(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _keep_shard(parameter: nn.Parameter, full: torch.Tensor) -> None:
+    if not isinstance(parameter, DTensor):
+        raise AssertionError(f"expected a sharded DTensor, got {type(parameter).__name__}")
+    # src_data_rank=None: every rank slices its own copy, nothing is sent.
+    shard = distribute_tensor(full.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.to_local().copy_(shard.to_local())
+
+
+@contextmanager
+def _same_seed(mesh: DeviceMesh, device: torch.device) -> Iterator[None]:
+    seed = torch.tensor([torch.initial_seed() % 2**62], dtype=torch.int64, device=device)
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        dist.broadcast(seed, src=dist.get_global_rank(group, 0), group=group)
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices=devices, device_type="cuda" if device.type == "cpu" else device.type):
+        torch.manual_seed(int(seed.item()))
+        yield
+
+
+def cast_buffers(model: nn.Module, plan: Plan) -> None:
+    """Cast floating-point buffers to `data_types.buffer_dtype`, but those that `keep_in_fp32_modules` names.
+
+    A buffer that two modules share stays shared.
+    """
+    dtype = plan.policy.buffer_dtype
+    if dtype is None:
+        return
+    cast: dict[int, torch.Tensor] = {}
+    for fqn, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            full_name = f"{fqn}.{name}" if fqn else name
+            if buffer.is_floating_point() and plan.fp32_regions.pattern_of(full_name) is None:
+                module._buffers[name] = cast.setdefault(id(buffer), buffer.to(dtype))

@@ -1,0 +1,103 @@
+"""Applies FSDP2 to a model as a `Plan` says: typed groups, units, root."""
+
+import logging
+from typing import cast
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from zeroamp.hooks.typed_groups import group_policy, shard_typed_group
+from zeroamp.planning.groups import GroupKind, GroupPlan
+from zeroamp.planning.mesh import device_of
+from zeroamp.planning.plan import Plan
+from zeroamp.planning.schedule import live_units, reshards_after_forward
+from zeroamp.policies.accumulation import unsharded_accumulation
+from zeroamp.policies.policy import Offload
+
+logger = logging.getLogger("zeroamp")
+
+
+def shard_model(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, FSDPModule]:
+    """Apply `fully_shard`: all typed groups first (see `shard_typed_group`), then units bottom-up, then the root.
+
+    Returns:
+        The holders of the groups that are not a unit's own, by group name.
+    """
+    for param in plan.empty_params:  # FSDP2 moves only what it shards
+        empty = model.get_parameter(param.fqn)
+        empty.data = empty.data.to(device_of(mesh))
+    live = live_units(plan)
+    offload = offload_policy(plan.policy.offload, mesh.device_type)
+    holders: dict[str, FSDPModule] = {}
+    own_groups: dict[str, GroupPlan] = {}
+    for group in plan.groups:
+        if group.kind == "unit":
+            own_groups[group.unit] = group
+            continue
+        holders[group.name] = shard_typed_group(
+            model,
+            group.name,
+            list({model.get_submodule(fqn): None for param in group.params for fqn in param.owner_fqns}),
+            [param.fqn for param in group.params],
+            mesh=mesh,
+            mp_policy=group_policy(group.gather, unsharded_accumulation(plan.policy)),
+            reshard_after_forward=_reshard_after_forward(group.kind, group.unit, plan, live),
+            offload_policy=offload,
+        )
+    for unit in (*plan.units, ""):
+        reshard = _reshard_after_forward("unit", unit, plan, live)
+        _shard_unit(model, unit, own_groups.get(unit), plan, mesh, reshard, offload)
+    _check_sharded(model)
+    return holders
+
+
+def _check_sharded(model: nn.Module) -> None:
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.numel() > 0 and not isinstance(parameter, DTensor):
+            raise AssertionError(f"expected {fqn} to be sharded, got a {type(parameter).__name__}")
+
+
+def _shard_unit(
+    model: nn.Module,
+    unit: str,
+    group: GroupPlan | None,
+    plan: Plan,
+    mesh: DeviceMesh,
+    reshard_after_forward: bool | int,
+    offload: OffloadPolicy,
+) -> None:
+    modules = [model.get_submodule(fqn) for fqn in plan.modules_of(unit)]
+    own = {id(model.get_parameter(param.fqn)) for param in group.params} if group else set()
+    # At the root only: inner modules get what the model hands them, rotary embeddings in fp32 for example.
+    casts_inputs = unit == "" and plan.policy.mode in ("bf16", "fp16")
+    fully_shard(
+        # One module is given as such: FSDP2 hooks a list of one in another way, and refuses it as the root.
+        cast(nn.Module, modules if len(modules) > 1 else modules[0]),
+        mesh=mesh,
+        mp_policy=group_policy(
+            group.gather if group else plan.policy.gather_dtype,
+            unsharded_accumulation(plan.policy),
+            cast_forward_inputs=casts_inputs,
+        ),
+        reshard_after_forward=reshard_after_forward,
+        offload_policy=offload,
+        ignored_params={p for module in modules for p in module.parameters() if id(p) not in own},
+    )
+
+
+def _reshard_after_forward(kind: GroupKind, unit: str, plan: Plan, live: set[str]) -> bool | int:
+    if not reshards_after_forward(kind, unit, plan, live):
+        return False
+    return plan.policy.hpz_partition_size if plan.policy.hpz_partition_size > 1 else True
+
+
+def offload_policy(offload: Offload, device_type: str) -> OffloadPolicy:
+    """Return FSDP2's policy for shards that live as `offload` says, beside an accelerator of `device_type`."""
+    if not offload.to_cpu:
+        return OffloadPolicy()
+    if offload.pin_memory and device_type == "cpu":
+        # FSDP2 would fail: there is no device that page-locked memory could serve.
+        logger.info("pin_memory has no effect without an accelerator: the shards are in ordinary memory")
+    return CPUOffloadPolicy(pin_memory=offload.pin_memory and device_type != "cpu")

@@ -1,0 +1,167 @@
+"""`wrap_model`: from a model and a `Policy` to an FSDP2 model with typed groups, wire dtypes and autocast."""
+
+import logging
+import time
+from contextlib import nullcontext
+from functools import wraps
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+
+from zeroamp.hooks.collectives.traffic import Traffic
+from zeroamp.hooks.observers.ranges import Ranges
+from zeroamp.hooks.typed_groups import typed_group_hooks
+from zeroamp.planning.mesh import device_of, is_first_rank, mesh_for_stage, refuse_partition, shard_device
+from zeroamp.planning.plan import build_plan
+from zeroamp.planning.traffic import ranks_of
+from zeroamp.policies.batch_sizes import BatchSizes, check_batch_sizes
+from zeroamp.policies.config import refuse_inconsistent
+from zeroamp.policies.errors import WrapError, describe
+from zeroamp.policies.policy import Policy
+from zeroamp.policies.wrap import AutoWrapPolicy
+from zeroamp.wrapping.attach import attach_hooks
+from zeroamp.wrapping.checks import check_device, check_plans_agree, check_ranks_agree, check_torch
+from zeroamp.wrapping.materialize import cast_buffers, materialize
+from zeroamp.wrapping.shard import shard_model
+from zeroamp.wrapping.state import WrapState, record_state, wrap_state
+from zeroamp.wrapping.summary import size_summary
+
+logger = logging.getLogger("zeroamp")
+
+
+def wrap_model(
+    model: nn.Module,
+    policy: Policy,
+    mesh: DeviceMesh | None = None,
+    auto_wrap_policy: AutoWrapPolicy = None,
+    example_inputs: Any = None,
+) -> FSDPModule:
+    """Shard `model` in place with FSDP2, as `policy` says, and return it (the same object, now an `FSDPModule`).
+
+    Build the optimizer after this call: the parameters become sharded DTensors. The first rank logs sizes and the time
+    that it took (logger "zeroamp", level INFO).
+
+    Args:
+        model: on any device; parameters on the meta device are materialised and initialised without a full copy.
+        policy: from `policy_from_config`.
+        mesh: 1-D (shard) or 2-D (replicate, shard) for HSDP; all ranks in one axis by default.
+        auto_wrap_policy: which modules are units, see `zeroamp.policies.find_units`.
+        example_inputs: for `lower_precision_safe_modules` "auto": a tuple of positional arguments, a mapping of keyword
+            arguments or a tensor, on any device. None takes a transformers model's own `dummy_inputs`.
+
+    Raises:
+        WrapError: the model, mesh or wrap policy cannot be wrapped as asked.
+        ConfigError: the policy does not fit the model or the device.
+    """
+    begin, name = time.perf_counter(), type(model).__name__
+    _refuse_unusable(model)
+    mesh = mesh_for_stage(policy.stage, mesh, policy.dp_replicate_size)
+    _check_fits(policy, mesh)
+    plan = build_plan(model, policy, auto_wrap_policy, example_inputs, mesh.device_type)
+    check_ranks_agree(model, mesh)
+    check_plans_agree(plan, mesh)
+    cast_buffers(model, plan)
+    is_meta = any(parameter.is_meta for parameter in model.parameters())
+    holders = shard_model(model, plan, mesh)
+    if is_meta:
+        materialize(model, mesh, device_of(mesh), shard_device(policy, mesh))
+    traffic = Traffic(enabled=policy.count_traffic)
+    ranges = Ranges(policy.ranges)
+    state = WrapState(root=model, plan=plan, mesh=mesh, traffic=traffic, ranges=ranges, holders=holders)
+    attach_hooks(model, state)
+    record_state(model, state)
+    if logger.isEnabledFor(logging.INFO) and is_first_rank(mesh):
+        seconds = time.perf_counter() - begin
+        logger.info("%s", size_summary(plan, ranks_of(mesh), name=name, seconds=seconds))
+    return cast(FSDPModule, model)
+
+
+def _check_fits(policy: Policy, mesh: DeviceMesh) -> None:
+    refuse_inconsistent(policy)
+    check_torch(policy)
+    check_device(policy, mesh.device_type)
+    refuse_partition(policy, mesh)
+    sizes = BatchSizes(
+        total=policy.train_batch_size,
+        micro=policy.train_micro_batch_size_per_gpu,
+        accumulation_steps=policy.gradient_accumulation_steps,
+    )
+    check_batch_sizes(sizes, mesh.size())
+
+
+def register_forward_method(model: nn.Module, method_name: str) -> None:
+    """Let `model.method_name(...)` gather parameters and run under autocast, as `forward` does.
+
+    For entry points other than `forward` that use submodules directly. A method that calls the model itself, as
+    `generate` does, needs no registration. Builds on FSDP2's `register_fsdp_forward_method`, which knows neither typed
+    groups nor autocast.
+    """
+    state = wrap_state(model)
+    method = getattr(model, method_name)
+    at_root = [holder for group in state.plan.groups if not group.unit and (holder := state.holders.get(group.name))]
+    hooks = [typed_group_hooks(holder) for holder in at_root]
+
+    @wraps(method)
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        for pre_forward, _ in hooks:
+            args, kwargs = pre_forward(model, args, kwargs)
+        with nullcontext() if state.autocast is None else state.autocast.context():
+            output = method(*args, **kwargs)
+        if state.guard is not None:
+            state.guard.watch(output)
+        for _, post_forward in reversed(hooks):
+            output = post_forward(model, args, output)
+        return output
+
+    setattr(model, method_name, inside)
+    register_fsdp_forward_method(model, method_name)
+    registered = getattr(model, method_name)
+
+    @wraps(method)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        if state.autocast is not None:
+            state.autocast.look_around()
+        if state.outer_autocast is not None:
+            state.outer_autocast.check()
+        with state.watch.running(), state.evaluation.running():
+            return registered(*args, **kwargs)
+
+    setattr(model, method_name, outside)
+
+
+def _refuse_unusable(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise WrapError(describe("model", f"a {type(model).__name__}", "a torch.nn.Module", "Pass the module itself."))
+    wrapped = next((fqn for fqn, module in model.named_modules() if isinstance(module, FSDPModule)), None)
+    if wrapped is not None:
+        raise WrapError(
+            describe(
+                wrapped or "the root",
+                "a module that fully_shard was applied to",
+                "a model that is not sharded yet",
+                "Wrap once.",
+            )
+        )
+    meta = [fqn for fqn, parameter in model.named_parameters() if parameter.is_meta]
+    real = [fqn for fqn, parameter in model.named_parameters() if not parameter.is_meta]
+    if meta and real:
+        raise WrapError(
+            describe(
+                meta[0],
+                f"a parameter on the meta device beside others that hold values, such as {real[0]}",
+                "all parameters on the meta device, or none",
+                "Give the new modules values first: module.to_empty(device=...), then module.reset_parameters().",
+            )
+        )
+    if torch.is_inference_mode_enabled():
+        raise WrapError(
+            describe(
+                "wrap_model",
+                "torch.inference_mode()",
+                "a call outside it",
+                "Parameters made in it cannot be updated: use torch.no_grad(), or nothing.",
+            )
+        )

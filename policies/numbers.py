@@ -11,5 +11,6 @@ def is_integer(value: object, *, at_least: int) -> TypeGuard[int]:
 
 def is_finite(value: object, *, above: float = -math.inf) -> TypeGuard[float]:
     """Return whether `value` is a finite int or float (no bool) greater than `above`."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value) and value > above
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value) and value > above

@@ -38,16 +38,12 @@ class BackwardGuard:
         self.reason = reason
         self.armed = False
 
-    def attach(self, module: nn.Module) -> RemovableHandle:
-        """Watch the outputs of `module`; return the handle.
+    def watch(self, output: object) -> None:
+        """Watch the tensors in an output of the model, which stays unchanged.
 
-        Before FSDP2's own post-forward hook, so that of the hooks on an output tensor this one runs first: raising
+        Called before FSDP2's own post-forward hook, so that this hook on an output tensor is the first of them: raising
         after FSDP2's pre-backward would leave its backward begun for ever.
         """
-        return module.register_forward_hook(lambda _module, _args, output: self.watch(output), prepend=True)
-
-    def watch(self, output: object) -> None:
-        """Observe the tensors in `output`; it goes on unchanged."""
         if torch.is_grad_enabled():
             for tensor in _tensors(output):
                 if tensor.requires_grad:

@@ -46,16 +46,19 @@ if TYPE_CHECKING:
     from zeroamp.reporting.run_report import RunReport as RunReport
     from zeroamp.reporting.saved_run import SavedRun as SavedRun
     from zeroamp.reporting.saved_run import read_run as read_run
+    from zeroamp.training.callbacks import Callback as Callback
     from zeroamp.training.optimizers import optimizer_from_config as optimizer_from_config
     from zeroamp.training.report import StepReport as StepReport
     from zeroamp.training.schedulers import scheduler_from_config as scheduler_from_config
     from zeroamp.training.step import TrainStep as TrainStep
     from zeroamp.weights.export import export_hf as export_hf
     from zeroamp.weights.load import load_hf as load_hf
+    from zeroamp.wrapping.unwrap import unwrap_model as unwrap_model
     from zeroamp.wrapping.wrap import register_forward_method as register_forward_method
     from zeroamp.wrapping.wrap import wrap_model as wrap_model
 
 _HOMES = {
+    "Callback": "zeroamp.training.callbacks",
     "CheckpointError": "zeroamp.policies.errors",
     "ConfigError": "zeroamp.policies.errors",
     "DeepSpeedCheckpoint": "zeroamp.deepspeed.load",
@@ -99,9 +102,23 @@ _HOMES = {
     "save_checkpoint": "zeroamp.checkpoint.save",
     "scheduler_from_config": "zeroamp.training.schedulers",
     "traffic": "zeroamp.ledger.ledger",
+    "unwrap_model": "zeroamp.wrapping.unwrap",
     "wrap_model": "zeroamp.wrapping.wrap",
 }
 """Public name -> the module that defines it."""
+
+EXTENSIONS = {
+    "zeroamp.recovery": "zeroamp.recovery.recovery:attach_recovery",
+    "tensorboard": "zeroamp.reporting.monitors:attach_monitors",
+    "csv_monitor": "zeroamp.reporting.monitors:attach_monitors",
+    "wandb": "zeroamp.reporting.monitors:attach_monitors",
+    "wall_clock_breakdown": "zeroamp.reporting.monitors:attach_monitors",
+    "TrainStep.saving": "zeroamp.checkpoint.background:saving_of",
+}
+"""Config key, or attribute of the core -> what is loaded for it from outside of the core, as "module:function".
+
+A `TrainStep` calls the function of each key that is on in its config. The core (policies, hooks, planning, wrapping,
+training, ledger) knows nothing else of other packages."""
 
 __all__ = sorted(_HOMES)
 

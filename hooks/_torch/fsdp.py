@@ -10,6 +10,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 
 # The base classes of custom collectives: their setters are public, the classes are exported nowhere up to 2.15.
@@ -26,6 +28,7 @@ __all__ = [
     "all_gather",
     "communication_methods",
     "complete_accumulation",
+    "discard_unsharded_gradients",
     "forward_hooks",
     "gather_in_background",
     "groups_of",
@@ -34,6 +37,7 @@ __all__ = [
     "modules_to_run",
     "reduce_scatter",
     "release",
+    "remove_fsdp",
     "separate_reductions",
     "timeout_of",
     "units_of",
@@ -103,6 +107,35 @@ def unsharded_sums(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, torch.Tenso
                 total = parameter._unsharded_param.grad if total is None else total
                 if total is not None:
                     yield parameter.sharded_param, total
+
+
+def remove_fsdp(root: nn.Module) -> None:
+    """Undo `fully_shard` on all modules of `root`: hooks, classes and state. Parameters are left as they are."""
+    for unit in list(units_of(root)):
+        state: Any = unit._get_fsdp_state()
+        handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle]
+        for group in groups_of(state):
+            handles += group._module_to_pre_save_state_dict_hook_handle.values()
+            handles += group._module_to_pre_load_state_dict_hook_handle.values()
+            handles += [parameter._post_load_hook_handle for parameter in group.fsdp_params]
+        for handle in handles:
+            handle.remove()
+        _module_state_mapping.pop(cast(nn.Module, unit), None)
+    for module in root.modules():
+        for name in (REGISTRY_KEY, STATE_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_params"):
+            module.__dict__.pop(name, None)
+        if isinstance(module, FSDPModule):
+            module.__class__ = type(module).__bases__[1]  # made by `fully_shard`: (FSDPModule, the module's own)
+
+
+def discard_unsharded_gradients(unit: FSDPModule) -> None:
+    """Discard the unsharded gradients of `unit`'s own groups, as left by micro-batches that were not reduced."""
+    for group in groups_of(unit._get_fsdp_state()):
+        for parameter in group.fsdp_params:
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+                if "unsharded_accumulated_grad" in vars(parameter):  # up to 2.14
+                    parameter.unsharded_accumulated_grad = None
 
 
 def units_of(root: nn.Module) -> Iterator[FSDPModule]:

@@ -1,4 +1,4 @@
-"""The private names of FSDP2 that only recovery needs: what a forward or backward that raised left behind."""
+"""The private names of FSDP2 that undo a forward or backward that raised."""
 
 from typing import Any, cast
 
@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from zeroamp.hooks._torch.fsdp import groups_of, release, units_of
+from zeroamp.hooks._torch.fsdp import discard_unsharded_gradients, groups_of, release, units_of
 
 
 def abandon(root: FSDPModule) -> None:
@@ -27,11 +27,8 @@ def abandon(root: FSDPModule) -> None:
         state._reset_iter_state()
     else:
         _reset_iteration(state)
-    for parameter in (parameter for group in groups for parameter in group.fsdp_params):
-        if hasattr(parameter, "_unsharded_param"):
-            parameter._unsharded_param.grad = None
-            if "unsharded_accumulated_grad" in vars(parameter):  # up to 2.14
-                parameter.unsharded_accumulated_grad = None
+    for unit in units:
+        discard_unsharded_gradients(unit)
 
 
 def _drop_gather(group: Any) -> None:

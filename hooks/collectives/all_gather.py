@@ -8,10 +8,9 @@ import torch
 import torch.distributed as dist
 
 from zeroamp.hooks._torch.fsdp import AllGather, all_gather
-from zeroamp.hooks.collectives.traffic import Traffic
+from zeroamp.hooks.collectives.traffic import CollectiveListener, Traffic
 from zeroamp.hooks.observers.ranges import Ranges
 from zeroamp.policies.dtypes import short_name
-from zeroamp.recovery.call_log import CallLog
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -24,7 +23,7 @@ class CountingAllGather(AllGather):
 
     group_name: str
     traffic: Traffic
-    calls: CallLog = field(default_factory=CallLog)
+    listeners: Sequence[CollectiveListener] = ()
     ranges: Ranges = field(default_factory=Ranges)
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -42,5 +41,6 @@ class CountingAllGather(AllGather):
         self.traffic.count("all_gather", output_tensor, self.group_name)
         with self.ranges.inside("all_gather", f"{self.group_name} {short_name(output_tensor.dtype)}"):
             work = all_gather(output_tensor, input_tensor, group, async_op=async_op)
-        self.calls.add("all_gather", output_tensor, self.group_name, group)
+        for listener in self.listeners:
+            listener.on_collective("all_gather", output_tensor, self.group_name, group, dist.ReduceOp.SUM)
         return work

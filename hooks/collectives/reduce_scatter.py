@@ -23,10 +23,9 @@ import torch.distributed as dist
 
 from zeroamp.hooks._torch.dispatch import at_end_of_backward, backward_id
 from zeroamp.hooks._torch.fsdp import ReduceScatter, reduce_scatter
-from zeroamp.hooks.collectives.traffic import Traffic
+from zeroamp.hooks.collectives.traffic import CollectiveListener, Traffic
 from zeroamp.hooks.observers.ranges import OpenRange, Ranges
 from zeroamp.policies.dtypes import short_name
-from zeroamp.recovery.call_log import CallLog
 
 
 @dataclass(slots=True)
@@ -74,7 +73,7 @@ class WireReduceScatter(ReduceScatter):
     """Whether an all-reduce over replicas follows. It runs in the output's dtype: fp32, or a native bf16 wire's."""
     group_name: str = ""
     traffic: Traffic = field(default_factory=Traffic)
-    calls: CallLog = field(default_factory=CallLog)
+    listeners: Sequence[CollectiveListener] = ()
     buffers: ReceiveBuffers = field(default_factory=ReceiveBuffers)
     ranges: Ranges = field(default_factory=Ranges)
     _pending_input_numel: int | None = None
@@ -143,7 +142,8 @@ class WireReduceScatter(ReduceScatter):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any
     ) -> None:
         reduce_scatter(output_tensor, input_tensor, group, op)
-        self.calls.add("reduce_scatter", input_tensor, self.group_name, group, op)
+        for listener in self.listeners:
+            listener.on_collective("reduce_scatter", input_tensor, self.group_name, group, op)
 
     def _sum_in_rank_order(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any
@@ -151,7 +151,8 @@ class WireReduceScatter(ReduceScatter):
         # See [Note: Summing in fp32].
         received = self.buffers.like(input_tensor)  # one chunk from every rank, wire dtype
         dist.all_to_all_single(received, input_tensor, group=group)
-        self.calls.add("all_to_all", input_tensor, self.group_name, group)
+        for listener in self.listeners:
+            listener.on_collective("all_to_all", input_tensor, self.group_name, group, dist.ReduceOp.SUM)
         chunks = received.view(group.size(), -1)
         with self.ranges.inside("sum", f"{self.group_name} -> fp32"):
             output_tensor.copy_(chunks[0])

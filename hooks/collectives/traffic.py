@@ -3,11 +3,32 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 
 Collective = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce"]
+
+
+ReduceOp = dist.ReduceOp.RedOpType
+
+
+class CollectiveListener(Protocol):
+    """Is called with the collectives of the groups of a model."""
+
+    def on_collective(
+        self,
+        collective: Collective,
+        unsharded: torch.Tensor,
+        group_name: str,
+        process_group: dist.ProcessGroup,
+        op: ReduceOp,
+    ) -> None:
+        """One collective was issued. `unsharded` is the output of an all-gather, the input of the others.
+
+        `op` has no effect on an all-gather or an all-to-all.
+        """
 
 
 class TrafficKey(NamedTuple):

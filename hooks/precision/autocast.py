@@ -1,56 +1,82 @@
-"""Runs a module's forward under `torch.autocast`, so that user code holds none."""
+"""`torch.autocast` around the root's forward: the config's own, and what becomes of one that the caller has there.
 
-from typing import Any
+| config | the caller's autocast around the forward | result |
+|---|---|---|
+| torch_autocast | the same dtype | nothing |
+| torch_autocast | another dtype, or `enabled=False` | one warning per model; the config's is used |
+| fp32, bf16 or fp16 | on | PrecisionError, unless `zeroamp.external_autocast` is "allow" |
+
+Only the device type that the model runs on counts. What the model opens inside its forward is its own business.
+"""
+
+import logging
 
 import torch
-from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from zeroamp.hooks._torch.dispatch import untraced
-from zeroamp.hooks.precision.outer_autocast import warn_if_different
+from zeroamp.hooks.root_forward import Around, ForwardCall
+from zeroamp.policies.dtypes import short_name
+from zeroamp.policies.errors import PrecisionError
+
+logger = logging.getLogger("zeroamp")
+
+_OTHER_DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps")
 
 
-class AutocastHook:
-    """Enters `torch.autocast` before a module's forward and leaves it after, also when the forward raises."""
+def enter_autocast(device_type: str, dtype: torch.dtype) -> Around:
+    """Return what runs a forward under `torch.autocast`, for the place "autocast" of `RootForward`."""
+    return lambda _call: torch.autocast(device_type, dtype=dtype)
 
-    def __init__(self, device_type: str, dtype: torch.dtype) -> None:
-        self.device_type = device_type
-        self.dtype = dtype
-        # A stack, since a forward may call its own module again (generation does).
-        self._entered: list[torch.autocast] = []
-        self._has_warned = False  # about another autocast around the forward; once per model
 
-    def attach(self, module: nn.Module) -> list[RemovableHandle]:
-        """Register on `module`, first before everything else and last after it; return the handles.
+def warn_of_other_autocast(device_type: str, dtype: torch.dtype) -> Around:
+    """Return what logs one warning if the caller's autocast around a forward is not the config's."""
+    has_warned = False
 
-        First and last, because the pair must be closed whatever another hook raises in between.
-        """
-        return [
-            module.register_forward_pre_hook(self._enter, prepend=True),
-            module.register_forward_hook(self._leave, prepend=False, always_call=True),
-        ]
+    def look(call: ForwardCall) -> None:
+        nonlocal has_warned
+        if call.is_outermost and not has_warned:
+            has_warned = _warn_if_different(device_type, dtype)
 
-    def context(self) -> torch.autocast:
-        """Return a new autocast context of the same kind, for methods that are no `forward`."""
-        return torch.autocast(self.device_type, dtype=self.dtype)
+    return look
 
-    def reset(self) -> None:
-        """Leave what forwards left entered: a KeyboardInterrupt calls no hook."""
-        while self._entered:
-            self._entered.pop().__exit__(None, None, None)
 
-    def look_around(self) -> None:
-        """Warn, once, if the caller has another autocast around the forward."""
-        if not (self._has_warned or self._entered):
-            self._has_warned = warn_if_different(self.device_type, self.dtype)
+def refuse_autocast(device_type: str, mode: str) -> Around:
+    """Return what raises PrecisionError before a forward inside the caller's autocast, for a config without one."""
 
-    @untraced
-    def _enter(self, _module: nn.Module, _args: Any) -> None:
-        self.look_around()
-        context = self.context()
-        context.__enter__()  # type: ignore[no-untyped-call]
-        self._entered.append(context)
+    def look(_call: ForwardCall) -> None:
+        if torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
+            raise PrecisionError(
+                f"The model's forward was called inside torch.autocast({device_type!r}, dtype={dtype}), but the config "
+                f"sets {mode} precision. Remove the autocast around the forward. For its numerics write "
+                f'"torch_autocast": {{"enabled": true, "dtype": "{short_name(dtype)}"}} in the config; to allow it, '
+                'write "zeroamp": {"external_autocast": "allow"}.'
+            )
 
-    @untraced
-    def _leave(self, _module: nn.Module, _args: Any, _output: Any) -> None:
-        self._entered.pop().__exit__(None, None, None)
+    return look
+
+
+def _warn_if_different(device_type: str, dtype: torch.dtype) -> bool:
+    """Log a warning if the caller's autocast is not the config's; return whether one was logged."""
+    if torch.is_autocast_enabled(device_type):
+        found = torch.get_autocast_dtype(device_type)
+        if found == dtype:
+            return False
+        words = f"torch.autocast({device_type!r}, dtype={found})"
+    elif _is_inside_disabled(device_type):
+        words = f"torch.autocast({device_type!r}, enabled=False)"
+    else:
+        return False
+    logger.warning(
+        "The model's forward was called inside %s, but torch_autocast.dtype is %s in the config. The model runs under "
+        "the config's autocast. Remove the one around the forward.",
+        *(words, short_name(dtype)),
+    )
+    return True
+
+
+def _is_inside_disabled(device_type: str) -> bool:
+    """Whether an autocast context is entered that enables nothing: state alone does not tell it from none at all."""
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    others = [name for name in _OTHER_DEVICE_TYPES if name != device_type and torch.amp.is_autocast_available(name)]
+    return depth > 0 and not any(torch.is_autocast_enabled(name) for name in others)

@@ -4,15 +4,28 @@ import logging
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from weakref import WeakKeyDictionary
+
+from torch import nn
 
 from zeroamp.policies.errors import CheckpointError
+from zeroamp.training.callbacks import Callback
+from zeroamp.training.report import StepReport
 from zeroamp.wrapping.rank_group import Agreement
+from zeroamp.wrapping.state import WrapState
 
 logger = logging.getLogger("zeroamp")
 
+_of_root: "WeakKeyDictionary[nn.Module, Saving]" = WeakKeyDictionary()
 
-@dataclass(slots=True)
-class Saving:
+
+def saving_of(state: WrapState) -> "Saving":
+    """Return what is known of the checkpoints of a wrapped model."""
+    return _of_root.setdefault(state.root, Saving())
+
+
+@dataclass(eq=False)
+class Saving(Callback):
     """The run's name, and the save that is in the background, if one is."""
 
     run: str | None = None
@@ -25,6 +38,14 @@ class Saving:
     """Whether it has ended on all ranks, as far as they have looked."""
     signals: Agreement | None = None
     """For the main thread, while the background has the group of saving and loading."""
+
+    def before_update(self) -> None:
+        """Poll, at the same point of the step on all ranks."""
+        self.look()
+
+    def on_step_end(self, _report: StepReport) -> None:
+        """Raise what the last poll found."""
+        self.tell()
 
     def begin(self, future: Future[Path], signals: Agreement) -> None:
         """Take note of a save that all ranks began."""

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from zeroamp.checkpoint.background import saving_of
 from zeroamp.checkpoint.files import VALUES, rank_file
 from zeroamp.checkpoint.folder import find_checkpoints, is_checkpoint, is_checkpoint_name
 from zeroamp.checkpoint.manifest import DamagedCheckpointError, Manifest, check_file, read_manifest
@@ -100,7 +101,7 @@ def load_checkpoint(
         StepError: inside an accumulation window, or the loss scale is of another kind.
     """
     state = wrap_state(model)
-    state.saving.give_up()
+    saving_of(state).give_up()
     if train is not None:
         train.state_dict()  # refuses an unfinished window
     ranks = agreement_of(state)
@@ -275,7 +276,8 @@ class _Load:
         load_optimizer(train.optimizer, self.values["optimizer"], self.tensors, self.state.root)
         if isinstance(train.scheduler, StatefulScheduler):
             train.scheduler.load_state_dict(self.values["scheduler"]["state"])
-        self.state.saving.run, self.state.saving.serial = self.manifest.run, self.manifest.serial
+        saving = saving_of(self.state)
+        saving.run, saving.serial = self.manifest.run, self.manifest.serial
         if self.is_same_size:
             set_random_state(self.own["random"], device_of(self.state.mesh))
 

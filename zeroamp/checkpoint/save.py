@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import zeroamp
+from zeroamp.checkpoint.background import saving_of
 from zeroamp.checkpoint.files import METADATA, VALUES, rank_file, sync_folder, write_durably
 from zeroamp.checkpoint.folder import Draft, open_draft
 from zeroamp.checkpoint.manifest import FileRecord, Manifest, record_file
@@ -94,8 +95,11 @@ def save_checkpoint(
         StepError: inside an accumulation window, or after something raised without a `recover`.
     """
     state = wrap_state(model)
-    state.watch.refuse_after_failure("save_checkpoint")  # its state may be half updated
-    state.saving.give_up()
+    train.micro_batches.refuse_after_failure("save_checkpoint")  # the state may be half updated
+    saving = saving_of(state)
+    if saving not in train.callbacks:
+        train.callbacks.append(saving)
+    saving.give_up()
     ranks = agreement_of(state)
     step = train.num_steps if step is None else step
     _check_same(ranks.run(lambda: _arguments(Path(folder), step, keep, train)))
@@ -105,15 +109,15 @@ def save_checkpoint(
         snapshot=take_snapshot(state, train, extra, ranks),
         ranks=ranks,
         state=state,
-        run=state.saving.run or uuid.uuid4().hex,
+        run=saving.run or uuid.uuid4().hex,
         keep=keep,
     )
-    state.saving.run = checkpoint.run
+    saving.run = checkpoint.run
     if not async_:
         return checkpoint.write()
     signals = signals_of(state)  # made before a thread is at work
     future = ranks.background = checkpoint.write_in_background()
-    state.saving.begin(future, signals)
+    saving.begin(future, signals)
     return future
 
 
@@ -228,14 +232,14 @@ class _Save:
             return self._manifest(serial, files)
 
         path = self.draft.publish(manifest, self.keep)
-        self.state.saving.serial = serials[0]
+        saving_of(self.state).serial = serials[0]
         return path
 
     def _manifest(self, serial: int, files: dict[str, FileRecord]) -> Manifest:
         return Manifest(
             step=self.step,
             serial=serial,
-            parent=self.state.saving.serial,
+            parent=saving_of(self.state).serial,
             run=self.run,
             world_size=self.ranks.num_ranks,
             mesh=tuple(self.state.mesh.mesh.shape),

@@ -1,39 +1,39 @@
-"""One training window that leaves no trace, for `Ledger.verify`: what `TrainStep` does, watched, with no update."""
+"""One optimizer step that leaves no trace, for `Ledger.verify`: what `TrainStep` does, observed, with no update."""
 
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.fsdp import unsharded_sums
-from zeroamp.hooks._torch.recovery import abandon
 from zeroamp.hooks.observers.dtypes import Observations
 from zeroamp.planning.plan import Plan
-from zeroamp.training.stages import set_flags
-from zeroamp.training.step import TrainStep
+from zeroamp.training.loss_scale import LossScaler
+from zeroamp.training.micro_batches import MicroBatches
 from zeroamp.wrapping.state import WrapState
 
 
-class Rehearsal(TrainStep):
-    """A `TrainStep` whose window ends without an update; it notes storage, accumulation and optimizer state.
+class ObservedStep:
+    """The micro-batches of one optimizer step, with the dtypes of storage, accumulation and optimizer state noted.
 
-    A loss scale is applied as at the start of a training; whether gradients overflow is not looked at.
+    A loss scale is applied as at the start of a training. Whether gradients overflow is not looked at.
     """
 
-    _has_monitors = False
-
-    def __init__(self, model: nn.Module, state: WrapState, observations: Observations) -> None:
-        # Never stepped: the optimizer of the boundary is a throwaway one per parameter, on copies.
-        super().__init__(model, torch.optim.AdamW(state.root.parameters(), lr=0.0))
-        state.calls.is_on = False
+    def __init__(self, state: WrapState, observations: Observations) -> None:
+        self._state = state
+        self._micro_batches = MicroBatches(state)
         self._observations = observations
         self._names = {id(parameter): fqn for fqn, parameter in state.root.named_parameters()}
-        for parameter in self._parameters:
+        policy = state.plan.policy
+        is_float16 = policy.low_dtype == torch.float16
+        self._scaler = LossScaler(policy.loss_scale, state.mesh.device_type, enabled=is_float16)
+        for parameter in self._micro_batches.parameters:
             observations.seen.setdefault(self._names[id(parameter)], {})
             self._see(parameter, "storage", parameter.dtype, "the shard")
 
@@ -41,35 +41,27 @@ class Rehearsal(TrainStep):
         self._observations.see(self._names[id(parameter)], boundary, dtype, where)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run the backward of one micro-batch, and look at what it left."""
-        super().backward(loss)
-        policy = self._state.plan.policy
-        is_last = self._num_micro_batches == policy.gradient_accumulation_steps
-        if policy.stage < 2 and policy.gradient_accumulation_steps > 1:
+        """Run the backward of one micro-batch, and note what it left."""
+        policy, micro_batches = self._state.plan.policy, self._micro_batches
+        num_micro_batches = policy.gradient_accumulation_steps
+        is_last = micro_batches.num_done + 1 == num_micro_batches
+        micro_batches.backward(self._scaler.scale_loss(loss.float() / num_micro_batches), is_last=is_last)
+        if policy.stage < 2 and num_micro_batches > 1:
             if not is_last:
-                for parameter, total in (pair for unit in self._units for pair in unsharded_sums(unit)):
+                for parameter, total in (pair for unit in micro_batches.units for pair in unsharded_sums(unit)):
                     self._see(parameter, "accumulate", total.dtype, "the unsharded sum")
-            return
-        if self._state.shard_accumulator is not None:
+        elif self._state.shard_accumulator is not None:
             for parameter, total in self._state.shard_accumulator.sums.items():
                 self._see(parameter, "accumulate", total.dtype, "the sharded sum")
-            return
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                self._see(parameter, "accumulate", parameter.grad.dtype, "the sharded gradient")
+        else:
+            for parameter in micro_batches.with_gradient():
+                if parameter.grad is not None:
+                    self._see(parameter, "accumulate", parameter.grad.dtype, "the sharded gradient")
 
-    def step_inside_window(self) -> None:
-        """Say that the next backward may come."""
-        self._is_stepped = True
-
-    def end_window(self) -> None:
-        """Do what an optimizer step does, on a copy of one parameter after the other, and drop the gradients."""
-        self._reshard()
-        if self._state.shard_accumulator is not None:
-            self._state.shard_accumulator.flush()
-        for parameter in self._parameters:
-            if parameter.grad is None:
-                continue
+    def update(self) -> None:
+        """Do what an update does, on a copy of one parameter after the other, and discard the gradients."""
+        self._micro_batches.finish()
+        for parameter in self._micro_batches.with_gradient():
             copy = nn.Parameter(parameter.detach().clone())
             copy.grad, parameter.grad = parameter.grad, None
             optimizer = torch.optim.AdamW([copy])
@@ -77,17 +69,14 @@ class Rehearsal(TrainStep):
             for name, value in optimizer.state[copy].items():
                 if name != "step":  # a count, not of the parameter's dtype
                     self._see(parameter, "optimizer", value.dtype, f"AdamW's {name}")
-        self._num_micro_batches = 0
+        self._micro_batches.end()
 
     def abandon(self) -> None:
-        """Forget a window that was not ended."""
-        abandon(self._root)
-        if self._state.shard_accumulator is not None:
-            self._state.shard_accumulator.drop()
-        for parameter in self._parameters:
-            parameter.grad = None
-        self._num_micro_batches = 0
-        set_flags(self._state, self._units, is_first=True, is_last=True)
+        """Undo a step that raised."""
+        from zeroamp.hooks._torch.recovery import abandon  # a step that ends well needs none of it
+
+        abandon(cast(FSDPModule, self._state.root))
+        self._micro_batches.discard()
 
 
 @contextmanager
@@ -101,14 +90,12 @@ def leaves_no_trace(state: WrapState) -> Iterator[None]:
     accumulator = state.shard_accumulator
     was_watching = accumulator is not None and accumulator.is_watching
     counts, state.traffic.enabled = state.traffic.enabled, False
-    state.is_rehearsing = True
-    is_recorded, failure = state.calls.is_on, state.watch.failure
+    state.is_observed = True
     try:
         with _same_random_states(state.mesh.device_type):
             yield
     finally:
-        state.traffic.enabled, state.is_rehearsing = counts, False
-        state.calls.is_on, state.watch.failure = is_recorded, failure
+        state.traffic.enabled, state.is_observed = counts, False
         if accumulator is not None and not was_watching:
             accumulator.forget()
         known = {(module, name) for module, name, _, _ in buffers}
@@ -145,7 +132,7 @@ def call(model: nn.Module, batch: object) -> Any:
 
 
 def observed_units(plan: Plan) -> dict[str, list[str]]:
-    """Return the modules at whose forward their units' parameters are gathered, and those parameters."""
+    """Return the modules at whose forward their units' parameters are unsharded, and those parameters."""
     units: dict[str, list[str]] = {}
     for param in plan.params:
         for module in plan.modules_of(param.unit):

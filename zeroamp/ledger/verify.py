@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.hooks.observers.dtypes import Observations, OpObserver, UnitObserver
-from zeroamp.ledger.observed_step import Rehearsal, call, is_sharded, leaves_no_trace, observed_units
+from zeroamp.ledger.observed_step import ObservedStep, call, is_sharded, leaves_no_trace, observed_units
 from zeroamp.ledger.verification import Verification, find_differences, see_collectives
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.traffic import plan_traffic, ranks_of
@@ -29,7 +29,7 @@ def verify(plan: Plan, model: nn.Module, batch: object, loss_fn: LossFunction | 
     _raise_together([str(problem)] if problem else [], state.mesh, type(problem) if problem else StepError)
     observations, counted = Observations(), Traffic()
     with leaves_no_trace(state), torch.inference_mode(False), torch.enable_grad():
-        _rehearse(model, state, batch, loss_fn, observations, counted)
+        _observe_step(model, state, batch, loss_fn, observations, counted)
     see_collectives(counted, plan, observations.seen)
     ranks = ranks_of(state.mesh)
     found = [str(difference) for difference in find_differences(plan, ranks, observations.seen)]
@@ -44,7 +44,7 @@ def verify(plan: Plan, model: nn.Module, batch: object, loss_fn: LossFunction | 
     )
 
 
-def _rehearse(
+def _observe_step(
     model: nn.Module,
     state: WrapState,
     batch: object,
@@ -56,7 +56,7 @@ def _rehearse(
     policy = state.plan.policy
     sums = policy.stage < 2 and policy.gradient_accumulation_steps > 1
     units = UnitObserver(observations, ops, unsharded_accumulation(policy) if sums else None)
-    rehearsal = Rehearsal(model, state, observations)
+    step = ObservedStep(state, observations)
     handles = units.attach(state.root, observed_units(state.plan))
     state.traffic.observers.append(counted.count)
     try:
@@ -64,11 +64,10 @@ def _rehearse(
             with torch.compiler.set_stance("force_eager"), ops:  # compiled code has no ops to look at
                 loss = _loss(call(model, batch), loss_fn)
             ops.forget()
-            rehearsal.backward(loss)
-            rehearsal.step_inside_window()
-        rehearsal.end_window()
+            step.backward(loss)
+        step.update()
     except BaseException:
-        rehearsal.abandon()
+        step.abandon()
         raise
     finally:
         state.traffic.observers.remove(counted.count)

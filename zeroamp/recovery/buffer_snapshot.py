@@ -1,7 +1,7 @@
-"""What a model's buffers held when a window began, so that a window that failed leaves no trace in them.
+"""What a model's buffers held when an optimizer step began, so that one that failed leaves no trace in them.
 
 The ranks that did not fail run on with zeros in the place of what the failed one would have sent: statistics of a
-BatchNorm, say, would keep that for good.
+BatchNorm, say, would retain that for good.
 """
 
 from collections.abc import Iterator
@@ -10,37 +10,33 @@ import torch
 from torch import nn
 
 
-class KeptBuffers:
-    """Copies of the buffers that a model's modules have; as much memory again as the buffers themselves."""
+class BufferSnapshot:
+    """Copies of the buffers of the modules that have some now; as much memory again as the buffers themselves."""
 
-    def __init__(self) -> None:
-        self._modules: list[nn.Module] = []
-        self._kept: dict[tuple[nn.Module, str], torch.Tensor | None] = {}
+    def __init__(self, root: nn.Module) -> None:
+        self._modules = [module for module in root.modules() if module._buffers]
+        self._taken: dict[tuple[nn.Module, str], torch.Tensor | None] = {}
         self._copies: dict[tuple[nn.Module, str], torch.Tensor] = {}
 
-    def attach(self, root: nn.Module) -> None:
-        """Say whose buffers are kept: those of modules that have some now."""
-        self._modules = [module for module in root.modules() if module._buffers]
-
-    def keep(self) -> None:
-        """Copy them, on their device, without waiting for it.
+    def take(self) -> None:
+        """Copy the buffers, on their device, without waiting for it.
 
         Not only those whose version changed: BatchNorm's kernels write to their buffers unseen.
         """
-        before, self._kept = self._kept, dict(self._present())
-        buffers = {key: buffer.detach() for key, buffer in self._kept.items() if buffer is not None}
+        before, self._taken = self._taken, dict(self._present())
+        buffers = {key: buffer.detach() for key, buffer in self._taken.items() if buffer is not None}
         self._copies = {
-            key: self._copies[key] if before.get(key) is self._kept[key] else torch.empty_like(buffer)
+            key: self._copies[key] if before.get(key) is self._taken[key] else torch.empty_like(buffer)
             for key, buffer in buffers.items()
         }
         if buffers:
             torch._foreach_copy_(list(self._copies.values()), list(buffers.values()))
 
     def restore(self) -> None:
-        """Put back what was kept last."""
-        for module, name in [key for key, _ in self._present() if key not in self._kept]:
+        """Put back what was taken last; remove buffers that are new since."""
+        for module, name in [key for key, _ in self._present() if key not in self._taken]:
             del module._buffers[name]
-        for (module, name), buffer in self._kept.items():
+        for (module, name), buffer in self._taken.items():
             module._buffers[name] = buffer
             if buffer is not None:
                 buffer.detach().copy_(self._copies[module, name])

@@ -1,10 +1,10 @@
 """Which collectives a rank issued, so that after a failure it can issue those that the others still wait for.
 
-[Note: Keeping one's part]
-A collective that one rank leaves out can neither be called off on the others nor be waited for: when it times out, the
-process group is lost. So a rank that failed keeps its part: it issues, with zeros, what was left of the window (from
-one optimizer step to the next), in the order in which the windows before issued it. The others run their window to its
-end, and learn there that it is worth nothing.
+[Note: Issuing the rest]
+A collective that one rank leaves out can neither be cancelled on the others nor be waited for: when it times out, the
+process group is lost. So a rank that failed issues, with zeros, the collectives that were left of the optimizer step,
+in the order in which the steps before issued them. The others run the step to its end, and learn there that another
+rank failed.
 
 That is right for streams of an accelerator too. What pairs the calls of ranks is the order in which each host issues
 them on a process group, not the stream they run in. The rest is issued by one thread in one stream, in the recorded
@@ -19,9 +19,8 @@ import torch
 import torch.distributed as dist
 
 from zeroamp.hooks._torch.fsdp import all_gather, reduce_scatter
-from zeroamp.hooks.collectives.traffic import Collective
-
-ReduceOp = dist.ReduceOp.RedOpType
+from zeroamp.hooks.collectives.traffic import Collective, ReduceOp
+from zeroamp.wrapping.state import WrapState
 
 
 class Call(NamedTuple):
@@ -43,54 +42,54 @@ class Call(NamedTuple):
 
 @dataclass(slots=True)
 class CallLog:
-    """The collectives since the last optimizer step, and those of the window before. Sizes only, no tensors.
+    """The collectives since the last optimizer step, and those of the step before. Sizes only, no tensors.
 
-    A call is added once it was issued: what raised before is not among them.
+    Listens to the collectives of a model. A call is logged once it was issued: what raised before is not among them.
     """
 
-    is_on: bool = False
-    """Whether calls are added: once there is something that ends windows."""
-    window: list[Call] = field(default_factory=list)
-    """Of this window so far, without evaluations."""
-    last_window: list[Call] | None = None
-    """Of the last whole window; None before."""
+    state: WrapState
+    """Of the model. An observed step, which leaves no trace, is not logged."""
+    step: list[Call] = field(default_factory=list)
+    """Of this optimizer step so far, without evaluations."""
+    last_step: list[Call] | None = None
+    """Of the last whole optimizer step; None before."""
     is_steady: bool = True
-    """Whether the last whole window and the one before it were the same."""
+    """Whether the last whole optimizer step and the one before it were the same."""
     evaluation: list[Call] | None = None
     """Of the forward without gradients that is running; None outside of one."""
     last_evaluation: list[Call] | None = None
 
-    def add(
+    def on_collective(
         self,
         collective: Collective,
         unsharded: torch.Tensor,
         group_name: str,
         process_group: dist.ProcessGroup,
-        op: ReduceOp = dist.ReduceOp.SUM,
+        op: ReduceOp,
     ) -> None:
-        """Note one call that was issued."""
-        if self.is_on:
-            calls = self.window if self.evaluation is None else self.evaluation
+        """Log one call that was issued."""
+        if not self.state.is_observed:
+            calls = self.step if self.evaluation is None else self.evaluation
             calls.append(Call(collective, group_name, process_group, unsharded.dtype, unsharded.numel(), op))
 
-    def end_window(self) -> None:
-        """Keep this window's calls as those of the next."""
-        self.is_steady = self.last_window is None or self.last_window == self.window
-        self.last_window, self.window = self.window, []
+    def end_step(self) -> None:
+        """Retain the calls of this optimizer step as those of the next."""
+        self.is_steady = self.last_step is None or self.last_step == self.step
+        self.last_step, self.step = self.step, []
 
     def end_evaluation(self) -> None:
-        """Keep an evaluation's calls as those of the next, unless it ran inside a window, which may have gathered."""
-        if not self.window:
+        """Retain an evaluation's calls as those of the next, unless it ran inside an optimizer step."""
+        if not self.step:
             self.last_evaluation = self.evaluation
         self.evaluation = None
 
-    def drop(self) -> None:
-        """Forget the calls of a window, or of an evaluation, that does not go on."""
-        self.window, self.evaluation = [], None
+    def discard(self) -> None:
+        """Forget the calls of an optimizer step, or of an evaluation, that does not go on."""
+        self.step, self.evaluation = [], None
 
 
 class ZeroBuffers:
-    """What the rest of a window is issued with: as much memory as twice its largest call."""
+    """What the rest of an optimizer step is issued with: twice the memory of its largest call."""
 
     def __init__(self, calls: Sequence[Call], device: torch.device) -> None:
         num_bytes = max((call.numel * call.dtype.itemsize for call in calls), default=0)
@@ -99,7 +98,7 @@ class ZeroBuffers:
         self._received = torch.empty_like(self._zeros)
 
     def issue(self) -> None:
-        """Issue all calls, see [Note: Keeping one's part]."""
+        """Issue all calls, see [Note: Issuing the rest]."""
         for call in self._calls:
             zeros = self._zeros[: call.numel * call.dtype.itemsize].view(call.dtype)
             received = self._received[: call.numel * call.dtype.itemsize].view(call.dtype)

@@ -1,4 +1,4 @@
-"""Which collectives a window issues, before there was one: the schedule of the plan, with process groups and sizes."""
+"""Which collectives an optimizer step will issue: the schedule of the plan, with process groups and sizes."""
 
 from collections.abc import Iterator
 
@@ -7,17 +7,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zeroamp.hooks.collectives.traffic import ReduceOp
 from zeroamp.planning.groups import GroupPlan
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.replay import evaluation_schedule, step_schedule
 from zeroamp.planning.run_order import run_order
 from zeroamp.planning.schedule import Kind, Schedule
 from zeroamp.planning.traffic import GroupCollective, group_collectives, ranks_of
-from zeroamp.recovery.call_log import Call, ReduceOp
+from zeroamp.recovery.call_log import Call
 from zeroamp.wrapping.collectives import reduction_op
 
 
-def expected_window(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> list[Call] | None:
+def expected_calls_of_step(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> list[Call] | None:
     """Return the calls from one optimizer step to the next, or None where they are not known before.
 
     They are those of a model that runs its modules as `run_order` assumes. Not known are the process groups of a
@@ -35,7 +36,7 @@ def expected_window(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> list[Call
     return _expected(step_schedule(plan), plan, mesh)
 
 
-def expected_evaluation(plan: Plan, mesh: DeviceMesh) -> list[Call]:
+def expected_calls_of_evaluation(plan: Plan, mesh: DeviceMesh) -> list[Call]:
     """Return the calls of one forward without gradients that begins with all parameters sharded."""
     return _expected(evaluation_schedule(plan), plan, mesh)
 

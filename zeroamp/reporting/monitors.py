@@ -37,7 +37,7 @@ def attach_monitors(train: "TrainStep") -> None:
     sinks: list[Sink] = [writers.step]
     if policy.wall_clock_breakdown:
         sinks.append(breakdown(policy.steps_per_print or STEPS_PER_BREAKDOWN))
-    recorder = recorder_of(state, train.watchers)
+    recorder = recorder_of(state, train.callbacks)
     for sink in sinks:
         recorder.add(sink)
     # With the TrainStep, and at the end of the process at the latest: the last record may not be known before.

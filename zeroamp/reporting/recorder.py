@@ -11,19 +11,20 @@ import resource
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 
 from zeroamp.hooks.collectives.traffic import Collective
-from zeroamp.hooks.observers.training_forwards import TrainingForwards
+from zeroamp.hooks.root_forward import ForwardCall
 from zeroamp.hooks.tracing.safe_parameters import tensors_in
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.dtypes import short_name
 from zeroamp.reporting.clock import StepClock
 from zeroamp.reporting.record import GIB, StepRecord
-from zeroamp.training.callbacks import Phase, StepWatchers
+from zeroamp.training.callbacks import Callback, Callbacks, Phase
 from zeroamp.training.report import StepReport
 from zeroamp.wrapping.state import WrapState
 
@@ -43,17 +44,17 @@ class Figures:
     """Peak FLOP/s of one rank's device."""
 
 
-class Recorder:
+class Recorder(Callback):
     """Watches one `TrainStep`, while it has sinks. Reads clocks, sizes and shapes; changes no value.
 
     On each rank; the sinks get this rank's records, in order.
     """
 
-    def __init__(self, state: WrapState, watchers: StepWatchers) -> None:
+    def __init__(self, state: WrapState, callbacks: Callbacks) -> None:
         self.figures: Figures | None = None
         """Of the `RunReport`, while there is one. All sinks get what comes of them."""
         self._sinks: list[Sink] = []
-        self._watchers = watchers
+        self._callbacks = callbacks
         self._state = state
         self._num_ranks = state.mesh.size()
         self._device = device_of(state.mesh)
@@ -61,11 +62,10 @@ class Recorder:
         self._num_tokens: int | None = None  # of this window, on this rank
         self._traffic: Counter[str] = Counter()
         self._late: Callable[[], StepRecord] | None = None  # of the step before, on an accelerator
-        self._forwards = TrainingForwards(self._enter_forward, self._clock.leave)
         state.communication.add(self._clock)
-        self._handles = self._forwards.attach(state.root)
+        state.root_forward.add("report", self._around_forward)
         state.traffic.observers.append(self._count)
-        watchers.append(self)
+        callbacks.append(self)
 
     def add(self, sink: Sink) -> None:
         """Hand the records of the steps from here on to `sink`; waits for the device."""
@@ -80,26 +80,24 @@ class Recorder:
             self._detach()
 
     def _detach(self) -> None:
-        self._watchers.remove(self)
+        self._callbacks.remove(self)
         self._state.communication.remove(self._clock)
-        for handle in self._handles:
-            handle.remove()
+        self._state.root_forward.remove("report", self._around_forward)
         self._state.traffic.observers.remove(self._count)
 
-    def enter(self, phase: Phase) -> None:
+    def on_phase_begin(self, phase: Phase) -> None:
         """A backward, or the end of a window, begins."""
         self._clock.enter(phase)
 
-    def leave(self, _phase: Phase) -> None:
+    def on_phase_end(self, _phase: Phase) -> None:
         """It ended."""
         self._clock.leave()
 
-    def drop_window(self) -> None:
+    def on_step_discarded(self) -> None:
         """Forget the tokens of a window that was given up. Its time and its traffic were spent: the next step's."""
         self._num_tokens = None
-        self._forwards.reset()
 
-    def step_done(self, report: StepReport) -> None:
+    def on_step_end(self, report: StepReport) -> None:
         """Close the step, and hand on what is known, see [Note: Not waiting]."""
         late, self._late = self._late, self._closed(report)
         if late is not None:
@@ -117,15 +115,23 @@ class Recorder:
         for sink in self._sinks:
             sink(record)
 
-    def _enter_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if self._state.is_rehearsing:
-            return
-        if (num_tokens := count_tokens(args, kwargs)) is not None:
+    def _around_forward(self, call: ForwardCall) -> AbstractContextManager[None] | None:
+        if self._state.is_observed or not call.is_outermost or not torch.is_grad_enabled():
+            return None
+        if (num_tokens := count_tokens(call.args, call.kwargs)) is not None:
             self._num_tokens = (self._num_tokens or 0) + num_tokens
+        return self._forward()
+
+    @contextmanager
+    def _forward(self) -> Iterator[None]:
         self._clock.enter("forward")
+        try:
+            yield
+        finally:
+            self._clock.leave()
 
     def _count(self, collective: Collective, unsharded: torch.Tensor, _group: str) -> None:
-        if not self._state.is_rehearsing:
+        if not self._state.is_observed:
             self._traffic[f"{collective} {short_name(unsharded.dtype)}"] += unsharded.nbytes
 
     def _closed(self, report: StepReport) -> Callable[[], StepRecord]:
@@ -172,14 +178,14 @@ class Recorder:
         }
 
 
-def recorder_among(watchers: StepWatchers) -> Recorder | None:
-    """Return the recorder among the watchers of a `TrainStep`, which has one at most."""
-    return next((watcher for watcher in watchers if isinstance(watcher, Recorder)), None)
+def recorder_among(callbacks: Callbacks) -> Recorder | None:
+    """Return the recorder among the callbacks of a `TrainStep`, which has one at most."""
+    return next((callback for callback in callbacks if isinstance(callback, Recorder)), None)
 
 
-def recorder_of(state: WrapState, watchers: StepWatchers) -> Recorder:
-    """Return the recorder among the watchers of a `TrainStep`; a new one if there is none."""
-    return recorder_among(watchers) or Recorder(state, watchers)
+def recorder_of(state: WrapState, callbacks: Callbacks) -> Recorder:
+    """Return the recorder among the callbacks of a `TrainStep`; a new one if there is none."""
+    return recorder_among(callbacks) or Recorder(state, callbacks)
 
 
 def count_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:

@@ -20,7 +20,6 @@ from zeroamp.reporting.record import StepRecord
 from zeroamp.reporting.recorder import Figures, recorder_among, recorder_of
 from zeroamp.reporting.run_warnings import RunWarnings
 from zeroamp.reporting.writers import JsonlWriter, Writers
-from zeroamp.training.callbacks import StepWatchers
 from zeroamp.version import __version__
 from zeroamp.wrapping.state import WrapState, signals_of, wrap_state
 
@@ -87,11 +86,11 @@ class RunReport:
         self._ranks = signals_of(state)
         self._writers = Writers()
         self._warnings = RunWarnings(state.plan, shard_size(state.mesh), state.mesh.size())
-        self._ranks.run(lambda: _refuse_out_of_turn(train.watchers))
+        self._ranks.run(lambda: _refuse_out_of_turn(train))
         self._ranks.on_first(lambda: self._open(Path(path), num_steps, _header(state, figures)))
         warnings = self._warnings if self._ranks.rank == 0 else None
         self._check = _RankCheck(self._ranks.run, warnings, steps_per_check) if steps_per_check else None
-        self._recorder = recorder_of(state, train.watchers)
+        self._recorder = recorder_of(state, train.callbacks)
         self._recorder.add(self._record)
         self._recorder.figures = figures
         self._is_open = True
@@ -171,11 +170,11 @@ def _check_positive(**values: float | None) -> None:
             raise StepError(describe(f"RunReport({name}=)", value, "a positive, finite number, or None", "Change it."))
 
 
-def _refuse_out_of_turn(watchers: StepWatchers) -> None:
-    if watchers.is_in_window:
+def _refuse_out_of_turn(train: "TrainStep") -> None:
+    if not train.is_between_steps:
         valid = "the end of a window, after step() returned a report"
         raise StepError(describe("RunReport", "an unfinished window of the TrainStep", valid, "Construct it there."))
-    recorder = recorder_among(watchers)
+    recorder = recorder_among(train.callbacks)
     if recorder is not None and recorder.figures is not None:
         valid, remedy = "one at a time", "Close that one first, or read its file while it grows."
         raise StepError(describe("RunReport", "another one that is open on the TrainStep", valid, remedy))

@@ -1,5 +1,6 @@
 """What `TrainStep` takes: the scheduler's interface, and optimizers and schedulers that it refuses."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -34,54 +35,37 @@ def refuse_metric(scheduler: Scheduler | None) -> None:
             describe(
                 "TrainStep(scheduler=)",
                 "ReduceLROnPlateau, whose step needs a metric",
-                "a scheduler whose step() takes nothing",
+                "a scheduler whose step() takes no argument",
                 "Leave it out here and call its step(metric) after each evaluation.",
             )
         )
 
 
-def refuse_foreign(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
-    """Raise StepError if the optimizer holds others than `parameters`, the wrapped model's sharded ones."""
-    known = {id(parameter) for parameter in parameters}
-    for index, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if id(parameter) not in known:
+def refuse_foreign(optimizers: Sequence[torch.optim.Optimizer], parameters: list[nn.Parameter]) -> None:
+    """Raise StepError if an optimizer holds another parameter than these, the wrapped model's, or two hold the same."""
+    holders: dict[int, int | None] = {id(parameter): None for parameter in parameters}
+    for number, optimizer in enumerate(optimizers):
+        name = "optimizer" if len(optimizers) == 1 else f"optimizer {number}"
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
                 kind = "sharded" if isinstance(parameter, DTensor) else "unsharded"
-                raise StepError(
-                    describe(
-                        f"optimizer.param_groups[{index}]",
-                        f"a {kind} parameter of shape {tuple(parameter.shape)} that is not the wrapped model's",
-                        "the parameters of the wrapped model, while sharded",
-                        "Build the optimizer from model.parameters() after wrap_model and before the first forward.",
+                found = f"{name}.param_groups[{index}] has a {kind} parameter of shape {tuple(parameter.shape)}"
+                if id(parameter) not in holders:
+                    raise StepError(
+                        f"{found} that is not one of the wrapped model. Build the optimizer from model.parameters() "
+                        "after wrap_model and before the first forward."
                     )
-                )
+                if holders[id(parameter)] not in (None, number):
+                    raise StepError(
+                        f"{found} that optimizer {holders[id(parameter)]} holds too. Give each parameter to one "
+                        "optimizer."
+                    )
+                holders[id(parameter)] = number
 
 
-def misuse(method: str, found: str, valid: str, remedy: str) -> StepError:
-    """Return the error for a method of `TrainStep` that is called out of turn, or with what it cannot take."""
-    return StepError(describe(f"TrainStep.{method}", found, valid, remedy))
-
-
-def without_gradient() -> StepError:
-    """Return the error for a window that left no gradient on any parameter."""
+def no_gradient() -> StepError:
+    """Return the error for an optimizer step that left no gradient on any parameter of this rank."""
     return StepError(
-        describe(
-            "TrainStep.step",
-            "no gradient on any parameter",
-            "a loss that depends on trainable parameters of the wrapped model",
-            "Check that the loss comes from this model's forward, and that it is not frozen as a whole.",
-        )
+        "TrainStep.step found no gradient on any parameter. The loss must depend on trainable parameters of the "
+        "wrapped model: check that it comes from this model's forward, and that not all of the model is frozen."
     )
-
-
-def refuse_unfinished_window(method: str, num_micro_batches: int) -> None:
-    """Raise StepError if the window, of which so many micro-batches were run, is not at its end."""
-    if num_micro_batches > 0:
-        raise StepError(
-            describe(
-                f"TrainStep.{method}",
-                f"{num_micro_batches} micro-batches of an unfinished window",
-                "the end of a window, after step() returned a report",
-                "Call it there.",
-            )
-        )

@@ -1,6 +1,7 @@
 """`StepReport`: what one optimizer step did."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,11 +56,11 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> tuple[float | torch.Tens
     return tuple(rate.detach().clone() if isinstance(rate, torch.Tensor) else rate for rate in rates)
 
 
-def log_step(report: StepReport, num_skipped: int, optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> None:
+def log_step(report: StepReport, optimizers: Sequence[torch.optim.Optimizer], mesh: DeviceMesh) -> None:
     """Log one line about a step, on the first rank of the mesh. Waits for the device there."""
     if is_first_rank(mesh):
-        rates = ", ".join(f"{float(group['lr']):.3e}" for group in optimizer.param_groups)
+        rates = ", ".join(f"{float(group['lr']):.3e}" for optimizer in optimizers for group in optimizer.param_groups)
         logger.info(
             "step %d: loss %.4f, gradient norm %.4f, lr %s, loss scale %g, %d skipped",
-            *(report.step, report.loss, report.grad_norm, rates, report.loss_scale, num_skipped),
+            *(report.step, report.loss, report.grad_norm, rates, report.loss_scale, report.num_skipped),
         )

@@ -1,248 +1,454 @@
-"""`TrainStep`: accumulation, the flags of each ZeRO stage between micro-batches, loss scale, norm, clipping, update."""
+"""`TrainStep`: one optimizer step of a wrapped model, from the backwards of its micro-batches to the update."""
 
 import math
-from typing import Any, cast
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
-from zeroamp.hooks._torch.fsdp import modules_to_run
 from zeroamp.planning.mesh import device_of, process_group, replicate_size
-from zeroamp.recovery.recovery import Recovery
-from zeroamp.reporting.monitors import attach_monitors
-from zeroamp.training import update as local_update
-from zeroamp.training.callbacks import StepWatchers, tell_observers
-from zeroamp.training.checks import Scheduler, misuse, refuse_foreign, refuse_metric, refuse_unfinished_window
+from zeroamp.policies.errors import StepError, describe
+from zeroamp.training import update
+from zeroamp.training.callbacks import Callbacks, tell_observers
+from zeroamp.training.checks import Scheduler, no_gradient, refuse_foreign, refuse_metric
+from zeroamp.training.extensions import attach_extensions, load
 from zeroamp.training.loss_scale import LossScaler
+from zeroamp.training.micro_batches import MicroBatches
 from zeroamp.training.norm import clip_factor, local_sum_of_squares, multiply_gradients
 from zeroamp.training.report import StepReport, learning_rates, log_step
-from zeroamp.training.stages import set_flags
-from zeroamp.wrapping.state import reshard, wrap_state
+from zeroamp.wrapping.state import autocast_of, wrap_state
+
+if TYPE_CHECKING:
+    from zeroamp.checkpoint.background import Saving
+
+T = TypeVar("T")
+
+
+class Recovery(Protocol):
+    """What `TrainStep.recover` calls, where `zeroamp.recovery` is true."""
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether this rank left out the rest of an optimizer step's micro-batches."""
+
+    def recover(self) -> None:
+        """See `TrainStep.recover`."""
 
 
 class TrainStep:
-    """Drives the training step of a wrapped model.
+    """Drives the optimizer steps of a wrapped model.
 
-    Call `backward(loss)` after each forward and `step()` after each backward; `step` acts at the end of an accumulation
-    window and returns None inside it.
+    The config's number of micro-batches per optimizer step::
+
+        for batch in loader:
+            train.backward(model(**batch).loss)
+            report = train.step()  # None until the last micro-batch of an optimizer step
+
+    Any number of them, where the caller ends the step::
+
+        for micro_batch in micro_batches:
+            train.backward(loss_of(micro_batch), is_last=micro_batch is micro_batches[-1], divide=False)
+        norm = train.clip_grad_norm()  # or both in one: train.step()
+        report = train.update()
     """
 
-    _has_monitors = True  # whether those of the config are attached
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        scheduler: Scheduler | Sequence[Scheduler | None] | None = None,
+    ) -> None:
+        """Take a model that `wrap_model` returned, and optimizers and schedulers that were built after it.
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Scheduler | None = None) -> None:
-        """Take a model that `wrap_model` returned and an optimizer that was built after it.
+        Args:
+            model: the wrapped model, also inside `torch.compile`.
+            optimizer: one, or several that hold different parameters. They step in this order.
+            scheduler: None, or one per optimizer, each a scheduler or None. Stepped after each update.
 
         Raises:
-            StepError: the optimizer holds parameters that are not the wrapped model's, or the scheduler needs a metric.
+            StepError: an optimizer holds parameters that are not the wrapped model's, two hold the same one, the
+                numbers of optimizers and schedulers differ, or a scheduler needs a metric.
             WrapError: the model is not wrapped.
+            ConfigError: a monitor of the config cannot be opened.
         """
         self.model = model
-        self.optimizer = optimizer
-        refuse_metric(scheduler)
-        self.scheduler = scheduler
+        self.optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+        """All optimizers, in the order in which they step."""
+        schedulers = scheduler if isinstance(scheduler, Sequence) else (scheduler,) * (scheduler is not None)
+        self.schedulers: tuple[Scheduler | None, ...] = tuple(schedulers) or (None,) * len(self.optimizers)
+        """One per optimizer; None where it has none."""
         self.num_steps = 0
         """Optimizer steps taken."""
         self.num_skipped = 0
         """Optimizer steps skipped because a gradient was not finite."""
+        self.callbacks = Callbacks()
+        """Called at every step, in this order. See `zeroamp.Callback`."""
+        self.recovery: Recovery | None = None
+        """Set where `zeroamp.recovery` is true."""
         self._state = wrap_state(model)
-        self.saving = self._state.saving
-        """The save that is in the background."""
-        # Not `model`: torch.compile puts a module of its own around it.
-        self._root = cast(FSDPModule, self._state.root)
-        self._units = [module for module in self._state.root.modules() if isinstance(module, FSDPModule)]
-        self._reshard()
-        # Kept, because while a group is unsharded `model.parameters()` yields other objects, without gradients.
-        self._parameters = list(self._state.root.parameters())
-        refuse_foreign(optimizer, self._parameters)
-        self._recovery = Recovery(self._state, process_group(self._state.mesh))
-        policy = self._state.plan.policy
-        self._scaler = LossScaler(
-            policy.loss_scale, self._state.mesh.device_type, enabled=policy.low_dtype == torch.float16
-        )
-        self._num_micro_batches = 0  # of this window that were run backward
+        self._policy = self._state.plan.policy
+        self._world = process_group(self._state.mesh)
+        self.micro_batches = MicroBatches(self._state)
+        """Those of the current optimizer step."""
+        if len(self.schedulers) != len(self.optimizers):
+            found = f"{len(self.schedulers)} for {len(self.optimizers)} optimizers"
+            raise StepError(describe("TrainStep(scheduler=)", found, "one per optimizer", "Pass None for none."))
+        for each in self.schedulers:
+            refuse_metric(each)
+        refuse_foreign(self.optimizers, self.micro_batches.parameters)
+        is_float16 = self._policy.low_dtype == torch.float16
+        self._scaler = LossScaler(self._policy.loss_scale, self._state.mesh.device_type, enabled=is_float16)
+        self._loss_sum: torch.Tensor | None = None  # 0-D fp32, this rank's: of losses that `backward` divided
+        self._whole_loss: torch.Tensor | None = None  # the same of those that it did not
+        self._num_divided = 0
         self._is_stepped = True  # whether `step` was called since the last backward
-        self._loss_sum: torch.Tensor | None = None  # 0-D fp32, this rank's, of this window
-        self.watchers = StepWatchers()
-        """Told of every step; `RunReport` adds itself."""
-        if self._has_monitors:
-            attach_monitors(self)
+        self._is_ended_by_caller: bool | None = None  # whether `is_last` is given in this optimizer step
+        self._clipped: _Clipped | None = None  # between clip_grad_norm and update
+        attach_extensions(self, self._policy)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Run the backward of one micro-batch: `loss` (a scalar) divided by the accumulation steps.
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer, where there is one.
 
         Raises:
-            StepError: `step` was not called since the last backward, `loss` is no scalar, or something raised
-                without a `recover` after it.
+            StepError: there are several: see `optimizers`.
         """
-        policy = self._state.plan.policy
-        self._recovery.refuse_after_failure("backward")
-        if not self._is_stepped:
-            raise misuse("backward", "no step() since the last one", "step() after each", "Call it.")
+        return _only(self.optimizers, "optimizer")
+
+    @property
+    def scheduler(self) -> Scheduler | None:
+        """The scheduler, where there is one optimizer.
+
+        Raises:
+            StepError: there are several: see `schedulers`.
+        """
+        return _only(self.schedulers, "scheduler")
+
+    @property
+    def saving(self) -> "Saving":
+        """The checkpoint that is saved in the background: `train.saving.wait()` waits for it."""
+        saving: Saving = load("TrainStep.saving")(self._state)
+        return saving
+
+    @property
+    def is_between_steps(self) -> bool:
+        """Whether no backward of an unfinished optimizer step was run."""
+        return self.micro_batches.num_done == 0
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the autocast of the config, for a loss that is computed outside of the model's forward.
+
+        Under `torch_autocast` it is `torch.autocast(device_type, dtype)`, as around the forward; in other modes it does
+        nothing.
+        """
+        return autocast_of(self._state)
+
+    def zero_grad(self) -> None:
+        """Give up the current optimizer step, if one has begun: discard gradients of this model, whoever made them."""
+        self.micro_batches.refuse_after_failure("TrainStep.zero_grad")
+        self.micro_batches.discard()
+        self._forget()
+        for callback in self.callbacks:
+            callback.on_step_discarded()
+
+    def backward(self, loss: torch.Tensor, *, is_last: bool | None = None, divide: bool = True) -> None:
+        """Run the backward of one micro-batch.
+
+        Args:
+            loss: a scalar of any floating-point dtype; scaled and divided in fp32.
+            is_last: whether the optimizer step ends with this micro-batch. None: the config's
+                `gradient_accumulation_steps` decide, and `step` is called after each backward. With True and False the
+                caller decides; `step` is called after the last one only. One of the two ways per optimizer step.
+            divide: whether to divide the loss by the config's `gradient_accumulation_steps`. False for a loss that is
+                normalised over all micro-batches already, or where their number is another.
+
+        Raises:
+            StepError: `step` or `update` was not called since the last backward, the two ways of `is_last` are mixed,
+                `loss` is no scalar, or something raised without a `recover` after it.
+        """
+        self.micro_batches.refuse_after_failure("TrainStep.backward")
+        is_last = self._is_last(is_last)
         if loss.numel() != 1:
-            raise misuse("backward", f"a loss of shape {tuple(loss.shape)}", "a scalar", "Reduce it.")
-        is_last = self._num_micro_batches + 1 == policy.gradient_accumulation_steps
-        if self._state.shard_accumulator is not None:
-            self._state.shard_accumulator.watch(self._parameters)
-        set_flags(self._state, self._units, is_first=self._num_micro_batches == 0, is_last=is_last)
+            found = f"a tensor of shape {tuple(loss.shape)}"
+            raise StepError(describe("The loss given to TrainStep.backward", found, "a scalar", "Reduce it."))
         # In fp32: a float16 loss times its scale would overflow.
-        self._run_backward(self._scaler.scale_loss(loss.float() / policy.gradient_accumulation_steps))
+        scaled = self._scaler.scale_loss(
+            loss.float() / self._policy.gradient_accumulation_steps if divide else loss.float()
+        )
+        with self.micro_batches.noting("backward"), self.callbacks.phase("backward"):
+            self.micro_batches.backward(scaled, is_last=is_last)
         detached = loss.detach().float().reshape(())
-        self._loss_sum = detached if self._loss_sum is None else self._loss_sum + detached
-        self._num_micro_batches += 1
+        if divide:
+            self._num_divided += 1
+            self._loss_sum = detached if self._loss_sum is None else self._loss_sum + detached
+        else:
+            self._whole_loss = detached if self._whole_loss is None else self._whole_loss + detached
         self._is_stepped = False
 
-    def _run_backward(self, loss: torch.Tensor) -> None:
-        guard = self._state.guard
-        if guard is not None:
-            guard.armed = True
-        try:
-            ranges = self._state.ranges
-            with self._recovery.noting("backward"), ranges.inside("backward"), self.watchers.phase("backward"):
-                loss.backward()  # type: ignore[no-untyped-call]
-                for unit in self._units:
-                    modules_to_run(unit).clear()
-        finally:
-            if guard is not None:
-                guard.armed = False
+    def _is_last(self, is_last: bool | None) -> bool:
+        if self._clipped is not None:
+            raise StepError("TrainStep.backward was called between clip_grad_norm() and update(). Call update() first.")
+        is_by_caller = is_last is not None
+        if self.micro_batches.num_done > 0:
+            if self._is_ended_by_caller != is_by_caller:
+                raise StepError(
+                    "TrainStep.backward got is_last for some micro-batches of an optimizer step, but not for all. Pass "
+                    "it for each of them, or for none."
+                )
+            if self.micro_batches.is_complete or (not is_by_caller and not self._is_stepped):
+                raise StepError("TrainStep.backward was called twice without step() between. Call step() after it.")
+        self._is_ended_by_caller = is_by_caller
+        if is_last is not None:
+            return is_last
+        return self.micro_batches.num_done + 1 == self._policy.gradient_accumulation_steps
 
     def step(self) -> StepReport | None:
-        """At the end of an accumulation window: norm, clip, update, schedule, zero the gradients. Else None.
-
-        Raises:
-            StepError: there was no backward since the last call, or something raised without a `recover` after it.
-            PeerError: another rank failed in this window. Nothing was updated.
-            CheckpointError: a save in the background failed. The step was taken.
-        """
-        policy = self._state.plan.policy
-        self._recovery.refuse_after_failure("step")
-        if self._is_stepped:
-            raise misuse("step", "no backward since the last one", "backward(loss) first", "Call it.")
-        self._is_stepped = True
-        if self._num_micro_batches < policy.gradient_accumulation_steps:
-            return None
-        with self.watchers.phase("optimizer"):
-            report = self._end_window()
-        self.watchers.step_done(report)
-        tell_observers(self._state.root)
-        self.saving.tell()
-        return report
-
-    def _end_window(self) -> StepReport:
-        try:
-            with self._state.ranges.inside("norm"):
-                with self._recovery.noting("step"):
-                    self._reshard()
-                    if self._state.shard_accumulator is not None:
-                        self._state.shard_accumulator.flush()
-                    loss, squares = self._local_statistics()
-                totals = self._recovery.sum_over_ranks(loss, squares, bool(self._with_gradient()))
-            self.saving.look()  # before an optimizer that may raise on one rank alone
-            return self._update(*totals)
-        finally:  # whatever it raised, the next backward begins a new window
-            self._drop_gradients()
-            self._num_micro_batches, self._loss_sum = 0, None
-
-    def recover(self) -> int:
-        """Bring this rank and the others together again after an exception; call it on every rank that saw one.
-
-        The others raise PeerError from `step`. The window is dropped on all ranks: gradients, and what it did to
-        buffers. Call it outside of the except block, which keeps the tensors of the failed forward alive. See
-        docs/recovery.md.
+        """End the optimizer step after its last micro-batch: `clip_grad_norm()` and `update()` in one.
 
         Returns:
-            The micro-batches of the window that this rank did not come to: leave out as many, to be where others are.
+            None after another micro-batch than the last, where the config counts them.
 
         Raises:
-            StepError: training cannot go on from here, only from a checkpoint.
+            StepError: there was no backward since the last call, the last one was given `is_last=False`, or something
+                raised without a `recover` after it.
+            PeerError: another rank failed in this optimizer step (with `zeroamp.recovery`). Nothing was updated.
+            CheckpointError: a save in the background failed. The step was taken.
         """
-        num_taken = self._num_micro_batches + self._is_stepped  # if stepped, the next one had begun
-        num_left = (self._state.plan.policy.gradient_accumulation_steps - num_taken) * self._recovery.is_cut_short
-        self._drop_gradients()  # first: the recovery needs some memory
-        self._recovery.recover()
-        self.watchers.drop_window()
-        self._num_micro_batches, self._loss_sum, self._is_stepped = 0, None, True
+        self.micro_batches.refuse_after_failure("TrainStep.step")
+        if self._clipped is None and self._is_stepped:
+            raise StepError("TrainStep.step was called without a backward since the last step. Call backward first.")
+        if not self.micro_batches.is_complete and not self._is_ended_by_caller:
+            self._is_stepped = True
+            return None
+        if self._clipped is None:
+            self._refuse_incomplete("step")
+        with self.callbacks.phase("optimizer"):
+            clipped = self._clipped or self._clip(self._policy.gradient_clipping)
+            report = self._update(clipped)
+        return self._end(report)
+
+    def clip_grad_norm(self, max_norm: float | None = None) -> torch.Tensor:
+        """Return the gradient norm of the optimizer step, and clip the gradients by it. Call `update` next.
+
+        Between the two calls `parameter.grad` is the averaged, unscaled, clipped gradient: sharded, fp32.
+
+        Args:
+            max_norm: the largest 2-norm; 0 does not clip. None: the config's `gradient_clipping`.
+
+        Returns:
+            0-D fp32, on the device: the true norm over all parameters and ranks, before clipping.
+
+        Raises:
+            As `step`.
+        """
+        self.micro_batches.refuse_after_failure("TrainStep.clip_grad_norm")
+        if max_norm is not None and not max_norm >= 0:
+            raise StepError(describe("max_norm", max_norm, "a number from 0 on, or None", "0 does not clip."))
+        self._refuse_incomplete("clip_grad_norm")
+        with self.callbacks.phase("optimizer"):
+            self._clipped = self._clip(self._policy.gradient_clipping if max_norm is None else max_norm)
+        return self._clipped.norm
+
+    def update(self) -> StepReport:
+        """Update the parameters after `clip_grad_norm`, move the schedulers and the loss scale, discard the gradients.
+
+        Raises:
+            StepError: `clip_grad_norm` was not called before, or an optimizer raised.
+            CheckpointError: a save in the background failed. The step was taken.
+        """
+        self.micro_batches.refuse_after_failure("TrainStep.update")
+        if self._clipped is None:
+            raise StepError("TrainStep.update was called without clip_grad_norm(). Call it first, or step() alone.")
+        with self.callbacks.phase("optimizer"):
+            report = self._update(self._clipped)
+        return self._end(report)
+
+    def _end(self, report: StepReport) -> StepReport:
+        with ExitStack() as calls:  # of which each is made, also where one raises; the last pushed is the first made
+            calls.callback(tell_observers, self._state.root)
+            for callback in reversed(self.callbacks):
+                calls.callback(callback.on_step_end, report)
+        return report
+
+    def _refuse_incomplete(self, method: str) -> None:
+        if self._clipped is not None:
+            raise StepError(f"TrainStep.{method} was called twice in one optimizer step. Call update() after it.")
+        if not self.micro_batches.is_complete:
+            when = "without a backward" if self.is_between_steps else "before the last micro-batch of an optimizer step"
+            raise StepError(
+                f"TrainStep.{method} was called {when}. Call it after the backward that ends the step: the config's "
+                "last, or the one with is_last=True."
+            )
+
+    def _clip(self, max_norm: float) -> "_Clipped":
+        """Norm over all ranks, overflow check, unscale and clip in one pass."""
+        try:
+            with self._state.ranges.inside("norm"):
+                loss, squares = self._sum_over_ranks()
+            scale = self._scaler.scale
+            norm = squares.sqrt() / scale
+            skipped = self._scaler.overflowed(norm, self.num_steps) or (
+                self._policy.check_grad_overflow and not math.isfinite(float(norm))
+            )
+            if not skipped and (max_norm > 0 or scale != 1.0):
+                with self._state.ranges.inside("clip"):
+                    factor = clip_factor(norm.float(), max_norm) / scale
+                    multiply_gradients(self.micro_batches.with_gradient(), factor)
+        except BaseException:  # whatever it was, the next backward begins a new optimizer step
+            self._finish()
+            raise
+        return _Clipped(loss, norm.float(), scale, skipped)
+
+    def _sum_over_ranks(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the mean loss and the sum of squares of the scaled gradient, 0-D fp64.
+
+        Their all-reduce is the only collective of an optimizer step beside those of its micro-batches. Callbacks may
+        add numbers to it.
+        """
+        with self.micro_batches.noting("step"):
+            self.micro_batches.finish()
+            statistics = self._local_statistics()
+            of_callbacks = [(callback, callback.statistics()) for callback in self.callbacks]
+            has_gradient = bool(self.micro_batches.with_gradient())
+        if not has_gradient:
+            error = no_gradient()
+            for callback in self.callbacks:
+                callback.on_no_gradient(error)
+            raise error
+        more = [number for _, numbers in of_callbacks for number in numbers]
+        if more:
+            statistics = torch.cat([statistics, statistics.new_tensor(more)])
+        self._state.traffic.count("all_reduce", statistics, "step")
+        dist.all_reduce(statistics, group=self._world)
+        start = 2
+        for callback, numbers in of_callbacks:
+            if numbers:
+                callback.on_statistics(statistics[start : start + len(numbers)])
+                start += len(numbers)
+        return statistics[0], statistics[1]
+
+    def _local_statistics(self) -> torch.Tensor:
+        """Return this rank's part of the mean loss and of the sum of squares, 1-D fp64 of 2 elements.
+
+        Ranks that hold the same shard count it once: each contributes its part of the squares.
+        """
+        mesh = self._state.mesh
+        device = device_of(mesh)  # which the collective needs, wherever loss and shards are
+        losses = ((self._loss_sum, self._num_divided), (self._whole_loss, 1))
+        parts = [loss.to(device, torch.float64) / (n * mesh.size()) for loss, n in losses if loss is not None]
+        squares = local_sum_of_squares(self.micro_batches.with_gradient(), device) / replicate_size(mesh)
+        return torch.stack([sum(parts[1:], parts[0]), squares])
+
+    def _update(self, clipped: "_Clipped") -> StepReport:
+        try:
+            for callback in self.callbacks:
+                callback.before_update()  # before an optimizer that may raise on one rank alone
+            rates = tuple(rate for optimizer in self.optimizers for rate in learning_rates(optimizer))
+            if not clipped.skipped:
+                for optimizer in self.optimizers:
+                    ranges = self._state.ranges.inside("optimizer", type(optimizer).__name__)
+                    with self.micro_batches.noting("optimizer.step"), ranges:
+                        update.step(optimizer)
+                self.num_steps += 1
+                for scheduler in self.schedulers:
+                    if scheduler is not None:
+                        scheduler.step()
+            self.num_skipped += clipped.skipped
+            report = StepReport(
+                step=self.num_steps,
+                loss_tensor=clipped.loss,
+                grad_norm_tensor=clipped.norm,
+                loss_scale=clipped.scale,
+                skipped=clipped.skipped,
+                num_skipped=self.num_skipped,
+                is_scale_exhausted=self._scaler.is_exhausted,
+                lr_values=rates,
+            )
+            every = self._policy.steps_per_print
+            if every and (self.num_steps + self.num_skipped) % every == 0:
+                log_step(report, self.optimizers, self._state.mesh)
+            return report
+        finally:
+            self._finish()
+
+    def _finish(self) -> None:
+        self.micro_batches.end()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._clipped, self._is_ended_by_caller, self._is_stepped = None, None, True
+        self._loss_sum, self._whole_loss, self._num_divided = None, None, 0
+
+    def recover(self) -> int:
+        """Go on after an exception: call it on every rank that saw one, outside of the except block.
+
+        Needs `"zeroamp": {"recovery": true}`. The optimizer step is given up on all ranks: gradients, and what it did
+        to buffers. The other ranks raise PeerError from `step`. See docs/recovery.md.
+
+        Returns:
+            The micro-batches of the optimizer step that this rank did not come to: leave out as many, to be where other
+            ranks are.
+
+        Raises:
+            StepError: `zeroamp.recovery` is false, or training can only go on from a checkpoint.
+        """
+        if self.recovery is None:
+            raise StepError(
+                describe(
+                    "zeroamp.recovery",
+                    "false",
+                    "true for TrainStep.recover",
+                    'Write "zeroamp": {"recovery": true} in the config. This run can go on from its last checkpoint.',
+                )
+            )
+        num_left = 0
+        if self.recovery.is_cut_short and not self._is_ended_by_caller:
+            # If stepped, the next one had begun.
+            num_left = self._policy.gradient_accumulation_steps - self.micro_batches.num_done - self._is_stepped
+        self.micro_batches.end()  # first: the recovery needs some memory
+        self.recovery.recover()
+        self._forget()
+        for callback in self.callbacks:
+            callback.on_step_discarded()
         return num_left
 
-    def _drop_gradients(self) -> None:
-        if self._state.shard_accumulator is not None:
-            self._state.shard_accumulator.drop()
-        for parameter in self._parameters:  # also those that the optimizer does not hold
-            parameter.grad = None
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts of steps and the loss scale, as plain numbers; optimizer and scheduler have their own.
+        """Return the counts of steps and the loss scale, as plain numbers; optimizers and schedulers have their own.
 
         Raises:
-            StepError: inside an accumulation window, whose gradients would be lost.
+            StepError: inside an optimizer step, whose gradients would be lost.
         """
-        refuse_unfinished_window("state_dict", self._num_micro_batches)
+        self.micro_batches.refuse_unfinished("TrainStep.state_dict")
         return {"num_steps": self.num_steps, "num_skipped": self.num_skipped, "loss_scale": self._scaler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned.
 
         Raises:
-            StepError: inside an accumulation window, or the state's kind of loss scale is not the config's.
+            StepError: inside an optimizer step, or the state's kind of loss scale is not the config's.
         """
-        refuse_unfinished_window("load_state_dict", self._num_micro_batches)
+        self.micro_batches.refuse_unfinished("TrainStep.load_state_dict")
         if "loss_scale" in state:
             self._scaler.load_state_dict(state["loss_scale"])
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
 
-    def _update(self, loss: torch.Tensor, sum_of_squares: torch.Tensor) -> StepReport:
-        """Norm, overflow check, unscale and clip in one pass, update or skip."""
-        scale = self._scaler.scale
-        norm = sum_of_squares.sqrt() / scale
-        policy = self._state.plan.policy
-        skipped = self._scaler.overflowed(norm, self.num_steps) or (
-            policy.check_grad_overflow and not math.isfinite(float(norm))
-        )
-        rates = learning_rates(self.optimizer)
-        if not skipped:
-            if policy.gradient_clipping > 0 or scale != 1.0:
-                with self._state.ranges.inside("clip"):
-                    factor = clip_factor(norm.float(), policy.gradient_clipping) / scale
-                    multiply_gradients(self._with_gradient(), factor)
-            name = type(self.optimizer).__name__
-            with self._recovery.noting("optimizer.step"), self._state.ranges.inside("optimizer", name):
-                local_update.step(self.optimizer)
-            self.num_steps += 1
-            if self.scheduler is not None:
-                self.scheduler.step()
-        self.num_skipped += skipped
-        report = StepReport(
-            step=self.num_steps,
-            loss_tensor=loss,
-            grad_norm_tensor=norm.float(),
-            loss_scale=scale,
-            skipped=skipped,
-            num_skipped=self.num_skipped,
-            is_scale_exhausted=self._scaler.is_exhausted,
-            lr_values=rates,
-        )
-        if policy.steps_per_print and (self.num_steps + self.num_skipped) % policy.steps_per_print == 0:
-            log_step(report, self.num_skipped, self.optimizer, self._state.mesh)
-        return report
 
-    def _reshard(self) -> None:
-        """Put the sharded parameters back, which the optimizer updates.
+def _only(values: tuple[T, ...], name: str) -> T:
+    if len(values) != 1:
+        raise StepError(f"TrainStep.{name} was read, but there are {len(values)} of them. Read TrainStep.{name}s.")
+    return values[0]
 
-        After a backward they are; after an evaluation in between they may not be.
-        """
-        reshard(self._units)
 
-    def _with_gradient(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self._parameters if parameter.grad is not None]
+class _Clipped:
+    """What `clip_grad_norm` found, for `update`."""
 
-    def _local_statistics(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's part of the mean loss and of the sum of squares of the scaled gradient, both 0-D fp64.
+    __slots__ = ("loss", "norm", "scale", "skipped")
 
-        Ranks that hold the same shard count it once: each contributes its part of the squares.
-        """
-        if self._loss_sum is None:
-            raise AssertionError("expected at least one backward in this window, got none")
-        mesh = self._state.mesh
-        device = device_of(mesh)  # which the collective needs, wherever loss and shards are
-        loss = self._loss_sum.to(device, torch.float64) / (self._num_micro_batches * mesh.size())
-        return loss, local_sum_of_squares(self._with_gradient(), device) / replicate_size(mesh)
+    def __init__(self, loss: torch.Tensor, norm: torch.Tensor, scale: float, skipped: bool) -> None:
+        self.loss = loss  # 0-D fp64: the mean over ranks
+        self.norm = norm  # 0-D fp32: unscaled, before clipping
+        self.scale = scale
+        self.skipped = skipped

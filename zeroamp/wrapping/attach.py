@@ -19,10 +19,10 @@ from zeroamp.hooks.collectives.exit_pause import pause_before_exit
 from zeroamp.hooks.collectives.reduce_scatter import ReceiveBuffers
 from zeroamp.hooks.guards import BackwardGuard, attach_safe_module_guard
 from zeroamp.hooks.observers.ranges import UnitRanges
-from zeroamp.hooks.precision.autocast import AutocastHook
+from zeroamp.hooks.precision.autocast import enter_autocast, refuse_autocast, warn_of_other_autocast
 from zeroamp.hooks.precision.fp32_regions import Fp32Region
-from zeroamp.hooks.precision.outer_autocast import OuterAutocastGuard
 from zeroamp.hooks.precision.shared_casts import SharedCasts, linears_that_may_share
+from zeroamp.hooks.root_forward import reshard_after_no_grad
 from zeroamp.hooks.typed_groups import attach_typed_group
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.accumulation import sharded_accumulation
@@ -54,8 +54,7 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     if policy.ranges != "off":
         for fqn in (fqn for unit in ("", *state.plan.units) for fqn in state.plan.modules_of(unit)):
             state.handles += UnitRanges(state.ranges, fqn).attach(model.get_submodule(fqn))
-    state.handles += state.evaluation.attach(model)
-    state.handles += state.watch.attach(model)
+    _attach_root_forward(model, state)
     # Under autocast fp32 may come out of a region: the ops after it cast as they need.
     output_dtype = None if policy.mode == "autocast" else policy.low_dtype
     for fqn in state.plan.fp32_regions.modules:
@@ -63,16 +62,23 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     if policy.mode == "autocast":
         _guard_safe_modules(model, state)
         state.handles += share_casts(model, state.plan, state.mesh.device_type)
-        state.autocast = AutocastHook(state.mesh.device_type, policy.gather_dtype)
-        state.handles += state.autocast.attach(model)
-    elif policy.external_autocast == "error":
-        state.outer_autocast = OuterAutocastGuard(state.mesh.device_type, policy.mode)
-        state.handles.append(state.outer_autocast.attach(model))
-    if reasons := _needs_train_step(policy):
-        state.guard = BackwardGuard(reasons)
-        state.handles.append(state.guard.attach(model))
     if (dtype := sharded_accumulation(policy)) != torch.float32:
         state.shard_accumulator = ShardAccumulator(dtype, state.mesh.device_type)
+
+
+def _attach_root_forward(model: nn.Module, state: WrapState) -> None:
+    """Fill the list of what runs around the root's forward, and register it."""
+    policy, forward, device_type = state.plan.policy, state.root_forward, state.mesh.device_type
+    forward.add("reshard", reshard_after_no_grad(model))
+    if policy.mode == "autocast":
+        forward.add("outer autocast", warn_of_other_autocast(device_type, policy.gather_dtype))
+        forward.add("autocast", enter_autocast(device_type, policy.gather_dtype))
+    elif policy.external_autocast == "error":
+        forward.add("outer autocast", refuse_autocast(device_type, policy.mode))
+    if reasons := _needs_train_step(policy):
+        state.guard = BackwardGuard(reasons)
+        forward.on_output(state.guard.watch)
+    state.handles += forward.attach(model)
 
 
 def _needs_train_step(policy: Policy) -> str:

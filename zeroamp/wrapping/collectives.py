@@ -7,11 +7,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks.collectives.all_gather import CountingAllGather
 from zeroamp.hooks.collectives.reduce_scatter import ReceiveBuffers, WireReduceScatter
+from zeroamp.hooks.collectives.traffic import ReduceOp
 from zeroamp.planning.groups import GroupPlan
 from zeroamp.planning.mesh import replicate_size, shard_size
 from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.policy import Policy
-from zeroamp.recovery.call_log import ReduceOp
 from zeroamp.wrapping.state import WrapState
 
 
@@ -21,9 +21,9 @@ def attach_collectives(module: FSDPModule, group: GroupPlan, state: WrapState, b
     Through FSDP2's public setters. The all-reduce over replicas stays FSDP2's own, in the dtype that the reduce-scatter
     leaves: fp32, or a native bf16 wire's. It is only counted and logged, after the fact, and named.
     """
-    policy, mesh, traffic, calls = state.plan.policy, state.mesh, state.traffic, state.calls
+    policy, mesh, traffic, listeners = state.plan.policy, state.mesh, state.traffic, state.listeners
     module.set_custom_all_gather(
-        CountingAllGather(group_name=group.name, traffic=traffic, calls=calls, ranges=state.ranges)
+        CountingAllGather(group_name=group.name, traffic=traffic, listeners=listeners, ranges=state.ranges)
     )
     reduction = WireReduceScatter(
         wire_dtype=group.wire,
@@ -32,7 +32,7 @@ def attach_collectives(module: FSDPModule, group: GroupPlan, state: WrapState, b
         is_replicated=replicate_size(mesh) > 1,
         group_name=group.name,
         traffic=traffic,
-        calls=calls,
+        listeners=listeners,
         buffers=buffers,
         ranges=state.ranges,
     )
@@ -43,7 +43,8 @@ def attach_collectives(module: FSDPModule, group: GroupPlan, state: WrapState, b
         def count(reduced: torch.Tensor) -> None:
             reduction.end_all_reduce()
             traffic.count("all_reduce", reduced, group.name)
-            calls.add("all_reduce", reduced, group.name, replicas, op)
+            for listener in listeners:
+                listener.on_collective("all_reduce", reduced, group.name, replicas, op)
 
         module.set_all_reduce_hook(count)
 

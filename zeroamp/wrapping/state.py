@@ -1,28 +1,25 @@
 """What `wrap_model` leaves on a model for the step and the reports."""
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
-from zeroamp.checkpoint.background import Saving
 from zeroamp.hooks._torch.fsdp import release
 from zeroamp.hooks.collectives.accumulation import ShardAccumulator
-from zeroamp.hooks.collectives.traffic import Traffic
+from zeroamp.hooks.collectives.traffic import CollectiveListener, Traffic
 from zeroamp.hooks.guards import BackwardGuard
 from zeroamp.hooks.observers.communication import CommunicationWatch
 from zeroamp.hooks.observers.ranges import Ranges
-from zeroamp.hooks.precision.autocast import AutocastHook
 from zeroamp.hooks.precision.fp32_regions import Fp32Region
-from zeroamp.hooks.precision.outer_autocast import OuterAutocastGuard
-from zeroamp.hooks.reshard_after_no_grad import ReshardAfterEvaluation
+from zeroamp.hooks.root_forward import RootForward
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.errors import WrapError, describe
-from zeroamp.recovery.call_log import CallLog
-from zeroamp.recovery.forward_watch import ForwardWatch
 from zeroamp.wrapping.rank_group import Agreement
 
 _ATTRIBUTE = "_zeroamp_state"
@@ -41,29 +38,28 @@ class WrapState:
     """Names what runs in traces."""
     holders: dict[str, FSDPModule] = field(default_factory=dict)
     """Group name -> holder, for the groups that are not a unit's own."""
-    calls: CallLog = field(default_factory=CallLog)
-    """The collectives of this window, on this rank."""
-    watch: ForwardWatch = field(init=False)
+    listeners: list[CollectiveListener] = field(default_factory=list)
+    """Called with each collective of a group after it was issued."""
+    root_forward: RootForward = field(default_factory=RootForward)
+    """What runs around the root's forward."""
     communication: CommunicationWatch = field(init=False)
-    autocast: AutocastHook | None = None
-    evaluation: ReshardAfterEvaluation = field(default_factory=ReshardAfterEvaluation)
-    outer_autocast: OuterAutocastGuard | None = None
     guard: BackwardGuard | None = None
     fp32_regions: list[Fp32Region] = field(default_factory=list)
     shard_accumulator: ShardAccumulator | None = None
     handles: list[RemovableHandle] = field(default_factory=list)
-    is_rehearsing: bool = False
-    """Whether what runs is a window that leaves no trace, see `zeroamp.ledger.observed_step`."""
-    saving: Saving = field(default_factory=Saving)
+    is_observed: bool = False
+    """Whether what runs is an observed step, which leaves no trace: see `ledger/observed_step.py`."""
 
     def __post_init__(self) -> None:
-        self.watch = ForwardWatch(self.calls)
         self.communication = CommunicationWatch(self.root)
 
 
-def record_state(model: nn.Module, state: WrapState) -> None:
-    """Leave `state` on the wrapped root."""
-    setattr(model, _ATTRIBUTE, state)
+def record_state(model: nn.Module, state: WrapState | None) -> None:
+    """Leave `state` on the wrapped root; None takes it away."""
+    if state is None:
+        delattr(model, _ATTRIBUTE)
+    else:
+        setattr(model, _ATTRIBUTE, state)
 
 
 def wrap_state(model: nn.Module) -> WrapState:
@@ -80,6 +76,14 @@ def wrap_state(model: nn.Module) -> WrapState:
             )
         )
     return state
+
+
+def autocast_of(state: WrapState) -> AbstractContextManager[object]:
+    """Return the autocast of the config: what the model's forward runs under; of other modes, a context of nothing."""
+    policy = state.plan.policy
+    if policy.mode != "autocast":
+        return nullcontext()
+    return torch.autocast(state.mesh.device_type, dtype=policy.gather_dtype)
 
 
 def agreement_of(state: WrapState) -> Agreement:

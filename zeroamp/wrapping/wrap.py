@@ -2,14 +2,12 @@
 
 import logging
 import time
-from contextlib import nullcontext
-from functools import wraps
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.hooks.observers.ranges import Ranges
@@ -100,36 +98,8 @@ def register_forward_method(model: nn.Module, method_name: str) -> None:
     groups nor autocast.
     """
     state = wrap_state(model)
-    method = getattr(model, method_name)
     at_root = [holder for group in state.plan.groups if not group.unit and (holder := state.holders.get(group.name))]
-    hooks = [typed_group_hooks(holder) for holder in at_root]
-
-    @wraps(method)
-    def inside(*args: Any, **kwargs: Any) -> Any:
-        for pre_forward, _ in hooks:
-            args, kwargs = pre_forward(model, args, kwargs)
-        with nullcontext() if state.autocast is None else state.autocast.context():
-            output = method(*args, **kwargs)
-        if state.guard is not None:
-            state.guard.watch(output)
-        for _, post_forward in reversed(hooks):
-            output = post_forward(model, args, output)
-        return output
-
-    setattr(model, method_name, inside)
-    register_fsdp_forward_method(model, method_name)
-    registered = getattr(model, method_name)
-
-    @wraps(method)
-    def outside(*args: Any, **kwargs: Any) -> Any:
-        if state.autocast is not None:
-            state.autocast.look_around()
-        if state.outer_autocast is not None:
-            state.outer_autocast.check()
-        with state.watch.running(), state.evaluation.running():
-            return registered(*args, **kwargs)
-
-    setattr(model, method_name, outside)
+    state.root_forward.register_method(model, method_name, [typed_group_hooks(holder) for holder in at_root])
 
 
 def _refuse_unusable(model: object) -> None:

@@ -1,0 +1,200 @@
+"""Everything that runs around the root's forward, in one order.
+
+| order | place | when | what |
+|---|---|---|---|
+| 1 | "report" | outermost, with gradients | a `RunReport` measures the time and counts tokens |
+| 2 | "outer autocast" | every forward | the caller's own `torch.autocast` is compared with the config |
+| 3 | "recovery" | outermost | an exception is noted; a forward after one is refused |
+| 4 | "autocast" | every forward | `torch.autocast` of the config is entered |
+| 5 | "reshard" | outermost, without gradients | all groups are resharded when the forward ends |
+| 6 | (FSDP2) | every forward | FSDP2 unshards the root, then the typed groups of the root unshard |
+| 7 | (model) | every forward | the model's own forward |
+
+Places 1 to 5 hold context managers. They are entered in this order before FSDP2's hooks, and left in the reverse order
+after them, also where the forward raised. Methods from `register_forward_method` run inside the same list.
+A forward inside a forward (`generate` calls the model) is not outermost.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.utils.hooks import RemovableHandle
+
+from zeroamp.hooks._torch.dispatch import untraced
+from zeroamp.hooks._torch.fsdp import PostForward, PreForward, release
+
+Place = Literal["report", "outer autocast", "recovery", "autocast", "reshard"]
+PLACES: tuple[Place, ...] = get_args(Place)
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardCall:
+    """One call of the root's forward, or of a method that is registered as one."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    is_outermost: bool
+    """Whether no other forward of the same root is running."""
+
+
+Around = Callable[[ForwardCall], AbstractContextManager[Any] | None]
+"""Returns what one call runs inside of, or None. What it raises, the call raises before anything is unsharded."""
+
+
+class _AbandonedError(Exception):
+    """Thrown into context managers of forwards that ended without their hooks."""
+
+
+class RootForward:
+    """The ordered list of context managers around the forward of one root."""
+
+    def __init__(self) -> None:
+        self._by_place: dict[Place, list[Around]] = {place: [] for place in PLACES}
+        self._arounds: tuple[Around, ...] = ()
+        self._open: list[tuple[ExitStack, BaseException | None] | None] = []
+        """One entry per running forward, outermost first: what to leave, and the exception that was being handled when
+        the forward began. None while its context managers are entered."""
+        self._output_hooks: list[Callable[[object], None]] = []
+        self._methods: dict[str, Any] = {}
+        """Name of a registered method -> the attribute of the instance that it replaced, None for none."""
+
+    @property
+    def depth(self) -> int:
+        """How many forwards are running, one inside the other."""
+        return len(self._open)
+
+    def add(self, place: Place, around: Around) -> None:
+        """Run later forwards inside `around` too, after others of the same place."""
+        self._by_place[place].append(around)
+        self._sort()
+
+    def remove(self, place: Place, around: Around) -> None:
+        """Undo `add`."""
+        self._by_place[place].remove(around)
+        self._sort()
+
+    def _sort(self) -> None:
+        self._arounds = tuple(around for place in PLACES for around in self._by_place[place])
+
+    def on_output(self, hook: Callable[[object], None]) -> None:
+        """Call `hook` with each output before FSDP2's own hook sees it."""
+        self._output_hooks.append(hook)
+
+    def attach(self, root: nn.Module) -> list[RemovableHandle]:
+        """Register on `root`, once, after `fully_shard` and all typed groups; return the handles."""
+        return [
+            root.register_forward_pre_hook(
+                lambda _module, args, kwargs: self._enter(args, kwargs), prepend=True, with_kwargs=True
+            ),
+            root.register_forward_hook(lambda _module, _args, output: self._see_output(output), prepend=True),
+            # Last, and called where the forward raised, too.
+            root.register_forward_hook(lambda _module, _args, _output: self._leave(), prepend=False, always_call=True),
+        ]
+
+    def register_method(self, root: nn.Module, name: str, groups: list[tuple[PreForward, PostForward]]) -> None:
+        """Let `root.name(...)` run as `forward` does. `groups` are the hooks of the typed groups of the root.
+
+        Builds on FSDP2's `register_fsdp_forward_method`, which knows neither typed groups nor this list.
+        """
+        method = getattr(root, name)
+        self._methods.setdefault(name, vars(root).get(name))
+
+        @wraps(method)
+        def inside(*args: Any, **kwargs: Any) -> Any:
+            for pre_forward, _ in groups:
+                args, kwargs = pre_forward(root, args, kwargs)
+            output = method(*args, **kwargs)
+            self._see_output(output)
+            for _, post_forward in reversed(groups):
+                output = post_forward(root, args, output)
+            return output
+
+        setattr(root, name, inside)
+        register_fsdp_forward_method(root, name)
+        registered = getattr(root, name)
+
+        @wraps(method)
+        def outside(*args: Any, **kwargs: Any) -> Any:
+            self._enter(args, kwargs)
+            try:
+                return registered(*args, **kwargs)
+            finally:
+                self._leave()
+
+        setattr(root, name, outside)
+
+    def restore_methods(self, root: nn.Module) -> None:
+        """Undo `register_method`."""
+        for name, before in self._methods.items():
+            delattr(root, name)
+            if before is not None:
+                setattr(root, name, before)
+        self._methods.clear()
+
+    def reset(self) -> None:
+        """Leave the context managers of forwards that ended without their hooks: a KeyboardInterrupt calls none."""
+        while self._open:
+            entry = self._open.pop()
+            if entry is not None:
+                with suppress(_AbandonedError):
+                    _leave(entry[0], _AbandonedError())
+
+    @untraced
+    def _enter(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        call = ForwardCall(args, kwargs, is_outermost=not self._open)
+        # There before anything raises: torch calls `_leave` then, too.
+        self._open.append(None)
+        with ExitStack() as entered:
+            for around in self._arounds:
+                if (context := around(call)) is not None:
+                    entered.enter_context(context)
+            self._open[-1] = entered.pop_all(), sys.exception()
+
+    @untraced
+    def _leave(self) -> None:
+        entry = self._open.pop() if self._open else None
+        if entry is not None:
+            stack, handled_before = entry
+            error = sys.exception()
+            _leave(stack, error if error is not handled_before else None)
+
+    @untraced
+    def _see_output(self, output: object) -> None:
+        for hook in self._output_hooks:
+            hook(output)
+
+
+def _leave(stack: ExitStack, error: BaseException | None) -> None:
+    if error is None:
+        stack.close()
+    else:
+        stack.__exit__(type(error), error, error.__traceback__)
+
+
+def reshard_after_no_grad(root: nn.Module) -> Around:
+    """Return what reshards every group of `root` after an outermost forward with gradients off. All groups must exist.
+
+    At stages 0 to 2, and for the root at stage 3, FSDP2 keeps parameters unsharded after a forward, for the backward.
+    After a forward without gradients no backward comes: an optimizer step would update shards behind stale unsharded
+    copies, and an optimizer built at that moment would hold the copies and train nothing. An all-gather that was
+    started ahead of a unit that then did not run is released too: a later forward would take it for current.
+    """
+    units = [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+    @contextmanager
+    def around() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            if not torch.is_grad_enabled():
+                for unit in units:
+                    release(unit)
+
+    return lambda call: around() if call.is_outermost else None

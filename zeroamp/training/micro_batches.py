@@ -1,0 +1,154 @@
+"""`MicroBatches`: the micro-batches of one optimizer step, from the first backward to gradients on the shards.
+
+`TrainStep` and the observed step of `Ledger.verify` both drive one.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from zeroamp.hooks._torch.fsdp import complete_accumulation, discard_unsharded_gradients, modules_to_run
+from zeroamp.policies.errors import StepError
+from zeroamp.wrapping.state import WrapState, reshard
+
+Where = Literal["forward", "evaluation", "backward", "step", "the training loop", "optimizer.step", "recovery"]
+RESTART = "Restart from the last checkpoint."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """What raised on this rank. The text only: an exception would keep the tensors of its frames alive."""
+
+    where: Where
+    """"evaluation" is a forward without gradients, "the training loop" what is not the model's or the step's."""
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.where} ({self.text})"
+
+    @property
+    def can_be_recovered(self) -> bool:
+        """Whether parameters and process groups are known to be whole."""
+        return self.where not in ("optimizer.step", "recovery")
+
+
+def describe_error(error: BaseException | None) -> str:
+    """Return an error's class and text, for another rank."""
+    return "an error that was handled before recover()" if error is None else f"{type(error).__name__}: {error}"
+
+
+class MicroBatches:
+    """Counts the micro-batches of one optimizer step, and runs their backwards with the flags of the ZeRO stage."""
+
+    def __init__(self, state: WrapState) -> None:
+        self.num_done = 0
+        """Backwards of this optimizer step."""
+        self.is_complete = False
+        """Whether the last micro-batch was one of them: gradients are reduced."""
+        self.failure: Failure | None = None
+        """The first exception since the last `clear_failure`: later ones follow from it."""
+        self.remedy = f"{RESTART} To go on after such an error, set zeroamp.recovery to true."
+        """What to do about a failure."""
+        self.units = [module for module in state.root.modules() if isinstance(module, FSDPModule)]
+        self._state = state
+        # Not the model, which may be a module that torch.compile put around it.
+        self._root = cast(FSDPModule, state.root)
+        reshard(self.units)
+        self.parameters = list(state.root.parameters())
+        """The sharded parameters. While a group is unsharded `model.parameters()` yields others, without gradients."""
+
+    def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
+        """Run the backward of one micro-batch, of a `loss` that is scaled and divided already."""
+        if self._state.shard_accumulator is not None:
+            self._state.shard_accumulator.watch(self.parameters)
+        self._set_flags(is_first=self.num_done == 0, is_last=is_last)
+        guard = self._state.guard
+        if guard is not None:
+            guard.armed = True
+        try:
+            with self._state.ranges.inside("backward"):
+                loss.backward()  # type: ignore[no-untyped-call]
+                for unit in self.units:
+                    modules_to_run(unit).clear()
+        finally:
+            if guard is not None:
+                guard.armed = False
+        self.num_done += 1
+        self.is_complete = is_last
+
+    def _set_flags(self, *, is_first: bool, is_last: bool) -> None:
+        """Set what FSDP2 does in the backward of the first, the last or another micro-batch of an optimizer step.
+
+        Stages 0 and 1 reduce once per optimizer step. Stages 0 to 2 keep parameters unsharded until its end; stage 3
+        only those of the model-wide group, which the next forward would unshard first. docs/precision.md has the table.
+        """
+        stage = self._state.plan.policy.stage
+        if is_last and stage < 2 and not is_first:
+            for unit in self.units:
+                complete_accumulation(unit)
+        self._root.set_is_last_backward(is_last)
+        self._root.set_requires_gradient_sync(is_last or stage >= 2)
+        self._root.set_reshard_after_backward(is_last or stage == 3)
+        for group in self._state.plan.groups:
+            if group.kind == "model-wide":
+                self._state.holders[group.name].set_reshard_after_backward(is_last, recurse=False)
+
+    def finish(self) -> None:
+        """Put the sharded parameters back, and all gradients of the step onto them as sharded fp32 DTensors."""
+        reshard(self.units)  # after a backward they are; after an evaluation in between they may not be
+        if self._state.shard_accumulator is not None:
+            self._state.shard_accumulator.flush()
+
+    def with_gradient(self) -> list[nn.Parameter]:
+        """Return the parameters that have a gradient."""
+        return [parameter for parameter in self.parameters if parameter.grad is not None]
+
+    def end(self) -> None:
+        """Discard the gradients; the next backward begins an optimizer step."""
+        if self._state.shard_accumulator is not None:
+            self._state.shard_accumulator.drop()
+        for parameter in self.parameters:  # also those that no optimizer holds
+            parameter.grad = None
+        self.num_done, self.is_complete = 0, False
+
+    def discard(self) -> None:
+        """Give up an optimizer step, also midway: no gradient is left, sharded or unsharded."""
+        if self.num_done > 0:
+            for unit in self.units:
+                discard_unsharded_gradients(unit)
+            reshard(self.units)
+        self._set_flags(is_first=True, is_last=True)
+        self.end()
+
+    @contextmanager
+    def noting(self, where: Where) -> Iterator[None]:
+        """Note what raises inside, and let it go on."""
+        try:
+            yield
+        except BaseException as error:
+            self.note(where, error)
+            raise
+
+    def note(self, where: Where, error: BaseException) -> None:
+        """Note an exception, unless there is one already."""
+        if self.failure is None:
+            self.failure = Failure(where=where, text=describe_error(error))
+
+    def refuse_after_failure(self, method: str) -> None:
+        """Raise StepError if something raised since the last `clear_failure`."""
+        if self.failure is not None:
+            remedy = self.remedy if self.failure.can_be_recovered else RESTART
+            raise StepError(f"{method} was called after an earlier failure in {self.failure}. {remedy}")
+
+    def refuse_unfinished(self, method: str) -> None:
+        """Raise StepError between the first backward of an optimizer step and its end."""
+        if self.num_done > 0:
+            raise StepError(
+                f"{method} was called after {self.num_done} micro-batches of an optimizer step. Call it between two "
+                "optimizer steps, after step() returned a report."
+            )

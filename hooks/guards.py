@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zeroamp.policies.errors import PrecisionError, StepError, describe
+from zeroamp.policies.errors import PrecisionError, StepError
 
 
 def attach_safe_module_guard(module: nn.Module, fqn: str, device_type: str) -> RemovableHandle:
@@ -17,12 +17,9 @@ def attach_safe_module_guard(module: nn.Module, fqn: str, device_type: str) -> R
     def check(module: nn.Module, _args: Any) -> None:
         if not torch.is_autocast_enabled(device_type):
             raise PrecisionError(
-                describe(
-                    fqn,
-                    f"a {type(module).__name__} that runs with autocast off, and whose parameters were gathered low",
-                    "safe modules under the config's autocast only",
-                    "Leave its class out of torch_autocast.lower_precision_safe_modules: it is then gathered in fp32.",
-                )
+                f"{fqn} (a {type(module).__name__}) ran with autocast off, but its parameters are all-gathered in "
+                "low precision. Leave its class out of torch_autocast.lower_precision_safe_modules: its parameters "
+                "then stay fp32."
             )
 
     return module.register_forward_pre_hook(check)
@@ -52,12 +49,8 @@ class BackwardGuard:
     def _check(self, _grad: torch.Tensor) -> None:
         if not self.armed:
             raise StepError(
-                describe(
-                    "backward",
-                    f"loss.backward() with {self.reason}",
-                    "zeroamp.TrainStep(model, optimizer).backward(loss), then .step()",
-                    "A plain backward would leave that part of the config out.",
-                )
+                f"loss.backward() was called, but the config has {self.reason}, which a plain backward leaves out. "
+                "Call zeroamp.TrainStep(model, optimizer).backward(loss), then .step()."
             )
 
 

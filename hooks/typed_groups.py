@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroamp.hooks._torch.dispatch import untraced
 from zeroamp.hooks._torch.fsdp import PostForward, PreForward, forward_hooks, modules_to_run
-from zeroamp.policies.errors import WrapError, describe
+from zeroamp.policies.errors import WrapError
 
 HOLDER_NAME = "_zeroamp_group"
 
@@ -43,12 +43,8 @@ class Holder(nn.Module):
     def forward(self, *_args: object, **_kwargs: object) -> None:
         """Raise: something iterates over the children of the module that this holder hangs in, and calls them."""
         raise WrapError(
-            describe(
-                self.group_name,
-                "a call of the module that keeps a group's state",
-                "calls of the model's own modules",
-                f"Skip children whose name starts with {HOLDER_NAME}, or put the modules to call into a list.",
-            )
+            f"{HOLDER_NAME} was called. It only holds the FSDP state of the group {self.group_name}: skip children "
+            f"whose name starts with {HOLDER_NAME}, or put the modules to call into a list."
         )
 
     def extra_repr(self) -> str:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zeroamp.policies.errors import StepError, describe
+from zeroamp.policies.errors import StepError
 
 
 class Scheduler(Protocol):
@@ -32,12 +32,8 @@ def refuse_metric(scheduler: Scheduler | None) -> None:
     """Raise StepError for a scheduler whose step needs an argument."""
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise StepError(
-            describe(
-                "TrainStep(scheduler=)",
-                "ReduceLROnPlateau, whose step needs a metric",
-                "a scheduler whose step() takes no argument",
-                "Leave it out here and call its step(metric) after each evaluation.",
-            )
+            "TrainStep(scheduler=) was given ReduceLROnPlateau, whose step needs a metric. Leave it out here, and "
+            "call its step(metric) after each evaluation."
         )
 
 

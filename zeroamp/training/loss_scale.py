@@ -62,13 +62,10 @@ class LossScaler:
         self._norms.append(value)
         if overflow and self.config.is_exhausted(self.state):
             raise StepError(
-                describe(
-                    f"TrainStep.step after {num_steps} optimizer steps",
-                    f"an overflow at the loss scale {self.scale:g}, fp16.min_loss_scale {self.config.minimum:g}; "
-                    f"last gradient norms {[f'{norm:g}' for norm in self._norms]}",
-                    "gradients that are finite in float16",
-                    "Lower the learning rate or fp16.min_loss_scale, look for bad batches, or train in bfloat16.",
-                )
+                f"A gradient overflowed at the loss scale {self.scale:g}, which is fp16.min_loss_scale "
+                f"{self.config.minimum:g}, after {num_steps} optimizer steps; the last gradient norms were "
+                f"{', '.join(f'{norm:g}' for norm in self._norms)}. Lower the learning rate or fp16.min_loss_scale, "
+                "look for bad batches, or train in bfloat16."
             )
         self.state = self.config.after(self.state, overflow=overflow)
         self._grad_scaler.update(self.state.scale)
@@ -89,10 +86,10 @@ class LossScaler:
         if state["kind"] != self._kind or (self._kind == "fixed" and values["scale"] != self.config.initial):
             raise StepError(
                 describe(
-                    "TrainStep.load_state_dict",
-                    f"the state of a {state['kind']} loss scale at {values['scale']:g}",
-                    f"a {self._kind} one, as the config says"
-                    + (f", at {self.scale:g}" if self._kind == "fixed" else ""),
+                    "loss_scale in TrainStep.load_state_dict",
+                    f"of a {state['kind']} scale at {values['scale']:g}",
+                    f"of a {self._kind} scale{f' at {self.scale:g}' if self._kind == 'fixed' else ''}, as in the "
+                    "config",
                     'To start with the config\'s scale, leave "loss_scale" out of the state.',
                 )
             )

@@ -8,7 +8,6 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from zeroamp.policies import ConfigError, Policy, policy_from_config
-from zeroamp.policies.errors import describe
 from zeroamp.policies.schema import AdamParams, SGDParams
 
 PolicyLike = Policy | Mapping[str, Any] | str | os.PathLike[str]
@@ -31,12 +30,8 @@ def optimizer_from_config(cfg: PolicyLike, params: ParamsT, /, **auto: Any) -> t
     block = policy_of(cfg, auto).optimizer
     if block is None:
         raise ConfigError(
-            describe(
-                "optimizer",
-                "no such key",
-                'a block such as {"type": "AdamW", "params": {"lr": 1e-3}}',
-                "Add it, or build the optimizer yourself.",
-            )
+            'The config has no "optimizer". Add it, such as {"type": "AdamW", "params": {"lr": 1e-3}}, or build the '
+            "optimizer yourself."
         )
     if isinstance(block.params, SGDParams):
         return _sgd(block.params, params)
@@ -54,7 +49,7 @@ def policy_of(cfg: PolicyLike, auto: Mapping[str, Any]) -> Policy:
     if auto:
         names = ", ".join(sorted(auto))
         raise ConfigError(
-            describe(names, "values beside a Policy", "a Policy alone", "Give them to policy_from_config instead.")
+            f"{names} was given beside a Policy, whose values are settled. Give it to policy_from_config instead."
         )
     return cfg
 

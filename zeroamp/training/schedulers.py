@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from zeroamp.policies import ConfigError, StepError, learning_rate
-from zeroamp.policies.errors import describe
 from zeroamp.policies.schema import SchedulerBlock
 from zeroamp.training.optimizers import PolicyLike, policy_of
 
@@ -59,12 +58,8 @@ class CurveLR(torch.optim.lr_scheduler.LRScheduler):
         num_groups = len(self.curves)
         if set(state_dict) != {"last_epoch", "base_lrs"} or len(state_dict["base_lrs"]) != num_groups:
             raise StepError(
-                describe(
-                    "scheduler.load_state_dict",
-                    f"{state_dict!r}",
-                    f"last_epoch, and base_lrs for {num_groups} param groups",
-                    "Load what state_dict() of the same scheduler returned.",
-                )
+                f"scheduler.load_state_dict got {state_dict!r}, but needs last_epoch, and base_lrs for {num_groups} "
+                "param groups. Load what state_dict() of the same scheduler returned."
             )
         self.last_epoch, self.base_lrs = state_dict["last_epoch"], list(state_dict["base_lrs"])
         self._apply()
@@ -100,12 +95,8 @@ def scheduler_from_config(cfg: PolicyLike, optimizer: torch.optim.Optimizer, /, 
     block = policy_of(cfg, auto).scheduler
     if block is None:
         raise ConfigError(
-            describe(
-                "scheduler",
-                "no such key",
-                'a block such as {"type": "WarmupLR", "params": {"warmup_num_steps": 100}}',
-                "Add it, or build the scheduler yourself.",
-            )
+            'The config has no "scheduler". Add it, such as {"type": "WarmupLR", "params": {"warmup_num_steps": '
+            "100}}, or build the scheduler yourself."
         )
     _check_fits(block, optimizer)
     return CurveLR(optimizer, [_curve(block, index) for index in range(len(optimizer.param_groups))])
@@ -126,19 +117,11 @@ def _check_fits(block: SchedulerBlock, optimizer: torch.optim.Optimizer) -> None
     for key, value in block.params:
         if isinstance(value, tuple) and len(value) != num_groups:
             raise ConfigError(
-                describe(
-                    f"scheduler.params.{key}",
-                    f"{len(value)} values for an optimizer of {num_groups} param groups",
-                    "one number, or one per param group",
-                    "Write one value for each param group, in their order.",
-                )
+                f"scheduler.params.{key} has {len(value)} values, but the optimizer has {num_groups} param groups. "
+                "Write one number, or one per param group in their order."
             )
     if getattr(block.params, "cycle_momentum", False) and "betas" not in optimizer.defaults:
         raise ConfigError(
-            describe(
-                "scheduler.params.cycle_momentum",
-                f"true with {type(optimizer).__name__}, which has no betas",
-                "false, or an optimizer with betas such as AdamW",
-                'Write "cycle_momentum": false. DeepSpeed leaves the momentum alone there, too.',
-            )
+            f"scheduler.params.cycle_momentum is true, but {type(optimizer).__name__} has no betas. Write false, or "
+            "use an optimizer with betas such as AdamW. DeepSpeed leaves the momentum alone there, too."
         )

@@ -95,7 +95,9 @@ class TrainStep:
         """Those of the current optimizer step."""
         if len(self.schedulers) != len(self.optimizers):
             found = f"{len(self.schedulers)} for {len(self.optimizers)} optimizers"
-            raise StepError(describe("TrainStep(scheduler=)", found, "one per optimizer", "Pass None for none."))
+            raise StepError(
+                f"TrainStep(scheduler=) has {found}. Pass one scheduler per optimizer, and None for those without."
+            )
         for each in self.schedulers:
             refuse_metric(each)
         refuse_foreign(self.optimizers, self.micro_batches.parameters)
@@ -397,12 +399,8 @@ class TrainStep:
         """
         if self.recovery is None:
             raise StepError(
-                describe(
-                    "zeroamp.recovery",
-                    "false",
-                    "true for TrainStep.recover",
-                    'Write "zeroamp": {"recovery": true} in the config. This run can go on from its last checkpoint.',
-                )
+                'TrainStep.recover needs "zeroamp": {"recovery": true} in the config, but it is false. This run can '
+                "go on from its last checkpoint."
             )
         num_left = 0
         if self.recovery.is_cut_short and not self._is_ended_by_caller:

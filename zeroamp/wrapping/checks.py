@@ -33,12 +33,9 @@ def check_plans_agree(plan: Plan, mesh: DeviceMesh) -> None:
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
     if int(bounds[0]) != -int(bounds[1]):
         raise WrapError(
-            describe(
-                "wrap_model",
-                "a plan of units and dtypes that differs between ranks",
-                "the same model, policy, wrap policy and example inputs on all ranks",
-                'With safe modules "auto", pass one fixed example_inputs: what a run reaches may depend on them.',
-            )
+            "wrap_model got plans of units and dtypes that differ between ranks. Pass the same model, policy, "
+            'auto_wrap_policy and example inputs on all ranks. With safe modules "auto", pass one fixed '
+            "example_inputs."
         )
 
 
@@ -61,12 +58,8 @@ def check_ranks_agree(model: nn.Module, mesh: DeviceMesh) -> None:
     differing = (largest != smallest).nonzero()
     if len(differing) > 0:
         raise WrapError(
-            describe(
-                named[int(differing[0])][0],
-                f"values that differ between ranks ({len(differing)} parameters do)",
-                "the same values on all ranks",
-                "Call torch.manual_seed with one seed on all ranks before building the model, or load one checkpoint.",
-            )
+            f"{named[int(differing[0])][0]} has values that differ between ranks ({len(differing)} parameters do). "
+            "Call torch.manual_seed with one seed on all ranks before building the model, or load one checkpoint."
         )
 
 
@@ -84,7 +77,7 @@ def check_torch(policy: Policy) -> None:
     }
     for key in (key for key, is_asked in asked.items() if is_asked and not has_reduction_options()):
         remedy = "Leave it out, or install a newer torch."
-        raise ConfigError(describe(key, f"torch {torch.__version__}", "torch 2.13 or newer, which has it", remedy))
+        raise ConfigError(f"{key} needs torch 2.13 or newer, but this is torch {torch.__version__}. {remedy}")
 
 
 def check_device(policy: Policy, device_type: str) -> None:
@@ -95,16 +88,19 @@ def check_device(policy: Policy, device_type: str) -> None:
     if policy.ranges == "nvtx" and device_type != "cuda":
         found = f'"nvtx" on device type {device_type}'
         remedy = 'Write "profiler": torch.profiler takes the ranges everywhere.'
-        raise ConfigError(describe("zeroamp.ranges", found, '"nvtx" on cuda only', remedy))
+        raise ConfigError(describe("zeroamp.ranges", found, '"profiler" or "off" without CUDA', remedy))
     if policy.low_dtype is None:
         return
     key = {"autocast": "torch_autocast.dtype", "bf16": "bf16.enabled", "fp16": "fp16.enabled"}[policy.mode]
     found = f"{short_name(policy.low_dtype)} on device type {device_type}"
     if policy.mode == "autocast" and not torch.amp.is_autocast_available(device_type):
-        valid = "a device type for which torch.amp.is_autocast_available() holds"
-        raise ConfigError(describe(key, f"{found}, which has no autocast", valid, "Use bf16 or fp16 instead."))
+        raise ConfigError(
+            f"{key} is {found}, which has no autocast (torch.amp.is_autocast_available). Use bf16 or fp16 instead."
+        )
     is_bf16_on_cuda = device_type == "cuda" and policy.low_dtype == torch.bfloat16
     if is_bf16_on_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
         name = torch.cuda.get_device_name()
-        valid = "float16, or a GPU of compute capability 8.0 or newer"
-        raise ConfigError(describe(key, f"{found} ({name}), which has no such arithmetic", valid, "Use float16."))
+        raise ConfigError(
+            f"{key} is {found} ({name}), which has no bfloat16 arithmetic: that takes compute capability 8.0 or "
+            "newer. Use float16."
+        )

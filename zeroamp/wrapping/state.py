@@ -19,7 +19,7 @@ from zeroamp.hooks.observers.ranges import Ranges
 from zeroamp.hooks.precision.fp32_regions import Fp32Region
 from zeroamp.hooks.root_forward import RootForward
 from zeroamp.planning.plan import Plan
-from zeroamp.policies.errors import WrapError, describe
+from zeroamp.policies.errors import WrapError
 from zeroamp.wrapping.rank_group import Agreement
 
 _ATTRIBUTE = "_zeroamp_state"
@@ -71,9 +71,8 @@ def wrap_state(model: nn.Module) -> WrapState:
     state = getattr(model, _ATTRIBUTE, None)
     if not isinstance(state, WrapState):
         raise WrapError(
-            describe(
-                "model", f"a {type(model).__name__} that is not wrapped", "what wrap_model returned", "Wrap it first."
-            )
+            f"The model (a {type(model).__name__}) is not wrapped. Call zeroamp.wrap_model first, and pass what it "
+            "returned."
         )
     return state
 

@@ -108,30 +108,19 @@ def _refuse_unusable(model: object) -> None:
     wrapped = next((fqn for fqn, module in model.named_modules() if isinstance(module, FSDPModule)), None)
     if wrapped is not None:
         raise WrapError(
-            describe(
-                wrapped or "the root",
-                "a module that fully_shard was applied to",
-                "a model that is not sharded yet",
-                "Wrap once.",
-            )
+            f"{wrapped or 'The root'} is sharded already: fully_shard or wrap_model was applied to it. Wrap a model "
+            "once, or call zeroamp.unwrap_model first."
         )
     meta = [fqn for fqn, parameter in model.named_parameters() if parameter.is_meta]
     real = [fqn for fqn, parameter in model.named_parameters() if not parameter.is_meta]
     if meta and real:
         raise WrapError(
-            describe(
-                meta[0],
-                f"a parameter on the meta device beside others that hold values, such as {real[0]}",
-                "all parameters on the meta device, or none",
-                "Give the new modules values first: module.to_empty(device=...), then module.reset_parameters().",
-            )
+            f"{meta[0]} is on the meta device, but other parameters hold values, such as {real[0]}. All must be on "
+            "the meta device, or none. Give new modules values first: module.to_empty(device=...), then "
+            "module.reset_parameters()."
         )
     if torch.is_inference_mode_enabled():
         raise WrapError(
-            describe(
-                "wrap_model",
-                "torch.inference_mode()",
-                "a call outside it",
-                "Parameters made in it cannot be updated: use torch.no_grad(), or nothing.",
-            )
+            "wrap_model was called inside torch.inference_mode(), where parameters are made that cannot be updated. "
+            "Use torch.no_grad() instead, or neither."
         )

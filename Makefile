@@ -62,6 +62,7 @@ bench-gpu: $(VENV)/.installed
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 
 # torch comes first and alone: a later, looser request for it then finds it installed and downloads nothing.

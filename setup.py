@@ -1,0 +1,22 @@
+"""Builds the package that pyproject.toml describes; refuses a tree whose links are missing.
+
+`zeroamp/hooks` and `zeroamp/policies` are symbolic links to the top-level folders. A zip download, or a checkout on
+Windows without `core.symlinks`, has small text files in their place: setuptools would build a package without them.
+"""
+
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+
+for name in ("hooks", "policies"):
+    if not (FOLDER / "zeroamp" / name / "__init__.py").is_file():
+        sys.exit(
+            f"zeroamp/{name} must be a symbolic link to ../{name} (or a copy of that folder), but is not. This tree was "
+            "made without symbolic links, by a zip download or a checkout with core.symlinks=false. Clone it with git on "
+            f"a system that has them, or build from the sdist. Or replace zeroamp/{name} by a copy of the folder {name}."
+        )
+
+from setuptools import setup  # noqa: E402
+
+setup()

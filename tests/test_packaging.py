@@ -1,0 +1,64 @@
+"""What a build takes in: the linked folders, or nothing."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from tests.measuring.sources import ROOT
+
+BUILD = ["pip", "wheel", "--quiet", "--no-deps", "--no-cache-dir", "--wheel-dir"]
+
+
+def _copy(folder, *, with_links):
+    """Copy what a build needs; without links, they become text files, as in a zip download."""
+    for name in ("zeroamp", "hooks", "policies"):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignore)
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "MANIFEST.in"):
+        shutil.copy(ROOT / name, folder / name)
+    for name in () if with_links else ("hooks", "policies"):
+        link = folder / "zeroamp" / name
+        target = str(link.readlink())
+        link.unlink()
+        link.write_text(target)
+
+
+def _run(folder, *command):
+    return subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=240)
+
+
+def test_a_tree_without_links_is_not_built(tmp_path):
+    _copy(tmp_path, with_links=False)
+    result = _run(tmp_path, "setup.py", "bdist_wheel")
+    assert result.returncode != 0
+    assert "zeroamp/hooks must be a symbolic link" in result.stderr
+    assert "core.symlinks=false" in result.stderr
+
+
+@pytest.mark.slow
+def test_a_wheel_from_a_zip_without_links_fails_with_the_reason(tmp_path):
+    _copy(tmp_path, with_links=False)
+    result = _run(tmp_path, "-m", *BUILD, "dist", ".")
+    assert result.returncode != 0
+    assert "zeroamp/hooks must be a symbolic link" in result.stdout + result.stderr
+    assert not list(tmp_path.glob("dist/*.whl"))
+
+
+@pytest.mark.slow
+def test_a_wheel_has_every_module(tmp_path):
+    _copy(tmp_path, with_links=True)
+    result = _run(tmp_path, "-m", *BUILD, "dist", ".")
+    assert result.returncode == 0, result.stderr
+    (wheel,) = tmp_path.glob("dist/*.whl")
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")}
+    layers = {"hooks": "zeroamp/hooks", "policies": "zeroamp/policies", "zeroamp": "zeroamp"}
+    files = {f"{inside}/{path.relative_to(ROOT / top)}" for top, inside in layers.items() for path in _files(top)}
+    assert packed == files
+
+
+def _files(top):
+    folder = ROOT / top
+    return [path for path in folder.rglob("*.py") if not any(parent.is_symlink() for parent in path.parents)]

@@ -1,0 +1,153 @@
+"""What runs around the root's forward: its order, and that all of it is left whatever raises."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from zeroamp.hooks import root_forward
+from zeroamp.hooks.root_forward import PLACES, RootForward
+
+
+class Calls(nn.Module):
+    """A root that logs its forward, may call itself, and may raise."""
+
+    def __init__(self, log, *, raises_at=None):
+        super().__init__()
+        self.log, self.raises_at = log, raises_at
+
+    def forward(self, depth=0):
+        if depth == self.raises_at:
+            raise ValueError("in the forward")
+        if depth:
+            self(depth - 1)
+        self.log.append("forward")
+        return depth
+
+
+def _around(log, name, raises=None):
+    @contextmanager
+    def context():
+        log.append(f"enter {name}")
+        if raises == "entering":
+            raise ValueError(f"entering {name}")
+        try:
+            yield
+        finally:
+            log.append(f"leave {name}")
+
+    return lambda call: context() if call.is_outermost else None
+
+
+def _all_places(log, **raises):
+    forward = RootForward()
+    for place in reversed(PLACES):  # the order of registration is not the order of running
+        forward.add(place, _around(log, place, raises.get(place.replace(" ", "_"))))
+    return forward
+
+
+def _expected(*places):
+    return [f"enter {place}" for place in places], [f"leave {place}" for place in reversed(places)]
+
+
+def test_the_order_is_the_table_of_the_docstring():
+    rows = [line.split("|")[2].strip() for line in root_forward.__doc__.splitlines() if line.startswith("| ")]
+    assert rows[1:6] == [f'"{place}"' for place in PLACES]
+    log = []
+    root = Calls(log)
+    _all_places(log).attach(root)
+    assert root(2) == 2
+    enters, leaves = _expected(*PLACES)
+    assert log == [*enters, *["forward"] * 3, *leaves]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_everything_is_left_when_the_forward_raises_at_any_depth(depth):
+    log = []
+    root = Calls(log, raises_at=depth)
+    forward = _all_places(log)
+    forward.attach(root)
+    for _ in range(2):
+        log.clear()
+        with pytest.raises(ValueError, match="in the forward"):
+            root(1)
+        enters, leaves = _expected(*PLACES)
+        assert log == [*enters, *leaves]
+        assert forward.depth == 0
+
+
+def test_what_was_entered_is_left_when_a_later_one_refuses():
+    log = []
+    root = Calls(log)
+    forward = _all_places(log, autocast="entering")
+    forward.attach(root)
+    for _ in range(2):
+        log.clear()
+        with pytest.raises(ValueError, match="entering autocast"):
+            root()
+        enters, leaves = _expected("report", "outer autocast", "recovery")
+        assert log == [*enters, "enter autocast", *leaves]
+        assert forward.depth == 0
+
+
+def test_a_context_sees_the_exception_of_the_forward_and_not_one_that_was_being_handled_before():
+    seen = []
+
+    @contextmanager
+    def context():
+        try:
+            yield
+        except BaseException as error:
+            seen.append(str(error))
+            raise
+
+    forward = RootForward()
+    forward.add("recovery", lambda _call: context())
+    fine, raising = Calls([]), Calls([], raises_at=0)
+    forward.attach(fine)
+    forward.attach(raising)
+    try:
+        raise KeyError("around")
+    except KeyError:
+        fine()
+        with pytest.raises(ValueError, match="in the forward"):
+            raising()
+    assert seen == ["in the forward"]
+
+
+def test_what_a_keyboard_interrupt_left_open_is_left_by_reset():
+    log = []
+    forward = _all_places(log)
+    forward._enter((), {})  # torch calls no hook after a KeyboardInterrupt
+    log.clear()
+    forward.reset()
+    assert log == _expected(*PLACES)[1]
+    assert forward.depth == 0
+
+
+def test_outputs_are_shown_unchanged_and_a_removed_context_is_not_entered():
+    log, outputs = [], []
+    root = Calls(log)
+    forward = RootForward()
+    around = _around(log, "report")
+    forward.add("report", around)
+    forward.on_output(outputs.append)
+    forward.attach(root)
+    forward.remove("report", around)
+    assert root(1) == 1
+    assert outputs == [0, 1]
+    assert log == ["forward"] * 2
+
+
+def test_a_context_may_be_for_training_only():
+    log = []
+    forward = RootForward()
+    forward.add("report", lambda call: _around(log, "report")(call) if torch.is_grad_enabled() else None)
+    root = Calls([])
+    forward.attach(root)
+    with torch.no_grad():
+        root()
+    assert log == []
+    root()
+    assert log == ["enter report", "leave report"]

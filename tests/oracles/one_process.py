@@ -31,6 +31,7 @@ def train(
     autocast: its dtype, or None for none. low_model: instead, run the whole model in this dtype, fp32 master weights.
     reduce_each: average over ranks after every micro-batch, then accumulate (stages 2 and 3), instead of accumulating
     on each rank and averaging once (stages 0 and 1).
+    accumulation: micro-batches per optimizer step, one number, or one per step.
     loss_scale: a fixed one, a power of two.
     num_replicas: neighbouring ranks share a shard group; their averages are then averaged over the replicas (HSDP).
     """
@@ -40,15 +41,13 @@ def train(
     model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)
     losses, norms = [], []
-    for step in range(num_steps):
+    counts = [accumulation] * num_steps if isinstance(accumulation, int) else accumulation
+    for step, count in enumerate(counts):
         by_rank = []
         for rank in range(world_size):
-            indices = [(step * accumulation + micro) * world_size + rank for micro in range(accumulation)]
+            indices = [(sum(counts[:step]) + micro) * world_size + rank for micro in range(count)]
             by_rank.append(
-                [
-                    _gradients(model, batch(name, i).to(device), accumulation / loss_scale, autocast, low_model)
-                    for i in indices
-                ]
+                [_gradients(model, batch(name, i).to(device), count / loss_scale, autocast, low_model) for i in indices]
             )
         losses.append([[loss for loss, _ in micros] for micros in by_rank])
         gradients = [[gradient for _, gradient in micros] for micros in by_rank]

@@ -66,7 +66,7 @@ def trace(
     Raises:
         ConfigError: there is no scalar loss.
     """
-    gather = {id(model.get_parameter(param.fqn)): param.dtypes.gather for param in plan.params}
+    gather = {id(model.get_parameter(param.fqn)): param.dtypes.param for param in plan.params}
     stand_ins = StandIns(lambda tensor: _stand_in(tensor, gather.get(id(tensor), tensor.dtype), device_type))
     parameters = {param.fqn: model.get_parameter(param.fqn) for param in plan.params}
     with ExitStack() as stack:

@@ -6,12 +6,12 @@ from typing import Any
 from torch import nn
 
 from zeroamp.hooks.collectives.traffic import Traffic
-from zeroamp.ledger.rows import DTYPE_COLUMNS, PER_RANK, PER_STEP, LedgerRows, ledger_rows
+from zeroamp.ledger.rows import DTYPE_COLUMNS, HEADERS, PER_RANK, PER_STEP, LedgerRows, ledger_rows
 from zeroamp.ledger.tables import Row, TableStyle, cells, fold, render
 from zeroamp.ledger.verification import Verification
 from zeroamp.ledger.verify import LossFunction, verify
+from zeroamp.planning.mesh import Ranks, ranks_of
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.traffic import Ranks, ranks_of
 from zeroamp.wrapping.state import wrap_state
 
 _STEP_NOTE = (
@@ -41,23 +41,18 @@ class Ledger:
     def __str__(self) -> str:
         """Return the summary, one row per module class and dtypes, and one per group; equal neighbours share one."""
         rows = self._rows()
-        tables = [self._summary_cells(rows), self._class_cells(rows), fold(self._group_cells(rows))]
-        return "\n\n".join(["\n".join([self._title(), render(tables[0])]), *map(render, tables[1:]), self._notes()])
+        tables = [_render(table) for table in self._tables(rows).values()]
+        return "\n\n".join([f"{self._title()}\n{tables[0]}", *tables[1:], self._notes()])
 
     def per_parameter(self, style: TableStyle = "simple") -> str:
         """Return a table of one row per parameter, with the reason of its dtypes; "github" is Markdown."""
-        return render(self.parameter_rows(), style)
+        return _render(self.parameter_rows(), style)
 
     def to_markdown(self, *, per_parameter: bool = False) -> str:
         """Return what `print` shows as Markdown, with a table of all parameters if asked."""
         rows = self._rows()
-        tables = {
-            "Dtypes on the wire": self._summary_cells(rows),
-            "Module classes": self._class_cells(rows),
-            "Groups": fold(self._group_cells(rows)),
-            **({"Parameters": self._param_cells(rows)} if per_parameter else {}),
-        }
-        parts = [self._title(), *(f"### {title}\n\n{render(table, 'github')}" for title, table in tables.items())]
+        tables = self._tables(rows) | ({"Parameters": self._param_cells(rows)} if per_parameter else {})
+        parts = [self._title(), *(f"### {title}\n\n{_render(table, 'github')}" for title, table in tables.items())]
         return "\n\n".join([*parts, self._notes()])
 
     def summary_rows(self) -> list[dict[str, Any]]:
@@ -126,6 +121,13 @@ class Ledger:
         """
         return verify(self.plan, model, batch, loss_fn)
 
+    def _tables(self, rows: LedgerRows) -> dict[str, list[Row]]:
+        return {
+            "Dtypes between ranks": self._summary_cells(rows),
+            "Module classes": self._class_cells(rows),
+            "Groups": fold(self._group_cells(rows)),
+        }
+
     def _rows(self) -> LedgerRows:
         return ledger_rows(self.plan, self._ranks)
 
@@ -186,6 +188,10 @@ class Ledger:
 
     def _modules(self, unit: str) -> str:
         return ", ".join(self.plan.modules_of(unit)) or "root"
+
+
+def _render(rows: list[Row], style: TableStyle = "simple") -> str:
+    return render(rows, style, headers=HEADERS)
 
 
 def explain(model: nn.Module) -> Ledger:

@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from zeroamp.hooks.collectives.traffic import Traffic
-from zeroamp.ledger.rows import DTYPE_COLUMNS, dtype_names
+from zeroamp.hooks.collectives.traffic import STEP, Traffic
+from zeroamp.ledger.rows import DTYPE_COLUMNS, HEADERS, dtype_names
 from zeroamp.ledger.tables import Row, fold, render
-from zeroamp.planning.groups import GroupPlan, ParamDtypes, ParamPlan
+from zeroamp.planning.dtypes import PER_OP, ParamDtypes, group_dtypes
+from zeroamp.planning.groups import GroupPlan, ParamPlan
+from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.traffic import STEP, Ranks, dtypes_on, replica_dtype
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import describe
 
-PER_OP = "per op"
 REPLICAS = "replicas"
 """A boundary that no column of the ledger has: the all-reduce of shards over replicas (HSDP)."""
 
@@ -95,7 +95,7 @@ class Verification:
         traffic = "those planned" if self.is_traffic_as_planned else "not those planned: modules run in another order"
         return (
             f"zeroamp: {total} parameters, {self.num_micro_batches} micro-batches: every dtype is the promised one\n"
-            f"{render(rows)}\n\n"
+            f"{render(rows, headers=HEADERS)}\n\n"
             f'Of "{PER_OP}" no dtype is promised. "-": nothing to see, or a module that did not run.\n'
             f"Collectives and their bytes are {traffic}."
         )
@@ -143,10 +143,11 @@ def promises(dtypes: ParamDtypes, group: GroupPlan, plan: Plan, ranks: Ranks) ->
 
     What is stored in another dtype than fp32 is frozen, quantized for example: its module casts it as it pleases.
     """
-    averages = dtypes.wire is not None and ranks.num_replicas is not None and ranks.shards(plan.policy) != 1
-    replicas = short_name(replica_dtype(group, plan.policy, ranks)) if averages else None
-    names = {**dtype_names(dtypes_on(dtypes, group, plan.policy, ranks)), REPLICAS: replicas}
-    return names if dtypes.storage == torch.float32 else {**names, "compute": PER_OP}
+    on_ranks = group_dtypes(group.key, plan.policy, ranks)
+    is_trained_and_sharded = dtypes.communication is not None and on_ranks.reduction is not None
+    replica = on_ranks.replica if is_trained_and_sharded else None
+    names = {**dtype_names(on_ranks.on_these_ranks(dtypes)), REPLICAS: None if replica is None else short_name(replica)}
+    return names if dtypes.stored == torch.float32 else {**names, "compute": PER_OP}
 
 
 def find_differences(plan: Plan, ranks: Ranks, observed: Seen) -> list[Difference]:
@@ -184,7 +185,7 @@ def see_collectives(traffic: Traffic, plan: Plan, observed: dict[str, dict[str, 
             if collective == "all_reduce" and is_scattered:
                 boundary = REPLICAS
             for param in group.params:
-                if boundary == "gather" or param.dtypes.wire is not None:
+                if boundary == "gather" or param.is_trainable:
                     observed[param.fqn].setdefault(boundary, {}).setdefault(name, f"{collective} of {group.name}")
 
 

@@ -7,12 +7,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroamp.hooks.collectives.traffic import Traffic
+from zeroamp.hooks.collectives.traffic import Traffic, listening
 from zeroamp.hooks.observers.dtypes import Observations, OpObserver, UnitObserver
 from zeroamp.ledger.observed_step import Rehearsal, call, is_sharded, leaves_no_trace, observed_units
 from zeroamp.ledger.verification import Verification, find_differences, see_collectives
+from zeroamp.planning.mesh import ranks_of
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.traffic import plan_traffic, ranks_of
+from zeroamp.planning.traffic import plan_traffic
 from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.errors import PrecisionError, StepError, WrapError, ZeroAmpError, describe
 from zeroamp.wrapping.state import WrapState, wrap_state
@@ -58,20 +59,19 @@ def _rehearse(
     units = UnitObserver(observations, ops, unsharded_accumulation(policy) if sums else None)
     rehearsal = Rehearsal(model, state, observations)
     handles = units.attach(state.root, observed_units(state.plan))
-    state.traffic.observers.append(counted.count)
     try:
-        for _ in range(policy.gradient_accumulation_steps):
-            with torch.compiler.set_stance("force_eager"), ops:  # compiled code has no ops to look at
-                loss = _loss(call(model, batch), loss_fn)
-            ops.forget()
-            rehearsal.backward(loss)
-            rehearsal.step_inside_window()
-        rehearsal.end_window()
+        with listening(state.listeners, counted):
+            for _ in range(policy.gradient_accumulation_steps):
+                with torch.compiler.set_stance("force_eager"), ops:  # compiled code has no ops to look at
+                    loss = _loss(call(model, batch), loss_fn)
+                ops.forget()
+                rehearsal.backward(loss)
+                rehearsal.step_inside_window()
+            rehearsal.end_window()
     except BaseException:
         rehearsal.abandon()
         raise
     finally:
-        state.traffic.observers.remove(counted.count)
         units.detach()
         for handle in handles:
             handle.remove()

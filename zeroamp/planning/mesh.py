@@ -1,5 +1,6 @@
 """The device mesh of each ZeRO stage."""
 
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -74,6 +75,30 @@ def _refuse_unusable(stage: Stage, mesh: DeviceMesh) -> None:
 
 def _replicas(found: int, valid: str) -> str:
     return describe("zeroamp.dp_replicate_size", str(found), valid, "Change it, or leave it out and pass a mesh.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """The shape of the mesh."""
+
+    num_shards: int | None = None
+    """Ranks that one parameter is sharded over. None: not known, bytes are those without padding."""
+    num_replicas: int | None = None
+    """Ranks that hold the same shard. None: the mesh has no such axis, or (with `num_shards` None) it is not known."""
+
+    @property
+    def is_one(self) -> bool:
+        """Whether there is one rank in all."""
+        return self.num_shards == 1 and (self.num_replicas or 1) == 1
+
+    def shards(self, policy: Policy) -> int | None:
+        """Return the ranks that a parameter is sharded over: at stage 0 one, whatever else is known."""
+        return 1 if policy.stage == 0 else self.num_shards
+
+
+def ranks_of(mesh: DeviceMesh) -> Ranks:
+    """Return the shape of a mesh that `mesh_for_stage` returned."""
+    return Ranks(num_shards=shard_size(mesh), num_replicas=replicate_size(mesh) if mesh.ndim == 2 else None)
 
 
 def process_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:

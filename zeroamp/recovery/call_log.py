@@ -19,9 +19,7 @@ import torch
 import torch.distributed as dist
 
 from zeroamp.hooks._torch.fsdp import all_gather, reduce_scatter
-from zeroamp.hooks.collectives.traffic import Collective
-
-ReduceOp = dist.ReduceOp.RedOpType
+from zeroamp.hooks.collectives.traffic import STEP, Collective, ReduceOp
 
 
 class Call(NamedTuple):
@@ -60,18 +58,18 @@ class CallLog:
     """Of the forward without gradients that is running; None outside of one."""
     last_evaluation: list[Call] | None = None
 
-    def add(
+    def on_collective(
         self,
         collective: Collective,
-        unsharded: torch.Tensor,
+        tensor: torch.Tensor,
         group_name: str,
-        process_group: dist.ProcessGroup,
-        op: ReduceOp = dist.ReduceOp.SUM,
+        process_group: dist.ProcessGroup | None,
+        op: ReduceOp,
     ) -> None:
-        """Note one call that was issued."""
-        if self.is_on:
+        """Note one call of a parameter group that was issued."""
+        if self.is_on and process_group is not None and group_name != STEP:
             calls = self.window if self.evaluation is None else self.evaluation
-            calls.append(Call(collective, group_name, process_group, unsharded.dtype, unsharded.numel(), op))
+            calls.append(Call(collective, group_name, process_group, tensor.dtype, tensor.numel(), op))
 
     def end_window(self) -> None:
         """Keep this window's calls as those of the next."""

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks._torch.fsdp import release
 from zeroamp.hooks._torch.recovery import abandon
+from zeroamp.hooks.collectives.traffic import STEP, notify
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import PeerError, StepError, describe
 from zeroamp.recovery.call_log import Call, ZeroBuffers
@@ -198,8 +199,8 @@ class Recovery:
 
     def _sum(self, loss: torch.Tensor, squares: torch.Tensor, *, num_failed: int) -> torch.Tensor:
         statistics = torch.stack([loss, squares, torch.full_like(loss, num_failed)])
-        self._state.traffic.count("all_reduce", statistics, "step")
         dist.all_reduce(statistics, group=self._world)
+        notify(self._state.listeners, "all_reduce", statistics, STEP, self._world)
         return statistics
 
     def _exchange(self, failure: Failure | None) -> dict[int, Failure]:

@@ -15,8 +15,9 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from zeroamp.hooks.collectives.traffic import Collective
+from zeroamp.hooks.collectives.traffic import Collective, ReduceOp
 from zeroamp.hooks.observers.training_forwards import TrainingForwards
 from zeroamp.hooks.tracing.safe_parameters import tensors_in
 from zeroamp.planning.mesh import device_of
@@ -64,7 +65,7 @@ class Recorder:
         self._forwards = TrainingForwards(self._enter_forward, self._clock.leave)
         state.communication.add(self._clock)
         self._handles = self._forwards.attach(state.root)
-        state.traffic.observers.append(self._count)
+        state.listeners.append(self)
         watchers.append(self)
 
     def add(self, sink: Sink) -> None:
@@ -84,7 +85,7 @@ class Recorder:
         self._state.communication.remove(self._clock)
         for handle in self._handles:
             handle.remove()
-        self._state.traffic.observers.remove(self._count)
+        self._state.listeners.remove(self)
 
     def enter(self, phase: Phase) -> None:
         """A backward, or the end of a window, begins."""
@@ -124,9 +125,18 @@ class Recorder:
             self._num_tokens = (self._num_tokens or 0) + num_tokens
         self._clock.enter("forward")
 
-    def _count(self, collective: Collective, unsharded: torch.Tensor, _group: str) -> None:
+    def on_collective(
+        self,
+        collective: Collective,
+        tensor: torch.Tensor,
+        group_name: str,
+        process_group: dist.ProcessGroup | None,
+        op: ReduceOp,
+    ) -> None:
+        """Add the bytes of a collective to those of the optimizer step."""
+        del group_name, process_group, op
         if not self._state.is_rehearsing:
-            self._traffic[f"{collective} {short_name(unsharded.dtype)}"] += unsharded.nbytes
+            self._traffic[f"{collective} {short_name(tensor.dtype)}"] += tensor.nbytes
 
     def _closed(self, report: StepReport) -> Callable[[], StepRecord]:
         values = torch.stack([report.loss_tensor, report.grad_norm_tensor.double()])

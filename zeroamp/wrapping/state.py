@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from zeroamp.checkpoint.background import Saving
 from zeroamp.hooks._torch.fsdp import release
 from zeroamp.hooks.collectives.accumulation import ShardAccumulator
-from zeroamp.hooks.collectives.traffic import Traffic
+from zeroamp.hooks.collectives.traffic import CollectiveListener, Traffic
 from zeroamp.hooks.guards import BackwardGuard
 from zeroamp.hooks.observers.communication import CommunicationWatch
 from zeroamp.hooks.observers.ranges import Ranges
@@ -43,6 +43,8 @@ class WrapState:
     """Group name -> holder, for the groups that are not a unit's own."""
     calls: CallLog = field(default_factory=CallLog)
     """The collectives of this window, on this rank."""
+    listeners: list[CollectiveListener] = field(init=False)
+    """Called after each collective that this rank issues: the counters first."""
     watch: ForwardWatch = field(init=False)
     communication: CommunicationWatch = field(init=False)
     autocast: AutocastHook | None = None
@@ -57,6 +59,7 @@ class WrapState:
     saving: Saving = field(default_factory=Saving)
 
     def __post_init__(self) -> None:
+        self.listeners = [self.traffic, self.calls]
         self.watch = ForwardWatch(self.calls)
         self.communication = CommunicationWatch(self.root)
 

@@ -55,6 +55,13 @@ def test_other_modes(ranks2, mode):
         check(ranks2.run(measured_step, "llama_tied", {"stage": stage, **mode}))
 
 
+def test_native_fp16_communication_without_replicas_reduces_in_fp16(ranks2):
+    for stage in (1, 2, 3):
+        options = {"dtype": None, "fp16": {"enabled": True}, "zeroamp": {"reduce_accumulate_dtype": "native"}}
+        options["stage"] = stage
+        check(ranks2.run(measured_step, "llama_tied", options))
+
+
 BLOCK = 10_272 + 64
 OPTIONS = [{"max_live_parameters": BLOCK}, {"prefetch_bucket_size": BLOCK}, {"reduce_bucket_size": 2 * BLOCK}]
 if has_reduction_options():

@@ -159,12 +159,17 @@ def cast_gradient(model):
     block.down.register_forward_hook(after)
 
 
+def _set_reduction(block, communication_dtype, reduce_dtype):
+    comm = fsdp_groups(block)[0]._reduce_scatter_comm
+    comm.communication_dtype, comm.reduce_dtype, comm.collective = communication_dtype, reduce_dtype, "reduce_scatter"
+
+
 def reduce_in_fp32(model):
-    fsdp_groups(model.blocks[1])[0]._reduce_scatter_comm.wire_dtype = FP32
+    _set_reduction(model.blocks[1], FP32, FP32)
 
 
 def average_in_bf16(model):
-    fsdp_groups(model.blocks[1])[0]._reduce_scatter_comm.accumulate = "native"
+    _set_reduction(model.blocks[1], BF16, BF16)
 
 
 def sum_unsharded_in_bf16(model):
@@ -258,7 +263,7 @@ def test_a_difference_on_one_rank_is_raised_on_all(ranks2):
 def _many():
     model = wrapped("llama_tied", config(3))
     for index in range(3):
-        fsdp_groups(model.blocks[index])[0]._reduce_scatter_comm.wire_dtype = FP32
+        _set_reduction(model.blocks[index], FP32, FP32)
     verify(model, "llama_tied")
 
 

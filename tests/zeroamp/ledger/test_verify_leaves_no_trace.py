@@ -170,7 +170,7 @@ def _everything(model, step):
         "sums": [fqn for unit in model.modules() if isinstance(unit, FSDPModule) for fqn in unsharded_sums(unit)],
         "buffers": {name: None if b is None else (id(b), b.clone()) for name, b in _buffers(model)},
         "random": (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()),
-        "traffic": (dict(traffic.calls), dict(traffic.num_bytes), traffic.enabled, len(traffic.observers)),
+        "traffic": (dict(traffic.calls), dict(traffic.num_bytes), traffic.enabled, len(state.listeners)),
         "hooks": _hooks(model),
         "training": [module.training for module in model.modules()],
         "step": {key: value for key, value in vars(step).items() if isinstance(value, int | float | bool | None)},

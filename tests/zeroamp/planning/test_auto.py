@@ -170,7 +170,7 @@ def _module_that_casts_itself():
     model = nn.Sequential(nn.Linear(4, 4), Casts())
     zeroamp.wrap_model(model, zeroamp.policy_from_config(config()), example_inputs=torch.randn(2, 4))
     model(torch.randn(2, 4)).sum().backward()
-    return [p.dtypes.gather for p in zeroamp.explain(model).plan.params]
+    return [p.dtypes.param for p in zeroamp.explain(model).plan.params]
 
 
 def test_a_module_that_casts_its_weight_itself_is_safe_and_runs(ranks2):

@@ -102,7 +102,7 @@ def test_a_pattern_that_matches_nothing_is_refused(pattern):
 
 def test_the_plan_says_so():
     plan = zeroamp.build_plan(Model(), zeroamp.policy_from_config(config("autocast", keep=["router", "head.weight"])))
-    cells = {p.fqn: (p.dtypes.gather, p.dtypes.compute, p.dtypes.wire, p.reason) for p in plan.params}
+    cells = {p.fqn: (p.dtypes.param, p.dtypes.compute, p.dtypes.communication, p.reason) for p in plan.params}
     said = "kept in fp32: data_types.keep_in_fp32_modules {!r}".format
     assert cells["blocks.0.router.gate.weight"] == (torch.float32, "fp32", torch.float32, said("router"))
     assert cells["head.weight"] == (torch.float32, "per op", torch.float32, said("head.weight"))

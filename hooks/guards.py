@@ -1,13 +1,12 @@
 """Names the module whose parameters were gathered low for autocast, where autocast is locally off."""
 
-import dataclasses
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zeroamp.hooks.tensors import tensors_in
 from zeroamp.policies.errors import PrecisionError, StepError, describe
 
 
@@ -49,7 +48,7 @@ class BackwardGuard:
     def watch(self, output: object) -> None:
         """Observe the tensors in `output`; it goes on unchanged."""
         if torch.is_grad_enabled():
-            for tensor in _tensors(output):
+            for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._check)  # type: ignore[no-untyped-call]
 
@@ -63,17 +62,3 @@ class BackwardGuard:
                     "A plain backward would leave that part of the config out.",
                 )
             )
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)

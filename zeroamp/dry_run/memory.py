@@ -25,8 +25,7 @@ from collections.abc import Iterable
 
 import torch
 
-from zeroamp.dry_run.drive import MAX_MICRO_BATCHES, drive
-from zeroamp.dry_run.events import UNSHARDED_GRADIENTS, Change, Event, GradientReady, Mark
+from zeroamp.dry_run.events import MAX_MICRO_BATCHES, UNSHARDED_GRADIENTS, Change, Event, GradientReady, Mark, drive
 from zeroamp.dry_run.optimizer_step import OptimizerCosts
 from zeroamp.dry_run.timeline import HOST_KINDS, Timeline, TimelineWriter
 from zeroamp.dry_run.trace import Trace

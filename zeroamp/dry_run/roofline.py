@@ -20,8 +20,7 @@ from itertools import pairwise
 
 import torch
 
-from zeroamp.dry_run.drive import MAX_MICRO_BATCHES, drive
-from zeroamp.dry_run.events import Event, Mark, Op
+from zeroamp.dry_run.events import MAX_MICRO_BATCHES, Event, Mark, Op, drive
 from zeroamp.dry_run.gpus import Gpu
 from zeroamp.dry_run.network import Network
 from zeroamp.planning.groups import GroupPlan

@@ -19,12 +19,12 @@ _STEP_NOTE = (
     "zeroamp.traffic(model) counts them."
 )
 _RANK_NOTE = (
-    "Per rank: the stored shard, the gathered copy while there is one, the gradients. Not counted: optimizer state, "
-    "activations, buffers, staging of collectives."
+    "Per rank: the stored shard, the unsharded parameters while they exist, the gradients. Not counted: optimizer "
+    "state, activations, buffers, staging of collectives."
 )
 _UNKNOWN_NOTE = (
-    "The number of ranks is not known: no bytes per rank, and no all-reduce over replicas of shards. Ledger(plan=..., "
-    "num_shards=...), or --world-size, says it."
+    "The number of ranks is not known, so bytes per rank and the all-reduce over replicas of shards are left out. Pass "
+    "Ledger(plan=..., num_shards=...), or --world-size."
 )
 
 
@@ -56,9 +56,9 @@ class Ledger:
         return "\n\n".join([*parts, self._notes()])
 
     def summary_rows(self) -> list[dict[str, Any]]:
-        """Return one dict per pair of gather and wire dtype: parameters, elements, and MB of one gather of them all.
+        """Return one dict per pair of all-gather and reduction dtype: parameters, elements, MB of one all-gather.
 
-        And MB of all gathers and of all reductions of one optimizer step.
+        And MB of all all-gathers and of all reductions of one optimizer step.
         """
         return self._summary_cells(self._rows())
 
@@ -70,9 +70,9 @@ class Ledger:
         """Return one dict per group: name, kind, numbers of parameters and elements, the seven dtypes, and bytes.
 
         Where units are merged also the modules of each group's unit, which is named after the first of them. Bytes
-        per step are those of all gathers and all reductions of one optimizer step (`planning/traffic.py`); bytes per
-        rank, which need `num_shards`, those of the stored shard (ceil(d0 / shards) rows), of the gathered copy, and
-        of the gradients (a shard; unsharded sums too, at stages 0 and 1 with accumulation).
+        per step are those of all all-gathers and reductions of one optimizer step (`planning/traffic.py`); bytes per
+        rank, which need `num_shards`, those of the stored shard (ceil(d0 / shards) rows), of the unsharded parameters,
+        and of the gradients (a shard; unsharded sums too, at stages 0 and 1 with accumulation).
         """
         return self._group_cells(self._rows())
 
@@ -85,8 +85,8 @@ class Ledger:
 
         dtypes are short names, and None where a frozen parameter has none; bytes are None where the ranks are not
         known. "config" is one that makes an equal policy; "units" the FQNs below the root; "summary" the totals per
-        pair of gather and wire dtype; "classes" those per module class and dtypes; "traffic" what `zeroamp.traffic`
-        counts in one optimizer step.
+        pair of all-gather and reduction dtype; "classes" those per module class and dtypes; "traffic" what
+        `zeroamp.traffic` counts in one optimizer step.
         """
         rows = self._rows()
         return {
@@ -101,13 +101,13 @@ class Ledger:
         }
 
     def verify(self, model: nn.Module, batch: object, *, loss_fn: LossFunction | None = None) -> Verification:
-        """Run one training window on `batch` and compare every dtype that occurs with what this ledger promises.
+        """Run one optimizer step on `batch` without an update and compare every dtype that occurs with this ledger's.
 
-        As many forwards and backwards as the config accumulates, all on `batch`, then an AdamW step on copies. Looked
-        at are the dtypes of storage, gathered parameters, the ops that consume them, raw gradients, collectives, sums
+        As many forwards and backwards as the config accumulates, all on `batch`, then an AdamW step on copies. Observed
+        are the dtypes of stored and unsharded parameters, the ops that consume them, raw gradients, collectives, sums
         and optimizer state. Call it on all ranks. Parameters, gradients, buffers, random states and counters are left
         as they were, also when something raises; compiled modules run eagerly. Where several ops consume a parameter
-        "per op", what was seen is reported. What does not run is not checked.
+        "per op", their dtypes are reported. What does not run is not checked.
 
         Args:
             model: the wrapped model that this is the ledger of, between two optimizer steps.
@@ -115,8 +115,8 @@ class Ledger:
             loss_fn: makes a scalar of the model's output. Default: its `.loss`, or the output itself.
 
         Raises:
-            PrecisionError: on all ranks, naming parameter, module, boundary, what was found and what was promised.
-            StepError: gradients are left, inside an accumulation window for example; or there is no scalar loss.
+            PrecisionError: on all ranks, naming parameter, module, boundary, the expected and the observed dtype.
+            StepError: gradients exist, between two micro-batches for example; or there is no scalar loss.
             WrapError: the ledger is not this model's.
         """
         return verify(self.plan, model, batch, loss_fn)

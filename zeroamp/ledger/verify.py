@@ -1,4 +1,4 @@
-"""`Ledger.verify`: runs one training window, watched, and compares what was seen with what the ledger promised."""
+"""`Ledger.verify`: runs one observed optimizer step, and compares the dtypes that occur with those of the ledger."""
 
 from collections.abc import Callable, Mapping
 
@@ -20,7 +20,8 @@ from zeroamp.wrapping.state import WrapState, wrap_state
 
 LossFunction = Callable[..., torch.Tensor]
 
-_NUM_DIFFERENCES = 8  # that an error lists in full, of thousands of parameters
+_NUM_DIFFERENCES = 8
+"""How many differences an error lists, of thousands of parameters."""
 
 
 def verify(plan: Plan, model: nn.Module, batch: object, loss_fn: LossFunction | None) -> Verification:
@@ -84,22 +85,17 @@ def _loss(output: object, loss_fn: LossFunction | None) -> torch.Tensor:
     found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
     if isinstance(loss, torch.Tensor) and not loss.requires_grad:
         found += " that needs no gradient"
-    raise StepError(
-        describe(
-            "Ledger.verify",
-            f"{found} as the loss" if loss_fn is not None else f"{found} as the model's output, with no .loss",
-            "a scalar that depends on trainable parameters",
-            "Pass loss_fn, which makes one of the model's output.",
-        )
-    )
+    remedy = "Pass a loss_fn that makes a scalar loss of the model's output."
+    valid = "a scalar that depends on trainable parameters"
+    if loss_fn is not None:
+        raise StepError(describe("The result of Ledger.verify's loss_fn", found, valid, remedy))
+    raise StepError(describe("The model's output in Ledger.verify, which has no .loss,", found, valid, remedy))
 
 
 def _problem(plan: Plan, state: WrapState, batch: object) -> ZeroAmpError | None:
     """Return why nothing can be verified now, or None."""
     if plan != state.plan:
-        return WrapError(
-            describe("Ledger.verify", "another model's ledger", "explain(model).verify(model, ...)", "Take that one.")
-        )
+        return WrapError("Ledger.verify: this is another model's ledger. Call explain(model).verify(model, ...).")
     if not isinstance(batch, torch.Tensor | tuple | Mapping):
         return StepError(
             describe(
@@ -111,12 +107,8 @@ def _problem(plan: Plan, state: WrapState, batch: object) -> ZeroAmpError | None
         )
     if found := _unfinished(state):
         return StepError(
-            describe(
-                "Ledger.verify",
-                found,
-                "a call between two optimizer steps, with no gradients left",
-                "Call it before training or after a step, once the gradients are None (optimizer.zero_grad()).",
-            )
+            f"Ledger.verify must be called between two optimizer steps, but {found}. Call it before training, or after "
+            "a step once the gradients are None (optimizer.zero_grad())."
         )
     return None
 
@@ -124,16 +116,16 @@ def _problem(plan: Plan, state: WrapState, batch: object) -> ZeroAmpError | None
 def _unfinished(state: WrapState) -> str | None:
     for fqn, parameter in state.root.named_parameters():
         if not is_sharded(parameter):
-            return f"{fqn} gathered, inside an unfinished window or before a backward"
+            return f"{fqn} is unsharded: a backward or an optimizer step has not ended"
         if parameter.grad is not None:
-            return f"a gradient on {fqn}"
+            return f"{fqn} has a gradient"
     if state.shard_accumulator is not None and state.shard_accumulator.sums:
-        return "accumulated gradients of an unfinished window"
+        return "gradients of an unfinished optimizer step are accumulated"
     return None
 
 
 def _raise_together(found: list[str], mesh: DeviceMesh, error: type[ZeroAmpError]) -> None:
-    """Raise on all ranks what any of them found, so that none waits for another that raised. One small collective."""
+    """Raise on all ranks what any of them found, so that no rank waits for one that raised. One small collective."""
     everywhere: list[list[str]] = [found]
     for axis in range(mesh.ndim):
         by_rank: list[list[list[str]]] = [[] for _ in range(mesh.size(axis))]

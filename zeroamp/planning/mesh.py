@@ -60,17 +60,10 @@ def _refuse_unusable(stage: Stage, mesh: DeviceMesh) -> None:
     shape = tuple(mesh.mesh.shape)
     if mesh.ndim not in (1, 2) or (stage == 0 and mesh.ndim == 2 and shape[1] != 1):
         valid = "1-D (all ranks replicate)" if stage == 0 else "1-D (shard) or 2-D (replicate, shard)"
-        raise WrapError(
-            describe(
-                "mesh", f"shape {shape} at stage {stage}", valid, "Slice the axes of data parallelism out of it first."
-            )
-        )
+        found, remedy = f"of shape {shape} at stage {stage}", "Slice the axes of data parallelism out of it first."
+        raise WrapError(describe("mesh", found, valid, remedy))
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise WrapError(
-            describe(
-                "mesh", "a 2-D mesh without names", 'names such as ("replicate", "shard")', "Pass mesh_dim_names to it."
-            )
-        )
+        raise WrapError('The 2-D mesh has no axis names. Make it with mesh_dim_names=("replicate", "shard").')
 
 
 def _replicas(found: int, valid: str) -> str:
@@ -123,8 +116,8 @@ def refuse_partition(policy: Policy, mesh: DeviceMesh) -> None:
     raise ConfigError(
         describe(
             "zero_optimization.zero_hpz_partition_size",
-            f"{size} with {num_shards} ranks that shard",
-            f"a divisor of them: {', '.join(divisors)}",
+            size,
+            f"a divisor of the {num_shards} ranks that shard ({', '.join(divisors)})",
             "Leave it out, or set it to the number of ranks of one machine.",
         )
     )

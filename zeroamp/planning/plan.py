@@ -26,7 +26,7 @@ logger = logging.getLogger("zeroamp")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What `wrap_model` will do."""
+    """The units, groups and run order of a model, with the policy that they were made from."""
 
     policy: Policy
     units: tuple[str, ...]
@@ -51,12 +51,11 @@ class Plan:
         """Return the FQNs of a unit's modules: itself, unless it is a merged one. "" is the root."""
         return self.merged.get(unit, (unit,))
 
-    def numel_of(self, unit: str) -> int:
-        """Return the elements that are gathered when a unit runs; the model-wide group is gathered before."""
-        return self.unit_numels()[unit]
-
     def unit_numels(self) -> dict[str, int]:
-        """Return the same of every unit and of the root, in one walk over the groups."""
+        """Return the elements that are all-gathered when a unit runs, of every unit and the root.
+
+        The model-wide group is all-gathered before.
+        """
         numels = dict.fromkeys((*self.units, ""), 0)
         for group in self.groups:
             if group.kind != "model-wide":
@@ -107,7 +106,7 @@ def build_plan(
 
 
 def _warn_of_large_gathers(plan: Plan) -> None:
-    """Say so where options of the config leave little of stage 3: most of the model is gathered at once."""
+    """Warn where options of the config leave most of the model unsharded at once, in spite of stage 3."""
     policy, total = plan.policy, sum(group.numel for group in plan.groups)
     if policy.stage != 3:
         return
@@ -117,7 +116,7 @@ def _warn_of_large_gathers(plan: Plan) -> None:
     for key, numel in (("reduce_bucket_size", largest), ("stage3_max_live_parameters", live)):
         if numel > total / 2:
             logger.warning(
-                "zero_optimization.%s leaves %s of %s elements gathered at once: stage 3 saves little memory. Leave it "
+                "zero_optimization.%s leaves %s of %s elements unsharded at once: stage 3 saves little memory. Leave it "
                 "out, or lower it.",
                 *(key, f"{numel:,}", f"{total:,}"),
             )

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from zeroamp.hooks.collectives.traffic import Collective, ReduceOp
 from zeroamp.hooks.observers.training_forwards import TrainingForwards
-from zeroamp.hooks.tracing.safe_parameters import tensors_in
+from zeroamp.hooks.tensors import tensors_in
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.dtypes import short_name
 from zeroamp.reporting.clock import StepClock

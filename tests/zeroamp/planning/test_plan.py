@@ -168,22 +168,20 @@ def test_a_parameter_without_elements_is_in_no_group():
 
 
 def test_trainable_low_precision_storage_is_refused():
-    with pytest.raises(
-        zeroamp.WrapError, match=r"embed.weight: found a trainable parameter stored in bf16.*model.float"
-    ):
+    with pytest.raises(zeroamp.WrapError, match=r"embed.weight .*bf16.*model.float"):
         plan(meta(Llama, tied=True).bfloat16())
 
 
 def test_a_parameter_without_dimensions_is_refused():
     model = meta(Llama, tied=True)
     model.temperature = nn.Parameter(torch.zeros((), device="meta"))
-    with pytest.raises(zeroamp.WrapError, match="temperature: found a parameter of no dimensions"):
+    with pytest.raises(zeroamp.WrapError, match="temperature .*Make it 1-D"):
         plan(model)
 
 
 def test_safe_modules_that_own_nothing_are_refused():
     cfg = {**config(), "torch_autocast": {"enabled": True, "dtype": "bf16", "lower_precision_safe_modules": ["Conv1d"]}}
-    with pytest.raises(zeroamp.ConfigError, match="Conv1d, which own no parameter of Llama"):
+    with pytest.raises(zeroamp.ConfigError, match="lower_precision_safe_modules.*Conv1d.*Llama"):
         zeroamp.build_plan(meta(Llama, tied=True), zeroamp.policy_from_config(cfg))
 
 
@@ -214,7 +212,7 @@ def test_a_merged_unit_has_the_groups_of_one_unit():
     assert groups(built)["blocks.0:fp32"] == {f"blocks.{i}.norm{j}.weight" for i in (0, 1) for j in (1, 2)}
     assert built.modules_of("blocks.0") == ("blocks.0", "blocks.1")
     assert built.modules_of("blocks.2") == ("blocks.2",)
-    assert (built.numel_of("blocks.0"), built.numel_of("blocks.2")) == (2 * BLOCK, BLOCK)
+    assert (built.unit_numels()["blocks.0"], built.unit_numels()["blocks.2"]) == (2 * BLOCK, BLOCK)
     hash(built)
 
 

@@ -12,9 +12,10 @@ FOLDER = Path(__file__).resolve().parent
 for name in ("hooks", "policies"):
     if not (FOLDER / "zeroamp" / name / "__init__.py").is_file():
         sys.exit(
-            f"zeroamp/{name} must be a symbolic link to ../{name} (or a copy of that folder), but is not. This tree was "
-            "made without symbolic links, by a zip download or a checkout with core.symlinks=false. Clone it with git on "
-            f"a system that has them, or build from the sdist. Or replace zeroamp/{name} by a copy of the folder {name}."
+            f"zeroamp/{name} must be a symbolic link to ../{name} (or a copy of that folder), but is not. This tree "
+            f"was made without symbolic links, by a zip download or a checkout with core.symlinks=false. Clone it "
+            f"with git on a system that has them, or build from the sdist. Or replace zeroamp/{name} by a copy of "
+            f"the folder {name}."
         )
 
 from setuptools import setup  # noqa: E402

@@ -12,7 +12,8 @@ from tabulate import tabulate
 
 from tests.processes.ranks import Ranks
 from tests.zeroamp import test_accumulation as accumulation
-from zeroamp.hooks.collectives.reduce_scatter import WireReduceScatter
+from zeroamp.hooks.collectives.reduce_scatter import GroupReduceScatter
+from zeroamp.planning.dtypes import Reduction
 from zeroamp.policies.accumulation import ACCUMULATE, COMPUTE, STAGES
 from zeroamp.policies.dtypes import short_name
 
@@ -39,9 +40,14 @@ def _gradient(rank: int, world_size: int) -> torch.Tensor:
     return torch.randn(NUMEL_PER_RANK * world_size, generator=generator).to(torch.bfloat16)
 
 
-def _reduce(accumulate: str, wire_dtype: torch.dtype) -> torch.Tensor:
+def _reduce(collective: Reduction, communication_dtype: torch.dtype) -> torch.Tensor:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    comm = WireReduceScatter(wire_dtype=wire_dtype, accumulate=accumulate, world_size=world_size)
+    comm = GroupReduceScatter(
+        communication_dtype=communication_dtype,
+        reduce_dtype=torch.float32 if collective == "all_to_all" else communication_dtype,
+        collective=collective,
+        world_size=world_size,
+    )
     sent = comm.allocate((NUMEL_PER_RANK * world_size,), dtype=torch.float32, device=torch.device("cpu"))
     result = comm.allocate((NUMEL_PER_RANK,), dtype=torch.float32, device=torch.device("cpu"))
     sent.copy_(_gradient(rank, world_size))
@@ -56,8 +62,9 @@ def reduction_rows() -> list[list[str]]:
         ranks = Ranks(world_size)
         exact = sum(_gradient(rank, world_size).double() for rank in range(world_size)) / world_size
         row = [str(world_size)]
-        for accumulate, wire in (("native", torch.bfloat16), ("fp32", torch.bfloat16), ("native", torch.float32)):
-            got = torch.cat(ranks.run(_reduce, accumulate, wire))
+        bf16, fp32 = torch.bfloat16, torch.float32
+        for collective, dtype in (("reduce_scatter", bf16), ("all_to_all", bf16), ("reduce_scatter", fp32)):
+            got = torch.cat(ranks.run(_reduce, collective, dtype))
             row.append(f"{float((got - exact).norm() / exact.norm()):.2e}")
         rows.append(row)
         ranks.stop()

@@ -45,8 +45,9 @@ from benchmarks.output import add_out, emit
 from zeroamp.cli.model_source import load_model
 from zeroamp.dry_run.ranks import ranks_at
 from zeroamp.planning.groups import ParamPlan
+from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.traffic import Ranks, padded_numel, plan_traffic
+from zeroamp.planning.traffic import padded_numel, plan_traffic
 from zeroamp.policies.policy import Stage
 
 NUM_RANKS = tuple(2**power for power in range(1, 15))
@@ -92,7 +93,7 @@ def of_fsdp2(plan: Plan, num_ranks: int, num_bytes: int) -> float:
 
 
 def _elements_and_bytes(params: Iterable[ParamPlan]) -> tuple[int, int]:
-    sizes = [(param.numel, param.numel * param.dtypes.gather.itemsize) for param in params]
+    sizes = [(param.numel, param.numel * param.dtypes.param.itemsize) for param in params]
     return sum(numel for numel, _ in sizes), sum(num_bytes for _, num_bytes in sizes)
 
 

@@ -1,12 +1,25 @@
-"""Writes `config.md` and the key tables of `migrating-from-deepspeed.md` from the schema: python docs/generate.py"""
+"""Writes the tables of the docs that the code decides: python docs/generate.py
+
+`config.md` and the key tables of `migrating-from-deepspeed.md` from the schema, those of `precision.md` from planning.
+"""
 
 import json
 import sys
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
+import torch
 from pydantic_core import PydanticUndefined
 from tabulate import tabulate
+from torch import nn
 
+from zeroamp.planning.dtypes import group_dtypes, param_dtypes
+from zeroamp.planning.mesh import Ranks
+from zeroamp.planning.precision import Precision
+from zeroamp.policies.accumulation import COMPUTE
+from zeroamp.policies.dtypes import LOW_DTYPES, short_name
+from zeroamp.policies.policy import Policy, ReduceAccumulate
 from zeroamp.policies.schema import (
     OPTIMIZER_PARAMS,
     SAME,
@@ -34,6 +47,56 @@ def tables() -> dict[str, str]:
         "optimizers": _table([_params_row(name, block) for name, block in OPTIMIZER_PARAMS.items()]),
         "schedulers": _table([_params_row(name, block) for name, block in SCHEDULER_PARAMS.items()]),
     }
+
+
+def precision_tables() -> dict[str, str]:
+    """Return the tables of `precision.md` by name: the dtypes and collectives that planning decides."""
+    return {"dtypes": _table(list(_dtypes_rows())), "reductions": _table(list(_reduction_rows()))}
+
+
+def _dtypes_rows() -> Iterator[dict[str, str]]:
+    """Yield the dtypes of an fp32 parameter in each mode at stage 3, over 8 ranks."""
+    low = Precision(is_low=True, compute="low", reason="")
+    others = Precision(is_low=False, compute="per op", reason="")
+    stored = Precision(is_low=False, compute="as stored", reason="")
+    kinds = {"autocast": {"safe": low, "all others": others}, "fp32": {"all": stored}}
+    every = ((mode, dtype, *kind) for mode, dtype in COMPUTE for kind in kinds.get(mode, {"all": low}).items())
+    for mode, dtype, parameters, precision in every:
+        policy = Policy(mode=mode, low_dtype=dtype, stage=3, gradient_accumulation_steps=2)
+        dtypes, key = param_dtypes(nn.Parameter(torch.empty(1, device="meta")), policy, precision)
+        of_group = group_dtypes(key, policy, Ranks(num_shards=8))
+        yield {
+            "mode": f"`torch_autocast` {short_name(dtype)}" if mode == "autocast" and dtype else f"`{mode}`",
+            "parameters": parameters,
+            "stored, optimizer": short_name(dtypes.stored),
+            "all-gathered": short_name(dtypes.param),
+            "compute": "autocast, per op" if mode == "autocast" else dtypes.compute,
+            "raw gradient": short_name(key.param),
+            "gradients between ranks": short_name(of_group.communication),
+            "summed over ranks": short_name(of_group.reduce),
+            "summed over micro-batches": short_name(of_group.sharded_accumulate),
+        }
+
+
+def _reduction_rows() -> Iterator[dict[str, str]]:
+    """Yield how gradients of low-precision parameters are reduced at each stage, without and with replicas."""
+    sums: tuple[ReduceAccumulate, ...] = ("fp32", "native")
+    for dtype, how, stage, replicas in product(LOW_DTYPES, sums, (0, 1), (None, 2)):
+        if stage == 0 and (replicas is None or (dtype == torch.float16 and how == "native")):
+            continue  # stage 0 always replicates; a native all-reduce of fp16 is refused
+        policy = Policy(mode="autocast", low_dtype=dtype, stage=stage, reduce_accumulate_dtype=how)
+        safe = Precision(is_low=True, compute="low", reason="")
+        _, key = param_dtypes(nn.Parameter(torch.empty(1, device="meta")), policy, safe)
+        dtypes = group_dtypes(key, policy, Ranks(num_shards=8, num_replicas=replicas))
+        yield {
+            "raw gradient": short_name(dtypes.param),
+            "`reduce_accumulate_dtype`": how,
+            "stage": "0" if stage == 0 else "1 to 3",
+            "mesh": "replicas" if stage == 0 else ("shards" if replicas is None else "replicas x shards"),
+            "over shards": f"{dtypes.reduction} of {short_name(dtypes.communication)}" if dtypes.reduction else "-",
+            "result": short_name(dtypes.reduce),
+            "over replicas": f"all_reduce of {short_name(dtypes.replica)}" if dtypes.replica else "-",
+        }
 
 
 def _row(key: Key, heading: str) -> dict[str, str]:
@@ -83,8 +146,8 @@ def _table(rows: list[dict[str, str]]) -> str:
 
 
 def render(text: str) -> str:
-    """Return `text` with every generated table replaced by the schema's."""
-    for name, table in tables().items():
+    """Return `text` with every generated table replaced by that of the code."""
+    for name, table in (tables() | precision_tables()).items():
         begin, end = BEGIN.format(name=name), END.format(name=name)
         if begin in text:
             head, _, rest = text.partition(begin)
@@ -93,6 +156,6 @@ def render(text: str) -> str:
 
 
 if __name__ == "__main__":
-    for path in (HERE / "config.md", HERE / "migrating-from-deepspeed.md"):
+    for path in (HERE / "config.md", HERE / "migrating-from-deepspeed.md", HERE / "precision.md"):
         path.write_text(render(path.read_text()))
         sys.stdout.write(f"wrote {path.name}\n")

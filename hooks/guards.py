@@ -1,13 +1,12 @@
 """Names the module whose parameters were gathered low for autocast, where autocast is locally off."""
 
-import dataclasses
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zeroamp.hooks.tensors import tensors_in
 from zeroamp.policies.errors import PrecisionError, StepError
 
 
@@ -42,7 +41,7 @@ class BackwardGuard:
         after FSDP2's pre-backward would leave its backward begun for ever.
         """
         if torch.is_grad_enabled():
-            for tensor in _tensors(output):
+            for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._check)  # type: ignore[no-untyped-call]
 
@@ -52,17 +51,3 @@ class BackwardGuard:
                 f"loss.backward() was called, but the config has {self.reason}, which a plain backward leaves out. "
                 "Call zeroamp.TrainStep(model, optimizer).backward(loss), then .step()."
             )
-
-
-def _tensors(value: object) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)

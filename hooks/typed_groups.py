@@ -146,9 +146,9 @@ def _merged_hooks(holder: FSDPModule, unit: Sequence[nn.Module]) -> tuple[PreFor
 def group_policy(
     gather: torch.dtype, accumulate: torch.dtype, *, cast_forward_inputs: bool = False
 ) -> MixedPrecisionPolicy:
-    """Return FSDP2's policy for a group gathered in `gather`, whose unsharded gradients accumulate in `accumulate`.
+    """Return FSDP2's policy for a group all-gathered in `gather`, whose unsharded gradients accumulate in `accumulate`.
 
-    The wire dtype is not in it: `WireReduceScatter` casts on the way into the reduction. `reduce_dtype` is always set,
-    because what None means changed in torch 2.15.
+    The communication dtype is not in it: `GroupReduceScatter` casts on the way into the reduction. `reduce_dtype` is
+    always set, because what None means changed in torch 2.15.
     """
     return MixedPrecisionPolicy(param_dtype=gather, reduce_dtype=accumulate, cast_forward_inputs=cast_forward_inputs)

@@ -1,10 +1,10 @@
-"""The gradient reduction of one typed group: which dtype is on the wire, and which dtype sums.
+"""The gradient reduction of one typed group: it communicates in one dtype and sums in the same or another one.
 
 [Note: Summing in fp32]
-Under autocast the raw gradient of a safe parameter is already in the low precision, so sending it so loses nothing. The
-loss of a native low-precision reduce-scatter is in its partial sums. Here each rank sends every other rank its chunk
-as it is (all-to-all, the same bytes as a reduce-scatter), and sums what it received in fp32, ranks in order 0, 1, 2, ….
-That is the fp32 reduction of the same gradients at half the bytes, and deterministic.
+Under autocast the raw gradient of a safe parameter is already in the low precision, so communicating it in that dtype
+loses nothing. A native low-precision reduce-scatter loses bits in its partial sums. Here each rank sends every other
+rank its chunk unchanged (an all-to-all, the same bytes as a reduce-scatter), and sums what it received in fp32, in the
+order of the ranks. That is the fp32 reduction of the same gradients at half the bytes, and deterministic.
 
 [Note: Dividing fp16]
 A native sum of fp16 can overflow before it is divided, and dividing first can underflow. As FSDP2 does for its own fp16
@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from zeroamp.hooks._torch.dispatch import at_end_of_backward, backward_id
 from zeroamp.hooks._torch.fsdp import ReduceScatter, reduce_scatter
-from zeroamp.hooks.collectives.traffic import CollectiveListener, Traffic
+from zeroamp.hooks.collectives.traffic import CollectiveListener, ReduceOp, notify
 from zeroamp.hooks.observers.ranges import OpenRange, Ranges
 from zeroamp.policies.dtypes import short_name
 
@@ -32,23 +32,24 @@ from zeroamp.policies.dtypes import short_name
 class ReceiveBuffers:
     """Flat buffers for what the all-to-alls receive in one backward, one per dtype, shared by all groups of a model.
 
-    Sharing is safe because FSDP2 runs all reductions in one stream, one after the other. They go when the backward
-    ends: at the first reduction of the next one, more of its activations are gone than when it begins.
+    Sharing is safe because FSDP2 runs all reductions in one stream, one after the other. The buffers are released at
+    the end of each backward. Allocating them again at the next backward's first reduction does not raise the peak,
+    because some activations have been released by then.
     """
 
     _buffers: dict[tuple[torch.dtype, torch.device], torch.Tensor] = field(default_factory=dict)
     _backward: int = -1
-    """Which one they are of. One that raised did not drop them: the next one does."""
+    """Which backward they belong to. A backward that raised did not release them: the next one does."""
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a buffer of `tensor`'s size, dtype and device; it holds until the next call."""
+        """Return a buffer of `tensor`'s size, dtype and device, which is valid until the next call."""
         key = tensor.dtype, tensor.device
         buffer = self._buffers.get(key)
         if backward_id() not in (-1, self._backward):
             self._backward = backward_id()
             at_end_of_backward(self._buffers.clear)
         if buffer is None or buffer.numel() < tensor.numel():
-            # Dropped first: at no time are the old and the new one both held.
+            # Released first: at no time do the old and the new one both exist.
             buffer = None
             self._buffers.pop(key, None)
             self._buffers[key] = buffer = torch.empty_like(tensor)
@@ -56,54 +57,57 @@ class ReceiveBuffers:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class WireReduceScatter(ReduceScatter):
+class GroupReduceScatter(ReduceScatter):
     """A reduce-scatter for `FSDPModule.set_custom_reduce_scatter`. One per group.
 
     FSDP2 asks `allocate` for the unsharded input, copies the gradients into it (casting), asks for the sharded output,
-    and calls. The input is given in `wire_dtype`, so no staging copy in another dtype exists. Beyond the gradients, one
-    reduction needs twice the wire bytes and an fp32 shard for "fp32", the wire bytes and a shard of them for "native".
+    and calls. The input is allocated in the communication dtype, so no staging copy in another dtype exists. Beyond the
+    gradients, one reduction needs its input and its output, and an all-to-all one more buffer of the input's size.
     """
 
-    wire_dtype: torch.dtype
-    accumulate: Literal["fp32", "native"]
-    """Where the sum over ranks is taken, see [Note: Summing in fp32]. No effect on a wire of fp32."""
+    communication_dtype: torch.dtype
+    """Of the input, which is sent to the other ranks."""
+    reduce_dtype: torch.dtype
+    """Of the output. An all-to-all sums in it; a backend sums in `communication_dtype`, and its output is cast."""
+    collective: Literal["reduce_scatter", "all_to_all"] | None
+    """See [Note: Summing in fp32]. None where one rank shards: FSDP2 then copies the input to the output."""
+    op: ReduceOp = dist.ReduceOp.AVG
+    """What the backend's reduce-scatter is issued with. Where it is SUM and FSDP2 asks for AVG, see
+    [Note: Dividing fp16]."""
     world_size: int
     """Ranks of the mesh axis that shards."""
     is_replicated: bool = False
-    """Whether an all-reduce over replicas follows. It runs in the output's dtype: fp32, or a native bf16 wire's."""
+    """Whether an all-reduce over replicas follows, in `reduce_dtype`."""
     group_name: str = ""
-    traffic: Traffic = field(default_factory=Traffic)
     listeners: Sequence[CollectiveListener] = ()
     buffers: ReceiveBuffers = field(default_factory=ReceiveBuffers)
     ranges: Ranges = field(default_factory=Ranges)
-    _pending_input_numel: int | None = None
-    """Elements of an input whose output was not yet asked for: how `allocate` tells the two apart."""
+    _pending_input: tuple[int, int] | None = None
+    """(backward, elements) of an input whose output was not yet asked for: how `allocate` tells the two apart."""
     _cast: OpenRange | None = None
     """From `allocate` of the input to that of the output: FSDP2 copies the gradients in between."""
     _all_reduce: OpenRange | None = None
     """From the reduction over shards to `end_all_reduce`."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an empty 1-D tensor: the input in `wire_dtype`, the output in the dtype that sums.
+        """Return an empty 1-D tensor: the input in `communication_dtype`, the output in `reduce_dtype`.
 
         `dtype`, in which FSDP2 would reduce, is the one that unsharded gradients accumulate in: neither of the two.
         """
         del dtype
         numel = math.prod(int(length) for length in size)
-        is_output = self._pending_input_numel == numel * self.world_size
-        self._pending_input_numel = None if is_output else numel
+        is_output = self._pending_input == (backward_id(), numel * self.world_size)
+        self._pending_input = None  # also where what follows raises
         if is_output:
             self.ranges.close(self._cast)
             if self.world_size == 1:  # no reduction over shards comes: FSDP2 copies
                 self._begin_all_reduce()
         else:
-            self._cast = self.ranges.open("cast", f"{self.group_name} -> {short_name(self.wire_dtype)}")
-        return torch.empty(numel, dtype=self._output_dtype() if is_output else self.wire_dtype, device=device)
-
-    def _output_dtype(self) -> torch.dtype:
-        # gloo and NCCL average fp16 by summing first, so replicas of an fp16 shard are averaged in fp32.
-        overflows = self.is_replicated and self.wire_dtype == torch.float16
-        return torch.float32 if self.accumulate == "fp32" or overflows else self.wire_dtype
+            self._cast = self.ranges.open("cast", f"{self.group_name} -> {short_name(self.communication_dtype)}")
+        tensor = torch.empty(numel, dtype=self.reduce_dtype if is_output else self.communication_dtype, device=device)
+        if not is_output:
+            self._pending_input = backward_id(), numel
+        return tensor
 
     def __call__(
         self,
@@ -113,19 +117,15 @@ class WireReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Reduce `input_tensor` (unsharded, wire dtype) into `output_tensor` (this rank's shard)."""
+        """Reduce `input_tensor` (unsharded, communication dtype) into `output_tensor` (this rank's shard)."""
         if async_op:
             raise AssertionError("expected FSDP2 to reduce on its own stream, got async_op=True")
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise AssertionError(f"expected SUM or AVG, got {op}")
-        sums_here = self.accumulate == "fp32" and self.wire_dtype != torch.float32
-        self.traffic.count("all_to_all" if sums_here else "reduce_scatter", input_tensor, self.group_name)
-        wire, total = short_name(self.wire_dtype), short_name(output_tensor.dtype)
-        with self.ranges.inside("reduce_scatter", f"{self.group_name} {wire}, sum {total}"):
-            if sums_here:
+        sent, total = short_name(self.communication_dtype), short_name(output_tensor.dtype)
+        with self.ranges.inside("reduce_scatter", f"{self.group_name} {sent}, sum {total}"):
+            if self.collective == "all_to_all":
                 self._sum_in_rank_order(output_tensor, input_tensor, group, op)
-            elif self.wire_dtype == torch.float16:
-                self._reduce_fp16(output_tensor, input_tensor, group, averages=op == dist.ReduceOp.AVG)
             else:
                 self._reduce_scatter(output_tensor, input_tensor, group, op)
         self._begin_all_reduce()
@@ -136,23 +136,15 @@ class WireReduceScatter(ReduceScatter):
 
     def _begin_all_reduce(self) -> None:
         if self.is_replicated:
-            self._all_reduce = self.ranges.open("all_reduce", f"{self.group_name} {short_name(self._output_dtype())}")
-
-    def _reduce_scatter(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any
-    ) -> None:
-        reduce_scatter(output_tensor, input_tensor, group, op)
-        for listener in self.listeners:
-            listener.on_collective("reduce_scatter", input_tensor, self.group_name, group, op)
+            self._all_reduce = self.ranges.open("all_reduce", f"{self.group_name} {short_name(self.reduce_dtype)}")
 
     def _sum_in_rank_order(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any
     ) -> None:
         # See [Note: Summing in fp32].
-        received = self.buffers.like(input_tensor)  # one chunk from every rank, wire dtype
+        received = self.buffers.like(input_tensor)  # one chunk from every rank, communication dtype
         dist.all_to_all_single(received, input_tensor, group=group)
-        for listener in self.listeners:
-            listener.on_collective("all_to_all", input_tensor, self.group_name, group, dist.ReduceOp.SUM)
+        notify(self.listeners, "all_to_all", input_tensor, self.group_name, group)
         chunks = received.view(group.size(), -1)
         with self.ranges.inside("sum", f"{self.group_name} -> fp32"):
             output_tensor.copy_(chunks[0])
@@ -161,18 +153,20 @@ class WireReduceScatter(ReduceScatter):
             if op == dist.ReduceOp.AVG:
                 output_tensor.div_(group.size())
 
-    def _reduce_fp16(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, *, averages: bool
+    def _reduce_scatter(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any
     ) -> None:
-        # See [Note: Dividing fp16].
-        before = 2 ** math.ceil(math.log2(group.size()) / 2) if averages else 1
+        divides_here = op == dist.ReduceOp.AVG and self.op == dist.ReduceOp.SUM  # see [Note: Dividing fp16]
+        before = 2 ** math.ceil(math.log2(group.size()) / 2) if divides_here else 1
         if before > 1:
             input_tensor.div_(before)
         reduced = output_tensor
         if output_tensor.dtype != input_tensor.dtype:
             reduced = torch.empty_like(output_tensor, dtype=input_tensor.dtype)
-        self._reduce_scatter(reduced, input_tensor, group, dist.ReduceOp.SUM)
+        op = dist.ReduceOp.SUM if divides_here else op
+        reduce_scatter(reduced, input_tensor, group, op)
+        notify(self.listeners, "reduce_scatter", input_tensor, self.group_name, group, op)
         if reduced is not output_tensor:
             output_tensor.copy_(reduced)
-        if averages:
+        if divides_here:
             output_tensor.div_(group.size() / before)

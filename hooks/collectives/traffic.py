@@ -1,7 +1,8 @@
-"""Counts what the collectives of a wrapped model move."""
+"""Listeners to the collectives of a wrapped model, and the first of them: the counters of what is moved."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -9,26 +10,55 @@ import torch
 import torch.distributed as dist
 
 Collective = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce"]
-
-
 ReduceOp = dist.ReduceOp.RedOpType
+
+STEP = "step"
+"""The group name of `TrainStep`'s own collective, of the statistics of an optimizer step."""
 
 
 class CollectiveListener(Protocol):
-    """Is called with the collectives of the groups of a model."""
+    """Is called after each collective that a wrapped model issued, on this rank. Must not change the tensor."""
 
     def on_collective(
         self,
         collective: Collective,
-        unsharded: torch.Tensor,
+        tensor: torch.Tensor,
         group_name: str,
-        process_group: dist.ProcessGroup,
+        process_group: dist.ProcessGroup | None,
         op: ReduceOp,
     ) -> None:
-        """One collective was issued. `unsharded` is the output of an all-gather, the input of the others.
+        """Note one collective.
 
-        `op` has no effect on an all-gather or an all-to-all.
+        Args:
+            collective: which.
+            tensor: the unsharded one: the output of an all-gather, the input of the others.
+            group_name: the parameter group's in the plan, or `STEP`.
+            process_group: None is the default group.
+            op: of a reduction; SUM for an all-gather or an all-to-all, which copy.
         """
+
+
+def notify(
+    listeners: Sequence[CollectiveListener],
+    collective: Collective,
+    tensor: torch.Tensor,
+    group_name: str,
+    process_group: dist.ProcessGroup | None,
+    op: ReduceOp = dist.ReduceOp.SUM,
+) -> None:
+    """Call every listener."""
+    for listener in tuple(listeners):  # a listener may leave, with the TrainStep that it watched, while it is called
+        listener.on_collective(collective, tensor, group_name, process_group, op)
+
+
+@contextmanager
+def listening(listeners: list[CollectiveListener], listener: CollectiveListener) -> Iterator[None]:
+    """Call a listener for the collectives inside."""
+    listeners.append(listener)
+    try:
+        yield
+    finally:
+        listeners[:] = [other for other in listeners if other is not listener]
 
 
 class TrafficKey(NamedTuple):
@@ -37,7 +67,7 @@ class TrafficKey(NamedTuple):
     collective: Collective
     dtype: torch.dtype
     group: str
-    """The group's name in the plan, or "step" for the statistics of the step."""
+    """The group's name in the plan, or `STEP`."""
 
 
 @dataclass(slots=True)
@@ -51,17 +81,21 @@ class Traffic:
     enabled: bool = True
     calls: Counter[TrafficKey] = field(default_factory=Counter)
     num_bytes: Counter[TrafficKey] = field(default_factory=Counter)
-    observers: list[Callable[[Collective, torch.Tensor, str], None]] = field(default_factory=list)
-    """Called with each collective, its unsharded tensor and its group, whether or not counting is enabled."""
 
-    def count(self, collective: Collective, unsharded: torch.Tensor, group: str) -> None:
-        """Add one call that moved `unsharded`."""
-        for observe in tuple(self.observers):  # one may leave with the TrainStep that it watched, at any moment
-            observe(collective, unsharded, group)
+    def on_collective(
+        self,
+        collective: Collective,
+        tensor: torch.Tensor,
+        group_name: str,
+        process_group: dist.ProcessGroup | None,
+        op: ReduceOp,
+    ) -> None:
+        """Add one call that moved `tensor`."""
+        del process_group, op
         if self.enabled:
-            key = TrafficKey(collective, unsharded.dtype, group)
+            key = TrafficKey(collective, tensor.dtype, group_name)
             self.calls[key] += 1
-            self.num_bytes[key] += unsharded.nbytes
+            self.num_bytes[key] += tensor.nbytes
 
     def reset(self) -> None:
         """Start again from zero."""

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from zeroamp.hooks._torch.dispatch import TorchDispatchMode, storage_key
+from zeroamp.hooks.tensors import tensors_in
 from zeroamp.policies.dtypes import short_name
 
 
@@ -135,11 +136,6 @@ class UnitObserver:
 
 def _plain_tensors(value: object) -> Iterator[torch.Tensor]:
     """Yield the tensors in an op's arguments or results, but for those that have no storage of their own."""
-    if isinstance(value, torch.Tensor):
-        if not isinstance(value, DTensor) and value.layout == torch.strided:
-            yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _plain_tensors(item)
-    elif isinstance(value, dict):
-        yield from _plain_tensors(list(value.values()))
+    for tensor in tensors_in(value):
+        if not isinstance(tensor, DTensor) and tensor.layout == torch.strided:
+            yield tensor

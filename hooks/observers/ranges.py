@@ -39,7 +39,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zeroamp.hooks._torch.dispatch import at_end_of_backward, is_in_backward, is_profiling, untraced
-from zeroamp.hooks.tracing.safe_parameters import tensors_in
+from zeroamp.hooks.tensors import tensors_in
 from zeroamp.policies.policy import RangeMode
 
 RANGE_PREFIX = "zeroamp::"

@@ -1,4 +1,4 @@
-"""Lets a model run on stand-ins of its tensors, and leaves it exactly as it was."""
+"""Lets a model run on fake tensors, or on copies of its tensors, and leaves it exactly as it was."""
 
 import random
 from collections import OrderedDict, UserDict, defaultdict
@@ -14,8 +14,8 @@ from torch import nn
 _DICTS = (dict, OrderedDict, defaultdict)
 
 
-class StandIns:
-    """Copies values with every tensor replaced: the same tensor, or container, always by the same stand-in."""
+class Replacements:
+    """Copies values with every tensor replaced: the same tensor, or container, always by the same replacement."""
 
     def __init__(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._make = make
@@ -51,7 +51,7 @@ class StandIns:
 
 
 @contextmanager
-def standing_in(model: nn.Module, stand_ins: StandIns) -> Iterator[None]:
+def tensors_replaced(model: nn.Module, replacements: Replacements) -> Iterator[None]:
     """Replace every tensor that the modules of `model` hold, parameters, buffers and plain attributes; undo it after.
 
     The attributes of each module are saved and put back whole, so whatever the forward sets, reassigns or appends is
@@ -63,13 +63,13 @@ def standing_in(model: nn.Module, stand_ins: StandIns) -> Iterator[None]:
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     try:
         for module, attributes in saved:
-            vars(module).update({name: stand_ins.of(value) for name, value in attributes.items()})
+            vars(module).update({name: replacements.of(value) for name, value in attributes.items()})
         yield
     finally:
         for module, attributes in saved:
             vars(module).clear()
             vars(module).update(attributes)
-        # A parameter that the forward reaches by another way, a closure say, is no stand-in and has got a gradient.
+        # A parameter that the forward reaches by another way, a closure say, is not replaced and has got a gradient.
         for parameter, gradient in gradients:
             parameter.grad = gradient
 

@@ -9,9 +9,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import flop_registry
 
 from zeroamp.hooks._torch.dispatch import TorchDispatchMode
-from zeroamp.hooks.tracing.fake_run import StandIns, standing_in
-from zeroamp.hooks.tracing.recorded_run import run_context, stand_in
-from zeroamp.hooks.tracing.safe_parameters import tensors_in
+from zeroamp.hooks.tensors import tensors_in
+from zeroamp.hooks.tracing.fake_run import Replacements, tensors_replaced
+from zeroamp.hooks.tracing.recorded_run import replacement, run_context
 
 
 class ModelFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -43,9 +43,9 @@ def flops_of_run(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, A
 
     The model is left as it was.
     """
-    stand_ins = StandIns(lambda tensor: stand_in(tensor, tensor.dtype, "cpu", fake=True))
-    with run_context("cpu", fake=True), torch.enable_grad(), standing_in(model, stand_ins):
-        args, kwargs = stand_ins.of(tuple(args)), stand_ins.of(dict(kwargs))
+    replacements = Replacements(lambda tensor: replacement(tensor, tensor.dtype, "cpu", fake=True))
+    with run_context("cpu", fake=True), torch.enable_grad(), tensors_replaced(model, replacements):
+        args, kwargs = replacements.of(tuple(args)), replacements.of(dict(kwargs))
         # Plain products: of fused attention on the CPU torch has no formula, and others' compute scores twice.
         with sdpa_kernel(SDPBackend.MATH), ModelFlops() as counter:
             roots = [tensor for tensor in tensors_in(model(*args, **kwargs)) if tensor.requires_grad][:1]

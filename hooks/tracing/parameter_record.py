@@ -8,6 +8,7 @@ from math import prod
 import torch
 
 from zeroamp.policies.dtypes import short_name
+from zeroamp.policies.errors import some_of
 
 Extent = tuple[int, tuple[int, ...], tuple[int, ...]]
 """(storage offset, size, strides): which elements of a parameter a view shows."""
@@ -33,7 +34,7 @@ class ParameterRecord:
     dtype_read_in: str | None = None
     """Module that asked for its dtype."""
 
-    def verdict(self, dtype: torch.dtype, *, with_backward: bool) -> tuple[bool, str]:
+    def safety(self, dtype: torch.dtype, *, with_backward: bool) -> tuple[bool, str]:
         """Return whether gathering the parameter in `dtype` leaves the run as it was, bit by bit, and why."""
         storage = self.parameter.dtype
         if storage == dtype:
@@ -41,8 +42,7 @@ class ParameterRecord:
         if not storage.is_floating_point:
             return False, f"not safe: {short_name(storage)} is no floating-point dtype"
         if self.reads:
-            more = f", and {len(self.reads) - 1} more" if len(self.reads) > 1 else ""
-            return False, f"not safe: read in {short_name(storage)} by {self.reads[0]}{more}"
+            return False, f"not safe: read in {short_name(storage)} by {some_of(self.reads, 1)}"
         if not self.casts:
             return False, "not safe: never used in the traced run"
         if self.parameter.requires_grad and not self._has_low_gradient(with_backward):

@@ -1,4 +1,4 @@
-"""Runs a model once on stand-ins of its tensors and records what it does with its parameters."""
+"""Runs a model once, on fake tensors or on copies, and records what it does with its parameters."""
 
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from zeroamp.hooks._torch.dispatch import FakeTensorMode
-from zeroamp.hooks.tracing.fake_run import StandIns, preserved_rng, standing_in
-from zeroamp.hooks.tracing.safe_parameters import UseRecorder, tensors_in
+from zeroamp.hooks.tensors import tensors_in
+from zeroamp.hooks.tracing.fake_run import Replacements, preserved_rng, tensors_replaced
+from zeroamp.hooks.tracing.safe_parameters import UseRecorder
 
 
 def record_run(
@@ -36,12 +37,12 @@ def record_run(
     low_ids = {id(parameters[name]) for name in low}
 
     def make(tensor: torch.Tensor) -> torch.Tensor:
-        return stand_in(tensor, dtype if id(tensor) in low_ids else tensor.dtype, device_type, fake)
+        return replacement(tensor, dtype if id(tensor) in low_ids else tensor.dtype, device_type, fake)
 
-    with run_context(device_type, fake=fake), standing_in(model, stand_ins := StandIns(make)):
+    with run_context(device_type, fake=fake), tensors_replaced(model, replacements := Replacements(make)):
         for name, parameter in parameters.items():
-            recorder.add(name, parameter, stand_ins.of(parameter))
-        args, kwargs = stand_ins.of(tuple(args)), stand_ins.of(dict(kwargs))
+            recorder.add(name, parameter, replacements.of(parameter))
+        args, kwargs = replacements.of(tuple(args)), replacements.of(dict(kwargs))
         with recorder.attached():
             with _autocast(device_type, dtype):
                 outputs = model(*args, **kwargs)
@@ -63,7 +64,7 @@ def _run_backward(recorder: UseRecorder, outputs: Any) -> None:
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
 
-def stand_in(tensor: torch.Tensor, dtype: torch.dtype, device_type: str, fake: bool) -> torch.Tensor:
+def replacement(tensor: torch.Tensor, dtype: torch.dtype, device_type: str, fake: bool) -> torch.Tensor:
     """Return an empty tensor, or a copy, of `tensor`'s shape on a device type."""
     if fake:
         copied = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=device_type)

@@ -5,18 +5,18 @@ Autocast casts above the dispatch key at which a `TorchDispatchMode` listens. So
 when nothing reads its values but such casts: gathered in the low dtype, it lets the same program compute the same bits.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 
 from zeroamp.hooks._torch.dispatch import StorageWeakRef, TorchDispatchMode, is_view_op, run_op, storage_of
-from zeroamp.hooks.tracing.dtype_reads import DtypeReads
+from zeroamp.hooks.tensors import tensors_in
 from zeroamp.hooks.tracing.parameter_record import ParameterRecord
 
 _MOVES = frozenset({"clone", "cat", "stack", "slice_backward", "select_backward"})
@@ -28,21 +28,6 @@ _FACTORIES = frozenset(
     | {f"new_{kind}" for kind in ("empty", "empty_strided", "zeros", "ones", "full")}
 )
 """Ops that read a tensor's shape and dtype, not its values."""
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in lists, tuples, mappings and dataclasses, at any depth."""
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif is_dataclass(value) and not isinstance(value, type):
-        value = [getattr(value, item.name) for item in fields(value)]
-    elif not isinstance(value, list | tuple):
-        return
-    for item in value:
-        yield from tensors_in(item)
 
 
 class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -63,15 +48,15 @@ class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._rounded: set[StorageWeakRef] = set()  # other tensors, cast to fewer bits
         self._widened: set[StorageWeakRef] = set()  # cast from the low dtype
 
-    def add(self, name: str, parameter: torch.Tensor, stand_in: torch.Tensor) -> None:
-        """Watch a parameter, by the stand-in that the run uses, and where the run reaches past it, itself."""
+    def add(self, name: str, parameter: torch.Tensor, replacement: torch.Tensor) -> None:
+        """Record the uses of a parameter: of its replacement in the run, and of itself, in a closure for example."""
         record = self.records[name] = ParameterRecord(parameter)
-        for tensor in (parameter, stand_in):
+        for tensor in (parameter, replacement):
             if (storage := storage_of(tensor)) is not None:
                 self._carriers[storage] = self._carriers.get(storage, frozenset()) | {name}
-        if stand_in.requires_grad:
+        if replacement.requires_grad:
             note = partial(self._note_gradient, record)
-            stand_in.register_hook(note)  # type: ignore[no-untyped-call]
+            replacement.register_hook(note)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -97,10 +82,10 @@ class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name in self._owners(tensor):
             self.records[name].dtype_read_in = self.records[name].dtype_read_in or self._here()
 
-    def verdicts(self) -> dict[str, tuple[bool, str]]:
+    def safety(self) -> dict[str, tuple[bool, str]]:
         """Return for every parameter whether it is safe, and why."""
         return {
-            name: record.verdict(self._dtype, with_backward=self.has_run_backward)
+            name: record.safety(self._dtype, with_backward=self.has_run_backward)
             for name, record in self.records.items()
         }
 
@@ -192,3 +177,39 @@ class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _leave_module(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         self._calls.pop()
+
+
+_ATTRIBUTES = frozenset({"dtype", "itemsize", "nbytes"})
+_QUESTIONS = frozenset({"can_cast", "element_size", "result_type", "type"})
+_OF_THE_OTHER = frozenset({"to", "type_as"})
+"""`x.to(weight)` asks for the dtype of `weight`, not of `x`."""
+
+
+class DtypeReads(TorchFunctionMode):
+    """Hands every tensor whose dtype is read to `note`: such reads never reach the dispatcher.
+
+    Returns what the functions return, unchanged.
+    """
+
+    def __init__(self, note: Callable[[torch.Tensor], None]) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the function, and see whether it is one of these questions."""
+        kwargs = kwargs or {}
+        asked = [value for value in _asked(func, [*args, *kwargs.values()]) if isinstance(value, torch.Tensor)]
+        for tensor in asked:
+            self._note(tensor)
+        return func(*args, **kwargs)
+
+
+def _asked(func: Any, arguments: list[Any]) -> list[Any]:
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return arguments[:1] if func.__self__.__name__ in _ATTRIBUTES else []
+    if name in _OF_THE_OTHER:
+        return arguments[1:]
+    return arguments if name in _QUESTIONS else []

@@ -6,14 +6,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from zeroamp.hooks.collectives.reduce_scatter import WireReduceScatter
+from zeroamp.hooks.collectives.reduce_scatter import GroupReduceScatter
 
 
 def _seen(module):
     return ("sharded" if isinstance(module.weight, DTensor) else "gathered"), module.weight.dtype
 
 
-class _Recording(WireReduceScatter):
+class _Recording(GroupReduceScatter):
     def __call__(self, *args, **kwargs):
         self.events.append("reduce-scatter")
         return super().__call__(*args, **kwargs)
@@ -32,7 +32,9 @@ def _observe():
     unit.register_forward_pre_hook(lambda m, a: seen.__setitem__("pre, appended", _seen(m)))
     unit.register_forward_hook(lambda m, a, o: seen.__setitem__("post, prepended", _seen(m)), prepend=True)
     unit.register_forward_hook(lambda m, a, o: seen.__setitem__("post, appended", _seen(m)))
-    comm = _Recording(wire_dtype=torch.bfloat16, accumulate="fp32", world_size=2)
+    comm = _Recording(
+        communication_dtype=torch.bfloat16, reduce_dtype=torch.float32, collective="all_to_all", world_size=2
+    )
     comm.events = events
     unit.set_custom_reduce_scatter(comm)
     unit.weight.register_post_accumulate_grad_hook(

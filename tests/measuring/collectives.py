@@ -5,7 +5,7 @@ from collections import Counter
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeroamp.hooks.collectives.all_gather import CountingAllGather
+from zeroamp.hooks.collectives.all_gather import GroupAllGather
 
 KINDS = {
     "_allgather_base_": "all_gather",
@@ -50,14 +50,14 @@ class Gathers:
         self.log = []
 
     def __enter__(self):
-        self._original = original = CountingAllGather.__call__
+        self._original = original = GroupAllGather.__call__
 
         def call(comm, output_tensor, input_tensor, group, async_op=False):
             self.log.append((comm.group_name, group.size()))
             return original(comm, output_tensor, input_tensor, group, async_op)
 
-        CountingAllGather.__call__ = call
+        GroupAllGather.__call__ = call
         return self
 
     def __exit__(self, *_):
-        CountingAllGather.__call__ = self._original
+        GroupAllGather.__call__ = self._original

@@ -11,7 +11,8 @@ from zeroamp.dry_run.memory import memory_timeline
 from zeroamp.dry_run.optimizer_step import optimizer_costs
 from zeroamp.dry_run.timeline import KINDS
 from zeroamp.dry_run.trace import trace
-from zeroamp.planning.traffic import plan_traffic, ranks_of
+from zeroamp.planning.mesh import ranks_of
+from zeroamp.planning.traffic import plan_traffic
 from zeroamp.wrapping.state import wrap_state
 
 NUM_STEPS = 5

@@ -14,20 +14,20 @@ class Failed(Exception):
 @contextmanager
 def failing_after(num_collectives):
     """Raise once this rank has issued that many collectives in the block."""
-    add, issued = CallLog.add, 0
+    on_collective, issued = CallLog.on_collective, 0
 
     def raise_after(log, *args):
         nonlocal issued
-        add(log, *args)
+        on_collective(log, *args)
         issued += 1
         if issued == num_collectives:
             raise Failed(f"after {num_collectives} collectives")
 
-    CallLog.add = raise_after
+    CallLog.on_collective = raise_after
     try:
         yield
     finally:
-        CallLog.add = add
+        CallLog.on_collective = on_collective
 
 
 class RaisesInBackward(torch.autograd.Function):

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from zeroamp.planning.replay import Replay
+
 Kind = Literal["activations", "workspace", "unsharded gradients"]
 """Activations are made in the forward and outlive it; the workspace is all else that is neither that nor a gradient."""
 
@@ -54,3 +56,20 @@ class Op:
 
 
 Event = Mark | Change | GradientReady | Op
+
+
+MAX_MICRO_BATCHES = 3
+"""Of more micro-batches in an optimizer step the first, one from the middle and the last are replayed: those in between
+are alike."""
+
+
+def drive(replay: Replay, mark: Mark, *, is_last: bool) -> None:
+    """Let the replay do what FSDP2 does at a mark; `is_last` is that of the micro-batch."""
+    if mark.point == "begin forward":
+        replay.begin_forward(mark.unit)
+    elif mark.point == "end forward":
+        replay.end_forward(mark.unit)
+    elif mark.point == "begin backward":
+        replay.begin_backward(mark.unit)
+    else:
+        replay.end_backward(mark.unit, is_last=is_last)

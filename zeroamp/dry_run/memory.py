@@ -3,20 +3,21 @@
 [Note: What FSDP2 holds]
 Per group, in bytes of the group's parameters padded to the ranks that shard (`padded_numel`):
 
-* a gather: the shard cast to the gather dtype (where that is not the stored one) until it is sent; the flat gathered
-  buffer; and the unsharded parameters that are copied out of it. In the forward the flat buffer stays until the next
-  gather of the forward was waited for, or the forward has ended; in the backward, and on CPUs (where gathers run in the
-  background, see `hooks/_torch`), it goes at once.
-* a reduction: the flat input in the wire dtype, while the raw gradients are still there; then these go, and the output
-  is allocated, of the dtype that sums: it is the gradient shard, where it is fp32. The input stays until as many
-  reductions have begun after it as inputs may be in flight (one by default), or the last backward of the window has
-  ended. What an all-to-all receives is in one buffer per dtype for all groups, as large as the largest so far, until
-  the backward has ended.
+* an all-gather: the shard cast to the dtype of the unsharded parameter (where that is not the stored one) until it is
+  sent; the flat buffer; and the unsharded parameters that are copied out of it. In the forward the flat buffer is
+  retained until the next all-gather of the forward was waited for, or the forward has ended. In the backward, and on
+  CPUs (where all-gathers run in the background, see `hooks/_torch`), it is released at once.
+* a reduction: the flat input in the communication dtype, while the raw gradients still exist; then these are released,
+  and the output is allocated in the reduce dtype: it is the gradient shard, where it is fp32. The input is retained
+  until as many reductions have begun after it as inputs may be in flight (one by default), or the last backward of the
+  optimizer step has ended. An all-to-all receives into one buffer per dtype for all groups, as large as the largest so
+  far, until the backward has ended.
   Where shards accumulate in a low dtype, each is added to a sum of that dtype, and all sums are cast back at the end.
-* no reduction (stages 0 and 1 inside a window): the raw gradient becomes the unsharded sum, in the accumulation dtype.
+* no reduction (stages 0 and 1 before the last micro-batch): the raw gradient becomes the unsharded sum, in the
+  accumulation dtype.
 
-Where nothing is sharded there is no flat gathered buffer. Streams are not told apart: on an accelerator a buffer may
-live somewhat longer, until the stream that used it is done with it.
+Where nothing is sharded there is no flat buffer of an all-gather. Streams are not told apart: on an accelerator a
+buffer may live somewhat longer, until the stream that used it is done with it.
 """
 
 from collections import Counter, deque
@@ -24,17 +25,17 @@ from collections.abc import Iterable
 
 import torch
 
-from zeroamp.dry_run.drive import MAX_MICRO_BATCHES, drive
-from zeroamp.dry_run.events import UNSHARDED_GRADIENTS, Change, Event, GradientReady, Mark
+from zeroamp.dry_run.events import MAX_MICRO_BATCHES, UNSHARDED_GRADIENTS, Change, Event, GradientReady, Mark, drive
 from zeroamp.dry_run.optimizer_step import OptimizerCosts
 from zeroamp.dry_run.timeline import HOST_KINDS, Timeline, TimelineWriter
 from zeroamp.dry_run.trace import Trace
+from zeroamp.planning.dtypes import group_dtypes
 from zeroamp.planning.groups import GroupPlan
+from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.replay import Replay
-from zeroamp.planning.schedule import Schedule
-from zeroamp.planning.traffic import Ranks, group_collectives, padded_numel, replica_dtype
-from zeroamp.policies.accumulation import sharded_accumulation, unsharded_accumulation
+from zeroamp.planning.replay import GroupListener, Replay
+from zeroamp.planning.traffic import padded_numel
+from zeroamp.policies.accumulation import sharded_accumulation
 
 
 def memory_timeline(
@@ -66,37 +67,35 @@ class _Sizes:
     def __init__(self, group: GroupPlan, plan: Plan, ranks: Ranks) -> None:
         policy = plan.policy
         num_shards = ranks.shards(policy) or 1
-        trained = [param for param in group.params if param.dtypes.wire is not None]
+        trained = [param for param in group.params if param.is_trainable]
         padded = sum(padded_numel(param, num_shards) for param in group.params)
         padded_trained = sum(padded_numel(param, num_shards) for param in trained)
-        storage = group.params[0].dtypes.storage
-        once = Schedule(gathers={group.name: 1}, reductions={group.name: 1}, order=())
-        kinds = {call.collective for call in group_collectives(group, policy, ranks, once)}
+        dtypes = group_dtypes(group.key, policy, ranks)
         self.is_sharded = num_shards > 1
-        self.shard = padded // num_shards * storage.itemsize
-        self.gathered = padded * group.gather.itemsize
-        self.cast = padded // num_shards * group.gather.itemsize if group.gather != storage else 0
+        self.shard = padded // num_shards * dtypes.stored.itemsize
+        self.gathered = padded * dtypes.param.itemsize
+        self.cast = padded // num_shards * dtypes.param.itemsize if dtypes.param != dtypes.stored else 0
         if policy.offload.to_cpu:
             self.cast += self.shard  # copied to the device before it is cast
         self.partition = self.gathered // policy.hpz_partition_size if policy.hpz_partition_size > 1 else 0
-        self.raw = {p.fqn: p.numel * (p.dtypes.gradient or storage).itemsize for p in trained}
-        self.summed = {p.fqn: p.numel * unsharded_accumulation(policy).itemsize for p in trained}
-        self.sums_as_is = group.gather == unsharded_accumulation(policy)
-        self.wire = padded_trained * group.wire.itemsize
-        self.received = self.wire if "all_to_all" in kinds else 0
-        self.reduced = padded_trained // num_shards * replica_dtype(group, policy, ranks).itemsize
-        self.gradient = padded_trained // num_shards * storage.itemsize
-        self.low_sum = padded_trained // num_shards * sharded_accumulation(policy).itemsize
+        self.raw = {p.fqn: p.numel * dtypes.param.itemsize for p in trained}
+        self.summed = {p.fqn: p.numel * dtypes.unsharded_accumulate.itemsize for p in trained}
+        self.sums_as_is = dtypes.param == dtypes.unsharded_accumulate
+        self.communication = dtypes.communication
+        self.sent = padded_trained * dtypes.communication.itemsize
+        self.received = self.sent if dtypes.reduction == "all_to_all" else 0
+        self.reduced = padded_trained // num_shards * dtypes.reduce.itemsize
+        self.gradient = padded_trained // num_shards * dtypes.stored.itemsize
+        self.low_sum = padded_trained // num_shards * dtypes.sharded_accumulate.itemsize
 
 
-class _GroupMemory:
+class _GroupMemory(GroupListener):
     """Drives the replay by a trace, and writes down what both of them allocate and free."""
 
     def __init__(self, plan: Plan, ranks: Ranks, writer: TimelineWriter, *, on_cpu: bool) -> None:
         self._plan, self._writer, self._on_cpu = plan, writer, on_cpu
         self._sizes = {group.name: _Sizes(group, plan, ranks) for group in plan.groups}
         self._group_of = {param.fqn: group.name for group in plan.groups for param in group.params}
-        self._wires = {group.name: group.wire for group in plan.groups}
         self._replay = Replay(plan, self)
         self._raw: Counter[str] = Counter()  # group -> bytes of raw gradients that are there
         self._sums: set[str] = set()  # groups with unsharded sums of earlier micro-batches
@@ -104,7 +103,7 @@ class _GroupMemory:
         self._sums_shards_low = sharded_accumulation(plan.policy) != torch.float32
         self._kept_gather = 0  # the flat buffer of the last gather of this forward
         self._kept_inputs: deque[int] = deque()  # the flat inputs of the last reductions
-        self._receive_buffers: Counter[torch.dtype] = Counter()  # wire dtype -> bytes, in this backward
+        self._receive_buffers: Counter[torch.dtype] = Counter()  # communication dtype -> bytes, in this backward
         self._partitions: set[str] = set()  # groups that are sharded over a partition
 
     def add_shards(self) -> None:
@@ -150,7 +149,7 @@ class _GroupMemory:
             self._raw[group] -= event.num_bytes
             self._writer.add("unsharded gradients", -event.num_bytes)
 
-    def gather_started(self, group: str) -> None:
+    def all_gather_started(self, group: str) -> None:
         """See [Note: What FSDP2 holds]."""
         sizes = self._sizes[group]
         if not sizes.is_sharded:
@@ -159,7 +158,7 @@ class _GroupMemory:
         self._writer.add("communication buffers", sizes.gathered)
         self._writer.add("communication buffers", -sizes.cast)
 
-    def gather_ended(self, group: str, *, in_forward: bool) -> None:
+    def all_gather_ended(self, group: str, *, in_forward: bool) -> None:
         """See [Note: What FSDP2 holds]."""
         sizes = self._sizes[group]
         if in_forward:
@@ -175,12 +174,12 @@ class _GroupMemory:
         else:
             self._writer.add("communication buffers", -sizes.gathered)
 
-    def gather_dropped(self, group: str) -> None:
+    def all_gather_discarded(self, group: str) -> None:
         """See [Note: What FSDP2 holds]."""
         if self._sizes[group].is_sharded:
             self._writer.add("communication buffers", -self._sizes[group].gathered)
 
-    def released(self, group: str, *, in_forward: bool) -> None:
+    def resharded(self, group: str, *, in_forward: bool) -> None:
         """See [Note: What FSDP2 holds]."""
         sizes = self._sizes[group]
         if in_forward and sizes.partition:
@@ -219,11 +218,11 @@ class _GroupMemory:
             raw = sum(sizes.summed.values())
         unused = max(0, sum(sizes.raw.values()) - raw)  # zeros, for parameters without a gradient
         writer.add("unsharded gradients", unused)
-        writer.add("communication buffers", sizes.wire)
-        self._kept_inputs.append(sizes.wire)
+        writer.add("communication buffers", sizes.sent)
+        self._kept_inputs.append(sizes.sent)
         writer.add("unsharded gradients", -raw - unused)
         writer.add("gradients", sizes.reduced)
-        self._receive(sizes.received, self._wires[group])
+        self._receive(sizes.received, sizes.communication)
         if sizes.reduced != sizes.gradient:  # cast to the stored dtype
             writer.add("gradients", sizes.gradient)
             writer.add("gradients", -sizes.reduced)
@@ -234,13 +233,13 @@ class _GroupMemory:
         if self._sums_shards_low or not is_first:
             writer.add("gradients", -sizes.gradient)
 
-    def _receive(self, num_bytes: int, wire: torch.dtype) -> None:
+    def _receive(self, num_bytes: int, dtype: torch.dtype) -> None:
         """Make a larger buffer where the one of this backward is too small; the old one goes first."""
-        old = self._receive_buffers[wire]
+        old = self._receive_buffers[dtype]
         if num_bytes > old:
             self._writer.add("communication buffers", -old)
             self._writer.add("communication buffers", num_bytes)
-            self._receive_buffers[wire] = num_bytes
+            self._receive_buffers[dtype] = num_bytes
 
     def _free_gather(self) -> None:
         self._writer.add("communication buffers", -self._kept_gather)

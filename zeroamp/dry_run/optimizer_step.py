@@ -11,8 +11,9 @@ from zeroamp.dry_run.events import Change, Op
 from zeroamp.dry_run.recorder import MemoryRecorder
 from zeroamp.hooks._torch.dispatch import FakeTensorMode
 from zeroamp.hooks.tracing.fake_run import preserved_rng
+from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.traffic import Ranks, padded_numel
+from zeroamp.planning.traffic import padded_numel
 from zeroamp.training.optimizers import optimizer_from_config
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -45,9 +46,9 @@ def optimizer_costs(
     num_shards = ranks.shards(plan.policy) or 1
     with preserved_rng("cpu"), torch.inference_mode(False), FakeTensorMode():
         shards = [
-            nn.Parameter(torch.empty(padded_numel(param, num_shards) // num_shards, dtype=param.dtypes.storage))
+            nn.Parameter(torch.empty(padded_numel(param, num_shards) // num_shards, dtype=param.dtypes.stored))
             for param in plan.params
-            if param.dtypes.wire is not None
+            if param.is_trainable
         ]
         if not shards:
             return OptimizerCosts(0, (), 0)

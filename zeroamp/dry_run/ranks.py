@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zeroamp.planning.mesh import mesh_shape
-from zeroamp.planning.traffic import Ranks
+from zeroamp.planning.mesh import Ranks, mesh_shape
 from zeroamp.policies.config import refuse_inconsistent
 from zeroamp.policies.errors import ConfigError, describe
 from zeroamp.policies.policy import Policy, Stage

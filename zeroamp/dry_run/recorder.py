@@ -9,6 +9,7 @@ from torch.utils.flop_counter import flop_registry
 
 from zeroamp.dry_run.events import ACTIVATIONS, UNSHARDED_GRADIENTS, Change, Event, GradientReady, Mark, Op, Point
 from zeroamp.hooks._torch.dispatch import TorchDispatchMode, is_view_op, storage_key
+from zeroamp.hooks.tensors import tensors_in
 
 _ATTENTION_FOR_CPU = "_scaled_dot_product_flash_attention_for_cpu"  # torch's counter knows the accelerators' only
 
@@ -52,13 +53,13 @@ class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         del types
         kwargs = kwargs or {}
         result = _run(func, args, kwargs)
-        outputs = list(_tensors(result))
+        outputs = list(tensors_in(result))
         if not outputs:
             return result
         for output in outputs:
             self._see(output)
         if not is_view_op(func):
-            inputs = list(_tensors((args, tuple(kwargs.values()))))
+            inputs = list(tensors_in((args, tuple(kwargs.values()))))
             self.events.append(_op(func, args, kwargs, result, inputs, outputs))
         return result
 
@@ -105,11 +106,3 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         return (5 if is_backward else 2) * 2 * int(batch * heads * num_queries * key.shape[2] * width)
     formula = flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
-
-
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)

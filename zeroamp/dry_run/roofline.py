@@ -20,15 +20,14 @@ from itertools import pairwise
 
 import torch
 
-from zeroamp.dry_run.drive import MAX_MICRO_BATCHES, drive
-from zeroamp.dry_run.events import Event, Mark, Op
+from zeroamp.dry_run.events import MAX_MICRO_BATCHES, Event, Mark, Op, drive
 from zeroamp.dry_run.gpus import Gpu
 from zeroamp.dry_run.network import Network
 from zeroamp.planning.groups import GroupPlan
+from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.replay import Replay
-from zeroamp.planning.schedule import Schedule
-from zeroamp.planning.traffic import GroupCollective, Ranks, group_collectives
+from zeroamp.planning.replay import GroupListener, Replay
+from zeroamp.planning.traffic import GroupCollective, group_collectives
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +94,7 @@ def step_time(
     )
 
 
-class _Clock:
+class _Clock(GroupListener):
     """The two queues, told by the replay what starts when."""
 
     def __init__(self, plan: Plan, ranks: Ranks, gpu: Gpu, network: Network, efficiency: Efficiency) -> None:
@@ -134,7 +133,7 @@ class _Clock:
         if is_last:
             self._now = max(self._now, self._reduced)
 
-    def gather_started(self, group: str) -> None:
+    def all_gather_started(self, group: str) -> None:
         """See [Note: Two queues]."""
         for call, num_bytes in self._calls[group]:
             if not call.is_of_gradients:
@@ -143,7 +142,7 @@ class _Clock:
                 self._gathered[group] = self._send(seconds, self._copied)
         self._partitioned.discard(group)
 
-    def gather_ended(self, group: str, *, in_forward: bool) -> None:
+    def all_gather_ended(self, group: str, *, in_forward: bool) -> None:
         """See [Note: Two queues]."""
         del in_forward
         self._now = max(self._now, self._gathered.pop(group, 0.0))
@@ -152,11 +151,11 @@ class _Clock:
                 self._compute(2 * num_bytes / self._memory)
         self._copied = self._now
 
-    def gather_dropped(self, group: str) -> None:
+    def all_gather_discarded(self, group: str) -> None:
         """See [Note: Two queues]."""
         self._gathered.pop(group, None)
 
-    def released(self, group: str, *, in_forward: bool) -> None:
+    def resharded(self, group: str, *, in_forward: bool) -> None:
         """See [Note: Two queues]."""
         if in_forward and self._partition > 1:
             self._partitioned.add(group)
@@ -185,7 +184,6 @@ class _Clock:
 
 
 def _calls(group: GroupPlan, plan: Plan, ranks: Ranks) -> Iterable[tuple[GroupCollective, int]]:
-    """Yield each collective of one gather and one reduction, and its bytes."""
-    once = Schedule(gathers={group.name: 1}, reductions={group.name: 1}, order=())
-    for call in group_collectives(group, plan.policy, ranks, once):
+    """Yield each collective of one all-gather and one reduction, and its bytes."""
+    for call in group_collectives(group, plan, ranks):
         yield call, sum(call.num_bytes(param, ranks.shards(plan.policy)) for param in group.params)

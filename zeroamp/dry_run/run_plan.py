@@ -23,9 +23,9 @@ from zeroamp.dry_run.timeline import Timeline
 from zeroamp.dry_run.trace import LossFunction
 from zeroamp.dry_run.traces import Traces
 from zeroamp.hooks.collectives.traffic import Traffic
-from zeroamp.planning.mesh import current_device_type
+from zeroamp.planning.mesh import Ranks, current_device_type
 from zeroamp.planning.plan import Plan, build_plan
-from zeroamp.planning.traffic import Ranks, plan_traffic
+from zeroamp.planning.traffic import plan_traffic
 from zeroamp.policies.policy import Policy, Stage
 from zeroamp.policies.wrap import AutoWrapPolicy
 

@@ -24,8 +24,9 @@ from zeroamp.dry_run.inputs import Arguments, sequences_are_not_packed
 from zeroamp.dry_run.recorder import MemoryRecorder
 from zeroamp.dry_run.unit_marks import UnitMarks
 from zeroamp.hooks._torch.dispatch import FakeTensorMode, storage_key, tree_map
-from zeroamp.hooks.tracing.fake_run import StandIns, preserved_rng, standing_in
-from zeroamp.hooks.tracing.safe_parameters import tensors_in
+from zeroamp.hooks.tensors import tensors_in
+from zeroamp.hooks.tracing.fake_run import Replacements, preserved_rng, tensors_replaced
+from zeroamp.hooks.tracing.recorded_run import replacement
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.errors import ConfigError, describe
 
@@ -66,8 +67,10 @@ def trace(
     Raises:
         ConfigError: there is no scalar loss.
     """
-    gather = {id(model.get_parameter(param.fqn)): param.dtypes.gather for param in plan.params}
-    stand_ins = StandIns(lambda tensor: _stand_in(tensor, gather.get(id(tensor), tensor.dtype), device_type))
+    dtypes = {id(model.get_parameter(param.fqn)): param.dtypes.param for param in plan.params}
+    replacements = Replacements(
+        lambda tensor: replacement(tensor, dtypes.get(id(tensor), tensor.dtype), device_type, fake=True)
+    )
     parameters = {param.fqn: model.get_parameter(param.fqn) for param in plan.params}
     with ExitStack() as stack:
         stack.enter_context(sequences_are_not_packed())
@@ -76,14 +79,14 @@ def trace(
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(standing_in(model, stand_ins))
-        args, kwargs = _cast_inputs(stand_ins.of(arguments), plan)
+        stack.enter_context(tensors_replaced(model, replacements))
+        args, kwargs = _cast_inputs(replacements.of(arguments), plan)
         constant = [*tensors_in((args, kwargs)), *_held(model)]
-        recorder = MemoryRecorder([*(stand_ins.of(parameter) for parameter in parameters.values()), *constant])
+        recorder = MemoryRecorder([*(replacements.of(parameter) for parameter in parameters.values()), *constant])
         sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in constant}
         marks = UnitMarks(model, plan, recorder, device_type, checkpointing, kept or {})
         stack.callback(marks.remove)
-        marks.attach({fqn: stand_ins.of(parameter) for fqn, parameter in parameters.items()})
+        marks.attach({fqn: replacements.of(parameter) for fqn, parameter in parameters.items()})
         _step(model, plan, recorder, (args, kwargs), device_type, loss_fn)
         return Trace(tuple(recorder.events), sum(sizes.values()))
 
@@ -105,13 +108,6 @@ def _step(
         del output
         recorder.end_of_forward()
         loss.float().div(plan.policy.gradient_accumulation_steps).backward()  # type: ignore[no-untyped-call]
-
-
-def _stand_in(tensor: torch.Tensor, dtype: torch.dtype, device_type: str) -> torch.Tensor:
-    made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=device_type)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, requires_grad=tensor.requires_grad)
-    return made.requires_grad_(tensor.requires_grad)
 
 
 def _cast_inputs(arguments: Arguments, plan: Plan) -> Arguments:

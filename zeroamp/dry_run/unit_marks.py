@@ -12,13 +12,13 @@ from torch.utils.hooks import RemovableHandle
 from zeroamp.dry_run.recorder import MemoryRecorder
 from zeroamp.hooks._torch.dispatch import tree_map
 from zeroamp.hooks.precision.fp32_regions import Fp32Region
-from zeroamp.hooks.tracing.safe_parameters import tensors_in
+from zeroamp.hooks.tensors import tensors_in
 from zeroamp.planning.plan import Plan
 from zeroamp.wrapping.attach import share_casts
 
 
 class UnitMarks:
-    """The marks on one model. Attach them inside `standing_in`, which undoes what they do to modules."""
+    """The marks on one model. Attach them inside `tensors_replaced`, which undoes what they do to modules."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class UnitMarks:
         for fqn, names in kept.items():
             modules = model.get_submodule(fqn)._modules
             for name in [name for name in modules if name not in names]:
-                del modules[name]  # `standing_in` puts the modules back
+                del modules[name]  # `tensors_replaced` puts the modules back
 
     def attach(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Hook the units and the parameters."""
@@ -49,7 +49,7 @@ class UnitMarks:
                 self._attach_unit(unit, fqn, is_first=index == 0, is_last=index + 1 == len(fqns))
         output_dtype = None if self._plan.policy.mode == "autocast" else self._plan.policy.low_dtype
         for fqn in filter(self._has, self._plan.fp32_regions.modules):
-            Fp32Region(self._model.get_submodule(fqn), self._device_type, output_dtype)  # undone by `standing_in`
+            Fp32Region(self._model.get_submodule(fqn), self._device_type, output_dtype)  # undone by `tensors_replaced`
         self._handles += share_casts(self._model, self._plan, self._device_type)
         for fqn, parameter in parameters.items():
             if parameter.requires_grad:
@@ -73,7 +73,7 @@ class UnitMarks:
     def _attach_unit(self, unit: str, fqn: str, *, is_first: bool, is_last: bool) -> None:
         module = self._model.get_submodule(fqn)
         if self._checkpointing and unit in self._outermost:
-            module.forward = _checkpointed(module.forward)  # undone by `standing_in`
+            module.forward = _checkpointed(module.forward)  # undone by `tensors_replaced`
         recorder = self._recorder
 
         def before(_module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -6,12 +6,12 @@ from typing import Any
 from torch import nn
 
 from zeroamp.hooks.collectives.traffic import Traffic
-from zeroamp.ledger.rows import DTYPE_COLUMNS, PER_RANK, PER_STEP, LedgerRows, ledger_rows
+from zeroamp.ledger.rows import DTYPE_COLUMNS, HEADERS, PER_RANK, PER_STEP, LedgerRows, ledger_rows
 from zeroamp.ledger.tables import Row, TableStyle, cells, fold, render
 from zeroamp.ledger.verification import Verification
 from zeroamp.ledger.verify import LossFunction, verify
+from zeroamp.planning.mesh import Ranks, ranks_of
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.traffic import Ranks, ranks_of
 from zeroamp.wrapping.state import wrap_state
 
 _STEP_NOTE = (
@@ -19,12 +19,12 @@ _STEP_NOTE = (
     "zeroamp.traffic(model) counts them."
 )
 _RANK_NOTE = (
-    "Per rank: the stored shard, the gathered copy while there is one, the gradients. Not counted: optimizer state, "
-    "activations, buffers, staging of collectives."
+    "Per rank: the stored shard, the unsharded parameters while they exist, the gradients. Not counted: optimizer "
+    "state, activations, buffers, staging of collectives."
 )
 _UNKNOWN_NOTE = (
-    "The number of ranks is not known: no bytes per rank, and no all-reduce over replicas of shards. Ledger(plan=..., "
-    "num_shards=...), or --world-size, says it."
+    "The number of ranks is not known, so bytes per rank and the all-reduce over replicas of shards are left out. Pass "
+    "Ledger(plan=..., num_shards=...), or --world-size."
 )
 
 
@@ -41,29 +41,24 @@ class Ledger:
     def __str__(self) -> str:
         """Return the summary, one row per module class and dtypes, and one per group; equal neighbours share one."""
         rows = self._rows()
-        tables = [self._summary_cells(rows), self._class_cells(rows), fold(self._group_cells(rows))]
-        return "\n\n".join(["\n".join([self._title(), render(tables[0])]), *map(render, tables[1:]), self._notes()])
+        tables = [_render(table) for table in self._tables(rows).values()]
+        return "\n\n".join([f"{self._title()}\n{tables[0]}", *tables[1:], self._notes()])
 
     def per_parameter(self, style: TableStyle = "simple") -> str:
         """Return a table of one row per parameter, with the reason of its dtypes; "github" is Markdown."""
-        return render(self.parameter_rows(), style)
+        return _render(self.parameter_rows(), style)
 
     def to_markdown(self, *, per_parameter: bool = False) -> str:
         """Return what `print` shows as Markdown, with a table of all parameters if asked."""
         rows = self._rows()
-        tables = {
-            "Dtypes on the wire": self._summary_cells(rows),
-            "Module classes": self._class_cells(rows),
-            "Groups": fold(self._group_cells(rows)),
-            **({"Parameters": self._param_cells(rows)} if per_parameter else {}),
-        }
-        parts = [self._title(), *(f"### {title}\n\n{render(table, 'github')}" for title, table in tables.items())]
+        tables = self._tables(rows) | ({"Parameters": self._param_cells(rows)} if per_parameter else {})
+        parts = [self._title(), *(f"### {title}\n\n{_render(table, 'github')}" for title, table in tables.items())]
         return "\n\n".join([*parts, self._notes()])
 
     def summary_rows(self) -> list[dict[str, Any]]:
-        """Return one dict per pair of gather and wire dtype: parameters, elements, and MB of one gather of them all.
+        """Return one dict per pair of all-gather and reduction dtype: parameters, elements, MB of one all-gather.
 
-        And MB of all gathers and of all reductions of one optimizer step.
+        And MB of all all-gathers and of all reductions of one optimizer step.
         """
         return self._summary_cells(self._rows())
 
@@ -75,9 +70,9 @@ class Ledger:
         """Return one dict per group: name, kind, numbers of parameters and elements, the seven dtypes, and bytes.
 
         Where units are merged also the modules of each group's unit, which is named after the first of them. Bytes
-        per step are those of all gathers and all reductions of one optimizer step (`planning/traffic.py`); bytes per
-        rank, which need `num_shards`, those of the stored shard (ceil(d0 / shards) rows), of the gathered copy, and
-        of the gradients (a shard; unsharded sums too, at stages 0 and 1 with accumulation).
+        per step are those of all all-gathers and reductions of one optimizer step (`planning/traffic.py`); bytes per
+        rank, which need `num_shards`, those of the stored shard (ceil(d0 / shards) rows), of the unsharded parameters,
+        and of the gradients (a shard; unsharded sums too, at stages 0 and 1 with accumulation).
         """
         return self._group_cells(self._rows())
 
@@ -90,8 +85,8 @@ class Ledger:
 
         dtypes are short names, and None where a frozen parameter has none; bytes are None where the ranks are not
         known. "config" is one that makes an equal policy; "units" the FQNs below the root; "summary" the totals per
-        pair of gather and wire dtype; "classes" those per module class and dtypes; "traffic" what `zeroamp.traffic`
-        counts in one optimizer step.
+        pair of all-gather and reduction dtype; "classes" those per module class and dtypes; "traffic" what
+        `zeroamp.traffic` counts in one optimizer step.
         """
         rows = self._rows()
         return {
@@ -106,13 +101,13 @@ class Ledger:
         }
 
     def verify(self, model: nn.Module, batch: object, *, loss_fn: LossFunction | None = None) -> Verification:
-        """Run one training window on `batch` and compare every dtype that occurs with what this ledger promises.
+        """Run one optimizer step on `batch` without an update and compare every dtype that occurs with this ledger's.
 
-        As many forwards and backwards as the config accumulates, all on `batch`, then an AdamW step on copies. Looked
-        at are the dtypes of storage, gathered parameters, the ops that consume them, raw gradients, collectives, sums
+        As many forwards and backwards as the config accumulates, all on `batch`, then an AdamW step on copies. Observed
+        are the dtypes of stored and unsharded parameters, the ops that consume them, raw gradients, collectives, sums
         and optimizer state. Call it on all ranks. Parameters, gradients, buffers, random states and counters are left
         as they were, also when something raises; compiled modules run eagerly. Where several ops consume a parameter
-        "per op", what was seen is reported. What does not run is not checked.
+        "per op", their dtypes are reported. What does not run is not checked.
 
         Args:
             model: the wrapped model that this is the ledger of, between two optimizer steps.
@@ -120,11 +115,18 @@ class Ledger:
             loss_fn: makes a scalar of the model's output. Default: its `.loss`, or the output itself.
 
         Raises:
-            PrecisionError: on all ranks, naming parameter, module, boundary, what was found and what was promised.
-            StepError: gradients are left, inside an accumulation window for example; or there is no scalar loss.
+            PrecisionError: on all ranks, naming parameter, module, boundary, the expected and the observed dtype.
+            StepError: gradients exist, between two micro-batches for example; or there is no scalar loss.
             WrapError: the ledger is not this model's.
         """
         return verify(self.plan, model, batch, loss_fn)
+
+    def _tables(self, rows: LedgerRows) -> dict[str, list[Row]]:
+        return {
+            "Dtypes between ranks": self._summary_cells(rows),
+            "Module classes": self._class_cells(rows),
+            "Groups": fold(self._group_cells(rows)),
+        }
 
     def _rows(self) -> LedgerRows:
         return ledger_rows(self.plan, self._ranks)
@@ -186,6 +188,10 @@ class Ledger:
 
     def _modules(self, unit: str) -> str:
         return ", ".join(self.plan.modules_of(unit)) or "root"
+
+
+def _render(rows: list[Row], style: TableStyle = "simple") -> str:
+    return render(rows, style, headers=HEADERS)
 
 
 def explain(model: nn.Module) -> Ledger:

@@ -9,21 +9,27 @@ from typing import Any
 
 import torch
 
-from zeroamp.planning.groups import GroupPlan, ParamDtypes, ParamPlan
+from zeroamp.planning.dtypes import GroupDtypes, ParamDtypes, group_dtypes
+from zeroamp.planning.groups import GroupPlan, ParamPlan
+from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.replay import step_schedule
-from zeroamp.planning.traffic import Ranks, dtypes_on, group_collectives, param_memory, plan_traffic, wire_on
+from zeroamp.planning.traffic import param_memory, plan_traffic, step_collectives
 from zeroamp.policies.dtypes import short_name
 
-DTYPE_COLUMNS = tuple(column.name for column in fields(ParamDtypes))
+KEYS = {"stored": "storage", "param": "gather", "communication": "wire"}
+"""Field of `ParamDtypes` -> key in rows, where they differ: readers of `Ledger.to_dict` rely on the keys."""
+DTYPE_COLUMNS = tuple(KEYS.get(column.name, column.name) for column in fields(ParamDtypes))
+HEADERS = {key: name for name, key in KEYS.items()}
+"""Key -> printed header, where they differ."""
 PER_STEP = ("gathered_bytes_per_step", "reduced_bytes_per_step")
 PER_RANK = ("storage_bytes_per_rank", "gathered_bytes_per_rank", "gradient_bytes_per_rank")
 
 Row = dict[str, Any]
 Costs = dict[str, dict[str, int | None]]
 """Parameter -> column of bytes -> bytes."""
-Dtypes = dict[str, ParamDtypes]
-"""Parameter -> its dtypes on the ranks at hand."""
+OnRanks = dict[str, GroupDtypes]
+"""Group -> its dtypes on the ranks at hand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +37,7 @@ class LedgerRows:
     """All rows of one plan on the given ranks."""
 
     summary: list[Row]
-    """Per pair of gather and wire dtype."""
+    """Per pair of the dtypes of the all-gather and of the reduction."""
     classes: list[Row]
     """Per classes of the owning modules and seven dtypes."""
     groups: list[Row]
@@ -43,13 +49,13 @@ class LedgerRows:
 def ledger_rows(plan: Plan, ranks: Ranks) -> LedgerRows:
     """Return the rows of `plan`."""
     costs = _costs(plan, ranks)
-    dtypes = {p.fqn: dtypes_on(p.dtypes, group, plan.policy, ranks) for group in plan.groups for p in group.params}
+    on_ranks = {group.name: group_dtypes(group.key, plan.policy, ranks) for group in plan.groups}
     traffic = plan_traffic(plan, ranks)
     return LedgerRows(
-        summary=_summary(plan, ranks, costs),
-        classes=_classes(plan, dtypes, costs),
-        groups=[_group_row(group, dtypes_on(group.dtypes, group, plan.policy, ranks), costs) for group in plan.groups],
-        parameters=[_param_row(param, group, dtypes, costs) for group in plan.groups for param in group.params],
+        summary=_summary(plan, on_ranks, costs),
+        classes=_classes(plan, on_ranks, costs),
+        groups=[_group_row(group, on_ranks, costs) for group in plan.groups],
+        parameters=[_param_row(param, group, on_ranks, costs) for group in plan.groups for param in group.params],
         traffic=[
             {**_names(key._asdict()), "calls": calls, "bytes": traffic.num_bytes[key]}
             for key, calls in traffic.calls.items()
@@ -62,10 +68,10 @@ def _costs(plan: Plan, ranks: Ranks) -> Costs:
     schedule, num_shards = step_schedule(plan), ranks.shards(plan.policy)
     costs: Costs = {}
     for group in plan.groups:
-        calls = list(group_collectives(group, plan.policy, ranks, schedule))
+        calls = list(step_collectives(group, plan, ranks, schedule))
         for param in group.params:
             memory = None if num_shards is None else param_memory(param, plan.policy, num_shards)
-            held = (None, None, None) if memory is None else (memory.storage, memory.gathered, memory.gradient)
+            held = (None, None, None) if memory is None else (memory.stored, memory.unsharded, memory.gradient)
             costs[param.fqn] = {
                 PER_STEP[0]: sum(call.num_bytes(param, num_shards) for call in calls if not call.is_of_gradients),
                 PER_STEP[1]: sum(call.num_bytes(param, num_shards) for call in calls if call.is_of_gradients),
@@ -81,28 +87,30 @@ def _totals(params: Iterable[ParamPlan], costs: Costs) -> Row:
     return dict(zip((*PER_STEP, *PER_RANK), sums, strict=True))
 
 
-def _summary(plan: Plan, ranks: Ranks, costs: Costs) -> list[Row]:
+def _summary(plan: Plan, on_ranks: OnRanks, costs: Costs) -> list[Row]:
     pairs: dict[tuple[str, str], list[ParamPlan]] = {}
     for group in plan.groups:
-        wire = wire_on(group, plan.policy, ranks)
-        pairs.setdefault((short_name(group.gather), short_name(wire)), []).extend(group.params)
+        pair = group.key.param, on_ranks[group.name].between_ranks
+        pairs.setdefault((short_name(pair[0]), short_name(pair[1])), []).extend(group.params)
     return [
         {
-            "gather": gather,
-            "wire": wire,
+            "gather": param,
+            "wire": communication,
             "params": len(params),
-            "elements": sum(param.numel for param in params),
-            "bytes_per_gather": sum(param.numel * param.group_key[1].itemsize for param in params),
+            "elements": sum(p.numel for p in params),
+            "bytes_per_gather": sum(p.numel * p.dtypes.param.itemsize for p in params),
             **_totals(params, costs),
         }
-        for (gather, wire), params in sorted(pairs.items())
+        for (param, communication), params in sorted(pairs.items())
     ]
 
 
-def _classes(plan: Plan, dtypes: Dtypes, costs: Costs) -> list[Row]:
+def _classes(plan: Plan, on_ranks: OnRanks, costs: Costs) -> list[Row]:
     kinds: dict[tuple[tuple[str, ...], ParamDtypes], list[ParamPlan]] = {}
-    for param in plan.params:
-        kinds.setdefault((param.owner_classes, dtypes[param.fqn]), []).append(param)
+    for group in plan.groups:
+        for param in group.params:
+            dtypes = on_ranks[group.name].on_these_ranks(param.dtypes)
+            kinds.setdefault((param.owner_classes, dtypes), []).append(param)
     return [
         {
             "class": ", ".join(classes),
@@ -115,19 +123,19 @@ def _classes(plan: Plan, dtypes: Dtypes, costs: Costs) -> list[Row]:
     ]
 
 
-def _group_row(group: GroupPlan, dtypes: ParamDtypes, costs: Costs) -> Row:
+def _group_row(group: GroupPlan, on_ranks: OnRanks, costs: Costs) -> Row:
     return {
         "group": group.name,
         "kind": group.kind,
         "unit": group.unit or "root",
         "params": len(group.params),
         "elements": group.numel,
-        **dtype_names(dtypes),
+        **dtype_names(on_ranks[group.name].on_these_ranks(group.dtypes)),
         **_totals(group.params, costs),
     }
 
 
-def _param_row(param: ParamPlan, group: GroupPlan, dtypes: Dtypes, costs: Costs) -> Row:
+def _param_row(param: ParamPlan, group: GroupPlan, on_ranks: OnRanks, costs: Costs) -> Row:
     return {
         "parameter": param.fqn,
         "aliases": list(param.aliases),
@@ -136,7 +144,7 @@ def _param_row(param: ParamPlan, group: GroupPlan, dtypes: Dtypes, costs: Costs)
         "class": ", ".join(param.owner_classes),
         "shape": list(param.shape),
         "elements": param.numel,
-        **dtype_names(dtypes[param.fqn]),
+        **dtype_names(on_ranks[group.name].on_these_ranks(param.dtypes)),
         **costs[param.fqn],
         "why": param.reason,
     }
@@ -144,7 +152,7 @@ def _param_row(param: ParamPlan, group: GroupPlan, dtypes: Dtypes, costs: Costs)
 
 def dtype_names(dtypes: ParamDtypes) -> dict[str, str | None]:
     """Return the seven dtypes by their short names; None where a frozen parameter has none."""
-    return _names({column: getattr(dtypes, column) for column in DTYPE_COLUMNS})
+    return _names({KEYS.get(column.name, column.name): getattr(dtypes, column.name) for column in fields(dtypes)})
 
 
 def _names(cells: dict[str, Any]) -> Row:

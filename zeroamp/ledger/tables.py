@@ -1,6 +1,6 @@
 """Tables of rows, as text and as Markdown."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from tabulate import tabulate
@@ -11,18 +11,28 @@ TableStyle = Literal["simple", "github"]
 Row = dict[str, Any]
 
 
-def render(rows: Sequence[Row], style: TableStyle = "simple", *, names: Collection[str] = ()) -> str:
+def render(
+    rows: Sequence[Row],
+    style: TableStyle = "simple",
+    *,
+    names: Collection[str] = (),
+    headers: Mapping[str, str] | None = None,
+) -> str:
     """Return a table with the rows' keys as its header, underscores as spaces; whole numbers with commas.
 
-    `names`: keys that are names of something, and stay as they are.
+    Args:
+        rows: of equal keys.
+        style: see `TableStyle`.
+        names: keys that are names of something, and stay as they are.
+        headers: key -> another header than the key.
     """
     wrapped = "\n" if style == "simple" else " "
-    headers = {
-        key: key if key in names else key.replace("_", " ").replace(" per ", f"{wrapped}per ")
+    shown = {
+        key: key if key in names else (headers or {}).get(key, key).replace("_", " ").replace(" per ", f"{wrapped}per ")
         for row in rows[:1]
         for key in row
     }
-    return tabulate(rows, headers=headers, tablefmt=style, intfmt=",")
+    return tabulate(rows, headers=shown, tablefmt=style, intfmt=",")
 
 
 def cells(row: Row, columns: Sequence[str]) -> Row:

@@ -1,4 +1,4 @@
-"""What the ledger promised beside what a verification saw, as values."""
+"""The dtypes that the ledger expects beside those that a verification observed, as values."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from zeroamp.hooks.collectives.traffic import Traffic
-from zeroamp.ledger.rows import DTYPE_COLUMNS, dtype_names
+from zeroamp.hooks.collectives.traffic import STEP, Traffic
+from zeroamp.ledger.rows import DTYPE_COLUMNS, HEADERS, dtype_names
 from zeroamp.ledger.tables import Row, fold, render
-from zeroamp.planning.groups import GroupPlan, ParamDtypes, ParamPlan
+from zeroamp.planning.dtypes import PER_OP, ParamDtypes, group_dtypes
+from zeroamp.planning.groups import GroupPlan, ParamPlan
+from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.traffic import STEP, Ranks, dtypes_on, replica_dtype
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import describe
 
-PER_OP = "per op"
 REPLICAS = "replicas"
 """A boundary that no column of the ledger has: the all-reduce of shards over replicas (HSDP)."""
 
@@ -36,31 +36,31 @@ Seen = Mapping[str, Mapping[str, Mapping[str, str]]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """One parameter at one boundary, in another dtype than promised."""
+    """One parameter at one boundary, in another dtype than the ledger expects."""
 
     parameter: str
     owner: str
     """Class and FQN of the module that owns it."""
     boundary: str
     """A column of the ledger, or `REPLICAS`."""
-    promised: str | None
+    expected: str | None
     observed: str
     where: str
     """The op, collective or tensor that was in it."""
 
     def __str__(self) -> str:
-        """Return where, what was found, what was promised and what to do."""
+        """Return a sentence with the boundary, the expected and the observed dtype, and what to do."""
         return describe(
-            f"{self.parameter} of {self.owner}, {self.boundary}",
+            f"{self.parameter} of {self.owner}: {HEADERS.get(self.boundary, self.boundary)}",
             f"{self.observed} ({self.where})",
-            f"{self.promised or 'none, it is frozen'}, as the ledger promises",
+            self.expected or "none, because it is frozen",
             _REMEDIES[self.boundary],
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification:
-    """What `Ledger.verify` saw: on this rank; the others saw nothing that differs from what was promised either."""
+    """What `Ledger.verify` observed on this rank. On the others too, all dtypes are the expected ones."""
 
     plan: Plan
     ranks: Ranks
@@ -68,7 +68,7 @@ class Verification:
     """Parameter -> boundary -> dtype -> where it was seen first."""
     num_micro_batches: int
     planned: Traffic
-    """What the ledger expects to be moved in the window."""
+    """What the ledger expects to be moved in the optimizer step."""
     counted: Traffic
     """What was moved."""
 
@@ -78,25 +78,27 @@ class Verification:
         return _without_step(self.planned) == _without_step(self.counted)
 
     def __str__(self) -> str:
-        """Return a table of two rows per group, what was promised and what was seen."""
+        """Return a table of two rows per group, the expected dtypes and those that were observed."""
         dicts = self._group_dicts()
         used = [
             boundary
             for boundary in (*DTYPE_COLUMNS, REPLICAS)
             if boundary != REPLICAS or any(row["observed"][REPLICAS] for row in dicts)
         ]
-        pairs = fold([{**row, "promised": _cells(row["promised"], used), "seen": _seen(row, used)} for row in dicts])
+        pairs = fold(
+            [{**row, "expected": _cells(row["promised"], used), "observed": _seen(row, used)} for row in dicts]
+        )
         rows = [
             {"group": pair["group"], "groups": pair["groups"], "dtypes": what, **pair[what]}
             for pair in pairs
-            for what in ("promised", "seen")
+            for what in ("expected", "observed")
         ]
         total = sum(len(group.params) for group in self.plan.groups)
         traffic = "those planned" if self.is_traffic_as_planned else "not those planned: modules run in another order"
         return (
-            f"zeroamp: {total} parameters, {self.num_micro_batches} micro-batches: every dtype is the promised one\n"
-            f"{render(rows)}\n\n"
-            f'Of "{PER_OP}" no dtype is promised. "-": nothing to see, or a module that did not run.\n'
+            f"zeroamp: {total} parameters, {self.num_micro_batches} micro-batches: every dtype is the expected one\n"
+            f"{render(rows, headers=HEADERS)}\n\n"
+            f'For "{PER_OP}" no dtype is expected. "-": nothing to observe, or a module that did not run.\n'
             f"Collectives and their bytes are {traffic}."
         )
 
@@ -113,7 +115,7 @@ class Verification:
                 {
                     "parameter": param.fqn,
                     "group": group.name,
-                    "promised": promises(param.dtypes, group, self.plan, self.ranks),
+                    "promised": expected_dtypes(param.dtypes, group, self.plan, self.ranks),
                     "observed": self._observed((param,)),
                 }
                 for group in self.plan.groups
@@ -125,7 +127,7 @@ class Verification:
         return [
             {
                 "group": group.name,
-                "promised": promises(group.dtypes, group, self.plan, self.ranks),
+                "promised": expected_dtypes(group.dtypes, group, self.plan, self.ranks),
                 "observed": self._observed(group.params),
             }
             for group in self.plan.groups
@@ -138,40 +140,41 @@ class Verification:
         }
 
 
-def promises(dtypes: ParamDtypes, group: GroupPlan, plan: Plan, ranks: Ranks) -> dict[str, str | None]:
-    """Return the dtype that is promised at each boundary; None where nothing should be seen.
+def expected_dtypes(dtypes: ParamDtypes, group: GroupPlan, plan: Plan, ranks: Ranks) -> dict[str, str | None]:
+    """Return the dtype that is expected at each boundary; None where nothing should be observed.
 
-    What is stored in another dtype than fp32 is frozen, quantized for example: its module casts it as it pleases.
+    A parameter that is stored in another dtype than fp32 is frozen, quantized for example: its module casts it freely.
     """
-    averages = dtypes.wire is not None and ranks.num_replicas is not None and ranks.shards(plan.policy) != 1
-    replicas = short_name(replica_dtype(group, plan.policy, ranks)) if averages else None
-    names = {**dtype_names(dtypes_on(dtypes, group, plan.policy, ranks)), REPLICAS: replicas}
-    return names if dtypes.storage == torch.float32 else {**names, "compute": PER_OP}
+    on_ranks = group_dtypes(group.key, plan.policy, ranks)
+    is_trained_and_sharded = dtypes.communication is not None and on_ranks.reduction is not None
+    replica = on_ranks.replica if is_trained_and_sharded else None
+    names = {**dtype_names(on_ranks.on_these_ranks(dtypes)), REPLICAS: None if replica is None else short_name(replica)}
+    return names if dtypes.stored == torch.float32 else {**names, "compute": PER_OP}
 
 
 def find_differences(plan: Plan, ranks: Ranks, observed: Seen) -> list[Difference]:
-    """Return every parameter and boundary at which another dtype was seen than promised."""
+    """Return every parameter and boundary at which another dtype than the expected one was observed."""
     return [
         Difference(
             parameter=param.fqn,
             owner=f"{param.owner_classes[0]} ({param.owner_fqns[0] or 'the root'})",
             boundary=boundary,
-            promised=promised,
+            expected=expected,
             observed=name,
             where=where,
         )
         for group in plan.groups
         for param in group.params
-        for boundary, promised in promises(param.dtypes, group, plan, ranks).items()
+        for boundary, expected in expected_dtypes(param.dtypes, group, plan, ranks).items()
         for name, where in observed[param.fqn].get(boundary, {}).items()
-        if promised not in (name, PER_OP)
+        if expected not in (name, PER_OP)
     ]
 
 
 def see_collectives(traffic: Traffic, plan: Plan, observed: dict[str, dict[str, dict[str, str]]]) -> None:
     """Add the dtypes that each group's collectives had to what was seen of its parameters.
 
-    The wire is the reduction over shards; where there is none, the all-reduce.
+    Gradients are communicated by the reduction over shards; where there is none, by the all-reduce over replicas.
     """
     calls: dict[str, dict[str, str]] = {}
     for key in traffic.calls:
@@ -184,12 +187,12 @@ def see_collectives(traffic: Traffic, plan: Plan, observed: dict[str, dict[str, 
             if collective == "all_reduce" and is_scattered:
                 boundary = REPLICAS
             for param in group.params:
-                if boundary == "gather" or param.dtypes.wire is not None:
+                if boundary == "gather" or param.is_trainable:
                     observed[param.fqn].setdefault(boundary, {}).setdefault(name, f"{collective} of {group.name}")
 
 
-def _cells(promised: Row, columns: list[str]) -> dict[str, str]:
-    return {column: promised[column] or "-" for column in columns}
+def _cells(expected: Row, columns: list[str]) -> dict[str, str]:
+    return {column: expected[column] or "-" for column in columns}
 
 
 def _seen(row: Row, columns: list[str]) -> dict[str, str]:

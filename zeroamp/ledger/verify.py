@@ -1,4 +1,4 @@
-"""`Ledger.verify`: runs one training window, watched, and compares what was seen with what the ledger promised."""
+"""`Ledger.verify`: runs one observed optimizer step, and compares the dtypes that occur with those of the ledger."""
 
 from collections.abc import Callable, Mapping
 
@@ -7,19 +7,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroamp.hooks.collectives.traffic import Traffic
+from zeroamp.hooks.collectives.traffic import Traffic, listening
 from zeroamp.hooks.observers.dtypes import Observations, OpObserver, UnitObserver
 from zeroamp.ledger.observed_step import ObservedStep, call, is_sharded, leaves_no_trace, observed_units
 from zeroamp.ledger.verification import Verification, find_differences, see_collectives
+from zeroamp.planning.mesh import ranks_of
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.traffic import plan_traffic, ranks_of
+from zeroamp.planning.traffic import plan_traffic
 from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.errors import PrecisionError, StepError, WrapError, ZeroAmpError, describe
 from zeroamp.wrapping.state import WrapState, wrap_state
 
 LossFunction = Callable[..., torch.Tensor]
 
-_NUM_DIFFERENCES = 8  # that an error lists in full, of thousands of parameters
+_NUM_DIFFERENCES = 8
+"""How many differences an error lists, of thousands of parameters."""
 
 
 def verify(plan: Plan, model: nn.Module, batch: object, loss_fn: LossFunction | None) -> Verification:
@@ -58,19 +60,18 @@ def _observe_step(
     units = UnitObserver(observations, ops, unsharded_accumulation(policy) if sums else None)
     step = ObservedStep(state, observations)
     handles = units.attach(state.root, observed_units(state.plan))
-    state.traffic.observers.append(counted.count)
     try:
-        for _ in range(policy.gradient_accumulation_steps):
-            with torch.compiler.set_stance("force_eager"), ops:  # compiled code has no ops to look at
-                loss = _loss(call(model, batch), loss_fn)
-            ops.forget()
-            step.backward(loss)
-        step.update()
+        with listening(state.listeners, counted):
+            for _ in range(policy.gradient_accumulation_steps):
+                with torch.compiler.set_stance("force_eager"), ops:  # compiled code has no ops to look at
+                    loss = _loss(call(model, batch), loss_fn)
+                ops.forget()
+                step.backward(loss)
+            step.update()
     except BaseException:
         step.abandon()
         raise
     finally:
-        state.traffic.observers.remove(counted.count)
         units.detach()
         for handle in handles:
             handle.remove()
@@ -83,22 +84,17 @@ def _loss(output: object, loss_fn: LossFunction | None) -> torch.Tensor:
     found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
     if isinstance(loss, torch.Tensor) and not loss.requires_grad:
         found += " that needs no gradient"
-    raise StepError(
-        describe(
-            "Ledger.verify",
-            f"{found} as the loss" if loss_fn is not None else f"{found} as the model's output, with no .loss",
-            "a scalar that depends on trainable parameters",
-            "Pass loss_fn, which makes one of the model's output.",
-        )
-    )
+    remedy = "Pass a loss_fn that makes a scalar loss of the model's output."
+    valid = "a scalar that depends on trainable parameters"
+    if loss_fn is not None:
+        raise StepError(describe("The result of Ledger.verify's loss_fn", found, valid, remedy))
+    raise StepError(describe("The model's output in Ledger.verify, which has no .loss,", found, valid, remedy))
 
 
 def _problem(plan: Plan, state: WrapState, batch: object) -> ZeroAmpError | None:
     """Return why nothing can be verified now, or None."""
     if plan != state.plan:
-        return WrapError(
-            describe("Ledger.verify", "another model's ledger", "explain(model).verify(model, ...)", "Take that one.")
-        )
+        return WrapError("Ledger.verify: this is another model's ledger. Call explain(model).verify(model, ...).")
     if not isinstance(batch, torch.Tensor | tuple | Mapping):
         return StepError(
             describe(
@@ -110,12 +106,8 @@ def _problem(plan: Plan, state: WrapState, batch: object) -> ZeroAmpError | None
         )
     if found := _unfinished(state):
         return StepError(
-            describe(
-                "Ledger.verify",
-                found,
-                "a call between two optimizer steps, with no gradients left",
-                "Call it before training or after a step, once the gradients are None (optimizer.zero_grad()).",
-            )
+            f"Ledger.verify must be called between two optimizer steps, but {found}. Call it before training, or after "
+            "a step once the gradients are None (optimizer.zero_grad())."
         )
     return None
 
@@ -123,16 +115,16 @@ def _problem(plan: Plan, state: WrapState, batch: object) -> ZeroAmpError | None
 def _unfinished(state: WrapState) -> str | None:
     for fqn, parameter in state.root.named_parameters():
         if not is_sharded(parameter):
-            return f"{fqn} gathered, inside an unfinished window or before a backward"
+            return f"{fqn} is unsharded: a backward or an optimizer step has not ended"
         if parameter.grad is not None:
-            return f"a gradient on {fqn}"
+            return f"{fqn} has a gradient"
     if state.shard_accumulator is not None and state.shard_accumulator.sums:
-        return "accumulated gradients of an unfinished window"
+        return "gradients of an unfinished optimizer step are accumulated"
     return None
 
 
 def _raise_together(found: list[str], mesh: DeviceMesh, error: type[ZeroAmpError]) -> None:
-    """Raise on all ranks what any of them found, so that none waits for another that raised. One small collective."""
+    """Raise on all ranks what any of them found, so that no rank waits for one that raised. One small collective."""
     everywhere: list[list[str]] = [found]
     for axis in range(mesh.ndim):
         by_rank: list[list[list[str]]] = [[] for _ in range(mesh.size(axis))]

@@ -1,4 +1,4 @@
-"""Which parameters may be gathered in a low dtype, from what one run of the model does with them."""
+"""Which parameters may be all-gathered in a low dtype, from what one run of the model does with them."""
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from zeroamp.hooks.tensors import tensors_in
 from zeroamp.hooks.tracing.recorded_run import can_run_backward, record_run
-from zeroamp.hooks.tracing.safe_parameters import UseRecorder, tensors_in
+from zeroamp.hooks.tracing.safe_parameters import UseRecorder
 from zeroamp.planning.example_inputs import example_arguments
 from zeroamp.policies.dtypes import LOW_DTYPES
 from zeroamp.policies.errors import ConfigError, WrapError, describe
@@ -40,9 +41,9 @@ def discover_safe_parameters(
     dtype: torch.dtype = torch.bfloat16,
     device_type: str = "cpu",
 ) -> SafeParameters:
-    """Run the model's forward and backward once under autocast, and see which parameters it only casts to `dtype`.
+    """Run the model's forward and backward once under autocast, and find the parameters that it only casts to `dtype`.
 
-    Gathering exactly these in `dtype` changes no bit of the output or of a gradient. The run is on fake tensors: it
+    All-gathering exactly these in `dtype` changes no bit of the output or of a gradient. The run is on fake tensors: it
     computes nothing, costs no memory, and takes models on the meta device. It takes the path that the inputs and the
     present `training` flags lead to. The model is left as it was; what its forward does to other objects stays.
 
@@ -63,31 +64,26 @@ def discover_safe_parameters(
         args, kwargs = example_arguments(model)
     tracer = _Tracer(model, args, kwargs or {}, dtype, device_type)
     recorder = tracer.run()
-    verdicts = recorder.verdicts()
-    _judge_dtype_reads(tracer, recorder, verdicts)
+    found = recorder.safety()
+    _refuse_dtype_reads(tracer, recorder, found)
     if not tracer.fake:
-        _judge_unrouted(model, recorder, verdicts)
+        _accept_untraced_experts(model, recorder, found)
     aliases = _aliases(model)
     return SafeParameters(
-        safe=frozenset(name for name, (is_safe, _) in verdicts.items() if is_safe),
-        reasons={name: reason + aliases[name] for name, (_, reason) in verdicts.items()},
+        safe=frozenset(name for name, (is_safe, _) in found.items() if is_safe),
+        reasons={name: reason + aliases[name] for name, (_, reason) in found.items()},
     )
 
 
 def _check_target(model: nn.Module, dtype: torch.dtype, device_type: str) -> None:
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise WrapError(
-            describe(
-                type(model).__name__,
-                "a model that FSDP2 has sharded",
-                "a plain model",
-                "Call discover_safe_parameters before wrap_model or fully_shard.",
-            )
+            f"FSDP2 has sharded {type(model).__name__} already. Call discover_safe_parameters before wrap_model or "
+            "fully_shard."
         )
     if dtype not in LOW_DTYPES:
-        raise ConfigError(
-            describe("dtype", dtype, "torch.bfloat16 or torch.float16", "Parameters are gathered in one of these.")
-        )
+        remedy = "Pass the dtype in which parameters are to be all-gathered."
+        raise ConfigError(describe("dtype", dtype, "torch.bfloat16 or torch.float16", remedy))
     if device_type == "cpu" or (device_type == "cuda" and _is_built_for_cuda()):
         return
     try:
@@ -100,7 +96,7 @@ def _check_target(model: nn.Module, dtype: torch.dtype, device_type: str) -> Non
                 "device_type",
                 f"{device_type!r}, which this torch ({torch.__version__}) cannot use here",
                 '"cpu", the type of an accelerator that is here, or "cuda" with a torch that is built for CUDA',
-                "Which ops autocast casts depends on it: trace where the model will run, or name the classes.",
+                "The device type decides which ops autocast casts: trace where the model will run, or name classes.",
             )
         )
 
@@ -151,34 +147,30 @@ class _Tracer:
             return
         message = (str(error).splitlines() or [""])[0]
         raise ConfigError(
-            describe(
-                KEY,
-                f'"auto" for {type(self._model).__name__}, which fake tensors cannot run '
-                f"({type(error).__name__}: {message}), nor can it be run for real: "
-                + ", ".join(obstacle for obstacle, is_there in obstacles.items() if is_there),
-                "inputs that fit, and a forward whose control flow depends on no values; or a model that can be run, "
-                f"of at most {MAX_REAL_RUN_BYTES / 1024**3:g} GiB",
-                "Trace a small configuration of it on the device, or name module classes instead.",
-            )
+            f'{KEY} "auto" cannot trace {type(self._model).__name__}. Fake tensors cannot run it '
+            f"({type(error).__name__}: {message}), and it cannot be run for real: "
+            f"{', '.join(obstacle for obstacle, is_there in obstacles.items() if is_there)}. Check that the inputs "
+            f"fit, trace a configuration of at most {MAX_REAL_RUN_BYTES / 1024**3:g} GiB on the device, or name module "
+            "classes instead."
         ) from error
 
 
-def _judge_dtype_reads(tracer: _Tracer, recorder: UseRecorder, verdicts: dict[str, tuple[bool, str]]) -> None:
-    """Take back "safe" where the model asks for a parameter's dtype and would do something else after another answer.
+def _refuse_dtype_reads(tracer: _Tracer, recorder: UseRecorder, found: dict[str, tuple[bool, str]]) -> None:
+    """Make a parameter unsafe where the model reads its dtype and another dtype would change what the model does.
 
-    So the model is run a second time with those parameters in the low dtype: it has to be the same program.
+    To find out, the model is run a second time with those parameters in the low dtype: it must be the same program.
     """
     readers = {
         name: record.dtype_read_in
         for name, record in recorder.records.items()
-        if verdicts[name][0] and record.dtype_read_in is not None and record.parameter.dtype != tracer.dtype
+        if found[name][0] and record.dtype_read_in is not None and record.parameter.dtype != tracer.dtype
     }
     if not readers:
         return
     change = _changed_program(tracer, recorder, readers)
     if change is not None:
         for name, place in readers.items():
-            verdicts[name] = False, f"not safe: its dtype is asked for in {place}, and another one changes {change}"
+            found[name] = False, f"not safe: its dtype is read in {place}, and another one changes {change}"
 
 
 def _changed_program(tracer: _Tracer, recorder: UseRecorder, low: Collection[str]) -> str | None:
@@ -192,16 +184,16 @@ def _changed_program(tracer: _Tracer, recorder: UseRecorder, low: Collection[str
     return next((f"{old} into {new}" for old, new in pairs if old != new), None)
 
 
-def _judge_unrouted(model: nn.Module, recorder: UseRecorder, verdicts: dict[str, tuple[bool, str]]) -> None:
-    """Let experts that the data did not reach follow their twins, where these agree that a parameter is safe."""
-    for fqn, twins in twins_of_unrouted(model, recorder.modules_called):
+def _accept_untraced_experts(model: nn.Module, recorder: UseRecorder, found: dict[str, tuple[bool, str]]) -> None:
+    """Make parameters of experts that the data did not reach safe, where those of all their traced copies are."""
+    for fqn, copies in untraced_experts(model, recorder.modules_called):
         for name, _ in model.get_submodule(fqn).named_parameters():
             full = f"{fqn}.{name}"
             record = recorder.records.get(full)
             if record is None or record.reads or record.casts:
                 continue  # tied to a parameter that was used
-            if twins and all(verdicts.get(f"{twin}.{name}", (False, ""))[0] for twin in twins):
-                verdicts[full] = True, f"safe: not reached by the example inputs, but the same code as {twins[0]}"
+            if copies and all(found.get(f"{copy}.{name}", (False, ""))[0] for copy in copies):
+                found[full] = True, f"safe: not reached by the example inputs, but the same code as {copies[0]}"
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
@@ -214,12 +206,12 @@ def _aliases(model: nn.Module) -> dict[str, str]:
 _SIMPLE = (bool, int, float, str, torch.dtype, type(None))
 
 
-def twins_of_unrouted(model: nn.Module, called: Collection[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield (FQN of a child that was not called, FQNs of its twins that were), for the children of a list or dict.
+def untraced_experts(model: nn.Module, called: Collection[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield (FQN of a child that was not called, FQNs of its copies that were), for the children of a list or dict.
 
-    `called` are FQNs of modules that ran. Twins are children of the same `nn.ModuleList` or `nn.ModuleDict` whose
+    `called` are FQNs of modules that ran. Copies are children of the same `nn.ModuleList` or `nn.ModuleDict` whose
     forward is the same code over the same shapes: equal classes, plain attributes, parameters and buffers, all the way
-    down. All that is left to the container's owner is which index it calls, and that is what the data decided.
+    down. The container's owner only decides which index it calls, and the data made that decision.
     """
     for fqn, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.ModuleDict):
@@ -228,7 +220,7 @@ def twins_of_unrouted(model: nn.Module, called: Collection[str]) -> Iterator[tup
         for name, child in children.items():
             if not any(inner == name or inner.startswith(f"{name}.") for inner in called):
                 signature = _signature(child)
-                yield name, [twin for twin in children if twin in called and _signature(children[twin]) == signature]
+                yield name, [copy for copy in children if copy in called and _signature(children[copy]) == signature]
 
 
 def _signature(module: nn.Module) -> list[object]:

@@ -1,4 +1,4 @@
-"""What a model's forward is called with where the caller passes one object, or nothing."""
+"""The arguments of a forward, from the one object that a caller passes as `example_inputs`, or from nothing."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,8 +7,6 @@ import torch
 from torch import nn
 
 from zeroamp.policies.errors import ConfigError, describe
-
-WHERE = "example_inputs"
 
 
 def example_arguments(model: nn.Module, example_inputs: Any = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -29,7 +27,7 @@ def example_arguments(model: nn.Module, example_inputs: Any = None) -> tuple[tup
     if example_inputs is not None:
         raise ConfigError(
             describe(
-                WHERE,
+                "example_inputs",
                 f"a {type(example_inputs).__name__}",
                 "a tuple of positional arguments, a mapping of keyword arguments, or a tensor",
                 "Wrap it: example_inputs=(value,) calls model(value).",
@@ -44,12 +42,9 @@ def _dummy_inputs(model: nn.Module) -> dict[str, Any]:
     main_input = getattr(model, "main_input_name", "input_ids")
     if isinstance(dummy, Mapping) and main_input in dummy:
         return dict(dummy)
-    found = "none" if dummy is None else f"none, and dummy_inputs of {type(model).__name__} without {main_input!r}"
+    why = "" if dummy is None else f", and dummy_inputs of {type(model).__name__} are without {main_input!r}"
     raise ConfigError(
-        describe(
-            WHERE,
-            found,
-            "inputs of the model's forward; only shapes, dtypes and structure matter",
-            'Pass a batch, as a tuple (args) or a dict (kwargs): {"input_ids": torch.zeros(2, 8, dtype=torch.long)}.',
-        )
+        f"example_inputs must be inputs of the model's forward, but none were passed{why}. Pass a batch, as a tuple "
+        '(args) or a dict (kwargs): {"input_ids": torch.zeros(2, 8, dtype=torch.long)}. Only shapes, dtypes and '
+        "structure matter."
     )

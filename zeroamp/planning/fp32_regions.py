@@ -1,6 +1,6 @@
 """Which modules and parameters stay in fp32 whatever the mode: `data_types.keep_in_fp32_modules`.
 
-Pure: reads names, classes and what transformers models say of themselves.
+Pure: reads names, classes, and `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict` of transformers models.
 """
 
 from collections.abc import Container, Iterator, Mapping
@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from zeroamp.policies.errors import ConfigError, describe
+from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.policy import Policy
 
 KEY = "data_types.keep_in_fp32_modules"
@@ -18,7 +18,7 @@ KEY = "data_types.keep_in_fp32_modules"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp32Regions:
-    """What stays in fp32, and which pattern said so."""
+    """What stays in fp32, and which pattern matched it."""
 
     modules: Mapping[str, str] = field(default_factory=dict)
     """FQN -> pattern. Outermost modules: all that is inside computes in fp32 too."""
@@ -55,12 +55,8 @@ def find_fp32_regions(model: nn.Module, policy: Policy) -> Fp32Regions:
         tensors |= {fqn: pattern for fqn in named if fqn not in tensors}
         if asked != "auto" and not (found or named):
             raise ConfigError(
-                describe(
-                    KEY,
-                    f"{pattern!r}, which matches nothing of {type(model).__name__}",
-                    "names, parts of names or class names of its modules, parameters and buffers",
-                    "Print model.named_modules() to see them.",
-                )
+                f"{KEY}: {pattern!r} matches nothing of {type(model).__name__}. Use names, parts of names or class "
+                "names of its modules, parameters and buffers; print model.named_modules() to see them."
             )
     outermost = {fqn: pattern for fqn, pattern in modules.items() if not _is_inside(fqn, modules)}
     return Fp32Regions(

@@ -1,12 +1,12 @@
-"""Which parameters travel together: a group per unit and dtype key, and one for the small fp32 ones of all units.
+"""Which parameters are communicated together: a group per unit and dtypes, and one for all units' small fp32 ones.
 
 [Note: The model-wide group]
 A group per unit for a few norm weights would cost a collective each, so the small fp32 parameters of all units are one
-group, gathered by the root's forward and reduced when its backward ends. The root's own further fp32 parameters, an
-embedding say, are gathered and reduced at the same moments; they join it whatever their size, which saves collectives.
-Like the small ones they then stay whole until the last backward of a window, not only until that of each micro-batch,
-and on an accelerator the flat buffer that they were gathered into stays until the first unit was gathered: both at
-moments when memory is not at its peak.
+group, unsharded by the root's forward and reduced when its backward ends. The root's own further fp32 parameters, an
+embedding say, are unsharded and reduced at the same moments; they join the group whatever their size, which saves
+collectives. Like the small ones they stay unsharded until the last backward of an optimizer step, not only until that
+of each micro-batch, and on an accelerator the flat buffer of their all-gather stays until the first unit was unsharded:
+both at moments when memory is not at its peak.
 """
 
 from collections.abc import Iterable
@@ -16,35 +16,16 @@ from typing import Literal
 
 import torch
 
+from zeroamp.planning.dtypes import GroupKey, ParamDtypes
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.policy import Policy
 
-_FP32 = (torch.float32, torch.float32)  # stored and gathered: the first two of a group's key
 GroupKind = Literal["unit", "typed", "model-wide"]
-GroupKey = tuple[torch.dtype, torch.dtype, torch.dtype]
-"""(storage, gather, wire): parameters of one unit with equal keys are one group. A frozen parameter has the wire that
-it would have if it were trained, so that freezing a bias does not split a group; one that is stored in another dtype
-than fp32 cannot be trained, and whether it is safe splits nothing."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ParamDtypes:
-    """The seven dtypes of one parameter."""
-
-    storage: torch.dtype
-    gather: torch.dtype
-    compute: str
-    """ "bf16" and so on where it is fixed; "per op" where `torch.autocast` decides at each op."""
-    gradient: torch.dtype | None
-    """Of the raw, unsharded gradient. This and the next three are None for a frozen parameter."""
-    wire: torch.dtype | None
-    accumulate: torch.dtype | None
-    optimizer: torch.dtype | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamPlan:
-    """One parameter."""
+    """Where one parameter is used, which dtypes it has there, and why."""
 
     fqn: str
     aliases: tuple[str, ...]
@@ -64,6 +45,11 @@ class ParamPlan:
     """Why these dtypes: which class matched, or which owner prevented it."""
 
     @property
+    def is_trainable(self) -> bool:
+        """Whether it has a gradient."""
+        return self.dtypes.gradient is not None
+
+    @property
     def numel(self) -> int:
         """Elements, unsharded."""
         return torch.Size(self.shape).numel()
@@ -71,30 +57,30 @@ class ParamPlan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupPlan:
-    """Parameters that are gathered in one collective and reduced in one."""
+    """Parameters that are all-gathered in one collective and reduced in one."""
 
     name: str
     kind: GroupKind
     """"unit": FSDP2's own group of a unit. "typed": a further group of that unit, for another dtype or for parameters
     that inner units share. "model-wide": small fp32 parameters of all units, and with them the root's that would else
-    be a typed group, gathered once per step at the root."""
+    be a typed group, unsharded once per optimizer step at the root."""
     unit: str
     params: tuple[ParamPlan, ...]
 
     @property
+    def key(self) -> GroupKey:
+        """The dtypes that its parameters share, also where all of them are frozen: they may be unfrozen."""
+        return self.params[0].group_key
+
+    @property
     def dtypes(self) -> ParamDtypes:
-        """The dtypes that its parameters share (the trainable ones, where some are frozen)."""
-        return next((p.dtypes for p in self.params if p.dtypes.gradient is not None), self.params[0].dtypes)
+        """The dtypes of its first trainable parameter; of the first, where all are frozen."""
+        return next((param.dtypes for param in self.params if param.is_trainable), self.params[0].dtypes)
 
     @property
-    def gather(self) -> torch.dtype:
-        """The dtype on the wire of its all-gather."""
-        return self.params[0].group_key[1]
-
-    @property
-    def wire(self) -> torch.dtype:
-        """The dtype on the wire of its reduction, also where all its parameters are frozen: they may be unfrozen."""
-        return self.params[0].group_key[2]
+    def is_trainable(self) -> bool:
+        """Whether any of its parameters has a gradient."""
+        return any(param.is_trainable for param in self.params)
 
     @property
     def numel(self) -> int:
@@ -112,10 +98,10 @@ def group_params(params: Iterable[ParamPlan], policy: Policy) -> list[GroupPlan]
     small: list[ParamPlan] = []
     for unit, by_kind in by_unit.items():
         if own_kinds := [kind for kind in by_kind if not kind[1]]:
-            main = max(own_kinds, key=lambda kind: (kind[0][1] in LOW_DTYPES, sum(p.numel for p in by_kind[kind])))
+            main = max(own_kinds, key=lambda kind: (kind[0].param in LOW_DTYPES, sum(p.numel for p in by_kind[kind])))
             groups.append(GroupPlan(name=unit or "root", kind="unit", unit=unit, params=tuple(by_kind.pop(main))))
         for (key, is_shared), members in by_kind.items():
-            threshold = policy.param_persistence_threshold if key[:2] == _FP32 else 0
+            threshold = policy.param_persistence_threshold if _is_fp32(key) else 0
             small += [p for p in members if p.numel < threshold]
             if large := tuple(p for p in members if p.numel >= threshold):
                 name = _typed_name(unit, key, is_shared)
@@ -125,13 +111,16 @@ def group_params(params: Iterable[ParamPlan], policy: Policy) -> list[GroupPlan]
 
 def _with_model_wide(groups: list[GroupPlan], small: list[ParamPlan]) -> list[GroupPlan]:
     """Make one group of `small` and of the root's typed fp32 groups, and put it last."""
-    at_root = [g for g in groups if (g.kind, g.unit) == ("typed", "") and g.params[0].group_key[:2] == _FP32]
+    at_root = [g for g in groups if (g.kind, g.unit) == ("typed", "") and _is_fp32(g.key)]
     params = (*chain.from_iterable(group.params for group in at_root), *small)
     model_wide = GroupPlan(name="model-wide:fp32", kind="model-wide", unit="", params=params)
     return [*(group for group in groups if group not in at_root), model_wide]
 
 
+def _is_fp32(key: GroupKey) -> bool:
+    return key.stored == key.param == torch.float32
+
+
 def _typed_name(unit: str, key: GroupKey, is_shared: bool) -> str:
-    storage, gather, _wire = key
-    stored = "" if storage == torch.float32 else f" (stored {short_name(storage)})"
-    return f"{unit or 'root'}:{short_name(gather)}{stored}{' (shared by inner units)' if is_shared else ''}"
+    stored = "" if key.stored == torch.float32 else f" (stored {short_name(key.stored)})"
+    return f"{unit or 'root'}:{short_name(key.param)}{stored}{' (shared by inner units)' if is_shared else ''}"

@@ -1,5 +1,6 @@
 """The device mesh of each ZeRO stage."""
 
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -59,21 +60,38 @@ def _refuse_unusable(stage: Stage, mesh: DeviceMesh) -> None:
     shape = tuple(mesh.mesh.shape)
     if mesh.ndim not in (1, 2) or (stage == 0 and mesh.ndim == 2 and shape[1] != 1):
         valid = "1-D (all ranks replicate)" if stage == 0 else "1-D (shard) or 2-D (replicate, shard)"
-        raise WrapError(
-            describe(
-                "mesh", f"shape {shape} at stage {stage}", valid, "Slice the axes of data parallelism out of it first."
-            )
-        )
+        found, remedy = f"of shape {shape} at stage {stage}", "Slice the axes of data parallelism out of it first."
+        raise WrapError(describe("mesh", found, valid, remedy))
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise WrapError(
-            describe(
-                "mesh", "a 2-D mesh without names", 'names such as ("replicate", "shard")', "Pass mesh_dim_names to it."
-            )
-        )
+        raise WrapError('The 2-D mesh has no axis names. Make it with mesh_dim_names=("replicate", "shard").')
 
 
 def _replicas(found: int, valid: str) -> str:
     return describe("zeroamp.dp_replicate_size", str(found), valid, "Change it, or leave it out and pass a mesh.")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """The shape of the mesh."""
+
+    num_shards: int | None = None
+    """Ranks that one parameter is sharded over. None: not known, bytes are those without padding."""
+    num_replicas: int | None = None
+    """Ranks that hold the same shard. None: the mesh has no such axis, or (with `num_shards` None) it is not known."""
+
+    @property
+    def is_one(self) -> bool:
+        """Whether there is one rank in all."""
+        return self.num_shards == 1 and (self.num_replicas or 1) == 1
+
+    def shards(self, policy: Policy) -> int | None:
+        """Return the ranks that a parameter is sharded over: at stage 0 one, whatever else is known."""
+        return 1 if policy.stage == 0 else self.num_shards
+
+
+def ranks_of(mesh: DeviceMesh) -> Ranks:
+    """Return the shape of a mesh that `mesh_for_stage` returned."""
+    return Ranks(num_shards=shard_size(mesh), num_replicas=replicate_size(mesh) if mesh.ndim == 2 else None)
 
 
 def process_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
@@ -98,8 +116,8 @@ def refuse_partition(policy: Policy, mesh: DeviceMesh) -> None:
     raise ConfigError(
         describe(
             "zero_optimization.zero_hpz_partition_size",
-            f"{size} with {num_shards} ranks that shard",
-            f"a divisor of them: {', '.join(divisors)}",
+            size,
+            f"a divisor of the {num_shards} ranks that shard ({', '.join(divisors)})",
             "Leave it out, or set it to the number of ranks of one machine.",
         )
     )

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from zeroamp.policies.dtypes import short_name
-from zeroamp.policies.errors import WrapError, describe
+from zeroamp.policies.errors import WrapError
 
 
 @dataclass(slots=True)
 class ParameterUses:
-    """Where one parameter hangs in the module tree."""
+    """The names, owning modules and units of one parameter."""
 
     parameter: nn.Parameter
     fqns: list[str]
@@ -32,7 +32,7 @@ class ParameterUses:
 def find_uses(
     model: nn.Module, units: Iterable[str], merged: Mapping[str, Sequence[str]] | None = None
 ) -> list[ParameterUses]:
-    """Return where each parameter of `model` hangs; `units` are FQNs, `merged` those of units of several modules.
+    """Return the names, owners and units of each parameter; `merged` has the FQNs of units of several modules.
 
     Walks the tree once, shared modules once per path.
     """
@@ -66,22 +66,11 @@ def refuse_unusable(use: ParameterUses) -> None:
     """Raise WrapError for a parameter that cannot be sharded, or trained as it is stored."""
     parameter, fqn = use.parameter, use.fqns[0]
     if parameter.dim() == 0:
-        raise WrapError(
-            describe(
-                fqn,
-                "a parameter of no dimensions",
-                "at least one dimension, to shard on",
-                "Make it 1-D with one element.",
-            )
-        )
+        raise WrapError(f"{fqn} has no dimension that FSDP2 could shard. Make it 1-D with one element.")
     if parameter.requires_grad and parameter.dtype != torch.float32:
         raise WrapError(
-            describe(
-                fqn,
-                f"a trainable parameter stored in {short_name(parameter.dtype)}",
-                "fp32 storage: the optimizer updates what is stored",
-                "Call model.float() before wrap_model, or freeze it; the config decides what is gathered low.",
-            )
+            f"{fqn} is trainable, so it must be stored in fp32, but is stored in {short_name(parameter.dtype)}. Call "
+            "model.float() before wrap_model, or freeze it. The config decides what is all-gathered in low precision."
         )
 
 

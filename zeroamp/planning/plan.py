@@ -1,25 +1,23 @@
-"""From a model and a `Policy` to a `Plan`: which parameter travels in which dtype, and in which group.
+"""From a model and a `Policy` to a `Plan`: the units, and the dtypes and group of each parameter.
 
 Reads module classes, shapes and names only (for safe modules "auto" it traces the model), so it works on the meta
 device and without a process group.
 """
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
+from zeroamp.planning.dtypes import param_dtypes
 from zeroamp.planning.fp32_regions import Fp32Regions, find_fp32_regions
-from zeroamp.planning.groups import GroupPlan, ParamDtypes, ParamPlan, group_params
+from zeroamp.planning.groups import GroupPlan, ParamPlan, group_params
 from zeroamp.planning.ownership import ParameterUses, find_uses, innermost_common, refuse_unusable
-from zeroamp.planning.precision import Verdict, judge
+from zeroamp.planning.precision import Precision, param_precisions
 from zeroamp.planning.run_order import UnitRun, run_order
 from zeroamp.planning.units import plan_units
-from zeroamp.policies.accumulation import accumulation_dtype
-from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.policy import Policy
 from zeroamp.policies.wrap import AutoWrapPolicy
 
@@ -28,7 +26,7 @@ logger = logging.getLogger("zeroamp")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What `wrap_model` will do."""
+    """The units, groups and run order of a model, with the policy that they were made from."""
 
     policy: Policy
     units: tuple[str, ...]
@@ -53,12 +51,11 @@ class Plan:
         """Return the FQNs of a unit's modules: itself, unless it is a merged one. "" is the root."""
         return self.merged.get(unit, (unit,))
 
-    def numel_of(self, unit: str) -> int:
-        """Return the elements that are gathered when a unit runs; the model-wide group is gathered before."""
-        return self.unit_numels()[unit]
-
     def unit_numels(self) -> dict[str, int]:
-        """Return the same of every unit and of the root, in one walk over the groups."""
+        """Return the elements that are all-gathered when a unit runs, of every unit and the root.
+
+        The model-wide group is all-gathered before.
+        """
         numels = dict.fromkeys((*self.units, ""), 0)
         for group in self.groups:
             if group.kind != "model-wide":
@@ -93,7 +90,8 @@ def build_plan(
     uses = find_uses(model, units, merged)
     for use in uses:
         refuse_unusable(use)
-    params = _plan_params(policy, uses, judge(model, policy, uses, regions, example_inputs, device_type))
+    precisions = param_precisions(model, policy, uses, regions, example_inputs, device_type)
+    params = list(_plan_params(policy, uses, precisions))
     plan = Plan(
         policy=policy,
         units=units,
@@ -108,7 +106,7 @@ def build_plan(
 
 
 def _warn_of_large_gathers(plan: Plan) -> None:
-    """Say so where options of the config leave little of stage 3: most of the model is gathered at once."""
+    """Warn where options of the config leave most of the model unsharded at once, in spite of stage 3."""
     policy, total = plan.policy, sum(group.numel for group in plan.groups)
     if policy.stage != 3:
         return
@@ -118,54 +116,25 @@ def _warn_of_large_gathers(plan: Plan) -> None:
     for key, numel in (("reduce_bucket_size", largest), ("stage3_max_live_parameters", live)):
         if numel > total / 2:
             logger.warning(
-                "zero_optimization.%s leaves %s of %s elements gathered at once: stage 3 saves little memory. Leave it "
-                "out, or lower it.",
+                "zero_optimization.%s leaves %s of %s elements unsharded at once: stage 3 saves little memory. "
+                "Leave it out, or lower it.",
                 *(key, f"{numel:,}", f"{total:,}"),
             )
 
 
-def _plan_params(policy: Policy, uses: Iterable[ParameterUses], verdicts: Iterable[Verdict]) -> list[ParamPlan]:
-    params = []
-    for use, verdict in zip(uses, verdicts, strict=True):
-        dtypes = _dtypes(use.parameter, policy, verdict)
-        is_low = verdict.is_low and dtypes.storage == torch.float32
-        params.append(
-            ParamPlan(
-                fqn=use.fqns[0],
-                aliases=tuple(use.fqns[1:]),
-                owner_fqns=tuple(use.owners.values()),
-                owner_classes=tuple(dict.fromkeys(type(owner).__name__ for owner in use.owners)),
-                shape=tuple(use.parameter.shape),
-                unit=(unit := innermost_common(use.chains)),
-                is_inside_inner_units=all((chain[-1] if chain else "") != unit for chain in use.chains),
-                dtypes=dtypes,
-                group_key=(dtypes.storage, dtypes.gather, _wire_dtype(policy, is_low)),
-                reason=verdict.reason,
-            )
+def _plan_params(policy: Policy, uses: Iterable[ParameterUses], precisions: Iterable[Precision]) -> Iterator[ParamPlan]:
+    for use, precision in zip(uses, precisions, strict=True):
+        dtypes, key = param_dtypes(use.parameter, policy, precision)
+        unit = innermost_common(use.chains)
+        yield ParamPlan(
+            fqn=use.fqns[0],
+            aliases=tuple(use.fqns[1:]),
+            owner_fqns=tuple(use.owners.values()),
+            owner_classes=tuple(dict.fromkeys(type(owner).__name__ for owner in use.owners)),
+            shape=tuple(use.parameter.shape),
+            unit=unit,
+            is_inside_inner_units=all((chain[-1] if chain else "") != unit for chain in use.chains),
+            dtypes=dtypes,
+            group_key=key,
+            reason=precision.reason,
         )
-    return params
-
-
-def _dtypes(parameter: nn.Parameter, policy: Policy, verdict: Verdict) -> ParamDtypes:
-    storage = parameter.dtype
-    # A parameter that is stored in another dtype than fp32 is frozen: it travels as it is stored, which is smaller.
-    gather = policy.gather_dtype if verdict.is_low and storage == torch.float32 else storage
-    wire = _wire_dtype(policy, verdict.is_low) if parameter.requires_grad else None
-    computes_in = {"low": policy.gather_dtype, "fp32": torch.float32, "as stored": storage}
-    return ParamDtypes(
-        storage=storage,
-        gather=gather,
-        compute="per op" if verdict.compute == "per op" else short_name(computes_in[verdict.compute]),
-        gradient=gather if wire else None,
-        wire=wire,
-        accumulate=accumulation_dtype(policy) if wire else None,
-        optimizer=storage if wire else None,
-    )
-
-
-def _wire_dtype(policy: Policy, low: bool) -> torch.dtype:
-    if not low and policy.mode != "fp32":
-        return torch.float32
-    if policy.stage == 0 and policy.reduce_accumulate_dtype == "fp32":
-        return torch.float32  # an all-reduce sums on the way, so an fp32 sum needs fp32 on the wire
-    return policy.wire_dtype

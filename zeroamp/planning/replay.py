@@ -1,30 +1,31 @@
-"""How often, and when, FSDP2 gathers and reduces each group in one optimizer step.
+"""How often, and when, FSDP2 all-gathers and reduces each group in one optimizer step.
 
 Pure: replays FSDP2's schedule on the names of a `Plan`, without tensors or ranks.
 
 [Note: What is replayed]
-A group that is resharded after its forward is gathered twice per micro-batch, any other once, and each reducing
-backward reduces once: that is the rule, and `Replay` has its exceptions. Each of them is FSDP2's own doing:
+The rule: a group that is resharded after its forward is all-gathered twice per micro-batch, any other once, and each
+reducing backward reduces once. The exceptions, all of them FSDP2's:
 
-* The backward of a group starts the gather of the one that ended before it in the record of forwards. The record is
-  kept until the last backward of a window, so the first unit of a later micro-batch starts a gather of the last group
-  of the micro-batch before. That is the root's or the model-wide one, still whole, and costs nothing; in a model where
-  neither exists it is the last unit: with accumulation one gather more per step, whose result nobody uses.
-* A unit without a backward (frozen, and nothing trainable before it) is gathered ahead in vain all the same. Inside a
-  window the next forward uses that copy; at its end the copy is dropped.
-* A unit that runs several times in one forward is gathered and reduced for each run: with zeros but for its first,
+* The backward of a group starts the all-gather of the group that ended before it in the record of forwards. FSDP2 keeps
+  the record until the last backward of an optimizer step, so the first unit of a later micro-batch starts an all-gather
+  of the last group of the micro-batch before. That is the root's or the model-wide group, which is still unsharded, and
+  costs nothing. In a model where neither exists it is the last unit: with accumulation one more all-gather per step,
+  whose result is not used.
+* A unit without a backward (frozen, and nothing trainable before it) is all-gathered ahead all the same. Between two
+  micro-batches the next forward uses that copy; after the last one it is discarded.
+* A unit that runs several times in one forward is all-gathered and reduced for each run: with zeros but for its first,
   since autograd adds the gradients of all runs before it hands them out. (Up to torch 2.12, which reduces no zeros,
   once. Those versions are not replayed.)
-* `prefetch_bucket_size` gathers ahead by the order of registration.
+* `prefetch_bucket_size` all-gathers ahead by the order of registration.
 
-So the numbers hold for modules that run in the order of `run_order`. A model that runs them otherwise may gather a unit
-once more or less, and one that skips a unit saves its gathers (not its reductions: unused parameters are reduced as
-zeros, from torch 2.13 on).
+So the numbers hold for modules that run in the order of `run_order`. A model that runs them otherwise may all-gather a
+unit once more or less, and one that skips a unit saves its all-gathers (not its reductions: unused parameters are
+reduced as zeros, from torch 2.13 on).
 """
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 from zeroamp.planning.groups import GroupKind, GroupPlan
 from zeroamp.planning.plan import Plan
@@ -32,46 +33,23 @@ from zeroamp.planning.run_order import UnitRun
 from zeroamp.planning.schedule import Kind, Schedule, fits, live_units, reshards_after_forward
 
 
-class GroupListener(Protocol):
-    """Is told what a replay does with each group, in the order in which FSDP2 does it."""
+class GroupListener:
+    """Is called with what a replay does to each group, in the order in which FSDP2 does it. Does nothing itself."""
 
-    def gather_started(self, group: str) -> None:
-        """The all-gather was started."""
+    def all_gather_started(self, group: str) -> None:
+        """The all-gather was issued."""
 
-    def gather_ended(self, group: str, *, in_forward: bool) -> None:
-        """It was waited for: the unsharded parameters are there."""
+    def all_gather_ended(self, group: str, *, in_forward: bool) -> None:
+        """The all-gather was waited for: the unsharded parameters exist."""
 
-    def gather_dropped(self, group: str) -> None:
-        """It was started, and nobody needed it."""
+    def all_gather_discarded(self, group: str) -> None:
+        """The result of an all-gather was released unused."""
 
-    def released(self, group: str, *, in_forward: bool) -> None:
-        """The unsharded parameters are gone."""
-
-    def backward_ended(self, group: str, *, reduces: bool) -> None:
-        """All gradients of a trainable group are there; they are reduced now or kept."""
-
-
-class _Deaf:
-    """Listens to nothing."""
-
-    def gather_started(self, group: str) -> None:
-        pass
-
-    def gather_ended(self, group: str, *, in_forward: bool) -> None:
-        pass
-
-    def gather_dropped(self, group: str) -> None:
-        pass
-
-    def released(self, group: str, *, in_forward: bool) -> None:
-        pass
+    def resharded(self, group: str, *, in_forward: bool) -> None:
+        """The unsharded parameters were released."""
 
     def backward_ended(self, group: str, *, reduces: bool) -> None:
-        pass
-
-
-DEAF: GroupListener = _Deaf()
-"""Listens to nothing."""
+        """All gradients of a trainable group exist; they are reduced now, or retained unsharded."""
 
 
 def step_schedule(plan: Plan) -> Schedule:
@@ -84,7 +62,7 @@ def step_schedule(plan: Plan) -> Schedule:
 
 
 def evaluation_schedule(plan: Plan) -> Schedule:
-    """Return the calls of one forward without a backward, outside of a window."""
+    """Return the calls of one forward without a backward, between two optimizer steps."""
     replay = Replay(plan)
     replay.evaluation(plan.run)
     return replay.schedule()
@@ -92,15 +70,15 @@ def evaluation_schedule(plan: Plan) -> Schedule:
 
 @dataclass(slots=True)
 class _Group:
-    """What FSDP2 knows of a group."""
+    """FSDP2's state of a group."""
 
     name: str
     kind: GroupKind
     is_trainable: bool
     reshards_after_forward: bool
-    is_whole: bool = False
+    is_unsharded: bool = False
     is_pending: bool = False
-    """A gather was started and nobody waited for it yet."""
+    """An all-gather was started and not waited for yet."""
     phase: Literal["idle", "pre_backward", "post_backward"] = "idle"
     positions: list[int] = field(default_factory=list)
     """Where it is in the record of forwards."""
@@ -113,13 +91,13 @@ class Replay:
     `end_micro_batch`, are for what has an order of its own.
     """
 
-    def __init__(self, plan: Plan, listener: GroupListener = DEAF) -> None:
+    def __init__(self, plan: Plan, listener: GroupListener | None = None) -> None:
         self._order: list[tuple[Kind, str]] = []
-        self._listener = listener
+        self._listener = listener or GroupListener()
         self._stage = plan.policy.stage
         live = live_units(plan)
         self._groups: dict[str, list[_Group]] = {unit: [] for unit in ("", *plan.units)}
-        """Unit -> its groups in the order in which they are gathered: its own, then those with holders."""
+        """Unit -> its groups in the order in which they are unsharded: its own, then those with holders."""
         for group in plan.groups:
             self._groups[group.unit].append(_start(group, reshards_after_forward(group.kind, group.unit, plan, live)))
         size = plan.policy.prefetch_bucket_size if self._stage == 3 else 0
@@ -131,7 +109,7 @@ class Replay:
     def schedule(self) -> Schedule:
         """Return what was run so far."""
         counts = {kind: Counter(name for found, name in self._order if found == kind) for kind in get_args(Kind)}
-        return Schedule(gathers=counts["gather"], reductions=counts["reduction"], order=self._order)
+        return Schedule(all_gathers=counts["all_gather"], reductions=counts["reduction"], order=self._order)
 
     def evaluation(self, run: UnitRun) -> None:
         """Run one forward."""
@@ -158,7 +136,7 @@ class Replay:
             self.end_backward(run.unit, is_last=is_last)
 
     def begin_forward(self, unit: str) -> None:
-        """Gather a unit's groups, and start what it fetches ahead."""
+        """Unshard a unit's groups, and start the all-gathers that it prefetches."""
         for group in self._groups[unit]:
             self._unshard_and_wait(group, in_forward=True)
         for other in self._forward_ahead.get(unit, ()):
@@ -166,7 +144,7 @@ class Replay:
                 self._unshard(group)
 
     def end_forward(self, unit: str) -> None:
-        """Release a unit's groups where they are resharded after the forward."""
+        """Reshard a unit's groups where the plan says so."""
         for group in reversed(self._groups[unit]):
             if group.reshards_after_forward:
                 self._reshard(group, in_forward=True)
@@ -174,7 +152,7 @@ class Replay:
             self._record.append(group)
 
     def begin_backward(self, unit: str) -> None:
-        """Gather a unit's groups, and start what it fetches ahead. Called for each output, as FSDP2's hook is."""
+        """Unshard a unit's groups, and start the all-gathers that it prefetches. Called for each output."""
         ahead = self._backward_ahead.get(unit, [])
         for group in reversed(self._groups[unit]):
             self._pre_backward(group, is_default=not ahead)
@@ -183,7 +161,7 @@ class Replay:
                 self._unshard(group)
 
     def end_backward(self, unit: str, *, is_last: bool) -> None:
-        """Release and reduce a unit's groups, as the stage has it."""
+        """Reshard and reduce a unit's groups, as the stage requires."""
         for group in reversed(self._groups[unit]):
             self._post_backward(group, is_last)
 
@@ -195,7 +173,7 @@ class Replay:
             group.phase = "idle"
             if is_last:
                 if group.is_pending:
-                    self._listener.gather_dropped(group.name)
+                    self._listener.all_gather_discarded(group.name)
                 group.is_pending = False
                 group.positions.clear()
         if is_last:
@@ -205,21 +183,21 @@ class Replay:
         return [group for groups in self._groups.values() for group in groups]
 
     def _unshard(self, group: _Group) -> None:
-        if not (group.is_whole or group.is_pending):
-            self._order.append(("gather", group.name))
+        if not (group.is_unsharded or group.is_pending):
+            self._order.append(("all_gather", group.name))
             group.is_pending = True
-            self._listener.gather_started(group.name)
+            self._listener.all_gather_started(group.name)
 
     def _unshard_and_wait(self, group: _Group, *, in_forward: bool) -> None:
         self._unshard(group)
         if group.is_pending:
-            self._listener.gather_ended(group.name, in_forward=in_forward)
-        group.is_whole, group.is_pending = True, False
+            self._listener.all_gather_ended(group.name, in_forward=in_forward)
+        group.is_unsharded, group.is_pending = True, False
 
     def _reshard(self, group: _Group, *, in_forward: bool) -> None:
-        if group.is_whole:
-            self._listener.released(group.name, in_forward=in_forward)
-        group.is_whole = False
+        if group.is_unsharded:
+            self._listener.resharded(group.name, in_forward=in_forward)
+        group.is_unsharded = False
 
     def _pre_backward(self, group: _Group, *, is_default: bool) -> None:
         if group.phase == "pre_backward":
@@ -241,5 +219,4 @@ class Replay:
 
 
 def _start(group: GroupPlan, reshards: bool) -> _Group:
-    is_trainable = any(param.dtypes.wire is not None for param in group.params)
-    return _Group(group.name, group.kind, is_trainable, reshards)
+    return _Group(group.name, group.kind, group.is_trainable, reshards)

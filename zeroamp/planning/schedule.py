@@ -1,4 +1,4 @@
-"""How FSDP2 treats each group: which groups are resharded after their forward, and what is gathered ahead."""
+"""Which groups are resharded after their forward, and which units are prefetched."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,21 +7,21 @@ from typing import Literal
 from zeroamp.planning.groups import GroupKind
 from zeroamp.planning.plan import Plan
 
-Kind = Literal["gather", "reduction"]
+Kind = Literal["all_gather", "reduction"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
     """Calls per group name in one optimizer step, whatever the number of ranks."""
 
-    gathers: Mapping[str, int]
+    all_gathers: Mapping[str, int]
     reductions: Mapping[str, int]
     order: Sequence[tuple[Kind, str]]
     """The same calls with their groups' names, in the order in which they are issued."""
 
 
 def live_units(plan: Plan) -> set[str]:
-    """Return the units that stay gathered from forward to backward: the last of the forward that fit together."""
+    """Return the units that stay unsharded from forward to backward: the last of the forward that fit together."""
     live: set[str] = set()
     numel, numels = 0, plan.unit_numels()
     for unit in reversed(plan.run.forward_order()[1:]):  # the root, which is first, stays in any case
@@ -33,9 +33,10 @@ def live_units(plan: Plan) -> set[str]:
 
 
 def reshards_after_forward(kind: GroupKind, unit: str, plan: Plan, live: set[str]) -> bool:
-    """Whether a group is released between forward and backward; `live` are the units that are not.
+    """Whether a group is resharded between forward and backward; `live` are the units that are not.
 
-    The root's groups stay: backward starts with them. So does the model-wide group: it is gathered once per step.
+    The root's groups are not, because the backward starts with them; nor is the model-wide group, which is unsharded
+    once per optimizer step.
     """
     return plan.policy.stage == 3 and unit != "" and kind != "model-wide" and unit not in live
 

@@ -1,4 +1,4 @@
-"""Which modules are gathered and reduced together, and in which order they run.
+"""Which modules are units, unsharded and reduced together.
 
 Pure: reads the module tree and shapes only.
 """
@@ -29,7 +29,7 @@ def plan_units(
     units = find_units(model, auto_wrap_policy, leaf_modules=policy.leaf_modules)
     if policy.stage == 3 and not units:
         logger.warning(
-            "no units below the root of %s: at stage 3 all of it is gathered at once. Name its blocks with "
+            "no units below the root of %s: at stage 3 all of it is unsharded at once. Name its blocks with "
             "auto_wrap_policy to save memory.",
             type(model).__name__,
         )

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from zeroamp.hooks._torch.fsdp import all_gather, reduce_scatter
-from zeroamp.hooks.collectives.traffic import Collective, ReduceOp
+from zeroamp.hooks.collectives.traffic import STEP, Collective, ReduceOp
 from zeroamp.wrapping.state import WrapState
 
 
@@ -62,15 +62,15 @@ class CallLog:
     def on_collective(
         self,
         collective: Collective,
-        unsharded: torch.Tensor,
+        tensor: torch.Tensor,
         group_name: str,
-        process_group: dist.ProcessGroup,
+        process_group: dist.ProcessGroup | None,
         op: ReduceOp,
     ) -> None:
-        """Log one call that was issued."""
-        if not self.state.is_observed:
+        """Log one call of a parameter group that was issued."""
+        if process_group is not None and group_name != STEP and not self.state.is_observed:
             calls = self.step if self.evaluation is None else self.evaluation
-            calls.append(Call(collective, group_name, process_group, unsharded.dtype, unsharded.numel(), op))
+            calls.append(Call(collective, group_name, process_group, tensor.dtype, tensor.numel(), op))
 
     def end_step(self) -> None:
         """Retain the calls of this optimizer step as those of the next."""

@@ -2,20 +2,17 @@
 
 from collections.abc import Iterator
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroamp.hooks.collectives.traffic import ReduceOp
 from zeroamp.planning.groups import GroupPlan
+from zeroamp.planning.mesh import ranks_of
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.replay import evaluation_schedule, step_schedule
 from zeroamp.planning.run_order import run_order
 from zeroamp.planning.schedule import Kind, Schedule
-from zeroamp.planning.traffic import GroupCollective, group_collectives, ranks_of
+from zeroamp.planning.traffic import GroupCollective, step_collectives
 from zeroamp.recovery.call_log import Call
-from zeroamp.wrapping.collectives import reduction_op
 
 
 def expected_calls_of_step(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> list[Call] | None:
@@ -29,7 +26,7 @@ def expected_calls_of_step(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> li
     if plan.policy.hpz_partition_size > 1 or plan.policy.separate_reduce_scatter_group:
         return None
     at_root = [group for group in plan.groups if group.unit == "" and group.kind != "unit"]
-    if sum(group.dtypes.wire is not None for group in at_root) > 1:
+    if sum(group.is_trainable for group in at_root) > 1:
         return None
     if plan.run != run_order(model, plan.units, plan.merged, owned_by_leaves=True):
         return None
@@ -43,9 +40,7 @@ def expected_calls_of_evaluation(plan: Plan, mesh: DeviceMesh) -> list[Call]:
 
 def _expected(schedule: Schedule, plan: Plan, mesh: DeviceMesh) -> list[Call]:
     groups = {group.name: group for group in plan.groups}
-    kinds = {
-        name: list(group_collectives(group, plan.policy, ranks_of(mesh), schedule)) for name, group in groups.items()
-    }
+    kinds = {name: list(step_collectives(group, plan, ranks_of(mesh), schedule)) for name, group in groups.items()}
     return [call for kind, name in schedule.order for call in _calls(kind, groups[name], kinds[name], plan, mesh)]
 
 
@@ -63,11 +58,5 @@ def _calls(
             mesh.get_group(0 if collective.collective == "all_reduce" else mesh.ndim - 1),
             collective.dtype,
             num_bytes // collective.calls // collective.dtype.itemsize,
-            _op(collective, plan, mesh),
+            collective.op,
         )
-
-
-def _op(collective: GroupCollective, plan: Plan, mesh: DeviceMesh) -> ReduceOp:
-    is_fp16 = collective.collective == "reduce_scatter" and collective.dtype == torch.float16
-    is_copied = collective.collective in ("all_gather", "all_to_all")
-    return dist.ReduceOp.SUM if is_fp16 or is_copied else reduction_op(plan.policy, mesh)

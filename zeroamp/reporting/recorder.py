@@ -16,10 +16,11 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from zeroamp.hooks.collectives.traffic import Collective
+from zeroamp.hooks.collectives.traffic import Collective, ReduceOp
 from zeroamp.hooks.root_forward import ForwardCall
-from zeroamp.hooks.tracing.safe_parameters import tensors_in
+from zeroamp.hooks.tensors import tensors_in
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.dtypes import short_name
 from zeroamp.reporting.clock import StepClock
@@ -64,7 +65,7 @@ class Recorder(Callback):
         self._late: Callable[[], StepRecord] | None = None  # of the step before, on an accelerator
         state.communication.add(self._clock)
         state.root_forward.add("report", self._around_forward)
-        state.traffic.observers.append(self._count)
+        state.listeners.append(self)
         callbacks.append(self)
 
     def add(self, sink: Sink) -> None:
@@ -83,7 +84,7 @@ class Recorder(Callback):
         self._callbacks.remove(self)
         self._state.communication.remove(self._clock)
         self._state.root_forward.remove("report", self._around_forward)
-        self._state.traffic.observers.remove(self._count)
+        self._state.listeners.remove(self)
 
     def on_phase_begin(self, phase: Phase) -> None:
         """A backward, or the end of a window, begins."""
@@ -130,9 +131,18 @@ class Recorder(Callback):
         finally:
             self._clock.leave()
 
-    def _count(self, collective: Collective, unsharded: torch.Tensor, _group: str) -> None:
+    def on_collective(
+        self,
+        collective: Collective,
+        tensor: torch.Tensor,
+        group_name: str,
+        process_group: dist.ProcessGroup | None,
+        op: ReduceOp,
+    ) -> None:
+        """Add the bytes of a collective to those of the optimizer step."""
+        del group_name, process_group, op
         if not self._state.is_observed:
-            self._traffic[f"{collective} {short_name(unsharded.dtype)}"] += unsharded.nbytes
+            self._traffic[f"{collective} {short_name(tensor.dtype)}"] += tensor.nbytes
 
     def _closed(self, report: StepReport) -> Callable[[], StepRecord]:
         values = torch.stack([report.loss_tensor, report.grad_norm_tensor.double()])

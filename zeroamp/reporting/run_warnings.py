@@ -97,7 +97,7 @@ class RunWarnings:
 
     def _look_at_small_groups(self) -> None:
         sizes = {
-            group.name: sum(param.numel * param.group_key[1].itemsize for param in group.params)
+            group.name: sum(param.numel * param.dtypes.param.itemsize for param in group.params)
             for group in self._plan.groups
             if group.kind != "model-wide"  # gathered once per step
         }
@@ -116,8 +116,8 @@ class RunWarnings:
         sizes: dict[str, int] = {}
         for group in self._plan.groups:
             for param in group.params:
-                gradient = param.numel * group.wire.itemsize if param.dtypes.wire is not None else 0
-                gathered = param.numel * param.group_key[1].itemsize
+                gradient = param.numel * group.key.communication.itemsize if param.is_trainable else 0
+                gathered = param.numel * param.dtypes.param.itemsize
                 sizes[group.unit] = sizes.get(group.unit, 0) + gathered + gradient
         unit = max(sizes, key=lambda unit: sizes[unit])
         numel = sum(param.numel for param in self._plan.params)

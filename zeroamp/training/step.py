@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zeroamp.hooks.collectives.traffic import STEP, notify
 from zeroamp.planning.mesh import device_of, process_group, replicate_size
 from zeroamp.policies.errors import StepError, describe
 from zeroamp.training import update
@@ -323,8 +324,8 @@ class TrainStep:
         more = [number for _, numbers in of_callbacks for number in numbers]
         if more:
             statistics = torch.cat([statistics, statistics.new_tensor(more)])
-        self._state.traffic.count("all_reduce", statistics, "step")
         dist.all_reduce(statistics, group=self._world)
+        notify(self._state.listeners, "all_reduce", statistics, STEP, self._world)
         start = 2
         for callback, numbers in of_callbacks:
             if numbers:

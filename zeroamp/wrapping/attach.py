@@ -93,7 +93,7 @@ def _needs_train_step(policy: Policy) -> str:
 
 
 def _guard_safe_modules(model: nn.Module, state: WrapState) -> None:
-    low = [param for param in state.plan.params if param.dtypes.gather != param.dtypes.storage]
+    low = [param for param in state.plan.params if param.dtypes.param != param.dtypes.stored]
     # A traced run that found a parameter safe may have found it outside autocast, cast by the model itself.
     is_auto = state.plan.policy.lower_precision_safe_modules == "auto"
     classes = resolve_safe_classes(DEFAULT_SAFE_MODULES, model) if is_auto else (nn.Module,)
@@ -113,7 +113,7 @@ def share_casts(model: nn.Module, plan: Plan, device_type: str) -> list[Removabl
     modules = dict(model.named_modules())
     safe: dict[str, dict[str, nn.Module]] = {}  # unit -> its modules, each once
     for param in plan.params:
-        if param.dtypes.gather != param.dtypes.storage:
+        if param.dtypes.param != param.dtypes.stored:
             found = {fqn: modules[fqn] for fqn in param.owner_fqns if fqn in modules}
             safe.setdefault(param.unit, {}).update(found)
     casts = SharedCasts(device_type)

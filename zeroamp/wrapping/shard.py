@@ -5,15 +5,15 @@ from typing import cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks.typed_groups import group_policy, shard_typed_group
+from zeroamp.planning.dtypes import GroupKey, group_dtypes, unit_key
 from zeroamp.planning.groups import GroupKind, GroupPlan
-from zeroamp.planning.mesh import device_of
+from zeroamp.planning.mesh import device_of, ranks_of
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.schedule import live_units, reshards_after_forward
-from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.policy import Offload
 
 logger = logging.getLogger("zeroamp")
@@ -42,7 +42,7 @@ def shard_model(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, FSD
             list({model.get_submodule(fqn): None for param in group.params for fqn in param.owner_fqns}),
             [param.fqn for param in group.params],
             mesh=mesh,
-            mp_policy=group_policy(group.gather, unsharded_accumulation(plan.policy)),
+            mp_policy=_mp_policy(group.key, plan, mesh),
             reshard_after_forward=_reshard_after_forward(group.kind, group.unit, plan, live),
             offload_policy=offload,
         )
@@ -76,15 +76,17 @@ def _shard_unit(
         # One module is given as such: FSDP2 hooks a list of one in another way, and refuses it as the root.
         cast(nn.Module, modules if len(modules) > 1 else modules[0]),
         mesh=mesh,
-        mp_policy=group_policy(
-            group.gather if group else plan.policy.gather_dtype,
-            unsharded_accumulation(plan.policy),
-            cast_forward_inputs=casts_inputs,
-        ),
+        # A unit without parameters of its own still casts inputs, where it is the root.
+        mp_policy=_mp_policy(group.key if group else unit_key(plan.policy), plan, mesh, casts_inputs=casts_inputs),
         reshard_after_forward=reshard_after_forward,
         offload_policy=offload,
         ignored_params={p for module in modules for p in module.parameters() if id(p) not in own},
     )
+
+
+def _mp_policy(key: GroupKey, plan: Plan, mesh: DeviceMesh, *, casts_inputs: bool = False) -> MixedPrecisionPolicy:
+    dtypes = group_dtypes(key, plan.policy, ranks_of(mesh))
+    return group_policy(dtypes.param, dtypes.unsharded_accumulate, cast_forward_inputs=casts_inputs)
 
 
 def _reshard_after_forward(kind: GroupKind, unit: str, plan: Plan, live: set[str]) -> bool | int:

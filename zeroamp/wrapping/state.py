@@ -38,8 +38,8 @@ class WrapState:
     """Names what runs in traces."""
     holders: dict[str, FSDPModule] = field(default_factory=dict)
     """Group name -> holder, for the groups that are not a unit's own."""
-    listeners: list[CollectiveListener] = field(default_factory=list)
-    """Called with each collective of a group after it was issued."""
+    listeners: list[CollectiveListener] = field(init=False)
+    """Called after each collective that this rank issues: the counters first."""
     root_forward: RootForward = field(default_factory=RootForward)
     """What runs around the root's forward."""
     communication: CommunicationWatch = field(init=False)
@@ -51,6 +51,7 @@ class WrapState:
     """Whether what runs is an observed step, which leaves no trace: see `ledger/observed_step.py`."""
 
     def __post_init__(self) -> None:
+        self.listeners = [self.traffic]
         self.communication = CommunicationWatch(self.root)
 
 

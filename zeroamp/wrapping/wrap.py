@@ -12,9 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.hooks.observers.ranges import Ranges
 from zeroamp.hooks.typed_groups import typed_group_hooks
-from zeroamp.planning.mesh import device_of, is_first_rank, mesh_for_stage, refuse_partition, shard_device
+from zeroamp.planning.mesh import device_of, is_first_rank, mesh_for_stage, ranks_of, refuse_partition, shard_device
 from zeroamp.planning.plan import build_plan
-from zeroamp.planning.traffic import ranks_of
 from zeroamp.policies.batch_sizes import BatchSizes, check_batch_sizes
 from zeroamp.policies.config import refuse_inconsistent
 from zeroamp.policies.errors import WrapError, describe

@@ -1,4 +1,4 @@
-"""`WireReduceScatter` against sums written out."""
+"""`GroupReduceScatter` against sums written out."""
 
 import weakref
 
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeroamp.hooks.collectives.reduce_scatter import ReceiveBuffers, WireReduceScatter
+from zeroamp.hooks.collectives.reduce_scatter import GroupReduceScatter, ReceiveBuffers
 
 NUMEL = 1000
 
@@ -17,9 +17,21 @@ def _gradient(rank, world_size):
     return torch.randn(NUMEL * world_size, generator=generator).to(torch.bfloat16)
 
 
+def _comm(accumulate, communication_dtype=torch.bfloat16, *, world_size, reduce_dtype=None, **options):
+    sums_here = accumulate == "fp32" and communication_dtype != torch.float32
+    return GroupReduceScatter(
+        communication_dtype=communication_dtype,
+        reduce_dtype=reduce_dtype or (torch.float32 if accumulate == "fp32" else communication_dtype),
+        collective="all_to_all" if sums_here else "reduce_scatter",
+        op=dist.ReduceOp.SUM if communication_dtype == torch.float16 else dist.ReduceOp.AVG,
+        world_size=world_size,
+        **options,
+    )
+
+
 def _reduce(accumulate, op_name):
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    comm = WireReduceScatter(wire_dtype=torch.bfloat16, accumulate=accumulate, world_size=world_size)
+    comm = _comm(accumulate, world_size=world_size)
     sent = comm.allocate((NUMEL * world_size,), dtype=torch.float32, device=torch.device("cpu"))
     result = comm.allocate((NUMEL,), dtype=torch.float32, device=torch.device("cpu"))
     assert sent.dtype == torch.bfloat16  # no staging copy in fp32
@@ -39,7 +51,7 @@ def test_sums_in_fp32_in_rank_order(request, world_size, op):
     assert torch.equal(torch.cat(results), expected)
 
 
-def test_native_sums_in_the_wire_dtype(ranks4):
+def test_native_sums_in_the_communication_dtype(ranks4):
     results = ranks4.run(_reduce, "native", "AVG")
     assert all(result.dtype == torch.bfloat16 for result in results)
     exact = sum(_gradient(rank, 4).double() for rank in range(4)) / 4
@@ -48,16 +60,26 @@ def test_native_sums_in_the_wire_dtype(ranks4):
 
 
 def test_an_abandoned_reduction_does_not_mix_up_the_next():
-    comm = WireReduceScatter(wire_dtype=torch.bfloat16, accumulate="fp32", world_size=2)
+    comm = _comm("fp32", world_size=2)
     allocate = lambda numel: comm.allocate((numel,), dtype=torch.float32, device=torch.device("cpu")).dtype  # noqa: E731
     assert allocate(8) == torch.bfloat16
     assert [allocate(8), allocate(4)] == [torch.bfloat16, torch.float32]  # the first one's output was never asked for
 
 
 def test_one_rank_alone_is_input_then_output():
-    comm = WireReduceScatter(wire_dtype=torch.bfloat16, accumulate="fp32", world_size=1)
+    comm = _comm("fp32", world_size=1)
     dtypes = [comm.allocate((8,), dtype=torch.float32, device=torch.device("cpu")).dtype for _ in range(4)]
     assert dtypes == [torch.bfloat16, torch.float32] * 2
+
+
+def test_an_allocation_that_fails_does_not_mix_up_the_next(monkeypatch):
+    comm = _comm("fp32", world_size=1)
+    allocate = lambda: comm.allocate((8,), dtype=torch.float32, device=torch.device("cpu")).dtype  # noqa: E731
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            allocate()
+    assert [allocate(), allocate()] == [torch.bfloat16, torch.float32]
 
 
 class _Live(TorchDispatchMode):
@@ -81,9 +103,9 @@ class _Live(TorchDispatchMode):
         return out
 
 
-def _peak(accumulate, wire_dtype):
+def _peak(accumulate, communication_dtype):
     world_size = dist.get_world_size()
-    comm = WireReduceScatter(wire_dtype=wire_dtype, accumulate=accumulate, world_size=world_size)
+    comm = _comm(accumulate, communication_dtype, world_size=world_size)
     gradient = torch.randn(NUMEL * world_size)
     with _Live() as live:
         sent = comm.allocate((NUMEL * world_size,), dtype=torch.float32, device=torch.device("cpu"))
@@ -93,21 +115,20 @@ def _peak(accumulate, wire_dtype):
     return live.peak, sent.nbytes, result.nbytes
 
 
-@pytest.mark.parametrize("wire_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("communication_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("accumulate", ["fp32", "native"])
-def test_one_reduction_needs_no_more_than_its_formula(ranks4, accumulate, wire_dtype):
-    peak, wire_bytes, shard_bytes = ranks4.run(_peak, accumulate, wire_dtype)[0]
-    assert wire_bytes == 4 * NUMEL * wire_dtype.itemsize
-    sums_here = accumulate == "fp32" and wire_dtype != torch.float32
-    assert peak == (2 if sums_here else 1) * wire_bytes + shard_bytes
-    assert shard_bytes == NUMEL * (4 if accumulate == "fp32" else wire_dtype.itemsize)
+def test_one_reduction_needs_no_more_than_its_formula(ranks4, accumulate, communication_dtype):
+    peak, sent_bytes, shard_bytes = ranks4.run(_peak, accumulate, communication_dtype)[0]
+    assert sent_bytes == 4 * NUMEL * communication_dtype.itemsize
+    sums_here = accumulate == "fp32" and communication_dtype != torch.float32
+    assert peak == (2 if sums_here else 1) * sent_bytes + shard_bytes
+    assert shard_bytes == NUMEL * (4 if accumulate == "fp32" else communication_dtype.itemsize)
 
 
 def _average_of_equals(value, is_replicated):
     world_size = dist.get_world_size()
-    comm = WireReduceScatter(
-        wire_dtype=torch.float16, accumulate="native", world_size=world_size, is_replicated=is_replicated
-    )
+    reduce_dtype = torch.float32 if is_replicated else torch.float16
+    comm = _comm("native", torch.float16, world_size=world_size, reduce_dtype=reduce_dtype, is_replicated=is_replicated)
     sent = comm.allocate((NUMEL * world_size,), dtype=torch.float32, device=torch.device("cpu"))
     result = comm.allocate((NUMEL,), dtype=torch.float32, device=torch.device("cpu"))
     sent.fill_(value)

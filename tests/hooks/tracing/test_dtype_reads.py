@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zeroamp.hooks.tracing.dtype_reads import DtypeReads
+from zeroamp.hooks.tracing.safe_parameters import DtypeReads
 
 
 @pytest.mark.parametrize(

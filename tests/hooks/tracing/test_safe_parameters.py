@@ -1,4 +1,4 @@
-"""What one run records of a parameter's uses, and the verdict that follows."""
+"""What one run records of a parameter's uses, and what follows for its dtype."""
 
 import pytest
 import torch
@@ -15,15 +15,15 @@ def _inputs():
     return (torch.randn(3, 8, generator=torch.Generator().manual_seed(5)).requires_grad_(),)
 
 
-def _verdicts(model, args, dtype=BF16, **options):
-    return record_run(model, args, {}, dtype=dtype, device_type="cpu", fake=True, **options).verdicts()
+def _safety(model, args, dtype=BF16, **options):
+    return record_run(model, args, {}, dtype=dtype, device_type="cpu", fake=True, **options).safety()
 
 
 @pytest.mark.parametrize("use", USES)
 def test_fake_and_real_runs_record_the_same(use):
     model = randomise(USES[use][0]())
     fake, real = (record_run(model, _inputs(), {}, dtype=BF16, device_type="cpu", fake=fake) for fake in (True, False))
-    assert fake.verdicts() == real.verdicts()
+    assert fake.safety() == real.safety()
     assert fake.program == real.program
 
 
@@ -42,13 +42,13 @@ class Layers(nn.Module):
 
 
 def test_the_reason_names_op_and_module():
-    verdicts = _verdicts(Layers(), _inputs())
-    assert verdicts == {
+    safety = _safety(Layers(), _inputs())
+    assert safety == {
         "layers.0.weight": (True, "safe: cast to bf16 in layers.0"),
         "layers.0.bias": (True, "safe: cast to bf16 in layers.0"),
-        "layers.1.weight": (False, "not safe: read in fp32 by aten.native_layer_norm in layers.1, and 1 more"),
-        "layers.1.bias": (False, "not safe: read in fp32 by aten.native_layer_norm in layers.1, and 1 more"),
-        "scale": (False, "not safe: read in fp32 by aten.mul in the root, and 1 more"),
+        "layers.1.weight": (False, "not safe: read in fp32 by aten.native_layer_norm in layers.1 and 1 more"),
+        "layers.1.bias": (False, "not safe: read in fp32 by aten.native_layer_norm in layers.1 and 1 more"),
+        "scale": (False, "not safe: read in fp32 by aten.mul in the root and 1 more"),
         "spare.weight": (False, "not safe: never used in the traced run"),
         "spare.bias": (False, "not safe: never used in the traced run"),
     }
@@ -66,7 +66,7 @@ def test_the_reason_names_op_and_module():
     ],
 )
 def test_what_is_decided_without_a_use(parameter, expected):
-    assert ParameterRecord(parameter).verdict(BF16, with_backward=True) == expected
+    assert ParameterRecord(parameter).safety(BF16, with_backward=True) == expected
 
 
 def test_frozen_parameters_stored_low():
@@ -74,7 +74,7 @@ def test_frozen_parameters_stored_low():
     model[0].to(torch.float16)
     model[1].to(BF16)
     model[0].table = nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
-    reasons = {name: reason for name, (_, reason) in _verdicts(model, _inputs()).items()}
+    reasons = {name: reason for name, (_, reason) in _safety(model, _inputs()).items()}
     assert reasons["0.weight"] == "safe: cast to bf16 in 0"
     assert reasons["1.weight"] == "safe: stored in bf16"
     assert reasons["0.table"] == "not safe: int8 is no floating-point dtype"
@@ -84,7 +84,7 @@ def test_without_any_gradient_it_does_not_matter_how_often_a_parameter_is_cast()
     make, expected = USES["overlapping rows, frozen"]
     record = record_run(make(), (_inputs()[0].detach(),), {}, dtype=BF16, device_type="cpu", fake=True)
     assert not record.has_run_backward
-    assert {name for name, (is_safe, _) in record.verdicts().items() if is_safe} == expected
+    assert {name for name, (is_safe, _) in record.safety().items() if is_safe} == expected
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_a_config_names_the_classes_of_the_file(python_file):
     block = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": ["net_file.Own"]}
     policy = zeroamp.policy_from_config(config(torch_autocast=block, dtype=None))
     plan = zeroamp.build_plan(load_model(f"{path}:build"), policy)
-    assert {param.dtypes.gather for param in plan.params} == {torch.bfloat16}
+    assert {param.dtypes.param for param in plan.params} == {torch.bfloat16}
     assert type(load_model(f"{path}:build")[0]) is sys.modules["net_file"].Own  # read once
 
 

@@ -1,9 +1,19 @@
 """What the dry run says of memory and traffic is what real training on two and four ranks shows."""
 
-import pytest
+from unittest.mock import patch
 
+import pytest
+import torch
+
+import zeroamp
 from tests.measuring.measured import measured_step
+from tests.models.small import batch, loss_of
+from tests.processes.training import config, wrapped
+from zeroamp.dry_run.memory import _Sizes
 from zeroamp.hooks._torch.fsdp import has_reduction_options
+from zeroamp.hooks.collectives.reduce_scatter import GroupReduceScatter
+from zeroamp.planning.mesh import ranks_of
+from zeroamp.wrapping.state import wrap_state
 
 LOSS_AND_NORM = 64
 """Bytes: the scalars that the last step's report holds, which are not predicted."""
@@ -53,6 +63,36 @@ MODES = [
 def test_other_modes(ranks2, mode):
     for stage in (0, 1, 2, 3):
         check(ranks2.run(measured_step, "llama_tied", {"stage": stage, **mode}))
+
+
+def _reduced_bytes(options, mesh_shape=None):
+    """Return (group, bytes of a reduction's output) as allocated in a step and as the dry run counts them."""
+    model = wrapped("llama_tied", config(**options), mesh_shape=mesh_shape)
+    step, state = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1)), wrap_state(model)
+    call, found = GroupReduceScatter.__call__, {}
+
+    def noted(comm, output_tensor, *args, **kwargs):
+        found[comm.group_name] = output_tensor.nbytes
+        return call(comm, output_tensor, *args, **kwargs)
+
+    with patch.object(GroupReduceScatter, "__call__", noted):
+        step.backward(loss_of(model, batch("llama_tied", 0)))
+    ranks = ranks_of(state.mesh)
+    return found, {group.name: _Sizes(group, state.plan, ranks).reduced for group in state.plan.groups}
+
+
+NATIVE = {"zeroamp": {"reduce_accumulate_dtype": "native"}}
+
+
+@pytest.mark.parametrize("options", [{}, NATIVE, {"dtype": "float16"}, {"dtype": "float16", **NATIVE}], ids=str)
+def test_the_output_of_a_reduction(ranks2, options):
+    for found, predicted in ranks2.run(_reduced_bytes, {"stage": 2, **options}):
+        assert found == predicted
+
+
+def test_the_output_of_a_native_fp16_reduction_with_replicas_is_fp32(ranks4):
+    for found, predicted in ranks4.run(_reduced_bytes, {"stage": 2, "dtype": "float16", **NATIVE}, (2, 2)):
+        assert found == predicted
 
 
 BLOCK = 10_272 + 64

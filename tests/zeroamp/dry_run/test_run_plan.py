@@ -12,7 +12,8 @@ from tests.models.small import Llama, Moe, hf_llama_config
 from tests.processes.training import config
 from zeroamp.dry_run.roofline import step_time
 from zeroamp.dry_run.timeline import KINDS
-from zeroamp.planning.traffic import Ranks, plan_traffic
+from zeroamp.planning.mesh import Ranks
+from zeroamp.planning.traffic import plan_traffic
 
 TOKENS = 12
 FULL = dataclasses.replace(zeroamp.GPUS["h100"], memory_gb=1e-6)

@@ -11,7 +11,8 @@ from tests.models.small import ConvNet, Encoder, Llama, Moe
 from tests.processes.training import config, wrapped
 from tests.zeroamp.planning.test_traffic import _rows
 from zeroamp.ledger.rows import PER_RANK, PER_STEP
-from zeroamp.planning.traffic import Ranks, plan_traffic
+from zeroamp.planning.mesh import Ranks
+from zeroamp.planning.traffic import plan_traffic
 
 
 def ledger(cls=lambda: Llama(tied=True), ranks=None, wrap=None, **options):
@@ -124,7 +125,7 @@ def test_markdown_has_the_tables_of_the_text_and_of_the_parameters_if_asked():
     book = ledger(ranks={"num_shards": 2})
     text = book.to_markdown()
     assert [line for line in text.splitlines() if line.startswith("#")] == [
-        "### Dtypes on the wire",
+        "### Dtypes between ranks",
         "### Module classes",
         "### Groups",
     ]

@@ -1,6 +1,7 @@
 """`Ledger.verify` changes nothing, also when something raises, and refuses where it could not."""
 
 import random
+import re
 
 import numpy as np
 import pytest
@@ -170,7 +171,7 @@ def _everything(model, step):
         "sums": [fqn for unit in model.modules() if isinstance(unit, FSDPModule) for fqn in unsharded_sums(unit)],
         "buffers": {name: None if b is None else (id(b), b.clone()) for name, b in _buffers(model)},
         "random": (torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()),
-        "traffic": (dict(traffic.calls), dict(traffic.num_bytes), traffic.enabled, len(traffic.observers)),
+        "traffic": (dict(traffic.calls), dict(traffic.num_bytes), traffic.enabled, len(state.listeners)),
         "hooks": _hooks(model),
         "training": [module.training for module in model.modules()],
         "step": {key: value for key, value in vars(step).items() if isinstance(value, int | float | bool | None)},
@@ -260,13 +261,13 @@ def _refused(options, how):
 )
 def test_inside_a_window_it_refuses(ranks2, options):
     for text in ranks2.run(_refused, options, "in a window"):
-        assert text.startswith("Ledger.verify: found ")
-        assert "valid: a call between two optimizer steps" in text
+        assert text.startswith("Ledger.verify ")
+        assert "between two optimizer steps" in text
 
 
 def test_where_gradients_or_a_forward_are_pending_it_refuses(ranks2):
-    assert "gathered, inside" in ranks2.run(_refused, {"stage": 1}, "after a forward")[0]
-    assert "found a gradient on blocks.0.0.weight" in ranks2.run(_refused, {"stage": 3}, "in a window")[0]
+    assert "unsharded" in ranks2.run(_refused, {"stage": 1}, "after a forward")[0]
+    assert "blocks.0.0.weight has a gradient" in ranks2.run(_refused, {"stage": 3}, "in a window")[0]
     texts = ranks2.run(_refused, {"stage": 3}, "on one rank")
     assert texts[0] == texts[1]
     assert texts[0].endswith("On 1 of 2 ranks.")
@@ -296,18 +297,18 @@ def _bad(what):
 @pytest.mark.parametrize(
     ("what", "error", "text"),
     [
-        ("batch", "StepError", "Ledger.verify(batch=): found a list; valid: a tensor, a tuple of arguments"),
-        ("ledger", "WrapError", "found another model's ledger"),
-        ("no loss", "StepError", "found a tensor of shape (4, 8) as the model's output, with no .loss"),
-        ("vector", "StepError", "found a tensor of shape (4, 8) as the loss"),
-        ("detached", "StepError", "found a tensor of shape () that needs no gradient as the loss"),
-        ("number", "StepError", "found a float as the loss; valid: a scalar that depends on trainable parameters"),
+        ("batch", "StepError", r"Ledger.verify\(batch=\).*a list"),
+        ("ledger", "WrapError", r"explain\(model\)\.verify"),
+        ("no loss", "StepError", r"no .loss.*a tensor of shape \(4, 8\)"),
+        ("vector", "StepError", r"loss_fn.*a tensor of shape \(4, 8\)"),
+        ("detached", "StepError", r"loss_fn.*a tensor of shape \(\) that needs no gradient"),
+        ("number", "StepError", r"loss_fn.*a float"),
     ],
 )
 def test_what_cannot_be_verified_is_named(ranks2, what, error, text):
     for name, message in ranks2.run(_bad, what):
         assert name == error
-        assert text in message
+        assert re.search(text, message)
 
 
 def _batches():

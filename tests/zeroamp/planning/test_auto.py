@@ -114,20 +114,20 @@ class Mixed(nn.Module):
 def test_the_ledger_says_what_the_class_list_would_have_got_wrong():
     reasons = {p.fqn: p.reason for p in _plan(Mixed(), example_inputs=torch.randn(2, 8)).params}
     assert reasons["read_twice.weight"].startswith("not safe: read in fp32 by")
-    assert reasons["read_twice.weight"].endswith("; the default class list would gather it low")
+    assert reasons["read_twice.weight"].endswith("; the default class list would all-gather it in low precision")
     assert reasons["projection"].startswith("safe: cast to bf16 in")
     assert reasons["projection"].endswith("; the default class list would keep it in fp32")
     assert "default class list" not in reasons["read_twice.bias"]
 
 
 def test_without_inputs_it_says_how_to_pass_them():
-    with pytest.raises(zeroamp.ConfigError, match="example_inputs: found none; valid: inputs of the model's forward"):
+    with pytest.raises(zeroamp.ConfigError, match="example_inputs .*Pass a batch"):
         _plan(Mixed())
 
 
 def test_a_model_with_nothing_safe_is_refused():
     model = nn.Sequential(nn.LayerNorm(4))
-    words = r'lower_precision_safe_modules: found "auto", which finds no parameter of Sequential .*read in fp32 by'
+    words = r'lower_precision_safe_modules "auto" .*Sequential.*read in fp32 by'
     with pytest.raises(zeroamp.ConfigError, match=words):
         _plan(model, example_inputs=torch.randn(2, 4))
 
@@ -146,7 +146,7 @@ class Branching(nn.Module):
 def _other_inputs_on_every_rank():
     torch.manual_seed(0)
     policy = zeroamp.policy_from_config(config())
-    with pytest.raises(zeroamp.WrapError, match="wrap_model: found a plan of units and dtypes that differs") as caught:
+    with pytest.raises(zeroamp.WrapError, match="example_inputs") as caught:
         zeroamp.wrap_model(Branching(), policy, example_inputs=(torch.randn(2, 4), dist.get_rank()))
     return str(caught.value)
 
@@ -170,7 +170,7 @@ def _module_that_casts_itself():
     model = nn.Sequential(nn.Linear(4, 4), Casts())
     zeroamp.wrap_model(model, zeroamp.policy_from_config(config()), example_inputs=torch.randn(2, 4))
     model(torch.randn(2, 4)).sum().backward()
-    return [p.dtypes.gather for p in zeroamp.explain(model).plan.params]
+    return [p.dtypes.param for p in zeroamp.explain(model).plan.params]
 
 
 def test_a_module_that_casts_its_weight_itself_is_safe_and_runs(ranks2):

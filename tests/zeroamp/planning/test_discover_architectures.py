@@ -1,4 +1,4 @@
-"""Real architectures at tiny size: every verdict is the one of a run with that parameter in bf16."""
+"""Real architectures at tiny size: every answer is the one of a run with that parameter in bf16."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def architecture(request):
     return request.param, randomise(model), args, kwargs
 
 
-def test_every_verdict_is_what_gathering_does(architecture):
+def test_every_answer_is_what_gathering_does(architecture):
     name, model, args, kwargs = architecture
     found = zeroamp.discover_safe_parameters(model, args, kwargs)
     assert {reason for reason in found.reasons.values() if "never used" in reason} == set()
@@ -52,7 +52,7 @@ def test_transformers_dummy_inputs_give_the_same_answer(name):
 
 def test_a_vision_model_has_no_dummy_inputs_of_its_own():
     pytest.importorskip("transformers", reason="the model is transformers'")
-    with pytest.raises(zeroamp.ConfigError, match="dummy_inputs of ViTForImageClassification without 'pixel_values'"):
+    with pytest.raises(zeroamp.ConfigError, match="dummy_inputs of ViTForImageClassification .*'pixel_values'"):
         zeroamp.discover_safe_parameters(ARCHITECTURES["vit"]()[0])
 
 

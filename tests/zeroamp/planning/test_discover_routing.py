@@ -127,7 +127,7 @@ def test_a_model_that_needs_values_and_cannot_have_them(monkeypatch):
         model = Experts()
     with pytest.raises(
         zeroamp.ConfigError,
-        match=r"lower_precision_safe_modules: found \"auto\" for Experts, which fake.*on the meta device",
+        match=r"lower_precision_safe_modules .*Experts.*on the meta device",
     ):
         zeroamp.discover_safe_parameters(model, (_routed(True),))
     with pytest.raises(zeroamp.ConfigError, match="on the meta device"):

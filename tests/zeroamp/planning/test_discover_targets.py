@@ -18,9 +18,9 @@ X = torch.randn(3, 8, generator=torch.Generator().manual_seed(5)).requires_grad_
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": torch.float32}, "dtype: found torch.float32; valid: torch.bfloat16 or torch.float16"),
-        ({"device_type": "meta"}, "device_type: found 'meta', which this torch"),
-        ({"device_type": "nowhere"}, "device_type: found 'nowhere', which this torch"),
+        ({"dtype": torch.float32}, "dtype .*torch.bfloat16 or torch.float16.*torch.float32"),
+        ({"device_type": "meta"}, "device_type .*'meta'"),
+        ({"device_type": "nowhere"}, "device_type .*'nowhere'"),
     ],
 )
 def test_targets_that_cannot_be(options, message):
@@ -35,7 +35,7 @@ class Layer(nn.Sequential):
 
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch is built for CUDA")
 def test_cuda_needs_a_torch_that_is_built_for_it():
-    with pytest.raises(zeroamp.ConfigError, match="device_type: found 'cuda'"):
+    with pytest.raises(zeroamp.ConfigError, match="device_type .*'cuda'"):
         zeroamp.discover_safe_parameters(Layer(), (X,), device_type="cuda")
 
 
@@ -80,7 +80,7 @@ def _discover_sharded():
 
 
 def test_a_sharded_model_is_refused(ranks2):
-    with pytest.raises(RankError, match="WrapError: FSDPLinear: found a model that FSDP2 has sharded"):
+    with pytest.raises(RankError, match="WrapError: .*FSDPLinear.*before wrap_model"):
         ranks2.run(_discover_sharded)
 
 
@@ -106,7 +106,7 @@ def test_dummy_inputs_are_used_where_there_are_no_others():
 
 @pytest.mark.parametrize("model", [Layer(), Dummies({"input_ids": X})], ids=["none", "of another model"])
 def test_no_inputs_are_an_error_that_says_how_to_pass_them(model):
-    with pytest.raises(zeroamp.ConfigError, match=r"example_inputs: found none.*Pass a batch, as a tuple"):
+    with pytest.raises(zeroamp.ConfigError, match=r"example_inputs .*Pass a batch, as a tuple"):
         zeroamp.discover_safe_parameters(model)
 
 
@@ -115,5 +115,5 @@ def test_example_inputs_may_be_a_tuple_a_mapping_or_a_tensor():
     assert example_arguments(model, X) == ((X,), {})
     assert example_arguments(model, (X, 1)) == ((X, 1), {})
     assert example_arguments(model, {"x": X}) == ((), {"x": X})
-    with pytest.raises(zeroamp.ConfigError, match=r"example_inputs: found a list; .*example_inputs=\(value,\)"):
+    with pytest.raises(zeroamp.ConfigError, match=r"example_inputs .*a list.*example_inputs=\(value,\)"):
         example_arguments(model, [X])

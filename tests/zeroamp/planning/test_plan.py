@@ -27,7 +27,7 @@ def groups(plan):
 
 
 def low(plan):
-    return {param.fqn for param in plan.params if param.dtypes.gather == torch.bfloat16}
+    return {param.fqn for param in plan.params if param.dtypes.param == torch.bfloat16}
 
 
 def test_a_tied_weight_is_unsafe_where_one_owner_is():
@@ -35,7 +35,7 @@ def test_a_tied_weight_is_unsafe_where_one_owner_is():
     embed = next(param for param in built.params if param.fqn == "embed.weight")
     assert embed.aliases == ("head.weight",)
     assert embed.unit == ""
-    assert embed.dtypes.gather == torch.float32
+    assert embed.dtypes.param == torch.float32
     assert embed.reason == "not safe: owned by Embedding (embed), tied with head.weight"
     assert groups(built)["root"] == {"embed.weight", "norm.weight"}
 
@@ -82,7 +82,7 @@ def test_frozen_parameters_share_the_group_of_their_dtypes():
     built = plan(model)
     assert "blocks.0.qkv.weight" in groups(built)["blocks.0"]
     row = next(param for param in built.params if param.fqn == "blocks.0.qkv.weight")
-    assert row.dtypes.wire is row.dtypes.accumulate is row.dtypes.optimizer is None
+    assert row.dtypes.communication is row.dtypes.accumulate is row.dtypes.optimizer is None
 
 
 def test_fp32_adapters_on_a_frozen_bf16_base_are_groups_apart():
@@ -91,7 +91,7 @@ def test_fp32_adapters_on_a_frozen_bf16_base_are_groups_apart():
         block.adapter = nn.Linear(32, 4, device="meta")
     built = plan(model)
     assert groups(built)["blocks.0:bf16"] == {"blocks.0.adapter.weight", "blocks.0.adapter.bias"}
-    assert all(param.dtypes.gather == torch.bfloat16 for param in built.params if "norm" in param.fqn)
+    assert all(param.dtypes.param == torch.bfloat16 for param in built.params if "norm" in param.fqn)
 
 
 def test_frozen_bf16_parameters_are_one_group_and_no_two_groups_share_a_name():
@@ -123,9 +123,9 @@ def test_a_block_that_is_registered_twice_is_one_unit():
 
 
 def test_stage_0_says_that_its_wire_is_fp32_unless_native():
-    assert {p.dtypes.wire for p in plan(meta(Llama, tied=True), stage=0).params} == {torch.float32}
+    assert {p.dtypes.communication for p in plan(meta(Llama, tied=True), stage=0).params} == {torch.float32}
     native = plan(meta(Llama, tied=True), stage=0, zeroamp={"reduce_accumulate_dtype": "native"})
-    assert {p.dtypes.wire for p in native.params} == {torch.float32, torch.bfloat16}
+    assert {p.dtypes.communication for p in native.params} == {torch.float32, torch.bfloat16}
 
 
 def test_stage_3_without_units_is_warned_of(caplog):
@@ -168,22 +168,20 @@ def test_a_parameter_without_elements_is_in_no_group():
 
 
 def test_trainable_low_precision_storage_is_refused():
-    with pytest.raises(
-        zeroamp.WrapError, match=r"embed.weight: found a trainable parameter stored in bf16.*model.float"
-    ):
+    with pytest.raises(zeroamp.WrapError, match=r"embed.weight .*bf16.*model.float"):
         plan(meta(Llama, tied=True).bfloat16())
 
 
 def test_a_parameter_without_dimensions_is_refused():
     model = meta(Llama, tied=True)
     model.temperature = nn.Parameter(torch.zeros((), device="meta"))
-    with pytest.raises(zeroamp.WrapError, match="temperature: found a parameter of no dimensions"):
+    with pytest.raises(zeroamp.WrapError, match="temperature .*Make it 1-D"):
         plan(model)
 
 
 def test_safe_modules_that_own_nothing_are_refused():
     cfg = {**config(), "torch_autocast": {"enabled": True, "dtype": "bf16", "lower_precision_safe_modules": ["Conv1d"]}}
-    with pytest.raises(zeroamp.ConfigError, match="Conv1d, which own no parameter of Llama"):
+    with pytest.raises(zeroamp.ConfigError, match="lower_precision_safe_modules.*Conv1d.*Llama"):
         zeroamp.build_plan(meta(Llama, tied=True), zeroamp.policy_from_config(cfg))
 
 
@@ -214,7 +212,7 @@ def test_a_merged_unit_has_the_groups_of_one_unit():
     assert groups(built)["blocks.0:fp32"] == {f"blocks.{i}.norm{j}.weight" for i in (0, 1) for j in (1, 2)}
     assert built.modules_of("blocks.0") == ("blocks.0", "blocks.1")
     assert built.modules_of("blocks.2") == ("blocks.2",)
-    assert (built.numel_of("blocks.0"), built.numel_of("blocks.2")) == (2 * BLOCK, BLOCK)
+    assert (built.unit_numels()["blocks.0"], built.unit_numels()["blocks.2"]) == (2 * BLOCK, BLOCK)
     hash(built)
 
 

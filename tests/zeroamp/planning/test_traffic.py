@@ -10,7 +10,8 @@ from tests.models.small import ConvNet, Llama, batch, build, loss_of
 from tests.processes.training import config, policy, wrapped
 from tests.zeroamp.wrapping.test_collectives import ThreeUnits
 from tests.zeroamp.wrapping.test_unused_parameters import CAN_ZERO_FILL
-from zeroamp.planning.traffic import Ranks, plan_traffic, ranks_of
+from zeroamp.planning.mesh import Ranks, ranks_of
+from zeroamp.planning.traffic import plan_traffic
 from zeroamp.wrapping.state import wrap_state
 
 BLOCK = 10_272 + 64  # elements of one of the three blocks of the LLaMA

@@ -15,6 +15,7 @@ from tests.zeroamp.reporting.records import record
 from tests.zeroamp.reporting.runs import NAME, log_lines, take_steps, train_step
 from zeroamp.policies.schema.instruments import FileMonitorBlock, WandbBlock
 from zeroamp.reporting.monitors import breakdown
+from zeroamp.reporting.recorder import Recorder
 from zeroamp.reporting.writers import CsvWriter, TensorBoardWriter, WandbWriter
 
 
@@ -135,7 +136,13 @@ def _dropped(folder):
         recorder = weakref.ref(train.watchers[0])
         del train
         gc.collect()
-        counts.append((len(state.traffic.observers), len(state.communication._listeners), run.last.step))
+        counts.append(
+            (
+                sum(isinstance(listener, Recorder) for listener in state.listeners),
+                len(state.communication._listeners),
+                run.last.step,
+            )
+        )
         del run
         gc.collect()
         counts.append(recorder() is None)

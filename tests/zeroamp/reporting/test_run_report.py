@@ -175,7 +175,11 @@ def _around_other_forwards(path):
         after_failure = run.last.num_tokens
     run.close()
     state = train._state
-    left = len(train.watchers), len(state.traffic.observers), "unshard" in vars(_first_group(state.root))
+    left = (
+        len(train.watchers),
+        sum(isinstance(listener, Recorder) for listener in state.listeners),
+        "unshard" in vars(_first_group(state.root)),
+    )
     return (
         after_verify == (num_tokens, traffic),
         after_evaluation[0] == num_tokens,
@@ -228,7 +232,7 @@ def test_wrap_model_logs_its_size_on_the_first_rank(ranks2):
     assert text.startswith("wrapped Llama in ")
     assert "mode autocast, ZeRO stage 3, 2 shards" in text
     assert "units: 3 below the root" in text
-    assert text.endswith("groups, as gathered/reduced: 4 unit bf16/bf16, 1 model-wide fp32/fp32")
+    assert text.endswith("groups, as all-gathered/reduced: 4 unit bf16/bf16, 1 model-wide fp32/fp32")
     assert f"per rank: {numel * 4 / 2 / 2**20:,.1f} MiB of shards" in text
 
 

@@ -96,13 +96,13 @@ def test_what_transformers_models_say_of_themselves_is_the_default():
 
 @pytest.mark.parametrize("pattern", ["rooter", "Module", "block", ""])
 def test_a_pattern_that_matches_nothing_is_refused(pattern):
-    with pytest.raises(zeroamp.ConfigError, match=f"data_types.keep_in_fp32_modules: found '{pattern}', which matches"):
+    with pytest.raises(zeroamp.ConfigError, match=f"data_types.keep_in_fp32_modules: '{pattern}'"):
         names_of(Model(), [pattern])
 
 
 def test_the_plan_says_so():
     plan = zeroamp.build_plan(Model(), zeroamp.policy_from_config(config("autocast", keep=["router", "head.weight"])))
-    cells = {p.fqn: (p.dtypes.gather, p.dtypes.compute, p.dtypes.wire, p.reason) for p in plan.params}
+    cells = {p.fqn: (p.dtypes.param, p.dtypes.compute, p.dtypes.communication, p.reason) for p in plan.params}
     said = "kept in fp32: data_types.keep_in_fp32_modules {!r}".format
     assert cells["blocks.0.router.gate.weight"] == (torch.float32, "fp32", torch.float32, said("router"))
     assert cells["head.weight"] == (torch.float32, "per op", torch.float32, said("head.weight"))
@@ -120,7 +120,7 @@ def test_a_pattern_that_cuts_through_a_tied_weight_is_refused_where_each_weight_
 def test_a_low_precision_parameter_cannot_be_kept_in_fp32():
     model = Model()
     model.head.to(torch.bfloat16).requires_grad_(False)
-    with pytest.raises(zeroamp.ConfigError, match="keeps head.weight in fp32, a parameter stored in bf16"):
+    with pytest.raises(zeroamp.ConfigError, match="head.weight .*bf16.*float"):
         zeroamp.build_plan(model, zeroamp.policy_from_config(config("bf16", keep=["head"])))
 
 

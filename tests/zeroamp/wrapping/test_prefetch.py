@@ -103,7 +103,7 @@ def test_with_nested_units_a_parent_comes_before_its_children_in_both_directions
 
 def test_what_fits_ends_at_the_first_that_does_not():
     plan = _nested()
-    ahead = fits(plan.run.forward_order(), plan, plan.numel_of("blocks.0.qkv") + 63)
+    ahead = fits(plan.run.forward_order(), plan, plan.unit_numels()["blocks.0.qkv"] + 63)
     assert ahead[""] == ["blocks.0"]
     assert ahead["blocks.0"] == ["blocks.0.qkv"]
     assert ahead["blocks.0.qkv"] == ["blocks.0.out"]

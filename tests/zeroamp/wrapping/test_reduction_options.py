@@ -11,7 +11,7 @@ import zeroamp
 from tests.models.small import batch
 from tests.processes.training import config, loss_of, same_bits, train, wrapped
 from zeroamp.hooks._torch.fsdp import has_reduction_options, timeout_of
-from zeroamp.hooks.collectives.reduce_scatter import WireReduceScatter
+from zeroamp.hooks.collectives.reduce_scatter import GroupReduceScatter
 from zeroamp.wrapping import checks as device_support
 from zeroamp.wrapping.state import wrap_state
 
@@ -56,16 +56,16 @@ def _step(options):
     and whether they wait equally long."""
     model = wrapped(MODEL, config(zeroamp=options))
     step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    allocate, inputs, alive = WireReduceScatter.allocate, [], []
+    allocate, inputs, alive = GroupReduceScatter.allocate, [], []
 
     def watched(self, size, *, dtype, device):
         tensor = allocate(self, size, dtype=dtype, device=device)
-        if self._pending_input_numel is not None:
+        if self._pending_input is not None:
             inputs.append(StorageWeakRef(tensor.untyped_storage()))
             alive.append(_num_alive(inputs, options.get("reduce_scatter_input_buffers", 1)))
         return tensor
 
-    with patch.object(WireReduceScatter, "allocate", watched):
+    with patch.object(GroupReduceScatter, "allocate", watched):
         step.backward(loss_of(model, batch(MODEL, 0)))
     step.step()
     calls = wrap_state(model).calls.last_window

@@ -14,9 +14,9 @@ from zeroamp.policies.schema.instruments import (
     TimersBlock,
     WandbBlock,
 )
-from zeroamp.policies.schema.keys import Block, Count, Honoured, Native, Number, Unsupported
+from zeroamp.policies.schema.keys import Block, Count, Dtype, Honoured, Native, Number, PositiveInt, Unsupported
 from zeroamp.policies.schema.optimizer import OptimizerBlock
-from zeroamp.policies.schema.precision import Bf16Block, DataTypesBlock, DtypeName, Fp16Block, TorchAutocastBlock
+from zeroamp.policies.schema.precision import Bf16Block, DataTypesBlock, Fp16Block, TorchAutocastBlock
 from zeroamp.policies.schema.scheduler import SchedulerBlock
 from zeroamp.policies.schema.zero import ZeroOptimizationBlock
 
@@ -24,7 +24,8 @@ _SUMS_IN_FP32 = "Remove it: gradients are summed in fp32 and divided after, so t
 _NO_SUCH_FEATURE = "Remove it: zeroamp has no such feature, and would otherwise ignore the block."
 _GONE = "Remove it: DeepSpeed 0.19.8 has removed it too."
 
-AtLeastOne = Annotated[int, Field(ge=1)]
+
+RangeMode = Literal["profiler", "nvtx", "off"]
 
 
 class ZeroampBlock(Block):
@@ -39,14 +40,14 @@ class ZeroampBlock(Block):
         Honoured("a forward inside your own `torch.autocast`, where `torch_autocast` is off: refused, or let through"),
     ] = "error"
     dp_replicate_size: Annotated[
-        AtLeastOne, Honoured("HSDP: replicas, each sharded over its part of the ranks, where no mesh is passed")
+        PositiveInt, Honoured("HSDP: replicas, each sharded over its part of the ranks, where no mesh is passed")
     ] = 1
     count_traffic: Annotated[
         bool | None,
         Honoured("count calls and bytes of every collective (`zeroamp.traffic(model)`). Default: true; same results"),
     ] = None
     ranges: Annotated[
-        Literal["profiler", "nvtx", "off"],
+        RangeMode,
         Honoured("names in traces: `profiler` while a torch profiler records, `nvtx` always, also as NVTX, or `off`"),
     ] = "profiler"
     recovery: Annotated[
@@ -57,7 +58,7 @@ class ZeroampBlock(Block):
         bool, Honoured("under autocast, Linears of a unit that read one tensor share its low copy; same bits")
     ] = True
     reduce_scatter_input_buffers: Annotated[
-        AtLeastOne,
+        PositiveInt,
         Honoured(
             "flat inputs of reductions that may be in flight, torch 2.13+: a backward that waits for them needs 2"
         ),
@@ -71,11 +72,11 @@ class Config(Block):
     """All keys. Those of a block that is not enabled are checked and have no effect."""
 
     train_batch_size: Annotated[
-        AtLeastOne | None, Honoured("samples per step: micro-batch size x accumulation steps x ranks, checked")
+        PositiveInt | None, Honoured("samples per step: micro-batch size x accumulation steps x ranks, checked")
     ] = None
-    train_micro_batch_size_per_gpu: Annotated[AtLeastOne | None, Honoured("samples per micro-batch and rank")] = None
+    train_micro_batch_size_per_gpu: Annotated[PositiveInt | None, Honoured("samples per micro-batch and rank")] = None
     gradient_accumulation_steps: Annotated[
-        AtLeastOne | None, Honoured("micro-batches per step and rank. Default: from the batch sizes, else 1")
+        PositiveInt | None, Honoured("micro-batches per step and rank. Default: from the batch sizes, else 1")
     ] = None
     gradient_clipping: Annotated[Number, Field(ge=0), Honoured("largest global 2-norm; 0 is off", 1.0)] = 0.0
     torch_autocast: TorchAutocastBlock = TorchAutocastBlock()
@@ -83,10 +84,10 @@ class Config(Block):
     fp16: Fp16Block = Fp16Block()
     data_types: DataTypesBlock = DataTypesBlock()
     gradient_accumulation_dtype: Annotated[
-        DtypeName | None, Honoured("the same as data_types.grad_accum_dtype; both must agree")
+        Dtype | None, Honoured("the same as data_types.grad_accum_dtype; both must agree")
     ] = None
     communication_data_type: Annotated[
-        DtypeName | None, Honoured("dtype of low-precision gradients on the wire. Default: the dtype they have")
+        Dtype | None, Honoured("dtype of low-precision gradients on the wire. Default: the dtype they have")
     ] = None
     zero_optimization: ZeroOptimizationBlock = ZeroOptimizationBlock()
     zeroamp: ZeroampBlock = ZeroampBlock()
@@ -123,7 +124,7 @@ class Config(Block):
         Literal["mean", "sum"], Unsupported("Multiply the loss by the number of ranks.", ("mean",))
     ] = "mean"
     seq_parallel_communication_data_type: Annotated[
-        DtypeName | None, Unsupported("Remove it: there is no sequence parallelism.", (None, "fp32", "float32"))
+        object, Unsupported("Remove it: there is no sequence parallelism.", (None, "fp32", "float32"))
     ] = None
     managed_gradient_accumulation: Annotated[
         bool, Unsupported("Remove it: TrainStep keeps the boundary; or write a plain loop.", (True,))

@@ -2,22 +2,16 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from zeroamp.policies.schema.keys import Block, Honoured, Native, Number, Unsupported, as_tuple
-
-DtypeName = Literal["fp32", "float32", "float", "bf16", "bfloat16", "fp16", "float16", "half"]
-
-
-Names = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
-"""A list of strings; one string is not taken for a list of its characters."""
+from zeroamp.policies.schema.keys import Block, Dtype, Honoured, Names, Native, Number, Unsupported
 
 
 class TorchAutocastBlock(Block):
     """`torch_autocast`: per-op precision of `torch.autocast`."""
 
     enabled: Annotated[bool, Honoured("per-op precision; safe parameters travel in `dtype`")] = False
-    dtype: Annotated[DtypeName | None, Honoured("`bfloat16` or `float16`; must be given where enabled")] = None
+    dtype: Annotated[Dtype | None, Honoured("`bfloat16` or `float16`; must be given where enabled")] = None
     lower_precision_safe_modules: Annotated[
         Literal["auto"] | Names | None,
         Honoured(
@@ -67,13 +61,13 @@ class DataTypesBlock(Block):
     """`data_types`: dtypes of the training state."""
 
     grad_accum_dtype: Annotated[
-        DtypeName | None, Honoured("dtype that sums micro-batches: fp32, `bf16`, or `fp16` with float16 compute")
+        Dtype | None, Honoured("dtype that sums micro-batches: fp32, `bf16`, or `fp16` with float16 compute")
     ] = None
     param_dtype: Annotated[
-        DtypeName | None, Honoured("checked: the dtype of the enabled `bf16` or `fp16` block, else fp32")
+        Dtype | None, Honoured("checked: the dtype of the enabled `bf16` or `fp16` block, else fp32")
     ] = None
     buffer_dtype: Annotated[
-        DtypeName | None,
+        Dtype | None,
         Honoured("floating-point buffers are cast to it at `wrap_model`. Default: they stay as they are"),
     ] = None
     keep_in_fp32_modules: Annotated[

@@ -4,8 +4,17 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from zeroamp.policies.schema.keys import Block, Count, Elements, Honoured, Native, Number, Unsupported
-from zeroamp.policies.schema.precision import Names
+from zeroamp.policies.schema.keys import (
+    Block,
+    Count,
+    Elements,
+    Honoured,
+    Names,
+    Native,
+    Number,
+    PositiveInt,
+    Unsupported,
+)
 
 _NO_NVME = "Remove it: there is no NVMe offload; device cpu is there."
 _NVME_ONLY = "only NVMe offload reads it, which is refused by its device"
@@ -15,11 +24,11 @@ _QUANTIZED = "Remove it: quantized communication is not there; safe modules alre
 def _only_int(value: object) -> object:
     # A Literal compares with ==, for which True is 1 and 2.0 is 2.
     if type(value) is not int:
-        raise ValueError("an integer: 0, 1, 2 or 3")
+        raise ValueError("0, 1, 2 or 3")
     return value
 
 
-StageNumber = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_only_int)]
+Stage = Literal[0, 1, 2, 3]
 Device = Literal["none", "cpu"]
 Fraction = Annotated[Number, Field(ge=0, le=1)]
 
@@ -68,7 +77,11 @@ class LeafModuleBlock(Block):
 class ZeroOptimizationBlock(Block):
     """`zero_optimization`."""
 
-    stage: Annotated[StageNumber, Honoured("0 replicates; 1 shards optimizer state, 2 gradients too, 3 parameters")] = 0
+    stage: Annotated[
+        Stage,
+        BeforeValidator(_only_int),
+        Honoured("0 replicates; 1 shards optimizer state, 2 gradients too, 3 parameters"),
+    ] = 0
     stage3_param_persistence_threshold: Annotated[
         Elements, Honoured("smaller fp32 parameters are gathered once per step, in one group, at every stage")
     ] = 100_000
@@ -81,7 +94,7 @@ class ZeroOptimizationBlock(Block):
     ] = 0
     reduce_bucket_size: Annotated[Elements, Honoured("neighbouring units are merged while they fit.", 500_000_000)] = 0
     zero_hpz_partition_size: Annotated[
-        int, Field(ge=1), Honoured("stage 3: ranks to shard over between forward and backward")
+        PositiveInt, Honoured("stage 3: ranks to shard over between forward and backward")
     ] = 1
     offload_param: OffloadParamBlock | None = None
     offload_optimizer: OffloadOptimizerBlock | None = None

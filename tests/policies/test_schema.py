@@ -76,7 +76,7 @@ def test_an_unsupported_key_is_refused_with_what_to_do_and_accepted_where_it_ask
         if value not in key.key_class.off:
             with pytest.raises(ConfigError) as caught:
                 policy_from_config(_nested(path, value))
-            assert str(caught.value).startswith(f"{path}: found ")
+            assert str(caught.value).startswith(f"{path} must be ")
     for value in key.key_class.off:
         if value is not None:
             cfg = _nested(path, value)

@@ -1,4 +1,4 @@
-"""Values: what a config asks for. Nothing here touches `torch.distributed`."""
+"""Frozen values, read from a config. Nothing here touches `torch.distributed`."""
 
 from zeroamp.policies.errors import ConfigError, PrecisionError, StepError, WrapError, ZeroAmpError
 from zeroamp.policies.policy import Policy, policy_from_config

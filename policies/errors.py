@@ -21,7 +21,7 @@ class StepError(ZeroAmpError, RuntimeError):
 
 
 class PeerError(StepError):
-    """Another rank failed in this window, which was dropped on all ranks. The text names the rank and its error."""
+    """Another rank failed in this optimizer step, which all ranks discarded. The text names the rank and its error."""
 
 
 class PrecisionError(ZeroAmpError, RuntimeError):

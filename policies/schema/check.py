@@ -13,7 +13,6 @@ from zeroamp.policies.schema.keys import (
     Block,
     Unsupported,
     inner_block,
-    is_off,
     iter_keys,
     nearest,
     own_class,
@@ -49,24 +48,16 @@ def validate(cfg: Mapping[str, Any]) -> Config:
     Raises:
         ConfigError: a key is unknown, unsupported, or of another type, with one line per bad key.
     """
-    bad: dict[str, str] = {}
-    config = None
     try:
-        config = Config.model_validate(dict(cfg))
+        return Config.model_validate(dict(cfg))
     except ValidationError as error:
         details: dict[str, list[Any]] = {}
         for detail in error.errors():
             path = _path(detail["loc"], cfg, is_missing=detail["type"] == "missing")
             details.setdefault(path, []).append(detail)
-        for path, of_path in details.items():
-            # Of a union whose one member got as far as an item of the list, only that says what is wrong.
-            if not any(other.startswith(f"{path}.") for other in details):
-                bad[path] = _explain(path, of_path)
-    for path, text in _unsupported(cfg, Config, ""):
-        bad.setdefault(path, text)
-    if bad or config is None:
-        raise ConfigError("\n".join(bad.values()))
-    return config
+    # An error of an item of a list is also one of the list, for every other member of a union: only the item's counts.
+    outer = {path for path in details if any(other.startswith(f"{path}.") for other in details)}
+    raise ConfigError("\n".join(_explain(path, found) for path, found in details.items() if path not in outer))
 
 
 def _explain(path: str, details: list[Any]) -> str:
@@ -125,20 +116,3 @@ def _nearest(path: str, siblings: list[str]) -> str:
         elsewhere |= {key.path: f"{block or 'optimizer'}.params.{key.path}" for key in iter_keys(of_type)}
     names = difflib.get_close_matches(name, elsewhere, n=1)
     return f"Did you mean {elsewhere[names[0]]!r}?" if names else REMOVE_IT
-
-
-def _unsupported(cfg: Mapping[str, Any], block: type[Block], prefix: str) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
-    for name, value in cfg.items():
-        field = block.model_fields.get(name)
-        if field is None:
-            continue
-        key_class = own_class(field)
-        inner = inner_block(field) if key_class is None else None
-        if isinstance(key_class, Unsupported) and not is_off(value, key_class):
-            path = f"{prefix}{name}"
-            off = " or ".join(shown(item) for item in key_class.off if item is not None) or "left out"
-            found.append((path, describe(path, f"{shown(value)}, which is not supported", off, key_class.note)))
-        elif inner is not None and isinstance(value, Mapping):
-            found += _unsupported(value, inner, f"{prefix}{name}.")
-    return found

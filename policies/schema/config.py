@@ -29,15 +29,15 @@ RangeMode = Literal["profiler", "nvtx", "off"]
 
 
 class ZeroampBlock(Block):
-    """`zeroamp`: what DeepSpeed has no key for."""
+    """`zeroamp`: the keys that DeepSpeed does not have."""
 
     reduce_accumulate_dtype: Annotated[
         Literal["fp32", "native"],
-        Honoured("how a low-precision wire is summed; `native`: the backend's own reduction in the wire dtype"),
+        Honoured("how low-precision gradients are summed; `native`: by the backend, in the communication dtype"),
     ] = "fp32"
     external_autocast: Annotated[
         Literal["error", "allow"],
-        Honoured("a forward inside your own `torch.autocast`, where `torch_autocast` is off: refused, or let through"),
+        Honoured("a forward inside your own `torch.autocast`, where `torch_autocast` is off: an error, or allowed"),
     ] = "error"
     dp_replicate_size: Annotated[
         PositiveInt, Honoured("HSDP: replicas, each sharded over its part of the ranks, where no mesh is passed")
@@ -52,8 +52,11 @@ class ZeroampBlock(Block):
     ] = "profiler"
     recovery: Annotated[
         bool,
-        Honoured("raise one rank's exception on all and go on with `TrainStep.recover()`; `step` waits for the device"),
-    ] = True
+        Honoured(
+            "whether an exception on one rank is raised on all of them, and `TrainStep.recover` goes on after it. Off, "
+            "nothing of it runs"
+        ),
+    ] = False
     share_casts: Annotated[
         bool, Honoured("under autocast, Linears of a unit that read one tensor share its low copy; same bits")
     ] = True
@@ -64,12 +67,12 @@ class ZeroampBlock(Block):
         ),
     ] = 1
     separate_reduce_scatter_group: Annotated[
-        bool, Honoured("reductions have a process group of their own, torch 2.13+: beside gathers, not after them")
+        bool, Honoured("reductions have a process group of their own, torch 2.13+: beside all-gathers, not after them")
     ] = False
 
 
 class Config(Block):
-    """All keys. Those of a block that is not enabled are checked and have no effect."""
+    """All keys. The keys of a block that is not enabled are checked and have no effect."""
 
     train_batch_size: Annotated[
         PositiveInt | None, Honoured("samples per step: micro-batch size x accumulation steps x ranks, checked")
@@ -87,7 +90,7 @@ class Config(Block):
         Dtype | None, Honoured("the same as data_types.grad_accum_dtype; both must agree")
     ] = None
     communication_data_type: Annotated[
-        Dtype | None, Honoured("dtype of low-precision gradients on the wire. Default: the dtype they have")
+        Dtype | None, Honoured("communication dtype of low-precision gradients. Default: the dtype they have")
     ] = None
     zero_optimization: ZeroOptimizationBlock = ZeroOptimizationBlock()
     zeroamp: ZeroampBlock = ZeroampBlock()
@@ -127,9 +130,9 @@ class Config(Block):
         object, Unsupported("Remove it: there is no sequence parallelism.", (None, "fp32", "float32"))
     ] = None
     managed_gradient_accumulation: Annotated[
-        bool, Unsupported("Remove it: TrainStep keeps the boundary; or write a plain loop.", (True,))
+        bool, Unsupported("Remove it: TrainStep counts the micro-batches; or write a plain loop.", (True,))
     ] = True
-    disable_allgather: Annotated[bool, Unsupported("Remove it: parameters must be gathered.")] = False
+    disable_allgather: Annotated[bool, Unsupported("Remove it: parameters must be all-gathered.")] = False
     disable_python_gc: Annotated[bool, Unsupported("Call gc.disable() yourself.")] = False
     dataloader_drop_last: Annotated[bool, Unsupported("Give it to your DataLoader: zeroamp has none.")] = False
 

@@ -7,7 +7,16 @@ from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
@@ -20,7 +29,7 @@ REMOVE_IT = "Remove it: zeroamp refuses what it would otherwise ignore."
 
 @dataclass(frozen=True, slots=True)
 class Honoured:
-    """The key does what it says."""
+    """The key has the effect that its note describes."""
 
     note: str
     """What it does, where that is not plain from its name or differs from DeepSpeed."""
@@ -53,6 +62,15 @@ class Block(BaseModel):
     """A JSON object of the config. Unknown keys are errors, values are never converted."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _refuse_unsupported(cls, value: object, info: ValidationInfo) -> object:
+        key_class = own_class(cls.model_fields[str(info.field_name)])
+        if not isinstance(key_class, Unsupported) or is_off(value, key_class):
+            return value
+        off = " or ".join(shown(item) for item in key_class.off if item is not None) or "left out"
+        raise refused(f"must be {off}, but is {shown(value)}, which is not supported. {key_class.note}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ import torch
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from zeroamp.policies.schema.keys import Block, Honoured, Native, Number, Unsupported, as_tuple, refused
-from zeroamp.policies.schema.params import NotNegative, ParamsBlock, known_type, typed_params
+from zeroamp.policies.schema.params import NotNegative, known_type, typed_params
 
 OptimizerName = Literal["Adam", "AdamW", "SGD"]
 
@@ -20,7 +20,7 @@ Beta = Annotated[Number, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[Beta, Beta], BeforeValidator(as_tuple)]
 
 
-class _TorchParams(ParamsBlock):
+class _TorchParams(Block):
     """What all of torch's optimizers take."""
 
     lr: Annotated[NotNegative, Honoured("learning rate. A scheduler sets it from the first step on")] = 1e-3
@@ -100,7 +100,7 @@ class SGDParams(_TorchParams):
         return value
 
 
-OPTIMIZER_PARAMS: dict[str, type[ParamsBlock]] = {"Adam": AdamParams, "AdamW": AdamWParams, "SGD": SGDParams}
+OPTIMIZER_PARAMS: dict[str, type[Block]] = {"Adam": AdamParams, "AdamW": AdamWParams, "SGD": SGDParams}
 """The block of `optimizer.params`, by `optimizer.type`."""
 
 

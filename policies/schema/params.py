@@ -3,28 +3,15 @@
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from zeroamp.policies.errors import shown
 from zeroamp.policies.numbers import is_finite
-from zeroamp.policies.schema.keys import REMOVE_IT, Block, Number, Unsupported, is_off, nearest, own_class, refused
+from zeroamp.policies.schema.keys import REMOVE_IT, Block, Number, nearest, refused
 
 
-class ParamsBlock(Block):
-    """The `params` of one type."""
-
-    @field_validator("*", mode="after")
-    @classmethod
-    def _refuse_unsupported(cls, value: object, info: ValidationInfo) -> object:
-        key_class = own_class(cls.model_fields[str(info.field_name)])
-        if not isinstance(key_class, Unsupported) or is_off(value, key_class):
-            return value
-        valid = " or ".join(shown(off) for off in key_class.off)
-        raise refused(f"must be {valid}, but is {shown(value)}. {key_class.note}")
-
-
-def typed_params(value: object, params: type[ParamsBlock]) -> ParamsBlock:
+def typed_params(value: object, params: type[Block]) -> Block:
     """Check `value` against the block of its type; None is an empty block.
 
     Raises:
@@ -37,7 +24,7 @@ def typed_params(value: object, params: type[ParamsBlock]) -> ParamsBlock:
         raise ValidationError.from_exception_data(params.__name__, lines) from None
 
 
-def _line(detail: Any, params: type[ParamsBlock]) -> InitErrorDetails:
+def _line(detail: Any, params: type[Block]) -> InitErrorDetails:
     place, context = detail["loc"], detail.get("ctx", {})
     error: str | PydanticCustomError = detail["type"]
     if error == "refused":
@@ -50,7 +37,7 @@ def _line(detail: Any, params: type[ParamsBlock]) -> InitErrorDetails:
     return InitErrorDetails(type=error, loc=place, input=detail["input"], ctx=context)
 
 
-def known_type(value: object, known: Mapping[str, type[ParamsBlock]], others: set[str], build_it: str) -> str:
+def known_type(value: object, known: Mapping[str, type[Block]], others: set[str], build_it: str) -> str:
     """Return the `type` in the spelling of `known`, whatever its case.
 
     Raises:

@@ -10,7 +10,9 @@ from zeroamp.policies.schema.keys import Block, Dtype, Honoured, Names, Native, 
 class TorchAutocastBlock(Block):
     """`torch_autocast`: per-op precision of `torch.autocast`."""
 
-    enabled: Annotated[bool, Honoured("per-op precision; safe parameters travel in `dtype`")] = False
+    enabled: Annotated[bool, Honoured("per-op precision; safe parameters are all-gathered and reduced in `dtype`")] = (
+        False
+    )
     dtype: Annotated[Dtype | None, Honoured("`bfloat16` or `float16`; must be given where enabled")] = None
     lower_precision_safe_modules: Annotated[
         Literal["auto"] | Names | None,
@@ -24,7 +26,9 @@ class TorchAutocastBlock(Block):
 class Bf16Block(Block):
     """`bf16`: everything in bfloat16, fp32 master weights."""
 
-    enabled: Annotated[bool, Honoured("gather and compute in bfloat16; storage and optimizer stay fp32")] = False
+    enabled: Annotated[
+        bool, Honoured("all-gather and compute in bfloat16; sharded parameters and optimizer state stay fp32")
+    ] = False
     check_grad_overflow: Annotated[bool, Honoured("skip the steps whose gradients are not finite", True)] = False
     immediate_grad_update: Annotated[bool, Native("gradients reach fp32 in the reduction itself")] = False
     bf16_master_weights_and_grads: Annotated[
@@ -38,7 +42,9 @@ class Bf16Block(Block):
 class Fp16Block(Block):
     """`fp16`: everything in float16, fp32 master weights. Its loss-scale keys apply to float16 autocast as well."""
 
-    enabled: Annotated[bool, Honoured("gather and compute in float16; storage and optimizer stay fp32")] = False
+    enabled: Annotated[
+        bool, Honoured("all-gather and compute in float16; sharded parameters and optimizer state stay fp32")
+    ] = False
     auto_cast: Annotated[bool, Native("inputs of the model, positional and keyword, are always cast")] = False
     loss_scale: Annotated[
         Number, Field(ge=0, le=2.0**127), Honoured("0: dynamic; else a fixed scale, above 1. Float16 autocast too")
@@ -73,7 +79,7 @@ class DataTypesBlock(Block):
     keep_in_fp32_modules: Annotated[
         Literal["auto"] | Names,
         Honoured(
-            "names, parts of names or classes (`*` and `?` too) that travel and compute in fp32 in every mode; `auto`: "
-            "what transformers models say of themselves"
+            "names, parts of names or classes (`*` and `?` too) that are all-gathered and computed in fp32 in every "
+            "mode; `auto`: a transformers model's `_keep_in_fp32_modules`"
         ),
     ] = "auto"

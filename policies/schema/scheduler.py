@@ -9,7 +9,6 @@ from zeroamp.policies.schema.keys import Block, Honoured, Number, PositiveInt, U
 from zeroamp.policies.schema.params import (
     MomentumPerGroup,
     NotNegative,
-    ParamsBlock,
     PerGroup,
     known_type,
     typed_params,
@@ -27,7 +26,7 @@ WarmupType = Annotated[
 Stairs = Annotated[int, Field(ge=-1)]
 
 
-class _DeepSpeedParams(ParamsBlock):
+class _DeepSpeedParams(Block):
     """What all of DeepSpeed's schedulers take."""
 
     last_batch_iteration: Annotated[
@@ -106,7 +105,7 @@ class LRRangeTestParams(_DeepSpeedParams):
     lr_range_test_staircase: Annotated[bool, Honoured("grow at the end of a unit, not at every step")] = False
 
 
-SCHEDULER_PARAMS: dict[str, type[ParamsBlock]] = {
+SCHEDULER_PARAMS: dict[str, type[Block]] = {
     "LRRangeTest": LRRangeTestParams,
     "OneCycle": OneCycleParams,
     "WarmupCosineLR": WarmupCosineLRParams,

@@ -1,4 +1,4 @@
-"""`zero_optimization`: what is sharded, gathered and offloaded, and what FSDP2 does by itself."""
+"""`zero_optimization`: what is sharded, unsharded and offloaded, and what FSDP2 does by itself."""
 
 from typing import Annotated, Literal
 
@@ -18,7 +18,7 @@ from zeroamp.policies.schema.keys import (
 
 _NO_NVME = "Remove it: there is no NVMe offload; device cpu is there."
 _NVME_ONLY = "only NVMe offload reads it, which is refused by its device"
-_QUANTIZED = "Remove it: quantized communication is not there; safe modules already travel in 16 bits."
+_QUANTIZED = "Remove it: there is no quantized communication. Safe parameters are all-gathered and reduced in 16 bits."
 
 
 def _only_int(value: object) -> object:
@@ -58,13 +58,13 @@ class OffloadOptimizerBlock(Block):
         Fraction, Unsupported("Remove it: FSDP2 moves all of the optimizer state or none of it.", (1.0,))
     ] = 1.0
     super_offload: Annotated[bool, Unsupported("Remove it: the optimizer steps on the CPU, as torch's does.")] = False
-    cpuadam_cores_perc: Annotated[Fraction, Native("the optimizer is torch's: OMP_NUM_THREADS says how many cores")] = (
-        0.8
-    )
+    cpuadam_cores_perc: Annotated[
+        Fraction, Native("the optimizer is torch's: OMP_NUM_THREADS sets the number of cores")
+    ] = 0.8
 
 
 class LeafModuleBlock(Block):
-    """`leaf_module`: modules that are gathered whole."""
+    """`leaf_module`: modules that are one unit each: sparse experts, of which a forward runs only some."""
 
     classes: Annotated[
         Names,
@@ -83,16 +83,18 @@ class ZeroOptimizationBlock(Block):
         Honoured("0 replicates; 1 shards optimizer state, 2 gradients too, 3 parameters"),
     ] = 0
     stage3_param_persistence_threshold: Annotated[
-        Elements, Honoured("smaller fp32 parameters are gathered once per step, in one group, at every stage")
+        Elements, Honoured("smaller fp32 parameters are all-gathered once per step, in one group, at every stage")
     ] = 100_000
     stage3_max_live_parameters: Annotated[
         Elements,
-        Honoured("the last units stay gathered for the backward while they fit. Default: none do", 1_000_000_000),
+        Honoured("the last units stay unsharded for the backward while they fit. Default: none do", 1_000_000_000),
     ] = 0
     stage3_prefetch_bucket_size: Annotated[
-        Elements, Honoured("units gathered ahead while they fit. Default: as FSDP2 does", 50_000_000)
+        Elements, Honoured("units are unsharded ahead while they fit. Default: as FSDP2 does", 50_000_000)
     ] = 0
-    reduce_bucket_size: Annotated[Elements, Honoured("neighbouring units are merged while they fit.", 500_000_000)] = 0
+    reduce_bucket_size: Annotated[
+        Elements, Honoured("neighbouring units are merged while they fit. Default: none are", 500_000_000)
+    ] = 0
     zero_hpz_partition_size: Annotated[
         PositiveInt, Honoured("stage 3: ranks to shard over between forward and backward")
     ] = 1
@@ -109,7 +111,7 @@ class ZeroOptimizationBlock(Block):
     overlap_comm: Annotated[bool | None, Native("FSDP2 always overlaps communication with compute")] = None
     reduce_scatter: Annotated[bool, Native("stages 1 to 3 always reduce-scatter")] = True
     allgather_partitions: Annotated[bool, Native("parameters are always all-gathered")] = True
-    allgather_bucket_size: Annotated[Elements, Native("a unit is gathered as one buffer per dtype")] = 500_000_000
+    allgather_bucket_size: Annotated[Elements, Native("a unit is all-gathered as one buffer per dtype")] = 500_000_000
     use_multi_rank_bucket_allreduce: Annotated[bool, Native("there is one reduction per group, of all ranks")] = True
     round_robin_gradients: Annotated[bool, Native("every parameter is sharded over all ranks")] = False
     parameter_alignment: Annotated[bool, Native("FSDP2 pads shards itself")] = False
@@ -124,9 +126,9 @@ class ZeroOptimizationBlock(Block):
         Elements, Native("units release after use; see stage3_max_live_parameters")
     ] = 1_000_000_000
     stage3_module_granularity_threshold: Annotated[Count, Native("auto_wrap_policy and leaf_module choose units")] = 0
-    stage3_use_all_reduce_for_fetch_params: Annotated[bool, Native("parameters are gathered by all-gather")] = False
+    stage3_use_all_reduce_for_fetch_params: Annotated[bool, Native("parameters are always all-gathered")] = False
     stage3_allgather_sequential: Annotated[bool, Native("see stage3_prefetch_bucket_size")] = False
-    memory_efficient_linear: Annotated[bool, Native("autograd saves the gathered weight, which FSDP2 frees")] = True
+    memory_efficient_linear: Annotated[bool, Native("autograd saves the unsharded weight, which FSDP2 frees")] = True
     override_module_apply: Annotated[bool, Native("meta-device models are initialised after sharding")] = True
     pipeline_loading_checkpoint: Annotated[bool, Native("there are no pipeline stages")] = False
     load_from_fp32_weights: Annotated[bool, Native("stored parameters are the fp32 weights")] = True

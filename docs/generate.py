@@ -1,4 +1,7 @@
-"""Writes `config.md` and the key tables of `migrating-from-deepspeed.md` from the schema: python docs/generate.py"""
+"""Writes the tables of `config.md`, `migrating-from-deepspeed.md` and `accumulation.md` from the code.
+
+Run it after a change of the schema: python docs/generate.py
+"""
 
 import json
 import sys
@@ -7,6 +10,8 @@ from pathlib import Path
 from pydantic_core import PydanticUndefined
 from tabulate import tabulate
 
+from zeroamp.policies.accumulation import ACCUMULATE, COMPUTE, STAGES, refusal
+from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.schema import (
     OPTIMIZER_PARAMS,
     SAME,
@@ -32,6 +37,7 @@ def tables() -> dict[str, str]:
         "unsupported": _table([_unsupported_row(key) for key in keys if isinstance(key.key_class, Unsupported)]),
         "defaults": _table([_defaults_row(key) for key in keys if _differs(key)]),
         "optimizers": _table([_params_row(name, block) for name, block in OPTIMIZER_PARAMS.items()]),
+        "accumulation": _accumulation(),
         "schedulers": _table([_params_row(name, block) for name, block in SCHEDULER_PARAMS.items()]),
     }
 
@@ -72,6 +78,22 @@ def _params_row(name: str, block: type) -> dict[str, str]:
     return {"type": f"`{name}`", "params and defaults": ", ".join(f"`{key.path}` {_json(key.default)}" for key in keys)}
 
 
+def _accumulation() -> str:
+    rows = []
+    for mode, low_dtype in COMPUTE:
+        compute = f"autocast {short_name(low_dtype)}" if mode == "autocast" and low_dtype else mode
+        for accumulate in ACCUMULATE:
+            row, dtype = {"compute": compute, "accumulate": short_name(accumulate)}, short_name(accumulate)
+            for stage in STAGES:
+                how = (
+                    f"sharded {dtype}, reduced every micro-batch" if stage >= 2 else f"unsharded {dtype}, reduced once"
+                )
+                reason = refusal(low_dtype, accumulate)
+                row[f"stage {stage}"] = f"refused: {reason}" if reason else how
+            rows.append(row)
+    return _table(rows)
+
+
 def _json(value: object) -> str:
     if value is PydanticUndefined:
         return "(required)"
@@ -93,6 +115,6 @@ def render(text: str) -> str:
 
 
 if __name__ == "__main__":
-    for path in (HERE / "config.md", HERE / "migrating-from-deepspeed.md"):
+    for path in (HERE / name for name in ("config.md", "migrating-from-deepspeed.md", "accumulation.md")):
         path.write_text(render(path.read_text()))
         sys.stdout.write(f"wrote {path.name}\n")

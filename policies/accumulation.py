@@ -3,9 +3,7 @@
 from typing import TYPE_CHECKING
 
 import torch
-from tabulate import tabulate
 
-from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.schema.zero import Stage
 
 if TYPE_CHECKING:
@@ -45,17 +43,3 @@ def unsharded_accumulation(policy: "Policy") -> torch.dtype:
 def sharded_accumulation(policy: "Policy") -> torch.dtype:
     """Return the dtype in which reduced gradients are held between micro-batches; fp32 where none are."""
     return accumulation_dtype(policy) if policy.stage >= 2 else torch.float32
-
-
-def render_table() -> str:
-    """Return the table of `docs/accumulation.md`: every cell, from the code that decides it."""
-    rows = []
-    for mode, low_dtype in COMPUTE:
-        name = f"autocast {short_name(low_dtype)}" if mode == "autocast" and low_dtype else mode
-        for accumulate in ACCUMULATE:
-            reason, dtype = refusal(low_dtype, accumulate), short_name(accumulate)
-            unsharded = f"unsharded {dtype}, reduced once"
-            sharded = f"sharded {dtype}, reduced every micro-batch"
-            cells = [f"refused: {reason}" if reason else sharded if stage >= 2 else unsharded for stage in STAGES]
-            rows.append([name, dtype, *cells])
-    return tabulate(rows, headers=["compute", "accumulate", *(f"stage {stage}" for stage in STAGES)], tablefmt="github")

@@ -11,7 +11,7 @@ import torch
 
 from zeroamp.policies.batch_sizes import resolve_batch_sizes
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
-from zeroamp.policies.errors import ConfigError, describe, shown
+from zeroamp.policies.errors import ConfigError, shown
 from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES
 from zeroamp.policies.schema import (
     Block,
@@ -28,6 +28,7 @@ Mode = Literal["autocast", "bf16", "fp16", "fp32"]
 
 MONITORS = ("tensorboard", "csv_monitor", "wandb")
 
+_T = TypeVar("_T")
 _B = TypeVar("_B", bound=Block)
 
 
@@ -45,6 +46,13 @@ def normalised(config: Config, num_ranks: int | None) -> Config:
         config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps, num_ranks
     )
     names = autocast.lower_precision_safe_modules
+    accumulation_dtype = _agreed(
+        ("data_types.grad_accum_dtype", types.grad_accum_dtype),
+        ("gradient_accumulation_dtype", config.gradient_accumulation_dtype),
+    )
+    counts = _agreed(
+        ("zeroamp.count_traffic", config.zeroamp.count_traffic), ("comms_logger.enabled", config.comms_logger.enabled)
+    )
     settled = {
         "train_batch_size": total,
         "train_micro_batch_size_per_gpu": micro,
@@ -52,7 +60,7 @@ def normalised(config: Config, num_ranks: int | None) -> Config:
         "torch_autocast": _changed(
             autocast, lower_precision_safe_modules=DEFAULT_SAFE_MODULES if names is None else names
         ),
-        "data_types": _changed(types, grad_accum_dtype=_accumulation_dtype(config), param_dtype=None),
+        "data_types": _changed(types, grad_accum_dtype=accumulation_dtype or torch.float32, param_dtype=None),
         "gradient_accumulation_dtype": None,
         "zero_optimization": _changed(
             zero,
@@ -60,7 +68,7 @@ def normalised(config: Config, num_ranks: int | None) -> Config:
             offload_optimizer=_offload(zero),
             leaf_module=zero.leaf_module or LeafModuleBlock(),
         ),
-        "zeroamp": _changed(config.zeroamp, count_traffic=_count_traffic(config)),
+        "zeroamp": _changed(config.zeroamp, count_traffic=counts is not False),
         "comms_logger": CommsLoggerBlock(),
         "steps_per_print": config.steps_per_print or 0,
     }
@@ -121,13 +129,10 @@ def low_dtype_of(config: Config) -> torch.dtype | None:
     """
     mode, asked = mode_of(config), config.torch_autocast.dtype
     if mode == "autocast" and asked not in LOW_DTYPES:
+        found = "left out" if asked is None else f'"{short_name(asked)}"'
         raise ConfigError(
-            describe(
-                "torch_autocast.dtype",
-                "left out" if asked is None else f'"{short_name(asked)}"',
-                '"bfloat16" or "float16" where torch_autocast is enabled',
-                "Write one of them: torch's own default differs by device.",
-            )
+            f'torch_autocast.dtype must be "bfloat16" or "float16" where torch_autocast is enabled, but is {found}. '
+            "Write one of them: torch's own default differs by device."
         )
     return {"autocast": asked, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}[mode]
 
@@ -137,35 +142,20 @@ def _check_param_dtype(config: Config) -> None:
     actual = low if mode in ("bf16", "fp16") and low is not None else torch.float32
     if asked is not None and asked != actual:
         raise ConfigError(
-            describe(
-                "data_types.param_dtype",
-                f'"{short_name(asked)}"',
-                f'"{short_name(actual)}" in mode "{mode}"',
-                "Remove it: the enabled bf16 or fp16 block sets the dtype.",
-            )
+            f'data_types.param_dtype must be "{short_name(actual)}" in mode {mode}, but is "{short_name(asked)}". '
+            "Remove it: the enabled bf16 or fp16 block sets the dtype."
         )
 
 
-def _accumulation_dtype(config: Config) -> torch.dtype:
-    first, second = config.data_types.grad_accum_dtype, config.gradient_accumulation_dtype
-    if first is not None and second is not None and first != second:
+def _agreed(first: tuple[str, _T | None], second: tuple[str, _T | None]) -> _T | None:
+    """Return the value of two keys that mean the same, each with its name."""
+    (key, value), (other_key, other) = first, second
+    if value is not None and other is not None and value != other:
+        shown_values = [f'"{short_name(v)}"' if isinstance(v, torch.dtype) else shown(v) for v in (value, other)]
         raise ConfigError(
-            describe(
-                "gradient_accumulation_dtype",
-                f'"{short_name(second)}"',
-                f'"{short_name(first)}", the value of data_types.grad_accum_dtype',
-                "Remove one of the two keys.",
-            )
+            f"{other_key} must be {shown_values[0]}, as {key} is, but is {shown_values[1]}. Remove one of the two keys."
         )
-    return first or second or torch.float32
-
-
-def _count_traffic(config: Config) -> bool:
-    ours, deepspeed = config.zeroamp.count_traffic, config.comms_logger.enabled
-    if ours is not None and deepspeed is not None and ours != deepspeed:
-        valid = f"{shown(ours)}, the value of zeroamp.count_traffic"
-        raise ConfigError(describe("comms_logger.enabled", shown(deepspeed), valid, "Remove one of the two keys."))
-    return next((asked for asked in (ours, deepspeed) if asked is not None), True)
+    return other if value is None else value
 
 
 def _offload(zero: ZeroOptimizationBlock) -> OffloadOptimizerBlock | None:
@@ -173,16 +163,13 @@ def _offload(zero: ZeroOptimizationBlock) -> OffloadOptimizerBlock | None:
     params, optimizer = zero.offload_param, zero.offload_optimizer
     if params is not None and params.device == "cpu" and zero.stage != 3:
         raise ConfigError(
-            describe(
-                "zero_optimization.offload_param.device",
-                f'"cpu" at stage {zero.stage}',
-                '"none" below stage 3',
-                "Use stage 3, or offload_optimizer, which works at every stage.",
-            )
+            f'zero_optimization.offload_param.device must be "none" at stage {zero.stage}, but is "cpu". Use stage 3, '
+            "or offload_optimizer, which works at every stage."
         )
     pins = [block.pin_memory for block in (params, optimizer) if block is not None and block.device == "cpu"]
     if len(set(pins)) > 1:
-        valid = f"{shown(pins[0])}, the value of zero_optimization.offload_param.pin_memory"
-        key = "zero_optimization.offload_optimizer.pin_memory"
-        raise ConfigError(describe(key, shown(pins[1]), valid, "Write the same value twice: FSDP2 offloads both."))
+        raise ConfigError(
+            f"zero_optimization.offload_optimizer.pin_memory must be {shown(pins[0])}, as offload_param.pin_memory is, "
+            f"but is {shown(pins[1])}. Write the same value twice: FSDP2 offloads both together."
+        )
     return OffloadOptimizerBlock(device="cpu", pin_memory=pins[0]) if pins else None

@@ -131,15 +131,53 @@ class Policy:
         """Return a table of what became of each key: honoured, native, off, no effect, or a default."""
         return render_report(self)
 
-    # Precision.
+    # Short names of keys, which their notes in the schema describe (docs/config.md).
+    train_batch_size = _Key(lambda config: config.train_batch_size)
+    train_micro_batch_size_per_gpu = _Key(lambda config: config.train_micro_batch_size_per_gpu)
+    gradient_accumulation_steps = _Key(lambda config: config.gradient_accumulation_steps or 1)
+    gradient_clipping = _Key(lambda config: config.gradient_clipping)
+    communication_data_type = _Key(lambda config: config.communication_data_type)
+    grad_accum_dtype = _Key(lambda config: config.data_types.grad_accum_dtype or torch.float32)
+    buffer_dtype = _Key(lambda config: config.data_types.buffer_dtype)
+    keep_in_fp32_modules = _Key(lambda config: config.data_types.keep_in_fp32_modules)
+    check_grad_overflow = _Key(lambda config: config.bf16.check_grad_overflow)
+    stage = _Key(lambda config: config.zero_optimization.stage)
+    param_persistence_threshold = _Key(lambda config: config.zero_optimization.stage3_param_persistence_threshold)
+    max_live_parameters = _Key(lambda config: config.zero_optimization.stage3_max_live_parameters)
+    prefetch_bucket_size = _Key(lambda config: config.zero_optimization.stage3_prefetch_bucket_size)
+    reduce_bucket_size = _Key(lambda config: config.zero_optimization.reduce_bucket_size)
+    hpz_partition_size = _Key(lambda config: config.zero_optimization.zero_hpz_partition_size)
+    leaf_modules = _Key(lambda config: config.zero_optimization.leaf_module or NO_LEAF_MODULES)
+    gather_16bit_weights_on_save = _Key(
+        lambda config: config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+    )
+    reduce_accumulate_dtype = _Key(lambda config: config.zeroamp.reduce_accumulate_dtype)
+    external_autocast = _Key(lambda config: config.zeroamp.external_autocast)
+    dp_replicate_size = _Key(lambda config: config.zeroamp.dp_replicate_size)
+    count_traffic = _Key(lambda config: config.zeroamp.count_traffic is not False)
+    ranges = _Key(lambda config: config.zeroamp.ranges)
+    recovery = _Key(lambda config: config.zeroamp.recovery)
+    share_casts = _Key(lambda config: config.zeroamp.share_casts)
+    reduce_scatter_input_buffers = _Key(lambda config: config.zeroamp.reduce_scatter_input_buffers)
+    separate_reduce_scatter_group = _Key(lambda config: config.zeroamp.separate_reduce_scatter_group)
+    steps_per_print = _Key(lambda config: config.steps_per_print or 0)
+    wall_clock_breakdown = _Key(lambda config: config.wall_clock_breakdown)
+    optimizer = _Key(lambda config: config.optimizer)
+    scheduler = _Key(lambda config: config.scheduler)
 
-    mode = _Key(mode_of)
-    """"autocast": per-op precision of `torch.autocast`, safe parameters all-gathered in the low dtype. "bf16", "fp16":
-    every parameter all-gathered and computed in that dtype. "fp32": no mixed precision. Sharded parameters and
-    optimizer state are fp32 in all."""
+    @property
+    def mode(self) -> Mode:
+        """How precision is mixed. The sharded parameters and the optimizer state are fp32 in every mode.
 
-    low_dtype = _Key(low_dtype_of)
-    """The low precision of the mode: bfloat16 or float16; None for mode "fp32"."""
+        "autocast": per-op precision of `torch.autocast`, safe parameters all-gathered in the low dtype. "bf16", "fp16":
+        every parameter all-gathered and computed in that dtype. "fp32": no mixed precision.
+        """
+        return mode_of(self.config)
+
+    @property
+    def low_dtype(self) -> torch.dtype | None:
+        """The low precision of the mode: bfloat16 or float16; None for mode "fp32"."""
+        return low_dtype_of(self.config)
 
     @property
     def lower_precision_safe_modules(self) -> tuple[str, ...] | Literal["auto"]:
@@ -180,140 +218,25 @@ class Policy:
             minimum=block.min_loss_scale,
         )
 
-    communication_data_type = _Key(lambda config: config.communication_data_type)
-    """Communication dtype of the gradients of low-precision parameters (of all parameters in mode "fp32"). None means
-    the dtype their raw gradients have, which loses nothing. Under autocast, unsafe parameters always reduce in fp32."""
-
-    reduce_accumulate_dtype = _Key(lambda config: config.zeroamp.reduce_accumulate_dtype)
-    """How low-precision gradients are summed over ranks: "fp32" sends low precision and sums in fp32 in rank order;
-    "native" uses the backend's own reduction in the communication dtype. No effect where that is fp32."""
-
-    grad_accum_dtype = _Key(lambda config: config.data_types.grad_accum_dtype or torch.float32)
-    """Dtype in which the gradients of several micro-batches are summed: unsharded at stages 0 and 1, sharded at stages
-    2 and 3. No effect with one micro-batch per step."""
-
-    keep_in_fp32_modules = _Key(lambda config: config.data_types.keep_in_fp32_modules)
-    """Patterns of modules, parameters and buffers that are all-gathered, computed and stored in fp32 in every mode; see
-    `zeroamp.planning.fp32_regions`. "auto": a transformers model's `_keep_in_fp32_modules`."""
-
-    buffer_dtype = _Key(lambda config: config.data_types.buffer_dtype)
-    """Dtype to which floating-point buffers are cast when the model is wrapped. None leaves them as they are."""
-
-    check_grad_overflow = _Key(lambda config: config.bf16.check_grad_overflow)
-    """Whether a step with a non-finite gradient is skipped without float16 too (which always skips it)."""
-
-    external_autocast = _Key(lambda config: config.zeroamp.external_autocast)
-    """Whether a forward inside the caller's own `torch.autocast` is an error or allowed, in modes other than
-    "autocast"."""
-
-    share_casts = _Key(lambda config: config.zeroamp.share_casts)
-    """Under autocast: whether Linears of a unit that read the same tensor share its low-precision copy, where autocast
-    makes one for each. Results are the same bits either way."""
-
-    # Sharding.
-
-    stage = _Key(lambda config: config.zero_optimization.stage)
-    """ZeRO stage: 0 replicates; 1 shards optimizer state; 2 also gradients; 3 also parameters."""
-
-    param_persistence_threshold = _Key(lambda config: config.zero_optimization.stage3_param_persistence_threshold)
-    """Elements. fp32 parameters smaller than this, in units whose main group is low precision, are all-gathered once
-    per step in one model-wide group, and with them the root's own, whatever their size. DeepSpeed's
-    `stage3_param_persistence_threshold`, here at every stage."""
-
-    hpz_partition_size = _Key(lambda config: config.zero_optimization.zero_hpz_partition_size)
-    """Stage 3: ranks that a parameter is sharded over between forward and backward; must divide the ranks. 1 keeps the
-    sharding over all of them. DeepSpeed's `zero_hpz_partition_size`."""
-
-    dp_replicate_size = _Key(lambda config: config.zeroamp.dp_replicate_size)
-    """HSDP: replicas that each shard the model over the ranks they have. Only where `wrap_model` makes the mesh."""
-
-    max_live_parameters = _Key(lambda config: config.zero_optimization.stage3_max_live_parameters)
-    """Stage 3: elements that may stay unsharded from forward to backward; the last units of the forward do, as long as
-    they fit under it together. DeepSpeed's `stage3_max_live_parameters`."""
-
-    prefetch_bucket_size = _Key(lambda config: config.zero_optimization.stage3_prefetch_bucket_size)
-    """Stage 3: elements to unshard ahead: each unit starts the all-gathers of those after it as long as they fit under
-    it together. 0 leaves it to FSDP2 (one unit ahead in backward). DeepSpeed's `stage3_prefetch_bucket_size`."""
-
-    reduce_bucket_size = _Key(lambda config: config.zero_optimization.reduce_bucket_size)
-    """Elements: neighbouring units are merged, that is all-gathered and reduced as one, as long as they fit under it
-    together. 0 merges none."""
-
-    leaf_modules = _Key(lambda config: config.zero_optimization.leaf_module or NO_LEAF_MODULES)
-    """Modules that become units, with no unit inside."""
-
-    gather_16bit_weights_on_save = _Key(
-        lambda config: config.zero_optimization.stage3_gather_16bit_weights_on_model_save
-    )
-    """Whether `zeroamp.export_hf` writes the low dtype where its caller names none, instead of fp32. DeepSpeed's
-    `stage3_gather_16bit_weights_on_model_save`, here at every stage."""
-
     @property
     def offload(self) -> Offload:
         """Whether shards live on the CPU."""
         block = self.config.zero_optimization.offload_optimizer
         return NO_OFFLOAD if block is None else Offload(to_cpu=True, pin_memory=block.pin_memory)
 
-    reduce_scatter_input_buffers = _Key(lambda config: config.zeroamp.reduce_scatter_input_buffers)
-    """Flat inputs of reductions that may be in flight, from torch 2.13 on. With 1, FSDP2's default, a unit's backward
-    waits for the reduction before it; more cost the memory of one input each."""
-
-    separate_reduce_scatter_group = _Key(lambda config: config.zeroamp.separate_reduce_scatter_group)
-    """Whether reductions run in a process group of their own, beside the all-gathers, from torch 2.13 on. In one NCCL
-    communicator one runs after the other. Results are the same bits either way."""
-
-    # The optimizer step.
-
-    gradient_accumulation_steps = _Key(lambda config: config.gradient_accumulation_steps or 1)
-    """Micro-batches per optimizer step and rank."""
-
-    train_batch_size = _Key(lambda config: config.train_batch_size)
-    """Samples per optimizer step over all ranks. None: neither given nor derived."""
-
-    train_micro_batch_size_per_gpu = _Key(lambda config: config.train_micro_batch_size_per_gpu)
-    """Samples per micro-batch and rank, for the data loader. None: neither given nor derived."""
-
-    gradient_clipping = _Key(lambda config: config.gradient_clipping)
-    """Largest global gradient 2-norm; gradients are scaled down to it. 0 (the default) does not clip."""
-
-    optimizer = _Key(lambda config: config.optimizer)
-    """What `optimizer_from_config` builds. None: not given."""
-
-    scheduler = _Key(lambda config: config.scheduler)
-    """What `scheduler_from_config` builds. None: not given."""
-
-    recovery = _Key(lambda config: config.zeroamp.recovery)
-    """Whether an exception on one rank is raised on all of them, and `TrainStep.recover` goes on after it. Off (the
-    default), nothing of it runs, and the other ranks wait for the timeout of the process group."""
-
-    # Logs and measurements.
-
-    count_traffic = _Key(lambda config: config.zeroamp.count_traffic is not False)
-    """Whether collectives are counted (calls and bytes). Results are the same bits either way."""
-
-    ranges = _Key(lambda config: config.zeroamp.ranges)
-    """When the work on each unit and group is named for a trace. "profiler": while a torch profiler records. "nvtx": as
-    NVTX ranges always, and for a torch profiler too. Results are the same bits in every mode."""
-
-    steps_per_print = _Key(lambda config: config.steps_per_print or 0)
-    """Optimizer steps between two log lines of `TrainStep` (logger "zeroamp", level INFO, first rank). 0: none."""
-
-    wall_clock_breakdown = _Key(lambda config: config.wall_clock_breakdown)
-    """Whether `TrainStep` logs where the time of a step went, every `steps_per_print` steps, or every 10."""
-
     @property
     def tensorboard(self) -> FileMonitorBlock | None:
-        """Where `TrainStep` writes TensorBoard's event files. None: nowhere; so for the next two."""
+        """Where `TrainStep` writes TensorBoard's event files; None: nowhere."""
         return self.config.tensorboard if self.config.tensorboard.enabled else None
 
     @property
     def csv_monitor(self) -> FileMonitorBlock | None:
-        """Where `TrainStep` writes steps.csv."""
+        """Where `TrainStep` writes steps.csv; None: nowhere."""
         return self.config.csv_monitor if self.config.csv_monitor.enabled else None
 
     @property
     def wandb(self) -> WandbBlock | None:
-        """The run of Weights & Biases that `TrainStep` logs to."""
+        """The run of Weights & Biases that `TrainStep` logs to; None: none."""
         return self.config.wandb if self.config.wandb.enabled else None
 
 

@@ -33,7 +33,10 @@ class ZeroampBlock(Block):
 
     reduce_accumulate_dtype: Annotated[
         Literal["fp32", "native"],
-        Honoured("how low-precision gradients are summed; `native`: by the backend, in the communication dtype"),
+        Honoured(
+            "how low-precision gradients are summed over ranks: `fp32` in rank order, after they "
+            "were sent low; `native` by the backend, in the communication dtype"
+        ),
     ] = "fp32"
     external_autocast: Annotated[
         Literal["error", "allow"],
@@ -58,16 +61,22 @@ class ZeroampBlock(Block):
         ),
     ] = False
     share_casts: Annotated[
-        bool, Honoured("under autocast, Linears of a unit that read one tensor share its low copy; same bits")
+        bool,
+        Honoured("under autocast, Linears of a unit that read the same tensor share its low-precision copy; same bits"),
     ] = True
     reduce_scatter_input_buffers: Annotated[
         PositiveInt,
         Honoured(
-            "flat inputs of reductions that may be in flight, torch 2.13+: a backward that waits for them needs 2"
+            "flat inputs of reductions that may be in flight, torch 2.13+. With 1 a unit's backward "
+            "waits for the reduction before it; each more costs the memory of one input"
         ),
     ] = 1
     separate_reduce_scatter_group: Annotated[
-        bool, Honoured("reductions have a process group of their own, torch 2.13+: beside all-gathers, not after them")
+        bool,
+        Honoured(
+            "reductions have a process group of their own, torch 2.13+: beside all-gathers, not "
+            "after them, as in one NCCL communicator; same bits"
+        ),
     ] = False
 
 
@@ -79,9 +88,13 @@ class Config(Block):
     ] = None
     train_micro_batch_size_per_gpu: Annotated[PositiveInt | None, Honoured("samples per micro-batch and rank")] = None
     gradient_accumulation_steps: Annotated[
-        PositiveInt | None, Honoured("micro-batches per step and rank. Default: from the batch sizes, else 1")
+        PositiveInt | None, Honoured("micro-batches per optimizer step and rank. Default: from the batch sizes, else 1")
     ] = None
-    gradient_clipping: Annotated[Number, Field(ge=0), Honoured("largest global 2-norm; 0 is off", 1.0)] = 0.0
+    gradient_clipping: Annotated[
+        Number,
+        Field(ge=0),
+        Honoured("largest global 2-norm of the gradient, which is scaled down to it; 0 is off", 1.0),
+    ] = 0.0
     torch_autocast: TorchAutocastBlock = TorchAutocastBlock()
     bf16: Bf16Block = Bf16Block()
     fp16: Fp16Block = Fp16Block()
@@ -90,14 +103,21 @@ class Config(Block):
         Dtype | None, Honoured("the same as data_types.grad_accum_dtype; both must agree")
     ] = None
     communication_data_type: Annotated[
-        Dtype | None, Honoured("communication dtype of low-precision gradients. Default: the dtype they have")
+        Dtype | None,
+        Honoured(
+            "communication dtype of low-precision gradients (of all in mode fp32). Default: the "
+            "dtype of the raw gradients. Under autocast, unsafe parameters always reduce in fp32"
+        ),
     ] = None
     zero_optimization: ZeroOptimizationBlock = ZeroOptimizationBlock()
     zeroamp: ZeroampBlock = ZeroampBlock()
     optimizer: OptimizerBlock | None = None
     scheduler: SchedulerBlock | None = None
     steps_per_print: Annotated[
-        Count | None, Honoured("steps between two log lines of TrainStep. Default: none", 10)
+        Count | None,
+        Honoured(
+            "optimizer steps between two log lines of `TrainStep` (logger zeroamp, INFO, first rank). Default: none", 10
+        ),
     ] = None
     wall_clock_breakdown: Annotated[
         bool, Honoured("log where the time of a step went, every `steps_per_print` steps, or every 10")

@@ -29,7 +29,9 @@ class Bf16Block(Block):
     enabled: Annotated[
         bool, Honoured("all-gather and compute in bfloat16; sharded parameters and optimizer state stay fp32")
     ] = False
-    check_grad_overflow: Annotated[bool, Honoured("skip the steps whose gradients are not finite", True)] = False
+    check_grad_overflow: Annotated[
+        bool, Honoured("skip the steps whose gradients are not finite, as float16 always does", True)
+    ] = False
     immediate_grad_update: Annotated[bool, Native("gradients reach fp32 in the reduction itself")] = False
     bf16_master_weights_and_grads: Annotated[
         bool, Unsupported("Remove it: master weights are fp32; data_types.grad_accum_dtype sets the gradients' dtype.")
@@ -67,7 +69,11 @@ class DataTypesBlock(Block):
     """`data_types`: dtypes of the training state."""
 
     grad_accum_dtype: Annotated[
-        Dtype | None, Honoured("dtype that sums micro-batches: fp32, `bf16`, or `fp16` with float16 compute")
+        Dtype | None,
+        Honoured(
+            "dtype that sums gradients of micro-batches, unsharded at stages 0 and 1, sharded at 2 "
+            "and 3: fp32, `bf16`, or `fp16` with float16 compute"
+        ),
     ] = None
     param_dtype: Annotated[
         Dtype | None, Honoured("checked: the dtype of the enabled `bf16` or `fp16` block, else fp32")

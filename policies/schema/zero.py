@@ -21,6 +21,10 @@ _NVME_ONLY = "only NVMe offload reads it, which is refused by its device"
 _QUANTIZED = "Remove it: there is no quantized communication. Safe parameters are all-gathered and reduced in 16 bits."
 
 
+def _renamed(name: str) -> Unsupported:
+    return Unsupported(f"Write {name}.", (None,))
+
+
 def _only_int(value: object) -> object:
     # A Literal compares with ==, for which True is 1 and 2.0 is 2.
     if type(value) is not int:
@@ -83,20 +87,42 @@ class ZeroOptimizationBlock(Block):
         Honoured("0 replicates; 1 shards optimizer state, 2 gradients too, 3 parameters"),
     ] = 0
     stage3_param_persistence_threshold: Annotated[
-        Elements, Honoured("smaller fp32 parameters are all-gathered once per step, in one group, at every stage")
+        Elements,
+        Honoured(
+            "smaller fp32 parameters of low-precision units, and the root's own, are all-gathered "
+            "once per step, in one group, at every stage"
+        ),
     ] = 100_000
     stage3_max_live_parameters: Annotated[
         Elements,
-        Honoured("the last units stay unsharded for the backward while they fit. Default: none do", 1_000_000_000),
+        Honoured(
+            "stage 3: elements that may stay unsharded from forward to backward; the last units do "
+            "while they fit together. Default: none",
+            1_000_000_000,
+        ),
     ] = 0
     stage3_prefetch_bucket_size: Annotated[
-        Elements, Honoured("units are unsharded ahead while they fit. Default: as FSDP2 does", 50_000_000)
+        Elements,
+        Honoured(
+            "stage 3: elements to unshard ahead; a unit starts the all-gathers of those after it "
+            "while they fit together. Default: as FSDP2 does, one unit ahead in the backward",
+            50_000_000,
+        ),
     ] = 0
     reduce_bucket_size: Annotated[
-        Elements, Honoured("neighbouring units are merged while they fit. Default: none are", 500_000_000)
+        Elements,
+        Honoured(
+            "elements; neighbouring units are merged (all-gathered and reduced as one) while they "
+            "fit together. Default: none are",
+            500_000_000,
+        ),
     ] = 0
     zero_hpz_partition_size: Annotated[
-        PositiveInt, Honoured("stage 3: ranks to shard over between forward and backward")
+        PositiveInt,
+        Honoured(
+            "stage 3: ranks that a parameter is sharded over between forward and backward; must "
+            "divide the ranks. 1: all of them"
+        ),
     ] = 1
     offload_param: OffloadParamBlock | None = None
     offload_optimizer: OffloadOptimizerBlock | None = None
@@ -156,22 +182,12 @@ class ZeroOptimizationBlock(Block):
     zeropp_loco_param: Annotated[object, Unsupported(_QUANTIZED)] = None
 
     # DeepSpeed takes these by their short names too.
-    prefetch_bucket_size: Annotated[object, Unsupported("Write stage3_prefetch_bucket_size.", (None,))] = None
-    param_persistence_threshold: Annotated[
-        object, Unsupported("Write stage3_param_persistence_threshold.", (None,))
-    ] = None
-    model_persistence_threshold: Annotated[
-        object, Unsupported("Write stage3_model_persistence_threshold.", (None,))
-    ] = None
-    max_live_parameters: Annotated[object, Unsupported("Write stage3_max_live_parameters.", (None,))] = None
-    max_reuse_distance: Annotated[object, Unsupported("Write stage3_max_reuse_distance.", (None,))] = None
-    gather_16bit_weights_on_model_save: Annotated[
-        object, Unsupported("Write stage3_gather_16bit_weights_on_model_save.", (None,))
-    ] = None
-    module_granularity_threshold: Annotated[
-        object, Unsupported("Write stage3_module_granularity_threshold.", (None,))
-    ] = None
-    use_all_reduce_for_fetch_params: Annotated[
-        object, Unsupported("Write stage3_use_all_reduce_for_fetch_params.", (None,))
-    ] = None
-    allgather_sequential: Annotated[object, Unsupported("Write stage3_allgather_sequential.", (None,))] = None
+    prefetch_bucket_size: Annotated[object, _renamed("stage3_prefetch_bucket_size")] = None
+    param_persistence_threshold: Annotated[object, _renamed("stage3_param_persistence_threshold")] = None
+    model_persistence_threshold: Annotated[object, _renamed("stage3_model_persistence_threshold")] = None
+    max_live_parameters: Annotated[object, _renamed("stage3_max_live_parameters")] = None
+    max_reuse_distance: Annotated[object, _renamed("stage3_max_reuse_distance")] = None
+    gather_16bit_weights_on_model_save: Annotated[object, _renamed("stage3_gather_16bit_weights_on_model_save")] = None
+    module_granularity_threshold: Annotated[object, _renamed("stage3_module_granularity_threshold")] = None
+    use_all_reduce_for_fetch_params: Annotated[object, _renamed("stage3_use_all_reduce_for_fetch_params")] = None
+    allgather_sequential: Annotated[object, _renamed("stage3_allgather_sequential")] = None

@@ -125,9 +125,10 @@ def _generator():
     return module
 
 
-@pytest.mark.parametrize("name", ["config.md", "migrating-from-deepspeed.md"])
-def test_the_docs_are_what_the_schema_generates(name):
+@pytest.mark.parametrize("name", ["config.md", "migrating-from-deepspeed.md", "accumulation.md"])
+def test_the_docs_are_what_the_code_generates(name):
     text = (ROOT / "docs" / name).read_text()
+    assert "<!-- generated: " in text
     assert text == _generator().render(text), "run: python docs/generate.py"
-    for path in KEYS:
+    for path in KEYS if name != "accumulation.md" else ():
         assert f"`{path}`" in text, path

@@ -36,7 +36,6 @@ elements, are padded in dimension 0 to a multiple of N:
 
 import argparse
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from tabulate import tabulate
 
@@ -131,7 +130,7 @@ def main() -> None:
     )
     parts = [f"GiB that a rank sends in one optimizer step of {options.micro_batches} micro-batches, {options.model}"]
     for stage in STAGES:
-        plan = zeroamp.build_plan(model, replace(policy, stage=stage))
+        plan = zeroamp.build_plan(model, policy.replace(stage=stage))
         parts += [f"## Stage {stage}", table(plan, NUM_RANKS)]
     emit("scaling", parts, options.out)
 

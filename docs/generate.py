@@ -1,6 +1,7 @@
 """Writes the tables of the docs that the code decides: python docs/generate.py
 
-`config.md` and the key tables of `migrating-from-deepspeed.md` from the schema, those of `precision.md` from planning.
+`config.md`, `accumulation.md` and the key tables of `migrating-from-deepspeed.md` from the schema, those of
+`precision.md` from planning.
 """
 
 import json
@@ -17,9 +18,9 @@ from torch import nn
 from zeroamp.planning.dtypes import group_dtypes, param_dtypes
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.precision import Precision
-from zeroamp.policies.accumulation import COMPUTE
+from zeroamp.policies.accumulation import ACCUMULATE, COMPUTE, STAGES, refusal
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
-from zeroamp.policies.policy import Policy, ReduceAccumulate
+from zeroamp.policies.policy import Mode, Policy, policy_from_config
 from zeroamp.policies.schema import (
     OPTIMIZER_PARAMS,
     SAME,
@@ -45,6 +46,7 @@ def tables() -> dict[str, str]:
         "unsupported": _table([_unsupported_row(key) for key in keys if isinstance(key.key_class, Unsupported)]),
         "defaults": _table([_defaults_row(key) for key in keys if _differs(key)]),
         "optimizers": _table([_params_row(name, block) for name, block in OPTIMIZER_PARAMS.items()]),
+        "accumulation": _accumulation(),
         "schedulers": _table([_params_row(name, block) for name, block in SCHEDULER_PARAMS.items()]),
     }
 
@@ -62,7 +64,7 @@ def _dtypes_rows() -> Iterator[dict[str, str]]:
     kinds = {"autocast": {"safe": low, "all others": others}, "fp32": {"all": stored}}
     every = ((mode, dtype, *kind) for mode, dtype in COMPUTE for kind in kinds.get(mode, {"all": low}).items())
     for mode, dtype, parameters, precision in every:
-        policy = Policy(mode=mode, low_dtype=dtype, stage=3, gradient_accumulation_steps=2)
+        policy = _policy(mode, dtype, 3).replace(gradient_accumulation_steps=2)
         dtypes, key = param_dtypes(nn.Parameter(torch.empty(1, device="meta")), policy, precision)
         of_group = group_dtypes(key, policy, Ranks(num_shards=8))
         yield {
@@ -78,13 +80,19 @@ def _dtypes_rows() -> Iterator[dict[str, str]]:
         }
 
 
+def _policy(mode: Mode, dtype: torch.dtype | None, stage: int) -> Policy:
+    block = {"torch_autocast": {"enabled": True, "dtype": short_name(dtype)}} if mode == "autocast" and dtype else {}
+    if mode in ("bf16", "fp16"):
+        block = {mode: {"enabled": True}}
+    return policy_from_config({**block, "zero_optimization": {"stage": stage}})
+
+
 def _reduction_rows() -> Iterator[dict[str, str]]:
     """Yield how gradients of low-precision parameters are reduced at each stage, without and with replicas."""
-    sums: tuple[ReduceAccumulate, ...] = ("fp32", "native")
-    for dtype, how, stage, replicas in product(LOW_DTYPES, sums, (0, 1), (None, 2)):
+    for dtype, how, stage, replicas in product(LOW_DTYPES, ("fp32", "native"), (0, 1), (None, 2)):
         if stage == 0 and (replicas is None or (dtype == torch.float16 and how == "native")):
             continue  # stage 0 always replicates; a native all-reduce of fp16 is refused
-        policy = Policy(mode="autocast", low_dtype=dtype, stage=stage, reduce_accumulate_dtype=how)
+        policy = _policy("autocast", dtype, stage).replace(reduce_accumulate_dtype=how)
         safe = Precision(is_low=True, compute="low", reason="")
         _, key = param_dtypes(nn.Parameter(torch.empty(1, device="meta")), policy, safe)
         dtypes = group_dtypes(key, policy, Ranks(num_shards=8, num_replicas=replicas))
@@ -135,6 +143,22 @@ def _params_row(name: str, block: type) -> dict[str, str]:
     return {"type": f"`{name}`", "params and defaults": ", ".join(f"`{key.path}` {_json(key.default)}" for key in keys)}
 
 
+def _accumulation() -> str:
+    rows = []
+    for mode, low_dtype in COMPUTE:
+        compute = f"autocast {short_name(low_dtype)}" if mode == "autocast" and low_dtype else mode
+        for accumulate in ACCUMULATE:
+            row, dtype = {"compute": compute, "accumulate": short_name(accumulate)}, short_name(accumulate)
+            for stage in STAGES:
+                how = (
+                    f"sharded {dtype}, reduced every micro-batch" if stage >= 2 else f"unsharded {dtype}, reduced once"
+                )
+                reason = refusal(low_dtype, accumulate)
+                row[f"stage {stage}"] = f"refused: {reason}" if reason else how
+            rows.append(row)
+    return _table(rows)
+
+
 def _json(value: object) -> str:
     if value is PydanticUndefined:
         return "(required)"
@@ -156,6 +180,7 @@ def render(text: str) -> str:
 
 
 if __name__ == "__main__":
-    for path in (HERE / "config.md", HERE / "migrating-from-deepspeed.md", HERE / "precision.md"):
+    for name in ("config.md", "migrating-from-deepspeed.md", "accumulation.md", "precision.md"):
+        path = HERE / name
         path.write_text(render(path.read_text()))
         sys.stdout.write(f"wrote {path.name}\n")

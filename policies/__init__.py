@@ -1,8 +1,7 @@
-"""Values: what a config asks for. Nothing here touches `torch.distributed`."""
+"""Frozen values, read from a config. Nothing here touches `torch.distributed`."""
 
-from zeroamp.policies.config import policy_from_config
 from zeroamp.policies.errors import ConfigError, PrecisionError, StepError, WrapError, ZeroAmpError
-from zeroamp.policies.policy import Policy
+from zeroamp.policies.policy import Policy, policy_from_config
 from zeroamp.policies.wrap import AutoWrapPolicy, find_units
 
 __all__ = [

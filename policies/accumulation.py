@@ -1,12 +1,15 @@
 """Which pairs of compute and accumulation dtype work, at which stages, and why the others are refused."""
 
+from typing import TYPE_CHECKING
+
 import torch
-from tabulate import tabulate
 
-from zeroamp.policies.dtypes import short_name
-from zeroamp.policies.policy import Mode, Policy, Stage
+from zeroamp.policies.schema.zero import Stage
 
-COMPUTE: tuple[tuple[Mode, torch.dtype | None], ...] = (
+if TYPE_CHECKING:
+    from zeroamp.policies.policy import Mode, Policy
+
+COMPUTE: "tuple[tuple[Mode, torch.dtype | None], ...]" = (
     ("fp32", None),
     ("bf16", torch.bfloat16),
     ("fp16", torch.float16),
@@ -24,48 +27,19 @@ def refusal(low_dtype: torch.dtype | None, accumulate: torch.dtype) -> str | Non
     return None
 
 
-def accumulation_dtype(policy: Policy) -> torch.dtype:
-    """Return the dtype in which the gradients of a window's micro-batches are summed; fp32 where there is one only."""
+def accumulation_dtype(policy: "Policy") -> torch.dtype:
+    """Return the dtype in which the gradients of several micro-batches are summed; fp32 for steps of one."""
     return policy.grad_accum_dtype if policy.gradient_accumulation_steps > 1 else torch.float32
 
 
-def unsharded_accumulation(policy: Policy) -> torch.dtype:
-    """Return the dtype in which FSDP2 keeps unsharded gradients between micro-batches.
+def unsharded_accumulation(policy: "Policy") -> torch.dtype:
+    """Return the dtype in which FSDP2 holds unsharded gradients between micro-batches.
 
-    fp32 where it keeps none: at stages 2 and 3, and with one micro-batch, whose gradient goes to the wire as it is.
+    fp32 where it holds none: at stages 2 and 3, and with one micro-batch, whose gradient is reduced as it is.
     """
     return accumulation_dtype(policy) if policy.stage < 2 else torch.float32
 
 
-def sharded_accumulation(policy: Policy) -> torch.dtype:
-    """Return the dtype in which reduced gradients are kept between micro-batches; fp32 where none are."""
+def sharded_accumulation(policy: "Policy") -> torch.dtype:
+    """Return the dtype in which reduced gradients are held between micro-batches; fp32 where none are."""
     return accumulation_dtype(policy) if policy.stage >= 2 else torch.float32
-
-
-def how(policy: Policy) -> str:
-    """Say where gradients of several micro-batches are summed."""
-    if policy.stage < 2:
-        return f"unsharded {short_name(unsharded_accumulation(policy))}, reduced once"
-    return f"sharded {short_name(sharded_accumulation(policy))}, reduced every micro-batch"
-
-
-def render_table() -> str:
-    """Return the table of `docs/accumulation.md`: every cell, from the code that decides it."""
-    rows = []
-    for mode, low_dtype in COMPUTE:
-        name = f"autocast {short_name(low_dtype)}" if mode == "autocast" and low_dtype else mode
-        for accumulate in ACCUMULATE:
-            reason = refusal(low_dtype, accumulate)
-            policies = [
-                Policy(
-                    mode=mode,
-                    low_dtype=low_dtype,
-                    stage=stage,
-                    grad_accum_dtype=accumulate,
-                    gradient_accumulation_steps=2,
-                )
-                for stage in STAGES
-            ]
-            cells = [f"refused: {reason}" if reason else how(policy) for policy in policies]
-            rows.append([name, short_name(accumulate), *cells])
-    return tabulate(rows, headers=["compute", "accumulate", *(f"stage {stage}" for stage in STAGES)], tablefmt="github")

@@ -1,10 +1,16 @@
-"""Fills the values that a config leaves `"auto"`, as accelerate and transformers do for DeepSpeed."""
+"""Keys by the names that keyword arguments can have, and the values that a config leaves `"auto"`.
+
+Arguments fill an `"auto"` as those of accelerate and transformers do for DeepSpeed.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zeroamp.policies.errors import ConfigError, describe
+from zeroamp.policies.errors import ConfigError, describe, shown, some_of
 from zeroamp.policies.load import flatten, json_value, nest
+from zeroamp.policies.numbers import is_integer
+from zeroamp.policies.schema import Config, iter_keys
+from zeroamp.policies.schema.keys import nearest
 
 AUTO = "auto"
 
@@ -45,8 +51,10 @@ def fill_auto(cfg: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str,
             if _is_open(path, flat):
                 filled[path] = value
             elif flat[path] != value or isinstance(flat[path], bool) != isinstance(value, bool):
-                found = f"{flat[path]!r} beside the argument {name}={value!r}"
-                raise ConfigError(describe(path, found, 'one value, or "auto" in the config', "Remove one of them."))
+                raise ConfigError(
+                    f"{path} is {shown(flat[path])} in the config, but the argument {name} is {shown(value)}. "
+                    'Remove one of them, or write "auto" in the config.'
+                )
         for path, rule in derived.items():
             if filled[path] == AUTO:
                 filled[path] = _derive(rule, name, value)
@@ -66,26 +74,43 @@ def _names(argument: str, path: str) -> bool:
     return argument in (path, path.replace(".", "__")) or (argument == last and last != "enabled")
 
 
+def path_of_key(name: str, value: object) -> str:
+    """Return the path of the schema's one key that `name` names; of a block, if `value` is one, the block's.
+
+    Raises:
+        ConfigError: no key, or more than one, has the name.
+    """
+    if name in Config.model_fields and (value is None or isinstance(value, Mapping)):
+        return name
+    paths = [key.path for key in iter_keys(Config)]
+    named = [path for path in paths if _names(name, path)]
+    if len(named) > 1:
+        raise ConfigError(f"{name} is the name of several keys: {some_of(named)}. Write the path of one.")
+    if not named:
+        hint = nearest(name, {path.rpartition(".")[2]: path for path in paths})
+        raise ConfigError(f"{name} is no key of the config. {hint} docs/config.md lists the keys.")
+    return named[0]
+
+
 def _left(path: str) -> str:
     block, _, last = path.rpartition(".")
     name = block.replace(".", "__") if last == "enabled" else last
-    remedy = f"Pass it: policy_from_config(cfg, {name}=...), or --auto {name}=... on the command line."
-    return describe(path, '"auto" and no argument that fills it', "a value", remedy)
+    return (
+        f'{path} is "auto", but no argument fills it. '
+        f"Pass it: policy_from_config(cfg, {name}=...), or --auto {name}=... on the command line."
+    )
 
 
 def _derive(rule: Callable[[Any], Any], name: str, value: Any) -> Any:
-    is_size = isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**24
-    if name == "hidden_size" and not is_size:
-        found = f"{type(value).__name__} {value!r}"
-        raise ConfigError(describe(f"the argument {name}", found, "a width, a whole number", "Pass the model's own."))
+    if name == "hidden_size" and not (is_integer(value, at_least=1) and value < 2**24):
+        valid = "a whole number from 1 on"
+        raise ConfigError(describe(f"the argument {name}", shown(value), valid, "Pass the model's own width."))
     return rule(value)
 
 
 def _no_such_key(name: str, value: object, flat: Mapping[str, Any]) -> str:
     opened = [path for path in flat if _is_open(path, flat)]
-    return describe(
-        f"the argument {name}",
-        f"{value!r}, which fills no key of the config",
-        ", ".join(opened) or 'arguments for keys that are "auto" in the config, which none is',
-        f'Write "auto" as the value of {name} in the config, or leave the argument out.',
+    return (
+        f"the argument {name} is {shown(value)}, but fills no key of the config. Leave it out, or write "
+        f'"auto" as the value of the key {name}. Keys that are "auto": {some_of(opened) or "none"}.'
     )

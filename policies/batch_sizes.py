@@ -1,46 +1,38 @@
 """Batch sizes: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks."""
 
 import os
-from dataclasses import dataclass
 
-from zeroamp.policies.errors import ConfigError, describe
+from zeroamp.policies.errors import ConfigError, describe, shown
+from zeroamp.policies.numbers import is_integer
 
 _TOTAL, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchSizes:
-    """What a config says and what follows from it. None: neither said nor known."""
-
-    total: int | None
-    micro: int | None
-    accumulation_steps: int
-
-
-def resolve_batch_sizes(total: int | None, micro: int | None, steps: int | None, world_size: int | None) -> BatchSizes:
+def resolve_batch_sizes(
+    total: int | None, micro: int | None, steps: int | None, ranks: int | None
+) -> tuple[int | None, int | None, int]:
     """Derive what is missing, as DeepSpeed does: the accumulation steps first, then the micro-batch, then the total.
 
-    `world_size` is the number of data-parallel ranks; None takes WORLD_SIZE from the environment, where torchrun sets
-    it. Without either, what needs it stays None.
+    Without the number of data-parallel ranks, the sizes that need it stay None.
+
+    Returns:
+        Total, micro-batch and accumulation steps.
 
     Raises:
         ConfigError: the sizes do not multiply, or the accumulation steps cannot be known.
     """
-    ranks = _world_size(world_size)
     if steps is None:
         steps = _accumulation_steps(total, micro, ranks)
     if total is not None and micro is None and ranks is not None:
         micro = _divide(total, steps * ranks, f"{steps} accumulation steps x {ranks} ranks")
     if total is None and micro is not None and ranks is not None:
         total = micro * steps * ranks
-    sizes = BatchSizes(total=total, micro=micro, accumulation_steps=steps)
-    check_batch_sizes(sizes, ranks)
-    return sizes
+    check_batch_sizes(total, micro, steps, ranks)
+    return total, micro, steps
 
 
-def check_batch_sizes(sizes: BatchSizes, ranks: int | None) -> None:
+def check_batch_sizes(total: int | None, micro: int | None, steps: int, ranks: int | None) -> None:
     """Raise ConfigError unless the sizes multiply, over `ranks` ranks if that is known."""
-    total, micro, steps = sizes.total, sizes.micro, sizes.accumulation_steps
     if total is None:
         return
     product = steps * (micro or 1) * (ranks or 1)
@@ -65,30 +57,30 @@ def _accumulation_steps(total: int | None, micro: int | None, ranks: int | None)
         return 1
     if ranks is None:
         raise ConfigError(
-            describe(
-                _STEPS,
-                f"no value beside {_TOTAL} {total} and {_MICRO} {micro}, and no number of ranks to derive it from",
-                "a value, or a known number of ranks",
-                "Pass world_size= to policy_from_config (--world-size on the command line), start with torchrun, or "
-                "set the key.",
-            )
+            f"{_STEPS} is missing and cannot be derived from {_TOTAL} {total} and {_MICRO} {micro} without the number "
+            "of ranks. Pass world_size= to policy_from_config (--world-size on the command line), start with torchrun, "
+            "or set the key."
         )
     return _divide(total, micro * ranks, f"{_MICRO} {micro} x {ranks} ranks")
 
 
 def _divide(total: int, factor: int, words: str) -> int:
     if total % factor:
-        raise ConfigError(
-            describe(_TOTAL, f"{total}", f"a multiple of {factor} = {words}", "Change one of them; nothing is rounded.")
-        )
+        valid = f"a multiple of {factor} = {words}"
+        raise ConfigError(describe(_TOTAL, f"{total}", valid, "Change one of them; nothing is rounded."))
     return total // factor
 
 
-def _world_size(asked: int | None) -> int | None:
-    if asked is not None:
-        if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
-            found = f"{type(asked).__name__} {asked!r}"
-            raise ConfigError(describe("the argument world_size", found, "a whole number from 1 on", "Pass the ranks."))
-        return asked
-    text = os.environ.get("WORLD_SIZE", "")
-    return int(text) if text.isdecimal() and int(text) > 0 else None
+def data_parallel_ranks(world_size: int | None) -> int | None:
+    """Return the number of ranks: `world_size`, else WORLD_SIZE of the environment, which torchrun sets, else None.
+
+    Raises:
+        ConfigError: `world_size` is no whole number from 1 on.
+    """
+    if world_size is None:
+        text = os.environ.get("WORLD_SIZE", "")
+        return int(text) if text.isdecimal() and int(text) > 0 else None
+    if not is_integer(world_size, at_least=1):
+        valid = "a whole number from 1 on"
+        raise ConfigError(describe("the argument world_size", shown(world_size), valid, "Pass the number of ranks."))
+    return world_size

@@ -1,103 +1,81 @@
-"""What a config's keys may not ask for together, each as an error that names the keys."""
+"""What the keys of a config may not ask for together, each as an error that names the keys."""
+
+from typing import TYPE_CHECKING
 
 import torch
 
 from zeroamp.policies.accumulation import refusal
-from zeroamp.policies.dtypes import DTYPE_BY_NAME, LOW_DTYPES, short_name
-from zeroamp.policies.errors import ConfigError, describe
-from zeroamp.policies.policy import Policy
-from zeroamp.policies.schema import Config
+from zeroamp.policies.dtypes import LOW_DTYPES, short_name
+from zeroamp.policies.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zeroamp.policies.policy import Policy
 
 
-def check_policy(policy: Policy) -> None:
-    """Raise ConfigError where a policy's values contradict each other."""
-    _check_wire(policy)
+def check_policy(policy: "Policy") -> None:
+    """Raise ConfigError where values of a policy contradict each other."""
+    _check_communication(policy)
     _check_scale(policy)
     _check_sharding(policy)
-    _check_export(policy)
-    if reason := refusal(policy.low_dtype, policy.grad_accum_dtype):
-        found = f"{short_name(policy.grad_accum_dtype)} with compute in {short_name(policy.gather_dtype)}"
-        raise ConfigError(describe("data_types.grad_accum_dtype", found, '"fp32" or "bf16"', f"{reason}."))
-
-
-def _check_wire(policy: Policy) -> None:
-    """Refuse wires that would lose what the rest of the config promises."""
-    asked, wire = policy.communication_data_type, policy.wire_dtype
-    is_native = policy.reduce_accumulate_dtype == "native"
-    if asked == torch.float16 and policy.low_dtype != torch.float16:
-        reason = "float16 gradients over- and underflow without loss scaling, which only float16 compute has."
-        raise ConfigError(describe("communication_data_type", "fp16", '"fp32" or "bf16"', reason))
-    if policy.stage == 0 and asked in LOW_DTYPES and not is_native:
-        raise ConfigError(
-            describe(
-                "communication_data_type",
-                f"{short_name(wire)} at stage 0 with zeroamp.reduce_accumulate_dtype fp32",
-                '"fp32", or reduce_accumulate_dtype "native", or stage 1 and above',
-                "Stage 0 is an all-reduce, which sums on the way: a sum in fp32 needs fp32 on the wire.",
-            )
-        )
-    if policy.stage == 0 and is_native and wire == torch.float16:
-        raise ConfigError(
-            describe(
-                "zeroamp.reduce_accumulate_dtype",
-                "native at stage 0 with fp16 on the wire",
-                '"fp32", or communication_data_type "fp32" or "bf16"',
-                "An all-reduce of fp16 divides after it has summed, and overflows.",
-            )
-        )
-
-
-def _check_scale(policy: Policy) -> None:
-    scale = policy.loss_scale
-    if policy.low_dtype == torch.float16 and not scale.dynamic and scale.initial <= 1:
-        raise ConfigError(
-            describe(
-                "fp16.loss_scale",
-                f"{scale.initial:g}, which scales nothing up",
-                "0 (dynamic) or a fixed scale above 1",
-                "Leave it out: small gradients are zero in float16 otherwise.",
-            )
-        )
-
-
-def _check_sharding(policy: Policy) -> None:
-    if policy.hpz_partition_size > 1 and policy.stage != 3:
-        raise ConfigError(
-            describe(
-                "zero_optimization.zero_hpz_partition_size",
-                f"{policy.hpz_partition_size} at stage {policy.stage}",
-                "1, or stage 3",
-                "Only stage 3 gathers a second time, for the backward, which a smaller partition makes cheaper.",
-            )
-        )
-    if policy.dp_replicate_size > 1 and policy.stage == 0:
-        found = f"{policy.dp_replicate_size} at stage 0"
-        remedy = "Stage 0 replicates over all ranks already."
-        raise ConfigError(describe("zeroamp.dp_replicate_size", found, "1, or stage 1 and above", remedy))
-
-
-def _check_export(policy: Policy) -> None:
     if policy.gather_16bit_weights_on_save and policy.low_dtype is None:
         raise ConfigError(
-            describe(
-                "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-                "true without a 16-bit precision",
-                "false, or one of torch_autocast, bf16 and fp16 enabled",
-                'Enable one, or leave the key out and name the dtype where you save: export_hf(..., dtype="bf16").',
-            )
+            "zero_optimization.stage3_gather_16bit_weights_on_model_save must be false unless torch_autocast, bf16 or "
+            "fp16 is enabled, but is true. Enable one, or leave the key out and name the dtype where you save: "
+            'export_hf(..., dtype="bf16").'
+        )
+    if reason := refusal(policy.low_dtype, policy.grad_accum_dtype):
+        raise ConfigError(
+            f'data_types.grad_accum_dtype must be "fp32" or "bf16" with compute in {short_name(policy.gather_dtype)}, '
+            f'but is "{short_name(policy.grad_accum_dtype)}": {reason}. Change one of the two.'
         )
 
 
-def check_param_dtype(config: Config, policy: Policy) -> None:
-    """Raise ConfigError where `data_types.param_dtype` is not what the enabled block makes of parameters."""
-    asked = config.data_types.param_dtype
-    actual = policy.gather_dtype if policy.mode in ("bf16", "fp16") else torch.float32
-    if asked is not None and DTYPE_BY_NAME[asked] != actual:
+def _check_communication(policy: "Policy") -> None:
+    """Refuse communication dtypes that would lose what the rest of the config promises."""
+    asked, is_native = policy.communication_data_type, policy.reduce_accumulate_dtype == "native"
+    if asked == torch.float16 and policy.low_dtype != torch.float16:
         raise ConfigError(
-            describe(
-                "data_types.param_dtype",
-                f"{asked!r} with {policy.mode} precision",
-                f'"{short_name(actual)}"',
-                "It follows from the enabled bf16 or fp16 block: remove it.",
-            )
+            'communication_data_type must be "fp32" or "bf16" unless something computes in float16, but is "fp16". '
+            "Change it: float16 gradients over- and underflow without loss scaling, which only float16 compute has."
+        )
+    if policy.stage == 0 and asked in LOW_DTYPES and not is_native:
+        raise ConfigError(
+            'communication_data_type must be "fp32" at stage 0 with zeroamp.reduce_accumulate_dtype "fp32", but is '
+            f'"{short_name(asked)}". Stage 0 is an all-reduce, which sums in the communication dtype: use fp32, '
+            'reduce_accumulate_dtype "native", or stage 1 and above.'
+        )
+    if policy.stage == 0 and is_native and policy.wire_dtype == torch.float16:
+        raise ConfigError(
+            'zeroamp.reduce_accumulate_dtype must be "fp32" at stage 0 with communication in fp16, but is "native". '
+            "Change it, or set communication_data_type to fp32 or bf16: an all-reduce of fp16 divides after it has "
+            "summed, and overflows."
+        )
+
+
+def _check_scale(policy: "Policy") -> None:
+    scale = policy.loss_scale
+    if policy.low_dtype != torch.float16:
+        return
+    if not scale.dynamic and scale.initial <= 1:
+        raise ConfigError(
+            f"fp16.loss_scale must be 0 (dynamic) or above 1, but is {scale.initial:g}. Leave it out: small gradients "
+            "are zero in float16 without a scale."
+        )
+    if scale.dynamic and scale.minimum > scale.initial:
+        raise ConfigError(
+            f"fp16.min_loss_scale must be at most the initial scale, {scale.initial:g} by fp16.initial_scale_power, "
+            f"but is {scale.minimum:g}. Lower it, or raise fp16.initial_scale_power."
+        )
+
+
+def _check_sharding(policy: "Policy") -> None:
+    if policy.hpz_partition_size > 1 and policy.stage != 3:
+        raise ConfigError(
+            f"zero_optimization.zero_hpz_partition_size must be 1 at stage {policy.stage}, but is "
+            f"{policy.hpz_partition_size}. Remove it: only stage 3 all-gathers parameters again for the backward."
+        )
+    if policy.dp_replicate_size > 1 and policy.stage == 0:
+        raise ConfigError(
+            f"zeroamp.dp_replicate_size must be 1 at stage 0, but is {policy.dp_replicate_size}. Stage 0 replicates "
+            "over all ranks already: use stage 1 or above to shard within replicas."
         )

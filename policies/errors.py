@@ -1,5 +1,6 @@
 """The one exception tree. A user's mistake is one of these; an internal slip is an AssertionError."""
 
+import json
 from collections.abc import Sequence
 
 
@@ -20,7 +21,7 @@ class StepError(ZeroAmpError, RuntimeError):
 
 
 class PeerError(StepError):
-    """Another rank failed in this window, which was dropped on all ranks. The text names the rank and its error."""
+    """Another rank failed in this optimizer step, which all ranks discarded. The text names the rank and its error."""
 
 
 class PrecisionError(ZeroAmpError, RuntimeError):
@@ -44,3 +45,21 @@ def some_of(names: Sequence[str], limit: int = 8) -> str:
     """Return the first `limit` names, joined by commas, and how many more there are."""
     more = len(names) - limit
     return ", ".join(names[:limit]) + (f" and {more} more" if more > 0 else "")
+
+
+def shown(value: object) -> str:
+    """Return a value of a config as JSON writes it, shortened; a string that looks like another value is called one."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError):
+        return f"the {type(value).__name__} {value!r}"
+    text = text if len(text) <= 60 else f"{text[:57]}..."
+    return f"the string {text}" if is_quoted(value) else text
+
+
+def is_quoted(value: object) -> bool:
+    """Return whether `value` is a string of what JSON reads as a number, true, false or null."""
+    try:
+        return isinstance(value, str) and not isinstance(json.loads(value), str | list | dict)
+    except ValueError:
+        return False

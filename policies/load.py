@@ -22,22 +22,21 @@ def load_config(cfg: object) -> dict[str, Any]:
     if isinstance(cfg, Mapping):
         return json_object(cfg, "config")
     if isinstance(cfg, str) and cfg.lstrip().startswith("{"):
-        raise ConfigError(describe("config", "a string of JSON", _VALID, "Call json.loads on it first."))
+        raise ConfigError(describe("config", "the text of one", _VALID, "Call json.loads on it first."))
     if not isinstance(cfg, str | os.PathLike):
-        raise ConfigError(describe("config", f"{type(cfg).__name__} {cfg!r}", _VALID, "Pass one of them."))
+        raise ConfigError(describe("config", f"the {type(cfg).__name__} {cfg!r}", _VALID, "Pass one of them."))
     path = Path(cfg)
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_refuse_duplicates)
     except OSError as error:
-        found = f"no readable file at {str(path)!r} ({error})"
-        raise ConfigError(describe("config", found, "the path of a JSON file", "Check the path.")) from error
+        raise ConfigError(f"config {str(path)!r} cannot be read ({error}). Check the path of the file.") from error
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, an endless number, or nested without end
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(describe("config", f"{str(path)!r}: {error}", "a JSON object", "Mend the file.")) from error
+        raise ConfigError(f"config {str(path)!r} must hold a JSON object: {error}. Correct the file.") from error
     if not isinstance(loaded, dict):
-        found = f"{str(path)!r}: {type(loaded).__name__}"
-        raise ConfigError(describe("config", found, "a JSON object", "Mend the file."))
+        held = type(loaded).__name__
+        raise ConfigError(f"config {str(path)!r} must hold a JSON object, but holds a {held}. Correct the file.")
     return json_object(loaded, "config")
 
 
@@ -45,8 +44,10 @@ def json_object(mapping: Mapping[Any, Any], where: str) -> dict[str, Any]:
     """Copy a mapping and what is in it, so that nothing the caller changes later changes what was read."""
     for key in mapping:
         if not isinstance(key, str) or "." in key or not key or not _is_text(key):
-            remedy = "Write an object in an object for what has a dot."
-            raise ConfigError(describe(where, f"the key {key!a}", "keys that are words without dots", remedy))
+            raise ConfigError(
+                f"{where} has the key {key!a}, but keys must be words without dots. Write the part after a dot as a "
+                "key of an inner object."
+            )
     prefix = "" if where == "config" else f"{where}."
     return {str(key): json_value(value, f"{prefix}{key}") for key, value in mapping.items()}
 
@@ -60,7 +61,9 @@ def json_value(value: Any, where: str) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if where.count(".") > _DEEPEST:
-        raise ConfigError(describe(f"{where[:60]}...", "blocks in blocks without end", "a few levels", "Mend it."))
+        raise ConfigError(
+            f"{where[:60]}... is nested more than {_DEEPEST} levels deep. The schema has four: correct it."
+        )
     if isinstance(value, Mapping):
         return json_object(value, where)
     if isinstance(value, list | tuple):
@@ -74,7 +77,7 @@ def json_value(value: Any, where: str) -> Any:
     kind = "an integer of more than 64 bits" if isinstance(value, int) else f"a {type(value).__name__}"
     kind = "a text that is no Unicode" if isinstance(value, str) else kind
     remedy = "Write a plain Python value; of NumPy and torch scalars, value.item()."
-    raise ConfigError(describe(where, kind, "what JSON has: objects, lists, text, numbers, true, false, null", remedy))
+    raise ConfigError(describe(where, kind, "an object, list, text, number, true, false or null of JSON", remedy))
 
 
 def _is_text(value: str) -> bool:
@@ -89,7 +92,7 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     keys = [key for key, _ in pairs]
     for key in keys:
         if keys.count(key) > 1:
-            raise ConfigError(describe(key, "the key twice in one JSON object", "each key once", "Remove one of them."))
+            raise ConfigError(f"{key} is twice in one JSON object. Remove one of them.")
     return dict(pairs)
 
 

@@ -1,4 +1,4 @@
-"""Loss scaling for float16, as values: what the config asks for, and how the scale moves from step to step.
+"""Loss scaling for float16, as values: the config's setting, and the state of the scale from step to step.
 
 The rules and defaults are DeepSpeed's (0.19.8): `initial_scale_power`, `loss_scale_window`, `hysteresis`,
 `consecutive_hysteresis`, `min_loss_scale`; `loss_scale` other than 0 is a fixed scale.
@@ -12,20 +12,20 @@ GROWTH = 2.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossScale:
-    """How the loss is scaled."""
+    """The config's loss scaling: the scale of the first step, and when it moves."""
 
     initial: float = 65536.0
     """The scale of the first step."""
     dynamic: bool = True
-    """Whether it moves. A fixed scale still skips the steps that overflow."""
+    """Whether the scale moves. A fixed scale still skips the steps that overflow."""
     window: int = 1000
-    """Steps without overflow after which it doubles; DeepSpeed counts from the step after the last overflow."""
+    """Steps without overflow after which the scale doubles; DeepSpeed counts from the step after the last overflow."""
     hysteresis: int = 2
-    """Overflows that are needed to halve it. The first hysteresis - 1 only use up the counter."""
+    """Overflows that are needed to halve the scale. The first hysteresis - 1 only use up the counter."""
     consecutive_hysteresis: bool = False
     """True: any good step refills the counter. False: only a doubling does."""
     minimum: float = 1.0
-    """An overflow at this scale is an error: it cannot get smaller."""
+    """Smallest scale. An overflow at it is an error."""
 
     def start(self) -> "LossScaleState":
         """Return the state before the first step."""
@@ -64,7 +64,7 @@ class LossScale:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossScaleState:
-    """Where the scale stands."""
+    """The scale before a step, and what decides its next move."""
 
     scale: float
     hysteresis_left: int

@@ -1,22 +1,42 @@
-"""`Policy`: what a config asks for, as frozen values. Nothing here knows a model or a process group."""
+"""`Policy`: a config, validated and in its normal form, as one frozen value; and `policy_from_config`, which reads it.
+
+A key stands in one place, `zeroamp.policies.schema`: its type, default, class and note. The policy holds the config
+itself, so a new key is at once `policy.config.<block>.<key>`, typed, and in `str(policy)`, `policy.report()`, the
+comparison of policies and the docs. The attributes below are for readers of the policy: values that have another
+shape than their key (`mode`, `loss_scale`, `offload`), and short names for keys that are read in many places. A new
+key needs none.
+
+Nothing here knows a model or a process group.
+"""
 
 import json
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar, overload
 
 import torch
 
+from zeroamp.policies.auto_values import fill_auto, path_of_key
+from zeroamp.policies.batch_sizes import data_parallel_ranks
+from zeroamp.policies.conflicts import check_policy
+from zeroamp.policies.load import flatten, json_value, load_config, nest
 from zeroamp.policies.loss_scale import NO_LOSS_SCALE, LossScale
+from zeroamp.policies.normalise import Mode as Mode
+from zeroamp.policies.normalise import low_dtype_of, mode_of, normalised
 from zeroamp.policies.render import render_report, to_config
+from zeroamp.policies.schema import Config, validate
+from zeroamp.policies.schema.config import RangeMode as RangeMode
 from zeroamp.policies.schema.instruments import FileMonitorBlock, WandbBlock
-from zeroamp.policies.schema.optimizer import OptimizerBlock
-from zeroamp.policies.schema.scheduler import SchedulerBlock
+from zeroamp.policies.schema.zero import LeafModuleBlock
+from zeroamp.policies.schema.zero import Stage as Stage
 
-Mode = Literal["autocast", "bf16", "fp16", "fp32"]
-Stage = Literal[0, 1, 2, 3]
-ReduceAccumulate = Literal["fp32", "native"]
-ExternalAutocast = Literal["error", "allow"]
-RangeMode = Literal["profiler", "nvtx", "off"]
+_T = TypeVar("_T")
+
+LeafModules = LeafModuleBlock
+"""Modules that are unsharded whole, as one unit: sparse experts, of which a forward runs only some."""
+
+NO_LEAF_MODULES = LeafModules()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +44,7 @@ class Offload:
     """Where the sharded parameters, their gradients and the optimizer state live: FSDP2 moves all three together."""
 
     to_cpu: bool = False
-    """Gathered copies stay on the accelerator; only shards move."""
+    """Unsharded copies stay on the accelerator; only shards move."""
 
     pin_memory: bool = True
     """Page-locked memory, which copies overlap with compute. Only where there is an accelerator."""
@@ -33,169 +53,75 @@ class Offload:
 NO_OFFLOAD = Offload()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LeafModules:
-    """Modules that are gathered whole, as one unit: sparse experts, of which a forward runs only some."""
+class _Key(Generic[_T]):
+    """An attribute of `Policy` that reads the config."""
 
-    classes: tuple[str, ...] = ()
-    """Class names, bare or "package.module.Class"; subclasses count."""
-    names: tuple[str, ...] = ()
-    """FQNs."""
-    name_suffixes: tuple[str, ...] = ()
-    """Ends of FQNs, at a dot: "mlp" is the end of "layers.0.mlp"."""
+    def __init__(self, read: Callable[[Config], _T]) -> None:
+        self._read = read
+
+    @overload
+    def __get__(self, policy: None, owner: type) -> "_Key[_T]": ...
+    @overload
+    def __get__(self, policy: "Policy", owner: type) -> _T: ...
+    def __get__(self, policy: "Policy | None", owner: type) -> "_Key[_T] | _T":
+        return self if policy is None else self._read(policy.config)
 
 
-NO_LEAF_MODULES = LeafModules()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, init=False, slots=True, repr=False)
 class Policy:
     """Precision, sharding stage and step of one training run, from `policy_from_config`.
 
-    Change a field with `dataclasses.replace`. `str(policy)` is JSON, of a config that `policy_from_config` turns into
-    an equal policy.
+    Policies are equal where their configs ask for the same. `str(policy)` is JSON, of a config that
+    `policy_from_config` turns into an equal policy; `replace` changes keys.
     """
 
-    mode: Mode = "fp32"
-    """"autocast": per-op precision of `torch.autocast`, safe parameters gathered low. "bf16", "fp16": every parameter
-    gathered and computed in that dtype. "fp32": no mixed precision. Storage and optimizer state are fp32 in all."""
+    config: Config
+    """Every key, validated and normal: see `zeroamp.policies.normalise`. Native and unsupported keys have defaults."""
 
-    low_dtype: torch.dtype | None = None
-    """The low precision of the mode: bfloat16 or float16; None for mode "fp32"."""
+    given: tuple[tuple[str, Any], ...] = field(compare=False)
+    """The keys that were given, with dots, and their values. For `report`; policies compare without."""
 
-    lower_precision_safe_modules: tuple[str, ...] | Literal["auto"] = ()
-    """Class names whose parameters are safe; "auto" finds out by a traced run, see `discover_safe_parameters`. Only
-    mode "autocast" reads it."""
+    def __init__(
+        self, config: Config | None = None, given: tuple[tuple[str, Any], ...] = (), *, num_ranks: int | None = None
+    ) -> None:
+        """Take a config that `validate` returned, or none for the defaults. `num_ranks` derives and checks batch sizes.
 
-    stage: Stage = 0
-    """ZeRO stage: 0 replicates; 1 shards optimizer state; 2 also gradients; 3 also parameters."""
+        Raises:
+            ConfigError: two keys contradict each other.
+        """
+        object.__setattr__(self, "config", normalised(Config() if config is None else config, num_ranks))
+        object.__setattr__(self, "given", given)
+        check_policy(self)
 
-    communication_data_type: torch.dtype | None = None
-    """Dtype on the wire of the gradient reduction of low-precision parameters (of all parameters in mode "fp32"). None
-    means the dtype their raw gradients have, which loses nothing. Under autocast, unsafe parameters always reduce in
-    fp32."""
+    def replace(self, **changes: Any) -> "Policy":
+        """Return the policy of this config with other values for some keys: `policy.replace(stage=2)`.
 
-    reduce_accumulate_dtype: ReduceAccumulate = "fp32"
-    """How a low-precision wire is summed: "fp32" sends low precision and sums in fp32 in rank order; "native" uses the
-    backend's own reduction in the wire dtype. No effect on a wire of fp32."""
+        A key is named as the arguments of `policy_from_config` are: by its path with dots (or with `__` for each), its
+        last part, or, for `block.enabled`, the block. None takes a key out. All checks run again.
 
-    grad_accum_dtype: torch.dtype = torch.float32
-    """Dtype in which the gradients of several micro-batches are summed: unsharded at stages 0 and 1, sharded at stages
-    2 and 3. No effect with one micro-batch per step."""
+        Raises:
+            ConfigError: no key, or more than one, has the name; a value is impossible; or two keys contradict each
+                other.
+        """
+        flat = flatten(self.to_config())
+        named = {path for path, _ in self.given}
+        for name, value in changes.items():
+            path = path_of_key(name, value)
+            flat = {other: held for other, held in flat.items() if not f"{other}.".startswith(f"{path}.")}
+            flat |= {} if value is None else flatten({path: json_value(value, path)})
+            named |= {other for other in flat if f"{other}.".startswith(f"{path}.")}
+        given = tuple((path, value) for path, value in flat.items() if path in named)
+        return Policy(validate(nest(flat)), given)
 
-    external_autocast: ExternalAutocast = "error"
-    """What a forward inside the caller's own `torch.autocast` is, where the mode is not "autocast": an error, or let
-    through."""
-
-    loss_scale: LossScale = NO_LOSS_SCALE
-    """Only float16 scales the loss."""
-
-    count_traffic: bool = True
-    """Whether collectives are counted (calls and bytes). Results are the same bits either way."""
-
-    ranges: RangeMode = "profiler"
-    """When the work on each unit and group is named for a trace. "profiler": while a torch profiler records. "nvtx": as
-    NVTX ranges always, and for a torch profiler too. Results are the same bits in every mode."""
-
-    recovery: bool = True
-    """Whether an exception on one rank is raised on all of them, and `TrainStep.recover` goes on after it. Off, `step`
-    does not wait for the device, and the other ranks wait for the timeout of the process group."""
-
-    share_casts: bool = True
-    """Under autocast: whether Linears of a unit that read the same tensor share its low-precision copy, where autocast
-    makes one for each. Results are the same bits either way."""
-
-    reduce_scatter_input_buffers: int = 1
-    """Flat inputs of reductions that may be in flight, from torch 2.13 on. With 1, FSDP2's default, a unit's backward
-    waits for the reduction before it; more cost the memory of one input each."""
-
-    separate_reduce_scatter_group: bool = False
-    """Whether reductions run in a process group of their own, beside the gathers, from torch 2.13 on. In one NCCL
-    communicator one runs after the other. Results are the same bits either way."""
-
-    gradient_accumulation_steps: int = 1
-    """Micro-batches per optimizer step and rank."""
-
-    gradient_clipping: float = 0.0
-    """Largest global gradient 2-norm; gradients are scaled down to it. 0 (the default) does not clip."""
-
-    param_persistence_threshold: int = 100_000
-    """Elements. fp32 parameters smaller than this, in units whose main group is low precision, are gathered once per
-    step in one model-wide group, and with them the root's own, whatever their size. DeepSpeed's
-    `stage3_param_persistence_threshold`, here at every stage."""
-
-    train_batch_size: int | None = None
-    """Samples per optimizer step over all ranks. None: not said."""
-
-    train_micro_batch_size_per_gpu: int | None = None
-    """Samples per micro-batch and rank, for the data loader. None: not said."""
-
-    keep_in_fp32_modules: tuple[str, ...] | Literal["auto"] = "auto"
-    """Patterns of modules, parameters and buffers that are gathered, computed and kept in fp32 in every mode; see
-    `zeroamp.planning.fp32_regions`. "auto": what transformers models say of themselves."""
-
-    buffer_dtype: torch.dtype | None = None
-    """What floating-point buffers are cast to when the model is wrapped. None: they stay as they are."""
-
-    check_grad_overflow: bool = False
-    """Whether a step with a non-finite gradient is skipped without float16 too (which always skips it)."""
-
-    hpz_partition_size: int = 1
-    """Stage 3: ranks that a parameter is sharded over between forward and backward; must divide the ranks. 1 keeps the
-    sharding over all of them. DeepSpeed's `zero_hpz_partition_size`."""
-
-    dp_replicate_size: int = 1
-    """HSDP: replicas that each shard the model over the ranks they have. Only where `wrap_model` makes the mesh."""
-
-    max_live_parameters: int = 0
-    """Stage 3: elements that may stay gathered from forward to backward; the last units of the forward do, as long as
-    they fit under it together. DeepSpeed's `stage3_max_live_parameters`."""
-
-    prefetch_bucket_size: int = 0
-    """Stage 3: elements to gather ahead: each unit starts the gathers of those after it as long as they fit under it
-    together. 0 leaves it to FSDP2 (one unit ahead in backward). DeepSpeed's `stage3_prefetch_bucket_size`."""
-
-    reduce_bucket_size: int = 0
-    """Elements: neighbouring units are merged, that is gathered and reduced as one, as long as they fit under it
-    together. 0 merges none."""
-
-    leaf_modules: LeafModules = NO_LEAF_MODULES
-    """Modules that become units, with no unit inside."""
-
-    offload: Offload = NO_OFFLOAD
-    """Whether shards live on the CPU."""
-
-    gather_16bit_weights_on_save: bool = False
-    """Whether `zeroamp.export_hf` writes the low dtype where its caller names none, instead of fp32. DeepSpeed's
-    `stage3_gather_16bit_weights_on_model_save`, here at every stage."""
-
-    steps_per_print: int = 0
-    """Optimizer steps between two log lines of `TrainStep` (logger "zeroamp", level INFO, first rank). 0: none."""
-
-    wall_clock_breakdown: bool = False
-    """Whether `TrainStep` logs where the time of a step went, every `steps_per_print` steps, or every 10."""
-
-    tensorboard: FileMonitorBlock | None = None
-    """Where `TrainStep` writes TensorBoard's event files. None: nowhere; so for the next two."""
-
-    csv_monitor: FileMonitorBlock | None = None
-    """Where it writes steps.csv."""
-
-    wandb: WandbBlock | None = None
-    """The run of Weights & Biases that it logs to."""
-
-    optimizer: OptimizerBlock | None = None
-    """What `optimizer_from_config` builds. None: not said."""
-
-    scheduler: SchedulerBlock | None = None
-    """What `scheduler_from_config` builds. None: not said."""
-
-    given: tuple[tuple[str, Any], ...] = field(default=(), compare=False, repr=False)
-    """The keys of the config this came from, with dots, and their values. For `report`; policies compare without."""
+    __replace__ = replace
 
     def __str__(self) -> str:
         """Return the config as JSON, defaults written out."""
         return json.dumps(self.to_config(), indent=2)
+
+    def __repr__(self) -> str:
+        """Return the call that makes an equal policy."""
+        return f"policy_from_config({self.to_config()!r})"
 
     def to_config(self) -> dict[str, Any]:
         """Return the config, defaults written out, from which `policy_from_config` makes an equal policy."""
@@ -205,10 +131,71 @@ class Policy:
         """Return a table of what became of each key: honoured, native, off, no effect, or a default."""
         return render_report(self)
 
+    # Short names of keys, which their notes in the schema describe (docs/config.md).
+    train_batch_size = _Key(lambda config: config.train_batch_size)
+    train_micro_batch_size_per_gpu = _Key(lambda config: config.train_micro_batch_size_per_gpu)
+    gradient_accumulation_steps = _Key(lambda config: config.gradient_accumulation_steps or 1)
+    gradient_clipping = _Key(lambda config: config.gradient_clipping)
+    communication_data_type = _Key(lambda config: config.communication_data_type)
+    grad_accum_dtype = _Key(lambda config: config.data_types.grad_accum_dtype or torch.float32)
+    buffer_dtype = _Key(lambda config: config.data_types.buffer_dtype)
+    keep_in_fp32_modules = _Key(lambda config: config.data_types.keep_in_fp32_modules)
+    check_grad_overflow = _Key(lambda config: config.bf16.check_grad_overflow)
+    stage = _Key(lambda config: config.zero_optimization.stage)
+    param_persistence_threshold = _Key(lambda config: config.zero_optimization.stage3_param_persistence_threshold)
+    max_live_parameters = _Key(lambda config: config.zero_optimization.stage3_max_live_parameters)
+    prefetch_bucket_size = _Key(lambda config: config.zero_optimization.stage3_prefetch_bucket_size)
+    reduce_bucket_size = _Key(lambda config: config.zero_optimization.reduce_bucket_size)
+    hpz_partition_size = _Key(lambda config: config.zero_optimization.zero_hpz_partition_size)
+    leaf_modules = _Key(lambda config: config.zero_optimization.leaf_module or NO_LEAF_MODULES)
+    gather_16bit_weights_on_save = _Key(
+        lambda config: config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+    )
+    reduce_accumulate_dtype = _Key(lambda config: config.zeroamp.reduce_accumulate_dtype)
+    external_autocast = _Key(lambda config: config.zeroamp.external_autocast)
+    dp_replicate_size = _Key(lambda config: config.zeroamp.dp_replicate_size)
+    count_traffic = _Key(lambda config: config.zeroamp.count_traffic is not False)
+    ranges = _Key(lambda config: config.zeroamp.ranges)
+    recovery = _Key(lambda config: config.zeroamp.recovery)
+    share_casts = _Key(lambda config: config.zeroamp.share_casts)
+    reduce_scatter_input_buffers = _Key(lambda config: config.zeroamp.reduce_scatter_input_buffers)
+    separate_reduce_scatter_group = _Key(lambda config: config.zeroamp.separate_reduce_scatter_group)
+    steps_per_print = _Key(lambda config: config.steps_per_print or 0)
+    wall_clock_breakdown = _Key(lambda config: config.wall_clock_breakdown)
+    optimizer = _Key(lambda config: config.optimizer)
+    scheduler = _Key(lambda config: config.scheduler)
+
+    @property
+    def mode(self) -> Mode:
+        """How precision is mixed. The sharded parameters and the optimizer state are fp32 in every mode.
+
+        "autocast": per-op precision of `torch.autocast`, safe parameters all-gathered in the low dtype. "bf16", "fp16":
+        every parameter all-gathered and computed in that dtype. "fp32": no mixed precision.
+        """
+        return mode_of(self.config)
+
+    @property
+    def low_dtype(self) -> torch.dtype | None:
+        """The low precision of the mode: bfloat16 or float16; None for mode "fp32"."""
+        return low_dtype_of(self.config)
+
+    @property
+    def lower_precision_safe_modules(self) -> tuple[str, ...] | Literal["auto"]:
+        """Class names whose parameters are safe; "auto" finds out by a traced run, see `discover_safe_parameters`.
+
+        Empty in other modes than "autocast".
+        """
+        return self.config.torch_autocast.lower_precision_safe_modules or ()
+
     @property
     def gather_dtype(self) -> torch.dtype:
-        """Dtype in which low-precision parameters are gathered (fp32 in mode "fp32")."""
+        """FSDP2's param_dtype of low-precision parameters: the dtype of their all-gather (fp32 in mode "fp32")."""
         return self.low_dtype or torch.float32
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """Communication dtype of the gradients of low-precision parameters at stages 1 to 3."""
+        return self.communication_data_type or self.gather_dtype
 
     @property
     def export_dtype(self) -> torch.dtype:
@@ -216,6 +203,58 @@ class Policy:
         return self.gather_dtype if self.gather_16bit_weights_on_save else torch.float32
 
     @property
-    def wire_dtype(self) -> torch.dtype:
-        """Dtype in which the gradients of low-precision parameters are sent at stages 1 to 3."""
-        return self.communication_data_type or self.gather_dtype
+    def loss_scale(self) -> LossScale:
+        """How the loss is scaled; `NO_LOSS_SCALE` unless something computes in float16."""
+        block = self.config.fp16
+        if self.low_dtype != torch.float16:
+            return NO_LOSS_SCALE
+        if block.loss_scale > 0:
+            return LossScale(initial=block.loss_scale, dynamic=False)
+        return LossScale(
+            initial=2.0**block.initial_scale_power,
+            window=block.loss_scale_window,
+            hysteresis=block.hysteresis,
+            consecutive_hysteresis=block.consecutive_hysteresis,
+            minimum=block.min_loss_scale,
+        )
+
+    @property
+    def offload(self) -> Offload:
+        """Whether shards live on the CPU."""
+        block = self.config.zero_optimization.offload_optimizer
+        return NO_OFFLOAD if block is None else Offload(to_cpu=True, pin_memory=block.pin_memory)
+
+    @property
+    def tensorboard(self) -> FileMonitorBlock | None:
+        """Where `TrainStep` writes TensorBoard's event files; None: nowhere."""
+        return self.config.tensorboard if self.config.tensorboard.enabled else None
+
+    @property
+    def csv_monitor(self) -> FileMonitorBlock | None:
+        """Where `TrainStep` writes steps.csv; None: nowhere."""
+        return self.config.csv_monitor if self.config.csv_monitor.enabled else None
+
+    @property
+    def wandb(self) -> WandbBlock | None:
+        """The run of Weights & Biases that `TrainStep` logs to; None: none."""
+        return self.config.wandb if self.config.wandb.enabled else None
+
+
+def policy_from_config(
+    cfg: Mapping[str, Any] | str | os.PathLike[str], *, world_size: int | None = None, **auto: Any
+) -> Policy:
+    """Read a DeepSpeed-style config. Every key is honoured, native (it changes nothing), or refused.
+
+    Args:
+        cfg: a mapping, or the path of a JSON file.
+        world_size: data-parallel ranks, to derive and check batch sizes. By default WORLD_SIZE of the environment,
+            which torchrun sets; `wrap_model` checks against the mesh.
+        auto: values for the keys that are `"auto"` in the config, by the key's path with dots, its last part, or, for
+            `block.enabled`, the block. `hidden_size` fills the three sizes that transformers derives from it.
+
+    Raises:
+        ConfigError: a key is unknown or unsupported, a value is impossible, two keys contradict each other, or an
+            "auto" is left. The text names the key.
+    """
+    filled = fill_auto(load_config(cfg), auto)
+    return Policy(validate(filled), tuple(flatten(filled).items()), num_ranks=data_parallel_ranks(world_size))

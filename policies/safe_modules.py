@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from zeroamp.policies.errors import ConfigError, describe
+from zeroamp.policies.errors import ConfigError
 
 KEY = "torch_autocast.lower_precision_safe_modules"
 
@@ -29,9 +29,7 @@ def resolve_safe_classes(names: Sequence[str], model: nn.Module) -> tuple[type[n
 def _resolve(name: str, model: nn.Module) -> type[nn.Module]:
     found = _import_class(name) if "." in name else _find_bare_class(name, model)
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise ConfigError(
-            describe(KEY, f"{name!r}, which is {found!r}", "subclasses of torch.nn.Module", "Name a module class.")
-        )
+        raise ConfigError(f"{KEY} names {name!r}, but {found!r} is no torch.nn.Module class. Name a module class.")
     return found
 
 
@@ -41,12 +39,8 @@ def _import_class(name: str) -> object:
         return getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            describe(
-                KEY,
-                f"{name!r}, which does not import ({error})",
-                'an importable "package.module.Class"',
-                f"Looked for {class_name!r} in {module_name!r}: check the spelling and that the package is installed.",
-            )
+            f"{KEY} names {name!r}, but {module_name!r} has no importable {class_name!r} ({error}). Check the "
+            "spelling and that the package is installed."
         ) from error
 
 
@@ -56,15 +50,10 @@ def _find_bare_class(name: str, model: nn.Module) -> object:
     candidates = {type(module) for module in model.modules() if type(module).__name__ == name}
     if len(candidates) == 1:
         return candidates.pop()
-    where = "no class" if not candidates else f"{len(candidates)} classes"
-    raise ConfigError(
-        describe(
-            KEY,
-            f"{name!r}, which {where} of torch.nn or of the model carries" if not candidates else f"{name!r}: {where}",
-            "a class of torch.nn or of the model",
-            'Write the full name "package.module.Class".',
-        )
+    carriers = (
+        f"{len(candidates)} classes of the model have" if candidates else "no class of torch.nn or of the model has"
     )
+    raise ConfigError(f'{KEY} names {name!r}, a name that {carriers}. Write the full name "package.module.Class".')
 
 
 def unsafe_owner(

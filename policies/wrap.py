@@ -1,18 +1,16 @@
-"""Auto-wrap policies: which modules of a model become units, that is, are gathered and reduced together."""
+"""Auto-wrap policies: which modules of a model become FSDP units, that is, are unsharded and reduced together."""
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 
 from torch import nn
 
-from zeroamp.policies.errors import ConfigError, WrapError, describe
+from zeroamp.policies.errors import ConfigError, WrapError, describe, some_of
 from zeroamp.policies.policy import NO_LEAF_MODULES, LeafModules
 
 logger = logging.getLogger("zeroamp")
-
-_NUM_NAMES = 8  # that an error lists, of a model that may have thousands
 
 TorchWrapPolicy = Callable[..., bool]
 """FSDP1's protocol, `policy(module=, recurse=, nonwrapped_numel=) -> bool`: `ModuleWrapPolicy`, and
@@ -29,8 +27,8 @@ def find_units(
     """Return the FQNs of the units below the root, children before parents; the root ("") is always one and not listed.
 
     By default the classes in a transformers model's `_no_split_modules`, else the repeated blocks in the outermost
-    `nn.ModuleList`s, else none (the root alone is gathered and reduced, which is logged). Whatever the policy, the
-    modules that `leaf_modules` names are units, and nothing inside them is.
+    `nn.ModuleList`s, else none (the root alone is a unit, which is logged). Whatever the policy, the modules
+    that `leaf_modules` names are units, and nothing inside them is.
 
     Raises:
         WrapError: the policy matches no module of the model, or is none of the accepted forms.
@@ -58,12 +56,8 @@ def _units_of_policy(model: nn.Module, auto_wrap_policy: AutoWrapPolicy) -> list
     for fqn in units:
         if _is_never_called(module := model.get_submodule(fqn)):
             raise WrapError(
-                describe(
-                    "auto_wrap_policy",
-                    f"{fqn}, a {type(module).__name__}, which is never called",
-                    "modules with a forward",
-                    "Name the class of its children.",
-                )
+                f"auto_wrap_policy chose {fqn}, a {type(module).__name__}, which has no forward. Name the class of its "
+                "children."
             )
     return [fqn for fqn in units if fqn]
 
@@ -73,24 +67,15 @@ def _is_never_called(module: nn.Module) -> bool:
 
 
 def _class_list(asked: object) -> list[type[nn.Module] | str]:
-    items: list[object] = (
-        [asked] if isinstance(asked, str | type) else list(asked) if isinstance(asked, Iterable) else []
-    )
-    bad = [
-        item
-        for item in items
-        if not (isinstance(item, str) or (isinstance(item, type) and issubclass(item, nn.Module)))
-    ]
-    if bad or not items:
-        raise WrapError(
-            describe(
-                "auto_wrap_policy",
-                repr(bad[0] if bad else asked),
-                "module classes, class names, or a callable policy(module=, recurse=, nonwrapped_numel=)",
-                'For example auto_wrap_policy={"LlamaDecoderLayer"}.',
-            )
-        )
-    return items  # type: ignore[return-value]  # checked item by item above
+    items: list[object] = [asked] if isinstance(asked, str | type) or not isinstance(asked, Iterable) else list(asked)
+    classes: list[type[nn.Module] | str] = []
+    for item in items or [asked]:
+        if not (isinstance(item, str) or (isinstance(item, type) and issubclass(item, nn.Module))):
+            valid = "module classes, class names, or a callable policy(module=, recurse=, nonwrapped_numel=)"
+            example = 'For example auto_wrap_policy={"LlamaDecoderLayer"}.'
+            raise WrapError(describe("auto_wrap_policy", repr(item), valid, example))
+        classes.append(item)
+    return classes
 
 
 def _matches(module: nn.Module, wanted: type[nn.Module] | str) -> bool:
@@ -99,8 +84,7 @@ def _matches(module: nn.Module, wanted: type[nn.Module] | str) -> bool:
     return isinstance(module, wanted)
 
 
-def _units_of_classes(model: nn.Module, classes: Iterable[type[nn.Module] | str]) -> list[str]:
-    classes = list(classes)
+def _units_of_classes(model: nn.Module, classes: Sequence[type[nn.Module] | str]) -> list[str]:
     found = [fqn for fqn, module in model.named_modules() if any(_matches(module, wanted) for wanted in classes)]
     return found[::-1]  # named_modules yields parents first
 
@@ -114,11 +98,9 @@ def _refuse_unmatched(model: nn.Module, classes: Iterable[type[nn.Module] | str]
 
 def _matches_nothing(model: nn.Module, asked: str) -> str:
     classes = sorted({type(module).__name__ for module in model.modules() if module is not model})
-    return describe(
-        "auto_wrap_policy",
-        f"{asked}, which matches no module of {type(model).__name__}",
-        f"the classes in this model: {', '.join(classes) or 'none below the root'}",
-        "Name one of them, or leave auto_wrap_policy out for the default.",
+    return (
+        f"auto_wrap_policy {asked} matches no module of {type(model).__name__}. Name one of its classes, "
+        f"{', '.join(classes) or 'none below the root'}, or leave auto_wrap_policy out for the default."
     )
 
 
@@ -192,8 +174,14 @@ def find_leaf_modules(model: nn.Module, leaf_modules: LeafModules) -> list[str]:
 
 
 def _refuse_leaf_modules(model: nn.Module, key: str, wanted: str, found: Mapping[nn.Module, str]) -> None:
-    container = next((f"{fqn}, a {type(m).__name__}" for m, fqn in found.items() if _is_never_called(m)), None)
-    if found and container is None:
+    where = f"zero_optimization.leaf_module.{key} {wanted!r}"
+    for module, fqn in found.items():
+        if _is_never_called(module):
+            raise ConfigError(
+                f"{where} matches {fqn}, a {type(module).__name__}, which has no forward. Name the module that calls "
+                "its children."
+            )
+    if found:
         return
     if key == "classes":
         names = sorted({type(module).__name__ for module in model.modules()})
@@ -201,13 +189,8 @@ def _refuse_leaf_modules(model: nn.Module, key: str, wanted: str, found: Mapping
         names = [fqn for fqn, _ in model.named_modules() if fqn]
         if key == "name_suffixes":
             names = sorted({name.rpartition(".")[2] for name in names})
-        names = get_close_matches(wanted, names, n=_NUM_NAMES) or names[:_NUM_NAMES]
+        names = get_close_matches(wanted, names, n=8) or names
     raise ConfigError(
-        describe(
-            f"zero_optimization.leaf_module.{key}",
-            f"{wanted!r}, which matches {container or 'no module'}"
-            + (", which is never called" if container else f" of {type(model).__name__}"),
-            f"modules with a forward, in this model {', '.join(names) or 'none below the root'}",
-            "Name the module that calls them." if container else "Name one of them, or leave it out.",
-        )
+        f"{where} matches no module of {type(model).__name__}. Name one that it has, such as "
+        f"{some_of(names) or 'none below the root'}, or leave the item out."
     )

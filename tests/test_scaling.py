@@ -33,7 +33,7 @@ def test_deepspeed_by_hand():
         model = nn.ModuleDict({"safe": nn.Linear(1000, 200, bias=False), "other": nn.Embedding(1000, 500)})
         model["small"] = nn.LayerNorm(10, bias=False)
     plan = zeroamp.build_plan(model, zeroamp.policy_from_config(config(accumulation=2)), "Linear")
-    found = [of_deepspeed(replace(plan, policy=replace(plan.policy, stage=stage)), 2) for stage in range(4)]
+    found = [of_deepspeed(replace(plan, policy=plan.policy.replace(stage=stage)), 2) for stage in range(4)]
     num_params, on_wire = 200_000 + 500_000 + 10, 2 * 200_000 + 4 * 500_000 + 4 * 10
     of_micro_batch = 3 * (2 * 200_000 + 4 * 500_000) + 4 * 10
     assert [2 * sent for sent in found] == [  # half of it is another rank's

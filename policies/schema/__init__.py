@@ -2,10 +2,11 @@
 
 from zeroamp.policies.schema.check import validate
 from zeroamp.policies.schema.config import Config
-from zeroamp.policies.schema.keys import SAME, Block, Honoured, Key, KeyClass, Native, Unsupported, iter_keys
+from zeroamp.policies.schema.instruments import CommsLoggerBlock
+from zeroamp.policies.schema.keys import SAME, Block, Honoured, Key, KeyClass, Native, Unsupported, iter_keys, own_class
 from zeroamp.policies.schema.optimizer import OPTIMIZER_PARAMS, AdamParams, OptimizerBlock, SGDParams
-from zeroamp.policies.schema.precision import Fp16Block, TorchAutocastBlock
 from zeroamp.policies.schema.scheduler import SCHEDULER_PARAMS, SchedulerBlock
+from zeroamp.policies.schema.zero import LeafModuleBlock, OffloadOptimizerBlock, ZeroOptimizationBlock
 
 __all__ = [
     "OPTIMIZER_PARAMS",
@@ -13,17 +14,20 @@ __all__ = [
     "SCHEDULER_PARAMS",
     "AdamParams",
     "Block",
+    "CommsLoggerBlock",
     "Config",
-    "Fp16Block",
     "Honoured",
     "Key",
     "KeyClass",
+    "LeafModuleBlock",
     "Native",
+    "OffloadOptimizerBlock",
     "OptimizerBlock",
     "SGDParams",
     "SchedulerBlock",
-    "TorchAutocastBlock",
     "Unsupported",
+    "ZeroOptimizationBlock",
     "iter_keys",
+    "own_class",
     "validate",
 ]

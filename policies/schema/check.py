@@ -1,20 +1,18 @@
 """Checks a config against the schema. Errors name the key, one line per bad key."""
 
 import difflib
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
-from zeroamp.policies.errors import ConfigError, describe
+from zeroamp.policies.errors import ConfigError, describe, is_quoted, shown
 from zeroamp.policies.schema.config import Config
 from zeroamp.policies.schema.keys import (
     REMOVE_IT,
     Block,
     Unsupported,
     inner_block,
-    is_off,
     iter_keys,
     nearest,
     own_class,
@@ -22,9 +20,26 @@ from zeroamp.policies.schema.keys import (
 from zeroamp.policies.schema.optimizer import OPTIMIZER_PARAMS
 from zeroamp.policies.schema.scheduler import SCHEDULER_PARAMS
 
-_WORDS = {"tuple_type": "a list", "model_type": "an object of keys"}  # pydantic's words for JSON's list and object
-_TYPE_ERRORS = ("_type", "_parsing", "_from_float", "value_error")
-_MANY = 12  # keys that an error lists; of a longer block it says where they are
+_VALID = {
+    "bool_type": "true or false",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "a string",
+    "tuple_type": "a list",
+    "model_type": "an object of keys",
+    "too_long": "a list of at most {max_length}",
+    "greater_than": "greater than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "below {lt}",
+    "less_than_equal": "at most {le}",
+    "literal_error": "{expected}",
+    "value_error": "{error}",
+}
+"""What is valid, by the type of pydantic's error."""
+_TYPE_ERRORS = ("_type", "_from_float", "value_error")
+_MANY = 12  # keys that an error lists; of a longer block it names the table in the docs
 
 
 def validate(cfg: Mapping[str, Any]) -> Config:
@@ -33,49 +48,36 @@ def validate(cfg: Mapping[str, Any]) -> Config:
     Raises:
         ConfigError: a key is unknown, unsupported, or of another type, with one line per bad key.
     """
-    bad: dict[str, str] = {}
-    config = None
     try:
-        config = Config.model_validate(dict(cfg))
+        return Config.model_validate(dict(cfg))
     except ValidationError as error:
         details: dict[str, list[Any]] = {}
         for detail in error.errors():
             path = _path(detail["loc"], cfg, is_missing=detail["type"] == "missing")
             details.setdefault(path, []).append(detail)
-        for path, of_path in details.items():
-            # Of a union whose one member got as far as an item of the list, only that says what is wrong.
-            if not any(other.startswith(f"{path}.") for other in details):
-                bad[path] = _explain(path, of_path)
-    for path, text in _unsupported(cfg, Config, ""):
-        bad.setdefault(path, text)
-    if bad or config is None:
-        raise ConfigError("\n".join(bad.values()))
-    return config
+    # An error of an item of a list is also one of the list, for every other member of a union: only the item's counts.
+    outer = {path for path in details if any(other.startswith(f"{path}.") for other in details)}
+    raise ConfigError("\n".join(_explain(path, found) for path, found in details.items() if path not in outer))
 
 
 def _explain(path: str, details: list[Any]) -> str:
-    """Put what pydantic says of one key into our words; of a union it says something for every member."""
+    """Return the sentence for one key from pydantic's errors: one, or, of a union, one for every member."""
     detail = details[0]
     if detail["type"] == "refused":
-        return describe(path, **detail["ctx"])
+        return f"{path} {detail['ctx']['sentence']}"
     if detail["type"] == "missing":
-        return describe(path, "no such key", "a value", "Add it: it has no default.")
+        return f"{path} is missing and has no default. Add it."
     if detail["type"] == "extra_forbidden":
-        known = _siblings(path)
-        block = path.rpartition(".")[0] or "the top level"
-        valid = ", ".join(known) if len(known) <= _MANY else f"the keys of {block} in docs/config.md"
-        return describe(path, "a key that neither DeepSpeed 0.19.8 nor zeroamp has", valid, _nearest(path, known))
-    found = f"{type(detail['input']).__name__} {detail['input']!r}"
-    valid = " or ".join(_valid(each) for each in details)
+        known, block = _siblings(path), path.rpartition(".")[0] or "the top level"
+        listed = ", ".join(known) if len(known) <= _MANY else "in docs/config.md"
+        remedy = f"{_nearest(path, known)} The keys of {block} are {listed}."
+        return f"{path} is a key of neither DeepSpeed 0.19.8 nor zeroamp. {remedy}"
+    value = detail["input"]
+    valid = " or ".join(_VALID.get(each["type"], each["msg"]).format(**each.get("ctx", {})) for each in details)
+    valid = valid.replace("'", '"')  # pydantic quotes a literal as Python does
     is_type = any(each["type"].endswith(_TYPE_ERRORS) for each in details)
-    return describe(
-        path, found, valid, "Change the value; JSON types are not converted." if is_type else "Change the value."
-    )
-
-
-def _valid(detail: Any) -> str:
-    words: str = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    return _WORDS.get(detail["type"], words)
+    remedy = "Change the value; JSON types are not converted." if is_type else "Change the value."
+    return describe(path, shown(value), valid, "Remove the quotes." if is_quoted(value) else remedy)
 
 
 def _path(location: tuple[Any, ...], cfg: Any, *, is_missing: bool) -> str:
@@ -114,28 +116,3 @@ def _nearest(path: str, siblings: list[str]) -> str:
         elsewhere |= {key.path: f"{block or 'optimizer'}.params.{key.path}" for key in iter_keys(of_type)}
     names = difflib.get_close_matches(name, elsewhere, n=1)
     return f"Did you mean {elsewhere[names[0]]!r}?" if names else REMOVE_IT
-
-
-def _unsupported(cfg: Mapping[str, Any], block: type[Block], prefix: str) -> list[tuple[str, str]]:
-    found: list[tuple[str, str]] = []
-    for name, value in cfg.items():
-        field = block.model_fields.get(name)
-        if field is None:
-            continue
-        key_class = own_class(field)
-        inner = inner_block(field) if key_class is None else None
-        if isinstance(key_class, Unsupported) and not is_off(value, key_class):
-            off = " or ".join(_json(item) for item in key_class.off if item is not None) or "no such key"
-            path = f"{prefix}{name}"
-            found.append((path, describe(path, f"{_json(value)}, which is not supported", off, key_class.note)))
-        elif inner is not None and isinstance(value, Mapping):
-            found += _unsupported(value, inner, f"{prefix}{name}.")
-    return found
-
-
-def _json(value: object) -> str:
-    try:
-        text = json.dumps(value)
-    except (TypeError, ValueError):
-        text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -14,9 +14,9 @@ from zeroamp.policies.schema.instruments import (
     TimersBlock,
     WandbBlock,
 )
-from zeroamp.policies.schema.keys import Block, Count, Honoured, Native, Number, Unsupported
+from zeroamp.policies.schema.keys import Block, Count, Dtype, Honoured, Native, Number, PositiveInt, Unsupported
 from zeroamp.policies.schema.optimizer import OptimizerBlock
-from zeroamp.policies.schema.precision import Bf16Block, DataTypesBlock, DtypeName, Fp16Block, TorchAutocastBlock
+from zeroamp.policies.schema.precision import Bf16Block, DataTypesBlock, Fp16Block, TorchAutocastBlock
 from zeroamp.policies.schema.scheduler import SchedulerBlock
 from zeroamp.policies.schema.zero import ZeroOptimizationBlock
 
@@ -24,76 +24,100 @@ _SUMS_IN_FP32 = "Remove it: gradients are summed in fp32 and divided after, so t
 _NO_SUCH_FEATURE = "Remove it: zeroamp has no such feature, and would otherwise ignore the block."
 _GONE = "Remove it: DeepSpeed 0.19.8 has removed it too."
 
-AtLeastOne = Annotated[int, Field(ge=1)]
+
+RangeMode = Literal["profiler", "nvtx", "off"]
 
 
 class ZeroampBlock(Block):
-    """`zeroamp`: what DeepSpeed has no key for."""
+    """`zeroamp`: the keys that DeepSpeed does not have."""
 
     reduce_accumulate_dtype: Annotated[
         Literal["fp32", "native"],
-        Honoured("how a low-precision wire is summed; `native`: the backend's own reduction in the wire dtype"),
+        Honoured(
+            "how low-precision gradients are summed over ranks: `fp32` in rank order, after they "
+            "were sent low; `native` by the backend, in the communication dtype"
+        ),
     ] = "fp32"
     external_autocast: Annotated[
         Literal["error", "allow"],
-        Honoured("a forward inside your own `torch.autocast`, where `torch_autocast` is off: refused, or let through"),
+        Honoured("a forward inside your own `torch.autocast`, where `torch_autocast` is off: an error, or allowed"),
     ] = "error"
     dp_replicate_size: Annotated[
-        AtLeastOne, Honoured("HSDP: replicas, each sharded over its part of the ranks, where no mesh is passed")
+        PositiveInt, Honoured("HSDP: replicas, each sharded over its part of the ranks, where no mesh is passed")
     ] = 1
     count_traffic: Annotated[
         bool | None,
         Honoured("count calls and bytes of every collective (`zeroamp.traffic(model)`). Default: true; same results"),
     ] = None
     ranges: Annotated[
-        Literal["profiler", "nvtx", "off"],
+        RangeMode,
         Honoured("names in traces: `profiler` while a torch profiler records, `nvtx` always, also as NVTX, or `off`"),
     ] = "profiler"
     recovery: Annotated[
         bool,
-        Honoured("raise one rank's exception on all and go on with `TrainStep.recover()`; `step` waits for the device"),
-    ] = True
+        Honoured(
+            "whether an exception on one rank is raised on all of them, and `TrainStep.recover` goes on after it. Off, "
+            "nothing of it runs"
+        ),
+    ] = False
     share_casts: Annotated[
-        bool, Honoured("under autocast, Linears of a unit that read one tensor share its low copy; same bits")
+        bool,
+        Honoured("under autocast, Linears of a unit that read the same tensor share its low-precision copy; same bits"),
     ] = True
     reduce_scatter_input_buffers: Annotated[
-        AtLeastOne,
+        PositiveInt,
         Honoured(
-            "flat inputs of reductions that may be in flight, torch 2.13+: a backward that waits for them needs 2"
+            "flat inputs of reductions that may be in flight, torch 2.13+. With 1 a unit's backward "
+            "waits for the reduction before it; each more costs the memory of one input"
         ),
     ] = 1
     separate_reduce_scatter_group: Annotated[
-        bool, Honoured("reductions have a process group of their own, torch 2.13+: beside gathers, not after them")
+        bool,
+        Honoured(
+            "reductions have a process group of their own, torch 2.13+: beside all-gathers, not "
+            "after them, as in one NCCL communicator; same bits"
+        ),
     ] = False
 
 
 class Config(Block):
-    """All keys. Those of a block that is not enabled are checked and have no effect."""
+    """All keys. The keys of a block that is not enabled are checked and have no effect."""
 
     train_batch_size: Annotated[
-        AtLeastOne | None, Honoured("samples per step: micro-batch size x accumulation steps x ranks, checked")
+        PositiveInt | None, Honoured("samples per step: micro-batch size x accumulation steps x ranks, checked")
     ] = None
-    train_micro_batch_size_per_gpu: Annotated[AtLeastOne | None, Honoured("samples per micro-batch and rank")] = None
+    train_micro_batch_size_per_gpu: Annotated[PositiveInt | None, Honoured("samples per micro-batch and rank")] = None
     gradient_accumulation_steps: Annotated[
-        AtLeastOne | None, Honoured("micro-batches per step and rank. Default: from the batch sizes, else 1")
+        PositiveInt | None, Honoured("micro-batches per optimizer step and rank. Default: from the batch sizes, else 1")
     ] = None
-    gradient_clipping: Annotated[Number, Field(ge=0), Honoured("largest global 2-norm; 0 is off", 1.0)] = 0.0
+    gradient_clipping: Annotated[
+        Number,
+        Field(ge=0),
+        Honoured("largest global 2-norm of the gradient, which is scaled down to it; 0 is off", 1.0),
+    ] = 0.0
     torch_autocast: TorchAutocastBlock = TorchAutocastBlock()
     bf16: Bf16Block = Bf16Block()
     fp16: Fp16Block = Fp16Block()
     data_types: DataTypesBlock = DataTypesBlock()
     gradient_accumulation_dtype: Annotated[
-        DtypeName | None, Honoured("the same as data_types.grad_accum_dtype; both must agree")
+        Dtype | None, Honoured("the same as data_types.grad_accum_dtype; both must agree")
     ] = None
     communication_data_type: Annotated[
-        DtypeName | None, Honoured("dtype of low-precision gradients on the wire. Default: the dtype they have")
+        Dtype | None,
+        Honoured(
+            "communication dtype of low-precision gradients (of all in mode fp32). Default: the "
+            "dtype of the raw gradients. Under autocast, unsafe parameters always reduce in fp32"
+        ),
     ] = None
     zero_optimization: ZeroOptimizationBlock = ZeroOptimizationBlock()
     zeroamp: ZeroampBlock = ZeroampBlock()
     optimizer: OptimizerBlock | None = None
     scheduler: SchedulerBlock | None = None
     steps_per_print: Annotated[
-        Count | None, Honoured("steps between two log lines of TrainStep. Default: none", 10)
+        Count | None,
+        Honoured(
+            "optimizer steps between two log lines of `TrainStep` (logger zeroamp, INFO, first rank). Default: none", 10
+        ),
     ] = None
     wall_clock_breakdown: Annotated[
         bool, Honoured("log where the time of a step went, every `steps_per_print` steps, or every 10")
@@ -123,12 +147,12 @@ class Config(Block):
         Literal["mean", "sum"], Unsupported("Multiply the loss by the number of ranks.", ("mean",))
     ] = "mean"
     seq_parallel_communication_data_type: Annotated[
-        DtypeName | None, Unsupported("Remove it: there is no sequence parallelism.", (None, "fp32", "float32"))
+        object, Unsupported("Remove it: there is no sequence parallelism.", (None, "fp32", "float32"))
     ] = None
     managed_gradient_accumulation: Annotated[
-        bool, Unsupported("Remove it: TrainStep keeps the boundary; or write a plain loop.", (True,))
+        bool, Unsupported("Remove it: TrainStep counts the micro-batches; or write a plain loop.", (True,))
     ] = True
-    disable_allgather: Annotated[bool, Unsupported("Remove it: parameters must be gathered.")] = False
+    disable_allgather: Annotated[bool, Unsupported("Remove it: parameters must be all-gathered.")] = False
     disable_python_gc: Annotated[bool, Unsupported("Call gc.disable() yourself.")] = False
     dataloader_drop_last: Annotated[bool, Unsupported("Give it to your DataLoader: zeroamp has none.")] = False
 

@@ -2,10 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
-
-from zeroamp.policies.schema.keys import Block, Count, Honoured, Native, Number, Unsupported
-from zeroamp.policies.schema.precision import Names
+from zeroamp.policies.schema.keys import Block, Count, Honoured, Names, Native, Number, PositiveInt, Unsupported
 
 _NO_COMET = "Use tensorboard, csv_monitor or wandb, or add a watcher of your own to TrainStep.watchers."
 _OF_COMET = "only an enabled comet reads it, which is refused"
@@ -85,7 +82,7 @@ class ActivationCheckpointingBlock(Block):
     synchronize_checkpoint_boundary: Annotated[bool, Unsupported("Remove it: nothing needs it.")] = False
     profile: Annotated[bool, Unsupported("Use torch.profiler.")] = False
     number_checkpoints: Annotated[
-        Annotated[int, Field(ge=1)] | None, Native("only contiguous_memory_optimization reads it, which is refused")
+        PositiveInt | None, Native("only contiguous_memory_optimization reads it, which is refused")
     ] = None
 
 

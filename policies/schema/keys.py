@@ -6,8 +6,22 @@ from dataclasses import dataclass
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+import torch
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PlainValidator,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+from zeroamp.policies.dtypes import DTYPE_BY_NAME, short_name
+from zeroamp.policies.errors import shown
 
 SAME = object()
 REMOVE_IT = "Remove it: zeroamp refuses what it would otherwise ignore."
@@ -15,7 +29,7 @@ REMOVE_IT = "Remove it: zeroamp refuses what it would otherwise ignore."
 
 @dataclass(frozen=True, slots=True)
 class Honoured:
-    """The key does what it says."""
+    """The key has the effect that its note describes."""
 
     note: str
     """What it does, where that is not plain from its name or differs from DeepSpeed."""
@@ -49,10 +63,19 @@ class Block(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
+    @field_validator("*", mode="after")
+    @classmethod
+    def _refuse_unsupported(cls, value: object, info: ValidationInfo) -> object:
+        key_class = own_class(cls.model_fields[str(info.field_name)])
+        if not isinstance(key_class, Unsupported) or is_off(value, key_class):
+            return value
+        off = " or ".join(shown(item) for item in key_class.off if item is not None) or "left out"
+        raise refused(f"must be {off}, but is {shown(value)}, which is not supported. {key_class.note}")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Key:
-    """One key of the schema."""
+    """One key of the schema: its path, its class with the note that the docs print, and its default."""
 
     path: str
     """With dots: "zero_optimization.stage"."""
@@ -86,7 +109,7 @@ def inner_block(field: FieldInfo) -> type[Block] | None:
 
 
 def own_class(field: FieldInfo) -> KeyClass | None:
-    """Return what a field is as a whole; None for a block whose keys say it."""
+    """Return the class of a field as a whole; None for a block, whose keys have classes."""
     return next((item for item in field.metadata if isinstance(item, KeyClass)), None)
 
 
@@ -105,6 +128,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"Did you mean {by_lower[near[0]]!r}?" if near else ""
 
 
+def refused(sentence: str) -> PydanticCustomError:
+    """Build the error of a key whose text is its path and then `sentence`, as in "must be above 0, but is -1. …"."""
+    return PydanticCustomError("refused", "{sentence}", {"sentence": sentence})
+
+
 def as_tuple(value: object) -> object:
     """Return a JSON list as a tuple: fields are hashable, and strict validation takes no list for a tuple."""
     return tuple(value) if isinstance(value, list) else value
@@ -113,14 +141,21 @@ def as_tuple(value: object) -> object:
 def _refuse_bool(value: object) -> object:
     # pydantic's strict int still takes True for 1 in a union with float; a boolean is never a number here.
     if isinstance(value, bool):
-        raise ValueError("a number, which a boolean is not")
+        raise ValueError("a number")
     return value
 
 
 def _whole(value: object) -> object:
     # JSON written by Python has 5e8 for 500000000: a whole number all the same.
-    is_whole = isinstance(value, float) and value.is_integer()
-    return int(value) if is_whole else value  # type: ignore[call-overload]  # a float, by the line above
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _dtype(value: object) -> torch.dtype:
+    if isinstance(value, torch.dtype) and value in DTYPE_BY_NAME.values():
+        return value
+    if isinstance(value, str) and value in DTYPE_BY_NAME:
+        return DTYPE_BY_NAME[value]
+    raise refused(f"must be one of {', '.join(DTYPE_BY_NAME)}, but is {shown(value)}. Change the value.")
 
 
 Number = Annotated[float, BeforeValidator(_refuse_bool), Field(allow_inf_nan=False)]
@@ -129,5 +164,14 @@ Number = Annotated[float, BeforeValidator(_refuse_bool), Field(allow_inf_nan=Fal
 Count = Annotated[int, Field(ge=0)]
 """A whole number from 0 on, written as one."""
 
+PositiveInt = Annotated[int, Field(ge=1)]
+"""A whole number from 1 on, written as one."""
+
 Elements = Annotated[int, BeforeValidator(_whole), BeforeValidator(_refuse_bool), Field(ge=0)]
 """A number of elements: whole, from 0 on; 5e8 is one too, as DeepSpeed's examples write it."""
+
+Dtype = Annotated[torch.dtype, PlainValidator(_dtype), PlainSerializer(short_name)]
+"""A dtype by any of DeepSpeed's names for it; written as "fp32", "bf16" or "fp16"."""
+
+Names = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
+"""A list of strings; one string is not taken for a list of its characters."""

@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 import torch
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from zeroamp.policies.schema.keys import Block, Honoured, Native, Number, Unsupported, as_tuple, nearest
-from zeroamp.policies.schema.params import NotNegative, ParamsBlock, refused, typed_params
+from zeroamp.policies.schema.keys import Block, Honoured, Native, Number, Unsupported, as_tuple, refused
+from zeroamp.policies.schema.params import NotNegative, known_type, typed_params
 
 OptimizerName = Literal["Adam", "AdamW", "SGD"]
 
@@ -20,7 +20,7 @@ Beta = Annotated[Number, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[Beta, Beta], BeforeValidator(as_tuple)]
 
 
-class _TorchParams(ParamsBlock):
+class _TorchParams(Block):
     """What all of torch's optimizers take."""
 
     lr: Annotated[NotNegative, Honoured("learning rate. A scheduler sets it from the first step on")] = 1e-3
@@ -36,7 +36,7 @@ class _TorchParams(ParamsBlock):
     @classmethod
     def _one_implementation(cls, value: bool | None, info: ValidationInfo) -> bool | None:
         if value and info.data.get("foreach"):
-            raise refused("true beside foreach", "at most one of foreach and fused", "Remove one of them.")
+            raise refused("must be false beside foreach true, but is true. Remove one of them.")
         return value
 
 
@@ -93,29 +93,21 @@ class SGDParams(_TorchParams):
     def _nesterov_needs_momentum(cls, value: bool, info: ValidationInfo) -> bool:
         momentum, dampening = info.data.get("momentum"), info.data.get("dampening")
         if value and (momentum == 0 or dampening != 0):
-            found = f"true with momentum {momentum} and dampening {dampening}"
-            raise refused(found, "momentum above 0 and dampening 0", "Set momentum, or remove nesterov.")
+            raise refused(
+                f"must be false with momentum {momentum} and dampening {dampening}, but is true. Nesterov's momentum "
+                "needs momentum above 0 and dampening 0: set them, or remove nesterov."
+            )
         return value
 
 
-OPTIMIZER_PARAMS: dict[str, type[ParamsBlock]] = {"Adam": AdamParams, "AdamW": AdamWParams, "SGD": SGDParams}
+OPTIMIZER_PARAMS: dict[str, type[Block]] = {"Adam": AdamParams, "AdamW": AdamWParams, "SGD": SGDParams}
 """The block of `optimizer.params`, by `optimizer.type`."""
 
 
 def _known_name(value: object) -> object:
     """Return the name as DeepSpeed's documentation writes it."""
-    known = {name.lower(): name for name in OPTIMIZER_PARAMS}
-    if not isinstance(value, str):
-        raise refused(f"{type(value).__name__} {value!r}", ", ".join(OPTIMIZER_PARAMS), "Name one of them.")
-    if value.lower() in known:
-        return known[value.lower()]
-    valid = ", ".join(OPTIMIZER_PARAMS)
-    if value.lower() == "lion" and not hasattr(torch.optim, "Lion"):
-        raise refused(f"{value!r}, which this torch does not have", valid, _BUILD_IT)
     elsewhere = {*_OF_DEEPSPEED, *(name for name in dir(torch.optim) if name[0].isupper())}
-    if value.lower() in {name.lower() for name in elsewhere}:
-        raise refused(f"{value!r}, which zeroamp does not build", valid, _BUILD_IT)
-    raise refused(f"{value!r}, which no optimizer is called", valid, nearest(value, OPTIMIZER_PARAMS) or _BUILD_IT)
+    return known_type(value, OPTIMIZER_PARAMS, elsewhere, _BUILD_IT)
 
 
 class OptimizerBlock(Block):

@@ -1,35 +1,17 @@
 """What `optimizer` and `scheduler` share: the keys of `params` depend on the `type` beside them."""
 
-import json
-import math
+from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from zeroamp.policies.schema.keys import REMOVE_IT, Block, Number, Unsupported, is_off, nearest, own_class
+from zeroamp.policies.errors import shown
+from zeroamp.policies.numbers import is_finite
+from zeroamp.policies.schema.keys import REMOVE_IT, Block, Number, nearest, refused
 
 
-def refused(found: str, valid: str, remedy: str) -> PydanticCustomError:
-    """Build an error that carries the parts of `describe` in its context; the place is where it is raised."""
-    context = {"found": found, "valid": valid, "remedy": remedy}
-    return PydanticCustomError("refused", "{found}; valid: {valid}. {remedy}", context)
-
-
-class ParamsBlock(Block):
-    """The `params` of one type."""
-
-    @field_validator("*", mode="after")
-    @classmethod
-    def _refuse_unsupported(cls, value: object, info: ValidationInfo) -> object:
-        key_class = own_class(cls.model_fields[str(info.field_name)])
-        if not isinstance(key_class, Unsupported) or is_off(value, key_class):
-            return value
-        valid = " or ".join(json.dumps(off) for off in key_class.off)
-        raise refused(f"{type(value).__name__} {value!r}", valid, key_class.note)
-
-
-def typed_params(value: object, params: type[ParamsBlock]) -> ParamsBlock:
+def typed_params(value: object, params: type[Block]) -> Block:
     """Check `value` against the block of its type; None is an empty block.
 
     Raises:
@@ -42,7 +24,7 @@ def typed_params(value: object, params: type[ParamsBlock]) -> ParamsBlock:
         raise ValidationError.from_exception_data(params.__name__, lines) from None
 
 
-def _line(detail: Any, params: type[ParamsBlock]) -> InitErrorDetails:
+def _line(detail: Any, params: type[Block]) -> InitErrorDetails:
     place, context = detail["loc"], detail.get("ctx", {})
     error: str | PydanticCustomError = detail["type"]
     if error == "refused":
@@ -50,21 +32,35 @@ def _line(detail: Any, params: type[ParamsBlock]) -> InitErrorDetails:
     elif error == "extra_forbidden":
         # Outside this block nothing knows which keys its type has.
         hint = nearest(str(place[-1]), params.model_fields) or REMOVE_IT
-        error = refused("a key that zeroamp does not support", ", ".join(sorted(params.model_fields)), hint)
+        known = ", ".join(sorted(params.model_fields))
+        error = refused(f"is not supported by zeroamp with this type. {hint} Its keys are {known}.")
     return InitErrorDetails(type=error, loc=place, input=detail["input"], ctx=context)
+
+
+def known_type(value: object, known: Mapping[str, type[Block]], others: set[str], build_it: str) -> str:
+    """Return the `type` in the spelling of `known`, whatever its case.
+
+    Raises:
+        PydanticCustomError: zeroamp builds none of that name. `others` are names that exist elsewhere.
+    """
+    by_lower = {name.lower(): name for name in known}
+    valid = f"must be one of {', '.join(known)}, but is {shown(value)}"
+    if not isinstance(value, str):
+        raise refused(f"{valid}. Name one of them.")
+    if value.lower() in by_lower:
+        return by_lower[value.lower()]
+    if value.lower() in {name.lower() for name in others}:
+        raise refused(f"{valid}, which zeroamp does not build. {build_it}")
+    raise refused(f"{valid}. {nearest(value, known) or build_it}")
 
 
 def _per_group(value: object) -> float | tuple[float, ...]:
     # Checked here and not by a union of types, whose members pydantic would write into the key's name.
-    if isinstance(value, list | tuple) and value:
-        return tuple(_not_negative(item) for item in value)
-    return _not_negative(value)
-
-
-def _not_negative(value: object) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0:
-        return float(value)
-    raise ValueError("a number from 0 on, or a list with one such number per param group")
+    items = value if isinstance(value, list | tuple) and value else [value]
+    numbers = tuple(float(item) for item in items if is_finite(item) and item >= 0)
+    if len(numbers) < len(items):
+        raise ValueError("a number from 0 on, or a list with one such number per param group")
+    return numbers if items is value else numbers[0]
 
 
 def _fractions(value: float | tuple[float, ...]) -> float | tuple[float, ...]:
@@ -72,9 +68,6 @@ def _fractions(value: float | tuple[float, ...]) -> float | tuple[float, ...]:
         raise ValueError("a number from 0 to below 1, or a list with one such number per param group")
     return value
 
-
-PositiveInt = Annotated[int, Field(ge=1)]
-"""A whole number from 1 on, written as one."""
 
 NotNegative = Annotated[Number, Field(ge=0)]
 """A number from 0 on."""

@@ -2,22 +2,18 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from zeroamp.policies.schema.keys import Block, Honoured, Native, Number, Unsupported, as_tuple
-
-DtypeName = Literal["fp32", "float32", "float", "bf16", "bfloat16", "fp16", "float16", "half"]
-
-
-Names = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
-"""A list of strings; one string is not taken for a list of its characters."""
+from zeroamp.policies.schema.keys import Block, Dtype, Honoured, Names, Native, Number, Unsupported
 
 
 class TorchAutocastBlock(Block):
     """`torch_autocast`: per-op precision of `torch.autocast`."""
 
-    enabled: Annotated[bool, Honoured("per-op precision; safe parameters travel in `dtype`")] = False
-    dtype: Annotated[DtypeName | None, Honoured("`bfloat16` or `float16`; must be given where enabled")] = None
+    enabled: Annotated[bool, Honoured("per-op precision; safe parameters are all-gathered and reduced in `dtype`")] = (
+        False
+    )
+    dtype: Annotated[Dtype | None, Honoured("`bfloat16` or `float16`; must be given where enabled")] = None
     lower_precision_safe_modules: Annotated[
         Literal["auto"] | Names | None,
         Honoured(
@@ -30,8 +26,12 @@ class TorchAutocastBlock(Block):
 class Bf16Block(Block):
     """`bf16`: everything in bfloat16, fp32 master weights."""
 
-    enabled: Annotated[bool, Honoured("gather and compute in bfloat16; storage and optimizer stay fp32")] = False
-    check_grad_overflow: Annotated[bool, Honoured("skip the steps whose gradients are not finite", True)] = False
+    enabled: Annotated[
+        bool, Honoured("all-gather and compute in bfloat16; sharded parameters and optimizer state stay fp32")
+    ] = False
+    check_grad_overflow: Annotated[
+        bool, Honoured("skip the steps whose gradients are not finite, as float16 always does", True)
+    ] = False
     immediate_grad_update: Annotated[bool, Native("gradients reach fp32 in the reduction itself")] = False
     bf16_master_weights_and_grads: Annotated[
         bool, Unsupported("Remove it: master weights are fp32; data_types.grad_accum_dtype sets the gradients' dtype.")
@@ -44,7 +44,9 @@ class Bf16Block(Block):
 class Fp16Block(Block):
     """`fp16`: everything in float16, fp32 master weights. Its loss-scale keys apply to float16 autocast as well."""
 
-    enabled: Annotated[bool, Honoured("gather and compute in float16; storage and optimizer stay fp32")] = False
+    enabled: Annotated[
+        bool, Honoured("all-gather and compute in float16; sharded parameters and optimizer state stay fp32")
+    ] = False
     auto_cast: Annotated[bool, Native("inputs of the model, positional and keyword, are always cast")] = False
     loss_scale: Annotated[
         Number, Field(ge=0, le=2.0**127), Honoured("0: dynamic; else a fixed scale, above 1. Float16 autocast too")
@@ -67,19 +69,23 @@ class DataTypesBlock(Block):
     """`data_types`: dtypes of the training state."""
 
     grad_accum_dtype: Annotated[
-        DtypeName | None, Honoured("dtype that sums micro-batches: fp32, `bf16`, or `fp16` with float16 compute")
+        Dtype | None,
+        Honoured(
+            "dtype that sums gradients of micro-batches, unsharded at stages 0 and 1, sharded at 2 "
+            "and 3: fp32, `bf16`, or `fp16` with float16 compute"
+        ),
     ] = None
     param_dtype: Annotated[
-        DtypeName | None, Honoured("checked: the dtype of the enabled `bf16` or `fp16` block, else fp32")
+        Dtype | None, Honoured("checked: the dtype of the enabled `bf16` or `fp16` block, else fp32")
     ] = None
     buffer_dtype: Annotated[
-        DtypeName | None,
+        Dtype | None,
         Honoured("floating-point buffers are cast to it at `wrap_model`. Default: they stay as they are"),
     ] = None
     keep_in_fp32_modules: Annotated[
         Literal["auto"] | Names,
         Honoured(
-            "names, parts of names or classes (`*` and `?` too) that travel and compute in fp32 in every mode; `auto`: "
-            "what transformers models say of themselves"
+            "names, parts of names or classes (`*` and `?` too) that are all-gathered and computed in fp32 in every "
+            "mode; `auto`: a transformers model's `_keep_in_fp32_modules`"
         ),
     ] = "auto"

@@ -5,14 +5,12 @@ from typing import Annotated, Literal
 import torch
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from zeroamp.policies.schema.keys import Block, Honoured, Number, Unsupported, nearest
+from zeroamp.policies.schema.keys import Block, Honoured, Number, PositiveInt, Unsupported
 from zeroamp.policies.schema.params import (
     MomentumPerGroup,
     NotNegative,
-    ParamsBlock,
     PerGroup,
-    PositiveInt,
-    refused,
+    known_type,
     typed_params,
 )
 
@@ -28,7 +26,7 @@ WarmupType = Annotated[
 Stairs = Annotated[int, Field(ge=-1)]
 
 
-class _DeepSpeedParams(ParamsBlock):
+class _DeepSpeedParams(Block):
     """What all of DeepSpeed's schedulers take."""
 
     last_batch_iteration: Annotated[
@@ -107,7 +105,7 @@ class LRRangeTestParams(_DeepSpeedParams):
     lr_range_test_staircase: Annotated[bool, Honoured("grow at the end of a unit, not at every step")] = False
 
 
-SCHEDULER_PARAMS: dict[str, type[ParamsBlock]] = {
+SCHEDULER_PARAMS: dict[str, type[Block]] = {
     "LRRangeTest": LRRangeTestParams,
     "OneCycle": OneCycleParams,
     "WarmupCosineLR": WarmupCosineLRParams,
@@ -119,15 +117,8 @@ SCHEDULER_PARAMS: dict[str, type[ParamsBlock]] = {
 
 def _known_name(value: object) -> object:
     """Return the name as DeepSpeed writes it."""
-    known = {name.lower(): name for name in SCHEDULER_PARAMS}
-    valid = ", ".join(SCHEDULER_PARAMS)
-    if not isinstance(value, str):
-        raise refused(f"{type(value).__name__} {value!r}", valid, "Name one of them.")
-    if value.lower() in known:
-        return known[value.lower()]
-    if value.lower() in {name.lower() for name in dir(torch.optim.lr_scheduler) if name[0].isupper()}:
-        raise refused(f"{value!r}, which zeroamp does not build", valid, _PASS_IT)
-    raise refused(f"{value!r}, which no scheduler is called", valid, nearest(value, SCHEDULER_PARAMS) or _PASS_IT)
+    elsewhere = {name for name in dir(torch.optim.lr_scheduler) if name[0].isupper()}
+    return known_type(value, SCHEDULER_PARAMS, elsewhere, _PASS_IT)
 
 
 class SchedulerBlock(Block):

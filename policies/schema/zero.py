@@ -1,25 +1,38 @@
-"""`zero_optimization`: what is sharded, gathered and offloaded, and what FSDP2 does by itself."""
+"""`zero_optimization`: what is sharded, unsharded and offloaded, and what FSDP2 does by itself."""
 
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from zeroamp.policies.schema.keys import Block, Count, Elements, Honoured, Native, Number, Unsupported
-from zeroamp.policies.schema.precision import Names
+from zeroamp.policies.schema.keys import (
+    Block,
+    Count,
+    Elements,
+    Honoured,
+    Names,
+    Native,
+    Number,
+    PositiveInt,
+    Unsupported,
+)
 
 _NO_NVME = "Remove it: there is no NVMe offload; device cpu is there."
 _NVME_ONLY = "only NVMe offload reads it, which is refused by its device"
-_QUANTIZED = "Remove it: quantized communication is not there; safe modules already travel in 16 bits."
+_QUANTIZED = "Remove it: there is no quantized communication. Safe parameters are all-gathered and reduced in 16 bits."
+
+
+def _renamed(name: str) -> Unsupported:
+    return Unsupported(f"Write {name}.", (None,))
 
 
 def _only_int(value: object) -> object:
     # A Literal compares with ==, for which True is 1 and 2.0 is 2.
     if type(value) is not int:
-        raise ValueError("an integer: 0, 1, 2 or 3")
+        raise ValueError("0, 1, 2 or 3")
     return value
 
 
-StageNumber = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_only_int)]
+Stage = Literal[0, 1, 2, 3]
 Device = Literal["none", "cpu"]
 Fraction = Annotated[Number, Field(ge=0, le=1)]
 
@@ -49,13 +62,13 @@ class OffloadOptimizerBlock(Block):
         Fraction, Unsupported("Remove it: FSDP2 moves all of the optimizer state or none of it.", (1.0,))
     ] = 1.0
     super_offload: Annotated[bool, Unsupported("Remove it: the optimizer steps on the CPU, as torch's does.")] = False
-    cpuadam_cores_perc: Annotated[Fraction, Native("the optimizer is torch's: OMP_NUM_THREADS says how many cores")] = (
-        0.8
-    )
+    cpuadam_cores_perc: Annotated[
+        Fraction, Native("the optimizer is torch's: OMP_NUM_THREADS sets the number of cores")
+    ] = 0.8
 
 
 class LeafModuleBlock(Block):
-    """`leaf_module`: modules that are gathered whole."""
+    """`leaf_module`: modules that are one unit each: sparse experts, of which a forward runs only some."""
 
     classes: Annotated[
         Names,
@@ -68,20 +81,48 @@ class LeafModuleBlock(Block):
 class ZeroOptimizationBlock(Block):
     """`zero_optimization`."""
 
-    stage: Annotated[StageNumber, Honoured("0 replicates; 1 shards optimizer state, 2 gradients too, 3 parameters")] = 0
+    stage: Annotated[
+        Stage,
+        BeforeValidator(_only_int),
+        Honoured("0 replicates; 1 shards optimizer state, 2 gradients too, 3 parameters"),
+    ] = 0
     stage3_param_persistence_threshold: Annotated[
-        Elements, Honoured("smaller fp32 parameters are gathered once per step, in one group, at every stage")
+        Elements,
+        Honoured(
+            "smaller fp32 parameters of low-precision units, and the root's own, are all-gathered "
+            "once per step, in one group, at every stage"
+        ),
     ] = 100_000
     stage3_max_live_parameters: Annotated[
         Elements,
-        Honoured("the last units stay gathered for the backward while they fit. Default: none do", 1_000_000_000),
+        Honoured(
+            "stage 3: elements that may stay unsharded from forward to backward; the last units do "
+            "while they fit together. Default: none",
+            1_000_000_000,
+        ),
     ] = 0
     stage3_prefetch_bucket_size: Annotated[
-        Elements, Honoured("units gathered ahead while they fit. Default: as FSDP2 does", 50_000_000)
+        Elements,
+        Honoured(
+            "stage 3: elements to unshard ahead; a unit starts the all-gathers of those after it "
+            "while they fit together. Default: as FSDP2 does, one unit ahead in the backward",
+            50_000_000,
+        ),
     ] = 0
-    reduce_bucket_size: Annotated[Elements, Honoured("neighbouring units are merged while they fit.", 500_000_000)] = 0
+    reduce_bucket_size: Annotated[
+        Elements,
+        Honoured(
+            "elements; neighbouring units are merged (all-gathered and reduced as one) while they "
+            "fit together. Default: none are",
+            500_000_000,
+        ),
+    ] = 0
     zero_hpz_partition_size: Annotated[
-        int, Field(ge=1), Honoured("stage 3: ranks to shard over between forward and backward")
+        PositiveInt,
+        Honoured(
+            "stage 3: ranks that a parameter is sharded over between forward and backward; must "
+            "divide the ranks. 1: all of them"
+        ),
     ] = 1
     offload_param: OffloadParamBlock | None = None
     offload_optimizer: OffloadOptimizerBlock | None = None
@@ -96,7 +137,7 @@ class ZeroOptimizationBlock(Block):
     overlap_comm: Annotated[bool | None, Native("FSDP2 always overlaps communication with compute")] = None
     reduce_scatter: Annotated[bool, Native("stages 1 to 3 always reduce-scatter")] = True
     allgather_partitions: Annotated[bool, Native("parameters are always all-gathered")] = True
-    allgather_bucket_size: Annotated[Elements, Native("a unit is gathered as one buffer per dtype")] = 500_000_000
+    allgather_bucket_size: Annotated[Elements, Native("a unit is all-gathered as one buffer per dtype")] = 500_000_000
     use_multi_rank_bucket_allreduce: Annotated[bool, Native("there is one reduction per group, of all ranks")] = True
     round_robin_gradients: Annotated[bool, Native("every parameter is sharded over all ranks")] = False
     parameter_alignment: Annotated[bool, Native("FSDP2 pads shards itself")] = False
@@ -111,9 +152,9 @@ class ZeroOptimizationBlock(Block):
         Elements, Native("units release after use; see stage3_max_live_parameters")
     ] = 1_000_000_000
     stage3_module_granularity_threshold: Annotated[Count, Native("auto_wrap_policy and leaf_module choose units")] = 0
-    stage3_use_all_reduce_for_fetch_params: Annotated[bool, Native("parameters are gathered by all-gather")] = False
+    stage3_use_all_reduce_for_fetch_params: Annotated[bool, Native("parameters are always all-gathered")] = False
     stage3_allgather_sequential: Annotated[bool, Native("see stage3_prefetch_bucket_size")] = False
-    memory_efficient_linear: Annotated[bool, Native("autograd saves the gathered weight, which FSDP2 frees")] = True
+    memory_efficient_linear: Annotated[bool, Native("autograd saves the unsharded weight, which FSDP2 frees")] = True
     override_module_apply: Annotated[bool, Native("meta-device models are initialised after sharding")] = True
     pipeline_loading_checkpoint: Annotated[bool, Native("there are no pipeline stages")] = False
     load_from_fp32_weights: Annotated[bool, Native("stored parameters are the fp32 weights")] = True
@@ -141,22 +182,12 @@ class ZeroOptimizationBlock(Block):
     zeropp_loco_param: Annotated[object, Unsupported(_QUANTIZED)] = None
 
     # DeepSpeed takes these by their short names too.
-    prefetch_bucket_size: Annotated[object, Unsupported("Write stage3_prefetch_bucket_size.", (None,))] = None
-    param_persistence_threshold: Annotated[
-        object, Unsupported("Write stage3_param_persistence_threshold.", (None,))
-    ] = None
-    model_persistence_threshold: Annotated[
-        object, Unsupported("Write stage3_model_persistence_threshold.", (None,))
-    ] = None
-    max_live_parameters: Annotated[object, Unsupported("Write stage3_max_live_parameters.", (None,))] = None
-    max_reuse_distance: Annotated[object, Unsupported("Write stage3_max_reuse_distance.", (None,))] = None
-    gather_16bit_weights_on_model_save: Annotated[
-        object, Unsupported("Write stage3_gather_16bit_weights_on_model_save.", (None,))
-    ] = None
-    module_granularity_threshold: Annotated[
-        object, Unsupported("Write stage3_module_granularity_threshold.", (None,))
-    ] = None
-    use_all_reduce_for_fetch_params: Annotated[
-        object, Unsupported("Write stage3_use_all_reduce_for_fetch_params.", (None,))
-    ] = None
-    allgather_sequential: Annotated[object, Unsupported("Write stage3_allgather_sequential.", (None,))] = None
+    prefetch_bucket_size: Annotated[object, _renamed("stage3_prefetch_bucket_size")] = None
+    param_persistence_threshold: Annotated[object, _renamed("stage3_param_persistence_threshold")] = None
+    model_persistence_threshold: Annotated[object, _renamed("stage3_model_persistence_threshold")] = None
+    max_live_parameters: Annotated[object, _renamed("stage3_max_live_parameters")] = None
+    max_reuse_distance: Annotated[object, _renamed("stage3_max_reuse_distance")] = None
+    gather_16bit_weights_on_model_save: Annotated[object, _renamed("stage3_gather_16bit_weights_on_model_save")] = None
+    module_granularity_threshold: Annotated[object, _renamed("stage3_module_granularity_threshold")] = None
+    use_all_reduce_for_fetch_params: Annotated[object, _renamed("stage3_use_all_reduce_for_fetch_params")] = None
+    allgather_sequential: Annotated[object, _renamed("stage3_allgather_sequential")] = None

@@ -99,7 +99,7 @@ def _read(cfg, world_size, arguments):
 def _names_a_key(text, cfg, arguments):
     known = {*KEYS, *flatten(cfg), *(f"the argument {name}" for name in arguments)}
     known |= {path.rpartition(".")[0] for path in known} | PARAMS
-    wheres = [where for line in text.splitlines() for where in line.partition(": found ")[0].split(" and ")]
+    wheres = [re.match(r"(the argument )?[\w.]+", line).group() for line in text.splitlines()]
     return all(re.sub(r"\.\d+$", "", where) in known for where in wheres)  # an item of a list by its number
 
 

@@ -33,27 +33,27 @@ def test_every_auto_that_is_left_is_named():
     with pytest.raises(ConfigError) as caught:
         policy_from_config({"bf16": {"enabled": "auto"}, "gradient_clipping": "auto"})
     lines = str(caught.value).splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["bf16.enabled", "gradient_clipping"]
+    assert [line.split()[0] for line in lines] == ["bf16.enabled", "gradient_clipping"]
 
 
 def test_an_argument_that_agrees_with_the_config_is_welcome_and_one_that_does_not_is_an_error():
     assert policy_from_config({"gradient_clipping": 2.0}, gradient_clipping=2.0).gradient_clipping == 2.0
-    with pytest.raises(ConfigError, match=r"gradient_clipping: found 2.0 beside the argument gradient_clipping=1.0"):
+    with pytest.raises(ConfigError, match="gradient_clipping is 2.0 .*argument gradient_clipping is 1.0. Remove one"):
         policy_from_config({"gradient_clipping": 2.0}, gradient_clipping=1.0)
-    with pytest.raises(ConfigError, match="bf16.enabled: found True beside the argument bf16=1"):
+    with pytest.raises(ConfigError, match="bf16.enabled is true .*argument bf16 is 1. Remove one"):
         policy_from_config({"bf16": {"enabled": True}}, bf16=1)
 
 
 @pytest.mark.parametrize("name", ["gradient_cliping", "enabled", "stage"])
 def test_an_argument_that_fills_nothing_is_an_error(name):
-    with pytest.raises(ConfigError, match=f"the argument {name}: found 1, which fills no key of the config"):
+    with pytest.raises(ConfigError, match=f"the argument {name} is 1, but fills no key.* Leave it out"):
         policy_from_config({"bf16": {"enabled": "auto"}}, **{name: 1})
 
 
 def test_a_filled_value_is_checked_like_a_written_one():
-    with pytest.raises(ConfigError, match="gradient_clipping: found str 'much'"):
+    with pytest.raises(ConfigError, match='gradient_clipping must be a number, but is "much"'):
         policy_from_config({"gradient_clipping": "auto"}, gradient_clipping="much")
-    with pytest.raises(ConfigError, match="the argument hidden_size: found str '64'"):
+    with pytest.raises(ConfigError, match='the argument hidden_size .* is the string "64". Pass'):
         policy_from_config({ZERO: {"reduce_bucket_size": "auto"}}, hidden_size="64")
 
 

@@ -76,7 +76,7 @@ def test_an_unsupported_key_is_refused_with_what_to_do_and_accepted_where_it_ask
         if value not in key.key_class.off:
             with pytest.raises(ConfigError) as caught:
                 policy_from_config(_nested(path, value))
-            assert str(caught.value).startswith(f"{path}: found ")
+            assert str(caught.value).startswith(f"{path} must be ")
     for value in key.key_class.off:
         if value is not None:
             cfg = _nested(path, value)
@@ -125,9 +125,10 @@ def _generator():
     return module
 
 
-@pytest.mark.parametrize("name", ["config.md", "migrating-from-deepspeed.md"])
-def test_the_docs_are_what_the_schema_generates(name):
+@pytest.mark.parametrize("name", ["config.md", "migrating-from-deepspeed.md", "accumulation.md"])
+def test_the_docs_are_what_the_code_generates(name):
     text = (ROOT / "docs" / name).read_text()
+    assert "<!-- generated: " in text
     assert text == _generator().render(text), "run: python docs/generate.py"
-    for path in KEYS:
+    for path in KEYS if name != "accumulation.md" else ():
         assert f"`{path}`" in text, path

@@ -1,4 +1,4 @@
-"""The block `optimizer`: defaults, names, the words of each refusal, and the round trip."""
+"""The block `optimizer`: defaults, names, each refusal, and the round trip."""
 
 import json
 
@@ -44,111 +44,78 @@ def test_defaults_are_those_of_the_optimizer_that_deepspeed_builds(params, torch
     assert set(theirs) - set(ours) <= {"decoupled_weight_decay"}
 
 
-ADAM_KEYS = (
-    "adam_w_mode, amsgrad, betas, bias_correction, capturable, differentiable, eps, foreach, fp32_optimizer_states, "
-    "fused, lr, max_grad_norm, maximize, set_grad_none, torch_adam, weight_decay"
-)
-NAMES = "Adam, AdamW, SGD"
-BUILD_IT = "Build it yourself, after wrap_model, and pass it to TrainStep."
-UNCONVERTED = "Change the value; JSON types are not converted."
-
 BAD = [
-    ({}, "type: found no such key; valid: a value. Add it: it has no default."),
-    ({"params": {"no": 1}}, "type: found no such key; valid: a value. Add it: it has no default."),
-    ({"type": 3}, f"type: found int 3; valid: {NAMES}. Name one of them."),
-    ({"type": "Lamb"}, f"type: found 'Lamb', which zeroamp does not build; valid: {NAMES}. {BUILD_IT}"),
-    ({"type": "onebitadam"}, f"type: found 'onebitadam', which zeroamp does not build; valid: {NAMES}. {BUILD_IT}"),
-    ({"type": "RMSprop"}, f"type: found 'RMSprop', which zeroamp does not build; valid: {NAMES}. {BUILD_IT}"),
-    ({"type": "AdmaW"}, f"type: found 'AdmaW', which no optimizer is called; valid: {NAMES}. Did you mean 'AdamW'?"),
-    ({"type": "zzz"}, f"type: found 'zzz', which no optimizer is called; valid: {NAMES}. {BUILD_IT}"),
-    (
-        {"type": "SGD", "legacy": True},
-        "legacy: found a key that neither DeepSpeed 0.19.8 nor zeroamp has; valid: legacy_fusion, params, type. "
-        "Did you mean 'legacy_fusion'?",
-    ),
-    (
-        {"type": "AdamW", "params": {"weight_decy": 0.1}},
-        f"params.weight_decy: found a key that zeroamp does not support; valid: {ADAM_KEYS}. "
-        "Did you mean 'weight_decay'?",
-    ),
+    ({}, "type", "is missing", "Add it"),
+    ({"params": {"no": 1}}, "type", "is missing", "Add it"),
+    ({"type": 3}, "type", "is 3", "Name one of them"),
+    ({"type": "Lamb"}, "type", 'is "Lamb"', "Build it yourself"),
+    ({"type": "onebitadam"}, "type", 'is "onebitadam"', "Build it yourself"),
+    ({"type": "RMSprop"}, "type", 'is "RMSprop"', "Build it yourself"),
+    ({"type": "AdmaW"}, "type", 'is "AdmaW"', "AdamW"),
+    ({"type": "zzz"}, "type", 'is "zzz"', "Build it yourself"),
+    ({"type": "SGD", "legacy": True}, "legacy", "is a key of neither", "legacy_fusion"),
+    ({"type": "AdamW", "params": {"weight_decy": 0.1}}, "params.weight_decy", "is not supported", "weight_decay"),
     (
         {"type": "Adam", "params": {"momentum": 0.1}},
-        f"params.momentum: found a key that zeroamp does not support; valid: {ADAM_KEYS}. "
-        "Remove it: zeroamp refuses what it would otherwise ignore.",
+        "params.momentum",
+        "is not supported",
+        "Remove it: zeroamp refuses what it",
     ),
     (
         {"type": "AdamW", "params": {"max_grad_norm": 1.0}},
-        'params.max_grad_norm: found float 1.0; valid: null. Write "gradient_clipping" at the top level.',
+        "params.max_grad_norm",
+        "is 1.0",
+        'Write "gradient_clipping" at the top level.',
     ),
     (
         {"type": "Adam", "params": {"bias_correction": False}},
-        "params.bias_correction: found bool False; valid: true. "
-        "Remove it: torch's Adam always corrects the bias of its means.",
+        "params.bias_correction",
+        "is false",
+        "Remove it: torch's Adam always corrects",
     ),
-    (
-        {"type": "AdamW", "params": {"adam_w_mode": False}},
-        'params.adam_w_mode: found bool False; valid: true. Write "type": "Adam": DeepSpeed ignores the key here.',
-    ),
+    ({"type": "AdamW", "params": {"adam_w_mode": False}}, "params.adam_w_mode", "is false", 'Write "type": "Adam"'),
     (
         {"type": "Adam", "params": {"fp32_optimizer_states": False}},
-        "params.fp32_optimizer_states: found bool False; valid: null or true. "
-        "Remove it: optimizer state has the dtype of the parameters, fp32.",
+        "params.fp32_optimizer_states",
+        "is false",
+        "Remove it: optimizer state has the",
     ),
-    (
-        {"type": "Adam", "params": {"foreach": True, "fused": True}},
-        "params.fused: found true beside foreach; valid: at most one of foreach and fused. Remove one of them.",
-    ),
+    ({"type": "Adam", "params": {"foreach": True, "fused": True}}, "params.fused", "is true", "Remove one of them"),
     (
         {"type": "SGD", "params": {"nesterov": True}},
-        "params.nesterov: found true with momentum 0.0 and dampening 0.0; valid: momentum above 0 and dampening 0. "
-        "Set momentum, or remove nesterov.",
+        "params.nesterov",
+        "is true",
+        "Nesterov's momentum needs momentum above 0 and dampening 0",
     ),
     (
         {"type": "SGD", "params": {"nesterov": True, "momentum": 0.9, "dampening": 0.5}},
-        "params.nesterov: found true with momentum 0.9 and dampening 0.5; valid: momentum above 0 and dampening 0. "
-        "Set momentum, or remove nesterov.",
+        "params.nesterov",
+        "is true",
+        "Nesterov's momentum needs momentum above 0 and dampening 0",
     ),
-    (
-        {"type": "SGD", "params": {"lr": "1e-3"}},
-        f"params.lr: found str '1e-3'; valid: a valid number. {UNCONVERTED}",
-    ),
-    (
-        {"type": "SGD", "params": {"lr": True}},
-        f"params.lr: found bool True; valid: a number, which a boolean is not. {UNCONVERTED}",
-    ),
-    (
-        {"type": "Adam", "params": {"betas": [0.9, 1]}},
-        "params.betas.1: found int 1; valid: less than 1. Change the value.",
-    ),
-    (
-        {"type": "Adam", "params": {"betas": [0.9]}},
-        "params.betas.1: found no such key; valid: a value. Add it: it has no default.",
-    ),
-    (
-        {"type": "SGD", "params": 3},
-        f"params: found int 3; valid: an object of keys. {UNCONVERTED}",
-    ),
+    ({"type": "SGD", "params": {"lr": "1e-3"}}, "params.lr", 'is the string "1e-3"', "Remove the quotes"),
+    ({"type": "SGD", "params": {"lr": True}}, "params.lr", "is true", "Change the value"),
+    ({"type": "Adam", "params": {"betas": [0.9, 1]}}, "params.betas.1", "is 1", "Change the value"),
+    ({"type": "Adam", "params": {"betas": [0.9]}}, "params.betas.1", "is missing", "Add it"),
+    ({"type": "SGD", "params": 3}, "params", "is 3", "Change the value"),
 ]
 
 
-@pytest.mark.parametrize(("block", "words"), BAD, ids=str)
-def test_bad_input_is_refused_by_name(block, words):
+@pytest.mark.parametrize(("block", "key", "value", "remedy"), BAD, ids=str)
+def test_bad_input_is_refused_with_key_value_and_remedy(block, key, value, remedy):
     with pytest.raises(ConfigError) as caught:
         policy_from_config({"optimizer": block})
-    assert str(caught.value) == f"optimizer.{words}"
-
-
-@pytest.mark.skipif(hasattr(torch.optim, "Lion"), reason="this torch has Lion")
-def test_lion_is_refused_because_torch_has_none():
-    with pytest.raises(ConfigError, match="optimizer.type: found 'Lion', which this torch does not have"):
-        optimizer(type="Lion")
+    text = str(caught.value)
+    assert text.startswith(f"optimizer.{key} ")
+    assert value in text
+    assert remedy in text
 
 
 def test_every_bad_key_of_params_has_a_line():
     with pytest.raises(ConfigError) as caught:
         optimizer(type="Adam", params={"lr": -1, "lrr": 1, "max_grad_norm": 1.0, "betas": [0.9, 2]})
     lines = str(caught.value).splitlines()
-    places = {line.partition(": found")[0] for line in lines}
+    places = {line.split()[0] for line in lines}
     assert places == {f"optimizer.params.{key}" for key in ("lr", "lrr", "max_grad_norm", "betas.1")}
 
 

@@ -1,4 +1,4 @@
-"""The block `scheduler`: names, the words of each refusal, and the round trip."""
+"""The block `scheduler`: names, each refusal, and the round trip."""
 
 import json
 
@@ -34,71 +34,67 @@ def test_one_cycle_needs_its_bounds_and_the_others_their_total():
     }
 
 
-NAMES = "LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR"
-UNCONVERTED = "Change the value; JSON types are not converted."
-PER_GROUP = "a number from 0 on, or a list with one such number per param group"
 BAD = [
-    ({"params": {"no": 1}}, "type: found no such key; valid: a value. Add it: it has no default."),
-    ({"type": None}, f"type: found NoneType None; valid: {NAMES}. Name one of them."),
-    (
-        {"type": "StepLR"},
-        f"type: found 'StepLR', which zeroamp does not build; valid: {NAMES}. "
-        "Build it yourself and pass it to TrainStep(scheduler=).",
-    ),
-    (
-        {"type": "WarmupCosLR"},
-        f"type: found 'WarmupCosLR', which no scheduler is called; valid: {NAMES}. Did you mean 'WarmupCosineLR'?",
-    ),
-    (
-        {"type": "OneCycle", "params": {"cycle_min_lr": 0.1}},
-        "params.cycle_max_lr: found no such key; valid: a value. Add it: it has no default.",
-    ),
+    ({"params": {"no": 1}}, "type", "is missing", "Add it"),
+    ({"type": None}, "type", "is null", "Name one of them"),
+    ({"type": "StepLR"}, "type", 'is "StepLR"', "Build it yourself and pass it to TrainStep(scheduler=)"),
+    ({"type": "WarmupCosLR"}, "type", 'is "WarmupCosLR"', "WarmupCosineLR"),
+    ({"type": "OneCycle", "params": {"cycle_min_lr": 0.1}}, "params.cycle_max_lr", "is missing", "Add it"),
     (
         {"type": "WarmupLR", "params": {"last_batch_iteration": 3}},
-        "params.last_batch_iteration: found int 3; valid: -1. "
-        "Remove it, and give the saved state to the scheduler's load_state_dict.",
+        "params.last_batch_iteration",
+        "is 3",
+        "Remove it, and give the saved state to",
     ),
     (
         {"type": "WarmupLR", "params": {"warmup_type": "cosine"}},
-        "params.warmup_type: found str 'cosine'; valid: 'log' or 'linear'. Change the value.",
+        "params.warmup_type",
+        'is "cosine"',
+        "Change the value",
     ),
-    (
-        {"type": "WarmupLR", "params": {"warmup_num_steps": 0}},
-        "params.warmup_num_steps: found int 0; valid: greater than or equal to 1. Change the value.",
-    ),
-    (
-        {"type": "WarmupLR", "params": {"warmup_min_lr": []}},
-        f"params.warmup_min_lr: found list []; valid: {PER_GROUP}. {UNCONVERTED}",
-    ),
+    ({"type": "WarmupLR", "params": {"warmup_num_steps": 0}}, "params.warmup_num_steps", "is 0", "Change the value"),
+    ({"type": "WarmupLR", "params": {"warmup_min_lr": []}}, "params.warmup_min_lr", "is []", "Change the value"),
     (
         {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, True]}},
-        f"params.warmup_max_lr: found list [0.1, True]; valid: {PER_GROUP}. {UNCONVERTED}",
+        "params.warmup_max_lr",
+        "is [0.1, true]",
+        "Change the value",
     ),
     (
         {"type": "WarmupLR", "params": {"warmup_max_lr": float("inf")}},
-        f"params.warmup_max_lr: found float inf; valid: {PER_GROUP}. {UNCONVERTED}",
+        "params.warmup_max_lr",
+        "is Infinity",
+        "Change the value",
     ),
     (
         {"type": "LRRangeTest", "params": {"lr_range_test_min_lr": float("nan")}},
-        f"params.lr_range_test_min_lr: found float nan; valid: {PER_GROUP}. {UNCONVERTED}",
+        "params.lr_range_test_min_lr",
+        "is NaN",
+        "Change the value",
     ),
     (
         {"type": "OneCycle", "params": {**CYCLE, "cycle_max_mom": [0.9, 1.0]}},
-        "params.cycle_max_mom: found list [0.9, 1.0]; valid: "
-        f"a number from 0 to below 1, or a list with one such number per param group. {UNCONVERTED}",
+        "params.cycle_max_mom",
+        "is [0.9, 1.0]",
+        "Change the value",
     ),
     (
         {"type": "OneCycle", "params": {**CYCLE, "cycle_first_step_size": 0}},
-        "params.cycle_first_step_size: found int 0; valid: greater than 0. Change the value.",
+        "params.cycle_first_step_size",
+        "is 0",
+        "Change the value",
     ),
 ]
 
 
-@pytest.mark.parametrize(("block", "words"), BAD, ids=str)
-def test_bad_input_is_refused_by_name(block, words):
+@pytest.mark.parametrize(("block", "key", "value", "remedy"), BAD, ids=str)
+def test_bad_input_is_refused_with_key_value_and_remedy(block, key, value, remedy):
     with pytest.raises(ConfigError) as caught:
         policy_from_config({"scheduler": block})
-    assert str(caught.value) == f"scheduler.{words}"
+    text = str(caught.value)
+    assert text.startswith(f"scheduler.{key} ")
+    assert value in text
+    assert remedy in text
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,8 @@
 """Which stages go with the config and the ranks, and how many replicas and shards each has."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from zeroamp.planning.mesh import Ranks, mesh_shape
-from zeroamp.policies.config import refuse_inconsistent
 from zeroamp.policies.errors import ConfigError, describe
 from zeroamp.policies.policy import Policy, Stage
 
@@ -48,9 +46,8 @@ def possible_stages(
     possible: list[tuple[Policy, Ranks]] = []
     refused: dict[Stage, str] = {}
     for stage in stages:
-        of_stage = replace(policy, stage=stage)
         try:
-            refuse_inconsistent(of_stage)
+            of_stage = policy.replace(stage=stage)
             possible.append((of_stage, ranks_at(of_stage, world_size, mesh)))
         except ConfigError as error:
             if stage == policy.stage or (stage == stages[-1] and not possible):

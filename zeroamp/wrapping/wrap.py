@@ -14,8 +14,7 @@ from zeroamp.hooks.observers.ranges import Ranges
 from zeroamp.hooks.typed_groups import typed_group_hooks
 from zeroamp.planning.mesh import device_of, is_first_rank, mesh_for_stage, ranks_of, refuse_partition, shard_device
 from zeroamp.planning.plan import build_plan
-from zeroamp.policies.batch_sizes import BatchSizes, check_batch_sizes
-from zeroamp.policies.config import refuse_inconsistent
+from zeroamp.policies.batch_sizes import check_batch_sizes
 from zeroamp.policies.errors import WrapError, describe
 from zeroamp.policies.policy import Policy
 from zeroamp.policies.wrap import AutoWrapPolicy
@@ -77,16 +76,11 @@ def wrap_model(
 
 
 def _check_fits(policy: Policy, mesh: DeviceMesh) -> None:
-    refuse_inconsistent(policy)
     check_torch(policy)
     check_device(policy, mesh.device_type)
     refuse_partition(policy, mesh)
-    sizes = BatchSizes(
-        total=policy.train_batch_size,
-        micro=policy.train_micro_batch_size_per_gpu,
-        accumulation_steps=policy.gradient_accumulation_steps,
-    )
-    check_batch_sizes(sizes, mesh.size())
+    total, micro = policy.train_batch_size, policy.train_micro_batch_size_per_gpu
+    check_batch_sizes(total, micro, policy.gradient_accumulation_steps, mesh.size())
 
 
 def register_forward_method(model: nn.Module, method_name: str) -> None:

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 import zeroamp
 from tests.models.small import batch, build, loss_of
 from tests.processes.training import config, wrapped
-from zeroamp.policies.accumulation import ACCUMULATE, COMPUTE, STAGES, refusal, render_table
+from zeroamp.policies.accumulation import ACCUMULATE, COMPUTE, STAGES, refusal
 from zeroamp.policies.dtypes import short_name
 
 NAME = "llama_untied"
@@ -111,16 +111,8 @@ def test_every_refused_cell_is_refused_by_name():
                 if refusal(low_dtype, accumulate) is None:
                     assert zeroamp.policy_from_config(cfg).grad_accum_dtype == accumulate
                 else:
-                    with pytest.raises(
-                        zeroamp.ConfigError, match="data_types.grad_accum_dtype: found fp16 with compute in"
-                    ):
+                    with pytest.raises(zeroamp.ConfigError, match='data_types.grad_accum_dtype .* is "fp16"'):
                         zeroamp.policy_from_config(cfg)
-
-
-def test_the_table_in_the_docs_is_the_codes():
-    from tests.processes.launch import ROOT
-
-    assert render_table() in (ROOT / "docs" / "accumulation.md").read_text()
 
 
 def _buffer_dtypes(stage):

@@ -1,0 +1,175 @@
+"""From a validated config to the normal form that a `Policy` holds, so that configs that ask for the same are equal.
+
+Each fact stands under one key: defaults that depend on other keys are written out, of two keys that mean the same the
+first one holds the value, and a key that nothing reads has its default. New keys need nothing here, unless one of these
+is true of them.
+"""
+
+from typing import Literal, TypeVar
+
+import torch
+
+from zeroamp.policies.batch_sizes import resolve_batch_sizes
+from zeroamp.policies.dtypes import LOW_DTYPES, short_name
+from zeroamp.policies.errors import ConfigError, shown
+from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES
+from zeroamp.policies.schema import (
+    Block,
+    CommsLoggerBlock,
+    Config,
+    Honoured,
+    LeafModuleBlock,
+    OffloadOptimizerBlock,
+    ZeroOptimizationBlock,
+    own_class,
+)
+
+Mode = Literal["autocast", "bf16", "fp16", "fp32"]
+
+MONITORS = ("tensorboard", "csv_monitor", "wandb")
+
+_T = TypeVar("_T")
+_B = TypeVar("_B", bound=Block)
+
+
+def normalised(config: Config, num_ranks: int | None) -> Config:
+    """Return the normal form of `config`; that of a normal form is itself.
+
+    `num_ranks` is the number of data-parallel ranks, to derive and check batch sizes; None where it is not known.
+
+    Raises:
+        ConfigError: two keys contradict each other, or one that the mode needs is missing.
+    """
+    _check_param_dtype(config)
+    autocast, types, zero = config.torch_autocast, config.data_types, config.zero_optimization
+    total, micro, steps = resolve_batch_sizes(
+        config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps, num_ranks
+    )
+    names = autocast.lower_precision_safe_modules
+    accumulation_dtype = _agreed(
+        ("data_types.grad_accum_dtype", types.grad_accum_dtype),
+        ("gradient_accumulation_dtype", config.gradient_accumulation_dtype),
+    )
+    counts = _agreed(
+        ("zeroamp.count_traffic", config.zeroamp.count_traffic), ("comms_logger.enabled", config.comms_logger.enabled)
+    )
+    settled = {
+        "train_batch_size": total,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": steps,
+        "torch_autocast": _changed(
+            autocast, lower_precision_safe_modules=DEFAULT_SAFE_MODULES if names is None else names
+        ),
+        "data_types": _changed(types, grad_accum_dtype=accumulation_dtype or torch.float32, param_dtype=None),
+        "gradient_accumulation_dtype": None,
+        "zero_optimization": _changed(
+            zero,
+            offload_param=None,
+            offload_optimizer=_offload(zero),
+            leaf_module=zero.leaf_module or LeafModuleBlock(),
+        ),
+        "zeroamp": _changed(config.zeroamp, count_traffic=counts is not False),
+        "comms_logger": CommsLoggerBlock(),
+        "steps_per_print": config.steps_per_print or 0,
+    }
+    return _only_read(_changed(config, **settled), config)
+
+
+def _changed(block: _B, **values: object) -> _B:
+    return block.model_copy(update=values)
+
+
+def _only_read(block: _B, config: Config, prefix: str = "") -> _B:
+    """Return `block` with the default for every key that is not honoured, or that nothing reads in `config`."""
+    values: dict[str, object] = {}
+    for name, field in type(block).model_fields.items():
+        path, value, key_class = f"{prefix}{name}", getattr(block, name), own_class(field)
+        if key_class is None and isinstance(value, Block):
+            values[name] = _only_read(value, config, f"{path}.")
+        elif key_class is not None and (not isinstance(key_class, Honoured) or unread(path, config)):
+            values[name] = field.default
+    return _changed(block, **values)
+
+
+def unread(path: str, config: Config) -> str | None:
+    """Return why nothing reads an honoured key in this config, whatever its value; None if something may."""
+    block, _, name = path.rpartition(".")
+    if name == "enabled":
+        return None
+    if block in ("torch_autocast", "bf16", *MONITORS) and not getattr(config, block).enabled:
+        return f"{block} is not enabled"
+    if block == "fp16" and low_dtype_of(config) != torch.float16:
+        return "nothing computes in float16"
+    if block == "fp16" and name != "loss_scale" and config.fp16.loss_scale > 0:
+        return "fp16.loss_scale fixes the scale"
+    return None
+
+
+def mode_of(config: Config) -> Mode:
+    """Return the mode whose block is enabled; "fp32" if none is.
+
+    Raises:
+        ConfigError: several are.
+    """
+    blocks: dict[str, Mode] = {"torch_autocast": "autocast", "bf16": "bf16", "fp16": "fp16"}
+    enabled = [name for name in blocks if getattr(config, name).enabled]
+    if len(enabled) > 1:
+        raise ConfigError(
+            f"{'.enabled and '.join(enabled)}.enabled are true, but at most one of torch_autocast, bf16 and fp16 may "
+            "be. Keep torch_autocast for per-op precision, bf16 or fp16 for everything in that dtype."
+        )
+    return blocks[enabled[0]] if enabled else "fp32"
+
+
+def low_dtype_of(config: Config) -> torch.dtype | None:
+    """Return the low dtype of the mode: bfloat16 or float16; None for mode "fp32".
+
+    Raises:
+        ConfigError: autocast is enabled without one.
+    """
+    mode, asked = mode_of(config), config.torch_autocast.dtype
+    if mode == "autocast" and asked not in LOW_DTYPES:
+        found = "left out" if asked is None else f'"{short_name(asked)}"'
+        raise ConfigError(
+            f'torch_autocast.dtype must be "bfloat16" or "float16" where torch_autocast is enabled, but is {found}. '
+            "Write one of them: torch's own default differs by device."
+        )
+    return {"autocast": asked, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}[mode]
+
+
+def _check_param_dtype(config: Config) -> None:
+    asked, mode, low = config.data_types.param_dtype, mode_of(config), low_dtype_of(config)
+    actual = low if mode in ("bf16", "fp16") and low is not None else torch.float32
+    if asked is not None and asked != actual:
+        raise ConfigError(
+            f'data_types.param_dtype must be "{short_name(actual)}" in mode {mode}, but is "{short_name(asked)}". '
+            "Remove it: the enabled bf16 or fp16 block sets the dtype."
+        )
+
+
+def _agreed(first: tuple[str, _T | None], second: tuple[str, _T | None]) -> _T | None:
+    """Return the value of two keys that mean the same, each with its name."""
+    (key, value), (other_key, other) = first, second
+    if value is not None and other is not None and value != other:
+        shown_values = [f'"{short_name(v)}"' if isinstance(v, torch.dtype) else shown(v) for v in (value, other)]
+        raise ConfigError(
+            f"{other_key} must be {shown_values[0]}, as {key} is, but is {shown_values[1]}. Remove one of the two keys."
+        )
+    return other if value is None else value
+
+
+def _offload(zero: ZeroOptimizationBlock) -> OffloadOptimizerBlock | None:
+    """Return the one block for the offload of parameters, gradients and optimizer state, which FSDP2 moves together."""
+    params, optimizer = zero.offload_param, zero.offload_optimizer
+    if params is not None and params.device == "cpu" and zero.stage != 3:
+        raise ConfigError(
+            f'zero_optimization.offload_param.device must be "none" at stage {zero.stage}, but is "cpu". Use stage 3, '
+            "or offload_optimizer, which works at every stage."
+        )
+    pins = [block.pin_memory for block in (params, optimizer) if block is not None and block.device == "cpu"]
+    if len(set(pins)) > 1:
+        raise ConfigError(
+            f"zero_optimization.offload_optimizer.pin_memory must be {shown(pins[0])}, as offload_param.pin_memory is, "
+            f"but is {shown(pins[1])}. Write the same value twice: FSDP2 offloads both together."
+        )
+    return OffloadOptimizerBlock(device="cpu", pin_memory=pins[0]) if pins else None

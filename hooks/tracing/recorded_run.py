@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from zeroamp.hooks._torch.dispatch import FakeTensorMode
-from zeroamp.hooks.tracing.fake_run import StandIns, preserved_rng, standing_in
+from zeroamp.hooks.random_state import preserved_random_state
+from zeroamp.hooks.tracing.fake_run import StandIns, standing_in
 from zeroamp.hooks.tracing.safe_parameters import UseRecorder, tensors_in
 
 
@@ -78,7 +79,7 @@ def stand_in(tensor: torch.Tensor, dtype: torch.dtype, device_type: str, fake: b
 def run_context(device_type: str, *, fake: bool) -> Iterator[None]:
     """Run what is inside as training would, with no trace in random states; on fake tensors if asked."""
     with ExitStack() as stack:
-        stack.enter_context(preserved_rng(device_type))
+        stack.enter_context(preserved_random_state(device_type))
         # Training is what is asked about, also where the caller is in `no_grad`: this enables gradients again.
         stack.enter_context(torch.inference_mode(False))
         # Compiled modules run eagerly under a dispatch mode, but with fullgraph=True torch 2.13 and 2.15 raise instead.

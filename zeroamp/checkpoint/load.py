@@ -16,16 +16,16 @@ from zeroamp.checkpoint.files import VALUES, rank_file
 from zeroamp.checkpoint.folder import find_checkpoints, is_checkpoint, is_checkpoint_name
 from zeroamp.checkpoint.manifest import DamagedCheckpointError, Manifest, check_file, read_manifest
 from zeroamp.checkpoint.optimizer_state import check_optimizer_fits, load_optimizer, optimizer_targets
-from zeroamp.checkpoint.random_state import set_random_state
 from zeroamp.checkpoint.reader import SafeReader
 from zeroamp.checkpoint.state import MODEL, check_model_fits, load_extra_states, model_tensors
+from zeroamp.hooks.random_state import set_random_state
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import CheckpointError, describe
 from zeroamp.training.checks import StatefulScheduler
 from zeroamp.training.step import TrainStep
 from zeroamp.weights.files import MANIFEST
-from zeroamp.wrapping.rank_group import Agreement
-from zeroamp.wrapping.state import WrapState, agreement_of, reshard, wrap_state
+from zeroamp.wrapping.rank_group import RankGroup
+from zeroamp.wrapping.state import WrapState, reshard, wrap_state
 
 
 def extra_of(rank: int, saved_by: int, read: Callable[[int], Any], where: str) -> Any:
@@ -100,10 +100,10 @@ def load_checkpoint(
         StepError: inside an accumulation window, or the loss scale is of another kind.
     """
     state = wrap_state(model)
-    state.saving.give_up()
+    state.saving.abandon()
     if train is not None:
         train.state_dict()  # refuses an unfinished window
-    ranks = agreement_of(state)
+    ranks = RankGroup.for_saving(state.mesh)
     found = _find(Path(folder), ranks)
     if found is None:
         if missing_ok:
@@ -122,7 +122,7 @@ def load_checkpoint(
     return loading.extra
 
 
-def _find(folder: Path, ranks: Agreement) -> tuple[Path, Manifest] | None:
+def _find(folder: Path, ranks: RankGroup) -> tuple[Path, Manifest] | None:
     """Return the checkpoint to load, whole, and its manifest; None where there is none at all."""
     candidates = ranks.on_first(lambda: _candidates(folder))
     damages = []
@@ -168,7 +168,7 @@ def _candidates(folder: Path) -> list[Path]:
     return find_checkpoints(folder)
 
 
-def _check_files(path: Path, manifest: Manifest, ranks: Agreement) -> None:
+def _check_files(path: Path, manifest: Manifest, ranks: RankGroup) -> None:
     names = sorted(manifest.files)
 
     def check_share() -> None:
@@ -182,7 +182,7 @@ class _Load:
     """One checkpoint on its way into a model."""
 
     def __init__(
-        self, path: Path, manifest: Manifest, state: WrapState, train: TrainStep | None, ranks: Agreement
+        self, path: Path, manifest: Manifest, state: WrapState, train: TrainStep | None, ranks: RankGroup
     ) -> None:
         self.path = path
         self.manifest = manifest

@@ -7,7 +7,8 @@ from typing import Any, Self
 
 from torch import nn
 
-from zeroamp.wrapping.state import signals_of, wrap_state
+from zeroamp.wrapping.rank_group import RankGroup
+from zeroamp.wrapping.state import wrap_state
 
 
 class Preemption:
@@ -32,7 +33,7 @@ class Preemption:
         Raises:
             WrapError: `model` is not wrapped.
         """
-        self._ranks = signals_of(wrap_state(model))
+        self._ranks = RankGroup.for_signals(wrap_state(model).mesh)
         self._signals = tuple(signals)
         self._handlers: dict[int, Any] = {}
         self._was_received = False

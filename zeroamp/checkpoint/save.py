@@ -29,8 +29,8 @@ from zeroamp.checkpoint.manifest import FileRecord, Manifest, record_file
 from zeroamp.checkpoint.snapshot import Snapshot, take_snapshot
 from zeroamp.policies.errors import CheckpointError, describe
 from zeroamp.training.step import TrainStep
-from zeroamp.wrapping.rank_group import Agreement
-from zeroamp.wrapping.state import WrapState, agreement_of, signals_of, wrap_state
+from zeroamp.wrapping.rank_group import RankGroup
+from zeroamp.wrapping.state import WrapState, wrap_state
 
 
 @overload
@@ -95,8 +95,8 @@ def save_checkpoint(
     """
     state = wrap_state(model)
     state.watch.refuse_after_failure("save_checkpoint")  # its state may be half updated
-    state.saving.give_up()
-    ranks = agreement_of(state)
+    state.saving.abandon()
+    ranks = RankGroup.for_saving(state.mesh)
     step = train.num_steps if step is None else step
     _check_same(ranks.run(lambda: _arguments(Path(folder), step, keep, train)))
     checkpoint = _Save(
@@ -111,7 +111,7 @@ def save_checkpoint(
     state.saving.run = checkpoint.run
     if not async_:
         return checkpoint.write()
-    signals = signals_of(state)  # made before a thread is at work
+    signals = RankGroup.for_signals(state.mesh)  # made before a thread is at work
     future = ranks.background = checkpoint.write_in_background()
     state.saving.begin(future, signals)
     return future
@@ -141,7 +141,7 @@ class _Save:
     folder: Path
     step: int
     snapshot: Snapshot
-    ranks: Agreement
+    ranks: RankGroup
     state: WrapState
     run: str
     keep: int | None

@@ -10,13 +10,13 @@ from torch.distributed.tensor import DTensor
 
 from zeroamp.checkpoint.export import export_files
 from zeroamp.checkpoint.optimizer_state import OPTIMIZER, optimizer_state
-from zeroamp.checkpoint.random_state import random_state
 from zeroamp.checkpoint.state import extra_states, model_tensors
+from zeroamp.hooks.random_state import random_state
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import CheckpointError, describe
 from zeroamp.training.checks import Scheduler, StatefulScheduler
 from zeroamp.training.step import TrainStep
-from zeroamp.wrapping.rank_group import Agreement
+from zeroamp.wrapping.rank_group import RankGroup
 from zeroamp.wrapping.state import WrapState, reshard
 
 
@@ -34,7 +34,7 @@ class Snapshot:
     """With these, the weights can be exported without the model."""
 
 
-def take_snapshot(state: WrapState, train: TrainStep, extra: Any, ranks: Agreement) -> Snapshot:
+def take_snapshot(state: WrapState, train: TrainStep, extra: Any, ranks: RankGroup) -> Snapshot:
     """Take the present state of training. `tensors` are the live ones.
 
     Raises:

@@ -17,7 +17,8 @@ from zeroamp.deepspeed.training import Training, plan_training
 from zeroamp.policies.errors import CheckpointError, describe
 from zeroamp.training.step import TrainStep
 from zeroamp.weights.model_weights import find_weights
-from zeroamp.wrapping.state import WrapState, agreement_of, wrap_state
+from zeroamp.wrapping.rank_group import RankGroup
+from zeroamp.wrapping.state import WrapState, wrap_state
 
 logger = logging.getLogger("zeroamp")
 
@@ -71,7 +72,7 @@ def load_deepspeed_checkpoint(
         WrapError: `model` is not wrapped.
     """
     state = wrap_state(model)
-    ranks = agreement_of(state)
+    ranks = RankGroup.for_saving(state.mesh)
     plans: list[_Plan] = []
     ranks.run(lambda: plans.append(_plan(Path(folder), tag, state, train)))
     (plan,) = plans

@@ -1,11 +1,9 @@
 """One training window that leaves no trace, for `Ledger.verify`: what `TrainStep` does, watched, with no update."""
 
-import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -13,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from zeroamp.hooks._torch.fsdp import unsharded_sums
 from zeroamp.hooks._torch.recovery import abandon
 from zeroamp.hooks.observers.dtypes import Observations
+from zeroamp.hooks.random_state import preserved_random_state
 from zeroamp.planning.plan import Plan
 from zeroamp.training.stages import set_flags
 from zeroamp.training.step import TrainStep
@@ -104,7 +103,7 @@ def leaves_no_trace(state: WrapState) -> Iterator[None]:
     state.is_rehearsing = True
     is_recorded, failure = state.calls.is_on, state.watch.failure
     try:
-        with _same_random_states(state.mesh.device_type):
+        with preserved_random_state(state.mesh.device_type):
             yield
     finally:
         state.traffic.enabled, state.is_rehearsing = counts, False
@@ -120,19 +119,6 @@ def leaves_no_trace(state: WrapState) -> Iterator[None]:
                 module._buffers[name] = buffer
                 if buffer is not None and values is not None:
                     buffer.copy_(values)
-
-
-@contextmanager
-def _same_random_states(device_type: str) -> Iterator[None]:
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = [] if device_type == "cpu" else [torch.accelerator.current_device_index()]
-    fork = {} if device_type == "cpu" else {"device_type": device_type}
-    try:
-        with torch.random.fork_rng(devices, **fork):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 def call(model: nn.Module, batch: object) -> Any:

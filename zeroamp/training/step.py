@@ -125,7 +125,7 @@ class TrainStep:
             report = self._end_window()
         self.watchers.step_done(report)
         tell_observers(self._state.root)
-        self.saving.tell()
+        self.saving.raise_if_failed()
         return report
 
     def _end_window(self) -> StepReport:
@@ -137,7 +137,7 @@ class TrainStep:
                         self._state.shard_accumulator.flush()
                     loss, squares = self._local_statistics()
                 totals = self._recovery.sum_over_ranks(loss, squares, bool(self._with_gradient()))
-            self.saving.look()  # before an optimizer that may raise on one rank alone
+            self.saving.poll()  # before an optimizer that may raise on one rank alone
             return self._update(*totals)
         finally:  # whatever it raised, the next backward begins a new window
             self._drop_gradients()

@@ -32,7 +32,8 @@ from zeroamp.weights.files import (
     write_index,
 )
 from zeroamp.weights.model_weights import Weight, find_weights
-from zeroamp.wrapping.state import WrapState, agreement_of, wrap_state
+from zeroamp.wrapping.rank_group import RankGroup
+from zeroamp.wrapping.state import WrapState, wrap_state
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +89,7 @@ def export_hf(
             files.extend(plan_files(_specs(weights, target), max_shard_bytes))
             return _plan(weights, files, Path(folder).absolute(), target)
 
-        exports = agreement_of(state).run(plan)
+        exports = RankGroup.for_saving(state.mesh).run(plan)
         _check(exports)
         _write(state, weights, files, exports[0])
 
@@ -159,7 +160,7 @@ def _check(exports: list[_Export]) -> None:
 
 
 def _write(state: WrapState, weights: list[Weight], files: list[WeightFile], export: _Export) -> None:
-    draft, ranks = export.draft, agreement_of(state)
+    draft, ranks = export.draft, RankGroup.for_saving(state.mesh)
     sources = {name: weight for weight in weights for name in weight.written_names}
 
     def read(spec: TensorSpec) -> torch.Tensor:

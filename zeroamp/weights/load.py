@@ -13,7 +13,8 @@ from zeroamp.planning.mesh import shard_size
 from zeroamp.policies.errors import CheckpointError, describe
 from zeroamp.weights.files import INDEX, SINGLE_FILE, read_index, safetensors_torch
 from zeroamp.weights.model_weights import Weight, computed_buffers, find_weights
-from zeroamp.wrapping.state import agreement_of, wrap_state
+from zeroamp.wrapping.rank_group import RankGroup
+from zeroamp.wrapping.state import wrap_state
 
 _NUM_NAMES = 5  # that an error lists, of thousands
 _OTHER_LAYOUT = (
@@ -54,7 +55,7 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         _refuse_other_shapes(plan, folder)
 
     with torch.no_grad():
-        ranks = agreement_of(state)
+        ranks = RankGroup.for_saving(state.mesh)
         ranks.run(check)
         ranks.run(lambda: _fill(plan, state.mesh))
 

@@ -23,7 +23,7 @@ from zeroamp.planning.plan import Plan
 from zeroamp.policies.errors import WrapError, describe
 from zeroamp.recovery.call_log import CallLog
 from zeroamp.recovery.forward_watch import ForwardWatch
-from zeroamp.wrapping.rank_group import Agreement
+from zeroamp.wrapping.rank_group import RankGroup
 
 _ATTRIBUTE = "_zeroamp_state"
 
@@ -82,19 +82,9 @@ def wrap_state(model: nn.Module) -> WrapState:
     return state
 
 
-def agreement_of(state: WrapState) -> Agreement:
-    """Return the group of a wrapped model's ranks for saving and loading; the first call, on all ranks, makes it.
-
-    Waits for a save in the background, which uses it; whether that failed, `Saving` tells.
-    """
-    ranks = Agreement.shared(state.mesh, "saving")
-    ranks.wait()
-    return ranks
-
-
-def signals_of(state: WrapState) -> Agreement:
-    """Return the group for flags of the main thread, which a save in the background leaves alone; made as the other."""
-    return Agreement.shared(state.mesh, "signals")
+def signals_of(state: WrapState) -> RankGroup:
+    """Return the ranks' group for flags and reports of the main thread."""
+    return RankGroup.for_signals(state.mesh)
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:

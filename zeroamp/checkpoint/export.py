@@ -1,4 +1,4 @@
-"""`export_checkpoint`: a checkpoint as safetensors, in one process, without the model: one file at a time."""
+"""`export_checkpoint`: writes the weights of a checkpoint as safetensors, in one process, without the model."""
 
 import json
 import os
@@ -13,11 +13,9 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from zeroamp.checkpoint.files import rank_file
+from zeroamp.checkpoint.files import Manifest, SafeReader, check_file, rank_file, read_manifest
 from zeroamp.checkpoint.folder import find_checkpoints, is_checkpoint
-from zeroamp.checkpoint.manifest import Manifest, check_file, read_manifest
-from zeroamp.checkpoint.reader import SafeReader
-from zeroamp.checkpoint.state import MODEL
+from zeroamp.checkpoint.model_state import MODEL
 from zeroamp.policies import policy_from_config
 from zeroamp.policies.errors import CheckpointError
 from zeroamp.weights.export import (
@@ -35,11 +33,11 @@ WEIGHTS = "weights.json"
 
 
 def export_files(root: nn.Module) -> dict[str, bytes]:
-    """Return small files by name.
+    """Return the small files, by name, that `export_checkpoint` needs.
 
-    `weights.json` says for each of the model's tensors what the checkpoint calls it, under which names it is written,
-    and whether it is a parameter. It is missing where the model's state holds more than parameters and buffers, so that
-    safetensors could not hold the model.
+    `weights.json` lists for each of the model's tensors its name in the checkpoint, its names in an export, and whether
+    it is a parameter. There are no files if the model's state holds more than parameters and buffers, because
+    safetensors cannot hold such a model.
     """
     try:
         weights = find_weights(root)
@@ -75,17 +73,17 @@ def export_checkpoint(
     is checked against its digest first.
 
     Args:
-        checkpoint: what `save_checkpoint` wrote, or a folder of such, of which the newest is taken.
+        checkpoint: what `save_checkpoint` wrote, or a folder of checkpoints, of which the newest is taken.
         folder: made where there is none; in one that exists, weights of an earlier export are replaced.
-        dtype: "fp32", "bf16" or "fp16", of parameters; None: what the checkpoint's config says, see `export_hf`.
+        dtype: "fp32", "bf16" or "fp16", of parameters; None: as the checkpoint's config sets it, see `export_hf`.
         max_shard_bytes: of the tensors of one file.
 
     Returns:
         The checkpoint that was taken.
 
     Raises:
-        CheckpointError: there is none, it is damaged, a finite value would be infinite in `dtype`, or the folder cannot
-            be written.
+        CheckpointError: there is no checkpoint, it is damaged, a finite value would be infinite in `dtype`, or the
+            folder cannot be written.
     """
     path = _find(Path(checkpoint))
     manifest = read_manifest(path)
@@ -111,9 +109,7 @@ def export_checkpoint(
 def _find(path: Path) -> Path:
     found = path if is_checkpoint(path) else next(iter(find_checkpoints(path)), None)
     if found is None:
-        raise CheckpointError(
-            f"{path} must be a checkpoint or a folder of checkpoints, but holds none. Check the path."
-        )
+        raise CheckpointError(f"{path} holds no checkpoint that save_checkpoint wrote. Check the path.")
     return found
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeroamp
 from tests.processes.ranks import Ranks
-from zeroamp.checkpoint.manifest import DamagedCheckpointError
+from zeroamp.checkpoint.files import DamagedCheckpointError
 from zeroamp.policies.errors import CheckpointError, StepError
 from zeroamp.wrapping.rank_group import RankGroup
 

@@ -3,9 +3,7 @@
 from collections.abc import Callable, Mapping
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.hooks.observers.dtypes import Observations, OpObserver, UnitObserver
@@ -14,7 +12,8 @@ from zeroamp.ledger.verification import Verification, find_differences, see_coll
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.traffic import plan_traffic, ranks_of
 from zeroamp.policies.accumulation import unsharded_accumulation
-from zeroamp.policies.errors import PrecisionError, StepError, WrapError, ZeroAmpError, describe
+from zeroamp.policies.errors import PrecisionError, StepError, WrapError, describe
+from zeroamp.wrapping.rank_group import RankGroup
 from zeroamp.wrapping.state import WrapState, wrap_state
 
 LossFunction = Callable[..., torch.Tensor]
@@ -25,15 +24,15 @@ _NUM_DIFFERENCES = 8  # that an error lists in full, of thousands of parameters
 def verify(plan: Plan, model: nn.Module, batch: object, loss_fn: LossFunction | None) -> Verification:
     """See `Ledger.verify`."""
     state = wrap_state(model)
-    problem = _problem(plan, state, batch)
-    _raise_together([str(problem)] if problem else [], state.mesh, type(problem) if problem else StepError)
+    group = RankGroup.for_signals(state.mesh)  # what one rank finds is raised on all: none waits for another
+    group.run(lambda: _refuse_problem(plan, state, batch))
     observations, counted = Observations(), Traffic()
     with leaves_no_trace(state), torch.inference_mode(False), torch.enable_grad():
         _rehearse(model, state, batch, loss_fn, observations, counted)
     see_collectives(counted, plan, observations.seen)
     ranks = ranks_of(state.mesh)
     found = [str(difference) for difference in find_differences(plan, ranks, observations.seen)]
-    _raise_together(found, state.mesh, PrecisionError)
+    group.run(lambda: _refuse_differences(found))
     return Verification(
         plan=plan,
         ranks=ranks,
@@ -94,14 +93,14 @@ def _loss(output: object, loss_fn: LossFunction | None) -> torch.Tensor:
     )
 
 
-def _problem(plan: Plan, state: WrapState, batch: object) -> ZeroAmpError | None:
-    """Return why nothing can be verified now, or None."""
+def _refuse_problem(plan: Plan, state: WrapState, batch: object) -> None:
+    """Raise an error if nothing can be verified now."""
     if plan != state.plan:
-        return WrapError(
+        raise WrapError(
             describe("Ledger.verify", "another model's ledger", "explain(model).verify(model, ...)", "Take that one.")
         )
     if not isinstance(batch, torch.Tensor | tuple | Mapping):
-        return StepError(
+        raise StepError(
             describe(
                 "Ledger.verify(batch=)",
                 f"a {type(batch).__name__}",
@@ -110,7 +109,7 @@ def _problem(plan: Plan, state: WrapState, batch: object) -> ZeroAmpError | None
             )
         )
     if found := _unfinished(state):
-        return StepError(
+        raise StepError(
             describe(
                 "Ledger.verify",
                 found,
@@ -118,7 +117,6 @@ def _problem(plan: Plan, state: WrapState, batch: object) -> ZeroAmpError | None
                 "Call it before training or after a step, once the gradients are None (optimizer.zero_grad()).",
             )
         )
-    return None
 
 
 def _unfinished(state: WrapState) -> str | None:
@@ -132,17 +130,8 @@ def _unfinished(state: WrapState) -> str | None:
     return None
 
 
-def _raise_together(found: list[str], mesh: DeviceMesh, error: type[ZeroAmpError]) -> None:
-    """Raise on all ranks what any of them found, so that none waits for another that raised. One small collective."""
-    everywhere: list[list[str]] = [found]
-    for axis in range(mesh.ndim):
-        by_rank: list[list[list[str]]] = [[] for _ in range(mesh.size(axis))]
-        dist.all_gather_object(by_rank, everywhere, group=mesh.get_group(axis))
-        everywhere = [texts for rank in by_rank for texts in rank]
-    texts = list(dict.fromkeys(text for rank in everywhere for text in rank))
-    if not texts:
-        return
-    left_out = [f"… and {len(texts) - _NUM_DIFFERENCES} more"] if len(texts) > _NUM_DIFFERENCES else []
-    num_ranks = sum(bool(rank) for rank in everywhere)
-    on = [] if num_ranks == len(everywhere) else [f"On {num_ranks} of {len(everywhere)} ranks."]
-    raise error("\n".join([*texts[:_NUM_DIFFERENCES], *left_out, *on]))
+def _refuse_differences(differences: list[str]) -> None:
+    if differences:
+        more = len(differences) - _NUM_DIFFERENCES
+        left_out = [f"… and {more} more"] if more > 0 else []
+        raise PrecisionError("\n".join([*differences[:_NUM_DIFFERENCES], *left_out]))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from zeroamp.checkpoint.files import Manifest, SafeReader, check_file, rank_file, read_manifest
@@ -124,7 +124,7 @@ class _Saved:
             )
         self._path = path
         self._config_names = [name for name in manifest.files if name in ("config.json", "generation_config.json")]
-        self._reader = _CachedReader(path)
+        self._reader = SafeReader(path)
         # Buffers that differ between ranks: the first rank's, as everywhere.
         own = torch.load(path / rank_file(0), map_location="cpu", weights_only=True, mmap=True)
         self._own: dict[str, torch.Tensor] = own["tensors"]
@@ -154,7 +154,7 @@ class _Saved:
             return self._own[name].to(dtype, copy=True)  # it may be written under two names
         tensor = torch.empty(saved.size, dtype=saved.properties.dtype)
         with warnings.catch_warnings():
-            # It says that without a process group it loads in one process, which is meant.
+            # Torch warns that it loads in one process, without a process group. That is intended.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
             load({name: tensor}, storage_reader=self._reader, no_dist=True)
         largest = overflow(tensor, dtype)
@@ -168,14 +168,3 @@ class _Saved:
             if name == "config.json":
                 config["dtype"] = str(dtype).removeprefix("torch.")
             (folder / name).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-class _CachedReader(SafeReader):
-    """Reads the metadata once, not for every tensor."""
-
-    _metadata: Metadata | None = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._metadata is None:
-            self._metadata = super().read_metadata(*args, **kwargs)
-        return self._metadata

@@ -194,8 +194,10 @@ _SAFE = {
 class SafeReader(FileSystemReader):
     """Torch's reader, except that it unpickles `.metadata` with the classes of such metadata only.
 
-    Torch's own unpickles anything there. Both read tensors with `weights_only=True`.
+    Torch's own unpickles anything there. Both read tensors with `weights_only=True`. The file is read once.
     """
+
+    _metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
         """Return torch's description of the tensors in the checkpoint.
@@ -203,6 +205,8 @@ class SafeReader(FileSystemReader):
         Raises:
             CheckpointError: the file refers to anything that is not part of such metadata.
         """
+        if self._metadata is not None:
+            return self._metadata
         path = os.fspath(self.path / METADATA)  # type: ignore[operator]  # a path, for a file system
         with open(path, "rb") as file:
             try:
@@ -213,6 +217,7 @@ class SafeReader(FileSystemReader):
             raise CheckpointError(_no_metadata(path, f"a {type(metadata).__name__}"))
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
+        self._metadata = metadata
         return metadata
 
 

@@ -34,6 +34,7 @@ from zeroamp.wrapping.state import WrapState, reshard, wrap_state
 
 logger = logging.getLogger("zeroamp")
 _PATH = "Check the path."
+_DAMAGED = "%s is not loaded: %s"
 
 
 def load_checkpoint(
@@ -69,7 +70,7 @@ def load_checkpoint(
     state = wrap_state(model)
     state.saving.abandon()
     if train is not None:
-        train.state_dict()  # refuses an unfinished window
+        train.state_dict()  # raises between the micro-batches of an optimizer step
     ranks = RankGroup.for_saving(state.mesh)
     found = _find(Path(folder), ranks)
     if found is None:
@@ -98,7 +99,7 @@ def _find(folder: Path, ranks: RankGroup) -> tuple[Path, Manifest] | None:
         except DamagedCheckpointError as error:
             damages.append(str(error))
             if ranks.rank == 0:
-                _log_damage(path, error)
+                logger.warning(_DAMAGED, path, error)
         else:
             if ranks.rank == 0:
                 _log_unreadable(candidates[index + 1 :])
@@ -108,17 +109,13 @@ def _find(folder: Path, ranks: RankGroup) -> tuple[Path, Manifest] | None:
     return None
 
 
-def _log_damage(path: Path, error: CheckpointError) -> None:
-    logger.warning("%s is not loaded: %s", path, error)
-
-
 def _log_unreadable(paths: list[Path]) -> None:
     """Log the checkpoints whose age is unknown: one of them might have been the newest."""
     for path in paths:
         try:
             read_manifest(path)
         except DamagedCheckpointError as error:
-            _log_damage(path, error)
+            logger.warning(_DAMAGED, path, error)
         except CheckpointError:  # of a newer format, so its age is known
             continue
 
@@ -150,6 +147,7 @@ class _Load:
         self, path: Path, manifest: Manifest, state: WrapState, train: TrainStep | None, ranks: RankGroup
     ) -> None:
         self.path = path
+        self.reader = SafeReader(path)
         self.manifest = manifest
         self.state = state
         self.train = train
@@ -163,7 +161,7 @@ class _Load:
     def prepare(self, extra_rank: int | None) -> None:
         """Read all but the tensors, compare with the model, and plan where the tensors go. Changes nothing."""
         reshard(self.state.root.modules())
-        metadata = SafeReader(self.path).read_metadata()
+        metadata = self.reader.read_metadata()
         self._refuse_unlisted(metadata)
         self.values = self._read(VALUES)
         self.own = self._read(rank_file(self.ranks.rank if self.is_same_size else 0))
@@ -216,7 +214,7 @@ class _Load:
 
     def read_tensors(self) -> None:
         """Read this rank's part of every tensor into the model's and the optimizer's tensors."""
-        load(self.tensors, storage_reader=SafeReader(self.path), process_group=self.ranks.group)
+        load(self.tensors, storage_reader=self.reader, process_group=self.ranks.group)
 
     def finish(self) -> None:
         """Load everything else: tensors of this rank, extra states, optimizer, scheduler, random states."""

@@ -15,9 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from zeroamp.deepspeed.files import unreadable
+from zeroamp.planning.mesh import local_part
+from zeroamp.weights.model_weights import first_row
 
 Shapes = dict[str, tuple[int, ...]]
 """Name -> shape, in the order of a flat vector."""
@@ -169,7 +171,9 @@ def _check_length(where: str, numel: int, shortest: int, longest: int | None) ->
 
 def fill(target: torch.Tensor, stored: StoredTensor) -> None:
     """Copy this rank's part of a stored tensor into `target`, a DTensor or a whole tensor. Reads nothing else."""
-    local, begin = _local_part(target)
+    local, begin = local_part(target.detach()), 0
+    if isinstance(target, DTensor):
+        begin = first_row(target) * math.prod(target.shape[1:])
     with torch.no_grad():
         if local.is_contiguous():
             stored.copy_to(local.view(-1), begin)
@@ -177,22 +181,3 @@ def fill(target: torch.Tensor, stored: StoredTensor) -> None:
             values = torch.empty(local.numel(), dtype=local.dtype, device=local.device)
             stored.copy_to(values, begin)
             local.copy_(values.view(local.shape))
-
-
-def _local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return this rank's shard and the number of elements of the flattened tensor before it.
-
-    FSDP2 shards dim 0 in chunks of ceil(rows / ranks) rows, the last ones shorter or empty.
-    """
-    if not isinstance(tensor, DTensor):
-        return tensor.detach(), 0
-    with torch.no_grad():
-        local, row = tensor.to_local(), 0
-    for axis, placement in enumerate(tensor.placements):
-        if isinstance(placement, Shard):
-            chunk = math.ceil(tensor.shape[0] / tensor.device_mesh.size(axis))
-            row = min(chunk * tensor.device_mesh.get_local_rank(axis), tensor.shape[0])
-            expected = min(chunk, tensor.shape[0] - row)
-            if placement.dim != 0 or local.shape[0] != expected:
-                raise AssertionError(f"expected {expected} rows of dim 0, got {tuple(local.shape)} by {placement}")
-    return local, row * math.prod(tensor.shape[1:])

@@ -131,7 +131,7 @@ def publish(draft: Path, folder: Path) -> None:
         folder: a folder, or nothing yet.
 
     Raises:
-        CheckpointError: a file could not be moved; the text says where the rest is.
+        CheckpointError: a file could not be moved; the text names the folder of the others.
     """
     try:
         if draft.parent != folder:

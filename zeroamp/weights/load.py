@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from zeroamp.planning.mesh import shard_size
 from zeroamp.policies.errors import CheckpointError, some_of
 from zeroamp.weights.files import INDEX, SINGLE_FILE, read_index, safetensors_torch
-from zeroamp.weights.model_weights import Weight, computed_buffers, find_weights
+from zeroamp.weights.model_weights import Weight, computed_buffers, find_weights, first_row
 from zeroamp.wrapping.rank_group import RankGroup
 from zeroamp.wrapping.state import wrap_state
 
@@ -153,8 +153,6 @@ def _read(file: Any, name: str, tensor: torch.Tensor, mesh: DeviceMesh) -> torch
     if not isinstance(tensor, DTensor) or shard_size(mesh) == 1:
         whole: torch.Tensor = file.get_tensor(name)
         return whole
-    # FSDP2 shards dim 0 as torch.chunk does.
-    num_rows = -(-tensor.shape[0] // shard_size(mesh))
-    start = min(mesh.get_local_rank(mesh.ndim - 1) * num_rows, tensor.shape[0])
+    start = first_row(tensor)
     rows: torch.Tensor = file.get_slice(name)[start : start + tensor.to_local().shape[0]]
     return rows

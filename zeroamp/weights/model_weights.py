@@ -1,11 +1,13 @@
 """The parameters and persistent buffers of a wrapped model, under the names that they have in files."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
 from zeroamp.planning.mesh import local_part
 from zeroamp.policies.errors import CheckpointError
@@ -85,3 +87,19 @@ def computed_buffers(root: nn.Module) -> Iterator[str]:
     for name, _ in root.named_buffers(remove_duplicate=False):
         if file_name(name) not in stored:
             yield name.rpartition(".")[2]
+
+
+def first_row(tensor: DTensor) -> int:
+    """Return the number of rows of dim 0 before this rank's shard.
+
+    FSDP2 shards dim 0 in chunks of ceil(rows / ranks) rows, the last ones shorter or empty.
+    """
+    row = 0
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard):
+            chunk = math.ceil(tensor.shape[0] / tensor.device_mesh.size(axis))
+            row = min(chunk * tensor.device_mesh.get_local_rank(axis), tensor.shape[0])
+            expected, found = min(chunk, tensor.shape[0] - row), local_part(tensor.detach()).shape[0]
+            if placement.dim != 0 or found != expected:
+                raise AssertionError(f"expected {expected} rows of dim 0, got {found} by {placement}")
+    return row

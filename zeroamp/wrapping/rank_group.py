@@ -156,7 +156,10 @@ def _raise_if_failed(outcomes: list[_Outcome[T]], cause: BaseException | None) -
     for text, ranks in ranks_by_text.items():
         where = "" if len(ranks) == len(outcomes) else f"rank {', '.join(map(str, ranks))}: "
         texts.append(where + text)
-    raise error_type("; ".join(texts)) from cause
+    text = "; ".join(texts)
+    if cause is not None and type(cause) is error_type and str(cause) == text:
+        raise cause  # the same on all ranks
+    raise error_type(text) from cause
 
 
 def _checkpoint_exception() -> "type[CheckpointException]":

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.faults.job import NUM_RANKS, Job
 from benchmarks.faults.moments import PASSAGES, Phase, Strike
 from benchmarks.faults.processes import Ending, Place, Start
-from zeroamp.checkpoint.manifest import check_file, read_manifest
+from zeroamp.checkpoint.files import check_file, read_manifest
 from zeroamp.policies.errors import CheckpointError
 
 _REFUSALS = {"CheckpointError", "DamagedCheckpointError"}

@@ -1,13 +1,11 @@
 """Lets a model run on fake tensors, or on copies of its tensors, and leaves it exactly as it was."""
 
-import random
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -72,20 +70,3 @@ def tensors_replaced(model: nn.Module, replacements: Replacements) -> Iterator[N
         # A parameter that the forward reaches by another way, a closure say, is not replaced and has got a gradient.
         for parameter, gradient in gradients:
             parameter.grad = gradient
-
-
-@contextmanager
-def preserved_rng(device_type: str) -> Iterator[None]:
-    """Put the states of all random generators back after: Python's, numpy's, torch's on the CPU and on the device."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    device = torch.get_device_module(device_type)
-    # Asking an accelerator that was never used for its state would initialise it.
-    on_device = device.get_rng_state_all() if device_type != "cpu" and device.is_initialized() else None
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        if on_device is not None:
-            device.set_rng_state_all(on_device)

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from zeroamp.hooks._torch.dispatch import FakeTensorMode
+from zeroamp.hooks.random_state import preserved_random_state
 from zeroamp.hooks.tensors import tensors_in
-from zeroamp.hooks.tracing.fake_run import Replacements, preserved_rng, tensors_replaced
+from zeroamp.hooks.tracing.fake_run import Replacements, tensors_replaced
 from zeroamp.hooks.tracing.safe_parameters import UseRecorder
 
 
@@ -79,7 +80,7 @@ def replacement(tensor: torch.Tensor, dtype: torch.dtype, device_type: str, fake
 def run_context(device_type: str, *, fake: bool) -> Iterator[None]:
     """Run what is inside as training would, with no trace in random states; on fake tensors if asked."""
     with ExitStack() as stack:
-        stack.enter_context(preserved_rng(device_type))
+        stack.enter_context(preserved_random_state(device_type))
         # Training is what is asked about, also where the caller is in `no_grad`: this enables gradients again.
         stack.enter_context(torch.inference_mode(False))
         # Compiled modules run eagerly under a dispatch mode, but with fullgraph=True torch 2.13 and 2.15 raise instead.

@@ -24,7 +24,7 @@ def heavy():
     return [name for name in {[*WITH_TORCH, *HEAVY]} if name in sys.modules]
 
 found = {{}}
-import zeroamp
+import zeroamp, zeroamp.checkpoint, zeroamp.deepspeed, zeroamp.weights
 found["package"] = heavy()
 import torch, torch.distributed.fsdp
 found["fsdp"] = heavy()

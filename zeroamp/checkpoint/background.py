@@ -1,4 +1,4 @@
-"""What a wrapped model knows of the checkpoints of its run."""
+"""`Saving`: the save that runs in the background while training goes on, and the run that the checkpoints belong to."""
 
 import logging
 from concurrent.futures import Future
@@ -10,8 +10,7 @@ from torch import nn
 
 from zeroamp.policies.errors import CheckpointError
 from zeroamp.training.callbacks import Callback
-from zeroamp.training.report import StepReport
-from zeroamp.wrapping.rank_group import Agreement
+from zeroamp.wrapping.rank_group import RankGroup
 from zeroamp.wrapping.state import WrapState
 
 logger = logging.getLogger("zeroamp")
@@ -26,51 +25,51 @@ def saving_of(state: WrapState) -> "Saving":
 
 @dataclass(eq=False)
 class Saving(Callback):
-    """The run's name, and the save that is in the background, if one is."""
+    """The run's name, and the save in the background. A training step calls it before each update and after it."""
 
     run: str | None = None
-    """Names the run over all its restarts; the first rank's, from its first save or load on."""
+    """Names the run over all its restarts; the first rank's, set by the first save or load."""
     serial: int = 0
-    """Of the checkpoint that was saved or loaded last, known to the first rank; 0: of none."""
+    """Of the checkpoint that was saved or loaded last, known to the first rank; 0: there was none."""
     future: Future[Path] | None = None
-    """Ends alike on all ranks: with the path, or with the error of whichever rank failed."""
+    """Ends with the path, or with the error of whichever rank failed: the same on all ranks."""
     is_done: bool = False
-    """Whether it has ended on all ranks, as far as they have looked."""
-    signals: Agreement | None = None
-    """For the main thread, while the background has the group of saving and loading."""
+    """Whether the save had ended on all ranks at the last `poll`."""
+    signals: RankGroup | None = None
+    """For the main thread: the thread in the background uses the group for saving and loading."""
 
-    def before_update(self) -> None:
-        """Poll, at the same point of the step on all ranks."""
-        self.look()
-
-    def on_step_end(self, _report: StepReport) -> None:
-        """Raise what the last poll found."""
-        self.tell()
-
-    def begin(self, future: Future[Path], signals: Agreement) -> None:
-        """Take note of a save that all ranks began."""
+    def begin(self, future: Future[Path], signals: RankGroup) -> None:
+        """Store a save that all ranks have just started."""
         self.future, self.signals = future, signals
 
-    def look(self) -> None:
-        """See whether the save ended, on all ranks at the same call: a small all-reduce while there is one."""
+    def poll(self) -> None:
+        """Find out whether the save ended on all ranks. Every rank calls it: a small all-reduce while one runs."""
         if self.future is not None and self.signals is not None:
             self.is_done = self.signals.all(self.future.done())
 
-    def tell(self) -> None:
-        """Raise what the last look found.
+    def raise_if_failed(self) -> None:
+        """Raise the error of a save that had ended at the last `poll`.
 
         Raises:
-            CheckpointError: the save ended and failed.
+            CheckpointError: on all ranks in the same call.
         """
         if self.is_done:
             self.wait()
 
-    def give_up(self) -> None:
-        """Wait for the save; log its error, where what follows matters more than what failed."""
+    def before_update(self) -> None:
+        """Poll: before the optimizer, which may raise on one rank alone."""
+        self.poll()
+
+    def on_step_end(self, _report: object) -> None:
+        """Raise the error of a failed save, after the step was taken."""
+        self.raise_if_failed()
+
+    def abandon(self) -> None:
+        """Wait for the save and log its error, before a save or load that matters more."""
         try:
             self.wait()
         except CheckpointError as error:
-            logger.error("a save in the background failed: %s", error)
+            logger.error("The save in the background failed: %s", error)
 
     def wait(self) -> None:
         """Wait for the save.

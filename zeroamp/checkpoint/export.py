@@ -1,41 +1,43 @@
-"""`export_checkpoint`: a checkpoint as safetensors, in one process, without the model: one file at a time."""
+"""`export_checkpoint`: writes the weights of a checkpoint as safetensors, in one process, without the model."""
 
 import json
-import logging
 import os
-import shutil
 import tempfile
-import uuid
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from zeroamp.checkpoint.files import rank_file
+from zeroamp.checkpoint.files import Manifest, SafeReader, check_file, rank_file, read_manifest
 from zeroamp.checkpoint.folder import find_checkpoints, is_checkpoint
-from zeroamp.checkpoint.manifest import Manifest, check_file, read_manifest
-from zeroamp.checkpoint.reader import SafeReader
-from zeroamp.checkpoint.state import MODEL
+from zeroamp.checkpoint.model_state import MODEL
 from zeroamp.policies import policy_from_config
-from zeroamp.policies.errors import CheckpointError, describe
-from zeroamp.weights.dtype_range import refuse_overflows
-from zeroamp.weights.export import export_dtype, refuse_checkpoint, save_config
-from zeroamp.weights.files import TensorSpec, plan_files, publish, safetensors_torch, write_files, write_index
+from zeroamp.policies.errors import CheckpointError
+from zeroamp.weights.export import (
+    OneProcess,
+    Source,
+    export_dtype,
+    export_tensors,
+    overflow,
+    refuse_overflows,
+    save_config,
+)
 from zeroamp.weights.model_weights import find_weights
 
 WEIGHTS = "weights.json"
 
 
 def export_files(root: nn.Module) -> dict[str, bytes]:
-    """Return small files by name.
+    """Return the small files, by name, that `export_checkpoint` needs.
 
-    `weights.json` says for each of the model's tensors what the checkpoint calls it, under which names it is written,
-    and whether it is a parameter. It is missing where the model's state holds more than parameters and buffers, so that
-    safetensors could not hold the model.
+    `weights.json` lists for each of the model's tensors its name in the checkpoint, its names in an export, and whether
+    it is a parameter. There are no files if the model's state holds more than parameters and buffers, because
+    safetensors cannot hold such a model.
     """
     try:
         weights = find_weights(root)
@@ -58,9 +60,6 @@ def export_files(root: nn.Module) -> dict[str, bytes]:
     return {**config, WEIGHTS: json.dumps(names, indent=1).encode()}
 
 
-logger = logging.getLogger("zeroamp")
-
-
 def export_checkpoint(
     checkpoint: str | os.PathLike[str],
     folder: str | os.PathLike[str],
@@ -74,109 +73,93 @@ def export_checkpoint(
     is checked against its digest first.
 
     Args:
-        checkpoint: what `save_checkpoint` wrote, or a folder of such, of which the newest is taken.
+        checkpoint: what `save_checkpoint` wrote, or a folder of checkpoints, of which the newest is taken.
         folder: made where there is none; in one that exists, weights of an earlier export are replaced.
-        dtype: "fp32", "bf16" or "fp16", of parameters; None: what the checkpoint's config says, see `export_hf`.
+        dtype: "fp32", "bf16" or "fp16", of parameters; None: as the checkpoint's config sets it, see `export_hf`.
         max_shard_bytes: of the tensors of one file.
 
     Returns:
         The checkpoint that was taken.
 
     Raises:
-        CheckpointError: there is none, it is damaged, a finite value would be infinite in `dtype`, or the folder cannot
-            be written.
+        CheckpointError: there is no checkpoint, it is damaged, a finite value would be infinite in `dtype`, or the
+            folder cannot be written.
     """
     path = _find(Path(checkpoint))
     manifest = read_manifest(path)
     for name, record in manifest.files.items():
         check_file(path / name, record)
-    target = export_dtype(dtype, policy_from_config(manifest.config).export_dtype)
-    source = _Source(path, manifest)
-    files = plan_files(source.specs(target), max_shard_bytes)
-    safetensors_torch()
-    out = Path(folder).absolute()
-    refuse_checkpoint(out)
-    draft = (
-        out / f".draft-{uuid.uuid4().hex[:8]}"
-        if out.exists()
-        else out.with_name(f".{out.name}.draft-{uuid.uuid4().hex[:8]}")
-    )
+    saved = _Saved(path, manifest)
     try:
-        draft.mkdir(parents=True)
-        source.write_config(draft, target)
-        for file in files:
-            write_files([file], source.read, draft)
-            logger.info("wrote %s: %d tensors, %d bytes", file.name, len(file.tensors), file.num_bytes)
-        write_index(files, draft)
+        export_tensors(
+            saved.sources,
+            folder,
+            lambda: export_dtype(dtype, policy_from_config(manifest.config).export_dtype),
+            max_shard_bytes,
+            saved.write_config,
+            OneProcess(),
+        )
     except OSError as error:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise CheckpointError(describe(str(out), str(error), "a folder that takes the export", "Make room.")) from error
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
-    publish(draft, out)
+        raise CheckpointError(
+            f"Cannot export into {os.fspath(folder)}: {error}. Make room, or name another folder."
+        ) from error
     return path
 
 
 def _find(path: Path) -> Path:
     found = path if is_checkpoint(path) else next(iter(find_checkpoints(path)), None)
     if found is None:
-        raise CheckpointError(describe(str(path), "no checkpoint", "what save_checkpoint wrote", "Check the path."))
+        raise CheckpointError(f"{path} holds no checkpoint that save_checkpoint wrote. Check the path.")
     return found
 
 
-class _Source:
+class _Saved:
     """The tensors of one checkpoint."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         if WEIGHTS not in manifest.files:
-            found = f"no {WEIGHTS}: the model's state held more than parameters and buffers"
-            raise CheckpointError(describe(str(path), found, "a model of these", "safetensors holds nothing else."))
+            raise CheckpointError(
+                f"{path} has no {WEIGHTS}, because the model's state held more than parameters and buffers. "
+                "safetensors cannot hold such state: export from the model's own state_dict()."
+            )
         self._path = path
         self._config_names = [name for name in manifest.files if name in ("config.json", "generation_config.json")]
-        self._weights: list[dict[str, Any]] = json.loads((path / WEIGHTS).read_text(encoding="utf-8"))
-        self._reader = _CachedReader(path)
-        self._saved = {entry["saved"]: self._entry(entry["saved"]) for entry in self._weights}
-        self._sources = {written: entry["saved"] for entry in self._weights for written in entry["written"]}
+        self._reader = SafeReader(path)
         # Buffers that differ between ranks: the first rank's, as everywhere.
         own = torch.load(path / rank_file(0), map_location="cpu", weights_only=True, mmap=True)
         self._own: dict[str, torch.Tensor] = own["tensors"]
 
-    def _entry(self, name: str) -> TensorStorageMetadata:
-        entry = self._reader.read_metadata().state_dict_metadata.get(MODEL + name)
-        if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(describe(str(self._path), f"no tensor {name}", f"all of {WEIGHTS}", "Save it again."))
-        return entry
+    def sources(self) -> list[Source]:
+        """Return the tensors of the model, in its order. Nothing is read yet."""
+        weights = json.loads((self._path / WEIGHTS).read_text(encoding="utf-8"))
+        return [self._source(entry, written) for entry in weights for written in entry["written"]]
 
-    def specs(self, dtype: torch.dtype) -> list[TensorSpec]:
-        """Return what is written, in the model's order."""
-        return [
-            TensorSpec(
-                name=written,
-                shape=tuple(self._saved[entry["saved"]].size),
-                dtype=self._written_dtype(entry, dtype),
+    def _source(self, entry: dict[str, Any], written: str) -> Source:
+        name = MODEL + entry["saved"]
+        saved = self._reader.read_metadata().state_dict_metadata.get(name)
+        if not isinstance(saved, TensorStorageMetadata):
+            raise CheckpointError(
+                f"{self._path} must hold every tensor of its {WEIGHTS}, but has no {entry['saved']}. Save it again."
             )
-            for entry in self._weights
-            for written in entry["written"]
-        ]
+        return Source(
+            name=written,
+            shape=tuple(saved.size),
+            dtype=saved.properties.dtype,
+            is_parameter=entry["is_parameter"],
+            read=partial(self._read, name, written, saved),
+        )
 
-    def _written_dtype(self, entry: dict[str, Any], dtype: torch.dtype) -> torch.dtype:
-        saved = self._saved[entry["saved"]].properties.dtype
-        return dtype if entry["is_parameter"] and saved.is_floating_point else saved
-
-    def read(self, spec: TensorSpec) -> torch.Tensor:
-        """Return one tensor as it is written."""
-        name = MODEL + self._sources[spec.name]
+    def _read(self, name: str, written: str, saved: TensorStorageMetadata, dtype: torch.dtype) -> torch.Tensor:
         if name in self._own:
-            return self._own[name].to(spec.dtype, copy=True)  # it may be written under two names
-        saved = self._saved[self._sources[spec.name]]
+            return self._own[name].to(dtype, copy=True)  # it may be written under two names
         tensor = torch.empty(saved.size, dtype=saved.properties.dtype)
         with warnings.catch_warnings():
-            # It says that without a process group it loads in one process, which is meant.
+            # Torch warns that it loads in one process, without a process group. That is intended.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
             load({name: tensor}, storage_reader=self._reader, no_dist=True)
-        refuse_overflows({spec.name: tensor}, spec.dtype)
-        return tensor.to(spec.dtype)
+        largest = overflow(tensor, dtype)
+        refuse_overflows({} if largest is None else {written: largest}, dtype)
+        return tensor.to(dtype)
 
     def write_config(self, folder: Path, dtype: torch.dtype) -> None:
         """Write a transformers model's config with the dtype of its weights."""
@@ -185,14 +168,3 @@ class _Source:
             if name == "config.json":
                 config["dtype"] = str(dtype).removeprefix("torch.")
             (folder / name).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-class _CachedReader(SafeReader):
-    """Reads the metadata once, not for every tensor."""
-
-    _metadata: Metadata | None = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._metadata is None:
-            self._metadata = super().read_metadata(*args, **kwargs)
-        return self._metadata

@@ -1,12 +1,45 @@
-"""Files that are on the disk when the call returns (fsync), not only in the memory of the system."""
+"""The files of one checkpoint: their names, durable writes, the manifest with their digests, and reading them safely.
 
+zeroamp.json          the manifest: what the checkpoint is, and size and SHA-256 of every other file
+.metadata, *.distcp   of torch.distributed.checkpoint: the tensors, in shards
+train.pt              what is the same on all ranks
+rank_00000.pt         what each rank has of its own
+weights.json          how to export the weights without the model; for a transformers model also config.json
+"""
+
+import hashlib
+import json
 import os
+import pickle
 import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import torch
+from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from zeroamp.policies.errors import CheckpointError
+from zeroamp.weights.files import MANIFEST
+
+METADATA = ".metadata"
+"""Written by torch: where the shards of each tensor are."""
+VALUES = "train.pt"
+"""Step counts, scheduler and description of the optimizer, the same on all ranks."""
+FORMAT = 1
+_DIGEST = "sha256"
+
+
+def rank_file(rank: int) -> str:
+    """Return the name of the file with what one rank has of its own."""
+    return f"rank_{rank:05d}.pt"
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write a new file; when this returns, its content is on the disk."""
+    """Write a new file. When this returns, its content is on the disk."""
     with path.open("xb") as file:
         file.write(content)
         file.flush()
@@ -14,7 +47,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Put the names in a folder on the disk."""
+    """Write the entries of a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -23,7 +56,7 @@ def sync_folder(path: Path) -> None:
 
 
 def replace_durably(path: Path, content: bytes) -> None:
-    """Put a file in the place of another by one rename; when this returns, it and its name are on the disk."""
+    """Replace a file by one rename. When this returns, the new content is on the disk."""
     beside = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
     try:
         write_durably(beside, content)
@@ -33,12 +66,175 @@ def replace_durably(path: Path, content: bytes) -> None:
     sync_folder(path.parent)
 
 
-METADATA = ".metadata"
-"""Torch's, of the shards."""
-VALUES = "train.pt"
-"""What is the same on all ranks."""
+class DamagedCheckpointError(CheckpointError):
+    """A file of a checkpoint is missing, cut short or changed. An earlier checkpoint may be whole."""
 
 
-def rank_file(rank: int) -> str:
-    """Return the name of the file with what one rank has of its own."""
-    return f"rank_{rank:05d}.pt"
+def _file_name(name: str) -> str:
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ValueError("must be the name of a file in the checkpoint's own folder")
+    return name
+
+
+FileName = Annotated[str, AfterValidator(_file_name)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileRecord:
+    """Size and digest of one file of a checkpoint."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
+
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """Content of `zeroamp.json`: which training a checkpoint is of, and the record of each of its files."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
+
+    step: int
+    """The caller's number of the step."""
+    serial: int
+    """Number of the checkpoint in its folder, from 1 on, in the order of publication."""
+    parent: int
+    """The serial of the checkpoint that was saved or loaded before this one was saved; 0: there was none."""
+    run: str
+    """Names the training run, over all its restarts."""
+    world_size: int
+    mesh: tuple[int, ...]
+    config: dict[str, Any]
+    """The policy, as a config that `policy_from_config` reads."""
+    versions: dict[str, str]
+    """Of torch and zeroamp."""
+    files: Mapping[FileName, FileRecord]
+
+    def to_json(self) -> str:
+        """Return the text of the file, which ends with a digest of the rest."""
+        content = {"format": FORMAT, **asdict(self), "mesh": list(self.mesh)}
+        return json.dumps({**content, _DIGEST: _digest(content)}, indent=1)
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Read the manifest of a checkpoint.
+
+    Raises:
+        DamagedCheckpointError: it is missing or damaged.
+        CheckpointError: it is of a newer format.
+    """
+    path = checkpoint / MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        found = content.pop(_DIGEST)
+        is_whole = found == _digest(content)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise DamagedCheckpointError(_damage(path, f"{type(error).__name__}: {error}")) from error
+    if not is_whole:
+        raise DamagedCheckpointError(_damage(path, "its text does not match its own digest"))
+    if content.pop("format", None) != FORMAT:
+        raise CheckpointError(
+            f"{path} must be of format {FORMAT}, but is of another one. Use the zeroamp that wrote it."
+        )
+    try:
+        return TypeAdapter(Manifest).validate_json(json.dumps(content))
+    except ValidationError as error:
+        problems = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise DamagedCheckpointError(_damage(path, "; ".join(problems))) from error
+
+
+def record_file(path: Path) -> FileRecord:
+    """Return size and digest of a file, for the manifest."""
+    with path.open("rb") as file:
+        return FileRecord(num_bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def check_file(path: Path, record: FileRecord) -> None:
+    """Raise DamagedCheckpointError unless the file is the recorded one, bit for bit."""
+    try:
+        num_bytes = path.stat().st_size
+        found = record_file(path) if num_bytes == record.num_bytes else None
+    except OSError as error:
+        raise DamagedCheckpointError(_damage(path, f"{type(error).__name__}: {error}")) from error
+    if found is None:
+        raise DamagedCheckpointError(_damage(path, f"{num_bytes} bytes instead of {record.num_bytes}"))
+    if found != record:
+        raise DamagedCheckpointError(_damage(path, f"sha256 {found.sha256} instead of {record.sha256}"))
+
+
+def _damage(path: Path, found: str) -> str:
+    return f"{path} is damaged: {found}. Load another checkpoint, or copy the file again."
+
+
+_METADATA_NAMES = {
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "_MEM_FORMAT_ENCODING",
+}
+_SAFE = {
+    *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA_NAMES),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # its name from Python 3.13 on
+}
+
+
+class SafeReader(FileSystemReader):
+    """Torch's reader, except that it unpickles `.metadata` with the classes of such metadata only.
+
+    Torch's own unpickles anything there. Both read tensors with `weights_only=True`. The file is read once.
+    """
+
+    _metadata: Metadata | None = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
+        """Return torch's description of the tensors in the checkpoint.
+
+        Raises:
+            CheckpointError: the file refers to anything that is not part of such metadata.
+        """
+        if self._metadata is not None:
+            return self._metadata
+        path = os.fspath(self.path / METADATA)  # type: ignore[operator]  # a path, for a file system
+        with open(path, "rb") as file:
+            try:
+                metadata = _MetadataUnpickler(file, path).load()
+            except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, ValueError) as error:
+                raise CheckpointError(_no_metadata(path, f"{type(error).__name__}: {error}")) from error
+        if not isinstance(metadata, Metadata):
+            raise CheckpointError(_no_metadata(path, f"a {type(metadata).__name__}"))
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        self._metadata = metadata
+        return metadata
+
+
+def _no_metadata(path: str, found: str) -> str:
+    return f"{path} must hold the metadata of torch.distributed.checkpoint, but holds {found}. Load another checkpoint."
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def __init__(self, file: Any, path: str) -> None:
+        super().__init__(file)
+        self._path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if (module, name) in _SAFE or is_dtype:
+            return super().find_class(module, name)
+        raise CheckpointError(
+            f"{self._path} refers to {module}.{name}, which is no part of the metadata of "
+            "torch.distributed.checkpoint. Do not load it: reading it could run any code."
+        )

@@ -1,28 +1,37 @@
-"""A folder of checkpoints: which are there, which is the newest, and the draft that becomes one by a single rename.
+"""A folder of checkpoints: which are in it, which is the newest, drafts and their publication, and the writers' locks.
 
     FOLDER/
       latest                   the serial and the name of the newest checkpoint
       step_00000100/           a checkpoint: complete from the moment it has this name
       .draft-step_00000200-…/  one that is being written, or that a killed writer left
 
-`latest` holds serial, name and the parent's serial, and is written just before the rename. Where it names a checkpoint
-that exists, it is right, also after somebody edited it to go back: what was published after that one then comes last.
-Where a writer was killed in between, the parent counts; where the file is damaged, the checkpoint published last.
+`latest` holds serial, name and the parent's serial, and is written just before the rename. If it names a checkpoint
+that exists, that one is the newest, also after somebody edited the file to go back: checkpoints published after it then
+come last. If a writer was killed between the two, the parent is the newest; if the file is damaged, the checkpoint that
+was published last.
 """
 
+import fcntl
 import logging
 import os
 import re
 import shutil
+import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from zeroamp.checkpoint.files import replace_durably, sync_folder, write_durably
-from zeroamp.checkpoint.locks import locked, try_lock, unlock
-from zeroamp.checkpoint.manifest import DamagedCheckpointError, Manifest, read_manifest
+from zeroamp.checkpoint.files import (
+    DamagedCheckpointError,
+    Manifest,
+    read_manifest,
+    replace_durably,
+    sync_folder,
+    write_durably,
+)
 from zeroamp.policies.errors import CheckpointError
 from zeroamp.weights.files import MANIFEST
 
@@ -32,10 +41,12 @@ LATEST = "latest"
 _PUBLISHED = re.compile(r"step_-?\d+(_\d+)?")
 _WRITER = ".writer"
 _DRAFT, _REMOVED = ".draft-", ".removed-"
+LOCK = ".lock"
+TIMEOUT_S = 60.0
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
-    """Return the newest published checkpoint of a folder, or None; only its manifest has been checked."""
+    """Return the newest published checkpoint of a folder, or None. Only its manifest is checked."""
     return next(iter(find_checkpoints(Path(folder))), None)
 
 
@@ -47,7 +58,7 @@ def find_checkpoints(root: Path) -> list[Path]:
     """
     found = _places(root) if root.is_dir() else {}
     for path in (path for path, place in found.items() if place.serial == 0):
-        logger.warning("%s cannot be told to be newer than others: its %s is damaged", path, MANIFEST)
+        logger.warning("The age of %s is unknown, because its %s is damaged.", path, MANIFEST)
     newest = _pointed(root, found) or max((place.serial for place in found.values()), default=0)
     line = _line(newest, found)
 
@@ -59,7 +70,7 @@ def find_checkpoints(root: Path) -> list[Path]:
 
 
 class _Place(NamedTuple):
-    """Where a checkpoint stands among others; see `Manifest`."""
+    """Serial and parent's serial of a checkpoint; see `Manifest`."""
 
     serial: int
     parent: int
@@ -80,7 +91,7 @@ def _place(path: Path) -> _Place:
 
 
 def _line(serial: int, found: dict[Path, _Place]) -> list[Path]:
-    """Return a checkpoint and those it descends from, newest first, as far as they are there."""
+    """Return a checkpoint and those of its ancestors that exist, newest first."""
     by_serial = {place.serial: path for path, place in found.items() if place.serial > 0}
     line: list[Path] = []
     while serial in by_serial and by_serial[serial] not in line:
@@ -90,11 +101,11 @@ def _line(serial: int, found: dict[Path, _Place]) -> list[Path]:
 
 
 def _pointed(root: Path, found: dict[Path, _Place]) -> int | None:
-    """Return the serial of the checkpoint that `latest` names, if it does; else the serials decide.
+    """Return the serial of the checkpoint that `latest` names; None if it names none, and the serials decide.
 
-    A writer puts the serial before the name, as one damaged bit of a name can make the name of another checkpoint, and
-    the parent's behind it, which counts where the writer was killed before the rename. Somebody who edits the file may
-    leave both out.
+    A writer puts the serial before the name, because one damaged bit of a name can make the name of another checkpoint.
+    The parent's serial comes after the name, and is used if the writer was killed before the rename. Somebody who edits
+    the file may leave both serials out.
     """
     try:
         words = (root / LATEST).read_text(encoding="utf-8").split()
@@ -107,7 +118,7 @@ def _pointed(root: Path, found: dict[Path, _Place]) -> int | None:
             return there
         if len(words) == 3 and there == 0 and words[0] not in serials and words[2] in serials:
             return int(words[2]) or None
-    logger.warning("%s is ignored: there is no checkpoint %s", root / LATEST, " ".join(words))
+    logger.warning("%s is ignored: it names %r, which is no checkpoint there.", root / LATEST, " ".join(words))
     return None
 
 
@@ -127,7 +138,7 @@ def _is_published(path: Path) -> bool:
 
 @dataclass(slots=True)
 class Draft:
-    """A checkpoint that is being written. Its first rank holds it; the others know the path."""
+    """A checkpoint that is being written, held by the first rank."""
 
     root: Path
     path: Path
@@ -135,9 +146,9 @@ class Draft:
     _lock: int
 
     def publish(self, manifest: Callable[[int], Manifest], keep: int | None) -> Path:
-        """Make the draft a checkpoint; then remove those that it descends from beyond the newest `keep`.
+        """Rename the draft to a checkpoint, then remove its ancestors beyond the newest `keep`.
 
-        `manifest` gets the serial. All files of the draft are on the disk already.
+        `manifest` returns the manifest, given the serial. All other files of the draft are on the disk already.
         """
         with locked(self.root):
             complete = manifest(max((place.serial for place in _places(self.root).values()), default=0) + 1)
@@ -149,7 +160,7 @@ class Draft:
             self.path.rename(target)
             try:
                 sync_folder(self.root)
-            except OSError:  # it counts as failed, so it must not be found
+            except OSError:  # the save counts as failed, so the checkpoint must not be found
                 target.rename(self.path)
                 raise
             self._unlock()
@@ -169,7 +180,7 @@ class Draft:
 
 
 def open_draft(root: Path, step: int) -> Draft:
-    """Make an empty draft, and remove what killed writers left. On one rank only."""
+    """Make an empty draft, and remove what killed writers left. The first rank alone calls this."""
     root.mkdir(parents=True, exist_ok=True)
     with locked(root) as has_locks:
         if has_locks:
@@ -190,7 +201,7 @@ def _name(step: int) -> str:
 
 
 def _free_name(root: Path, step: int) -> Path:
-    """Return where to publish: a step that is there already, of an earlier attempt, stays as it is."""
+    """Return a free name for the checkpoint of a step: one of an earlier attempt at that step stays as it is."""
     path, attempt = root / _name(step), 1
     while path.exists():
         attempt += 1
@@ -203,8 +214,8 @@ def _prune(root: Path, serial: int, keep: int) -> None:
         removed = path.with_name(f"{_REMOVED}{path.name}-{uuid.uuid4().hex[:8]}")
         try:
             path.rename(removed)  # first, so that a kill during the removal leaves no half checkpoint
-        except OSError as error:  # no reason to call the save a failure
-            logger.warning("%s is not removed, though beyond the newest %d: %s", path, keep, error)
+        except OSError as error:  # the save itself has succeeded
+            logger.warning("%s is not among the newest %d, but cannot be removed: %s", path, keep, error)
         else:
             shutil.rmtree(removed, ignore_errors=True)
 
@@ -219,12 +230,58 @@ def _remove_leftovers(root: Path) -> None:
 
 
 def _has_writer(draft: Path) -> bool:
-    """Return whether the process that opened the draft lives: its lock ends with it."""
+    """Return whether the process that opened the draft is alive: its lock ends with the process."""
     try:
         descriptor = os.open(draft / _WRITER, os.O_RDWR)
     except FileNotFoundError:  # killed just before the rename, or just after the folder was made
         return False
     try:
         return try_lock(descriptor) is not True
+    finally:
+        unlock(descriptor)
+
+
+def try_lock(descriptor: int) -> bool | None:
+    """Take the lock of a file. Returns whether it was free; None if the file system has no locks.
+
+    Without locks, leftovers are not removed and two writers of one folder may run at once. That costs space and order,
+    but never a checkpoint, because all names are unique.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def unlock(descriptor: int) -> None:
+    """Release a lock. Closing alone would leave it with a process that was forked meanwhile, such as a data loader."""
+    with suppress(OSError):  # of a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
+@contextmanager
+def locked(root: Path) -> Iterator[bool]:
+    """Lock a folder against other writers. Yields whether the file system has locks.
+
+    It is locked for renames and removals only, never while data is written.
+
+    Raises:
+        CheckpointError: another process has locked it for more than a minute.
+    """
+    descriptor = os.open(root / LOCK, os.O_CREAT | os.O_RDWR)
+    try:
+        deadline = time.monotonic() + TIMEOUT_S
+        while (is_free := try_lock(descriptor)) is False:
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"{root / LOCK} has been locked by another process for {TIMEOUT_S:.0f} s, though writers lock it "
+                    "for moments only. End that process, or save into another folder."
+                )
+            time.sleep(0.05)
+        yield is_free is True
     finally:
         unlock(descriptor)

@@ -2,7 +2,6 @@
 
 import logging
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,63 +12,30 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from zeroamp.checkpoint.background import saving_of
-from zeroamp.checkpoint.files import VALUES, rank_file
+from zeroamp.checkpoint.files import (
+    VALUES,
+    DamagedCheckpointError,
+    Manifest,
+    SafeReader,
+    check_file,
+    rank_file,
+    read_manifest,
+)
 from zeroamp.checkpoint.folder import find_checkpoints, is_checkpoint, is_checkpoint_name
-from zeroamp.checkpoint.manifest import DamagedCheckpointError, Manifest, check_file, read_manifest
+from zeroamp.checkpoint.model_state import MODEL, check_model_fits, load_extra_states, model_tensors
 from zeroamp.checkpoint.optimizer_state import check_optimizer_fits, load_optimizer, optimizer_targets
-from zeroamp.checkpoint.random_state import set_random_state
-from zeroamp.checkpoint.reader import SafeReader
-from zeroamp.checkpoint.state import MODEL, check_model_fits, load_extra_states, model_tensors
+from zeroamp.hooks.random_state import set_random_state
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import CheckpointError, describe
 from zeroamp.training.checks import StatefulScheduler
 from zeroamp.training.step import TrainStep
 from zeroamp.weights.files import MANIFEST
-from zeroamp.wrapping.rank_group import Agreement
-from zeroamp.wrapping.state import WrapState, agreement_of, reshard, wrap_state
-
-
-def extra_of(rank: int, saved_by: int, read: Callable[[int], Any], where: str) -> Any:
-    """Return what the chosen `rank` saved, of the `saved_by` ranks that did.
-
-    Raises:
-        CheckpointError: there was no such rank.
-    """
-    if not 0 <= rank < saved_by:
-        raise CheckpointError(describe("extra_rank", rank, f"0 to {saved_by - 1}, the ranks of {where}", "Change it."))
-    return read(rank)
-
-
-def common_extra(num_ranks: int, saved_by: int, read: Callable[[int], Any], where: str) -> Any:
-    """Return what all `saved_by` ranks saved alike, for `num_ranks` ranks that load it.
-
-    Raises:
-        CheckpointError: it was not the same.
-    """
-    first, *others = map(read, range(saved_by))
-    if not all(_equal(first, other) for other in others):
-        raise CheckpointError(
-            describe(
-                f"{where}, extra",
-                f"values that differ between the {saved_by} ranks that saved it",
-                f"the same on all, for {num_ranks} ranks",
-                "Choose one with extra_rank, or save what does not depend on the rank.",
-            )
-        )
-    return first
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return bool(one == other)
-
+from zeroamp.wrapping.rank_group import RankGroup
+from zeroamp.wrapping.state import WrapState, reshard, wrap_state
 
 logger = logging.getLogger("zeroamp")
+_PATH = "Check the path."
+_DAMAGED = "%s is not loaded: %s"
 
 
 def load_checkpoint(
@@ -82,36 +48,36 @@ def load_checkpoint(
 ) -> Any:
     """Load what `save_checkpoint` wrote, and return this rank's `extra`. Every rank calls this.
 
-    Stage, number of ranks, mesh, groups and dtypes on the wire may be others than when it was saved: tensors are
+    Stage, number of ranks, mesh, groups and communication dtypes may differ from those of the save: tensors are
     resharded. Every file is checked against its digest first, each by one rank.
 
-    With the same number of ranks, training goes on bit for bit. With another one, random generators are left as they
-    are, buffers and modules' extra states that differed between ranks become the first rank's, and that is logged.
+    With the same number of ranks, training goes on bit for bit. With another number, random generators keep their
+    state, and all ranks get the first rank's buffers and extra states where these differed between ranks; a warning
+    is logged.
 
     Args:
-        folder: of a run, where a damaged checkpoint is logged and the one before it taken; or one checkpoint.
+        folder: of a run, where a damaged checkpoint is logged and the one before it is loaded; or one checkpoint.
         model: what `wrap_model` returned.
-        train: its training step, at the end of an accumulation window. None loads the model alone.
-        missing_ok: return None where there is no checkpoint; one that is damaged is an error in any case.
+        train: its training step, between two optimizer steps. None loads the model alone.
+        missing_ok: return None if there is no checkpoint. If there are only damaged ones, that is an error in any case.
         extra_rank: the rank whose `extra` is returned; None: this rank's own.
 
     Raises:
-        CheckpointError: on all ranks. With nothing changed: there is none, none is whole, or parameters, shapes,
-            dtypes, optimizer or scheduler are others. With the model filled in part: a file cannot be read through.
-        StepError: inside an accumulation window, or the loss scale is of another kind.
+        CheckpointError: on all ranks. With nothing changed: there is no checkpoint, all are damaged, or parameters,
+            shapes, dtypes, optimizer or scheduler differ from the saved ones. With the model filled in part: a file
+            cannot be read to its end.
+        StepError: between the micro-batches of an optimizer step, or the loss scale is of another kind.
     """
     state = wrap_state(model)
-    saving_of(state).give_up()
+    saving_of(state).abandon()
     if train is not None:
-        train.state_dict()  # refuses an unfinished window
-    ranks = agreement_of(state)
+        train.state_dict()  # raises between the micro-batches of an optimizer step
+    ranks = RankGroup.for_saving(state.mesh)
     found = _find(Path(folder), ranks)
     if found is None:
         if missing_ok:
             return None
-        raise CheckpointError(
-            describe(os.fspath(folder), "no checkpoint", "what save_checkpoint wrote", "Check the path.")
-        )
+        raise CheckpointError(f"{os.fspath(folder)} holds no checkpoint that save_checkpoint wrote. {_PATH}")
     path, manifest = found
     loading = _Load(path, manifest, state, train, ranks)
     ranks.run(lambda: loading.prepare(extra_rank))
@@ -119,12 +85,12 @@ def load_checkpoint(
     ranks.run(loading.read_tensors)
     ranks.run(loading.finish)
     if ranks.rank == 0:
-        logger.info("loaded %s", path)
+        logger.info("Loaded %s.", path)
     return loading.extra
 
 
-def _find(folder: Path, ranks: Agreement) -> tuple[Path, Manifest] | None:
-    """Return the checkpoint to load, whole, and its manifest; None where there is none at all."""
+def _find(folder: Path, ranks: RankGroup) -> tuple[Path, Manifest] | None:
+    """Return the first checkpoint that is not damaged, and its manifest; None if there is no checkpoint at all."""
     candidates = ranks.on_first(lambda: _candidates(folder))
     damages = []
     for index, path in enumerate(candidates):
@@ -134,7 +100,7 @@ def _find(folder: Path, ranks: Agreement) -> tuple[Path, Manifest] | None:
         except DamagedCheckpointError as error:
             damages.append(str(error))
             if ranks.rank == 0:
-                _log_damage(path, error)
+                logger.warning(_DAMAGED, path, error)
         else:
             if ranks.rank == 0:
                 _log_unreadable(candidates[index + 1 :])
@@ -144,17 +110,13 @@ def _find(folder: Path, ranks: Agreement) -> tuple[Path, Manifest] | None:
     return None
 
 
-def _log_damage(path: Path, error: CheckpointError) -> None:
-    logger.warning("%s is not loaded: %s", path, error)
-
-
 def _log_unreadable(paths: list[Path]) -> None:
-    """Log which checkpoints nobody can say the age of: one of them might have been the newest."""
+    """Log the checkpoints whose age is unknown: one of them might have been the newest."""
     for path in paths:
         try:
             read_manifest(path)
         except DamagedCheckpointError as error:
-            _log_damage(path, error)
+            logger.warning(_DAMAGED, path, error)
         except CheckpointError:  # of a newer format, so its age is known
             continue
 
@@ -163,13 +125,13 @@ def _candidates(folder: Path) -> list[Path]:
     if is_checkpoint(folder):
         return [folder]
     if folder.exists() and not folder.is_dir():
-        raise CheckpointError(describe(str(folder), "a file", "a checkpoint, or a folder of them", "Check the path."))
+        raise CheckpointError(describe(str(folder), "a file", "a checkpoint or a folder of checkpoints", _PATH))
     if is_checkpoint_name(folder.name) and not folder.exists():
-        raise CheckpointError(describe(str(folder), "nothing", "a checkpoint", "Check the path."))
+        raise CheckpointError(f"{folder} must be a checkpoint, but does not exist. {_PATH}")
     return find_checkpoints(folder)
 
 
-def _check_files(path: Path, manifest: Manifest, ranks: Agreement) -> None:
+def _check_files(path: Path, manifest: Manifest, ranks: RankGroup) -> None:
     names = sorted(manifest.files)
 
     def check_share() -> None:
@@ -180,12 +142,13 @@ def _check_files(path: Path, manifest: Manifest, ranks: Agreement) -> None:
 
 
 class _Load:
-    """One checkpoint on its way into a model."""
+    """Loads one checkpoint, in steps: each is one `RankGroup.run`."""
 
     def __init__(
-        self, path: Path, manifest: Manifest, state: WrapState, train: TrainStep | None, ranks: Agreement
+        self, path: Path, manifest: Manifest, state: WrapState, train: TrainStep | None, ranks: RankGroup
     ) -> None:
         self.path = path
+        self.reader = SafeReader(path)
         self.manifest = manifest
         self.state = state
         self.train = train
@@ -197,9 +160,9 @@ class _Load:
         self.own: dict[str, Any] = {}
 
     def prepare(self, extra_rank: int | None) -> None:
-        """Read all but the tensors, compare, and say where the tensors go. Changes nothing."""
+        """Read all but the tensors, compare with the model, and plan where the tensors go. Changes nothing."""
         reshard(self.state.root.modules())
-        metadata = SafeReader(self.path).read_metadata()
+        metadata = self.reader.read_metadata()
         self._refuse_unlisted(metadata)
         self.values = self._read(VALUES)
         self.own = self._read(rank_file(self.ranks.rank if self.is_same_size else 0))
@@ -212,19 +175,21 @@ class _Load:
             self.tensors |= optimizer_targets(self.values["optimizer"], parameters, metadata, self.own["tensors"])
 
     def load_counts(self) -> None:
-        """Put step counts and loss scale in place; all ranks refuse another kind of scale, or none does."""
+        """Load step counts and loss scale; another kind of loss scale is refused on all ranks."""
         if self.train is not None:
             self.train.load_state_dict(self.values["train"])
 
     def _refuse_unlisted(self, metadata: Metadata) -> None:
-        """Raise unless the files that the metadata sends the reader to have been checked."""
+        """Raise CheckpointError unless the manifest has a record of every file that the metadata refers to."""
         for info in (metadata.storage_data or {}).values():
             self._check_listed(info.relative_path)
 
     def _check_listed(self, name: str) -> None:
         if name not in self.manifest.files:
-            found = f"no record of {name}"
-            raise CheckpointError(describe(str(self.path / MANIFEST), found, "one of every file", "Load another one."))
+            raise CheckpointError(
+                f"{self.path / MANIFEST} must list every file of the checkpoint, but has no record of {name}. Load "
+                "another checkpoint."
+            )
 
     def _read(self, name: str) -> Any:
         self._check_listed(name)
@@ -236,24 +201,24 @@ class _Load:
         saved = "no scheduler" if self.values["scheduler"] is None else self.values["scheduler"]["class"]
         ours = "no scheduler" if train.scheduler is None else type(train.scheduler).__name__
         if saved != ours:
-            raise CheckpointError(describe(where, saved, f"{ours}, as TrainStep has", "Build TrainStep as it was."))
+            raise CheckpointError(
+                f"{where} was saved with {saved}, but TrainStep has {ours}. Build TrainStep with the saved kind of "
+                "scheduler, or load the model alone: load_checkpoint(folder, model)."
+            )
         differing = [name for name in self.own["tensors"] if not name.startswith(MODEL)]
         if differing and not self.is_same_size:
             raise CheckpointError(
-                describe(
-                    where,
-                    f"optimizer state that is each rank's own ({differing[0]}), of {self.manifest.world_size} ranks",
-                    f"the same number of ranks, not {self.ranks.num_ranks}",
-                    "Start as many, or load the model alone: load_checkpoint(folder, model).",
-                )
+                f"{where} has optimizer state that differs between its {self.manifest.world_size} ranks "
+                f"({differing[0]}), so {self.ranks.num_ranks} ranks cannot load it. Start as many ranks, or load the "
+                "model alone: load_checkpoint(folder, model)."
             )
 
     def read_tensors(self) -> None:
-        """Read each rank's part of every tensor into place."""
-        load(self.tensors, storage_reader=SafeReader(self.path), process_group=self.ranks.group)
+        """Read this rank's part of every tensor into the model's and the optimizer's tensors."""
+        load(self.tensors, storage_reader=self.reader, process_group=self.ranks.group)
 
     def finish(self) -> None:
-        """Put the rest in place."""
+        """Load everything else: tensors of this rank, extra states, optimizer, scheduler, random states."""
         for name, tensor in self.own["tensors"].items():
             if name.startswith(MODEL):
                 self.tensors[name].copy_(tensor)
@@ -264,8 +229,8 @@ class _Load:
             self._finish_training(self.train)
         if not self.is_same_size and self.ranks.rank == 0:
             logger.warning(
-                "%s is of %d ranks, now there are %d: random generators stay as they are, and buffers that differed "
-                "between ranks (%s) become the first rank's",
+                "%s was saved by %d ranks and loaded by %d: random generators keep their state, and buffers that "
+                "differed between ranks (%s) are the first rank's on all.",
                 self.path,
                 self.manifest.world_size,
                 self.ranks.num_ranks,
@@ -282,12 +247,33 @@ class _Load:
             set_random_state(self.own["random"], device_of(self.state.mesh))
 
     def _extra(self, rank: int | None) -> Any:
-        """Return the `extra` of one rank; with None, this rank's own, or what all have, if their number changed."""
-        saved_by, where = self.manifest.world_size, str(self.path)
+        """Return the `extra` of one rank; for None, of this rank, or the common one if the number of ranks changed."""
+        saved_by = self.manifest.world_size
 
         def read(number: int) -> Any:
             return self._read(rank_file(number))["extra"]
 
         if rank is None and not self.is_same_size:
-            return common_extra(self.ranks.num_ranks, saved_by, read, where)
-        return extra_of(self.ranks.rank if rank is None else rank, saved_by, read, where)
+            first, *others = map(read, range(saved_by))
+            if not all(_equal(first, other) for other in others):
+                raise CheckpointError(
+                    f"extra in {self.path} differs between the {saved_by} ranks that saved it, so "
+                    f"{self.ranks.num_ranks} ranks cannot load it. Choose one with extra_rank, or save what does not "
+                    "depend on the rank."
+                )
+            return first
+        rank = self.ranks.rank if rank is None else rank
+        if not 0 <= rank < saved_by:
+            valid = f"from 0 to {saved_by - 1}, the ranks that saved {self.path}"
+            raise CheckpointError(describe("extra_rank", rank, valid, "Pass one of them."))
+        return read(rank)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from zeroamp.checkpoint.state import named_differences, state_by_name
+from zeroamp.checkpoint.model_state import named_differences, state_by_name
 from zeroamp.policies.errors import CheckpointError, describe
 
 OPTIMIZER = "optimizer."
@@ -16,7 +16,7 @@ OPTIMIZER = "optimizer."
 
 @dataclass(slots=True)
 class OptimizerState:
-    """An optimizer's state, taken apart by parameter name."""
+    """An optimizer's state by parameter name: the tensors, and a description of everything else."""
 
     tensors: dict[str, torch.Tensor]
     """By name in the checkpoint; those like their parameter are sharded DTensors."""
@@ -26,7 +26,7 @@ class OptimizerState:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, root: nn.Module) -> OptimizerState:
-    """Take an optimizer's state apart. A parameter without state, not yet or never updated, has none here.
+    """Return an optimizer's state by parameter name. A parameter that was never updated has none.
 
     Raises:
         CheckpointError: a parameter of the optimizer has no name in the model, or state is of a form that could not be
@@ -40,7 +40,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, root: nn.Module) -> Optimi
     for parameter in parameters:
         fqn = _name_of(parameter, names)
         for key, value in optimizer.state.get(parameter, {}).items():
-            kind = _kind_of(value, parameter, f"the optimizer's state {key!r} of {fqn}")
+            kind = _kind_of(value, parameter, f"The optimizer's state {key!r} of {fqn}")
             if isinstance(value, torch.Tensor):
                 tensors[f"{OPTIMIZER}{fqn}.{key}"] = value.detach()
             kinds.setdefault(fqn, {})[key] = kind
@@ -55,31 +55,25 @@ def _refuse_foreign_state(optimizer: torch.optim.Optimizer, parameters: list[tor
     own = {id(parameter) for parameter in parameters}
     foreign = [key for key, entries in optimizer.state.items() if entries and id(key) not in own]
     if foreign:
-        found = f"state under {_short(foreign[0])}, which is no parameter of its groups"
-        raise CheckpointError(describe("the optimizer", found, "state of parameters", "Save it as `extra`."))
+        raise CheckpointError(
+            f"The optimizer has state under {_short(foreign[0])}, which is no parameter of its groups. Save such state "
+            "as `extra`."
+        )
 
 
 def _kind_of(value: object, parameter: torch.Tensor, where: str) -> Any:
     """Return how a part of the state is described."""
     if not isinstance(value, torch.Tensor):
         if _holds_tensor(value):
-            found = f"tensors in a {type(value).__name__}"
-            raise CheckpointError(
-                describe(where, found, "a tensor, or plain values", "Keep each in an entry of its own.")
-            )
+            found = f"a {type(value).__name__} with tensors in it"
+            raise CheckpointError(describe(where, found, "a tensor or plain values", "Give each an entry of its own."))
         return ["value", value]
     if not isinstance(value, DTensor):
         return "plain"
     found_form, valid_form = _form(value), _form(parameter)
     if found_form != valid_form:
-        raise CheckpointError(
-            describe(
-                where,
-                f"a sharded tensor of {found_form}",
-                f"{valid_form}, as the parameter",
-                "Keep others as plain tensors.",
-            )
-        )
+        valid = f"sharded as its parameter, {valid_form}"
+        raise CheckpointError(describe(where, found_form, valid, "Keep tensors of other shapes as plain tensors."))
     return "sharded"
 
 
@@ -103,12 +97,8 @@ def _short(value: object) -> str:
 def _name_of(parameter: torch.Tensor, names: dict[int, str]) -> str:
     if id(parameter) not in names:
         raise CheckpointError(
-            describe(
-                "the optimizer",
-                f"a parameter of shape {tuple(parameter.shape)} that is not in the model's state_dict()",
-                "parameters of the wrapped model",
-                "Build the optimizer from model.parameters(), after wrap_model.",
-            )
+            f"The optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the model's "
+            "state_dict(). Build the optimizer from model.parameters(), after wrap_model."
         )
     return names[id(parameter)]
 
@@ -119,9 +109,10 @@ def optimizer_targets(
     metadata: Metadata,
     own: dict[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """Return empty tensors by name for a described state: like the parameter where it was sharded, else on the CPU.
+    """Return empty tensors, by name, to read a described state into.
 
-    What the rank saved as its `own` needs none.
+    They are sharded like the parameter if the saved ones were, else plain and on the CPU. Tensors in `own`, which this
+    rank saved by itself, need none.
     """
     targets = {}
     for fqn, kinds in description["state"].items():
@@ -146,7 +137,7 @@ def _saved(metadata: Metadata, name: str) -> TensorStorageMetadata:
 def load_optimizer(
     optimizer: torch.optim.Optimizer, description: dict[str, Any], tensors: dict[str, torch.Tensor], root: nn.Module
 ) -> None:
-    """Give an optimizer a described state, in torch's own way: `Optimizer.load_state_dict`."""
+    """Load a described state with `Optimizer.load_state_dict`."""
     names = {id(value): name for name, value in state_by_name(root).items()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {}
@@ -177,7 +168,7 @@ def _numbered_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any
 
 
 def _keep_dtypes(loaded: dict[str, Any], saved: dict[str, Any], device: torch.device) -> None:
-    """Put back what `Optimizer.load_state_dict` cast to the parameter's dtype, as it does with all state but "step"."""
+    """Restore the dtypes: `Optimizer.load_state_dict` casts all state but "step" to the parameter's dtype."""
     for key, value in saved.items():
         if key != "step" and isinstance(value, torch.Tensor) and loaded[key].dtype != value.dtype:
             loaded[key] = value.to(device)
@@ -186,30 +177,31 @@ def _keep_dtypes(loaded: dict[str, Any], saved: dict[str, Any], device: torch.de
 def check_optimizer_fits(
     optimizer: torch.optim.Optimizer, description: dict[str, Any], root: nn.Module, where: str
 ) -> None:
-    """Raise CheckpointError unless the optimizer is of the saved class and groups the same parameters."""
+    """Raise CheckpointError unless class and param groups of the optimizer are the saved ones."""
     names = {id(value): name for name, value in state_by_name(root).items()}
     ours = [sorted(_name_of(parameter, names) for parameter in group["params"]) for group in optimizer.param_groups]
     saved = [sorted(group["params"]) for group in description["groups"]]
     name = type(optimizer).__name__
     if name != description["class"]:
-        found, valid = f"the state of {description['class']}", f"of {name}, the optimizer given"
+        problem = f"has the state of {description['class']}, but the optimizer of TrainStep is {name}"
     elif ours != saved:
-        found, valid = _group_difference(saved, ours), f"the {len(ours)} param groups of the optimizer given"
+        problem = f"has other param groups than the optimizer of TrainStep: {_group_difference(saved, ours)}"
     else:
         return
-    remedy = "Build the optimizer as it was, or load the model alone: load_checkpoint(folder, model)."
-    raise CheckpointError(describe(where, found, valid, remedy))
+    raise CheckpointError(
+        f"{where} {problem}. Build the optimizer as it was, or load the model alone: load_checkpoint(folder, model)."
+    )
 
 
 def _group_difference(saved: list[list[str]], ours: list[list[str]]) -> str:
     if len(saved) != len(ours):
-        return f"{len(saved)} param groups"
+        return f"{len(saved)} instead of {len(ours)}"
     index = next(i for i, (theirs, here) in enumerate(zip(saved, ours, strict=True)) if theirs != here)
     only_saved, only_ours = set(saved[index]) - set(ours[index]), set(ours[index]) - set(saved[index])
     return "; ".join(
         [
             f"param group {index}",
             *named_differences("only in the checkpoint", only_saved),
-            *named_differences("only here", only_ours),
+            *named_differences("only in the optimizer", only_ours),
         ]
     )

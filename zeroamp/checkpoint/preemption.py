@@ -1,4 +1,4 @@
-"""Notices that the machine is about to be taken away, whichever rank hears of it, and tells all ranks together."""
+"""`Preemption`: turns a signal that any rank received into a last save on all ranks."""
 
 import signal
 from collections.abc import Iterable
@@ -7,7 +7,8 @@ from typing import Any, Self
 
 from torch import nn
 
-from zeroamp.wrapping.state import signals_of, wrap_state
+from zeroamp.wrapping.rank_group import RankGroup
+from zeroamp.wrapping.state import wrap_state
 
 
 class Preemption:
@@ -22,8 +23,7 @@ class Preemption:
                 break
     ```
 
-    torchrun passes SIGTERM on to its ranks and kills those that are still there 30 s later, so a step and a save must
-    fit into that.
+    torchrun passes SIGTERM on to its ranks and kills those that run on after 30 s, so a step and a save must take less.
     """
 
     def __init__(self, model: nn.Module, signals: Iterable[int] = (signal.SIGTERM,)) -> None:
@@ -32,18 +32,18 @@ class Preemption:
         Raises:
             WrapError: `model` is not wrapped.
         """
-        self._ranks = signals_of(wrap_state(model))
+        self._ranks = RankGroup.for_signals(wrap_state(model).mesh)
         self._signals = tuple(signals)
         self._handlers: dict[int, Any] = {}
         self._was_received = False
 
     def __enter__(self) -> Self:
-        """Take over the signals. In the main thread, as Python wants it."""
+        """Take over the signals. Python allows this in the main thread only."""
         self._handlers = {number: signal.signal(number, self._receive) for number in self._signals}
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give the signals back to whom they had before."""
+        """Restore the handlers that the signals had before."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 

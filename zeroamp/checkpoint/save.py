@@ -1,18 +1,20 @@
 """`save_checkpoint`: a snapshot of training, written by all ranks and published by one rename.
 
     snapshot   plain values and random states as bytes, tensors by name (copied to CPU memory for a background save)
-    draft      the first rank makes an empty folder, all ranks see it
-    write      each rank its shards (torch.distributed.checkpoint) and its own file, all of it to the disk (fsync)
-    digest     each rank of the files it wrote
-    publish    the first rank: manifest, pointer, rename, then the removal of old ones
+    draft      the first rank makes an empty folder
+    write      each rank writes its shards (torch.distributed.checkpoint) and its own file, to the disk (fsync)
+    digest     each rank computes the digests of the files it wrote
+    publish    the first rank writes the manifest and the pointer, renames the draft, then removes old checkpoints
 
-Every line ends with an agreement: what fails on one rank is raised on all, and the draft is removed.
+Each line is a `RankGroup.run`: an error of one rank is raised on all ranks, and the draft is removed.
 """
 
+import io
 import os
 import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -21,17 +23,32 @@ from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
-import zeroamp
 from zeroamp.checkpoint.background import saving_of
-from zeroamp.checkpoint.files import METADATA, VALUES, rank_file, sync_folder, write_durably
+from zeroamp.checkpoint.export import export_files
+from zeroamp.checkpoint.files import (
+    METADATA,
+    VALUES,
+    FileRecord,
+    Manifest,
+    rank_file,
+    record_file,
+    sync_folder,
+    write_durably,
+)
 from zeroamp.checkpoint.folder import Draft, open_draft
-from zeroamp.checkpoint.manifest import FileRecord, Manifest, record_file
-from zeroamp.checkpoint.snapshot import Snapshot, take_snapshot
+from zeroamp.checkpoint.model_state import extra_states, model_tensors
+from zeroamp.checkpoint.optimizer_state import OPTIMIZER, optimizer_state
+from zeroamp.hooks.random_state import random_state
+from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import CheckpointError, describe
+from zeroamp.policies.numbers import is_integer
+from zeroamp.training.checks import Scheduler, StatefulScheduler
 from zeroamp.training.step import TrainStep
-from zeroamp.wrapping.rank_group import Agreement
-from zeroamp.wrapping.state import WrapState, agreement_of, signals_of, wrap_state
+from zeroamp.version import __version__
+from zeroamp.wrapping.rank_group import RankGroup
+from zeroamp.wrapping.state import WrapState, reshard, wrap_state
 
 
 @overload
@@ -73,34 +90,34 @@ def save_checkpoint(
     """Save all that training needs to go on, bit for bit, as `folder`/step_<step>. Every rank calls this.
 
     That is: parameters, persistent buffers, optimizer, scheduler, loss scale, step counts, every rank's random states,
-    and `extra`. The folder must be on a file system that all ranks share. A checkpoint has its name only when all of it
-    is on the disk, so whatever is killed, `load_checkpoint` never takes half of one.
+    and `extra`. The folder must be on a file system that all ranks share. A checkpoint gets its name only when all of
+    it is on the disk, so `load_checkpoint` never takes half of one, whatever is killed.
 
     Args:
         folder: of the run's checkpoints; made if it is not there.
         model: what `wrap_model` returned.
-        train: its training step, at the end of an accumulation window.
+        train: its training step, between two optimizer steps.
         step: names the checkpoint; `train.num_steps` by default.
-        extra: this rank's own: the position in the data, say. Tensors, numbers, strings and containers of them.
+        extra: values of this rank, such as the position in the data: tensors, numbers, strings, and containers of them.
         async_: copy the state to CPU memory, return, and write while training goes on. One at a time: a second save
-            waits for the first. `TrainStep.step` raises an error of the background, on all ranks in the same step.
-        keep: how many stay of this one and those it descends from, by saving and loading; older ones are removed once
-            this one is on the disk. None: all.
+            waits for the first. If it fails, `TrainStep.step` raises the error, on all ranks in the same step.
+        keep: how many checkpoints of this run to retain, this one included; older ones are removed once it is on the
+            disk. Those that this one does not descend from, by saving and loading, are never removed. None: all.
 
     Returns:
         The checkpoint's path; with `async_` a future of it.
 
     Raises:
-        CheckpointError: on all ranks, where any could not write; nothing of it is left then.
-        StepError: inside an accumulation window, or after something raised without a `recover`.
+        CheckpointError: on all ranks, if any could not write. Nothing of the checkpoint is left then.
+        StepError: between the micro-batches of an optimizer step, or after an exception without a `recover`.
     """
     state = wrap_state(model)
     train.micro_batches.refuse_after_failure("save_checkpoint")  # the state may be half updated
     saving = saving_of(state)
     if saving not in train.callbacks:
         train.callbacks.append(saving)
-    saving.give_up()
-    ranks = agreement_of(state)
+    saving.abandon()
+    ranks = RankGroup.for_saving(state.mesh)
     step = train.num_steps if step is None else step
     _check_same(ranks.run(lambda: _arguments(Path(folder), step, keep, train)))
     checkpoint = _Save(
@@ -115,7 +132,7 @@ def save_checkpoint(
     saving.run = checkpoint.run
     if not async_:
         return checkpoint.write()
-    signals = signals_of(state)  # made before a thread is at work
+    signals = RankGroup.for_signals(state.mesh)  # made before a thread is at work
     future = ranks.background = checkpoint.write_in_background()
     saving.begin(future, signals)
     return future
@@ -124,8 +141,9 @@ def save_checkpoint(
 def _arguments(folder: Path, step: int, keep: int | None, train: TrainStep) -> dict[str, Any]:
     """Return what must be the same on all ranks."""
     for name, value, least in (("step", step, 0), ("keep", 1 if keep is None else keep, 1)):
-        if type(value) is not int or value < least:
-            raise CheckpointError(describe(name, repr(value), f"an integer from {least} on", "Change it."))
+        if not is_integer(value, at_least=least):
+            valid = f"an integer from {least} on"
+            raise CheckpointError(describe(f"save_checkpoint({name}=)", repr(value), valid, "Pass such a number."))
     return {"folder": str(folder), "step": step, "keep": keep, "steps taken": train.num_steps}
 
 
@@ -133,19 +151,127 @@ def _check_same(of_ranks: list[dict[str, Any]]) -> None:
     for name, first in of_ranks[0].items():
         values = [of_rank[name] for of_rank in of_ranks]
         if any(value != first for value in values):
-            found = f"{name} {' and '.join(sorted({repr(value) for value in values}))}, depending on the rank"
-            remedy = "Where a rank failed in between, load the last checkpoint."
-            raise CheckpointError(describe("save_checkpoint", found, "the same on all ranks", remedy))
+            found = " and ".join(sorted({repr(value) for value in values}))
+            raise CheckpointError(
+                f"save_checkpoint needs the same {name} on all ranks, but got {found}. Pass the same; if a rank failed "
+                "in between, load the last checkpoint."
+            )
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """What one rank saves: tensors by name, and everything else as bytes."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """For torch.distributed.checkpoint: sharded DTensors, and plain tensors that are the same on all ranks."""
+    values: bytes = b""
+    """Step counts, scheduler, the description of the optimizer: the same on all ranks."""
+    own: bytes = b""
+    """This rank's: random state, `extra`, modules' extra states, and plain tensors that differ between ranks."""
+    files: dict[str, bytes] = field(default_factory=dict)
+    """With these, the weights can be exported without the model."""
+
+
+def take_snapshot(state: WrapState, train: TrainStep, extra: Any, ranks: RankGroup) -> Snapshot:
+    """Return the present state of training, with the live tensors.
+
+    Raises:
+        CheckpointError: on all ranks, if any has something that cannot be saved.
+        StepError: between the micro-batches of an optimizer step.
+    """
+    counts = train.state_dict()  # raises on every rank: all are at the same micro-batch
+    # After an evaluation at stage 1 or 2, the sharded parameters are not in their modules.
+    reshard(state.root.modules())
+    snapshot = Snapshot()
+
+    def collect() -> dict[str, str]:
+        optimizer = optimizer_state(train.optimizer, state.root)
+        snapshot.tensors = {**model_tensors(state.root), **optimizer.tensors}
+        values = {
+            "train": counts,
+            "scheduler": _scheduler_state(train.scheduler),
+            "optimizer": optimizer.description,
+        }
+        snapshot.values = _to_bytes(values, "The state of optimizer and scheduler")
+        snapshot.files = export_files(state.root)
+        return {name: _digest(tensor) for name, tensor in snapshot.tensors.items()}
+
+    differing = _differing(ranks.run(collect))
+
+    def pack() -> None:
+        content = {
+            "random": random_state(device_of(state.mesh)),
+            "extra_states": extra_states(state.root),
+            "tensors": {name: snapshot.tensors[name] for name in differing},
+        }
+        _to_bytes(content, "What a module's get_extra_state() returned")
+        snapshot.own = _to_bytes({**content, "extra": extra}, "extra")
+
+    ranks.run(pack)
+    for name in differing:
+        if name.startswith(OPTIMIZER):  # each rank loads its own, and only if there are as many ranks as now
+            del snapshot.tensors[name]
+    return snapshot
+
+
+def _differing(digests: list[dict[str, str]]) -> list[str]:
+    """Return the names of the tensors whose values are not the same on all ranks.
+
+    Raises:
+        CheckpointError: only some ranks have a tensor, or the shapes of a buffer differ.
+    """
+    names = sorted(set().union(*digests))
+    forms = {name: {of_rank.get(name, "none").partition(" ")[0] for of_rank in digests} for name in names}
+    for name in names:
+        if "none" in forms[name] or (len(forms[name]) > 1 and not name.startswith(OPTIMIZER)):
+            raise CheckpointError(
+                f"{name} must have the same shape and dtype on all ranks, but is {' or '.join(sorted(forms[name]))}, "
+                "depending on the rank. Register it on every rank, in one shape."
+            )
+    return [name for name in names if len({of_rank[name] for of_rank in digests}) > 1]
+
+
+def _scheduler_state(scheduler: Scheduler | None) -> dict[str, Any] | None:
+    """Return its class and state. Raises CheckpointError if it has no state_dict."""
+    if scheduler is not None and not isinstance(scheduler, StatefulScheduler):
+        raise CheckpointError(
+            f"The scheduler, a {type(scheduler).__name__}, has no state_dict and load_state_dict. Add both: a "
+            "checkpoint saves its state."
+        )
+    return None if scheduler is None else {"class": type(scheduler).__name__, "state": scheduler.state_dict()}
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    """Return dtype, shape and digest of a plain tensor, "sharded" for a sharded one, whose parts differ anyway."""
+    if isinstance(tensor, DTensor):
+        return "sharded"
+    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    form = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}".replace(" ", "")
+    return f"{form} {sha256(content.numpy().tobytes()).hexdigest()}"
+
+
+def _to_bytes(content: dict[str, Any], where: str) -> bytes:
+    """Serialise `content`; refuse what `torch.load(weights_only=True)` could not read back."""
+    file = io.BytesIO()
+    try:
+        torch.save(content, file)
+        torch.load(io.BytesIO(file.getvalue()), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{where} must hold tensors, numbers, strings, None, and dicts, lists and tuples of them, but holds "
+            f"something that cannot be saved: {error}. Convert it."
+        ) from error
+    return file.getvalue()
 
 
 @dataclass(slots=True, kw_only=True)
 class _Save:
-    """One checkpoint on its way to the disk."""
+    """Writes one checkpoint: all ranks have one, in the calling thread or in the background."""
 
     folder: Path
     step: int
     snapshot: Snapshot
-    ranks: Agreement
+    ranks: RankGroup
     state: WrapState
     run: str
     keep: int | None
@@ -157,8 +283,8 @@ class _Save:
     def write_in_background(self) -> Future[Path]:
         """Copy the tensors, then write in a thread.
 
-        Torch's `async_save` is this, too: its stager, and its `save` in a thread. Here the ranks agree on the copy
-        before the thread begins, since both use the same process group.
+        Torch's `async_save` does the same: its stager, and its `save` in a thread. Here the ranks exchange errors of
+        the copy before the thread starts, because both use the same process group.
         """
         stager = DefaultStager(StagingOptions(False, False, False, False))
 
@@ -176,7 +302,7 @@ class _Save:
         return future
 
     def write(self) -> Path:
-        """Write the draft and publish it; remove it where any rank fails."""
+        """Write the draft and publish it. If any rank fails, remove it."""
         try:
             self.path = self.ranks.on_first(self._open_draft)
             self.ranks.run(self._write_own)
@@ -186,8 +312,8 @@ class _Save:
         except BaseException as error:
             if self.draft is not None:
                 self.draft.discard()
-            if isinstance(error, CheckpointError):  # of a full disk, the system's own error does not say which
-                raise type(error)(f"step {self.step} is not saved in {self.folder}: {error}") from error
+            if isinstance(error, CheckpointError):  # the system's error of a full disk does not name the folder
+                raise type(error)(f"Step {self.step} is not saved in {self.folder}: {error}") from error
             raise
 
     def _open_draft(self) -> Path:
@@ -196,9 +322,10 @@ class _Save:
 
     def _write_own(self) -> None:
         if not self.path.is_dir():
-            found = "no such folder on this rank, though the first rank made it"
-            valid = "a file system that all ranks share"
-            raise CheckpointError(describe(str(self.path), found, valid, "Save into a folder on one."))
+            raise CheckpointError(
+                f"{self.path} was made by the first rank, but this rank does not see it. Save into a folder on a file "
+                "system that all ranks share."
+            )
         for name, content in self._own_files().items():
             write_durably(self.path / name, content)
 
@@ -214,7 +341,7 @@ class _Save:
         )
 
     def _record_own(self) -> dict[str, FileRecord]:
-        """Digest what this rank wrote: another host might not see it yet."""
+        """Return size and digest of each file that this rank wrote; another host might not see them yet."""
         names = [*self._own_files(), *(path.name for path in self.path.glob(f"__{self.ranks.rank}_*"))]
         if self.ranks.rank == 0:
             names.append(METADATA)
@@ -244,6 +371,6 @@ class _Save:
             world_size=self.ranks.num_ranks,
             mesh=tuple(self.state.mesh.mesh.shape),
             config=self.state.plan.policy.to_config(),
-            versions={"torch": str(torch.__version__), "zeroamp": zeroamp.__version__},
+            versions={"torch": str(torch.__version__), "zeroamp": __version__},
             files=files,
         )

@@ -1,1 +1,1 @@
-"""Checkpoints of DeepSpeed's ZeRO: their files (`files`), what they hold (`contents`), to a model (`load`)."""
+"""Checkpoints of DeepSpeed's ZeRO, read without DeepSpeed. Importing the package itself loads nothing else."""

@@ -1,11 +1,12 @@
 """What a DeepSpeed checkpoint holds, by name: from the files of all its ranks to mapped tensors and numbers."""
 
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from zeroamp.deepspeed.files import CONVERT, CheckpointFiles, Entries, Inert, read_file
+from zeroamp.deepspeed.files import CONVERT, CheckpointFiles, Entries, Inert, read_file, unreadable
 from zeroamp.deepspeed.layout import (
     Flats,
     PlacedParameter,
@@ -16,8 +17,7 @@ from zeroamp.deepspeed.layout import (
     place_stretches,
     whole,
 )
-from zeroamp.deepspeed.moments import Moments, read_moments
-from zeroamp.policies.errors import CheckpointError, describe
+from zeroamp.policies.errors import CheckpointError
 from zeroamp.weights.model_weights import file_name
 
 _ENGINE_KEYS = frozenset(
@@ -28,25 +28,39 @@ _ENGINE_KEYS = frozenset(
         *("ds_config", "ds_version", "global_samples", "global_steps", "skipped_steps"),
     )
 )
-"""What the engine writes itself; all else in its file is the client's state."""
+"""Keys that the engine writes. All others in its file are the client's state."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moments:
+    """The optimizer's state by parameter, and its param groups."""
+
+    tensors: dict[str, dict[str, StoredTensor]]
+    """Parameter name -> state key, such as "exp_avg" -> tensor. No entry before the first step."""
+    steps: dict[str, float]
+    """Parameter name -> number of updates of its state."""
+    group_of: dict[str, int]
+    """Parameter name -> param group."""
+    param_groups: list[dict[str, Any]] | None
+    """Hyperparameters; None if the checkpoint has none (`elastic_checkpoint`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contents:
-    """A checkpoint, read but for its elements."""
+    """What the files of a checkpoint hold, by name. The elements of its tensors are mapped, not read."""
 
     stage: int
     num_ranks: int
-    """That wrote it."""
+    """The ranks that wrote it."""
     version: str | None
-    """Of DeepSpeed."""
+    """The version of DeepSpeed that wrote it."""
     parameters: dict[str, StoredTensor]
-    """Trained ones in the dtype of the master weights, frozen ones as the module had them."""
+    """Trained parameters in the dtype of the master weights, frozen ones in that of the module."""
     aliases: dict[str, str]
     """Further name of a shared parameter -> the one it is stored under."""
     buffers: dict[str, torch.Tensor]
     other_state: list[str]
-    """Of the module what is no tensor, and of the engine what has no counterpart here."""
+    """Names of the module's state that is no tensor, and of the engine's state that has no counterpart here."""
     moments: Moments | None
     """None at stage 0."""
     loss_scaler: Inert | None
@@ -61,7 +75,7 @@ def read_contents(files: CheckpointFiles) -> Contents:
     """Read all files of a checkpoint, mapping their tensors.
 
     Raises:
-        CheckpointError: a file is refused or damaged, or what the files hold does not fit together.
+        CheckpointError: a file is refused or damaged, or the files do not fit together.
     """
     models = [read_file(path) for path in files.model]
     engines = [read_file(path) for path in files.optimizer]
@@ -106,20 +120,19 @@ def _refuse_parallel(model: Entries) -> None:
     for key, size in sizes.items():
         if not (size is None or (isinstance(size, int) and size == 1)):
             raise CheckpointError(
-                describe(
-                    f"{model.file}: {key}", f"{size}, a model that is split over ranks", "data parallelism", CONVERT
-                )
+                f"{model.file}: {key} is {size}: the model is split over ranks. Only checkpoints with data parallelism "
+                f"alone are read. {CONVERT}"
             )
 
 
 def _stage(optimizers: list[Entries]) -> int:
-    """Return the ZeRO stage. BF16_Optimizer, which is stage 1 with another class, does not write it."""
+    """Return the ZeRO stage. BF16_Optimizer, another class of stage 1, does not write it."""
     if not optimizers:
         return 0
     stage: Any = optimizers[0].values.get("zero_stage", 1)
     stage = stage.args[0] if isinstance(stage, Inert) and stage.args else stage
     if not (isinstance(stage, int) and stage in (1, 2, 3)):
-        raise CheckpointError(describe(f"{optimizers[0].file}: zero_stage", repr(stage), "1, 2 or 3", CONVERT))
+        raise unreadable(f"{optimizers[0].file}: zero_stage", repr(stage), "1, 2 or 3")
     return stage
 
 
@@ -133,17 +146,11 @@ def _flats(optimizers: list[Entries], stage: int) -> Flats:
             for count in (counts if isinstance(counts, list) else [counts])
         ):
             raise CheckpointError(
-                describe(
-                    f"{optimizer.file}: partition_count",
-                    f"{counts} with the files of {len(optimizers)} ranks",
-                    "every parameter partitioned over all the ranks that wrote files",
-                    f"Copy the files of all ranks here, and of this checkpoint only. If some are experts: {CONVERT}",
-                )
+                f"{optimizer.file}: partition_count is {counts}, but there are files of {len(optimizers)} ranks. Copy "
+                "the files of all ranks here, and of this checkpoint only. If the model has experts: " + CONVERT
             )
         if len(flat) != len(flats[0]):
-            raise CheckpointError(
-                describe(f"{optimizer.file}: {key}", f"{len(flat)} groups", f"{len(flats[0])}, as rank 0 has", CONVERT)
-            )
+            raise unreadable(f"{optimizer.file}: {key}", f"{len(flat)} groups", f"{len(flats[0])} groups, as of rank 0")
     return flats
 
 
@@ -151,32 +158,27 @@ def _tensors(entries: Entries, key: str) -> list[torch.Tensor]:
     tensors = entries.get(key, list)
     for tensor in tensors:
         if not (isinstance(tensor, torch.Tensor) and tensor.ndim == 1 and tensor.is_floating_point()):
-            raise CheckpointError(
-                describe(f"{entries.file}: {key}", f"a {type(tensor).__name__}", "1-D floating-point tensors", CONVERT)
-            )
+            found = f"a list with a {type(tensor).__name__}"
+            raise unreadable(f"{entries.file}: {key}", found, "a list of 1-D floating-point tensors")
     return [tensor.detach() for tensor in tensors]
 
 
 def _shapes(model: Entries, shapes: dict[str, Any]) -> Shapes:
     if not all(isinstance(shape, torch.Size) for shape in shapes.values()):
-        raise CheckpointError(describe(f"{model.file}: param_shapes", repr(shapes)[:80], "names with shapes", CONVERT))
+        raise unreadable(f"{model.file}: param_shapes", repr(shapes)[:80], "names with shapes")
     return {file_name(str(name)): tuple(shape) for name, shape in shapes.items()}
 
 
 def _place(groups: list[Shapes], flats: Flats, optimizers: list[Entries], stage: int) -> dict[str, PlacedParameter]:
     if any(len(flat) != len(groups) for flat in flats):
-        raise CheckpointError(
-            describe(optimizers[0].file, f"{len(flats[0])} flat groups", f"{len(groups)}, as param_shapes has", CONVERT)
-        )
+        where = f"{optimizers[0].file}: the number of flat groups"
+        raise unreadable(where, len(flats[0]), f"{len(groups)}, as in param_shapes")
     if stage == 3:
         return place_parts(groups, flats)
     paddings = optimizers[0].optional("param_alignment_paddings", list) if optimizers else None
     if paddings is not None and [len(padding) for padding in paddings] != [len(shapes) for shapes in groups]:
-        raise CheckpointError(
-            describe(
-                f"{optimizers[0].file}: param_alignment_paddings", repr(paddings)[:80], "one per parameter", CONVERT
-            )
-        )
+        where = f"{optimizers[0].file}: param_alignment_paddings"
+        raise unreadable(where, repr(paddings)[:80], "one number per parameter")
     return place_stretches(groups, paddings, flats)
 
 
@@ -189,7 +191,7 @@ def _by_file_name(entries: Entries) -> dict[str, Any]:
 
 
 def _same_storage(module: dict[str, Any]) -> dict[str, str]:
-    """Return the aliases of stage 0, where only the shared storage tells them."""
+    """Return the aliases of stage 0, whose files do not list them: names with the same storage."""
     first: dict[object, str] = {}
     tensors = {name: value for name, value in module.items() if isinstance(value, torch.Tensor) and value.numel() > 0}
     owners = {name: first.setdefault((value.data_ptr(), value.shape), name) for name, value in tensors.items()}
@@ -203,7 +205,7 @@ def _frozen(module: dict[str, Any], others: set[str]) -> dict[str, StoredTensor]
 
 
 def _frozen_parts(models: list[Entries]) -> dict[str, StoredTensor]:
-    """Return the frozen parameters of stage 3; none where the checkpoint was saved without them."""
+    """Return the frozen parameters of stage 3; none if the checkpoint was saved without them."""
     first = models[0]
     shapes = _shapes(first, first.optional("frozen_param_shapes", dict) or {})
     if not shapes:
@@ -215,14 +217,87 @@ def _frozen_parts(models: list[Entries]) -> dict[str, StoredTensor]:
 
 
 def _refuse_low_precision(model: Entries, parameters: dict[str, StoredTensor]) -> None:
-    """Raise for a stage-0 checkpoint of a 16-bit model, whose fp32 weights lie in the optimizer without names."""
+    """Raise CheckpointError for a 16-bit model at stage 0, whose fp32 weights are in the optimizer without names."""
     for name, stored in parameters.items():
         if stored.dtype in (torch.float16, torch.bfloat16):
             raise CheckpointError(
-                describe(
-                    f"{model.file}: {name}",
-                    f"{stored.dtype} at ZeRO stage 0, where nothing says which fp32 weight is whose",
-                    "fp32 weights",
-                    "Load it with DeepSpeed at stage 1 and save it again.",
-                )
+                f"{model.file}: {name} is {stored.dtype} at ZeRO stage 0, whose files do not name the fp32 weights. "
+                "Load the checkpoint with DeepSpeed at stage 1 and save it again."
             )
+
+
+def read_moments(optimizers: list[Entries], placed: dict[str, PlacedParameter], stage: int) -> Moments:
+    """Read the base optimizer's state of all ranks.
+
+    Raises:
+        CheckpointError: the state is not that of one tensor per flat vector, as of every optimizer of DeepSpeed.
+    """
+    ranks = [_base_state(optimizer, stage) for optimizer in optimizers]
+    groups = ranks[0][1]
+    group_of_flat = [g for g, group in enumerate(groups or []) for _ in group["params"]]
+    num_flats = 1 + max((parameter.group for parameter in placed.values()), default=-1)
+    if groups is not None and len(group_of_flat) != num_flats:
+        where = f"{optimizers[0].file}: the number of tensors in param_groups"
+        raise unreadable(where, len(group_of_flat), f"{num_flats}, one per flat vector")
+    tensors: dict[str, dict[str, StoredTensor]] = {}
+    steps: dict[str, float] = {}
+    for name, parameter in placed.items():
+        states = [states.get(parameter.group, {}) for states, _ in ranks]
+        group = groups[group_of_flat[parameter.group]] if groups is not None else {}
+        keys = _tensor_keys(states[0])
+        if keys:
+            tensors[name] = {key: _take(optimizers, states, parameter, key) for key in keys}
+            steps[name] = _step(optimizers[0], states[0], group)
+    return Moments(
+        tensors=tensors,
+        steps=steps,
+        group_of={name: group_of_flat[p.group] if groups is not None else p.group for name, p in placed.items()},
+        param_groups=groups,
+    )
+
+
+def _base_state(optimizer: Entries, stage: int) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]] | None]:
+    """Return state by flat vector, and the param groups.
+
+    The file has them as `torch.optim.Optimizer.state_dict` returns them, or as a list of states without param groups.
+    """
+    key = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
+    if isinstance(optimizer.values.get(key), list):
+        return dict(enumerate(optimizer.each(key, dict))), None
+    base = optimizer.inside(key)
+    states, groups = base.inside("state"), base.each("param_groups", dict)
+    for group in groups:
+        Entries(f"{base.file}: param_groups", group).get("params", list)
+    return {index: states.inside(index).values for index in states.values}, groups
+
+
+def _tensor_keys(state: dict[str, Any]) -> list[str]:
+    return [key for key, value in state.items() if isinstance(value, torch.Tensor) and value.ndim == 1]
+
+
+def _take(
+    optimizers: list[Entries], states: list[dict[str, Any]], parameter: PlacedParameter, key: str
+) -> StoredTensor:
+    flats = []
+    for rank, (optimizer, state) in enumerate(zip(optimizers, states, strict=True)):
+        flat = state.get(key)
+        needed = max((p.start + p.end - p.begin for p in parameter.places if p.rank == rank), default=0)
+        if not isinstance(flat, torch.Tensor) or flat.ndim != 1 or flat.numel() < needed:
+            found = f"of {flat.numel()}" if isinstance(flat, torch.Tensor) else "missing"
+            raise unreadable(f"{optimizer.file}: {key}", found, f"of {needed} or more elements, as the weights")
+        flats.append(flat)
+    return parameter.take(flats)
+
+
+def _step(optimizer: Entries, state: dict[str, Any], group: dict[str, Any]) -> float:
+    """Return the number of steps. It is in the state, or in the param group for DeepSpeed's older FusedAdam."""
+    step = state.get("step", group.get("step", optimizer.values.get("base_optimizer_state_step")))
+    if not isinstance(step, (int, float, torch.Tensor)) or (isinstance(step, torch.Tensor) and step.numel() != 1):
+        raise unreadable(f"{optimizer.file}: step", repr(step)[:80], "a number")
+    return float(step)
+
+
+def find(names: Iterable[str], aliases: dict[str, str], stored: Container[str]) -> list[str]:
+    """Return the names under which a parameter of the given names is stored."""
+    candidates = [name if name in stored else aliases.get(name, name) for name in names]
+    return [name for name in dict.fromkeys(candidates) if name in stored]

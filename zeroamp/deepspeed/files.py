@@ -1,12 +1,12 @@
-"""The files of a DeepSpeed checkpoint: which belong to it, which kinds are refused, and how one is read.
+"""The files of a DeepSpeed checkpoint: which belong to it, which kinds are refused, and reading one safely.
 
     FOLDER/latest                                          the tag of the newest checkpoint
     FOLDER/TAG/mp_rank_00_model_states.pt                  stages 0 to 2: the module, written by rank 0
     FOLDER/TAG/zero_pp_rank_R_mp_rank_00_model_states.pt   stage 3: one per rank
     FOLDER/TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt   stages 1 to 3: one per rank
 
-They are pickles. None is unpickled in full: `torch.load(weights_only=True)` builds tensors and plain containers, and
-the few classes of DeepSpeed that occur are replaced, by name, with one that does nothing.
+The files are pickles. `torch.load(weights_only=True)` builds tensors and plain containers only, and the few classes of
+DeepSpeed in them are replaced, by name, with `Inert`.
 """
 
 import os
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from zeroamp.policies.errors import CheckpointError, describe
+from zeroamp.policies.errors import CheckpointError, describe, some_of
 
 T = TypeVar("T")
 
@@ -34,7 +34,13 @@ CONVERT = (
     "Where DeepSpeed is installed and the file is trusted, convert the weights with the zero_to_fp32.py beside it "
     "(--safe_serialization) and load its output with zeroamp.load_hf."
 )
-"""The way out for every kind of checkpoint that is refused."""
+"""What to do with every kind of checkpoint that is refused."""
+
+
+def unreadable(where: str, found: object, valid: str) -> CheckpointError:
+    """Return the error for a checkpoint that is not as DeepSpeed's ZeRO writes it."""
+    return CheckpointError(describe(where, found, valid, CONVERT))
+
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_00_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_00_optim_states\.pt")
@@ -48,13 +54,13 @@ _OTHER_KINDS = (
 
 
 class Inert:
-    """Stands for any object of DeepSpeed in a pickle: it keeps what the object was built from, and does nothing."""
+    """Replaces objects of DeepSpeed in a pickle. It stores the arguments and state of the object, and does nothing."""
 
     args: tuple[Any, ...]
     fields: dict[str, Any]
 
     def __new__(cls, *args: Any) -> "Inert":
-        """Keep the arguments; not `__init__`, which a pickle may leave out."""
+        """Store the arguments. Not in `__init__`, which unpickling may not call."""
         self = super().__new__(cls)
         self.args, self.fields = args, {}
         return self
@@ -65,7 +71,7 @@ class Inert:
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """A mapping out of a file. Reading a key checks its type, since the file may hold anything."""
+    """A mapping in a file. Reading a key checks the type of its value, because the file may hold anything."""
 
     file: str
     """For errors: the file's name, and the keys that lead to this mapping."""
@@ -80,14 +86,12 @@ class Entries:
         value = self.values.get(key)
         if not isinstance(value, kind):
             kinds = kind if isinstance(kind, tuple) else (kind,)
-            found = type(value).__name__ if key in self.values else "no such key"
-            raise CheckpointError(
-                describe(f"{self.file}: {key}", found, " or ".join(k.__name__ for k in kinds), CONVERT)
-            )
+            found = f"a {type(value).__name__}" if key in self.values else "missing"
+            raise unreadable(f"{self.file}: {key}", found, f"a {' or '.join(k.__name__ for k in kinds)}")
         return value
 
     def optional(self, key: str, kind: type[T]) -> T | None:
-        """Return the value of `key`, or None where there is none."""
+        """Return the value of `key`, or None if it is missing or None."""
         return None if self.values.get(key) is None else self.get(key, kind)
 
     def each(self, key: str, kind: type[T]) -> list[T]:
@@ -96,7 +100,7 @@ class Entries:
         for value in values:
             if not isinstance(value, kind):
                 found = f"a list with a {type(value).__name__}"
-                raise CheckpointError(describe(f"{self.file}: {key}", found, f"a list of {kind.__name__}", CONVERT))
+                raise unreadable(f"{self.file}: {key}", found, f"a list of {kind.__name__}")
         return values
 
     def inside(self, key: str | int) -> "Entries":
@@ -128,26 +132,19 @@ def find_files(folder: str | os.PathLike[str], tag: str | None) -> CheckpointFil
         for pattern, kind in _OTHER_KINDS:
             if pattern.fullmatch(name):
                 raise CheckpointError(
-                    describe(str(path / name), kind, "ZeRO stages 0 to 3 with data parallelism alone", CONVERT)
+                    f"{path / name} holds {kind}. Only checkpoints of ZeRO stages 0 to 3 with data parallelism alone "
+                    f"are read. {CONVERT}"
                 )
     model, optimizer = _by_rank(path, names, _MODEL), _by_rank(path, names, _OPTIMIZER)
     if not model:
         raise CheckpointError(
-            describe(
-                str(path),
-                ", ".join(names[:8]) or "no files",
-                "mp_rank_00_model_states.pt, or zero_pp_rank_0_mp_rank_00_model_states.pt",
-                "Name the folder that engine.save_checkpoint was given, and a tag in it.",
-            )
+            f"{path} must have mp_rank_00_model_states.pt or zero_pp_rank_0_mp_rank_00_model_states.pt, but has "
+            f"{some_of(names) or 'no files'}. Pass the folder that engine.save_checkpoint was given, and a tag in it."
         )
     if len(model) not in (1, len(optimizer)):
         raise CheckpointError(
-            describe(
-                str(path),
-                f"{len(model)} files of model states beside {len(optimizer)} of optimizer states",
-                "one of each per rank",
-                "Copy the files of all ranks into one folder.",
-            )
+            f"{path} must have a file of model states and one of optimizer states per rank, but has {len(model)} and "
+            f"{len(optimizer)}. Copy the files of all ranks into one folder."
         )
     return CheckpointFiles(path=path, model=model, optimizer=optimizer)
 
@@ -157,16 +154,12 @@ def _tag_folder(folder: Path, tag: str | None) -> Path:
         latest = folder / "latest"
         if not latest.is_file():
             raise CheckpointError(
-                describe(
-                    str(latest), "no such file", "a file that names the newest tag", 'Pass tag="global_step100", say.'
-                )
+                f'{latest}, which names the newest tag, does not exist. Pass the tag: tag="global_step100".'
             )
         tag = latest.read_text(encoding="utf-8", errors="replace").strip()
     tags = sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
     if tag not in tags:
-        raise CheckpointError(
-            describe(str(folder), f"no checkpoint {tag!r}", ", ".join(tags[:8]) or "a folder per tag", "Pass its tag.")
-        )
+        raise CheckpointError(f"{folder} has no checkpoint {tag!r}. Pass one of its tags: {some_of(tags) or 'none'}.")
     return folder / tag
 
 
@@ -174,13 +167,10 @@ def _by_rank(path: Path, names: list[str], pattern: re.Pattern[str]) -> list[Pat
     matches = [match for name in names if (match := pattern.fullmatch(name))]
     ranks = sorted(int(match["rank"] or 0) for match in matches)
     if ranks != list(range(len(ranks))):
+        found = some_of([match[0] for match in matches])
         raise CheckpointError(
-            describe(
-                str(path),
-                f"files {', '.join(match[0] for match in matches[:8])}",
-                "one per rank, counted from 0",
-                "Copy the files of all ranks here; remove those that an earlier checkpoint of this tag left.",
-            )
+            f"{path} must have one file per rank, counted from 0, but has {found}. Copy the files of all ranks "
+            "here, and remove those that an earlier checkpoint of this tag left."
         )
     return [path / match[0] for match in sorted(matches, key=lambda match: int(match["rank"] or 0))]
 
@@ -189,30 +179,29 @@ def read_file(path: Path) -> Entries:
     """Return what a file holds: tensors that are mapped from it, not read, and plain containers.
 
     Raises:
-        CheckpointError: it is damaged, or needs a class or function other than torch's own and `DEEPSPEED_CLASSES`,
-            which is not imported.
+        CheckpointError: it is damaged, or refers to a class or function other than torch's own and
+            `DEEPSPEED_CLASSES`. Such a class is not imported.
     """
-    stand_ins: list[Any] = [(Inert, name) for name in DEEPSPEED_CLASSES]
+    inert: list[Any] = [(Inert, name) for name in DEEPSPEED_CLASSES]
     try:
-        with torch.serialization.safe_globals(stand_ins):
+        with torch.serialization.safe_globals(inert):
             found = torch.serialization.get_unsafe_globals_in_checkpoint(path)
             values = {} if found else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
-        raise CheckpointError(describe(str(path), f"a pickle that is not plain: {error}", _PLAIN, CONVERT)) from error
+        raise CheckpointError(f"{path} is not read: its pickle is not {_PLAIN} ({error}). {CONVERT}") from error
     except Exception as error:  # whatever a hostile or damaged file makes the reader raise
-        cause = f"{type(error).__name__}: {error}"
         raise CheckpointError(
-            describe(str(path), f"a file that cannot be read ({cause})", "a file of torch.save", "Copy it again.")
+            f"{path} cannot be read as a file of torch.save ({type(error).__name__}: {error}). Copy it again."
         ) from error
     if found:
-        raise CheckpointError(describe(str(path), f"the globals {', '.join(sorted(found))}", _PLAIN, _TRUST))
+        raise CheckpointError(
+            f"{path} is not read: besides {_PLAIN}, it refers to {', '.join(sorted(found))}. They were not imported. "
+            f"{CONVERT} If they are of your own client state and you trust the file, allow them around the call: "
+            "torch.serialization.safe_globals([...])."
+        )
     if not isinstance(values, dict):
-        raise CheckpointError(describe(str(path), f"a {type(values).__name__}", "a dict", CONVERT))
+        raise unreadable(str(path), f"a {type(values).__name__}", "a dict")
     return Entries(str(path), values)
 
 
-_PLAIN = "tensors, plain containers and the loss scaler, stage and addresses of DeepSpeed"
-_TRUST = (
-    f"They were not imported. {CONVERT} If they are of your own client state and you trust the file, name them around "
-    "the call: torch.serialization.safe_globals([...])."
-)
+_PLAIN = "tensors, plain containers, and DeepSpeed's loss scaler, stage and addresses"

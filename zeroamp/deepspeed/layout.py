@@ -1,12 +1,12 @@
-"""Where the elements of each parameter lie: DeepSpeed's flat partitions, whose order is all that identifies them.
+"""Where the elements of each parameter are in DeepSpeed's flat partitions.
 
     stages 1, 2   per param group one flat vector: its parameters one after the other, each followed by its alignment
                   padding, then zeros. Every rank holds one stretch of it; parameters cross from one to the next.
     stage 3       per sub-group and rank one flat vector: of each parameter in turn the rank's part, which is
                   ceil(numel / ranks) elements long at every rank, the last ones padded.
 
-A file names the parameters of each vector, in order, with their shapes. Master weights and the optimizer's tensors have
-the same places.
+Only the order identifies the parameters: a file lists the names of each vector, in order, with their shapes. Master
+weights and the optimizer's tensors have the same places.
 """
 
 import itertools
@@ -15,9 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from zeroamp.deepspeed.files import CONVERT
-from zeroamp.policies.errors import CheckpointError, describe
+from zeroamp.deepspeed.files import unreadable
+from zeroamp.planning.mesh import local_part
+from zeroamp.weights.model_weights import first_row
 
 Shapes = dict[str, tuple[int, ...]]
 """Name -> shape, in the order of a flat vector."""
@@ -37,11 +39,11 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class PlacedParameter:
-    """A parameter and where it lies."""
+    """A parameter and the places of its elements."""
 
     shape: tuple[int, ...]
     group: int
-    """Of stages 1 and 2 the param group, of stage 3 the sub-group."""
+    """The param group at stages 1 and 2, the sub-group at stage 3."""
     places: tuple[Place, ...]
 
     def take(self, by_rank: Sequence[torch.Tensor]) -> "StoredTensor":
@@ -61,7 +63,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a checkpoint, in pieces that follow each other. Nothing is read until it is copied."""
+    """A tensor of a checkpoint, in consecutive pieces. Nothing is read until it is copied."""
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
@@ -73,11 +75,11 @@ class StoredTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype it is stored in; fp32 where there is nothing stored."""
+        """The dtype of the stored elements; fp32 for a tensor without elements."""
         return self.pieces[0].values.dtype if self.pieces else torch.float32
 
     def copy_to(self, target: torch.Tensor, begin: int) -> None:
-        """Fill `target`, 1-D, with the elements from `begin` on. Reads those and no others."""
+        """Fill `target`, 1-D, with the elements from `begin` on. Reads no others."""
         end = begin + target.numel()
         for piece in self.pieces:
             low, high = max(begin, piece.begin), min(end, piece.end)
@@ -114,8 +116,8 @@ def place_stretches(
             end = offset + math.prod(shape)
             placed[name] = PlacedParameter(shape, group, tuple(_overlaps(offset, end, bounds)))
             offset = end + padding
-        # The vector is filled up to a multiple of twice the ranks.
-        _check_length(f"param group {group}", bounds[-1], offset, offset + 2 * len(flats) - 1)
+        # DeepSpeed pads the vector to a multiple of twice the ranks.
+        _check_length(f"The flat vector of param group {group}", bounds[-1], offset, offset + 2 * len(flats) - 1)
     return placed
 
 
@@ -141,7 +143,7 @@ def place_parts(groups: Sequence[Shapes], flats: Flats) -> dict[str, PlacedParam
             placed[name] = PlacedParameter(shape, group, tuple(_parts(math.prod(shape), part, len(flats), offset)))
             offset += part
         for rank, flat in enumerate(flats):
-            _check_length(f"sub-group {group} of rank {rank}", flat[group].numel(), offset, offset)
+            _check_length(f"The flat vector of sub-group {group} of rank {rank}", flat[group].numel(), offset, offset)
     return placed
 
 
@@ -151,11 +153,11 @@ def _parts(numel: int, part: int, num_ranks: int, start: int) -> list[Place]:
 
 
 def place_frozen(shape: tuple[int, ...], parts: list[torch.Tensor]) -> StoredTensor:
-    """Return a frozen parameter of stage 3, of which every rank has its part."""
+    """Return a frozen parameter of stage 3 from the parts of all ranks."""
     places = _parts(math.prod(shape), math.ceil(math.prod(shape) / len(parts)), len(parts), 0)
     for place in places:
         needed = place.end - place.begin
-        _check_length(f"a frozen parameter at rank {place.rank}", parts[place.rank].numel(), needed, None)
+        _check_length(f"A frozen parameter at rank {place.rank}", parts[place.rank].numel(), needed, None)
     return StoredTensor(
         shape, tuple(Piece(p.begin, p.end, parts[p.rank].reshape(-1)[: p.end - p.begin]) for p in places)
     )
@@ -163,14 +165,19 @@ def place_frozen(shape: tuple[int, ...], parts: list[torch.Tensor]) -> StoredTen
 
 def _check_length(where: str, numel: int, shortest: int, longest: int | None) -> None:
     if numel < shortest or (longest is not None and numel > longest):
-        valid = (
-            f"{shortest}" if longest == shortest else f"{shortest} to {longest}" if longest else f"{shortest} or more"
-        )
-        raise CheckpointError(
-            describe(
-                where,
-                f"{numel} elements",
-                f"{valid}, by the shapes of its parameters",
-                f"The layout is not a plain one. {CONVERT}",
-            )
-        )
+        valid = f"{shortest} or more" if longest is None else " to ".join(map(str, dict.fromkeys((shortest, longest))))
+        raise unreadable(where, f"of {numel}", f"of {valid} elements by the shapes of its parameters")
+
+
+def fill(target: torch.Tensor, stored: StoredTensor) -> None:
+    """Copy this rank's part of a stored tensor into `target`, a DTensor or a whole tensor. Reads nothing else."""
+    local, begin = local_part(target.detach()), 0
+    if isinstance(target, DTensor):
+        begin = first_row(target) * math.prod(target.shape[1:])
+    with torch.no_grad():
+        if local.is_contiguous():
+            stored.copy_to(local.view(-1), begin)
+        else:
+            values = torch.empty(local.numel(), dtype=local.dtype, device=local.device)
+            stored.copy_to(values, begin)
+            local.copy_(values.view(local.shape))

@@ -9,28 +9,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroamp.deepspeed.contents import Contents, read_contents
+from zeroamp.deepspeed.contents import Contents, find, read_contents
 from zeroamp.deepspeed.files import find_files
-from zeroamp.deepspeed.layout import StoredTensor
-from zeroamp.deepspeed.shards import fill, sources_of
+from zeroamp.deepspeed.layout import StoredTensor, fill, whole
 from zeroamp.deepspeed.training import Training, plan_training
-from zeroamp.policies.errors import CheckpointError, describe
+from zeroamp.policies.errors import CheckpointError, some_of
 from zeroamp.training.step import TrainStep
-from zeroamp.weights.model_weights import find_weights
-from zeroamp.wrapping.state import WrapState, agreement_of, wrap_state
+from zeroamp.weights.model_weights import Weight, find_weights
+from zeroamp.wrapping.rank_group import RankGroup
+from zeroamp.wrapping.state import WrapState, wrap_state
 
 logger = logging.getLogger("zeroamp")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeepSpeedCheckpoint:
-    """What `load_deepspeed_checkpoint` read, and what of it was not taken over."""
+    """What `load_deepspeed_checkpoint` found in a checkpoint, and what of it was not loaded."""
 
     path: Path
     """The folder of the tag."""
     zero_stage: int
     num_ranks: int
-    """That wrote it."""
+    """The ranks that wrote it."""
     version: str | None
     """Of the DeepSpeed that wrote it."""
     global_steps: int
@@ -41,7 +41,7 @@ class DeepSpeedCheckpoint:
     client_state: dict[str, Any]
     """What `engine.save_checkpoint(client_state=...)` was given."""
     not_loaded: tuple[str, ...]
-    """What is in the checkpoint and was not taken over, or only returned here."""
+    """What is in the checkpoint and was not loaded into model or `train`."""
 
 
 def load_deepspeed_checkpoint(
@@ -49,42 +49,42 @@ def load_deepspeed_checkpoint(
 ) -> DeepSpeedCheckpoint:
     """Load what DeepSpeed's `engine.save_checkpoint(folder)` wrote at ZeRO stage 0, 1, 2 or 3. All ranks call it.
 
-    Parameters get the fp32 master weights; frozen ones and buffers what the module had. With `train`, torch.optim.Adam
-    or AdamW also gets its moments and numbers of steps, and its param groups lr, betas, eps and weight_decay; the step
-    counters, the loss scale and the scheduler of `scheduler_from_config` go on where DeepSpeed's stopped.
+    Parameters get the fp32 master weights; frozen parameters and buffers get the module's values. With `train`,
+    torch.optim.Adam or AdamW also gets its moments and numbers of steps, and its param groups get lr, betas, eps and
+    weight_decay; step counters, loss scale and the scheduler of `scheduler_from_config` go on from DeepSpeed's.
 
-    The ranks and stage that wrote it need not be those that read it. Files are mapped, and each rank copies its shards,
-    so that none holds a full model. DeepSpeed is not needed, and pickles are read with `torch.load(weights_only=True)`:
-    nothing in them is run.
+    Stage and number of ranks may differ from those of the save. Files are mapped, and each rank copies its shards, so
+    no rank holds a full model. DeepSpeed is not needed, and pickles are read with `torch.load(weights_only=True)`, so
+    no code in them is run.
 
     Args:
         folder: the folder that DeepSpeed was given, which all ranks can read; it holds a folder per tag.
         model: what `wrap_model` returned.
-        train: a step around `model`; None leaves the optimizer and all else as it is.
-        tag: which checkpoint; None is the one that the file `latest` names.
+        train: the `TrainStep` of `model`; None loads the model alone.
+        tag: the checkpoint's folder in `folder`; None: the one that the file `latest` names.
 
     Raises:
         CheckpointError: on all ranks, before anything was changed. The text names the file that is missing, damaged or
             of a kind that is refused, the parameters that are missing, unexpected or of another shape, or what of the
             optimizer does not fit.
-        StepError: `train` is inside an accumulation window.
+        StepError: `train` is between the micro-batches of an optimizer step.
         WrapError: `model` is not wrapped.
     """
     state = wrap_state(model)
-    ranks = agreement_of(state)
+    ranks = RankGroup.for_saving(state.mesh)
     plans: list[_Plan] = []
     ranks.run(lambda: plans.append(_plan(Path(folder), tag, state, train)))
     (plan,) = plans
     ranks.run(plan.apply)
     if ranks.rank == 0:
         not_loaded = "; ".join(plan.loaded.not_loaded) or "nothing"
-        logger.info("%s: loaded; not taken over: %s", plan.loaded.path, not_loaded)
+        logger.info("Loaded %s. Not loaded: %s.", plan.loaded.path, not_loaded)
     return plan.loaded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
-    """All that will be done on this rank, checked; nothing has been changed yet."""
+    """What will be loaded on this rank. All checks are done; nothing has been changed yet."""
 
     sources: list[tuple[torch.Tensor, StoredTensor]]
     training: Training | None
@@ -99,11 +99,11 @@ class _Plan:
 
 def _plan(folder: Path, tag: str | None, state: WrapState, train: TrainStep | None) -> _Plan:
     if train is not None and wrap_state(train.model) is not state:
-        raise CheckpointError(describe("train", "a step around another model", "one around `model`", "Pass that one."))
+        raise CheckpointError("train must be the TrainStep of `model`, but is of another model. Pass the right one.")
     files = find_files(folder, tag)
     contents = read_contents(files)
     weights = find_weights(state.root)
-    sources = sources_of(weights, contents)
+    sources = _sources(weights, contents)
     training = None if train is None else plan_training(train, weights, contents, files.path)
     return _Plan(sources=sources, training=training, loaded=_report(files.path, contents, training))
 
@@ -122,3 +122,45 @@ def _report(path: Path, contents: Contents, training: Training | None) -> DeepSp
         client_state=contents.client_state,
         not_loaded=tuple(left_out),
     )
+
+
+def _sources(weights: list[Weight], contents: Contents) -> list[tuple[torch.Tensor, StoredTensor]]:
+    """Return every parameter and persistent buffer of the model with its tensor in the checkpoint.
+
+    Raises:
+        CheckpointError: some are missing, unexpected, of another shape, or of a dtype that would lose bits.
+    """
+    stored = contents.parameters | {name: whole(buffer) for name, buffer in contents.buffers.items()}
+    found = [(weight, find(weight.names, contents.aliases, stored)) for weight in weights]
+    pairs = [(weight, names[0], stored[names[0]]) for weight, names in found if names]
+    _refuse(
+        {
+            "missing": [weight.names[0] for weight, names in found if not names],
+            "unexpected": sorted(stored.keys() - {name for _, names in found for name in names}),
+            "stored apart, but shared in the model": [" and ".join(names) for _, names in found if len(names) > 1],
+            "of another shape": [
+                f"{name} {source.shape} instead of {tuple(weight.tensor.shape)}"
+                for weight, name, source in pairs
+                if source.shape != tuple(weight.tensor.shape)
+            ],
+            "of a dtype that would lose bits": [
+                f"{name} {source.dtype} into {weight.tensor.dtype}"
+                for weight, name, source in pairs
+                if weight.is_parameter and source.numel and not _holds(weight.tensor.dtype, source.dtype)
+            ],
+        }
+    )
+    return [(weight.tensor, source) for weight, _, source in pairs]
+
+
+def _holds(dtype: torch.dtype, values: torch.dtype) -> bool:
+    return torch.promote_types(dtype, values) == dtype
+
+
+def _refuse(problems: dict[str, list[str]]) -> None:
+    texts = [f"{len(names)} {kind}: {some_of(names)}" for kind, names in problems.items() if names]
+    if texts:
+        raise CheckpointError(
+            f"The checkpoint must have each parameter and buffer of the model once, but has {'; '.join(texts)}. Build "
+            "the model that was trained, with the same parameters shared; save without exclude_frozen_parameters."
+        )

@@ -7,27 +7,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroamp.deepspeed.contents import Contents
-from zeroamp.deepspeed.files import CONVERT
-from zeroamp.deepspeed.layout import StoredTensor
-from zeroamp.deepspeed.moments import Moments
-from zeroamp.deepspeed.shards import fill, find
+from zeroamp.deepspeed.contents import Contents, Moments, find
+from zeroamp.deepspeed.files import unreadable
+from zeroamp.deepspeed.layout import StoredTensor, fill
 from zeroamp.policies.errors import CheckpointError, describe
 from zeroamp.training.schedulers import CurveLR
 from zeroamp.training.step import TrainStep
 from zeroamp.weights.model_weights import Weight
 
+_ALONE = "Leave out train to load the weights alone."
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
 _FLAGS = {"amsgrad": False, "maximize": False, "bias_correction": True, "decoupled_weight_decay": None}
-"""They change the update, so they must be the optimizer's own. The value is what an optimizer without the key does."""
+"""They change the update, so the saved values must be the optimizer's. The value is that of an optimizer without it."""
 _WITHOUT_EFFECT = {"params", "step", "foreach", "fused", "capturable", "differentiable", *_FLAGS, *_HYPERPARAMETERS}
-"""Keys of a saved param group that are handled elsewhere, or only say how the same update is computed."""
+"""Keys of a saved param group that are handled elsewhere, or only choose an implementation of the same update."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Training:
-    """What will be put into a `TrainStep`. Made without changing it."""
+    """What will be loaded into a `TrainStep`."""
 
     train: TrainStep
     moments: list[tuple[int, nn.Parameter, float, dict[str, StoredTensor]]] = field(default_factory=list)
@@ -38,7 +37,7 @@ class Training:
     not_loaded: list[str] = field(default_factory=list)
 
     def apply(self) -> None:
-        """Put it in."""
+        """Load it."""
         optimizer = self.train.optimizer
         state = {index: _adam_state(parameter, step, stored) for index, parameter, step, stored in self.moments}
         optimizer.load_state_dict({"state": state, "param_groups": self.param_groups})
@@ -56,27 +55,23 @@ def _adam_state(parameter: nn.Parameter, step: float, stored: dict[str, StoredTe
 
 
 def plan_training(train: TrainStep, weights: list[Weight], contents: Contents, path: Path) -> Training:
-    """Map a checkpoint on `train`, changing nothing.
+    """Return what will be loaded into `train`. Changes nothing.
 
     Raises:
-        CheckpointError: the optimizer is no Adam, has other flags, or one param group where the checkpoint has several
+        CheckpointError: the optimizer is no Adam, has other flags, or has one param group for several of the checkpoint
             that differ.
-        StepError: inside an accumulation window.
+        StepError: between the micro-batches of an optimizer step.
     """
     current = train.state_dict()
     plan = Training(train=train, param_groups=train.optimizer.state_dict()["param_groups"])
     moments = contents.moments
     if moments is None or not isinstance(train.optimizer, torch.optim.Adam):
-        raise CheckpointError(
-            describe(
-                str(path),
-                "ZeRO stage 0, whose optimizer state has no parameter names"
-                if moments is None
-                else f"a {type(train.optimizer).__name__} to load it into",
-                "stages 1 to 3, and torch.optim.Adam or AdamW",
-                "Leave out train to load the weights alone.",
+        problem = "is of ZeRO stage 0, whose optimizer state has no parameter names"
+        if moments is not None:
+            problem = (
+                f"can be loaded into torch.optim.Adam or AdamW, but the optimizer is {type(train.optimizer).__name__}"
             )
-        )
+        raise CheckpointError(f"The optimizer state of {path} {problem}. {_ALONE}")
     names = {id(weight.tensor): weight.names for weight in weights}
     stored_names = _map_parameters(plan, names, contents.aliases, moments)
     _plan_groups(plan, moments, stored_names)
@@ -108,8 +103,8 @@ def _map_parameters(
                     left_out = [key for key in state if key not in _MOMENTS]
                     plan.not_loaded += [f"{key} of {name}" for key in left_out]
                     _refuse_incomplete(name, state)
-                    kept = {key: value for key, value in state.items() if key in _MOMENTS}
-                    plan.moments.append((index, parameter, moments.steps[name], kept))
+                    known = {key: value for key, value in state.items() if key in _MOMENTS}
+                    plan.moments.append((index, parameter, moments.steps[name], known))
             index += 1
     held = {name for group in by_group for name in group}
     plan.not_loaded += [
@@ -120,14 +115,8 @@ def _map_parameters(
 
 def _refuse_incomplete(name: str, state: dict[str, StoredTensor]) -> None:
     if not {"exp_avg", "exp_avg_sq"} <= state.keys():
-        raise CheckpointError(
-            describe(
-                f"the optimizer state of {name}",
-                ", ".join(state),
-                "exp_avg and exp_avg_sq, of an Adam",
-                "Leave out train to load the weights alone.",
-            )
-        )
+        where = f"The saved optimizer state of {name}"
+        raise CheckpointError(describe(where, ", ".join(state), "exp_avg and exp_avg_sq, as Adam's", _ALONE))
 
 
 def _plan_groups(plan: Training, moments: Moments, stored_names: list[list[str]]) -> None:
@@ -140,12 +129,8 @@ def _plan_groups(plan: Training, moments: Moments, stored_names: list[list[str]]
         values = [{key: _plain(key, entry[key]) for key in _HYPERPARAMETERS if key in entry} for entry in saved]
         if any(value != values[0] for value in values):
             raise CheckpointError(
-                describe(
-                    f"optimizer.param_groups[{index}]",
-                    f"parameters of the saved groups {numbers}: {values}",
-                    "parameters whose saved hyperparameters are the same",
-                    "Build the optimizer with the param groups of the saved one.",
-                )
+                f"optimizer.param_groups[{index}] holds parameters of the saved groups {numbers}, whose "
+                f"hyperparameters differ: {values}. Build the optimizer with the param groups of the saved one."
             )
         for number, entry in zip(numbers, saved, strict=True):
             _refuse_flags(index, group, number, entry)
@@ -158,7 +143,7 @@ def _plan_groups(plan: Training, moments: Moments, stored_names: list[list[str]]
 def _plain(key: str, value: Any) -> float | tuple[float, ...]:
     values = value if isinstance(value, (list, tuple)) else [value]
     if not all(isinstance(v, (int, float)) or (isinstance(v, torch.Tensor) and v.numel() == 1) for v in values):
-        raise CheckpointError(describe(f"the saved param groups: {key}", repr(value)[:80], "numbers", CONVERT))
+        raise unreadable(f"{key} of the saved param groups", repr(value)[:80], "a number, or several")
     return tuple(map(float, values)) if values is value else float(value)
 
 
@@ -167,18 +152,14 @@ def _refuse_flags(index: int, group: dict[str, Any], number: int, saved: dict[st
         ours = group.get(key, default)
         if key in saved and ours is not None and bool(saved[key]) != bool(ours):
             raise CheckpointError(
-                describe(
-                    f"optimizer.param_groups[{index}]: {key}",
-                    f"{ours}, and {saved[key]} in the saved group {number}",
-                    "the same",
-                    "Build the optimizer as the saved one was built (AdamW decouples the weight decay, Adam does not), "
-                    "or leave out train to load the weights alone.",
-                )
+                f"optimizer.param_groups[{index}]: {key} must be {saved[key]}, as in the saved group {number}, but is "
+                f"{ours}. Build the optimizer as the saved one was built (AdamW decouples the weight decay, Adam does "
+                "not), or leave out train to load the weights alone."
             )
 
 
 def _plan_loss_scale(plan: Training, contents: Contents) -> None:
-    """Take DeepSpeed's dynamic loss scale over, whose rules are `LossScale`'s, where the config has one too."""
+    """Load DeepSpeed's dynamic loss scale if the config has one too; its rules are those of `LossScale`."""
     fields = contents.loss_scaler.fields if contents.loss_scaler is not None else {}
     if not fields.get("dynamic"):
         if fields.get("cur_scale", 1.0) != 1.0 and plan.step_state["loss_scale"]["scale"] != fields["cur_scale"]:
@@ -192,7 +173,7 @@ def _plan_loss_scale(plan: Training, contents: Contents) -> None:
     }
     values = {ours: fields.get(theirs) for ours, theirs in keys.items()}
     if not all(isinstance(value, (int, float)) for value in values.values()):
-        raise CheckpointError(describe("loss_scaler", repr(values), "four numbers", CONVERT))
+        raise unreadable("loss_scaler", repr(values), "four numbers")
     if plan.step_state["loss_scale"]["kind"] != "dynamic":
         plan.not_loaded.append(f"the dynamic loss scale {values['scale']:g}: the config has none")
         return
@@ -200,7 +181,7 @@ def _plan_loss_scale(plan: Training, contents: Contents) -> None:
 
 
 def _plan_scheduler(plan: Training, contents: Contents) -> None:
-    """Move a scheduler of the config to the coming step; DeepSpeed's own count is of the step before it."""
+    """Move a scheduler of the config to the next step; DeepSpeed's own count is that of the step before."""
     saved = contents.lr_scheduler
     if saved is None:
         return

@@ -10,7 +10,7 @@ from torch import nn
 from zeroamp.dry_run.events import Change, Op
 from zeroamp.dry_run.recorder import MemoryRecorder
 from zeroamp.hooks._torch.dispatch import FakeTensorMode
-from zeroamp.hooks.tracing.fake_run import preserved_rng
+from zeroamp.hooks.random_state import preserved_random_state
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.traffic import padded_numel
@@ -44,7 +44,7 @@ def optimizer_costs(
             takes copies of them: torch does so on accelerators. None leaves it to torch.
     """
     num_shards = ranks.shards(plan.policy) or 1
-    with preserved_rng("cpu"), torch.inference_mode(False), FakeTensorMode():
+    with preserved_random_state("cpu"), torch.inference_mode(False), FakeTensorMode():
         shards = [
             nn.Parameter(torch.empty(padded_numel(param, num_shards) // num_shards, dtype=param.dtypes.stored))
             for param in plan.params

@@ -24,8 +24,9 @@ from zeroamp.dry_run.inputs import Arguments, sequences_are_not_packed
 from zeroamp.dry_run.recorder import MemoryRecorder
 from zeroamp.dry_run.unit_marks import UnitMarks
 from zeroamp.hooks._torch.dispatch import FakeTensorMode, storage_key, tree_map
+from zeroamp.hooks.random_state import preserved_random_state
 from zeroamp.hooks.tensors import tensors_in
-from zeroamp.hooks.tracing.fake_run import Replacements, preserved_rng, tensors_replaced
+from zeroamp.hooks.tracing.fake_run import Replacements, tensors_replaced
 from zeroamp.hooks.tracing.recorded_run import replacement
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.errors import ConfigError, describe
@@ -74,7 +75,7 @@ def trace(
     parameters = {param.fqn: model.get_parameter(param.fqn) for param in plan.params}
     with ExitStack() as stack:
         stack.enter_context(sequences_are_not_packed())
-        stack.enter_context(preserved_rng(device_type))
+        stack.enter_context(preserved_random_state(device_type))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))

@@ -1,11 +1,9 @@
 """One optimizer step that leaves no trace, for `Ledger.verify`: what `TrainStep` does, observed, with no update."""
 
-import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -13,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.fsdp import unsharded_sums
 from zeroamp.hooks.observers.dtypes import Observations
+from zeroamp.hooks.random_state import preserved_random_state
 from zeroamp.planning.plan import Plan
 from zeroamp.training.loss_scale import LossScaler
 from zeroamp.training.micro_batches import MicroBatches
@@ -92,7 +91,7 @@ def leaves_no_trace(state: WrapState) -> Iterator[None]:
     counts, state.traffic.enabled = state.traffic.enabled, False
     state.is_observed = True
     try:
-        with _same_random_states(state.mesh.device_type):
+        with preserved_random_state(state.mesh.device_type):
             yield
     finally:
         state.traffic.enabled, state.is_observed = counts, False
@@ -107,19 +106,6 @@ def leaves_no_trace(state: WrapState) -> Iterator[None]:
                 module._buffers[name] = buffer
                 if buffer is not None and values is not None:
                     buffer.copy_(values)
-
-
-@contextmanager
-def _same_random_states(device_type: str) -> Iterator[None]:
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = [] if device_type == "cpu" else [torch.accelerator.current_device_index()]
-    fork = {} if device_type == "cpu" else {"device_type": device_type}
-    try:
-        with torch.random.fork_rng(devices, **fork):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 def call(model: nn.Module, batch: object) -> Any:

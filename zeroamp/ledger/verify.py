@@ -3,9 +3,7 @@
 from collections.abc import Callable, Mapping
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from zeroamp.hooks.collectives.traffic import Traffic, listening
 from zeroamp.hooks.observers.dtypes import Observations, OpObserver, UnitObserver
@@ -15,7 +13,8 @@ from zeroamp.planning.mesh import ranks_of
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.traffic import plan_traffic
 from zeroamp.policies.accumulation import unsharded_accumulation
-from zeroamp.policies.errors import PrecisionError, StepError, WrapError, ZeroAmpError, describe
+from zeroamp.policies.errors import PrecisionError, StepError, WrapError, describe
+from zeroamp.wrapping.rank_group import RankGroup
 from zeroamp.wrapping.state import WrapState, wrap_state
 
 LossFunction = Callable[..., torch.Tensor]
@@ -27,15 +26,15 @@ _NUM_DIFFERENCES = 8
 def verify(plan: Plan, model: nn.Module, batch: object, loss_fn: LossFunction | None) -> Verification:
     """See `Ledger.verify`."""
     state = wrap_state(model)
-    problem = _problem(plan, state, batch)
-    _raise_together([str(problem)] if problem else [], state.mesh, type(problem) if problem else StepError)
+    group = RankGroup.for_signals(state.mesh)  # what one rank finds is raised on all: none waits for another
+    group.run(lambda: _refuse_problem(plan, state, batch))
     observations, counted = Observations(), Traffic()
     with leaves_no_trace(state), torch.inference_mode(False), torch.enable_grad():
         _observe_step(model, state, batch, loss_fn, observations, counted)
     see_collectives(counted, plan, observations.seen)
     ranks = ranks_of(state.mesh)
     found = [str(difference) for difference in find_differences(plan, ranks, observations.seen)]
-    _raise_together(found, state.mesh, PrecisionError)
+    group.run(lambda: _refuse_differences(found))
     return Verification(
         plan=plan,
         ranks=ranks,
@@ -91,12 +90,12 @@ def _loss(output: object, loss_fn: LossFunction | None) -> torch.Tensor:
     raise StepError(describe("The model's output in Ledger.verify, which has no .loss,", found, valid, remedy))
 
 
-def _problem(plan: Plan, state: WrapState, batch: object) -> ZeroAmpError | None:
-    """Return why nothing can be verified now, or None."""
+def _refuse_problem(plan: Plan, state: WrapState, batch: object) -> None:
+    """Raise an error if nothing can be verified now."""
     if plan != state.plan:
-        return WrapError("Ledger.verify: this is another model's ledger. Call explain(model).verify(model, ...).")
+        raise WrapError("Ledger.verify: this is another model's ledger. Call explain(model).verify(model, ...).")
     if not isinstance(batch, torch.Tensor | tuple | Mapping):
-        return StepError(
+        raise StepError(
             describe(
                 "Ledger.verify(batch=)",
                 f"a {type(batch).__name__}",
@@ -105,11 +104,10 @@ def _problem(plan: Plan, state: WrapState, batch: object) -> ZeroAmpError | None
             )
         )
     if found := _unfinished(state):
-        return StepError(
+        raise StepError(
             f"Ledger.verify must be called between two optimizer steps, but {found}. Call it before training, or after "
             "a step once the gradients are None (optimizer.zero_grad())."
         )
-    return None
 
 
 def _unfinished(state: WrapState) -> str | None:
@@ -123,17 +121,8 @@ def _unfinished(state: WrapState) -> str | None:
     return None
 
 
-def _raise_together(found: list[str], mesh: DeviceMesh, error: type[ZeroAmpError]) -> None:
-    """Raise on all ranks what any of them found, so that no rank waits for one that raised. One small collective."""
-    everywhere: list[list[str]] = [found]
-    for axis in range(mesh.ndim):
-        by_rank: list[list[list[str]]] = [[] for _ in range(mesh.size(axis))]
-        dist.all_gather_object(by_rank, everywhere, group=mesh.get_group(axis))
-        everywhere = [texts for rank in by_rank for texts in rank]
-    texts = list(dict.fromkeys(text for rank in everywhere for text in rank))
-    if not texts:
-        return
-    left_out = [f"… and {len(texts) - _NUM_DIFFERENCES} more"] if len(texts) > _NUM_DIFFERENCES else []
-    num_ranks = sum(bool(rank) for rank in everywhere)
-    on = [] if num_ranks == len(everywhere) else [f"On {num_ranks} of {len(everywhere)} ranks."]
-    raise error("\n".join([*texts[:_NUM_DIFFERENCES], *left_out, *on]))
+def _refuse_differences(differences: list[str]) -> None:
+    if differences:
+        more = len(differences) - _NUM_DIFFERENCES
+        left_out = [f"… and {more} more"] if more > 0 else []
+        raise PrecisionError("\n".join([*differences[:_NUM_DIFFERENCES], *left_out]))

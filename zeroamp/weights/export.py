@@ -1,14 +1,24 @@
-"""`export_hf`: a sharded model as whole safetensors files, tensor by tensor."""
+"""`export_hf`, and the pipeline behind every export to safetensors: tensor by tensor, file by file.
+
+plan      names, dtypes and files, from shapes alone; values out of the dtype's range are refused
+draft     a folder beside the target, or inside it where the target exists
+write     one file per rank at a time: all ranks read each tensor, the rank of its file retains it
+publish   the files of the draft take the place of an earlier export
+"""
 
 import copy
 import hashlib
+import logging
 import os
 import shutil
 import sys
 import uuid
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,9 +28,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from zeroamp.planning.mesh import device_of
-from zeroamp.policies.dtypes import DTYPE_BY_NAME
+from zeroamp.policies.dtypes import DTYPE_BY_NAME, short_name
 from zeroamp.policies.errors import CheckpointError, describe
-from zeroamp.weights.dtype_range import overflow, refuse
 from zeroamp.weights.files import (
     MANIFEST,
     TensorSpec,
@@ -32,20 +41,11 @@ from zeroamp.weights.files import (
     write_index,
 )
 from zeroamp.weights.model_weights import Weight, find_weights
-from zeroamp.wrapping.state import WrapState, agreement_of, wrap_state
+from zeroamp.wrapping.rank_group import RankGroup
+from zeroamp.wrapping.state import wrap_state
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Export:
-    """What one rank is about to do, and the others must be too. They tell each other: it is small."""
-
-    folder: Path
-    dtype: torch.dtype
-    files_digest: str
-    draft: Path
-    """Of the first rank, for all."""
-    overflows: dict[str, float]
-    """Parameter -> the largest magnitude in this rank's shard, where `dtype` cannot hold it."""
+T = TypeVar("T")
+logger = logging.getLogger("zeroamp")
 
 
 def export_hf(
@@ -57,148 +57,58 @@ def export_hf(
 ) -> None:
     """Write the weights of a wrapped model to `folder` as safetensors that `from_pretrained` reads. All ranks call it.
 
-    Names and shapes are the model's own (its `state_dict()`), tied parameters once. With a transformers model come its
-    `config.json` and `generation_config.json`. In a folder that exists, the weights of an earlier export are replaced
-    once the new ones are complete; other files stay.
+    Names and shapes are those of the model's `state_dict()`; tied parameters are written once. For a transformers
+    model, `config.json` and `generation_config.json` are written too. In a folder that exists, the weights of an
+    earlier export are replaced once the new ones are complete; other files stay.
 
-    A rank holds at most one file and one tensor beside its shards: the files are dealt to the ranks, tensors are cast
-    as shards and gathered one by one, and each is kept by the rank of its file.
+    A rank holds at most one file and one tensor beside its shards: files are dealt to the ranks, shards are cast and
+    all-gathered tensor by tensor, and the rank that writes the file retains each.
 
     Args:
         model: from `wrap_model`, at any stage, before training, between two steps or after.
         folder: that all ranks see. It is made where there is none.
         dtype: "fp32", "bf16" or "fp16", or torch's dtype, of floating-point parameters. None: the config's low dtype
-            where it sets `stage3_gather_16bit_weights_on_model_save`, else fp32. Buffers keep the dtype they have, and
-            are the first rank's.
+            where it sets `stage3_gather_16bit_weights_on_model_save`, else fp32. Buffers keep their dtype, and the
+            first rank's values are written.
         max_shard_bytes: of the tensors of one file; a larger tensor has a file of its own.
 
     Raises:
-        CheckpointError: on all ranks, before anything is written where it can be known: the ranks ask for different
-            things, a finite value would be infinite in `dtype`, safetensors is not installed; or a rank cannot write.
+        CheckpointError: on all ranks, before anything is written where it can be known: the ranks pass different
+            arguments, a finite value would be infinite in `dtype`, safetensors is not installed; or a rank cannot
+            write.
         WrapError: the model is not wrapped.
     """
     state = wrap_state(model)
     with torch.no_grad():
-        weights: list[Weight] = []
-        files: list[WeightFile] = []
-
-        def plan() -> _Export:
-            target = export_dtype(dtype, state.plan.policy.export_dtype)
-            weights.extend(find_weights(state.root))
-            files.extend(plan_files(_specs(weights, target), max_shard_bytes))
-            return _plan(weights, files, Path(folder).absolute(), target)
-
-        exports = agreement_of(state).run(plan)
-        _check(exports)
-        _write(state, weights, files, exports[0])
+        export_tensors(
+            lambda: _sources(find_weights(state.root), state.mesh),
+            folder,
+            lambda: export_dtype(dtype, state.plan.policy.export_dtype),
+            max_shard_bytes,
+            partial(save_config, state.root),
+            RankGroup.for_saving(state.mesh),
+        )
 
 
-def _plan(weights: list[Weight], files: list[WeightFile], folder: Path, dtype: torch.dtype) -> _Export:
-    safetensors_torch()
-    if folder.exists() and not folder.is_dir():
-        raise CheckpointError(describe(str(folder), "a file", "a folder, or nothing yet", "Name another place."))
-    refuse_checkpoint(folder)
-    suffix = f"draft-{uuid.uuid4().hex[:8]}"
-    return _Export(
-        folder=folder,
-        dtype=dtype,
-        files_digest=hashlib.sha256(repr([(file.name, file.tensors) for file in files]).encode()).hexdigest(),
-        # Inside a folder that exists: it may be the root of a file system of its own.
-        draft=folder / f".{suffix}" if folder.exists() else folder.with_name(f".{folder.name}.{suffix}"),
-        overflows=_overflows(weights, dtype),
-    )
-
-
-def refuse_checkpoint(folder: Path) -> None:
-    """Raise CheckpointError where an export would change the files of a checkpoint."""
-    if (folder / MANIFEST).exists():
-        raise CheckpointError(describe(str(folder), "a checkpoint", "another folder", "Name one for the export."))
-
-
-def export_dtype(asked: str | torch.dtype | None, default: torch.dtype) -> torch.dtype:
-    """Return the dtype that is asked for. Raises CheckpointError unless it is fp32, bf16 or fp16."""
-    dtype = default if asked is None else DTYPE_BY_NAME.get(asked, asked) if isinstance(asked, str) else asked
-    if not isinstance(dtype, torch.dtype) or dtype not in DTYPE_BY_NAME.values():
-        found = repr(asked)
-        raise CheckpointError(describe("export_hf(dtype=)", found, '"fp32", "bf16" or "fp16"', "Name one of them."))
-    return dtype
-
-
-def _specs(weights: list[Weight], dtype: torch.dtype) -> list[TensorSpec]:
+def _sources(weights: list[Weight], mesh: DeviceMesh) -> list["Source"]:
     return [
-        TensorSpec(name=name, shape=tuple(weight.tensor.shape), dtype=_written_dtype(weight, dtype))
+        Source(
+            name=name,
+            shape=tuple(weight.tensor.shape),
+            dtype=weight.tensor.dtype,
+            is_parameter=weight.is_parameter,
+            read=partial(_whole, weight, mesh),
+            local=weight.local if name == weight.written_names[0] else None,
+        )
         for weight in weights
         for name in weight.written_names
     ]
 
 
-def _written_dtype(weight: Weight, dtype: torch.dtype) -> torch.dtype:
-    return dtype if weight.is_parameter and weight.tensor.is_floating_point() else weight.tensor.dtype
-
-
-def _overflows(weights: list[Weight], dtype: torch.dtype) -> dict[str, float]:
-    """Return the parameters whose shard here has a finite value that the written dtype rounds to infinity."""
-    found = {weight.written_names[0]: overflow(weight.local, _written_dtype(weight, dtype)) for weight in weights}
-    return {name: largest for name, largest in found.items() if largest is not None}
-
-
-def _check(exports: list[_Export]) -> None:
-    """Raise the same error on all ranks where they differ, or where any has found values that do not fit."""
-    first = exports[0]
-    same = {"a folder": "folder", "a dtype": "dtype", "files": "files_digest"}
-    for what, name in same.items():
-        if any(getattr(export, name) != getattr(first, name) for export in exports):
-            found = f"{what} not the same on all ranks"
-            raise CheckpointError(
-                describe("export_hf", found, "one call, alike on all ranks", "Pass the same everywhere.")
-            )
-    overflows: dict[str, float] = {}
-    for name, largest in (item for export in exports for item in export.overflows.items()):
-        overflows[name] = max(largest, overflows.get(name, 0.0))
-    refuse(overflows, first.dtype)
-
-
-def _write(state: WrapState, weights: list[Weight], files: list[WeightFile], export: _Export) -> None:
-    draft, ranks = export.draft, agreement_of(state)
-    sources = {name: weight for weight in weights for name in weight.written_names}
-
-    def read(spec: TensorSpec) -> torch.Tensor:
-        return _whole(sources[spec.name], spec.dtype, state.mesh)
-
-    try:
-        ranks.on_first(lambda: _begin(state.root, draft, export.dtype))
-        ranks.run(lambda: _see(draft))
-        for start in range(0, len(files), ranks.num_ranks):  # one file per rank at a time: they write together
-            some = files[start : start + ranks.num_ranks]
-            ranks.run(lambda some=some: write_files(some, read, draft, ranks.rank))  # type: ignore[misc]
-        ranks.on_first(lambda: write_index(files, draft))
-    except BaseException:
-        if ranks.rank == 0:
-            shutil.rmtree(draft, ignore_errors=True)
-        raise
-    ranks.on_first(lambda: publish(draft, export.folder))
-
-
-def _begin(root: nn.Module, draft: Path, dtype: torch.dtype) -> None:
-    draft.mkdir(parents=True)
-    save_config(root, draft, dtype)
-
-
-def _see(draft: Path) -> None:
-    with suppress(OSError):
-        os.listdir(draft.parent)  # a network file system may remember that there was none
-    if not draft.is_dir():
-        raise CheckpointError(
-            describe(
-                str(draft.parent), "no folder that the first rank has made there", "one that all ranks see", "Share it."
-            )
-        )
-
-
-def _whole(weight: Weight, dtype: torch.dtype, mesh: DeviceMesh) -> torch.Tensor:
+def _whole(weight: Weight, mesh: DeviceMesh, dtype: torch.dtype) -> torch.Tensor:
     """Return a weight as a whole, on the device that communicates. Every rank of `mesh` calls this.
 
-    A shard is cast before it travels: rounding is per element, so the bits are the same and the bytes may be half.
+    The shard is cast before the all-gather: rounding is per element, so the bits are the same, of half the bytes.
     """
     local = weight.local.to(device_of(mesh), dtype)
     if isinstance(weight.tensor, DTensor):
@@ -212,11 +122,11 @@ def _whole(weight: Weight, dtype: torch.dtype, mesh: DeviceMesh) -> torch.Tensor
 
 
 def save_config(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
-    """Write what `from_pretrained` needs beside the weights, where `model` is transformers'; else nothing.
+    """Write what `from_pretrained` needs beside the weights if `model` is a transformers model; else nothing.
 
-    The model's own config stays as it is.
+    The model's own config is not changed.
     """
-    transformers = sys.modules.get("transformers")  # which is loaded if the model is its own
+    transformers = sys.modules.get("transformers")  # loaded if the model is one of its own
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return
     # fully_shard has made a subclass.
@@ -227,3 +137,195 @@ def save_config(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
     config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """One tensor to export: what it is called and how to read it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    """The dtype it is stored in."""
+    is_parameter: bool
+    read: Callable[[torch.dtype], torch.Tensor]
+    """Returns the whole tensor in the written dtype. Where several ranks export, all of them call it together."""
+    local: torch.Tensor | None = None
+    """This rank's shard, whose range is checked before anything is written. None: `read` checks the range."""
+
+    def written_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in an export as `dtype`: buffers and integers keep theirs."""
+        return dtype if self.is_parameter and self.dtype.is_floating_point else self.dtype
+
+
+class OneProcess:
+    """What `RankGroup` does, for a process without ranks."""
+
+    rank, num_ranks = 0, 1
+
+    def run(self, action: Callable[[], T]) -> list[T]:
+        """Return the result in a list."""
+        return [action()]
+
+    def on_first(self, action: Callable[[], T]) -> T:
+        """Return the result."""
+        return action()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Plan:
+    """What one rank is about to write. The ranks exchange it to check that all are about to write the same."""
+
+    folder: Path
+    dtype: torch.dtype
+    files_digest: str
+    draft: Path
+    """The first rank's is used on all."""
+    overflows: dict[str, float]
+    """Parameter -> the largest magnitude in this rank's shard, where `dtype` cannot hold it."""
+
+
+def export_tensors(
+    find_sources: Callable[[], Sequence[Source]],
+    folder: str | os.PathLike[str],
+    choose_dtype: Callable[[], torch.dtype],
+    max_shard_bytes: int,
+    write_config: Callable[[Path, torch.dtype], None],
+    ranks: RankGroup | OneProcess,
+) -> None:
+    """Write tensors to `folder` as safetensors files. All of `ranks` call this.
+
+    Args:
+        find_sources: returns the tensors in the order of the files.
+        folder: see `export_hf`.
+        choose_dtype: returns the dtype of floating-point parameters.
+        max_shard_bytes: see `export_hf`.
+        write_config: writes the model's config into a folder, given the dtype; the first rank calls it.
+        ranks: that write together. An error of `find_sources` or `choose_dtype` on one is raised on all.
+
+    Raises:
+        CheckpointError: as `export_hf`.
+    """
+    sources: dict[str, Source] = {}
+    files: list[WeightFile] = []
+
+    def plan() -> _Plan:
+        dtype = choose_dtype()
+        sources.update((source.name, source) for source in find_sources())
+        specs = (TensorSpec(name=s.name, shape=s.shape, dtype=s.written_dtype(dtype)) for s in sources.values())
+        files.extend(plan_files(specs, max_shard_bytes))
+        return _plan(list(sources.values()), files, Path(folder).absolute(), dtype)
+
+    plans = ranks.run(plan)
+    _check(plans)
+    _write(lambda spec: sources[spec.name].read(spec.dtype), files, plans[0], write_config, ranks)
+
+
+def _plan(sources: list[Source], files: list[WeightFile], folder: Path, dtype: torch.dtype) -> _Plan:
+    safetensors_torch()
+    if folder.exists() and not folder.is_dir():
+        raise CheckpointError(f"Cannot export into {folder}: it is a file. Name a folder, or a path that is free.")
+    if (folder / MANIFEST).exists():
+        raise CheckpointError(f"Cannot export into {folder}: it is a checkpoint. Name another folder for the export.")
+    suffix = f"draft-{uuid.uuid4().hex[:8]}"
+    found = {s.name: overflow(s.local, s.written_dtype(dtype)) for s in sources if s.local is not None}
+    return _Plan(
+        folder=folder,
+        dtype=dtype,
+        files_digest=hashlib.sha256(repr([(file.name, file.tensors) for file in files]).encode()).hexdigest(),
+        # Inside a folder that exists: it may be the root of a file system of its own.
+        draft=folder / f".{suffix}" if folder.exists() else folder.with_name(f".{folder.name}.{suffix}"),
+        overflows={name: largest for name, largest in found.items() if largest is not None},
+    )
+
+
+def _check(plans: list[_Plan]) -> None:
+    """Raise the same error on all ranks where their plans differ, or where any has found values out of range."""
+    for what in ("folder", "dtype", "files_digest"):
+        found = sorted({str(getattr(plan, what)) for plan in plans})
+        if len(found) > 1:
+            differing = "The names or shapes of the tensors" if what == "files_digest" else " and ".join(found)
+            raise CheckpointError(
+                f"export_hf must get the same model and arguments on all ranks, but the {what.partition('_')[0]} "
+                f"differs: {differing}. Pass the same everywhere."
+            )
+    overflows: dict[str, float] = {}
+    for name, largest in (item for plan in plans for item in plan.overflows.items()):
+        overflows[name] = max(largest, overflows.get(name, 0.0))
+    refuse_overflows(overflows, plans[0].dtype)
+
+
+def _write(
+    read: Callable[[TensorSpec], torch.Tensor],
+    files: list[WeightFile],
+    plan: _Plan,
+    write_config: Callable[[Path, torch.dtype], None],
+    ranks: RankGroup | OneProcess,
+) -> None:
+    draft = plan.draft
+
+    def begin() -> None:
+        draft.mkdir(parents=True)
+        write_config(draft, plan.dtype)
+
+    try:
+        ranks.on_first(begin)
+        ranks.run(lambda: _refuse_unshared(draft))
+        for start in range(0, len(files), ranks.num_ranks):  # one file per rank at a time: they write together
+            some = files[start : start + ranks.num_ranks]
+            ranks.run(lambda some=some: write_files(some, read, draft, ranks.rank))  # type: ignore[misc]
+            for file in some if ranks.rank == 0 else ():
+                logger.info("Wrote %s: %d tensors, %d bytes.", file.name, len(file.tensors), file.num_bytes)
+        ranks.on_first(lambda: write_index(files, draft))
+    except BaseException:
+        if ranks.rank == 0:
+            shutil.rmtree(draft, ignore_errors=True)
+        raise
+    ranks.on_first(lambda: publish(draft, plan.folder))
+
+
+def _refuse_unshared(draft: Path) -> None:
+    with suppress(OSError):
+        os.listdir(draft.parent)  # a network file system may remember that there was none
+    if not draft.is_dir():
+        raise CheckpointError(
+            f"{draft.parent} must be on a file system that all ranks share: a folder that the first rank made there is "
+            "not seen on this one. Export to a shared file system."
+        )
+
+
+def export_dtype(asked: str | torch.dtype | None, default: torch.dtype) -> torch.dtype:
+    """Return the dtype that `asked` names, `default` for None.
+
+    Raises:
+        CheckpointError: it is not fp32, bf16 or fp16.
+    """
+    dtype = default if asked is None else DTYPE_BY_NAME.get(asked, asked) if isinstance(asked, str) else asked
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPE_BY_NAME.values():
+        valid = '"fp32", "bf16" or "fp16"'
+        raise CheckpointError(describe("export_hf(dtype=)", repr(asked), valid, "Pass one of them."))
+    return dtype
+
+
+def overflow(tensor: torch.Tensor, dtype: torch.dtype) -> float | None:
+    """Return the largest finite magnitude in `tensor` if `dtype` rounds it to infinity, else None."""
+    if dtype == tensor.dtype or torch.finfo(dtype).max >= torch.finfo(tensor.dtype).max or tensor.numel() == 0:
+        return None
+    largest = torch.stack(tensor.aminmax()).abs().max()
+    if not largest.isfinite():
+        finite = tensor[tensor.isfinite()]
+        largest = finite.abs().max() if finite.numel() else largest.new_zeros(())
+    return float(largest) if largest.to(dtype).isinf() else None
+
+
+def refuse_overflows(overflows: dict[str, float], dtype: torch.dtype) -> None:
+    """Raise CheckpointError unless `overflows`, largest magnitudes by parameter, is empty."""
+    if not overflows:
+        return
+    name, largest = next(iter(overflows.items()))
+    more = f" {len(overflows) - 1} more parameters have such a value." if len(overflows) > 1 else ""
+    remedy = 'dtype="bf16" or dtype="fp32"' if dtype == torch.float16 else 'dtype="fp32"'
+    raise CheckpointError(
+        f"{name} has a value of magnitude {largest:g}, but the largest number of {short_name(dtype)} is "
+        f"{torch.finfo(dtype).max:g}.{more} Export with {remedy}."
+    )

@@ -1,4 +1,4 @@
-"""Weights as safetensors files, in the layout that transformers reads: which tensor is in which file, and the writing.
+"""The safetensors files that transformers reads: which tensor is in which file, writing them, and replacing old ones.
 
 model.safetensors                     all tensors, or else
 model-00001-of-00003.safetensors …    some of them each, and
@@ -17,9 +17,10 @@ from typing import Any
 import torch
 
 from zeroamp.policies.errors import CheckpointError, describe
+from zeroamp.policies.numbers import is_integer
 
 MANIFEST = "zeroamp.json"
-"""The file by which a folder is a checkpoint: no weights are written into one."""
+"""A folder with this file is a checkpoint: no export is written into one."""
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _FILE_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -27,7 +28,7 @@ _FILE_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """One tensor of a file."""
+    """Name, shape and dtype of one tensor in a file."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,7 +36,7 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """What its values take."""
+        """Bytes of its values."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -48,22 +49,21 @@ class WeightFile:
 
     @property
     def num_bytes(self) -> int:
-        """What the values of all its tensors take; the header comes on top."""
+        """Bytes of the values of all its tensors, without the header."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
 
 def plan_files(specs: Iterable[TensorSpec], max_bytes: int) -> tuple[WeightFile, ...]:
     """Divide tensors into files of at most `max_bytes` each, in order; a larger tensor has a file of its own.
 
-    From shapes and dtypes alone: no tensor is read.
+    It uses shapes and dtypes alone: no tensor is read.
 
     Raises:
-        CheckpointError: `max_bytes` is no number from 1 on.
+        CheckpointError: `max_bytes` is not an integer from 1 on.
     """
-    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
-        raise CheckpointError(
-            describe("max_shard_bytes", repr(max_bytes), "an integer from 1 on", "Leave it out for 5 GB.")
-        )
+    if not is_integer(max_bytes, at_least=1):
+        valid = "a number of bytes, an integer from 1 on"
+        raise CheckpointError(describe("max_shard_bytes", repr(max_bytes), valid, "Leave it out for 5 GB."))
     contents: list[list[TensorSpec]] = [[]]
     free = max_bytes
     for spec in specs:
@@ -85,32 +85,32 @@ def write_files(
 ) -> None:
     """Read the tensors of `files` one by one, in order, and write the file of number `mine` to `folder`.
 
-    Where the ranks of a job write, `files` are one for each, and `read` is a collective that every rank calls for every
-    tensor. What a rank holds at most is its own file and one tensor.
+    Where several ranks write, `files` has one for each, and `read` is a collective that every rank calls for every
+    tensor. A rank holds at most its own file and one tensor.
 
     Args:
         files: from `plan_files`, not all of them necessarily.
         read: returns a tensor of the spec's shape and dtype, on any device.
         folder: exists.
-        mine: may be `len(files)` or above, for nothing.
+        mine: the number of a file in `files`; `len(files)` or above writes nothing.
     """
-    kept: dict[str, torch.Tensor] = {}
+    retained: dict[str, torch.Tensor] = {}
     for number, file in enumerate(files):
         for spec in file.tensors:
             tensor = read(spec)
             if (tuple(tensor.shape), tensor.dtype) != (spec.shape, spec.dtype):
                 raise AssertionError(f"expected {spec}, got {tuple(tensor.shape)} of {tensor.dtype}")
             if number == mine:
-                kept[spec.name] = tensor.cpu()
+                retained[spec.name] = tensor.cpu()
             del tensor  # before the next one is read
     if mine < len(files):
         path = folder / files[mine].name
-        safetensors_torch().save_file(kept, path, metadata={"format": "pt"})
-        path.chmod(folder.stat().st_mode & 0o666)  # safetensors lets nobody but the writer read it
+        safetensors_torch().save_file(retained, path, metadata={"format": "pt"})
+        path.chmod(folder.stat().st_mode & 0o666)  # safetensors makes it readable by its owner only
 
 
 def write_index(files: Sequence[WeightFile], folder: Path) -> None:
-    """Write which tensor is in which file, where there are several."""
+    """Write the index of several files; a single file has none."""
     if len(files) == 1:
         return
     index = {
@@ -121,17 +121,17 @@ def write_index(files: Sequence[WeightFile], folder: Path) -> None:
 
 
 def publish(draft: Path, folder: Path) -> None:
-    """Put the files of a draft in their place.
+    """Move the files of a draft to their place.
 
-    A folder that does not exist yet comes into being by one rename. In one that does, weights of an earlier export are
-    removed before the new ones come, so that no moment and no crash leaves a mixture of both; other files stay.
+    A folder that does not exist yet is made by one rename. In one that exists, the weights of an earlier export are
+    removed before the new ones are moved, so that a crash never leaves a mixture of both. Other files stay.
 
     Args:
         draft: complete; inside `folder` where that exists, else beside it, on the same file system.
         folder: a folder, or nothing yet.
 
     Raises:
-        CheckpointError: a file could not be moved; the text says where the rest is.
+        CheckpointError: a file could not be moved; the text names the folder of the others.
     """
     try:
         if draft.parent != folder:
@@ -144,8 +144,9 @@ def publish(draft: Path, folder: Path) -> None:
             os.replace(path, folder / path.name)
         draft.rmdir()
     except OSError as error:
-        remedy = f"What was not moved is in {str(draft)!r}: move it there."
-        raise CheckpointError(describe(str(folder), str(error), "a folder that takes the export", remedy)) from error
+        raise CheckpointError(
+            f"The export could not be moved into {folder}: {error}. The other files are in {str(draft)!r}: move them."
+        ) from error
 
 
 def _place(path: Path) -> tuple[bool, bool, str]:
@@ -162,23 +163,22 @@ def safetensors_torch() -> ModuleType:
     try:
         import safetensors.torch  # an extra: training needs none
     except ModuleNotFoundError as error:
-        raise CheckpointError(
-            describe("safetensors", "no such package", "an installed one", "pip install zeroamp[hf]")
-        ) from error
+        raise CheckpointError("The package safetensors is not installed. Run: pip install zeroamp[hf]") from error
     return safetensors.torch
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Return the file of every tensor, as `model.safetensors.index.json` says.
+    """Return the file of every tensor in an index file.
 
     Raises:
-        CheckpointError: it is no such index.
+        CheckpointError: the file cannot be read as an index.
     """
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
         weight_map = {str(name): str(file) for name, file in content["weight_map"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        found = f"{type(error).__name__}: {error}"
-        valid = 'an index: {"weight_map": {tensor: file}}'
-        raise CheckpointError(describe(str(path), found, valid, "Get the file again.")) from error
+        raise CheckpointError(
+            f'{path} must be an index, {{"weight_map": {{tensor: file}}}}, but cannot be read '
+            f"({type(error).__name__}: {error}). Get the file again."
+        ) from error
     return weight_map

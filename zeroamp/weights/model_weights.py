@@ -1,14 +1,16 @@
-"""The weights of a wrapped model by the names they have in files."""
+"""The parameters and persistent buffers of a wrapped model, under the names that they have in files."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
 from zeroamp.planning.mesh import local_part
-from zeroamp.policies.errors import CheckpointError, describe
+from zeroamp.policies.errors import CheckpointError
 from zeroamp.wrapping.state import reshard
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
@@ -20,31 +22,31 @@ class Weight:
     """A parameter, or a buffer that is stored."""
 
     names: tuple[str, ...]
-    """All it is known by in the model: several for a tied parameter."""
+    """All its names in the model: a tied parameter has several."""
     tensor: torch.Tensor
     """The parameter or buffer itself; a parameter is a sharded DTensor, unless it has no elements."""
     is_parameter: bool
     written_names: tuple[str, ...]
-    """Those of `names` that a file has it under; see `find_weights`."""
+    """Those of `names` under which it is written; see `find_weights`."""
 
     @property
     def local(self) -> torch.Tensor:
-        """What of it is on this rank: its shard, or all of it."""
+        """This rank's shard, or the whole tensor if it is not sharded."""
         return local_part(self.tensor.detach())
 
 
 def find_weights(root: nn.Module) -> list[Weight]:
     """Return all parameters and persistent buffers of a wrapped model, in its order, parameters as shards.
 
-    A tied parameter is in a file once, under its first name. A transformers model says which of its names
-    `from_pretrained` ties to another one; a parameter is written under each name of which it says nothing, since
-    `from_pretrained` would not find it otherwise. Every name of a shared buffer is a buffer of its own in the file.
+    A tied parameter is written once, under its first name. A transformers model lists the names that `from_pretrained`
+    ties to another one (`all_tied_weights_keys`); there a parameter is written under each name that is not listed,
+    because `from_pretrained` would not find it otherwise. A shared buffer is written under every one of its names.
 
     Raises:
-        CheckpointError: the model's state holds something that is no tensor.
+        CheckpointError: the model's state_dict() holds something other than tensors.
     """
     reshard(root.modules())
-    # The parameters themselves, by whose identity tied ones are known.
+    # keep_vars: tied parameters are found by the identity of the object.
     state: dict[str, Any] = root.state_dict(keep_vars=True)
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
@@ -52,9 +54,9 @@ def find_weights(root: nn.Module) -> list[Weight]:
     for key, tensor in state.items():
         name = file_name(key)
         if not isinstance(tensor, torch.Tensor):
-            found = f"a {type(tensor).__name__} in the model's state"
             raise CheckpointError(
-                describe(name, found, "tensors", "safetensors files hold nothing else: leave it out.")
+                f"{name} of the model's state must be a tensor, but is a {type(tensor).__name__}: safetensors files "
+                "hold tensors only. Leave it out of the state_dict()."
             )
         if not isinstance(tensor, nn.Parameter):
             weights.append(Weight(names=(name,), tensor=tensor, is_parameter=False, written_names=(name,)))
@@ -75,13 +77,29 @@ def _parameter(root: nn.Module, names: list[str], tensor: torch.Tensor) -> Weigh
 
 
 def file_name(key: str) -> str:
-    """Return the name of a parameter or buffer in files: without what wraps the modules it is in."""
+    """Return the name in files: `key` without the parts that torch.compile and checkpoint_wrapper put in."""
     return ".".join(part for part in key.split(".") if part not in _WRAPPERS)
 
 
 def computed_buffers(root: nn.Module) -> Iterator[str]:
-    """Yield the last parts of the names of buffers that are not stored: the model computes them itself."""
+    """Yield the last parts of the names of non-persistent buffers, which the model computes itself."""
     stored = {file_name(key) for key in root.state_dict()}
     for name, _ in root.named_buffers(remove_duplicate=False):
         if file_name(name) not in stored:
             yield name.rpartition(".")[2]
+
+
+def first_row(tensor: DTensor) -> int:
+    """Return the number of rows of dim 0 before this rank's shard.
+
+    FSDP2 shards dim 0 in chunks of ceil(rows / ranks) rows, the last ones shorter or empty.
+    """
+    row = 0
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Shard):
+            chunk = math.ceil(tensor.shape[0] / tensor.device_mesh.size(axis))
+            row = min(chunk * tensor.device_mesh.get_local_rank(axis), tensor.shape[0])
+            expected, found = min(chunk, tensor.shape[0] - row), local_part(tensor.detach()).shape[0]
+            if placement.dim != 0 or found != expected:
+                raise AssertionError(f"expected {expected} rows of dim 0, got {found} by {placement}")
+    return row

@@ -1,7 +1,7 @@
-"""Gives a sharded meta-device model its storage and its initial values, one module's parameters at a time.
+"""Allocates and initialises a sharded meta-device model, one module's parameters at a time.
 
-No rank ever holds a full copy: only shards are allocated; then each module that owns parameters gets full ones for the
-moment of its own initialisation, and keeps its shard of them.
+No rank ever holds a full copy. Only shards are allocated; then each module that owns parameters gets full ones for its
+own initialisation, and retains its shard of them.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,21 +15,21 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zeroamp.planning.ownership import children_first
 from zeroamp.planning.plan import Plan
-from zeroamp.policies.errors import WrapError, describe
+from zeroamp.policies.errors import WrapError
 
 
 def materialize(model: nn.Module, mesh: DeviceMesh, device: torch.device, shard_device: torch.device) -> None:
     """Allocate and initialise a model whose parameters are sharded DTensors on the meta device.
 
-    Shards are allocated on `shard_device`. All else is on `device`, which computes: buffers, parameters without
-    elements, and the full parameters of the module in turn, so that values do not depend on where the shards live.
+    Shards are allocated on `shard_device`. Everything else is on `device`, which computes: buffers, parameters without
+    elements, and the full parameters of one module at a time. So values do not depend on the device of the shards.
 
-    Children before parents, as `nn.Module.apply` goes. A transformers model is initialised by its `_init_weights`,
-    other modules by `reset_parameters`. All ranks draw the same values: the seed is rank 0's of the mesh, and the
-    random state is put back afterwards. Buffers that hold values keep them.
+    Children are initialised before parents, in the order of `nn.Module.apply`. A transformers model is initialised by
+    its `_init_weights`, other modules by `reset_parameters`. All ranks draw the same values: the seed is that of rank 0
+    of the mesh, and the random state is restored afterwards. Buffers that hold values keep them.
 
     Raises:
-        WrapError: a module owns parameters or buffers that none of these initialises.
+        WrapError: a module owns parameters or buffers that neither of the two initialises.
     """
     pending = {module for module in model.modules() if any(tensor.is_meta for _, tensor in _own_tensors(module))}
 
@@ -51,7 +51,7 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _initializers(model: nn.Module, module: nn.Module) -> list[Callable[[], object]]:
-    """Return what may initialise `module`, the most specific first."""
+    """Return the functions that may initialise `module`, the model's own `_init_weights` first."""
     for_module = getattr(model, "_init_weights", None)  # transformers' one method for all modules of a model
     found: list[Callable[[], object]] = [lambda: for_module(module)] if callable(for_module) else []
     own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
@@ -67,21 +67,18 @@ def _initialize(module: nn.Module, fqn: str, initializers: list[Callable[[], obj
         missed = _run_first_that_covers(module, initializers)
         if missed is not None:
             raise WrapError(
-                describe(
-                    f"{fqn}.{missed}" if fqn else missed,
-                    f"a meta-device tensor that {type(module).__name__.removeprefix('FSDP')} does not initialise",
-                    "modules with reset_parameters(), or a transformers model",
-                    "Give the class a reset_parameters() that sets it, or build the model off the meta device.",
-                )
+                f"{f'{fqn}.{missed}' if fqn else missed} is on the meta device, and "
+                f"{type(module).__name__.removeprefix('FSDP')} does not initialise it. Give the class a "
+                "reset_parameters() that sets it, or build the model off the meta device."
             )
         for name, parameter in sharded.items():
-            _keep_shard(parameter, module.get_parameter(name))
+            _copy_shard(parameter, module.get_parameter(name))
     finally:
         module._parameters.update(sharded)
 
 
 def _run_first_that_covers(module: nn.Module, initializers: list[Callable[[], object]]) -> str | None:
-    """Run the initialisers in turn until every own tensor is set; return the name of one that none sets."""
+    """Run the initialisers in turn until all own tensors are set. Returns the name of one that none of them sets."""
     missed = next((name for name, _ in _own_tensors(module)), None)
     for initializer in initializers:
         missed = _first_unset(module, initializer)
@@ -91,10 +88,10 @@ def _run_first_that_covers(module: nn.Module, initializers: list[Callable[[], ob
 
 
 def _first_unset(module: nn.Module, initializer: Callable[[], object]) -> str | None:
-    """Run `initializer` over tensors that are filled before; return the name of the first that still is.
+    """Fill the module's tensors, run `initializer`, and return the name of the first tensor that it did not set.
 
-    NaN marks what is not set. Integers and booleans have no such value: with them, a second run over another fill
-    shows what the run itself did not decide.
+    The fill is NaN. Integers and booleans have no such value: for them, the initialiser runs again over another fill,
+    and what differs was not set.
     """
     exact = [(name, tensor) for name, tensor in _own_tensors(module) if not _has_nan(tensor)]
     before = torch.get_rng_state()
@@ -116,10 +113,10 @@ def _has_nan(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _keep_shard(parameter: nn.Parameter, full: torch.Tensor) -> None:
+def _copy_shard(parameter: nn.Parameter, full: torch.Tensor) -> None:
     if not isinstance(parameter, DTensor):
         raise AssertionError(f"expected a sharded DTensor, got {type(parameter).__name__}")
-    # src_data_rank=None: every rank slices its own copy, nothing is sent.
+    # src_data_rank=None: every rank slices its own copy, without communication.
     shard = distribute_tensor(full.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
     parameter.to_local().copy_(shard.to_local())
 
@@ -137,7 +134,7 @@ def _same_seed(mesh: DeviceMesh, device: torch.device) -> Iterator[None]:
 
 
 def cast_buffers(model: nn.Module, plan: Plan) -> None:
-    """Cast floating-point buffers to `data_types.buffer_dtype`, but those that `keep_in_fp32_modules` names.
+    """Cast floating-point buffers to `data_types.buffer_dtype`, except those that `keep_in_fp32_modules` names.
 
     A buffer that two modules share stays shared.
     """

@@ -1,4 +1,8 @@
-"""What one rank cannot do, no rank goes on from: an error of one is raised on all."""
+"""`RankGroup`: a process group of a model's ranks on the CPU, and errors of one rank that are raised on all of them.
+
+A rank that raises alone leaves the others in a collective that never ends. `RankGroup.run` calls a function on every
+rank, exchanges the outcomes, and raises on all ranks if it failed on any.
+"""
 
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -12,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroamp.hooks._torch.fsdp import timeout_of
 from zeroamp.hooks.collectives.exit_pause import pause_before_exit
-from zeroamp.policies.errors import CheckpointError, ZeroAmpError, describe
+from zeroamp.policies.errors import CheckpointError, ZeroAmpError
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException
@@ -23,19 +27,22 @@ _USES: dict[Use, str] = {
     "saving": "save or load",
     "signals": "agree on what is reported of the run (RunReport, monitors, profile) and on signals",
 }
-"""What ranks do together in a group of a use, for the text of an error."""
-_shared: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], Agreement]]" = WeakKeyDictionary()
+"""What the ranks do in a group of a use, for the text of an error."""
+_shared: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], RankGroup]]" = WeakKeyDictionary()
 
 
-class Agreement:
-    """A process group on the CPU, beside those of training: a background save must not get between their calls."""
+class RankGroup:
+    """A gloo process group of the ranks of a mesh.
+
+    It is apart from the groups of training, whose collectives a save in the background must not mix with.
+    """
 
     def __init__(self, mesh: DeviceMesh, use: Use = "saving") -> None:
-        """Make the group; all ranks of `mesh` do. It waits as long as the mesh's own."""
+        """Make the group, with the timeout of the mesh's own. All ranks of `mesh` call this."""
         ranks = sorted(mesh.mesh.flatten().tolist())
         timeout = timeout_of(mesh.get_group(0), mesh.device_type)
-        # Local where it must be only: torch then names the group by how many groups a rank is in, so that ranks that
-        # are in other numbers of them would never meet.
+        # Synchronised over its own ranks only where they are a part of the world: torch then names the group by how
+        # many groups a rank is in, and ranks that are in other numbers of groups would never meet.
         is_local = len(ranks) < dist.get_world_size()
         self.group: dist.ProcessGroup = dist.new_group(
             ranks, timeout=timeout, backend="gloo", use_local_synchronization=is_local
@@ -45,13 +52,13 @@ class Agreement:
         self.num_ranks = len(ranks)
         self._use = use
         self.background: Future[Any] | None = None
-        """What uses the group in a thread, if something does."""
+        """A save whose thread uses the group."""
 
     @classmethod
-    def shared(cls, mesh: DeviceMesh, use: Use) -> "Agreement":
-        """Return the one of the mesh's ranks for a use; the first call, on all of them, makes it.
+    def shared(cls, mesh: DeviceMesh, use: Use) -> "RankGroup":
+        """Return the group of the mesh's ranks for a use. The first call, on all of them, makes it.
 
-        Models share it: each group costs connections and threads, and nothing closes them before the process ends.
+        Models share it: each group costs connections and threads, which last until the process ends.
         """
         world = dist.group.WORLD
         if world is None:
@@ -62,44 +69,51 @@ class Agreement:
             of_world[key] = cls(mesh, use)
         return of_world[key]
 
-    def wait(self) -> None:
-        """Wait until the group is free; whether the background failed is not asked here."""
-        if self.background is not None:
-            wait([self.background])
-            self.background = None
+    @classmethod
+    def for_saving(cls, mesh: DeviceMesh) -> "RankGroup":
+        """Return the shared group for saving and loading, after a save in the background, if one runs, has left it.
+
+        `Saving` raises the error of that save, not this.
+        """
+        ranks = cls.shared(mesh, "saving")
+        if ranks.background is not None:
+            wait([ranks.background])
+            ranks.background = None
+        return ranks
+
+    @classmethod
+    def for_signals(cls, mesh: DeviceMesh) -> "RankGroup":
+        """Return the shared group for flags and reports of the main thread, which no save in the background uses."""
+        return cls.shared(mesh, "signals")
 
     def run(self, action: Callable[[], T]) -> list[T]:
         """Call `action` on every rank and return the results of all, in rank order.
 
         Raises:
-            CheckpointError: on all ranks, where `action` raised on any, with the text of each. It is of another class
-                of the tree if all of them are. Where a rank is lost, on the others, naming the collective.
+            CheckpointError: on all ranks, if `action` raised on any; with the text of each error. Of another class of
+                the tree if every error is. If a rank is lost, on the others, naming the collective.
         """
         outcome: _Outcome[T] = _Outcome()
+        error: BaseException | None = None
         try:
             outcome.result = action()
         except (Exception, _checkpoint_exception()) as raised:
-            error: BaseException | None = raised
+            error = raised
             outcome.text, outcome.error_type = _text(raised), type(raised) if isinstance(raised, ZeroAmpError) else None
-        else:
-            error = None
-        outcomes = self._gather(outcome, error)
+        outcomes = self._exchange(outcome, error)
         _raise_if_failed(outcomes, error)
         return [outcome.result for outcome in outcomes]
 
-    def _gather(self, outcome: "_Outcome[T]", error: BaseException | None) -> list[Any]:
+    def _exchange(self, outcome: "_Outcome[T]", error: BaseException | None) -> list[Any]:
         outcomes: list[Any] = [None] * self.num_ranks
         try:
             dist.all_gather_object(outcomes, outcome, group=self.group)
         except RuntimeError as lost:  # gloo names neither the collective nor who waited
             texts = [_text(lost)] if outcome.text is None else [outcome.text, _text(lost)]
             raise CheckpointError(
-                describe(
-                    f"all_gather_object of the {self.num_ranks} ranks that {_USES[self._use]}, on rank {self.rank}",
-                    "; ".join(texts),
-                    "an answer of every rank before the process group's timeout",
-                    "Look at the other ranks, and restart from the last checkpoint.",
-                )
+                f"all_gather_object of the {self.num_ranks} ranks that {_USES[self._use]} failed on rank {self.rank}: "
+                f"{'; '.join(texts)}. A rank is lost or did not answer within the process group's timeout: look at the "
+                "output of the other ranks, and restart from the last checkpoint."
             ) from error or lost
         return outcomes
 
@@ -120,6 +134,8 @@ class Agreement:
 
 @dataclass(slots=True)
 class _Outcome(Generic[T]):
+    """Of an action on one rank: its result, or the text of its error and, if it is one of the tree, its class."""
+
     result: T | None = None
     text: str | None = None
     error_type: type[ZeroAmpError] | None = None
@@ -140,13 +156,16 @@ def _raise_if_failed(outcomes: list[_Outcome[T]], cause: BaseException | None) -
     for text, ranks in ranks_by_text.items():
         where = "" if len(ranks) == len(outcomes) else f"rank {', '.join(map(str, ranks))}: "
         texts.append(where + text)
-    raise error_type("; ".join(texts)) from cause
+    text = "; ".join(texts)
+    if cause is not None and type(cause) is error_type and str(cause) == text:
+        raise cause  # the same on all ranks
+    raise error_type(text) from cause
 
 
 def _checkpoint_exception() -> "type[CheckpointException]":
-    """Return torch's class of failed saves and loads, which is no Exception.
+    """Return torch's class of failed saves and loads, which is no subclass of Exception.
 
-    Not imported with this file, which every wrapped model needs: it brings all of torch's checkpoints.
+    Imported here and not above: wrapping a model imports this file, and need not import torch's checkpoints.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -154,6 +173,6 @@ def _checkpoint_exception() -> "type[CheckpointException]":
 
 
 def _text(error: BaseException) -> str:
-    if isinstance(error, _checkpoint_exception()):  # it has agreed already, and its own text is a traceback
+    if isinstance(error, _checkpoint_exception()):  # all ranks have it already, and its own text is a traceback
         return "; ".join(f"rank {rank}: {_text(wrapped)}" for rank, (wrapped, _) in sorted(error.failures.items()))
     return str(error) if isinstance(error, ZeroAmpError) else f"{type(error).__name__}: {error}"

@@ -20,7 +20,7 @@ from zeroamp.hooks.precision.fp32_regions import Fp32Region
 from zeroamp.hooks.root_forward import RootForward
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.errors import WrapError
-from zeroamp.wrapping.rank_group import Agreement
+from zeroamp.wrapping.rank_group import RankGroup
 
 _ATTRIBUTE = "_zeroamp_state"
 
@@ -86,19 +86,9 @@ def autocast_of(state: WrapState) -> AbstractContextManager[object]:
     return torch.autocast(state.mesh.device_type, dtype=policy.gather_dtype)
 
 
-def agreement_of(state: WrapState) -> Agreement:
-    """Return the group of a wrapped model's ranks for saving and loading; the first call, on all ranks, makes it.
-
-    Waits for a save in the background, which uses it; whether that failed, `Saving` tells.
-    """
-    ranks = Agreement.shared(state.mesh, "saving")
-    ranks.wait()
-    return ranks
-
-
-def signals_of(state: WrapState) -> Agreement:
-    """Return the group for flags of the main thread, which a save in the background leaves alone; made as the other."""
-    return Agreement.shared(state.mesh, "signals")
+def signals_of(state: WrapState) -> RankGroup:
+    """Return the ranks' group for flags and reports of the main thread."""
+    return RankGroup.for_signals(state.mesh)
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:

@@ -73,7 +73,7 @@ def _fails_on_one_rank(folder):
         assert isinstance(future.exception(timeout=60), zeroamp.CheckpointError)
     finally:
         save_module.write_durably = write
-    text = r"step 1 is not saved in .*: rank 1: OSError: \[Errno 28\] No space left on device$"
+    text = r"Step 1 is not saved in .*: rank 1: OSError: \[Errno 28\] No space left on device$"
     with pytest.raises(zeroamp.CheckpointError, match=text):
         _take_step(model, train, 1)
     _take_step(model, train, 2)
@@ -135,7 +135,7 @@ class _Talkative(torch.nn.Linear):
 def _state_of_its_own(folder):
     model = zeroamp.wrap_model(torch.nn.Sequential(_Talkative(4, 4)), zeroamp.policy_from_config(config(2)))
     train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    with pytest.raises(zeroamp.CheckpointError, match="0.seen: found a tensor that a module made for its state_dict"):
+    with pytest.raises(zeroamp.CheckpointError, match="^0.seen .*state_dict.*get_extra_state"):
         zeroamp.save_checkpoint(folder, model, train)
 
 

@@ -67,13 +67,13 @@ def test_no_more_than_a_file_and_a_tensor_is_in_memory(ranks2, tmp_path):
 
 def test_values_that_fp16_does_not_hold_and_damaged_files_are_refused(ranks2, tmp_path):
     ranks2.run(_save_and_export, tmp_path, "llama_tied", [], {}, 1e6)
-    with pytest.raises(zeroamp.CheckpointError, match=r"a value of magnitude 1e\+06; valid: at most 65504"):
+    with pytest.raises(zeroamp.CheckpointError, match=r"magnitude 1e\+06.* 65504.*dtype=\"bf16\""):
         zeroamp.export_checkpoint(tmp_path / "checkpoints", tmp_path / "out", "fp16")
     assert os.listdir(tmp_path) == ["checkpoints"]
     with (tmp_path / "checkpoints" / "step_00000001" / "__1_0.distcp").open("r+b") as file:
         file.seek(100)
         file.write(b"!")
-    with pytest.raises(zeroamp.CheckpointError, match=r"__1_0.distcp: found sha256"):
+    with pytest.raises(zeroamp.CheckpointError, match="__1_0.distcp is damaged: sha256"):
         zeroamp.export_checkpoint(tmp_path / "checkpoints" / "step_00000001", tmp_path / "out")
 
 
@@ -87,7 +87,8 @@ def test_the_command(ranks2, tmp_path):
     assert _contents(out) == _contents(tmp_path / "ranks-bf16")
     result = CliRunner().invoke(app, ["export", str(tmp_path), str(out)])
     assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.startswith(f"Error: {tmp_path}: found no checkpoint; valid: what save_checkpoint wrote.")
+    assert result.stderr.startswith(f"Error: {tmp_path} ")
+    assert "holds no checkpoint" in result.stderr
 
 
 def _buffers(folder):
@@ -98,7 +99,7 @@ def _buffers(folder):
     train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=0.1))
     zeroamp.save_checkpoint(folder / "checkpoints", model, train)
     zeroamp.export_hf(model, folder / "ranks")
-    with pytest.raises(zeroamp.CheckpointError, match=r"step_00000000: found a checkpoint; valid: another folder"):
+    with pytest.raises(zeroamp.CheckpointError, match="step_00000000: it is a checkpoint"):
         zeroamp.export_hf(model, folder / "checkpoints" / "step_00000000")
 
 
@@ -107,5 +108,5 @@ def test_buffers_are_the_first_ranks_and_shared_ones_have_all_names(ranks2, tmp_
     zeroamp.export_checkpoint(tmp_path / "checkpoints", tmp_path / "alone")
     assert _contents(tmp_path / "alone") == _contents(tmp_path / "ranks")
     path = tmp_path / "checkpoints" / "step_00000000"
-    with pytest.raises(zeroamp.CheckpointError, match=r"found a checkpoint; valid: another folder"):
+    with pytest.raises(zeroamp.CheckpointError, match="it is a checkpoint"):
         zeroamp.export_checkpoint(path, path)

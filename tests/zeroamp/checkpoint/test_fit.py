@@ -1,5 +1,6 @@
 """What does not fit is refused on all ranks by a text that names the difference, and nothing has been changed."""
 
+import re
 from functools import partial
 
 import torch
@@ -51,24 +52,24 @@ class Deeper(Small):
 
 
 MISFITS = {
-    "missing": (Case(build=Missing), ["only in the checkpoint: frozen; valid: the same parameters and buffers"]),
-    "more": (Case(build=More), ["only in the model: more.bias, more.weight, table; valid"]),
-    "shape": (Case(build=Wider), ["different: scale (checkpoint [1] float32, model [6] float32); valid"]),
+    "missing": (Case(build=Missing), ["only in the checkpoint: frozen. "]),
+    "more": (Case(build=More), ["only in the model: more.bias, more.weight, table. "]),
+    "shape": (Case(build=Wider), ["different: scale (checkpoint [1] float32, model [6] float32). "]),
     "dtype": (
         Case(build=OtherDtype),
         ["frozen (checkpoint [6] float32, model [6] bfloat16), num_seen (checkpoint [] int64, model [] float32)"],
     ),
-    "untied": (Case(build=Untied), ["only in the model: head.weight; valid"]),
-    "deeper": (Case(build=Deeper), ["only in the model: blocks.2.down.weight, ", " and 5 more; valid"]),
-    "class": (Case(optimizer="momentum"), ["the state of AdamW; valid: of SGD, the optimizer given"]),
-    "number of groups": (Case(optimizer="two groups"), ["1 param groups; valid: the 2 param groups"]),
+    "untied": (Case(build=Untied), ["only in the model: head.weight. "]),
+    "deeper": (Case(build=Deeper), ["only in the model: blocks.2.down.weight, ", " and 5 more. "]),
+    "class": (Case(optimizer="momentum"), ["the state of AdamW, ", "is SGD. "]),
+    "number of groups": (Case(optimizer="two groups"), ["param groups", "1 instead of 2"]),
     "groups": (
         Case(optimizer="some only"),
-        ["param group 0; only in the checkpoint: blocks.0.down.weight, ", " and 6 more; valid"],
+        ["param group 0; only in the checkpoint: blocks.0.down.weight, ", " and 6 more. "],
     ),
-    "frozen left out": (Case(optimizer="trainable only"), ["param group 0; only in the checkpoint: frozen; valid"]),
-    "scheduler": (Case(scheduler="cosine"), ["no scheduler; valid: CosineAnnealingLR, as TrainStep has"]),
-    "loss scale": (Case(options=FP16), ["the state of a switched-off loss scale at 1; valid: a dynamic one"]),
+    "frozen left out": (Case(optimizer="trainable only"), ["param group 0; only in the checkpoint: frozen. "]),
+    "scheduler": (Case(scheduler="cosine"), ["saved with no scheduler, ", "has CosineAnnealingLR. "]),
+    "loss scale": (Case(options=FP16), ["a switched-off loss scale at 1", "a dynamic one"]),
 }
 
 
@@ -99,7 +100,7 @@ def test_what_does_not_fit_is_named_on_all_ranks_and_changes_nothing(ranks2, tmp
     for found in ranks2.run(_misfits, str(tmp_path)):
         for name, (_, words) in MISFITS.items():
             error, changed = found[name]
-            kind = "StepError: TrainStep.load_state_dict" if name == "loss scale" else f"CheckpointError: {tmp_path}"
+            kind = "StepError: " if name == "loss scale" else f"CheckpointError: {tmp_path}"
             assert error.startswith(kind), name
             assert [part for part in words if part not in error] == [], error
             assert changed == [], name
@@ -121,10 +122,11 @@ def _other_schedules(folder):
 
 def test_another_schedule_or_loss_scale_is_named(ranks2, tmp_path):
     for found in ranks2.run(_other_schedules, str(tmp_path)):
-        assert "found CosineAnnealingLR; valid: no scheduler, as TrainStep has" in found[None][0]
-        assert "found CosineAnnealingLR; valid: LambdaLR, as TrainStep has" in found["lambda"][0]
+        assert re.search("saved with CosineAnnealingLR, .* has no scheduler", found[None][0])
+        assert re.search("saved with CosineAnnealingLR, .* has LambdaLR", found["lambda"][0])
         for name, valid in (("dynamic", "a dynamic one"), ("another", "a fixed one"), ("off", "a switched-off one")):
-            assert "found the state of a fixed loss scale at 64; valid: " + valid in found[name][0]
+            assert "a fixed loss scale at 64" in found[name][0]
+            assert valid in found[name][0]
         assert [changed for _, changed in found.values()] == [[]] * 5
 
 
@@ -159,20 +161,19 @@ def _at_the_wrong_time(folder):
 def test_calls_at_the_wrong_time_or_with_wrong_values(ranks2, tmp_path):
     for found in ranks2.run(_at_the_wrong_time, str(tmp_path)):
         assert found.pop("after") == (None, [])
-        window = "StepError: TrainStep.state_dict: found 1 micro-batches of an unfinished window"
-        words = {
-            "keep": "CheckpointError: keep: found 0; valid: an integer from 1 on",
-            "step": "CheckpointError: step: found 2.0; valid: an integer from 0 on",
-            "steps": "CheckpointError: save_checkpoint: found step 0 and 1, depending on the rank",
-            "extra": "CheckpointError: extra: found something that cannot be saved: ",
-            "extra of one": "CheckpointError: rank 1: extra: found something that cannot be saved: ",
-            "nothing": f"CheckpointError: {tmp_path}/nothing: found no checkpoint; valid: what save_checkpoint wrote",
-            "file": f"CheckpointError: rank 0: {tmp_path}/latest: found a file",
-            "mistyped": f"CheckpointError: rank 0: {tmp_path}/step_2: found nothing; valid: a checkpoint",
-            "save in a window": window,
-            "load in a window": window,
+        patterns = {
+            "keep": r"CheckpointError: save_checkpoint\(keep=\) .*from 1 on.* 0\.",
+            "step": r"CheckpointError: save_checkpoint\(step=\) .*from 0 on.* 2\.0\.",
+            "steps": "CheckpointError: save_checkpoint .*same step .*0 and 1",
+            "extra": "CheckpointError: extra .*cannot be saved: .*Convert it",
+            "extra of one": "CheckpointError: rank 1: extra .*cannot be saved: ",
+            "nothing": f"CheckpointError: {tmp_path}/nothing holds no checkpoint",
+            "file": f"CheckpointError: rank 0: {tmp_path}/latest .*a file.*Check the path",
+            "mistyped": f"CheckpointError: rank 0: {tmp_path}/step_2 .*does not exist.*Check the path",
+            "save in a window": "StepError: .*state_dict.* 1 micro-batch",
+            "load in a window": "StepError: .*state_dict.* 1 micro-batch",
         }
-        assert {name for name in words if not found[name][0].startswith(words[name])} == set()
+        assert {name for name in patterns if not re.match(patterns[name], found[name][0], re.DOTALL)} == set()
         assert [name for name, (_, changed) in found.items() if changed] == []
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "latest", "step_00000001", "step_00000002"]
 

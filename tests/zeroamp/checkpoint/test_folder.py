@@ -5,6 +5,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,8 @@ import pytest
 
 from tests.zeroamp.checkpoint.checkpoint_files import manifest, rewrite_manifest
 from zeroamp import latest_checkpoint
+from zeroamp.checkpoint.files import read_manifest
 from zeroamp.checkpoint.folder import find_checkpoints, is_checkpoint, open_draft
-from zeroamp.checkpoint.manifest import read_manifest
 from zeroamp.policies.errors import CheckpointError
 from zeroamp.weights.files import MANIFEST
 
@@ -186,8 +187,8 @@ def test_pruning_keeps_the_newest_of_its_own_run_and_what_others_have(tmp_path, 
     assert order(tmp_path) == ["step_00000005", "step_00000002", "step_00000001", "step_00000009"]
     publish(tmp_path, 6, keep=1)
     assert order(tmp_path) == ["step_00000006", "step_00000001", "step_00000009"]
-    told = f"{damaged} cannot be told to be newer than others: its zeroamp.json is damaged"
-    assert {record.getMessage() for record in caplog.records} == {told}
+    (message,) = {record.getMessage() for record in caplog.records}
+    assert re.search(rf"{damaged} .*zeroamp.json is damaged", message)
 
 
 def test_what_cannot_be_pruned_does_not_fail_the_save(tmp_path, monkeypatch, caplog):
@@ -203,7 +204,7 @@ def test_what_cannot_be_pruned_does_not_fail_the_save(tmp_path, monkeypatch, cap
     with caplog.at_level(logging.WARNING, "zeroamp"):
         publish(tmp_path, 2, keep=1)
     assert order(tmp_path) == ["step_00000002", "step_00000001"]
-    assert "step_00000001 is not removed, though beyond the newest 1" in caplog.text
+    assert re.search("step_00000001 .*newest 1, .*not yours", caplog.text)
 
 
 def test_a_name_that_is_taken_gets_a_number(tmp_path):
@@ -223,7 +224,7 @@ def test_an_unreadable_manifest_comes_last_and_a_newer_format_first(tmp_path):
     rewrite_manifest(tmp_path / "step_00000001", lambda content: content.update(format=2))
     (tmp_path / "latest").unlink()
     assert order(tmp_path) == ["step_00000001", "step_00000002", "step_00000003"]  # never silently an older one
-    with pytest.raises(CheckpointError, match="another format; valid: format 1"):
+    with pytest.raises(CheckpointError, match="format 1"):
         read_manifest(tmp_path / "step_00000001")
     publish(tmp_path, 4)
     assert order(tmp_path)[0] == "step_00000004"

@@ -5,7 +5,7 @@ from contextlib import suppress
 import pytest
 
 from tests.zeroamp.checkpoint.checkpoint_files import manifest, rewrite_manifest
-from zeroamp.checkpoint.manifest import DamagedCheckpointError, FileRecord, check_file, read_manifest, record_file
+from zeroamp.checkpoint.files import DamagedCheckpointError, FileRecord, check_file, read_manifest, record_file
 from zeroamp.weights.files import MANIFEST
 
 RECORD = {"num_bytes": 1, "sha256": "0" * 64}
@@ -36,7 +36,7 @@ def test_a_file_outside_of_the_checkpoint_is_refused(checkpoint, name):
 @pytest.mark.parametrize("key", ["step", "serial", "run", "world_size", "mesh", "config", "versions", "files"])
 def test_a_missing_key_is_named(checkpoint, key):
     rewrite_manifest(checkpoint, lambda content: content.pop(key))
-    with pytest.raises(DamagedCheckpointError, match=f"zeroamp.json: found {key}: "):
+    with pytest.raises(DamagedCheckpointError, match=f"zeroamp.json is damaged: {key}: "):
         read_manifest(checkpoint)
 
 
@@ -57,16 +57,16 @@ def test_a_missing_key_is_named(checkpoint, key):
 )
 def test_a_wrong_value_is_named_though_the_digest_fits(checkpoint, changes, words):
     rewrite_manifest(checkpoint, lambda content: content.update(changes))
-    with pytest.raises(DamagedCheckpointError, match=f"found {words}"):
+    with pytest.raises(DamagedCheckpointError, match=words):
         read_manifest(checkpoint)
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"null", b"3", b"{}", b"\xff\xff", b"[" * 100_000, b'"sha256"'])
 def test_what_is_no_manifest_is_damage(tmp_path, text):
-    with pytest.raises(DamagedCheckpointError, match="zeroamp.json: found FileNotFoundError"):
+    with pytest.raises(DamagedCheckpointError, match="zeroamp.json is damaged: FileNotFoundError"):
         read_manifest(tmp_path)
     (tmp_path / MANIFEST).write_bytes(text)
-    with pytest.raises(DamagedCheckpointError, match="zeroamp.json: found "):
+    with pytest.raises(DamagedCheckpointError, match="zeroamp.json is damaged: "):
         read_manifest(tmp_path)
 
 

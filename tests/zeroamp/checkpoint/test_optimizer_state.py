@@ -1,6 +1,7 @@
 """Optimizer states of every form go on bit for bit, or are refused by name when they are saved."""
 
 import functools
+import re
 
 import pytest
 import torch
@@ -132,24 +133,22 @@ def _by_rank(optimizer, parameter):
         optimizer.state[parameter]["own"] = torch.zeros(2)
 
 
-WHERE = "the optimizer's state {} of embed.weight: found {}"
+WHERE = "The optimizer's state '{}' of embed.weight .*{}"
 REFUSED = {
     "rows": (
         _with("row", lambda p: torch.zeros_like(p).sum(-1, keepdim=True)),
-        WHERE.format(
-            "'row'", "a sharded tensor of shape [13, 1] (Shard(dim=0),); valid: shape [13, 6] (Shard(dim=0),)"
-        ),
+        WHERE.format("row", r"shape \[13, 6\] \(Shard\(dim=0\),\).*shape \[13, 1\] \(Shard"),
     ),
     "replicated": (
         _with("all", lambda p: torch.zeros_like(p).redistribute(placements=[Replicate()])),
-        WHERE.format("'all'", "a sharded tensor of shape [13, 6] (Replicate(),)"),
+        WHERE.format("all", r"shape \[13, 6\] \(Replicate"),
     ),
     "history": (  # as LBFGS keeps it
         _with("history", lambda p: {"steps": [(1, torch.zeros(2))]}),
-        WHERE.format("'history'", "tensors in a dict"),
+        WHERE.format("history", "a dict with tensors"),
     ),
-    "global": (_global, "the optimizer: found state under 'global', which is no parameter of its groups"),
-    "by rank": (_by_rank, "optimizer.embed.weight.own: found float32[2] and none, depending on the rank"),
+    "global": (_global, "The optimizer has state under 'global'.*`extra`"),
+    "by rank": (_by_rank, r"optimizer.embed.weight.own .*float32\[2\] or none"),
 }
 
 
@@ -166,7 +165,7 @@ def test_states_that_could_not_be_loaded_are_refused_when_saved(ranks2, tmp_path
     for found in ranks2.run(_refuse, str(tmp_path / "none")):
         for name, (_, words) in REFUSED.items():
             assert found[name].startswith("CheckpointError: "), name
-            assert words in found[name], name
+            assert re.search(words, found[name]), name
     assert not (tmp_path / "none").exists()
 
 
@@ -180,8 +179,7 @@ def _local_state_of_more_ranks(folder):
 
 def test_state_that_is_each_rank_s_own_is_refused_by_another_number_of_ranks(ranks2, tmp_path):
     for error, changed in ranks2.run(_local_state_of_more_ranks, str(tmp_path)):
-        assert "found optimizer state that is each rank's own (optimizer.blocks.0." in error
-        assert "of 2 ranks; valid: the same number of ranks, not 1" in error
+        assert re.search(r"between its 2 ranks \(optimizer.blocks.0.*1 ranks cannot load it", error)
         assert changed == []
 
 

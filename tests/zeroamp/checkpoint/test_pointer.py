@@ -1,10 +1,12 @@
 """`latest` leads to the newest checkpoint whatever bit of it is damaged; to another one only if somebody says so."""
 
+import re
+
 import pytest
 
 from zeroamp import latest_checkpoint
+from zeroamp.checkpoint.files import Manifest
 from zeroamp.checkpoint.folder import open_draft
-from zeroamp.checkpoint.manifest import Manifest
 
 
 def _publish(folder, step):
@@ -44,7 +46,8 @@ def test_a_name_alone_leads_back_and_one_with_another_serial_is_ignored_aloud(tm
     for text in (f"2 {one.name} 0", f"2 {one.name}", "step_1"):
         (tmp_path / "latest").write_text(f"{text}\n")
         assert latest_checkpoint(tmp_path) == two
-        assert caplog.messages == [f"{tmp_path / 'latest'} is ignored: there is no checkpoint {text}"]
+        (message,) = caplog.messages
+        assert re.search(f"{tmp_path / 'latest'} is ignored.*{text}", message)
         caplog.clear()
 
 
@@ -52,4 +55,5 @@ def test_a_checkpoint_that_comes_last_because_its_manifest_is_damaged_is_logged(
     one, two = (_publish(tmp_path, step) for step in (1, 2))
     (two / "zeroamp.json").unlink()
     assert latest_checkpoint(tmp_path) == one
-    assert caplog.messages == [f"{two} cannot be told to be newer than others: its zeroamp.json is damaged"]
+    (message,) = caplog.messages
+    assert re.search(f"{two} .*zeroamp.json is damaged", message)

@@ -1,5 +1,7 @@
 """Another number of ranks, another stage, another mesh: the same full tensors, bit for bit."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,9 +40,9 @@ def test_from_two_ranks_to_four_to_one(ranks4, tmp_path):
     saved = ranks4.run(_save, str(tmp_path), two)[2]  # by the second two ranks, as 1
     for rank, (state, texts) in enumerate(ranks4.run(_load, str(tmp_path / "1"), four, str(tmp_path / "four"))):
         assert _difference(state, saved) == []  # the first of the two, its buffers too
-        warnings = [text for text in texts if "is of 2 ranks, now there are 4: random generators stay" in text]
+        warnings = [text for text in texts if "saved by 2 ranks and loaded by 4: random generators keep" in text]
         assert len(warnings) == (rank == 0)
-        assert all("differed between ranks (mean, num_seen) become the first rank's" in text for text in warnings)
+        assert all("differed between ranks (mean, num_seen) are the first rank's" in text for text in warnings)
     for state, _ in ranks4.run(_load, str(tmp_path / "four"), one):
         assert _difference(state, saved) == []
 
@@ -99,9 +101,9 @@ def _own_extra(folder):
 def test_extra_of_other_ranks_is_chosen_or_refused(ranks4, tmp_path):
     for texts, changed, extra in ranks4.run(_own_extra, str(tmp_path)):
         assert changed == []
-        assert "extra: found values that differ between the 2 ranks that saved it; valid: the same on all" in texts[0]
-        assert "CheckpointError: extra_rank: found 2; valid: 0 to 1, the ranks of" in texts[1]
-        assert "CheckpointError: extra_rank: found -1; valid: 0 to 1" in texts[2]
+        assert re.search("extra in .* differs between the 2 ranks.*extra_rank", texts[0])
+        assert re.search("CheckpointError: extra_rank .*0 to 1.* 2", texts[1])
+        assert re.search("CheckpointError: extra_rank .*0 to 1.* -1", texts[2])
         assert torch.equal(extra["rows"], torch.tensor([1]))
 
 

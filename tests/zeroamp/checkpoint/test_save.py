@@ -14,7 +14,7 @@ import torch.distributed as dist
 import zeroamp
 from tests.processes.checkpoint_training import Case, Training, differences, error_of
 from zeroamp.checkpoint import save
-from zeroamp.checkpoint.manifest import read_manifest
+from zeroamp.checkpoint.files import read_manifest
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def test_a_full_disk_on_one_rank_fails_on_all_and_leaves_nothing(ranks2, tmp_pat
         assert [sum(rank == which for _, rank, _ in found) - 2 for which in (0, 1)] == [11, 3]
         for (kind, rank, async_), (error, names) in found.items():
             where = (kind, rank, async_)
-            assert error.startswith(f"CheckpointError: step 1 is not saved in {tmp_path}: rank {rank}: "), where
+            assert error.startswith(f"CheckpointError: Step 1 is not saved in {tmp_path}: rank {rank}: "), where
             assert ("File too large" if kind == "limit" else "No space left on device") in error, where
             assert names == [".lock", "latest", "step_00000001"], where
         assert (name, after_load, against_undisturbed) == ("step_00000002", [], [])
@@ -122,11 +122,11 @@ def _impossible_folders(folder):
 
 def test_folders_that_are_none_or_that_one_rank_does_not_see(ranks2, tmp_path):
     for errors, left, name in ranks2.run(_impossible_folders, str(tmp_path)):
-        assert all(re.match(r"CheckpointError: step 0 is not saved in \S+: rank ", error) for error in errors)
+        assert all(re.match(r"CheckpointError: Step 0 is not saved in \S+: rank ", error) for error in errors)
         assert "rank 0: FileExistsError: " in errors[0]
         assert "rank 0: NotADirectoryError: " in errors[1]
         assert "rank 1: relative/.draft-" in errors[3]
-        assert "found no such folder on this rank, though the first rank made it" in errors[3]
+        assert "a file system that all ranks share" in errors[3]
         assert (left, name) == ([".lock"], "step_00000000")
 
 
@@ -149,7 +149,7 @@ def _unreadable(path):
 
 def test_a_file_that_cannot_be_read_again(ranks2, tmp_path):
     for errors, left, name in ranks2.run(_failing_digest, str(tmp_path)):
-        told = f"CheckpointError: step 0 is not saved in {tmp_path}: rank %d: OSError: [Errno 5] Input/output error"
+        told = f"CheckpointError: Step 0 is not saved in {tmp_path}: rank %d: OSError: [Errno 5] Input/output error"
         assert errors == [told % rank for rank in (0, 1)]
         assert left == [".lock"]
         assert name == "step_00000000"
@@ -173,7 +173,7 @@ def test_names_steps_and_what_the_manifest_says(ranks2, tmp_path):
     for first, path, error in ranks2.run(_contents, str(tmp_path)):
         assert first == tmp_path / "step_00000050"
         assert path == tmp_path / "step_00000060_2"
-        assert "CheckpointError: the scheduler: found a NoState without state_dict and load_state_dict" in error
+        assert re.search("scheduler, a NoState, .*load_state_dict", error)
     assert sorted(p.name for p in tmp_path.iterdir()) == [".lock", "latest", "step_00000060", "step_00000060_2"]
     manifest = read_manifest(path)
     assert (manifest.step, manifest.serial, manifest.world_size, manifest.mesh) == (60, 4, 2, (1, 2))
@@ -194,12 +194,8 @@ def _unlike(folder):
 
 def test_ranks_with_unlike_buffers_are_refused(ranks2, tmp_path):
     for errors, made in ranks2.run(_unlike, str(tmp_path / "new")):
-        assert errors[0].startswith(
-            "CheckpointError: model.rows: found float32[1] and float32[2], depending on the rank"
-        )
-        assert errors[1].startswith(
-            "CheckpointError: model.only_here: found float32[1] and none, depending on the rank"
-        )
+        assert re.match(r"CheckpointError: model.rows .*float32\[1\] or float32\[2\]", errors[0])
+        assert re.match(r"CheckpointError: model.only_here .*float32\[1\] or none", errors[1])
         assert not made
 
 

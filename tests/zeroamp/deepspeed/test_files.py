@@ -35,7 +35,7 @@ def _save(path, value, form):
 def test_a_call_in_a_pickle_is_not_run(tmp_path, form):
     path, trace = tmp_path / "mp_rank_00_model_states.pt", tmp_path / "trace"
     _save(path, {"module": Calls(os.system, f"touch {trace}")}, form)
-    with pytest.raises(CheckpointError, match=f"{path.name}: found"):
+    with pytest.raises(CheckpointError, match=f"{path.name} .*zero_to_fp32|{path.name} cannot be read"):
         read_file(path)
     assert not trace.exists()
 
@@ -46,7 +46,7 @@ def test_a_call_in_a_pickle_is_not_run(tmp_path, form):
 )
 def test_the_refused_global_is_named(tmp_path, function, name):
     torch.save({"module": Calls(function, "1")}, tmp_path / "file.pt")
-    with pytest.raises(CheckpointError, match=rf"the globals ({name}); valid: tensors.*zero_to_fp32"):
+    with pytest.raises(CheckpointError, match=rf"refers to ({name})\. .*zero_to_fp32"):
         read_file(tmp_path / "file.pt")
 
 
@@ -74,18 +74,18 @@ def test_a_global_that_the_caller_trusts_is_read_and_the_list_is_put_back(tmp_pa
 def test_a_file_that_was_cut_short_is_an_error(tmp_path, num_bytes):
     whole = next(DATA.glob("stage1_bf16/*/mp_rank_00_model_states.pt")).read_bytes()
     (tmp_path / "file.pt").write_bytes(whole[:num_bytes])
-    with pytest.raises(CheckpointError, match=r"file\.pt: found a file that cannot be read"):
+    with pytest.raises(CheckpointError, match=r"file\.pt cannot be read .*Copy it again"):
         read_file(tmp_path / "file.pt")
 
 
 def test_a_file_of_something_else_is_an_error(tmp_path):
     torch.save([1, 2], tmp_path / "file.pt")
-    with pytest.raises(CheckpointError, match="found a list; valid: a dict"):
+    with pytest.raises(CheckpointError, match=r"file\.pt .*a dict.*a list"):
         read_file(tmp_path / "file.pt")
     torch.save({"module": 3}, tmp_path / "file.pt")
-    with pytest.raises(CheckpointError, match="module: found int; valid: dict"):
+    with pytest.raises(CheckpointError, match="module .*a dict.*a int"):
         read_file(tmp_path / "file.pt").get("module", dict)
-    with pytest.raises(CheckpointError, match="optimizer: found no such key"):
+    with pytest.raises(CheckpointError, match="optimizer .*missing"):
         read_file(tmp_path / "file.pt").inside("optimizer")
 
 
@@ -109,13 +109,13 @@ def _folder(tmp_path, *names):
     ],
 )
 def test_other_kinds_of_checkpoints_are_refused_by_name(tmp_path, name, kind):
-    with pytest.raises(CheckpointError, match=rf"{name}: found .*{kind}.*zero_to_fp32"):
+    with pytest.raises(CheckpointError, match=rf"{name} holds .*{kind}.*zero_to_fp32"):
         find_files(_folder(tmp_path, name), "tag")
 
 
 def test_files_of_every_rank_are_needed_and_no_others(tmp_path):
     optimizer = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 2)]
-    with pytest.raises(CheckpointError, match="one per rank, counted from 0"):
+    with pytest.raises(CheckpointError, match="per rank, counted from 0"):
         find_files(_folder(tmp_path, *optimizer), "tag")
     second = f"bf16_{optimizer[0]}"
     with pytest.raises(CheckpointError, match="an earlier checkpoint of this tag"):
@@ -126,7 +126,7 @@ def test_a_rank_without_its_model_states_is_an_error(tmp_path):
     names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(3)]
     _folder(tmp_path, *names, *(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(2)))
     (tmp_path / "tag" / "mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(CheckpointError, match="2 files of model states beside 3 of optimizer states"):
+    with pytest.raises(CheckpointError, match="has 2 and 3. Copy the files of all ranks"):
         find_files(tmp_path, "tag")
 
 
@@ -136,13 +136,13 @@ def test_ranks_are_in_the_order_of_their_numbers(tmp_path):
 
 
 def test_the_tag_is_the_callers_or_the_latest(tmp_path):
-    with pytest.raises(CheckpointError, match="latest: found no such file"):
+    with pytest.raises(CheckpointError, match="latest, .*does not exist.*tag="):
         find_files(_folder(tmp_path), None)
     (tmp_path / "latest").write_text("tag\n")
     assert find_files(tmp_path, None).path == tmp_path / "tag"
     for tag in ("", "other", "..", "tag/..", "/"):
-        with pytest.raises(CheckpointError, match=f"no checkpoint '{tag}'; valid: tag"):
+        with pytest.raises(CheckpointError, match=f"no checkpoint '{tag}'.* tags: tag"):
             find_files(tmp_path, tag)
     (tmp_path / "tag" / "mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(CheckpointError, match="found no files; valid: mp_rank_00_model_states.pt"):
+    with pytest.raises(CheckpointError, match="mp_rank_00_model_states.pt .*has no files"):
         find_files(tmp_path, "tag")

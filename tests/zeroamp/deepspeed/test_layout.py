@@ -82,15 +82,15 @@ def test_a_frozen_parameter_is_put_together_from_the_parts_of_the_ranks():
     found = torch.empty(15)
     stored.copy_to(found, 0)
     assert torch.equal(found.view(3, 5), tensor)
-    with pytest.raises(CheckpointError, match="at rank 3: found 2 elements; valid: 3 or more"):
+    with pytest.raises(CheckpointError, match="at rank 3 .* 3 or more .* of 2[.]"):
         place_frozen((3, 5), [torch.zeros(4)] * 3 + [torch.zeros(2)])
 
 
 @pytest.mark.parametrize("numel", [5, 9])
 def test_a_vector_whose_length_the_shapes_do_not_explain_is_refused(numel):
-    with pytest.raises(CheckpointError, match=rf"param group 0: found {numel} elements; valid: 6 to 7"):
+    with pytest.raises(CheckpointError, match=rf"param group 0 .* 6 to 7 .* of {numel}\."):
         place_stretches([{"weight": (2, 3)}], None, [[torch.zeros(numel)]])
-    with pytest.raises(CheckpointError, match=rf"sub-group 0 of rank 0: found {numel} elements; valid: 6, by"):
+    with pytest.raises(CheckpointError, match=rf"sub-group 0 of rank 0 .* of 6 .* of {numel}\."):
         place_parts([{"weight": (2, 3)}], [[torch.zeros(numel)]])
 
 

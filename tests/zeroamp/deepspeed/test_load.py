@@ -95,10 +95,10 @@ def _refused(kind, case):
     ("kind", "text"),
     [
         ("renamed", "1 missing: gain; 1 unexpected: gains"),
-        ("reshaped", r"1 of another shape: gains \(5,\) for \(7,\)"),
+        ("reshaped", r"1 of another shape: gains \(5,\) .*\(7,\)"),
         ("buffer", "1 missing: shift; 1 unexpected: offset"),
         ("tied", "1 stored apart, but shared in the model: blocks.0.norm.weight and blocks.0.norm.bias"),
-        ("low frozen", "1 of a dtype that would lose bits: frozen.weight torch.float32 for torch.bfloat16"),
+        ("low frozen", "1 of a dtype that would lose bits: frozen.weight torch.float32 .*torch.bfloat16"),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused_by_name_and_left_alone(ranks2, kind, text):
@@ -152,14 +152,14 @@ def _missing_on_rank_1(folder):
 def test_a_file_that_one_rank_does_not_see_is_an_error_on_all(ranks2, tmp_path):
     texts = ranks2.run(_missing_on_rank_1, str(tmp_path))
     assert texts[0] == texts[1]
-    assert texts[0].startswith(f"rank 1: {tmp_path}/latest: found no such file")
+    assert texts[0].startswith(f"rank 1: {tmp_path}/latest, ")
 
 
 def test_files_of_a_checkpoint_that_more_ranks_wrote_are_refused(ranks2, tmp_path):
     shutil.copytree(DATA / "stage3_autocast", tmp_path / "copy")
     for path in (tmp_path / "copy" / "global_step3").glob("zero_pp_rank_2_*"):
         path.unlink()
-    with pytest.raises(RankError, match="partition_count: found 3 with the files of 2 ranks"):
+    with pytest.raises(RankError, match="partition_count is 3, .*2 ranks.*Copy the files"):
         ranks2.run(_load_from, str(tmp_path / "copy"))
 
 
@@ -173,7 +173,7 @@ def test_a_low_precision_checkpoint_of_stage_0_is_refused(ranks2, tmp_path):
     state = torch.load(path)
     state["module"]["gains"] = state["module"]["gains"].half()
     torch.save(state, path)
-    with pytest.raises(RankError, match="gains: found torch.float16 at ZeRO stage 0"):
+    with pytest.raises(RankError, match="gains is torch.float16 at ZeRO stage 0.*at stage 1"):
         ranks2.run(_load_from, str(tmp_path / "copy"))
 
 
@@ -181,7 +181,7 @@ def test_a_model_that_is_split_over_ranks_is_refused(ranks2, tmp_path):
     shutil.copytree(DATA / "stage0_autocast", tmp_path / "copy")
     path = tmp_path / "copy" / "global_step3" / "mp_rank_00_model_states.pt"
     torch.save(torch.load(path) | {"mp_world_size": 2}, path)
-    with pytest.raises(RankError, match="mp_world_size: found 2, a model that is split over ranks"):
+    with pytest.raises(RankError, match="mp_world_size is 2: .*zero_to_fp32"):
         ranks2.run(_load_from, str(tmp_path / "copy"))
 
 

@@ -213,10 +213,10 @@ def _refused(case, optimizer, groups):
 @pytest.mark.parametrize(
     ("case", "optimizer", "groups", "text"),
     [
-        ("stage2_fp16", "SGD", param_groups, "found a SGD to load it into; valid: .*Adam or AdamW"),
-        ("stage2_fp16", "Adam", param_groups, r"param_groups\[0\]: decoupled_weight_decay: found False, and True"),
-        ("stage2_fp16", "amsgrad", param_groups, r"param_groups\[0\]: amsgrad: found True, and False in the saved"),
-        ("stage3_bf16", "AdamW", _in_one_group, r"param_groups\[0\]: found parameters of the saved groups \[0, 1\]"),
+        ("stage2_fp16", "SGD", param_groups, "Adam or AdamW.* is SGD.*Leave out train"),
+        ("stage2_fp16", "Adam", param_groups, r"param_groups\[0\]: decoupled_weight_decay must be True.* is False"),
+        ("stage2_fp16", "amsgrad", param_groups, r"param_groups\[0\]: amsgrad must be False.* is True"),
+        ("stage3_bf16", "AdamW", _in_one_group, r"param_groups\[0\] .*saved groups \[0, 1\].*differ"),
         ("stage0_autocast", "AdamW", param_groups, "ZeRO stage 0, whose optimizer state has no parameter names"),
     ],
 )
@@ -230,7 +230,7 @@ def _inside_a_window():
     train.backward(train.model(batch(0)))
     train.step()
     before = full_parameters(train.model)
-    with pytest.raises(zeroamp.StepError, match="1 micro-batches of an unfinished window"):
+    with pytest.raises(zeroamp.StepError, match="1 micro-batch"):
         zeroamp.load_deepspeed_checkpoint(DATA / "stage3_bf16", train.model, train)
     return all(torch.equal(tensor, before[name]) for name, tensor in full_parameters(train.model).items())
 
@@ -244,7 +244,7 @@ def _around_another():
 
 
 def test_a_step_around_another_model_is_refused(ranks2):
-    with pytest.raises(RankError, match="train: found a step around another model"):
+    with pytest.raises(RankError, match="train must be the TrainStep of `model`"):
         ranks2.run(_around_another)
 
 
@@ -270,5 +270,5 @@ def test_state_of_another_optimizer_is_refused(ranks2, tmp_path):
             state["momentum_buffer"] = state.pop("exp_avg")
         torch.save({"optimizer_state_dict": optimizer}, tmp_path / "changed")
         (tmp_path / "changed").replace(path)
-    with pytest.raises(RankError, match=r"momentum_buffer; valid: exp_avg and exp_avg_sq, of an Adam"):
+    with pytest.raises(RankError, match=r"exp_avg and exp_avg_sq.*momentum_buffer"):
         ranks2.run(_load, folder)

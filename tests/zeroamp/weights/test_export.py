@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pytest
 import torch
@@ -230,7 +231,9 @@ def _overflow(folder, dtype, value):
 def test_a_finite_value_that_would_become_infinite_is_refused(ranks2, tmp_path, dtype, value, limit):
     texts = ranks2.run(_overflow, tmp_path, dtype, value)
     assert texts[0] == texts[1]
-    assert texts[0].startswith(f"blocks.1.down.bias: found a value of magnitude {value:g}; valid: at most {limit}, ")
+    assert texts[0].startswith("blocks.1.down.bias ")
+    for part in (f"{value:g}", limit, 'dtype="fp32"'):
+        assert part in texts[0]
     found = load_file(tmp_path / "model.safetensors")  # fp32: infinities that were there are no error
     assert found["blocks.1.down.bias"].isinf().sum() == 2
 
@@ -290,11 +293,11 @@ def _refused(folder):
 def test_what_cannot_be_written_is_refused_on_all_ranks(ranks2, tmp_path):
     first, second = ranks2.run(_refused, tmp_path)
     assert first == second
-    assert "found a file; valid: a folder" in first["file"]
-    assert first["dtype"].startswith('export_hf(dtype=): found \'int8\'; valid: "fp32", "bf16" or "fp16"')
-    assert "found torch.float64" in first["torch dtype"]
-    assert "found a folder not the same on all ranks" in first["ranks"]
-    assert "found a dtype not the same on all ranks" in first["dtypes"]
+    assert f"{tmp_path / 'file'}: it is a file" in first["file"]
+    assert re.search(r"export_hf\(dtype=\) .*'int8'", first["dtype"])
+    assert re.search(r"export_hf\(dtype=\) .*torch.float64", first["torch dtype"])
+    assert re.search("folder differs: .*out0 and .*out1", first["ranks"])
+    assert "dtype differs: torch.bfloat16 and torch.float32" in first["dtypes"]
     assert os.listdir(tmp_path) == ["file"]
 
 
@@ -342,7 +345,7 @@ class WithExtraState(nn.Linear):
 
 def _export_extra_state(folder):
     model = zeroamp.wrap_model(nn.Sequential(WithExtraState(4, 4)), policy(config(3)), auto_wrap_policy={"Linear"})
-    with pytest.raises(zeroamp.CheckpointError, match="0._extra_state: found a dict in the model's state"):
+    with pytest.raises(zeroamp.CheckpointError, match="^0._extra_state .*a dict.*Leave it out"):
         zeroamp.export_hf(model, folder)
 
 

@@ -52,7 +52,7 @@ def test_the_names_are_those_that_transformers_reads():
 
 @pytest.mark.parametrize("size", [0, -1, True, 1.5, "5GB", None])
 def test_a_size_that_is_none_is_refused(size):
-    with pytest.raises(zeroamp.CheckpointError, match="max_shard_bytes: found .*; valid: an integer from 1 on"):
+    with pytest.raises(zeroamp.CheckpointError, match=f"max_shard_bytes .*{re.escape(repr(size))}.*5 GB"):
         plan_files(specs(1), size)
 
 
@@ -135,7 +135,7 @@ def test_a_draft_that_cannot_be_moved_is_named_and_kept(tmp_path):
     draft = _draft(tmp_path / ".draft", "model.safetensors")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "by someone else").touch()
-    with pytest.raises(zeroamp.CheckpointError, match=re.escape(f"is in {str(draft)!r}: move it")):
+    with pytest.raises(zeroamp.CheckpointError, match=re.escape(f"in {str(draft)!r}: move")):
         publish(draft, tmp_path / "out")
     assert (draft / "model.safetensors").exists()
 
@@ -143,5 +143,5 @@ def test_a_draft_that_cannot_be_moved_is_named_and_kept(tmp_path):
 @pytest.mark.parametrize("text", ["", "[]", '{"weight_map": 3}', "{}"])
 def test_an_index_that_is_none_is_refused(tmp_path, text):
     (tmp_path / INDEX).write_text(text)
-    with pytest.raises(zeroamp.CheckpointError, match="valid: an index"):
+    with pytest.raises(zeroamp.CheckpointError, match=f"{INDEX} .*Get the file again"):
         read_index(tmp_path / INDEX)

@@ -194,9 +194,8 @@ def test_names_that_are_not_the_models_are_counted_and_the_first_are_named(ranks
     save_file(tensors, tmp_path / "model.safetensors")
     text, unchanged = refusal(ranks2, tmp_path)
     assert unchanged
-    assert "found no model.layers.0.self_attn.q_proj.weight, " in text
-    assert "and 1 more; also model.layers.0.attention.k.weight" in text
-    assert "valid: the names of the model. Where the architecture's files have another layout" in text
+    assert "6 are missing (model.layers.0.self_attn.q_proj.weight, " in text
+    assert "and 1 more) and 6 are not in the model (model.layers.0.attention.k.weight" in text
     assert "from_pretrained before wrap_model" in text
 
 
@@ -215,14 +214,14 @@ def test_other_shapes_are_refused(ranks2, tmp_path, tensors):
     save_file(tensors, tmp_path / "model.safetensors")
     text, unchanged = refusal(ranks2, tmp_path)
     assert unchanged
-    assert "model.layers.0.mlp.up_proj.weight of (32, 64) for (64, 32), model.norm.weight of (33,) for (32,)" in text
+    assert re.search(r"up_proj.weight is \(32, 64\) .*\(64, 32\), model.norm.weight is \(33,\) .*\(32,\)", text)
 
 
 def test_integers_for_parameters_are_refused(ranks2, tmp_path, tensors):
     tensors["model.norm.weight"] = torch.ones(32, dtype=torch.int8)
     save_file(tensors, tmp_path / "model.safetensors")
     text, _ = refusal(ranks2, tmp_path)
-    assert "found model.norm.weight in I8 for torch.float32; valid: numbers of the model's kind" in text
+    assert re.search("model.norm.weight is I8 .*torch.float32.*from_pretrained", text)
 
 
 def test_a_tied_parameter_of_two_values_is_refused(ranks2, tmp_path, tensors):
@@ -231,7 +230,7 @@ def test_a_tied_parameter_of_two_values_is_refused(ranks2, tmp_path, tensors):
     save_file(tensors, tmp_path / "model.safetensors")
     text, _ = refusal(ranks2, tmp_path)
     assert text.startswith("rank 1: ")
-    assert "found values that differ, of one tied parameter" in text
+    assert re.search("lm_head.weight .*different values.*tie_word_embeddings=False", text)
 
 
 def _load_with_frequencies(folder):
@@ -252,14 +251,15 @@ def test_stored_rotary_frequencies_are_passed_over(ranks2, tmp_path, tensors):
 def test_a_pickle_is_refused(ranks2, tmp_path, tensors):
     torch.save(tensors, tmp_path / "pytorch_model.bin")
     text, _ = refusal(ranks2, tmp_path)
-    assert f"{tmp_path}: found neither, but pytorch_model.bin; valid: model.safetensors, or {INDEX}" in text
+    assert text.startswith(str(tmp_path))
+    assert re.search(f"model.safetensors.*{INDEX}.*has pytorch_model.bin", text)
     assert "from_pretrained and save_pretrained" in text
 
 
 def test_a_folder_that_is_not_there_is_refused(ranks2, tmp_path):
     pytest.importorskip("transformers", reason="the model is transformers'")
-    assert refusal(ranks2, tmp_path / "none")[0].startswith(f"{tmp_path / 'none'}: found no folder; valid: ")
-    assert refusal(ranks2, tmp_path)[0].startswith(f"{tmp_path}: found neither; valid: ")
+    assert re.search("none .*is no folder.*snapshot_download", refusal(ranks2, tmp_path / "none")[0])
+    assert re.search("has neither.*snapshot_download", refusal(ranks2, tmp_path)[0])
 
 
 def _index(folder, tensors, **files):
@@ -288,7 +288,7 @@ def test_a_damaged_file_is_named(ranks2, tmp_path, tensors, damage):
         save_file(dict(list(load_file(path).items())[1:]), path)
     text, unchanged = refusal(ranks2, tmp_path)
     assert unchanged
-    assert re.search(rf"^{re.escape(str(path))}: found .*; valid: .* Get the files? again", text)
+    assert re.search(rf"^{re.escape(str(path))} .* Get the files? again", text)
 
 
 def _trains_after_loading(folder):

@@ -1,4 +1,4 @@
-"""What one rank cannot do is an error on all ranks, with the texts of those that could not."""
+"""What fails on one rank is raised on all ranks, with the texts of those where it failed."""
 
 import os
 import signal
@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeroamp
 from tests.processes.ranks import Ranks
-from zeroamp.checkpoint.manifest import DamagedCheckpointError
+from zeroamp.checkpoint.files import DamagedCheckpointError
 from zeroamp.policies.errors import CheckpointError, StepError
-from zeroamp.wrapping.rank_group import Agreement
+from zeroamp.wrapping.rank_group import RankGroup
 
 
 def _torch_error():
@@ -35,24 +35,24 @@ ERRORS = {
 }
 
 
-def _each(agreement):
+def _each(group):
     found = {}
     for name, errors in ERRORS.items():
-        make = errors[agreement.rank % 2]
+        make = errors[group.rank % 2]
 
         def act(make=make):
             if make is not None:
                 raise make()
 
         try:
-            agreement.run(act)
+            group.run(act)
         except Exception as error:
             found[name] = (type(error), str(error), type(error.__cause__))
-    return found, agreement.run(lambda: agreement.rank), agreement.on_first(lambda: [agreement.rank])
+    return found, group.run(lambda: group.rank), group.on_first(lambda: [group.rank])
 
 
 def _on_all():
-    return _each(Agreement(init_device_mesh("cpu", (2,))))
+    return _each(RankGroup(init_device_mesh("cpu", (2,))))
 
 
 def test_errors_of_one_rank_are_raised_on_all_and_results_are_of_all(ranks2):
@@ -70,15 +70,15 @@ def test_errors_of_one_rank_are_raised_on_all_and_results_are_of_all(ranks2):
 
 
 def _only_on_first():
-    agreement = Agreement(init_device_mesh("cpu", (2,)))
+    group = RankGroup(init_device_mesh("cpu", (2,)))
     calls = []
 
     def act():
-        calls.append(agreement.rank)
+        calls.append(group.rank)
         raise CheckpointError("no")
 
     with pytest.raises(CheckpointError, match="rank 0: no"):
-        agreement.on_first(act)
+        group.on_first(act)
     return calls
 
 
@@ -90,9 +90,9 @@ def _halves_and_uneven_groups():
     """Of a part of the ranks, and where this process is in other numbers of groups than others."""
     half = 2 * (dist.get_rank() // 2)
     group = dist.new_group([half, half + 1], use_local_synchronization=True)
-    found = _each(Agreement(DeviceMesh.from_group(group, "cpu")))
+    found = _each(RankGroup(DeviceMesh.from_group(group, "cpu")))
     first_alone = dist.new_group([0])
-    whole = Agreement(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    whole = RankGroup(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
     ranks = whole.run(lambda: whole.rank)
     if dist.get_rank() == 0:
         dist.destroy_process_group(first_alone)
@@ -107,7 +107,7 @@ def test_a_part_of_the_ranks_and_ranks_in_other_numbers_of_groups(ranks4):
 
 
 def _results(shape):
-    ranks = Agreement(init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]))
+    ranks = RankGroup(init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]))
     flags = [ranks.any(dist.get_rank() == 2), ranks.any(False), ranks.all(True), ranks.all(dist.get_rank() == 2)]
     return ranks.rank, ranks.run(dist.get_rank), ranks.on_first(lambda: f"of {dist.get_rank()}"), flags
 
@@ -118,8 +118,8 @@ def test_results_and_flags_come_from_all_ranks(ranks4, shape):
     assert ranks4.run(_results, shape) == [(rank, *expected) for rank in range(4)]
 
 
-def _agreement():
-    return Agreement(init_device_mesh("cpu", (dist.get_world_size(),)))
+def _rank_group():
+    return RankGroup(init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
 def _error_of(action):
@@ -134,7 +134,7 @@ class _FullDisk(FileSystemWriter):
 
 
 def _torch_checkpoint_on_a_full_disk(path):
-    ranks = _agreement()
+    ranks = _rank_group()
     kind = _FullDisk if ranks.rank == 1 else FileSystemWriter
     tensors = {"weight": torch.ones(2)}
     return _error_of(lambda: ranks.run(lambda: save(tensors, storage_writer=kind(path), process_group=ranks.group)))
@@ -146,7 +146,7 @@ def test_an_error_in_torch_checkpoint_names_rank_and_reason_without_tracebacks(r
 
 
 def _the_other_is_killed(use, raises):
-    ranks = Agreement.shared(init_device_mesh("cpu", (dist.get_world_size(),)), use)
+    ranks = RankGroup.shared(init_device_mesh("cpu", (dist.get_world_size(),)), use)
 
     def act():
         if ranks.rank == 1:
@@ -170,7 +170,8 @@ def test_where_a_rank_is_lost_the_error_names_the_collective_and_what_it_was_for
     with pytest.raises(AssertionError) as raised:
         ranks.run(_the_other_is_killed, use, raises)
     text = str(raised.value)
-    assert f"all_gather_object of the 2 ranks that {purpose}, on rank 0: found " in text
-    assert "RuntimeError: " in text.partition("found ")[2]
-    assert ("found OSError: [Errno 28]" in text) == raises
+    assert f"all_gather_object of the 2 ranks that {purpose} failed on rank 0: " in text
+    assert "RuntimeError: " in text
+    assert ("OSError: [Errno 28]" in text) == raises
+    assert "restart from the last checkpoint" in text
     ranks.stop()

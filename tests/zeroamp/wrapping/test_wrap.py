@@ -209,7 +209,7 @@ def _meta_forgotten_buffer():
 
 
 def test_a_boolean_buffer_that_nothing_initialises_is_refused_too(ranks2):
-    with pytest.raises(RankError, match="mask: found a meta-device tensor that ForgetsBuffer does not initialise"):
+    with pytest.raises(RankError, match="mask .*meta device.*ForgetsBuffer .*reset_parameters"):
         ranks2.run(_meta_forgotten_buffer)
 
 
@@ -282,7 +282,7 @@ def _meta_without_initialisation():
 
 
 def test_a_meta_tensor_that_nothing_initialises_is_refused_by_name(ranks2):
-    with pytest.raises(RankError, match="scale: found a meta-device tensor that Uninitialised does not initialise"):
+    with pytest.raises(RankError, match="scale .*meta device.*Uninitialised .*reset_parameters"):
         ranks2.run(_meta_without_initialisation)
 
 

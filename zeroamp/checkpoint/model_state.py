@@ -1,7 +1,7 @@
 """What a checkpoint holds of a model: tensors by name, and the extra states of its modules.
 
-Names are the model's own, without what torch.compile puts in: `model.<fqn>`. A parameter or buffer that several modules
-share is there once, under its first name.
+Names are `model.<fqn>`, without the parts that torch.compile puts in. A parameter or buffer that several modules share
+is saved once, under its first name.
 """
 
 from collections.abc import Iterable
@@ -11,15 +11,15 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from zeroamp.policies.errors import CheckpointError, describe
+from zeroamp.policies.errors import CheckpointError, some_of
 
 MODEL = "model."
 _COMPILED, _EXTRA_STATE = "_orig_mod", "_extra_state"
-_NUM_NAMED = 5  # differences of one kind that an error names
+_NUM_NAMED = 5  # names of one kind in an error
 
 
 def state_by_name(root: nn.Module) -> dict[str, Any]:
-    """Return what `root.state_dict()` holds, the live objects: parameters, persistent buffers, extra states."""
+    """Return `root.state_dict()` with the live objects: parameters, persistent buffers, extra states."""
     named: dict[str, Any] = {}
     seen: set[int] = set()
     for key, value in root.state_dict(keep_vars=True).items():
@@ -35,7 +35,7 @@ def _plain_name(key: str) -> str:
 
 
 def _is_tensor(key: str, value: object) -> bool:
-    """Whether it is a parameter or buffer. What `get_extra_state` made is not: only `set_extra_state` takes it."""
+    """Whether an entry is a parameter or buffer. A tensor from `get_extra_state` is not: see `extra_states`."""
     return isinstance(value, torch.Tensor) and key.rpartition(".")[2] != _EXTRA_STATE
 
 
@@ -43,26 +43,26 @@ def model_tensors(root: nn.Module) -> dict[str, torch.Tensor]:
     """Return the model's tensors by name in the checkpoint, detached but not copied.
 
     Raises:
-        CheckpointError: one of them is no parameter or buffer: nothing could be loaded into it.
+        CheckpointError: a tensor is no parameter or buffer, so that nothing could be loaded into it.
     """
     live = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
     tensors = {name: value for name, value in state_by_name(root).items() if _is_tensor(name, value)}
     for name, value in tensors.items():
         if id(value) not in live:
-            found = "a tensor that a module made for its state_dict()"
             raise CheckpointError(
-                describe(name, found, "parameters and buffers", "Register it as a buffer, or use get_extra_state().")
+                f"{name} must be a parameter or a buffer, but is a tensor that a module made for its state_dict(). "
+                "Register it as a buffer, or use get_extra_state()."
             )
     return {MODEL + name: value.detach() for name, value in tensors.items()}
 
 
 def extra_states(root: nn.Module) -> dict[str, Any]:
-    """Return what modules' `get_extra_state` gave, by name."""
+    """Return what modules' `get_extra_state` returned, by name."""
     return {name: value for name, value in state_by_name(root).items() if not _is_tensor(name, value)}
 
 
 def load_extra_states(root: nn.Module, saved: dict[str, Any]) -> None:
-    """Give modules what `extra_states` returned."""
+    """Pass each saved extra state to its module's `set_extra_state`."""
     keys = {_plain_name(key): key for key in root.state_dict()}
     root.load_state_dict({keys[name]: value for name, value in saved.items()}, strict=False)
 
@@ -90,9 +90,8 @@ def check_model_fits(root: nn.Module, metadata: Metadata, saved_extra: Iterable[
     ]
     if differences:
         raise CheckpointError(
-            describe(
-                where, "; ".join(differences), "the same parameters and buffers", "Load it into the model it is of."
-            )
+            f"{where} must have the parameters and buffers of the model, but they differ: {'; '.join(differences)}. "
+            "Load it into the model that was saved."
         )
 
 
@@ -102,9 +101,6 @@ def _form(shape_and_dtype: tuple[tuple[int, ...], torch.dtype]) -> str:
 
 
 def named_differences(what: str, names: Iterable[str]) -> list[str]:
-    """Return one text of names that differ, or none where there are none."""
+    """Return one text with the names, or no text if there are no names."""
     found = sorted(name.removeprefix(MODEL) for name in names)
-    if not found:
-        return []
-    more = f" and {len(found) - _NUM_NAMED} more" if len(found) > _NUM_NAMED else ""
-    return [f"{what}: {', '.join(found[:_NUM_NAMED])}{more}"]
+    return [f"{what}: {some_of(found, _NUM_NAMED)}"] if found else []

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from zeroamp.deepspeed.load import load_deepspeed_checkpoint as load_deepspeed_checkpoint
     from zeroamp.dry_run.gpus import GPUS as GPUS
     from zeroamp.dry_run.gpus import Gpu as Gpu
-    from zeroamp.dry_run.roofline import Efficiency as Efficiency
     from zeroamp.dry_run.run_plan import RunPlan as RunPlan
     from zeroamp.dry_run.run_plan import plan_run as plan_run
+    from zeroamp.dry_run.step_time import Efficiency as Efficiency
     from zeroamp.ledger.ledger import Ledger as Ledger
     from zeroamp.ledger.ledger import explain as explain
     from zeroamp.ledger.ledger import traffic as traffic
@@ -59,7 +59,7 @@ _HOMES = {
     "CheckpointError": "zeroamp.policies.errors",
     "ConfigError": "zeroamp.policies.errors",
     "DeepSpeedCheckpoint": "zeroamp.deepspeed.load",
-    "Efficiency": "zeroamp.dry_run.roofline",
+    "Efficiency": "zeroamp.dry_run.step_time",
     "GPUS": "zeroamp.dry_run.gpus",
     "Gpu": "zeroamp.dry_run.gpus",
     "Ledger": "zeroamp.ledger.ledger",

@@ -1,6 +1,6 @@
 """`Ledger.verify`: runs one training window, watched, and compares what was seen with what the ledger promised."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,8 @@ from zeroamp.planning.plan import Plan
 from zeroamp.planning.traffic import plan_traffic, ranks_of
 from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.errors import PrecisionError, StepError, WrapError, ZeroAmpError, describe
+from zeroamp.training.loss import LossFunction, loss_of
 from zeroamp.wrapping.state import WrapState, wrap_state
-
-LossFunction = Callable[..., torch.Tensor]
 
 _NUM_DIFFERENCES = 8  # that an error lists in full, of thousands of parameters
 
@@ -62,7 +61,7 @@ def _rehearse(
     try:
         for _ in range(policy.gradient_accumulation_steps):
             with torch.compiler.set_stance("force_eager"), ops:  # compiled code has no ops to look at
-                loss = _loss(call(model, batch), loss_fn)
+                loss = loss_of(call(model, batch), loss_fn, where="Ledger.verify", error=StepError)
             ops.forget()
             rehearsal.backward(loss)
             rehearsal.step_inside_window()
@@ -75,23 +74,6 @@ def _rehearse(
         units.detach()
         for handle in handles:
             handle.remove()
-
-
-def _loss(output: object, loss_fn: LossFunction | None) -> torch.Tensor:
-    loss = loss_fn(output) if loss_fn is not None else getattr(output, "loss", output)
-    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
-        return loss
-    found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-    if isinstance(loss, torch.Tensor) and not loss.requires_grad:
-        found += " that needs no gradient"
-    raise StepError(
-        describe(
-            "Ledger.verify",
-            f"{found} as the loss" if loss_fn is not None else f"{found} as the model's output, with no .loss",
-            "a scalar that depends on trainable parameters",
-            "Pass loss_fn, which makes one of the model's output.",
-        )
-    )
 
 
 def _problem(plan: Plan, state: WrapState, batch: object) -> ZeroAmpError | None:

@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from zeroamp.reporting.flops import count_flops as count_flops
     from zeroamp.reporting.profiling import Profile as Profile
     from zeroamp.reporting.profiling import profile as profile
-    from zeroamp.reporting.record import StepRecord as StepRecord
     from zeroamp.reporting.run_report import RunReport as RunReport
-    from zeroamp.reporting.saved_run import SavedRun as SavedRun
-    from zeroamp.reporting.saved_run import read_run as read_run
+    from zeroamp.reporting.saved_runs import SavedRun as SavedRun
+    from zeroamp.reporting.saved_runs import read_run as read_run
+    from zeroamp.reporting.step_record import StepRecord as StepRecord
     from zeroamp.training.optimizers import optimizer_from_config as optimizer_from_config
     from zeroamp.training.report import StepReport as StepReport
     from zeroamp.training.schedulers import scheduler_from_config as scheduler_from_config
@@ -72,9 +72,9 @@ _HOMES = {
     "RunPlan": "zeroamp.dry_run.run_plan",
     "RunReport": "zeroamp.reporting.run_report",
     "SafeParameters": "zeroamp.planning.discover",
-    "SavedRun": "zeroamp.reporting.saved_run",
+    "SavedRun": "zeroamp.reporting.saved_runs",
     "StepError": "zeroamp.policies.errors",
-    "StepRecord": "zeroamp.reporting.record",
+    "StepRecord": "zeroamp.reporting.step_record",
     "StepReport": "zeroamp.training.report",
     "TrainStep": "zeroamp.training.step",
     "Verification": "zeroamp.ledger.verification",
@@ -94,7 +94,7 @@ _HOMES = {
     "plan_run": "zeroamp.dry_run.run_plan",
     "policy_from_config": "zeroamp.policies",
     "profile": "zeroamp.reporting.profiling",
-    "read_run": "zeroamp.reporting.saved_run",
+    "read_run": "zeroamp.reporting.saved_runs",
     "register_forward_method": "zeroamp.wrapping.wrap",
     "save_checkpoint": "zeroamp.checkpoint.save",
     "scheduler_from_config": "zeroamp.training.schedulers",

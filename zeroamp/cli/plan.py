@@ -18,7 +18,7 @@ from zeroamp.dry_run.run_plan import RunPlan, plan_run
 from zeroamp.dry_run.step_time import Efficiency
 from zeroamp.policies import policy_from_config
 from zeroamp.policies.policy import Stage
-from zeroamp.reporting.picture import check_picture
+from zeroamp.reporting.files import check_picture
 
 _INPUTS_HELP = "module:function or file.py:function of (batch, seq) that returns what the forward takes."
 

@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 
 from zeroamp.cli.options import messages_to_stderr
-from zeroamp.reporting.compare import plot, table
-from zeroamp.reporting.saved_run import read_run
+from zeroamp.reporting.saved_runs import plot, read_run, table
 
 
 def report(

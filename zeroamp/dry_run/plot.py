@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zeroamp.dry_run.timeline import KINDS, LABELS, PHASES, Phase, Timeline
-from zeroamp.reporting.picture import new_figure, save_figure
+from zeroamp.reporting.files import new_figure, save_figure
 
 if TYPE_CHECKING:
     from zeroamp.dry_run.run_plan import RunPlan

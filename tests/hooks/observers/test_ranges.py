@@ -14,7 +14,7 @@ from tests.measuring.traces import crossing, end, is_inside, names, ours, record
 from tests.models.small import batch, loss_of
 from tests.processes.training import config, same_bits, train, wrapped
 from zeroamp.hooks.observers.ranges import Ranges, UnitRanges
-from zeroamp.reporting.trace import nest_backwards
+from zeroamp.reporting.chrome_trace import nest_backwards
 
 NAME = "llama_tied"
 BLOCKS = ("blocks.0", "blocks.1", "blocks.2")

@@ -98,6 +98,7 @@ def trace_micro_batch(
                 del output
                 recorder.end_forward()
                 loss.float().div(plan.policy.gradient_accumulation_steps).backward()  # type: ignore[no-untyped-call]
+            del loss  # recorded as freed
         finally:
             for handle in handles:
                 handle.remove()

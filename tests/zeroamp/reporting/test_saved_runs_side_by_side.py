@@ -6,11 +6,10 @@ import os
 import sys
 
 import pytest
-from typer.testing import CliRunner
 
 import zeroamp
+from tests.processes import cli
 from tests.zeroamp.reporting.records import record, write_run
-from zeroamp.cli.app import app
 from zeroamp.reporting.files import check_picture
 from zeroamp.reporting.saved_runs import read_run
 
@@ -23,9 +22,7 @@ def runs(tmp_path):
 
 
 def run(*arguments):
-    result = CliRunner().invoke(app, ["report", *map(str, arguments)])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.stdout, result.stderr
+    return cli.run("report", *arguments)
 
 
 def rows(text):

@@ -1,4 +1,4 @@
-"""Says when the outermost forwards with gradients of a model begin and end, and what they are given."""
+"""Calls back around the outermost forwards with gradients of a model, with their inputs."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,7 +20,7 @@ class TrainingForwards:
         self._is_open = False
 
     def attach(self, root: nn.Module) -> list[RemovableHandle]:
-        """Register on the root, around what gathers and releases; return the handles."""
+        """Register on the root, around what unshards and reshards; return the handles."""
         return [
             root.register_forward_pre_hook(
                 lambda _module, args, kwargs: self._begin(args, kwargs), prepend=True, with_kwargs=True

@@ -1,11 +1,11 @@
 """Brackets exposed communication: the stretches in which the thread, or the stream that computes, may wait for it.
 
 [Note: Exposed communication]
-FSDP2 all-gathers in `unshard`, waits in `wait_for_unshard`, reduces in `post_backward` and waits for the last reductions in
-a callback at the end of the backward. On the CPU the collectives block inside them. On an accelerator they run in other
-streams, and the stream that computes waits inside them, so events recorded in it before and after bracket the wait.
-The copies and casts into and out of the flat buffers happen there too, and are counted: without sharding there were
-none. An overlapped collective costs nothing here.
+FSDP2 all-gathers in `unshard`, waits in `wait_for_unshard`, reduces in `post_backward` and waits for the last
+reductions in a callback at the end of the backward. On the CPU the collectives block inside them. On an accelerator
+they run in other streams, and the stream that computes waits inside them, so events recorded in it before and after
+bracket the wait. The copies and casts into and out of the flat buffers happen there too, and are counted: without
+sharding there were none. An overlapped collective costs nothing here.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class CommunicationWatch:
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
-        self._listeners: tuple[CommunicationListener, ...] = ()  # replaced whole: one may be removed while all are called
+        self._listeners: tuple[CommunicationListener, ...] = ()  # replaced whole: may shrink during a call
         self._depth = 0  # one of these methods calls another
         self._watched: list[tuple[Any, str]] = []
 

@@ -42,7 +42,7 @@ from tabulate import tabulate
 import zeroamp
 from benchmarks.output import add_out, emit
 from zeroamp.cli.model_source import load_model
-from zeroamp.dry_run.ranks import ranks_at
+from zeroamp.dry_run.checks import ranks_at
 from zeroamp.planning.groups import ParamPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan

@@ -1,16 +1,17 @@
 """Which values count as numbers: a bool is none, and NaN and infinity are not finite."""
 
 import math
+from numbers import Integral, Real
 from typing import TypeGuard
 
 
 def is_integer(value: object, *, at_least: int) -> TypeGuard[int]:
-    """Return whether `value` is an int (no bool) of `at_least` or more."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+    """Return whether `value` is an integer (no bool; NumPy's count) of `at_least` or more."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= at_least
 
 
 def is_finite(value: object, *, above: float = -math.inf) -> TypeGuard[float]:
-    """Return whether `value` is a finite int or float (no bool) greater than `above`."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    """Return whether `value` is a finite number (no bool; NumPy's count) greater than `above`."""
+    if isinstance(value, bool) or not isinstance(value, Real):
         return False
-    return math.isfinite(value) and value > above
+    return math.isfinite(value) and float(value) > above

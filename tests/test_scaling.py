@@ -10,7 +10,7 @@ import zeroamp
 from benchmarks.scaling import counted, of_deepspeed, of_fsdp2
 from tests.models.small import Llama
 from tests.processes.training import config
-from zeroamp.dry_run.ranks import ranks_at
+from zeroamp.dry_run.checks import ranks_at
 
 NUM_RANKS = 6  # pads some parameters
 STATISTICS = 2 * 24 * 5 / 6  # bytes of the step's own all-reduce, which only zeroamp has

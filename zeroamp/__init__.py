@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from zeroamp.deepspeed.load import load_deepspeed_checkpoint as load_deepspeed_checkpoint
     from zeroamp.dry_run.gpus import GPUS as GPUS
     from zeroamp.dry_run.gpus import Gpu as Gpu
-    from zeroamp.dry_run.roofline import Efficiency as Efficiency
     from zeroamp.dry_run.run_plan import RunPlan as RunPlan
     from zeroamp.dry_run.run_plan import plan_run as plan_run
+    from zeroamp.dry_run.step_time import Efficiency as Efficiency
     from zeroamp.ledger.ledger import Ledger as Ledger
     from zeroamp.ledger.ledger import explain as explain
     from zeroamp.ledger.ledger import traffic as traffic
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from zeroamp.reporting.flops import count_flops as count_flops
     from zeroamp.reporting.profiling import Profile as Profile
     from zeroamp.reporting.profiling import profile as profile
-    from zeroamp.reporting.record import StepRecord as StepRecord
     from zeroamp.reporting.run_report import RunReport as RunReport
-    from zeroamp.reporting.saved_run import SavedRun as SavedRun
-    from zeroamp.reporting.saved_run import read_run as read_run
+    from zeroamp.reporting.saved_runs import SavedRun as SavedRun
+    from zeroamp.reporting.saved_runs import read_run as read_run
+    from zeroamp.reporting.step_record import StepRecord as StepRecord
     from zeroamp.training.callbacks import Callback as Callback
     from zeroamp.training.optimizers import optimizer_from_config as optimizer_from_config
     from zeroamp.training.report import StepReport as StepReport
@@ -62,7 +62,7 @@ _HOMES = {
     "CheckpointError": "zeroamp.policies.errors",
     "ConfigError": "zeroamp.policies.errors",
     "DeepSpeedCheckpoint": "zeroamp.deepspeed.load",
-    "Efficiency": "zeroamp.dry_run.roofline",
+    "Efficiency": "zeroamp.dry_run.step_time",
     "GPUS": "zeroamp.dry_run.gpus",
     "Gpu": "zeroamp.dry_run.gpus",
     "Ledger": "zeroamp.ledger.ledger",
@@ -75,9 +75,9 @@ _HOMES = {
     "RunPlan": "zeroamp.dry_run.run_plan",
     "RunReport": "zeroamp.reporting.run_report",
     "SafeParameters": "zeroamp.planning.discover",
-    "SavedRun": "zeroamp.reporting.saved_run",
+    "SavedRun": "zeroamp.reporting.saved_runs",
     "StepError": "zeroamp.policies.errors",
-    "StepRecord": "zeroamp.reporting.record",
+    "StepRecord": "zeroamp.reporting.step_record",
     "StepReport": "zeroamp.training.report",
     "TrainStep": "zeroamp.training.step",
     "Verification": "zeroamp.ledger.verification",
@@ -97,7 +97,7 @@ _HOMES = {
     "plan_run": "zeroamp.dry_run.run_plan",
     "policy_from_config": "zeroamp.policies",
     "profile": "zeroamp.reporting.profiling",
-    "read_run": "zeroamp.reporting.saved_run",
+    "read_run": "zeroamp.reporting.saved_runs",
     "register_forward_method": "zeroamp.wrapping.wrap",
     "save_checkpoint": "zeroamp.checkpoint.save",
     "scheduler_from_config": "zeroamp.training.schedulers",

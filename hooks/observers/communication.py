@@ -1,11 +1,11 @@
-"""Says when communication is exposed: when the thread, or the stream that computes, may wait for a collective.
+"""Brackets exposed communication: the stretches in which the thread, or the stream that computes, may wait for it.
 
 [Note: Exposed communication]
-FSDP2 gathers in `unshard`, waits in `wait_for_unshard`, reduces in `post_backward` and waits for the last reductions in
-a callback at the end of the backward. On the CPU the collectives block inside them. On an accelerator they run in other
-streams, and the stream that computes waits inside them, so events recorded in it before and after bracket the wait.
-The copies and casts into and out of the flat buffers happen there too, and are counted: without sharding there were
-none. An overlapped collective costs nothing here.
+FSDP2 all-gathers in `unshard`, waits in `wait_for_unshard`, reduces in `post_backward` and waits for the last
+reductions in a callback at the end of the backward. On the CPU the collectives block inside them. On an accelerator
+they run in other streams, and the stream that computes waits inside them, so events recorded in it before and after
+bracket the wait. The copies and casts into and out of the flat buffers happen there too, and are counted: without
+sharding there were none. An overlapped collective costs nothing here.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from zeroamp.hooks._torch.fsdp import communication_methods
 
 
 class CommunicationListener(Protocol):
-    """Is told of each stretch of FSDP2's code that communicates."""
+    """Is called at both ends of each stretch of FSDP2's code that communicates."""
 
     def enter_communication(self) -> None:
         """It begins."""
@@ -28,19 +28,19 @@ class CommunicationListener(Protocol):
 
 
 class CommunicationWatch:
-    """Tells its listeners of each stretch of FSDP2's code that communicates. Changes nothing else.
+    """Calls its listeners around each stretch of FSDP2's code that communicates. Changes nothing else.
 
     A root has one: of two, the one that ended first would take the other's methods away.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
-        self._listeners: tuple[CommunicationListener, ...] = ()  # replaced whole: one may go while all are told
+        self._listeners: tuple[CommunicationListener, ...] = ()  # replaced whole: may shrink during a call
         self._depth = 0  # one of these methods calls another
         self._watched: list[tuple[Any, str]] = []
 
     def add(self, listener: CommunicationListener) -> None:
-        """Tell `listener` too. While there is one, an attribute of each instance hides the method of its class."""
+        """Call `listener` too. While there is one, an attribute of each instance hides the method of its class."""
         self._listeners = (*self._listeners, listener)
         if self._watched:
             return
@@ -49,7 +49,7 @@ class CommunicationWatch:
             self._watched.append((owner, name))
 
     def remove(self, listener: CommunicationListener) -> None:
-        """Tell it no longer. After the last one, the methods of the classes are there again."""
+        """Call it no longer. After the last one, the methods of the classes are back."""
         self._listeners = tuple(other for other in self._listeners if other is not listener)
         if self._listeners:
             return

@@ -33,7 +33,7 @@ class OpObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes in which dtype each op ran that consumed a parameter, itself or a view, cast or copy of it.
 
     That dtype is what the op's floating-point inputs promote to. Casts and copies are followed, not noted: autocast's
-    own cast of a parameter that was gathered in fp32 is one.
+    own cast of a parameter that was all-gathered in fp32 is one.
     """
 
     _MOVES = frozenset({"_to_copy", "cat", "clone", "index", "index_select", "stack"})
@@ -67,7 +67,7 @@ class OpObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _look(self, func: Any, inputs: list[torch.Tensor], consumed: list[int], outputs: list[torch.Tensor]) -> None:
         fresh = [tensor for tensor in outputs if storage_key(tensor) not in self._names]
         if not fresh:
-            return  # a view, or a write into a gathered parameter's own storage
+            return  # a view, or a write into an unsharded parameter's own storage
         names = frozenset[str]().union(*(self._names[key] for key in consumed))
         op = str(getattr(func, "overloadpacket", func))
         if op.rpartition(".")[2] in self._MOVES:
@@ -99,7 +99,7 @@ class UnitObserver:
     def attach(self, root: nn.Module, units: Mapping[str, Iterable[str]]) -> list[RemovableHandle]:
         """Register on modules; `units` maps the FQN of a module to those of the parameters to look at when it runs.
 
-        After FSDP2's own hooks and those of the holders, which gather. Returns the handles.
+        After FSDP2's own hooks and those of the group holders, which unshard. Returns the handles.
         """
 
         def observer(module_fqn: str, fqns: tuple[str, ...]) -> RemovableHandle:
@@ -112,14 +112,14 @@ class UnitObserver:
         return [observer(module_fqn, tuple(fqns)) for module_fqn, fqns in units.items()]
 
     def detach(self) -> None:
-        """Remove the hooks on gathered parameters."""
+        """Remove the hooks on unsharded parameters."""
         for handle in self._watched.values():
             handle.remove()
         self._watched.clear()
 
     def _look(self, fqn: str, parameter: nn.Parameter, unit: str) -> None:
         if isinstance(parameter, DTensor):
-            return  # not gathered: a module of a merged unit after the last of them ran
+            return  # sharded: a module of a merged unit after the last of them ran
         self._observations.see(fqn, "gather", parameter.dtype, f"the forward of {unit}")
         self._ops.follow(fqn, parameter)
         if parameter.requires_grad and parameter not in self._watched:

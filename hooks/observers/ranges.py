@@ -2,10 +2,10 @@
 
 | range | what |
 |---|---|
-| `zeroamp::forward (blocks.0)` | a unit's forward, its parameters gathered; `recompute`: repeated for the backward |
+| `zeroamp::forward (blocks.0)` | a unit's forward, its parameters unsharded; `recompute`: repeated for the backward |
 | `zeroamp::backward (blocks.0)` | a unit's backward, from its outputs' gradients to its inputs' |
-| `zeroamp::all_gather (blocks.0 bf16)` | the gather of one group |
-| `zeroamp::cast (blocks.0 -> bf16)` | its gradients on their way into the wire's buffer |
+| `zeroamp::all_gather (blocks.0 bf16)` | the all-gather of one group |
+| `zeroamp::cast (blocks.0 -> bf16)` | its gradients, cast into the flat input of their reduction |
 | `zeroamp::reduce_scatter (blocks.0 bf16, sum fp32)` | their reduction; inside it `sum (blocks.0 -> fp32)` |
 | `zeroamp::all_reduce (blocks.0 fp32)` | over replicas |
 | `zeroamp::norm`, `clip`, `optimizer (AdamW)` | of the step |
@@ -191,7 +191,7 @@ class UnitRanges:
     def attach(self, module: nn.Module) -> list[RemovableHandle]:
         """Register on `module`; return the handles. Call after FSDP2's hooks and those of the holders are there.
 
-        After what gathers and before what releases, so that the forward's range is the compute. `always_call`, so that
+        After what unshards and before what reshards, so that the forward's range is the compute. `always_call`, so that
         it is closed when the forward raises.
         """
         return [

@@ -8,9 +8,9 @@ from tests.measuring.allocated import Allocated
 from tests.models.small import batch, build
 from tests.processes.training import config, wrapped
 from zeroamp.dry_run.memory import memory_timeline
+from zeroamp.dry_run.micro_batch import trace_micro_batch
 from zeroamp.dry_run.optimizer_step import optimizer_costs
 from zeroamp.dry_run.timeline import KINDS
-from zeroamp.dry_run.trace import trace
 from zeroamp.planning.mesh import ranks_of
 from zeroamp.planning.traffic import plan_traffic
 from zeroamp.wrapping.state import wrap_state
@@ -76,7 +76,8 @@ def predicted_step(name, plan, ranks, inputs, checkpointing, prepare):
     if prepare is not None:
         prepare(model)
     costs = optimizer_costs(plan, ranks, None, foreach=False)
-    traced = trace(model, plan, forward_arguments(name, inputs), device_type="cpu", checkpointing=checkpointing)
+    arguments = forward_arguments(name, inputs)
+    traced = trace_micro_batch(model, plan, arguments, device_type="cpu", checkpointing=checkpointing)
     timeline = memory_timeline(plan, ranks, traced, costs, on_cpu=True)
     at_start = timeline.peak("init")
     at_end = dict(zip(KINDS, timeline.num_bytes[-1].tolist(), strict=True))

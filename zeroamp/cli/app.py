@@ -1,18 +1,21 @@
-"""The command line: what a config asks for, and what it does to a model, before anything runs; and a profiled run.
+"""The command line: `zeroamp check`, `explain`, `plan`, `export`, `report` and `profile`.
 
 Needs typer (the extra `cli`), so nothing else imports this file. Data goes to stdout, all else to stderr. Exit codes:
 0, 1 for a mistake in config or model, 2 for a mistake in the arguments.
 """
 
 import json
+import runpy
 import sys
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import zeroamp
-from zeroamp.cli.export import export
+from zeroamp.checkpoint.export import export_checkpoint
 from zeroamp.cli.model_source import load_model
 from zeroamp.cli.options import (
     Auto,
@@ -26,15 +29,15 @@ from zeroamp.cli.options import (
     messages_to_stderr,
 )
 from zeroamp.cli.plan import plan
-from zeroamp.cli.profile import profile
-from zeroamp.cli.report import report
 from zeroamp.ledger.ledger import Ledger
 from zeroamp.planning.mesh import mesh_shape
 from zeroamp.planning.plan import Plan, build_plan
 from zeroamp.policies import Policy, policy_from_config
+from zeroamp.reporting import saved_runs
+from zeroamp.reporting.profiling import Profile
 
 app = typer.Typer(
-    help="What a DeepSpeed-style config asks for, and which dtype it puts where: without a GPU, weights or ranks. And "
+    help="What a DeepSpeed-style config does, and which dtype it puts where: without a GPU, weights or ranks. And "
     "where the time of a training script goes.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -71,7 +74,7 @@ def check(
     auto_wrap: AutoWrap = None,
     verbose: Verbosity = 0,
 ) -> None:
-    """Say what becomes of every key of a config, or what is wrong."""
+    """Print what becomes of every key of a config, or what is wrong."""
     if auto_wrap and model is None:
         raise typer.BadParameter("units are those of a model: name it with --model.", param_hint="--auto-wrap")
     values = auto_values(auto or [])
@@ -120,12 +123,6 @@ def explain(
                 typer.echo(f"\n{ledger.per_parameter()}")
 
 
-app.command()(export)
-app.command()(report)
-# What follows the script is the script's own.
-app.command(context_settings={"allow_interspersed_args": False})(profile)
-
-
 def _plan(source: str, policy: Policy, auto_wrap: list[str] | None) -> Plan:
     with redirect_stdout(sys.stderr):  # a factory may print, and stdout may be parsed
         return build_plan(load_model(source), policy, auto_wrap)
@@ -136,3 +133,84 @@ def _ledger(plan: Plan, world_size: int | None) -> Ledger:
         return Ledger(plan=plan)
     *replicas, num_shards = mesh_shape(plan.policy.stage, world_size, plan.policy.dp_replicate_size)
     return Ledger(plan=plan, num_shards=num_shards, num_replicas=replicas[0] if replicas else None)
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(help="What save_checkpoint wrote, or a folder of such: the newest.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Argument(help="The folder to write to.", show_default=False)],
+    *,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="fp32, bf16 or fp16, of parameters; default: by the run's config.")
+    ] = None,
+    max_shard_gb: Annotated[
+        float, typer.Option("--max-shard-gb", min=1e-6, help="Size of a file, 10^9 bytes; bounds the memory needed.")
+    ] = 5.0,
+    verbose: Verbosity = 0,
+) -> None:
+    """Write the weights of a checkpoint as safetensors that transformers reads; one process, no model, no GPU."""
+    with messages_to_stderr(verbose):
+        taken = export_checkpoint(checkpoint, out, dtype, max_shard_bytes=int(max_shard_gb * 1e9))
+        typer.echo(f"{taken} -> {out}")
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN.jsonl...", help="Files of RunReport.", show_default=False)],
+    *,
+    picture: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw loss, norm, tokens/s and memory.")
+    ] = None,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="The table as Markdown.")] = False,
+) -> None:
+    """Print a table of one or several runs, side by side, also of those that still go on."""
+    with messages_to_stderr(0):
+        read = [saved_runs.read_run(path) for path in runs]
+        typer.echo(saved_runs.table(read, "github" if as_markdown else "simple"))
+        if picture is not None:
+            saved_runs.plot(read, picture)
+            typer.echo(f"wrote {picture}", err=True)
+
+
+# What follows the script is the script's own.
+@app.command(context_settings={"allow_interspersed_args": False})
+def profile(
+    script: Annotated[
+        Path, typer.Argument(help="The training script.", exists=True, dir_okay=False, show_default=False)
+    ],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Its arguments.")] = None,
+    *,
+    out: Annotated[Path, typer.Option("--out", help="Folder for the traces, one per rank.")] = Path("traces"),
+    wait: Annotated[int, typer.Option("--wait", min=0, help="Optimizer steps to let pass first.")] = 1,
+    warmup: Annotated[int, typer.Option("--warmup", min=1, help="Steps to warm the profiler up.")] = 1,
+    active: Annotated[int, typer.Option("--active", min=1, help="Steps to record.")] = 3,
+    compress: Annotated[bool, typer.Option("--gz", help="Write rank0.json.gz.")] = False,
+) -> None:
+    """Run a training script, and write a trace of some optimizer steps of its first TrainStep.
+
+    torchrun --nproc-per-node 2 -m zeroamp profile --out traces train.py --lr 1e-4
+
+    The script runs to its end. The first rank prints its ranges with their times.
+    """
+    recording = Profile(out, wait=wait, warmup=warmup, active=active, compress=compress)
+    with recording, _as_main(script, arguments or []):
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as ended:
+            if ended.code not in (None, 0):
+                raise
+    if recording.rank == 0:
+        typer.echo(f"{recording}\n\n{recording.path}")
+
+
+@contextmanager
+def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
+    """Set `sys.argv` and `sys.path` as `python script.py` does."""
+    before = sys.argv, sys.path
+    sys.argv, sys.path = [str(script), *arguments], [str(script.resolve().parent), *sys.path]
+    try:
+        yield
+    finally:
+        sys.argv, sys.path = before

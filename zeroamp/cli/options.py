@@ -1,4 +1,4 @@
-"""Options that the commands share, and how they speak: data on stdout, all else on stderr."""
+"""Options that the commands share; their log and errors, which go to stderr."""
 
 import json
 import logging

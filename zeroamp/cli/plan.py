@@ -11,14 +11,14 @@ import typer
 
 from zeroamp.cli.model_source import load_inputs, load_model
 from zeroamp.cli.options import Auto, AutoWrap, ConfigPath, Model, Verbosity, auto_values, messages_to_stderr
-from zeroamp.dry_run.checked_numbers import STAGES
+from zeroamp.dry_run.checks import STAGES
 from zeroamp.dry_run.gpus import GPUS
 from zeroamp.dry_run.inputs import InputFactory
-from zeroamp.dry_run.roofline import Efficiency
 from zeroamp.dry_run.run_plan import RunPlan, plan_run
+from zeroamp.dry_run.step_time import Efficiency
 from zeroamp.policies import policy_from_config
 from zeroamp.policies.policy import Stage
-from zeroamp.reporting.picture import check_picture
+from zeroamp.reporting.files import check_picture
 
 _INPUTS_HELP = "module:function or file.py:function of (batch, seq) that returns what the forward takes."
 

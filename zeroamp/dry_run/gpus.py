@@ -1,4 +1,4 @@
-"""What accelerators can do, by their makers' data sheets. Dense figures: without structured sparsity."""
+"""Figures of accelerators, from their makers' data sheets. Dense figures: without structured sparsity."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -128,6 +128,5 @@ def find_gpu(name: str) -> Gpu:
     """
     if name in GPUS:
         return GPUS[name]
-    raise ConfigError(
-        describe("gpu", repr(name), ", ".join(GPUS), "Take one of them, or pass a zeroamp.Gpu of your own figures.")
-    )
+    valid = f"one of {', '.join(GPUS)}"
+    raise ConfigError(describe("gpu", repr(name), valid, "For another one, pass a zeroamp.Gpu of its figures."))

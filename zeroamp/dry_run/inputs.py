@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zeroamp.planning.example_inputs import example_arguments
-from zeroamp.policies.errors import ConfigError, describe
+from zeroamp.policies.errors import ConfigError
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """(args, kwargs) of the forward; only shapes and dtypes matter."""
@@ -30,14 +30,10 @@ def arguments_for(model: nn.Module, batch: int, seq: int, inputs: InputFactory |
         with torch.device("meta"):
             return example_arguments(model, inputs(batch, seq))
     if getattr(model, "main_input_name", None) != "input_ids" or not hasattr(model, "config"):
-        found = f"{type(model).__name__}, which is no language model of transformers"
         raise ConfigError(
-            describe(
-                "inputs",
-                found,
-                "a function of (batch, sequence length) that returns what the forward takes",
-                "Pass inputs=function, or --inputs package.module:function.",
-            )
+            f"{type(model).__name__} needs inputs, since it is no language model of transformers. Pass a function of "
+            "(batch, sequence length) that returns what the forward takes: inputs=function, or "
+            "--inputs package.module:function."
         )
     tokens = torch.empty(batch, seq, dtype=torch.long, device="meta")
     return (), {"input_ids": tokens, "labels": torch.empty_like(tokens), "use_cache": False}
@@ -47,7 +43,7 @@ def arguments_for(model: nn.Module, batch: int, seq: int, inputs: InputFactory |
 def sequences_are_not_packed() -> Iterator[None]:
     """Let transformers assume one sequence per row, as it finds on real tensors.
 
-    On fake ones it cannot look, and makes a mask of all pairs of tokens; with it attention is not flash attention.
+    On fake ones it cannot look, and makes a mask of all pairs of tokens, with which there is no flash attention.
     """
     masking = sys.modules.get("transformers.masking_utils")
     name = "find_packed_sequence_indices"

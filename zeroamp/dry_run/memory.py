@@ -3,21 +3,21 @@
 [Note: What FSDP2 holds]
 Per group, in bytes of the group's parameters padded to the ranks that shard (`padded_numel`):
 
-* an all-gather: the shard cast to the dtype of the unsharded parameter (where that is not the stored one) until it is
-  sent; the flat buffer; and the unsharded parameters that are copied out of it. In the forward the flat buffer is
-  retained until the next all-gather of the forward was waited for, or the forward has ended. In the backward, and on
-  CPUs (where all-gathers run in the background, see `hooks/_torch`), it is released at once.
-* a reduction: the flat input in the communication dtype, while the raw gradients still exist; then these are released,
-  and the output is allocated in the reduce dtype: it is the gradient shard, where it is fp32. The input is retained
-  until as many reductions have begun after it as inputs may be in flight (one by default), or the last backward of the
-  optimizer step has ended. An all-to-all receives into one buffer per dtype for all groups, as large as the largest so
-  far, until the backward has ended.
+* an all-gather: the shard cast to its dtype (where that is not the stored one) until it is sent; the flat output; and
+  the unsharded parameters that are copied out of it. In the forward the flat output stays until the next all-gather of
+  the forward was waited for, or the forward has ended; in the backward, and on CPUs (where all-gathers run in the
+  background, see `hooks/_torch`), it is freed at once.
+* a reduction: the flat input in the communication dtype, while the raw gradients are still there; then these are freed,
+  and the output is allocated, of the reduce dtype: it is the gradient shard, where it is fp32. The input stays until as
+  many reductions have begun after it as inputs may be in flight (one by default), or the last backward of the step has
+  ended. What an all-to-all receives is in one buffer per dtype for all groups, as large as the largest so far, until
+  the backward has ended.
   Where shards accumulate in a low dtype, each is added to a sum of that dtype, and all sums are cast back at the end.
 * no reduction (stages 0 and 1 before the last micro-batch): the raw gradient becomes the unsharded sum, in the
   accumulation dtype.
 
-Where nothing is sharded there is no flat buffer of an all-gather. Streams are not told apart: on an accelerator a
-buffer may live somewhat longer, until the stream that used it is done with it.
+Where nothing is sharded there is no flat output. Streams are not told apart: on an accelerator a buffer may
+live somewhat longer, until the stream that used it is done with it.
 """
 
 from collections import Counter, deque
@@ -25,10 +25,10 @@ from collections.abc import Iterable
 
 import torch
 
-from zeroamp.dry_run.events import MAX_MICRO_BATCHES, UNSHARDED_GRADIENTS, Change, Event, GradientReady, Mark, drive
+from zeroamp.dry_run.events import MAX_MICRO_BATCHES, Change, Event, GradientReady, Mark
+from zeroamp.dry_run.micro_batch import MicroBatch
 from zeroamp.dry_run.optimizer_step import OptimizerCosts
 from zeroamp.dry_run.timeline import HOST_KINDS, Timeline, TimelineWriter
-from zeroamp.dry_run.trace import Trace
 from zeroamp.planning.dtypes import group_dtypes
 from zeroamp.planning.groups import GroupPlan
 from zeroamp.planning.mesh import Ranks
@@ -39,23 +39,23 @@ from zeroamp.policies.accumulation import sharded_accumulation
 
 
 def memory_timeline(
-    plan: Plan, ranks: Ranks, trace: Trace, optimizer: OptimizerCosts, *, on_cpu: bool = False
+    plan: Plan, ranks: Ranks, micro_batch: MicroBatch, optimizer: OptimizerCosts, *, on_cpu: bool = False
 ) -> Timeline:
     """Return the bytes of one rank (the first: no other holds more) over a step after the first one.
 
-    `on_cpu`: whether the ranks are CPUs, which hold gathered buffers for less long.
+    `on_cpu`: whether the ranks are CPUs, which free the flat outputs of all-gathers at once.
     """
     writer = TimelineWriter()
     groups = _GroupMemory(plan, ranks, writer, on_cpu=on_cpu)
-    writer.add("inputs and buffers", trace.constant_bytes)
+    writer.add("inputs and buffers", micro_batch.constant_bytes)
     groups.add_shards()
     writer.add("optimizer state", optimizer.state_bytes)
     num_micro_batches = min(plan.policy.gradient_accumulation_steps, MAX_MICRO_BATCHES)
     for index in range(num_micro_batches):
-        groups.micro_batch(trace.events, is_first=index == 0, is_last=index + 1 == num_micro_batches)
+        groups.micro_batch(micro_batch.events, is_first=index == 0, is_last=index + 1 == num_micro_batches)
     writer.phase = "optimizer"
-    groups.end_window()
-    writer.keep()
+    groups.end_step()
+    writer.add_row()
     for change in optimizer.changes:
         writer.add("workspace", change)
     return writer.timeline(HOST_KINDS if plan.policy.offload.to_cpu else ())
@@ -90,7 +90,7 @@ class _Sizes:
 
 
 class _GroupMemory(GroupListener):
-    """Drives the replay by a trace, and writes down what both of them allocate and free."""
+    """Runs the replay along a traced micro-batch, and writes down what both of them allocate and free."""
 
     def __init__(self, plan: Plan, ranks: Ranks, writer: TimelineWriter, *, on_cpu: bool) -> None:
         self._plan, self._writer, self._on_cpu = plan, writer, on_cpu
@@ -115,7 +115,7 @@ class _GroupMemory(GroupListener):
         self._writer.phase = "forward"
         for event in events:
             if isinstance(event, Change):
-                if event.kind == UNSHARDED_GRADIENTS:
+                if event.kind == "unsharded gradients":
                     self._raw[self._group_of[event.param]] += event.num_bytes
                 self._writer.add(event.kind, event.num_bytes)
             elif isinstance(event, Mark):
@@ -128,7 +128,7 @@ class _GroupMemory(GroupListener):
         if is_last:
             self._free_inputs(0)
 
-    def end_window(self) -> None:
+    def end_step(self) -> None:
         """Put sums of shards in a low dtype back into gradients."""
         if self._sums_shards_low:
             done = [self._sizes[group] for group in self._with_gradient]
@@ -138,12 +138,12 @@ class _GroupMemory(GroupListener):
     def _reach(self, mark: Mark, is_last: bool) -> None:
         if mark.point == "begin backward":
             self._writer.phase = "backward"
-        drive(self._replay, mark, is_last=is_last)
+        mark.reach(self._replay, is_last=is_last)
         if mark == Mark("end forward", ""):
             self._free_gather()
 
     def _accumulate(self, event: GradientReady) -> None:
-        """Autograd adds to the gradient that a parameter has, and drops the new one."""
+        """Autograd adds to the gradient that a parameter has, and frees the new one."""
         group = self._group_of[event.param]
         if group in self._sums and self._sizes[group].sums_as_is:
             self._raw[group] -= event.num_bytes

@@ -1,16 +1,15 @@
-"""What an optimizer keeps and needs: one real step of it on fake shards."""
+"""The optimizer's state, the memory of its update and the bytes it moves: one real step of it on fake shards."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
-from zeroamp.dry_run.events import Change, Op
-from zeroamp.dry_run.recorder import MemoryRecorder
+from zeroamp.dry_run.events import Change, EventRecorder, Op
 from zeroamp.hooks._torch.dispatch import FakeTensorMode
 from zeroamp.hooks.random_state import preserved_random_state
+from zeroamp.hooks.tensors import tensors_in
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.traffic import padded_numel
@@ -24,7 +23,7 @@ class OptimizerCosts:
     """Of one rank: the first, which holds the most."""
 
     state_bytes: int
-    """What it keeps between steps, its counters of steps included."""
+    """Of the state between steps, the counters of steps included."""
     changes: tuple[int, ...]
     """Bytes that a step allocates (above 0) and frees (below 0), in order."""
     moved_bytes: int
@@ -40,8 +39,8 @@ def optimizer_costs(
         plan: of the model.
         ranks: of the mesh.
         factory: makes the optimizer of parameters. None: that of the config, else `torch.optim.AdamW`.
-        foreach: for param groups that do not say themselves whether the update is one kernel for many tensors, which
-            takes copies of them: torch does so on accelerators. None leaves it to torch.
+        foreach: whether the update is one kernel for many tensors, which takes copies of them, for param groups that
+            do not set it: torch does so on accelerators. None leaves it to torch.
     """
     num_shards = ranks.shards(plan.policy) or 1
     with preserved_random_state("cpu"), torch.inference_mode(False), FakeTensorMode():
@@ -59,8 +58,8 @@ def optimizer_costs(
         for shard in shards:
             shard.grad = torch.empty_like(shard)
         optimizer.step()
-        state = [value for of_one in optimizer.state.values() for value in _tensors(of_one)]
-        recorder = MemoryRecorder([*state, *shards, *(shard.grad for shard in shards if shard.grad is not None)])
+        state = list(tensors_in(optimizer.state))
+        recorder = EventRecorder([*state, *shards, *(shard.grad for shard in shards if shard.grad is not None)])
         with recorder:
             optimizer.step()
     changes = tuple(event.num_bytes for event in recorder.events if isinstance(event, Change))
@@ -74,7 +73,3 @@ def _build(plan: Plan, shards: list[nn.Parameter], factory: OptimizerFactory | N
     if plan.policy.optimizer is not None:
         return optimizer_from_config(plan.policy, shards)
     return torch.optim.AdamW(shards)
-
-
-def _tensors(state: Any) -> Iterable[torch.Tensor]:
-    return (value for value in state.values() if isinstance(value, torch.Tensor))

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from zeroamp.dry_run.timeline import KINDS, PHASES, Phase, Timeline
-from zeroamp.reporting.picture import new_figure, save_figure
+from zeroamp.dry_run.timeline import KINDS, LABELS, PHASES, Phase, Timeline
+from zeroamp.reporting.files import new_figure, save_figure
 
 if TYPE_CHECKING:
     from zeroamp.dry_run.run_plan import RunPlan
@@ -31,7 +31,7 @@ class Stretch:
     events: npt.NDArray[np.intp]
     """Their numbers in the timeline, in order."""
     micro_batch: str
-    """Which of the window's it is part of, where it is the first stretch of one of several; else ""."""
+    """Which of the step's it is part of, where it is the first stretch of one of several; else ""."""
 
 
 def plot_run(run: RunPlan, path: Path) -> None:
@@ -82,7 +82,7 @@ def _panel(axis: Any, memory: Timeline, drawn: list[Stretch], limit: int) -> Non
     axis.stackplot(
         np.arange(len(rows)),
         gib[:, on_device].T,
-        labels=[KINDS[index] for index in on_device],
+        labels=[LABELS[KINDS[index]] for index in on_device],
         colors=[_COLOURS[index] for index in on_device],
         step="post",
         linewidth=0,

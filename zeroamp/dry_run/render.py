@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from zeroamp.dry_run.timeline import KINDS, PHASES, Timeline
+from zeroamp.dry_run.timeline import KINDS, LABELS, PHASES, Timeline
 from zeroamp.ledger.rows import ledger_rows
 from zeroamp.ledger.tables import Row, fold, render
 from zeroamp.policies.dtypes import short_name
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from zeroamp.dry_run.run_plan import RunPlan, StagePlan
 
 _NOTE = (
-    "GiB per rank at the moments of the peaks, in a step after the first; GB on the wire as zeroamp.traffic(model) "
+    "GiB per rank at the moments of the peaks, in a step after the first; GB communicated as zeroamp.traffic(model) "
     "counts them. Not counted: the driver's context, the collectives' own buffers, fragmentation. Times assume "
     "{compute:.0%} of peak FLOP/s, {memory:.0%} of memory bandwidth and {network:.0%} of the links, and no latency."
 )
@@ -22,15 +23,14 @@ _NOTE = (
 def render_run(run: RunPlan) -> str:
     """Return the tables of a plan."""
     shown = next((stage for stage in run.stages if stage.stage == run.policy.stage), run.stages[0])
-    efficiency = run.efficiency
     parts = [
         _title(run),
         render([_stage_row(run, stage) for stage in run.stages]),
         *(f"stage {stage}: not possible: {reason}" for stage, reason in run.refused.items()),
         f"Memory of one rank at the peak, GiB\n{render(_kind_rows(run))}",
-        f"Bytes on the wire per step, GB\n{render(_traffic_rows(run))}",
+        f"Bytes communicated per step, GB\n{render(_traffic_rows(run))}",
         f"Units and groups at stage {shown.stage}, bytes\n{render(fold(_group_rows(run, shown)))}",
-        _NOTE.format(compute=efficiency.compute, memory=efficiency.memory, network=efficiency.network),
+        _NOTE.format(**asdict(run.efficiency)),
     ]
     return "\n\n".join(parts)
 
@@ -44,16 +44,8 @@ def run_to_dict(run: RunPlan) -> dict[str, Any]:
         "seq": run.seq,
         "checkpointing": run.checkpointing,
         "gpu": {"name": run.gpu.name, "memory_bytes": run.gpu.memory_bytes, "source": run.gpu.source},
-        "network": {
-            "gpus_per_node": run.network.gpus_per_node,
-            "intra_gb_per_s": run.network.intra_gb_per_s,
-            "inter_gb_per_s": run.network.inter_gb_per_s,
-        },
-        "efficiency": {
-            "compute": run.efficiency.compute,
-            "memory": run.efficiency.memory,
-            "network": run.efficiency.network,
-        },
+        "network": {key: value for key, value in asdict(run.network).items() if key != "efficiency"},
+        "efficiency": asdict(run.efficiency),
         "activation_bytes": {
             unit or "root": {"kept": kept, "checkpointed": less} for unit, (kept, less) in run.activations.items()
         },
@@ -125,7 +117,7 @@ def _kind_rows(run: RunPlan) -> list[Row]:
     for stage in run.stages:
         peak = stage.memory.peak()
         place = {kind: " (host)" if kind in stage.memory.on_host else "" for kind in KINDS}
-        rows.append({"stage": stage.stage, **{f"{kind}{place[kind]}": _gib(peak[kind]) for kind in KINDS}})
+        rows.append({"stage": stage.stage, **{f"{LABELS[kind]}{place[kind]}": _gib(peak[kind]) for kind in KINDS}})
     return rows
 
 
@@ -153,10 +145,10 @@ def _group_rows(run: RunPlan, stage: StagePlan) -> list[Row]:
             {
                 "group": row["group"],
                 "elements": row["elements"],
-                "gather": row["gather"],
-                "wire": row["wire"] or "-",
+                "param dtype": row["gather"],
+                "communication dtype": row["wire"] or "-",
                 "stored": row["storage_bytes_per_rank"],
-                "gathered": row["gathered_bytes_per_rank"],
+                "unsharded": row["gathered_bytes_per_rank"],
                 "gradients": row["gradient_bytes_per_rank"],
                 "activations": kept,
                 "checkpointed": less,

@@ -1,33 +1,35 @@
-"""`plan_run`: what a training run will need and take, stage by stage, before it runs."""
+"""`plan_run`: memory, traffic and time of a training run, stage by stage, before it runs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from zeroamp.dry_run.checked_numbers import STAGES, check_counts, check_mesh, check_speeds, check_stages
-from zeroamp.dry_run.events import ACTIVATIONS, Change
+from zeroamp.dry_run.checks import STAGES, check_counts, check_mesh_and_stages, check_speeds, possible_stages
+from zeroamp.dry_run.equal_layers import trace_few_layers
+from zeroamp.dry_run.events import Change
 from zeroamp.dry_run.gpus import Gpu, find_gpu
-from zeroamp.dry_run.inputs import InputFactory
-from zeroamp.dry_run.largest_batch import largest_batch
+from zeroamp.dry_run.inputs import Arguments, InputFactory, arguments_for
 from zeroamp.dry_run.memory import memory_timeline
-from zeroamp.dry_run.network import Network
+from zeroamp.dry_run.micro_batch import MicroBatch
 from zeroamp.dry_run.optimizer_step import OptimizerCosts, OptimizerFactory, optimizer_costs
 from zeroamp.dry_run.plot import plot_run
-from zeroamp.dry_run.ranks import possible_stages
 from zeroamp.dry_run.render import render_run, run_to_dict
-from zeroamp.dry_run.roofline import Efficiency, StepTime, step_time
+from zeroamp.dry_run.step_time import Efficiency, Network, StepTime, step_time
 from zeroamp.dry_run.timeline import Timeline
-from zeroamp.dry_run.trace import LossFunction
-from zeroamp.dry_run.traces import Traces
 from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.planning.mesh import Ranks, current_device_type
 from zeroamp.planning.plan import Plan, build_plan
 from zeroamp.planning.traffic import plan_traffic
+from zeroamp.policies.errors import ConfigError, ZeroAmpError
 from zeroamp.policies.policy import Policy, Stage
 from zeroamp.policies.wrap import AutoWrapPolicy
+from zeroamp.training.loss import LossFunction
+
+MAX_BATCH = 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +43,7 @@ class StagePlan:
     other_memory: Timeline
     """The same with activation checkpointing where the run has none, and without where it has it."""
     traffic: Traffic
-    """What one step moves: what `zeroamp.traffic(model)` will count."""
+    """Bytes of the collectives of one step, as `zeroamp.traffic(model)` will count them."""
     time: StepTime
     largest_batch: int
     """Samples per micro-batch and rank that fit on the GPU. 0: not even one."""
@@ -69,7 +71,7 @@ class RunPlan:
     """Unit ("" is the root) -> bytes that its forward leaves for the backward, without and with checkpointing."""
     stages: tuple[StagePlan, ...]
     refused: dict[Stage, str]
-    """Stages that the config's other keys or the mesh do not go with, and why."""
+    """Stages that the config's other keys or the mesh do not allow, and why."""
 
     def __str__(self) -> str:
         """Return tables of the stages, of the peaks by kind, of the traffic, and of units and groups."""
@@ -112,7 +114,7 @@ def plan_run(
     optimizer: OptimizerFactory | None = None,
     auto_wrap_policy: AutoWrapPolicy = None,
 ) -> RunPlan:
-    """Predict memory, bytes on the wire and time of one optimizer step, without weights, GPUs or ranks.
+    """Predict memory, communicated bytes and time of one optimizer step, without weights, GPUs or ranks.
 
     Memory is that of one rank, the first, in a step after the first one: exact for parameters, gradients and optimizer
     state, and for the rest what a traced forward and backward allocate, with what FSDP2 adds around them.
@@ -144,26 +146,23 @@ def plan_run(
     """
     gpu = find_gpu(gpu) if isinstance(gpu, str) else gpu
     check_counts(world_size=world_size, batch=batch, seq=seq, gpus_per_node=gpus_per_node)
-    check_mesh(mesh)
-    check_stages(stages)
-    batch = batch or policy.train_micro_batch_size_per_gpu or 1
+    check_mesh_and_stages(mesh, stages)
     efficiency = efficiency or Efficiency()
     check_speeds(gpu, efficiency, intra_gb_per_s=intra_gb_per_s, inter_gb_per_s=inter_gb_per_s)
+    batch = batch or policy.train_micro_batch_size_per_gpu or 1
     network = Network(
         gpus_per_node=gpus_per_node,
         intra_gb_per_s=intra_gb_per_s or gpu.intra_gb_per_s,
         inter_gb_per_s=inter_gb_per_s or gpu.inter_gb_per_s,
         efficiency=efficiency.network,
     )
-    device_type = current_device_type()
-    traces = Traces(model, seq, device_type=device_type, inputs=inputs, loss_fn=loss_fn)
-    planner = _Planner(traces, batch, checkpointing, gpu, network, efficiency, optimizer)
+    planner = _Planner(model, seq, current_device_type(), inputs, loss_fn, optimizer)
     possible, refused = possible_stages(policy, stages, world_size, mesh)
     planned: list[StagePlan] = []
     for of_stage, ranks in possible:
-        example = traces.arguments(1) if policy.lower_precision_safe_modules == "auto" else ((), {})
-        plan = build_plan(model, of_stage, auto_wrap_policy, example[1] or example[0] or None, device_type)
-        planned.append(planner.stage(plan, ranks))
+        example = planner.arguments(1) if policy.lower_precision_safe_modules == "auto" else ((), {})
+        plan = build_plan(model, of_stage, auto_wrap_policy, example[1] or example[0] or None, planner.device_type)
+        planned.append(planner.stage(plan, ranks, batch, checkpointing, gpu, network, efficiency))
     return RunPlan(
         policy=policy,
         world_size=world_size,
@@ -173,7 +172,7 @@ def plan_run(
         gpu=gpu,
         network=network,
         efficiency=efficiency,
-        activations=_activations(traces, planned[0].plan, batch),
+        activations=planner.activations(planned[0].plan, batch),
         stages=tuple(planned),
         refused=refused,
     )
@@ -181,57 +180,112 @@ def plan_run(
 
 @dataclass(frozen=True, slots=True)
 class _Planner:
-    """What all stages of a run share."""
+    """Plans the stages of one model. Traces each micro-batch once: it does not depend on the ranks."""
 
-    traces: Traces
-    batch: int
-    checkpointing: bool
-    gpu: Gpu
-    network: Network
-    efficiency: Efficiency
+    model: nn.Module
+    seq: int
+    device_type: str
+    inputs: InputFactory | None
+    loss_fn: LossFunction | None
     optimizer: OptimizerFactory | None
+    traced: dict[tuple[object, ...], MicroBatch] = field(default_factory=dict)
     costs: dict[int | None, OptimizerCosts] = field(default_factory=dict)
     """Ranks that shard -> what the optimizer costs: parameters are the same at every stage."""
 
-    def stage(self, plan: Plan, ranks: Ranks) -> StagePlan:
-        """Plan one stage."""
-        costs = self._costs(plan, ranks)
-        trace = self.traces.of(plan, self.batch, checkpointing=self.checkpointing)
-        return StagePlan(
-            plan=plan,
-            ranks=ranks,
-            memory=memory_timeline(plan, ranks, trace, costs),
-            other_memory=self._memory(plan, ranks, costs, self.batch, not self.checkpointing),
-            traffic=plan_traffic(plan, ranks),
-            time=step_time(
-                *(plan, ranks, trace.events, costs.moved_bytes),
-                gpu=self.gpu,
-                network=self.network,
-                efficiency=self.efficiency,
-            ),
-            largest_batch=largest_batch(
-                lambda batch: self._memory(plan, ranks, costs, batch, self.checkpointing).peak_bytes(),
-                self.gpu.memory_bytes,
-            ),
-        )
+    def arguments(self, batch: int) -> Arguments:
+        """Return (args, kwargs) of the forward of a batch."""
+        return arguments_for(self.model, batch, self.seq, self.inputs)
 
-    def _costs(self, plan: Plan, ranks: Ranks) -> OptimizerCosts:
+    def stage(
+        self,
+        plan: Plan,
+        ranks: Ranks,
+        batch: int,
+        checkpointing: bool,
+        gpu: Gpu,
+        network: Network,
+        efficiency: Efficiency,
+    ) -> StagePlan:
+        """Plan one stage."""
         key = ranks.shards(plan.policy)
         if key not in self.costs:
             # torch updates many tensors with one kernel on accelerators, which needs copies; every GPU here is one.
             self.costs[key] = optimizer_costs(plan, ranks, self.optimizer, foreach=True)
-        return self.costs[key]
+        costs = self.costs[key]
 
-    def _memory(self, plan: Plan, ranks: Ranks, costs: OptimizerCosts, batch: int, checkpointing: bool) -> Timeline:
-        return memory_timeline(plan, ranks, self.traces.of(plan, batch, checkpointing=checkpointing), costs)
+        def memory(batch: int, checkpointing: bool) -> Timeline:
+            return memory_timeline(plan, ranks, self.micro_batch(plan, batch, checkpointing), costs)
+
+        events = self.micro_batch(plan, batch, checkpointing).events
+        return StagePlan(
+            plan=plan,
+            ranks=ranks,
+            memory=memory(batch, checkpointing),
+            other_memory=memory(batch, not checkpointing),
+            traffic=plan_traffic(plan, ranks),
+            time=step_time(plan, ranks, events, costs.moved_bytes, gpu=gpu, network=network, efficiency=efficiency),
+            largest_batch=largest_batch(lambda batch: memory(batch, checkpointing).peak_bytes(), gpu.memory_bytes),
+        )
+
+    def micro_batch(self, plan: Plan, batch: int, checkpointing: bool) -> MicroBatch:
+        """Return the trace of `batch` samples. Stages whose units and dtypes are the same share it.
+
+        Raises:
+            ConfigError: fake tensors cannot run the model, or there is no loss.
+        """
+        dtypes: tuple[tuple[str, torch.dtype], ...] = tuple((p.fqn, p.dtypes.param) for p in plan.params)
+        key = (frozenset(dtypes), plan.units, tuple(plan.merged), batch, checkpointing)
+        if key not in self.traced:
+            arguments = self.arguments(batch)
+            options: dict[str, Any] = {"checkpointing": checkpointing, "loss_fn": self.loss_fn}
+            try:
+                self.traced[key] = trace_few_layers(
+                    self.model, plan, arguments, device_type=self.device_type, **options
+                )
+            except ZeroAmpError:
+                raise
+            # Whatever fake tensors make a forward raise: there is no one class for "this needs a value".
+            except Exception as error:
+                message = (str(error).splitlines() or [""])[0]
+                raise ConfigError(
+                    f"{type(self.model).__name__} cannot be planned: on tensors without values its forward or backward "
+                    f"raises {type(error).__name__}: {message}. Control flow and shapes must not depend on values. "
+                    "Check the inputs. Of a model that routes by value, plan one that routes by a fixed rule."
+                ) from error
+        return self.traced[key]
+
+    def activations(self, plan: Plan, batch: int) -> dict[str, tuple[int, int]]:
+        """Return unit -> bytes that its forward leaves for the backward, without and with checkpointing."""
+        by_unit = {unit: [0, 0] for unit in ("", *plan.run.forward_order()[1:])}
+        for checkpointing in (False, True):
+            for event in self.micro_batch(plan, batch, checkpointing).events:
+                if isinstance(event, Change) and event.kind == "activations" and event.num_bytes > 0:
+                    by_unit[event.unit][checkpointing] += event.num_bytes
+        return {unit: (without, with_it) for unit, (without, with_it) in by_unit.items()}
 
 
-def _activations(traces: Traces, plan: Plan, batch: int) -> dict[str, tuple[int, int]]:
-    kept: list[dict[str, int]] = []
-    for checkpointing in (False, True):
-        by_unit = dict.fromkeys(("", *plan.run.forward_order()[1:]), 0)
-        for event in traces.of(plan, batch, checkpointing=checkpointing).events:
-            if isinstance(event, Change) and event.kind == ACTIVATIONS and event.num_bytes > 0:
-                by_unit[event.unit] += event.num_bytes
-        kept.append(by_unit)
-    return {unit: (kept[0][unit], kept[1][unit]) for unit in kept[0]}
+def largest_batch(peak_bytes: Callable[[int], int], limit: int) -> int:
+    """Return the largest batch whose peak is at most `limit` bytes; 0 if not even 1 fits, at most `MAX_BATCH`.
+
+    A peak is the largest of many sums that are each affine in the batch. A line through two known peaks is solved for
+    the limit, the answer is tried, and so on, until one batch is known to fit and the next one not to.
+    """
+    peaks: dict[int, int] = {}
+    before, fits, fails = 0, 0, MAX_BATCH + 1
+    guess = 1
+    while fails - fits > 1:
+        peaks[guess] = peak_bytes(guess)
+        if peaks[guess] <= limit:
+            before, fits = fits, guess
+        else:
+            fails = guess
+        # Between what fits and what fails where both are known, else onwards from the two largest that fit.
+        known = [batch for batch in (before, fits, fails) if batch in peaks][-2:]
+        solved = fits + 1 if len(known) < 2 else _solve(known[0], known[1], peaks, limit)
+        guess = min(max(solved, fits + 1), fails - 1)
+    return fits
+
+
+def _solve(low: int, high: int, peaks: dict[int, int], limit: int) -> int:
+    rise = peaks[high] - peaks[low]
+    return MAX_BATCH if rise <= 0 else low + (limit - peaks[low]) * (high - low) // rise

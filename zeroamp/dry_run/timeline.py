@@ -24,6 +24,8 @@ them. activations: what the forward leaves for the backward. workspace: what ops
 activations included."""
 
 KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
+LABELS: dict[MemoryKind, str] = {**{kind: str(kind) for kind in KINDS}, "gathered parameters": "unsharded parameters"}
+"""What texts and pictures call a kind; in JSON a kind is its own name."""
 HOST_KINDS: tuple[MemoryKind, ...] = ("parameters", "optimizer state", "gradients")
 """What offloading moves to the CPU."""
 
@@ -62,7 +64,7 @@ class Timeline:
 
 
 class TimelineWriter:
-    """Adds and takes away bytes, and keeps what was there after each change."""
+    """Adds and takes away bytes, and writes a row of what is held after each change."""
 
     def __init__(self) -> None:
         self.phase: Phase = "init"
@@ -74,17 +76,13 @@ class TimelineWriter:
         """Add bytes of a kind, or take them away where they are negative."""
         if num_bytes:
             self._now[KINDS.index(kind)] += num_bytes
-            self.keep()
+            self.add_row()
 
-    def keep(self) -> None:
-        """Keep what is there now as an event."""
+    def add_row(self) -> None:
+        """Add the bytes that are held now as an event."""
         self._rows.append(tuple(self._now))
         self._phases.append(PHASES.index(self.phase))
 
-    def of(self, kind: MemoryKind) -> int:
-        """Return what is there of a kind."""
-        return self._now[KINDS.index(kind)]
-
     def timeline(self, on_host: Sequence[MemoryKind] = ()) -> Timeline:
-        """Return all that was kept."""
+        """Return the events so far."""
         return Timeline(np.array(self._rows, np.int64), np.array(self._phases, np.int8), tuple(on_host))

@@ -9,9 +9,10 @@ from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.ledger.rows import DTYPE_COLUMNS, HEADERS, PER_RANK, PER_STEP, LedgerRows, ledger_rows
 from zeroamp.ledger.tables import Row, TableStyle, cells, fold, render
 from zeroamp.ledger.verification import Verification
-from zeroamp.ledger.verify import LossFunction, verify
+from zeroamp.ledger.verify import verify
 from zeroamp.planning.mesh import Ranks, ranks_of
 from zeroamp.planning.plan import Plan
+from zeroamp.training.loss import LossFunction
 from zeroamp.wrapping.state import wrap_state
 
 _STEP_NOTE = (

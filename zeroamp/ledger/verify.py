@@ -1,6 +1,6 @@
 """`Ledger.verify`: runs one observed optimizer step, and compares the dtypes that occur with those of the ledger."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -14,10 +14,9 @@ from zeroamp.planning.plan import Plan
 from zeroamp.planning.traffic import plan_traffic
 from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.errors import PrecisionError, StepError, WrapError, describe
+from zeroamp.training.loss import LossFunction, loss_of
 from zeroamp.wrapping.rank_group import RankGroup
 from zeroamp.wrapping.state import WrapState, wrap_state
-
-LossFunction = Callable[..., torch.Tensor]
 
 _NUM_DIFFERENCES = 8
 """How many differences an error lists, of thousands of parameters."""
@@ -63,7 +62,7 @@ def _observe_step(
         with listening(state.listeners, counted):
             for _ in range(policy.gradient_accumulation_steps):
                 with torch.compiler.set_stance("force_eager"), ops:  # compiled code has no ops to look at
-                    loss = _loss(call(model, batch), loss_fn)
+                    loss = loss_of(call(model, batch), loss_fn, where="Ledger.verify", error=StepError)
                 ops.forget()
                 step.backward(loss)
             step.update()
@@ -74,20 +73,6 @@ def _observe_step(
         units.detach()
         for handle in handles:
             handle.remove()
-
-
-def _loss(output: object, loss_fn: LossFunction | None) -> torch.Tensor:
-    loss = loss_fn(output) if loss_fn is not None else getattr(output, "loss", output)
-    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
-        return loss
-    found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-    if isinstance(loss, torch.Tensor) and not loss.requires_grad:
-        found += " that needs no gradient"
-    remedy = "Pass a loss_fn that makes a scalar loss of the model's output."
-    valid = "a scalar that depends on trainable parameters"
-    if loss_fn is not None:
-        raise StepError(describe("The result of Ledger.verify's loss_fn", found, valid, remedy))
-    raise StepError(describe("The model's output in Ledger.verify, which has no .loss,", found, valid, remedy))
 
 
 def _refuse_problem(plan: Plan, state: WrapState, batch: object) -> None:

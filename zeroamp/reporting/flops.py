@@ -2,12 +2,18 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import flop_registry
 
-from zeroamp.hooks.tracing.model_flops import flops_of_run
+from zeroamp.hooks._torch.dispatch import TorchDispatchMode
+from zeroamp.hooks.tensors import tensors_in
+from zeroamp.hooks.tracing.fake_run import Replacements, tensors_replaced
+from zeroamp.hooks.tracing.recorded_run import replacement, run_context
 from zeroamp.planning.example_inputs import example_arguments
-from zeroamp.policies.errors import WrapError, describe
+from zeroamp.policies.errors import WrapError
 
 
 def count_flops(model: nn.Module, example_inputs: Any = None) -> int:
@@ -28,17 +34,48 @@ def count_flops(model: nn.Module, example_inputs: Any = None) -> int:
         WrapError: the model is wrapped already, or fake tensors cannot run its forward.
         ConfigError: there are no inputs.
     """
+    name = type(model).__name__
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        found = "a model that FSDP2 has sharded"
-        raise WrapError(describe(type(model).__name__, found, "a plain model", "Call count_flops before wrap_model."))
+        raise WrapError(f"count_flops needs a plain model, but FSDP2 has sharded {name}. Call it before wrap_model.")
     args, kwargs = example_arguments(model, example_inputs)
+    replacements = Replacements(lambda tensor: replacement(tensor, tensor.dtype, "cpu", fake=True))
     try:
-        return flops_of_run(model, args, kwargs)
+        with run_context("cpu", fake=True), torch.enable_grad(), tensors_replaced(model, replacements):
+            args, kwargs = replacements.of(args), replacements.of(kwargs)
+            # Plain products: of fused attention on the CPU torch has no formula, and others' compute scores twice.
+            with sdpa_kernel(SDPBackend.MATH), ModelFlops() as counter:
+                roots = [tensor for tensor in tensors_in(model(*args, **kwargs)) if tensor.requires_grad][:1]
+                counter.is_in_backward = True
+                torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
     # Whatever fake tensors make a forward raise: there is no one class for "this needs a value".
     except Exception as error:
         message = (str(error).splitlines() or [""])[0]
-        found = f"a forward that fake tensors cannot run ({type(error).__name__}: {message})"
-        remedy = "Count by hand: about 6 x parameters x tokens."
         raise WrapError(
-            describe(type(model).__name__, found, "inputs that fit, and control flow that needs no values", remedy)
+            f"count_flops cannot run {name} on tensors without values: {type(error).__name__}: {message}. Check the "
+            "inputs; control flow must not depend on values. Or count by hand: about 6 x parameters x tokens."
         ) from error
+    return int(counter.total)
+
+
+class ModelFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up torch's own formulas (`torch.utils.flop_counter`) for the ops inside. Returns what they return.
+
+    `FlopCounterMode` would count what is recomputed as well. Recomputation records a graph; a backward does not.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+        self.is_in_backward = False
+        """Set by the caller."""
+
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the op and count it."""
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        formula = flop_registry.get(func.overloadpacket)
+        if formula is not None and not (self.is_in_backward and torch.is_grad_enabled()):
+            self.total += int(formula(*args, **kwargs, out_val=out))
+        return out

@@ -1,14 +1,20 @@
-"""What the config asks a `TrainStep` to write or log about itself: tensorboard, csv_monitor, wandb, the breakdown."""
+"""The config's monitors of a `TrainStep`: `tensorboard`, `csv_monitor`, `wandb`, `wall_clock_breakdown`."""
 
+import csv
 import logging
 import weakref
-from typing import TYPE_CHECKING
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from zeroamp.planning.mesh import is_first_rank
+from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.policy import Policy
-from zeroamp.reporting.record import StepRecord
-from zeroamp.reporting.recorder import Recorder, Sink, recorder_of
-from zeroamp.reporting.writers import CsvWriter, TensorBoardWriter, WandbWriter, Writers
+from zeroamp.policies.schema.instruments import FileMonitorBlock, WandbBlock
+from zeroamp.reporting.files import append_to, imported
+from zeroamp.reporting.step_record import PARTS, StepRecord
+from zeroamp.reporting.step_recorder import Sink, StepRecorder, recorder_of
+from zeroamp.reporting.writers import Writers
 from zeroamp.wrapping.state import signals_of, wrap_state
 
 if TYPE_CHECKING:
@@ -21,7 +27,7 @@ STEPS_PER_BREAKDOWN = 10
 
 
 def attach_monitors(train: "TrainStep") -> None:
-    """Attach what the config asks for; nothing, where it asks for nothing. All ranks call it.
+    """Attach the monitors of the config, if it has any. All ranks call it.
 
     Raises:
         ConfigError: on all ranks, a monitor's package is missing, or its file cannot be written.
@@ -37,7 +43,7 @@ def attach_monitors(train: "TrainStep") -> None:
     sinks: list[Sink] = [writers.step]
     if policy.wall_clock_breakdown:
         sinks.append(breakdown(policy.steps_per_print or STEPS_PER_BREAKDOWN))
-    recorder = recorder_of(state, train.callbacks)
+    recorder = recorder_of(train)
     for sink in sinks:
         recorder.add(sink)
     # With the TrainStep, and at the end of the process at the latest: the last record may not be known before.
@@ -53,7 +59,7 @@ def _open(writers: Writers, policy: Policy) -> None:
         writers.add(WandbWriter(policy.wandb, policy.to_config()))
 
 
-def _finish(recorder: Recorder, sinks: list[Sink], writers: Writers) -> None:
+def _finish(recorder: StepRecorder, sinks: list[Sink], writers: Writers) -> None:
     for sink in sinks:
         recorder.remove(sink)
     writers.close()
@@ -67,9 +73,78 @@ def breakdown(every: int) -> Sink:
 
     def log(record: StepRecord) -> None:
         if not record.skipped and record.step % every == 0:
-            parts = ("forward", "backward", "exposed_communication", "optimizer", "other")
-            milliseconds = {part: getattr(record, f"{part}_s") * 1e3 for part in parts}
-            text = ", ".join(f"{part.replace('_', ' ')} {value:.1f}" for part, value in milliseconds.items())
+            text = ", ".join(f"{part.replace('_', ' ')} {getattr(record, f'{part}_s') * 1e3:.1f}" for part in PARTS)
             logger.info("step %d: %.1f ms: %s", record.step, record.step_s * 1e3, text)
 
     return log
+
+
+class CsvWriter:
+    """`csv_monitor`: one file, `<output_path>/<job_name>/steps.csv`, one row per step, a column per field.
+
+    Several learning rates are in one cell, apart by ";"; traffic is the sum of its bytes. What a file
+    holds is never changed: a second `TrainStep`, of this process or a later one, appends, from its own first step on.
+    """
+
+    COLUMNS = tuple(field.name for field in fields(StepRecord))
+
+    def __init__(self, block: FileMonitorBlock) -> None:
+        path = _folder(block) / "steps.csv"
+        head = path.read_text(encoding="utf-8").partition("\n")[0] if path.is_file() else ""
+        if head and head.split(",") != list(self.COLUMNS):
+            raise ConfigError(f"csv_monitor.output_path: {path} has other columns than StepRecord. Move the file away.")
+        self._file = append_to(path, "csv_monitor.output_path")
+        self._rows = csv.writer(self._file, lineterminator="\n")
+        if not head:
+            self._rows.writerow(self.COLUMNS)
+
+    def step(self, record: StepRecord) -> None:
+        """Write one row."""
+        row = {name: getattr(record, name) for name in self.COLUMNS}
+        row["lr"] = ";".join(map(str, record.lr))
+        row["traffic_bytes"] = sum(record.traffic_bytes.values())
+        self._rows.writerow(row.values())  # None is an empty cell
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoardWriter:
+    """`tensorboard`: event files in `<output_path>/<job_name>`; a tag `train/<field>` per number, against steps."""
+
+    def __init__(self, block: FileMonitorBlock) -> None:
+        tensorboard = imported("torch.utils.tensorboard", where="tensorboard.enabled", extra="tensorboard")
+        self._writer = tensorboard.SummaryWriter(log_dir=str(_folder(block)))
+
+    def step(self, record: StepRecord) -> None:
+        """Write all numbers of one step; a thread of TensorBoard's brings them to the disk."""
+        for name, value in record.scalars().items():
+            self._writer.add_scalar(f"train/{name}", value, record.step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._writer.close()
+
+
+class WandbWriter:
+    """`wandb`: one run of Weights & Biases; `train/<field>` per number. Where it goes is up to WANDB_MODE."""
+
+    def __init__(self, block: WandbBlock, config: dict[str, Any]) -> None:
+        wandb = imported("wandb", where="wandb.enabled", extra="wandb")
+        self._run = wandb.init(project=block.project, group=block.group, entity=block.team, config=config)
+        # Not wandb's own step, which must grow: a step that is skipped has the number of the one before.
+        self._run.define_metric("train/*", step_metric="step")
+
+    def step(self, record: StepRecord) -> None:
+        """Log one step."""
+        self._run.log({"step": record.step} | {f"train/{name}": value for name, value in record.scalars().items()})
+
+    def close(self) -> None:
+        """End the run."""
+        self._run.finish()
+
+
+def _folder(block: FileMonitorBlock) -> Path:
+    return Path(block.output_path) / block.job_name

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from zeroamp.policies.errors import ConfigError, StepError, describe
-from zeroamp.reporting.trace import RangeTimes, nest_backwards, range_times, render_times
-from zeroamp.reporting.writers import check_folder
+from zeroamp.policies.numbers import is_integer
+from zeroamp.reporting.chrome_trace import RangeTimes, nest_backwards, range_times, render_times
+from zeroamp.reporting.files import check_folder
 from zeroamp.training.callbacks import observe_steps
 from zeroamp.training.step import TrainStep
 from zeroamp.wrapping.state import signals_of, wrap_state
@@ -40,9 +41,10 @@ class Profile:
     ) -> None:
         """Take the wrapped model whose steps count; None takes the first that makes one. See `profile`."""
         for name, value, least in (("wait", wait, 0), ("warmup", warmup, 1), ("active", active, 1)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if not is_integer(value, at_least=least):
                 where = f"profile(..., {name}=)"
-                raise StepError(describe(where, repr(value), f"an integer >= {least}", "It counts optimizer steps."))
+                remedy = "It is a number of optimizer steps."
+                raise StepError(describe(where, repr(value), f"an integer >= {least}", remedy))
         self.folder = Path(folder)
         self.path: Path | None = None
         """This rank's trace, once it is written."""
@@ -89,12 +91,8 @@ class Profile:
             return
         if self.num_steps <= self._num_before:
             raise StepError(
-                describe(
-                    "profile",
-                    f"{self.num_steps} optimizer steps of a TrainStep, of which none was recorded",
-                    f"at least {self._num_before + 1}: wait, warmup and one more",
-                    "Run more steps in it, or lower wait and warmup.",
-                )
+                f"profile recorded nothing: it ended after {self.num_steps} optimizer steps of a TrainStep, and the "
+                f"first that it records is step {self._num_before + 1}. Run more steps in it, or lower wait and warmup."
             )
         self._write_on_all()
 
@@ -105,8 +103,8 @@ class Profile:
     def _follow(self, root: nn.Module) -> None:
         self._root, self.rank = root, dist.get_rank()
         if wrap_state(root).plan.policy.ranges == "off":
-            valid = '"profiler" or "nvtx"'
-            raise ConfigError(describe("zeroamp.ranges", '"off" in a profile', valid, "Remove the key."))
+            valid = '"profiler" or "nvtx" in a profile'
+            raise ConfigError(describe("zeroamp.ranges", '"off"', valid, "Remove the key."))
 
     def _step(self, root: nn.Module) -> None:
         if self._root is None:
@@ -115,7 +113,7 @@ class Profile:
             return
         self.num_steps += 1
         with warnings.catch_warnings():
-            # Up to torch 2.12 it warns that a second cycle would drop the first's events: there is one.
+            # Up to torch 2.12 it warns that a second cycle would clear the first's events: there is one.
             warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
             self._profiler.step()
         if self.num_steps == self._num_steps_wanted:
@@ -154,8 +152,9 @@ class Profile:
             raise self._unwritable(error) from error
 
     def _unwritable(self, error: OSError) -> StepError:
-        found, remedy = f"{type(error).__name__}: {error}", "Name another folder."
-        return StepError(describe(f"{self.folder}", found, "a folder that can be written", remedy))
+        return StepError(
+            f"profile cannot write to the folder {self.folder}: {type(error).__name__}: {error}. Name another folder."
+        )
 
 
 def profile(
@@ -183,8 +182,8 @@ def profile(
     Args:
         train: whose steps count; a step is one that returns a `StepReport`.
         folder: made if it is not there.
-        wait: steps that pass before the profiler is there: it costs nothing.
-        warmup: steps with the profiler on whose records are dropped, at least 1: the first are slow.
+        wait: steps before the profiler is on, which cost nothing.
+        warmup: steps with the profiler on whose events are discarded, at least 1: the first are slow.
         active: steps that are recorded. If the context ends before, those that were.
         compress: write `rank0.json.gz`.
 

@@ -1,6 +1,5 @@
 """`RunReport`: one JSON line per optimizer step, warnings, and a progress line."""
 
-import math
 import os
 import platform
 import weakref
@@ -15,11 +14,11 @@ import torch
 
 from zeroamp.planning.mesh import device_of, shard_size
 from zeroamp.policies.errors import StepError, describe
-from zeroamp.reporting.progress import ProgressLine
-from zeroamp.reporting.record import StepRecord
-from zeroamp.reporting.recorder import Figures, recorder_among, recorder_of
+from zeroamp.policies.numbers import is_finite
 from zeroamp.reporting.run_warnings import RunWarnings
-from zeroamp.reporting.writers import JsonlWriter, Writers
+from zeroamp.reporting.step_record import StepRecord
+from zeroamp.reporting.step_recorder import Figures, existing_recorder, recorder_of
+from zeroamp.reporting.writers import JsonlWriter, ProgressLine, Writers
 from zeroamp.version import __version__
 from zeroamp.wrapping.state import WrapState, signals_of, wrap_state
 
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from zeroamp.training.step import TrainStep
 
 FORMAT = 1
-"""Of the file. Readers take lines and fields that they do not know for new ones."""
+"""Of the file. Readers skip lines and fields that they do not know."""
 STEPS_PER_CHECK = 50
 """Steps between two exchanges of the ranks' busy times."""
 
@@ -43,7 +42,7 @@ class RunReport:
             run.last  # the newest StepRecord
     ```
 
-    All ranks construct it; the first one writes. Where the file exists, it is gone on with: see `read_run`.
+    All ranks construct it; the first one writes. If the file exists, it is appended to: see `read_run`.
 
     A `TrainStep` has one at a time. While it is open, its figures (tokens, FLOPs) are in what monitors write, too.
     """
@@ -70,12 +69,12 @@ class RunReport:
             peak_flops: peak FLOP/s of one rank's device in the dtype that computes, by its data sheet. With
                 `flops_per_step`: MFU = flops_per_step / (step_s x ranks x peak_flops).
             num_steps: shows a line of progress towards so many optimizer steps. None: none.
-            steps_per_check: steps between two exchanges of busy times and allocator flushes, one small gather over the
-                CPU each. 0: none, and no warnings of them.
+            steps_per_check: steps between two exchanges of busy times and allocator flushes among the ranks, one small
+                message over the CPU each. 0: none, and no warnings of them.
 
         Raises:
-            StepError: a number is not positive and finite; on all ranks, a window of `train` has begun, or another
-                RunReport is open on it.
+            StepError: a number is not positive and finite; on all ranks, an optimizer step of `train` has begun, or
+                another RunReport is open on it.
             ConfigError: on all ranks, the file cannot be written, or the progress line needs tqdm.
         """
         figures = Figures(tokens_per_step=tokens_per_step, flops_per_step=flops_per_step, peak_flops=peak_flops)
@@ -86,11 +85,11 @@ class RunReport:
         self._ranks = signals_of(state)
         self._writers = Writers()
         self._warnings = RunWarnings(state.plan, shard_size(state.mesh), state.mesh.size())
-        self._ranks.run(lambda: _refuse_out_of_turn(train))
+        self._ranks.run(lambda: _check_is_possible(train))
         self._ranks.on_first(lambda: self._open(Path(path), num_steps, _header(state, figures)))
         warnings = self._warnings if self._ranks.rank == 0 else None
         self._check = _RankCheck(self._ranks.run, warnings, steps_per_check) if steps_per_check else None
-        self._recorder = recorder_of(state, train.callbacks)
+        self._recorder = recorder_of(train)
         self._recorder.add(self._record)
         self._recorder.figures = figures
         self._is_open = True
@@ -106,9 +105,9 @@ class RunReport:
         self.close()
 
     def close(self) -> None:
-        """Write what is left, and watch no longer. On this rank only; waits for its device.
+        """Write what is left, and record no more. On this rank only; waits for its device.
 
-        What has happened with the `TrainStep`'s end, and with the process's, at the latest.
+        Called at the end of the `TrainStep`, or of the process, if nobody did before.
         """
         if not self._is_open:
             return
@@ -166,18 +165,22 @@ class _RankCheck:
 
 def _check_positive(**values: float | None) -> None:
     for name, value in values.items():
-        if value is not None and (isinstance(value, bool) or not 0 < value < math.inf):
+        if value is not None and not is_finite(value, above=0):
             raise StepError(describe(f"RunReport({name}=)", value, "a positive, finite number, or None", "Change it."))
 
 
-def _refuse_out_of_turn(train: "TrainStep") -> None:
+def _check_is_possible(train: "TrainStep") -> None:
     if not train.is_between_steps:
-        valid = "the end of a window, after step() returned a report"
-        raise StepError(describe("RunReport", "an unfinished window of the TrainStep", valid, "Construct it there."))
-    recorder = recorder_among(train.callbacks)
+        raise StepError(
+            "RunReport must be constructed between two optimizer steps, but a backward of this TrainStep has begun. "
+            "Construct it after step() returned a report."
+        )
+    recorder = existing_recorder(train)
     if recorder is not None and recorder.figures is not None:
-        valid, remedy = "one at a time", "Close that one first, or read its file while it grows."
-        raise StepError(describe("RunReport", "another one that is open on the TrainStep", valid, remedy))
+        raise StepError(
+            "RunReport: another RunReport is open on this TrainStep, which has one at a time. Close the other one "
+            "first, or read its file while it grows."
+        )
 
 
 def _header(state: WrapState, figures: Figures) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Warnings about a run, each once, with figures and what to do. They change nothing."""
+"""Warnings about a run, each given once, with figures and what to do. They change nothing."""
 
 import logging
 import math
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 from zeroamp.planning.plan import Plan
-from zeroamp.reporting.record import GIB, StepRecord
+from zeroamp.reporting.step_record import GIB, StepRecord
 
 logger = logging.getLogger("zeroamp")
 
@@ -16,7 +16,7 @@ NUM_BAD_STEPS = 10
 SLOW_RANK_MARGIN = 0.2
 """A rank is slow where its busy time is more than this fraction above the median of all."""
 DOMINANT_UNIT_FRACTION = 0.5
-"""A unit dominates where its gathered parameters and whole gradients are more than this part of what a rank holds."""
+"""A unit dominates if its unsharded parameters and gradients are more than this part of what a rank then holds."""
 DOMINANT_UNIT_BYTES = 256 * MIB
 """Smaller units never do."""
 LATENCY_BOUND_BYTES = 1 * MIB
@@ -26,7 +26,7 @@ ADAM_BYTES_PER_ELEMENT = 16
 
 
 class RunWarnings:
-    """Looks at a plan once and at every record. On the first rank."""
+    """Checks a plan once and every record. On the first rank."""
 
     def __init__(self, plan: Plan, num_shards: int, num_ranks: int) -> None:
         self.listeners: list[Callable[[str, str], None]] = []
@@ -99,14 +99,14 @@ class RunWarnings:
         sizes = {
             group.name: sum(param.numel * param.dtypes.param.itemsize for param in group.params)
             for group in self._plan.groups
-            if group.kind != "model-wide"  # gathered once per step
+            if group.kind != "model-wide"  # all-gathered once per step
         }
         small = {name: size for name, size in sizes.items() if size < LATENCY_BOUND_BYTES}
         if small:
             name = min(small, key=lambda name: small[name])
             self._warn(
                 "latency-bound groups",
-                f"{len(small)} of {len(sizes)} groups move less than {LATENCY_BOUND_BYTES / MIB:g} MiB in a gather, "
+                f"{len(small)} of {len(sizes)} groups all-gather less than {LATENCY_BOUND_BYTES / MIB:g} MiB at once, "
                 f"{name} {small[name] / 1024:.1f} KiB: their collectives take longer to start than to move. Merge "
                 "units by zero_optimization.reduce_bucket_size, choose larger ones by auto_wrap_policy, or raise "
                 "stage3_param_persistence_threshold for small fp32 parameters",
@@ -126,7 +126,7 @@ class RunWarnings:
         if share > DOMINANT_UNIT_FRACTION and sizes[unit] > DOMINANT_UNIT_BYTES:
             self._warn(
                 "dominant unit",
-                f"unit {unit or 'root'} takes {sizes[unit] / GIB:.2f} GiB while it is gathered with its gradients, "
+                f"unit {unit or 'root'} takes {sizes[unit] / GIB:.2f} GiB while it is unsharded, with its gradients, "
                 f"{share:.0%} of it and the {held / GIB:.2f} GiB of shards that a rank holds (with AdamW): more ranks "
                 "cannot lower the peak. Make units of its parts by auto_wrap_policy",
             )

@@ -1,34 +1,21 @@
-"""Where records go: JSON lines, CSV, TensorBoard, Weights & Biases. On the first rank only."""
+"""What `RunReport` writes on the first rank: JSON lines and a line of progress. And all writers of a run together."""
 
-import csv
-import importlib
 import json
 import logging
-import os
-import tempfile
+import math
+import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol, TextIO, runtime_checkable
 
-from zeroamp.policies.errors import ConfigError, describe
-from zeroamp.policies.schema.instruments import FileMonitorBlock, WandbBlock
-from zeroamp.reporting.record import StepRecord
-
-
-def check_folder(folder: Path) -> None:
-    """Write into the folder, or into the nearest one above that is there, and leave nothing behind.
-
-    Raises:
-        OSError: as writing into the folder, which is made then, would.
-    """
-    nearest = next(path for path in (folder, *folder.parents) if path.exists())
-    with tempfile.TemporaryDirectory(dir=nearest):
-        pass
-
+from zeroamp.reporting.files import append_to, imported
+from zeroamp.reporting.step_record import StepRecord
 
 logger = logging.getLogger("zeroamp")
+
+NUM_LINES = 20
+"""Lines of a whole run where the output is not a terminal."""
 
 
 class Writer(Protocol):
@@ -43,7 +30,7 @@ class Writer(Protocol):
 
 @runtime_checkable
 class WarningWriter(Writer, Protocol):
-    """One that warnings go to as well."""
+    """One that takes warnings as well."""
 
     def warning(self, name: str, text: str) -> None:
         """Write a warning."""
@@ -56,7 +43,7 @@ class Writers:
         self._writers: list[Writer] = []
 
     def add(self, writer: Writer) -> None:
-        """Let `writer` have all that comes."""
+        """Write to `writer` too."""
         self._writers.append(writer)
 
     def step(self, record: StepRecord) -> None:
@@ -64,13 +51,9 @@ class Writers:
         self._each(lambda writer: writer.step(record), f"nothing is written from step {record.step} on")
 
     def warning(self, name: str, text: str) -> None:
-        """Write a warning where there is a place for it; the log has it."""
-
-        def write(writer: Writer) -> None:
-            if isinstance(writer, WarningWriter):
-                writer.warning(name, text)
-
-        self._each(write, f"nothing is written from the warning of {name} on")
+        """Write a warning by those that take warnings; the log has it."""
+        loss = f"nothing is written from the warning of {name} on"
+        self._each(lambda writer: writer.warning(name, text) if isinstance(writer, WarningWriter) else None, loss)
 
     def close(self) -> None:
         """Close all."""
@@ -85,7 +68,7 @@ class Writers:
                 self._writers.remove(writer)
                 where, why = type(writer).__name__, f"{type(error).__name__}: {error}"
                 logger.error("%s: %s, because of %s. Training goes on", where, loss, why)
-                with suppress(Exception):  # that it cannot write has been said
+                with suppress(Exception):  # the error that matters has been logged
                     writer.close()
 
 
@@ -97,7 +80,7 @@ class JsonlWriter:
     """
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
-        self._file = _appended(path, "RunReport(path=)")
+        self._file = append_to(path, "RunReport(path=)")
         self._header: dict[str, Any] | None = header  # None once it is written
 
     def step(self, record: StepRecord) -> None:
@@ -124,112 +107,55 @@ class JsonlWriter:
         self._file.flush()
 
 
-class CsvWriter:
-    """`csv_monitor`: one file, `<output_path>/<job_name>/steps.csv`, one row per step, a column per field.
+class ProgressLine:
+    """A tqdm bar where the output is a terminal, else about twenty plain lines, which a log file can hold."""
 
-    Several learning rates are in one cell, apart by ";"; traffic is the sum of its bytes. What a file
-    holds is never changed: a second `TrainStep`, of this process or a later one, appends, from its own first step on.
-    """
+    def __init__(self, num_steps: int, file: TextIO | None = None) -> None:
+        """`num_steps`: the optimizer steps of the whole run. `file`: stdout by default.
 
-    COLUMNS = tuple(field.name for field in fields(StepRecord))
-
-    def __init__(self, block: FileMonitorBlock) -> None:
-        path = _folder(block) / "steps.csv"
-        head = path.read_text(encoding="utf-8").partition("\n")[0] if path.is_file() else ""
-        if head and head.split(",") != list(self.COLUMNS):
-            raise ConfigError(
-                describe("csv_monitor.output_path", f"{path} with other columns", "a new file", "Move it away.")
-            )
-        self._file = _appended(path, "csv_monitor.output_path")
-        self._rows = csv.writer(self._file, lineterminator="\n")
-        if not head:
-            self._rows.writerow(self.COLUMNS)
+        Raises:
+            ConfigError: the output is a terminal, and there is no tqdm.
+        """
+        self._num_steps = num_steps
+        self._file = file or sys.stdout
+        self._lines_every = math.ceil(num_steps / NUM_LINES)
+        self._is_first = True
+        self._bar: Any = None
+        self._tqdm: Any = None
+        if self._file.isatty():
+            self._tqdm = imported("tqdm", where="RunReport(num_steps=)", extra="report")
 
     def step(self, record: StepRecord) -> None:
-        """Write one row."""
-        row = {name: getattr(record, name) for name in self.COLUMNS}
-        row["lr"] = ";".join(map(str, record.lr))
-        row["traffic_bytes"] = sum(record.traffic_bytes.values())
-        self._rows.writerow(row.values())  # None is an empty cell
-        self._file.flush()
+        """Show one step."""
+        is_due = not record.skipped and (record.step % self._lines_every == 0 or record.step == self._num_steps)
+        if self._tqdm is not None:
+            self._draw(record)
+        elif self._is_first or is_due:  # a step that is skipped has the number of the one before
+            print(f"step {record.step}/{self._num_steps}: {_words(record)}", file=self._file, flush=True)
+        self._is_first = False
+
+    def _draw(self, record: StepRecord) -> None:
+        if self._bar is None:  # made here, since only here it is known at which step a run goes on
+            self._bar = self._tqdm.tqdm(total=self._num_steps, initial=record.step, unit="step", file=self._file)
+        self._bar.set_postfix_str(_words(record), refresh=False)
+        self._bar.update(record.step - self._bar.n)
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Leave the bar where it is."""
+        if self._bar is not None:
+            self._bar.close()
 
 
-class TensorBoardWriter:
-    """`tensorboard`: event files in `<output_path>/<job_name>`; a tag `train/<field>` per number, against steps."""
-
-    def __init__(self, block: FileMonitorBlock) -> None:
-        tensorboard = imported("torch.utils.tensorboard", where="tensorboard.enabled", extra="tensorboard")
-        self._writer = tensorboard.SummaryWriter(log_dir=str(_folder(block)))
-
-    def step(self, record: StepRecord) -> None:
-        """Write all numbers of one step; a thread of TensorBoard's brings them to the disk."""
-        for name, value in record.scalars().items():
-            self._writer.add_scalar(f"train/{name}", value, record.step)
-
-    def close(self) -> None:
-        """Write what is left."""
-        self._writer.close()
-
-
-class WandbWriter:
-    """`wandb`: one run of Weights & Biases; `train/<field>` per number. Where it goes is up to WANDB_MODE."""
-
-    def __init__(self, block: WandbBlock, config: dict[str, Any]) -> None:
-        wandb = imported("wandb", where="wandb.enabled", extra="wandb")
-        self._run = wandb.init(project=block.project, group=block.group, entity=block.team, config=config)
-        # Not wandb's own step, which must grow: a step that is skipped has the number of the one before.
-        self._run.define_metric("train/*", step_metric="step")
-
-    def step(self, record: StepRecord) -> None:
-        """Log one step."""
-        self._run.log({"step": record.step} | {f"train/{name}": value for name, value in record.scalars().items()})
-
-    def close(self) -> None:
-        """End the run."""
-        self._run.finish()
-
-
-def imported(module: str, *, where: str, extra: str) -> Any:
-    """Return an optional module.
-
-    Raises:
-        ConfigError: it is not installed; the text says what to install.
-    """
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        found = f"no module {error.name!r}"
-        raise ConfigError(
-            describe(where, found, "an environment that has it", f"pip install zeroamp[{extra}]")
-        ) from error
-
-
-def _appended(path: Path, where: str) -> TextIO:
-    """Open a file to append to. A line that a crash cut is ended first, so that only it is lost."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        is_cut = path.is_file() and not _ends_whole(path)
-        file = path.open("a", encoding="utf-8", newline="")
-        if is_cut:
-            file.write("\n")
-        return file
-    except OSError as error:
-        raise ConfigError(
-            describe(where, f"{path}, which cannot be written ({error.strerror})", "a file that can", "Change it.")
-        ) from error
-
-
-def _ends_whole(path: Path) -> bool:
-    with path.open("rb") as file:
-        if file.seek(0, os.SEEK_END) == 0:
-            return True
-        file.seek(-1, os.SEEK_END)
-        return file.read() == b"\n"
-
-
-def _folder(block: FileMonitorBlock) -> Path:
-    return Path(block.output_path or "") / (block.job_name or "")
+def _words(record: StepRecord) -> str:
+    words = [f"loss {record.loss:.4f}", f"norm {record.grad_norm:.3g}"]
+    if record.skipped:
+        words.append(f"skipped at scale {record.loss_scale:g}")
+    if record.tokens_per_s is not None:
+        words.append(f"{record.tokens_per_s:,.0f} tokens/s")
+    if record.mfu is not None:
+        words.append(f"MFU {record.mfu:.1%}")
+    if record.peak_active_gib is None:
+        words.append(f"peak RSS {record.peak_rss_gib:.2f} GiB")
+    else:
+        words.append(f"peak {record.peak_active_gib:.2f} GiB on the device")
+    return ", ".join(words)

@@ -83,14 +83,14 @@ def test_nothing_is_allocated_but_meta_tensors(tmp_path):
         ({"hidden_size": 8}, "(ValueError: Unrecognized model in"),
         ({"model_type": "no-such-type"}, "`no-such-type`"),
         ({"model_type": "llama", "hidden_size": "wide"}, "Field 'hidden_size' expected int, got str"),
-        ({"model_type": "llama", "architectures": ["LlamaOfTomorrow"]}, "found architectures ['LlamaOfTomorrow']"),
-        ({"model_type": "llama", "architectures": ["LlamaConfig"]}, "found architectures ['LlamaConfig']"),
+        ({"model_type": "llama", "architectures": ["LlamaOfTomorrow"]}, "but is ['LlamaOfTomorrow']"),
+        ({"model_type": "llama", "architectures": ["LlamaConfig"]}, "but is ['LlamaConfig']"),
     ],
 )
 def test_a_config_json_that_is_no_model_says_what_is_wrong(tmp_path, entries, words):
     with pytest.raises(zeroamp.WrapError) as raised:
         load_model(str(folder_of(tmp_path, **entries)))
-    assert str(raised.value).startswith(f"model '{tmp_path}': found ")
+    assert str(raised.value).startswith(f"model '{tmp_path}'")
     assert words in str(raised.value)
 
 
@@ -112,14 +112,14 @@ def test_a_config_json_that_is_no_json_is_refused(tmp_path):
 
 
 def test_a_folder_without_config_json_is_refused(tmp_path):
-    with pytest.raises(zeroamp.WrapError, match=r"found a folder without config\.json; valid: .* save_pretrained"):
+    with pytest.raises(zeroamp.WrapError, match=r"config\.json.* save_pretrained"):
         load_model(str(tmp_path))
 
 
 def test_without_transformers_a_folder_says_what_to_install(tmp_path, monkeypatch):
     folder_of(tmp_path, model_type="llama")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(zeroamp.WrapError, match=r"not installed; valid: .* pip install zeroamp\[examples\]"):
+    with pytest.raises(zeroamp.WrapError, match=r"pip install zeroamp\[examples\]"):
         load_model(str(tmp_path))
 
 
@@ -163,17 +163,14 @@ def test_the_file_itself_runs_with_real_tensors(python_file):
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        (
-            "no/such/folder",
-            "found no folder, and no name of a factory; valid: a folder with a transformers config.json",
-        ),
-        ("organisation/model", "found no folder"),  # a name on a hub: nothing is downloaded
+        ("no/such/folder", "Check the path."),
+        ("organisation/model", "Check the path."),  # a name on a hub: nothing is downloaded
         ("some_file.py", "Append the name of a function, after a colon."),
-        ("module:", "found no folder, and no name of a factory"),
-        (":factory", "found no folder, and no name of a factory"),
-        ("no/such/file.py:build", "found no file at "),
-        ("no_such_module:build", "(ModuleNotFoundError: No module named 'no_such_module')"),
-        (".relative:build", "found a module that does not import (TypeError: "),
+        ("module:", "Check the path."),
+        (":factory", "Check the path."),
+        ("no/such/file.py:build", "no/such/file.py"),
+        ("no_such_module:build", "ModuleNotFoundError: No module named 'no_such_module'"),
+        (".relative:build", "importing '.relative'"),
     ],
 )
 def test_a_source_that_leads_nowhere_says_what_is_possible(source, words, tmp_path, monkeypatch):
@@ -181,35 +178,32 @@ def test_a_source_that_leads_nowhere_says_what_is_possible(source, words, tmp_pa
     monkeypatch.setattr(sys, "path", list(sys.path))
     with pytest.raises(zeroamp.WrapError) as raised:
         load_model(source)
-    assert str(raised.value).startswith(f"model {source!r}: found ")
+    assert str(raised.value).startswith(f"model {source!r}")
     assert words in str(raised.value)
-    assert '; valid: a folder with a transformers config.json, "package.module:factory" or ' in str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("1 / 0", "found a file that does not import (ZeroDivisionError: division by zero)"),
-        ("def (", "found a file that does not import (SyntaxError: "),
-        ("raise SystemExit(2)", "found a file that does not import (SystemExit: 2)"),
-        ("def make(): pass", "found no 'build' in 'mistake'; valid: a callable without arguments that returns a "
-            "module; defined there: make. Check the name."),
-        ("build = 3", "found 'build', a int; valid: a callable without arguments that returns a module; "
-            "defined there: none. Name a function."),
-        ("from torch import nn\nbuild = nn.Linear(1, 1)", "found a module that is built already"),
-        ("def build(): raise OSError('no weights')", "found a factory that raised OSError: no weights; valid: "),
-        ("def build(width): pass", "found a factory that raised TypeError: build() missing 1 required positional"),
-        ("import sys\ndef build(): sys.exit('bye')", "found a factory that raised SystemExit: bye"),
-        ("import torch\ndef build(): torch.ones(1).item()", 'It is called under torch.device("meta")'),
-        ("def build(): return {}", "found a factory that returned a dict; valid: a callable"),
-        ("def build(): pass", "found a factory that returned a NoneType; valid: a callable"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("def (", "SyntaxError: "),
+        ("raise SystemExit(2)", "SystemExit: 2"),
+        ("def make(): pass", "there is no 'build' in 'mistake'. Name one of those that it defines: make."),
+        ("build = 3", "build is a int in 'mistake'"),
+        ("from torch import nn\nbuild = nn.Linear(1, 1)", "Name the function that builds it"),
+        ("def build(): raise OSError('no weights')", "raised OSError: no weights. "),
+        ("def build(width): pass", "raised TypeError: build() missing 1 required positional"),
+        ("import sys\ndef build(): sys.exit('bye')", "raised SystemExit: bye"),
+        ("import torch\ndef build(): torch.ones(1).item()", 'under torch.device("meta")'),
+        ("def build(): return {}", "returns a dict"),
+        ("def build(): pass", "returns a NoneType"),
     ],
 )  # fmt: skip
 def test_a_factory_that_is_none_says_what_is_wrong(python_file, text, words):
     path = python_file("mistake.py", text)
     with pytest.raises(zeroamp.WrapError) as raised:
         load_model(f"{path}:build")
-    assert str(raised.value).startswith(f"model '{path}:build': found ")
+    assert str(raised.value).startswith(f"model '{path}:build'")
     assert words in str(raised.value)
 
 
@@ -230,9 +224,7 @@ def test_a_file_that_failed_can_be_mended_and_read_again(python_file):
 
 def test_a_file_never_takes_the_name_of_a_module_in_use(python_file):
     path = python_file("json.py", FACTORY)
-    with pytest.raises(
-        zeroamp.WrapError, match=r"name is that of a module in use \(.*json.__init__\.py\).* Rename the file"
-    ):
+    with pytest.raises(zeroamp.WrapError, match=r"'json' .* in use \(.*json.__init__\.py\).* Rename the file"):
         load_model(f"{path}:build")
     assert sys.modules["json"] is json
     path = python_file("sys.py", FACTORY)

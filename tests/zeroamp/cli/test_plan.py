@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from tests.processes.cli import run
 from tests.processes.training import config
-from tests.zeroamp.cli.test_app import run
 
 NET = """
 import torch
@@ -73,16 +73,12 @@ def test_a_mistake_in_the_arguments_exits_with_2(arguments, more, words):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (("--gpu", "h1000"), "Error: gpu: found 'h1000'"),
-        (("--mesh", "3x3"), "Error: mesh: found 3x3"),
-        (("--inputs", "no.such:function"), "Error: inputs 'no.such:function': found a module that does not import"),
-        (("--inputs", "no.py:f"), "Error: inputs 'no.py:f': found no file at "),
-        (("--inputs", "no.py:f"), '; valid: "package.module:function" or "path/to/file.py:function". Check the path.'),
-        (("--inputs", "batch"), "Error: inputs 'batch': found no name of a function; valid: \"package.module:function"),
-        (
-            ("--inputs", "json:nothing"),
-            "; valid: a callable of (batch, seq) that returns what the forward takes; defined there: ",
-        ),
+        (("--gpu", "h1000"), "'h1000'"),
+        (("--mesh", "3x3"), "3x3"),
+        (("--inputs", "no.such:function"), "Error: inputs 'no.such:function': importing 'no.such'"),
+        (("--inputs", "no.py:f"), "Error: inputs 'no.py:f': there is no file"),
+        (("--inputs", "batch"), "Error: inputs 'batch' must be \"package.module:function"),
+        (("--inputs", "json:nothing"), "there is no 'nothing' in 'json'"),
     ],
 )
 def test_a_mistake_in_what_is_planned_exits_with_1(arguments, more, words):
@@ -97,7 +93,8 @@ def test_a_picture_that_cannot_be_written_is_refused_before_the_plan_is_made(arg
     monkeypatch.setattr("zeroamp.cli.plan.plan_run", lambda *_, **__: pytest.fail("planned"))
     code, out, err = run(*arguments, "--plot", tmp_path / name)
     assert (code, out) == (1, "")
-    assert f"Error: plot: found '{tmp_path / name}', " in err
+    assert "Error: plot" in err
+    assert str(tmp_path / name) in err
 
 
 def test_a_picture_that_fails_later_costs_the_plot_only(arguments, tmp_path, monkeypatch):
@@ -106,7 +103,7 @@ def test_a_picture_that_fails_later_costs_the_plot_only(arguments, tmp_path, mon
     code, out, err = run(*arguments, "--stages", "3", "--plot", tmp_path / "memory.png")
     assert code == 1
     assert "Memory of one rank at the peak" in out
-    assert "memory.png', which cannot be written (No space left on device)" in err
+    assert "memory.png' cannot be written (No space left on device)" in err
 
 
 def _full(*_args, **_options):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import zeroamp
-from tests.zeroamp.dry_run.test_run_plan import plan
+from tests.zeroamp.dry_run.plans import plan
 from zeroamp.dry_run.plot import stretches
 from zeroamp.dry_run.timeline import PHASES
 
@@ -58,7 +58,7 @@ def test_the_picture_names_every_micro_batch_and_draws_its_stretches_from_left_t
 def test_a_picture_that_cannot_be_written_is_an_error_that_says_why(tmp_path, name):
     pytest.importorskip("matplotlib")
     (tmp_path / "file").write_text("")
-    with pytest.raises(zeroamp.ConfigError, match=f"plot: found '{tmp_path / name}', "):
+    with pytest.raises(zeroamp.ConfigError, match=rf"plot.*{tmp_path / name}"):
         planned().plot(tmp_path / name)
 
 

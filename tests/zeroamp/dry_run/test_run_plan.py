@@ -1,7 +1,7 @@
 """`plan_run` and what it returns."""
 
-import dataclasses
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,27 +10,11 @@ from torch import nn
 import zeroamp
 from tests.models.small import Llama, Moe, hf_llama_config
 from tests.processes.training import config
-from zeroamp.dry_run.roofline import step_time
+from tests.zeroamp.dry_run.plans import FULL, TOKENS, plan, tokens
+from zeroamp.dry_run.step_time import step_time
 from zeroamp.dry_run.timeline import KINDS
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.traffic import plan_traffic
-
-TOKENS = 12
-FULL = dataclasses.replace(zeroamp.GPUS["h100"], memory_gb=1e-6)
-"""Nothing fits on it, so that no batches are tried but one."""
-
-
-def tokens(batch, seq):
-    return torch.zeros(batch, seq, dtype=torch.long)
-
-
-def plan(options=None, model=None, **more):
-    with torch.device("meta"):
-        model = model or Llama(tied=False, num_blocks=6)
-    policy = zeroamp.policy_from_config(config(**{"stage": 3, "threshold": 0, **(options or {})}))
-    return zeroamp.plan_run(
-        model, policy, **{"world_size": 8, "batch": 2, "seq": TOKENS, "inputs": tokens, "gpu": FULL, **more}
-    )
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +44,7 @@ def test_checkpointing_keeps_less(run):
 
 
 def test_the_largest_batch_fits_and_the_next_does_not():
-    gpu = dataclasses.replace(zeroamp.GPUS["h100"], memory_gb=4e-3)
+    gpu = replace(zeroamp.GPUS["h100"], memory_gb=4e-3)
     run = plan(gpu=gpu, stages=(1, 3))
     assert [run.fits(stage) for stage in run.stages] == [True, True]
     for stage in run.stages:
@@ -117,7 +101,8 @@ def test_a_stage_that_the_config_excludes_is_refused_with_the_reason():
     run = plan({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}})
     assert [stage.stage for stage in run.stages] == [3]
     assert sorted(run.refused) == [0, 1, 2]
-    assert "zero_hpz_partition_size: found 2 at stage 1" in run.refused[1]
+    assert "zero_hpz_partition_size" in run.refused[1]
+    assert "stage 1" in run.refused[1]
     assert "stage 1: not possible: " in str(run)
 
 
@@ -125,7 +110,7 @@ def test_a_mesh():
     run = plan(mesh=(2, 4))
     shapes = [(stage.ranks.num_replicas, stage.ranks.num_shards) for stage in run.stages]
     assert shapes == [(8, 1), (2, 4), (2, 4), (2, 4)]
-    with pytest.raises(zeroamp.ConfigError, match="mesh: found 2x3; valid: replicas x shards that make 8 ranks"):
+    with pytest.raises(zeroamp.ConfigError, match="mesh .* 8 ranks.* 2x3"):
         plan(mesh=(2, 3))
 
 
@@ -154,11 +139,11 @@ class Returns(nn.Module):
 @pytest.mark.parametrize(
     ("model", "more", "words"),
     [
-        (Moe, {}, "Moe whose forward or backward raises DynamicOutputShapeException"),
-        (lambda: Llama(tied=False), {"inputs": None}, "inputs: found Llama, which is no language model"),
-        (lambda: Llama(tied=False), {"gpu": "h1000"}, "gpu: found 'h1000'; valid: a100-40gb, a100, h100"),
-        (Returns, {"inputs": lambda batch, seq: torch.ones(batch, 8)}, r"a tensor of shape \(2, 8\) as what"),
-        (lambda: Llama(tied=False), {"inputs": lambda batch, seq: 5}, "example_inputs: found a int"),
+        (Moe, {}, "Moe .* DynamicOutputShapeException.* Check the inputs"),
+        (lambda: Llama(tied=False), {"inputs": None}, "Llama.* inputs=function"),
+        (lambda: Llama(tied=False), {"gpu": "h1000"}, "gpu .*a100-40gb, a100, h100.*'h1000'"),
+        (Returns, {"inputs": lambda batch, seq: torch.ones(batch, 8)}, r"Returns.* shape \(2, 8\).* loss_fn"),
+        (lambda: Llama(tied=False), {"inputs": lambda batch, seq: 5}, "example_inputs.* a int"),
     ],
 )
 def test_what_cannot_be_planned_is_an_error_that_says_why(model, more, words):

@@ -2,7 +2,7 @@
 
 import json
 
-from zeroamp.reporting.record import StepRecord
+from zeroamp.reporting.step_record import StepRecord
 
 
 def record(step=1, **fields):

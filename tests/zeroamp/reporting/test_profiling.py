@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from tests.models.small import batch, loss_of
 from tests.processes.launch import torchrun
 from tests.processes.training import config, wrapped
 from zeroamp.cli.app import app
-from zeroamp.reporting.trace import nest_backwards, range_times, render_times
+from zeroamp.reporting.chrome_trace import nest_backwards, range_times, render_times
 from zeroamp.training.callbacks import _observers
 
 NAME = "llama_tied"
@@ -106,14 +107,15 @@ def _step_and_raise(train):
 
 def test_mistakes_are_errors_and_nothing_is_written_after_one(ranks2, tmp_path):
     for texts, num_observers, was_written in ranks2.run(_mistakes, str(tmp_path / "traces")):
-        assert texts == [
-            "profile(..., wait=): found -1; valid: an integer >= 0. It counts optimizer steps.",
-            "profile(..., warmup=): found True; valid: an integer >= 1. It counts optimizer steps.",
-            "profile(..., active=): found 0; valid: an integer >= 1. It counts optimizer steps.",
-            'zeroamp.ranges: found "off" in a profile; valid: "profiler" or "nvtx". Remove the key.',
-            "profile: found 2 optimizer steps of a TrainStep, of which none was recorded; valid: at least 3: wait, "
-            "warmup and one more. Run more steps in it, or lower wait and warmup.",
+        patterns = [
+            r"wait=.* >= 0.* -1",
+            r"warmup=.* >= 1.* True",
+            r"active=.* >= 1.* 0",
+            r'zeroamp\.ranges .*"off".* Remove the key',
+            r"after 2 optimizer steps.* step 3.* lower wait and warmup",
         ]
+        for text, pattern in zip(texts, patterns, strict=True):
+            assert re.search(pattern, text), text
         assert (num_observers, was_written) == (0, False)
 
 
@@ -144,7 +146,7 @@ def test_a_rank_that_cannot_write_is_an_error_on_all_before_the_first_step_where
     for text, num_steps in ranks2.run(_unwritable_on_one, str(tmp_path), is_broken_later):
         assert text.startswith("rank 1: ")
         assert f"{kind}Error" in text
-        assert text.endswith("valid: a folder that can be written. Name another folder.")
+        assert text.endswith("Name another folder.")
         assert num_steps == last
 
 
@@ -194,7 +196,7 @@ def test_a_script_finds_its_arguments_and_without_a_train_step_the_command_fails
     result = _run("--out", tmp_path / "out", script, "--wait", "x", "--", "-v")
     assert json.loads(result.stdout) == [["--wait", "x", "--", "-v"], str(tmp_path)]
     assert isinstance(result.exception, zeroamp.StepError)
-    assert "found 0 optimizer steps" in str(result.exception)
+    assert "after 0 optimizer steps" in str(result.exception)
     assert (sys.argv, sys.path) == before
     assert not (tmp_path / "out").exists()
 
@@ -203,7 +205,7 @@ def test_a_folder_that_cannot_be_written_is_known_before_the_script_begins(pytho
     script = python_file("script.py", "print('began')")
     result = _run("--out", script / "out", script)
     assert (type(result.exception), result.stdout) == (zeroamp.StepError, "")
-    assert str(result.exception).startswith(f"{script / 'out'}: found NotADirectoryError: ")
+    assert f"{script / 'out'}: NotADirectoryError: " in str(result.exception)
 
 
 def test_what_a_script_raises_is_raised_and_its_exit_code_is_kept(python_file, tmp_path):

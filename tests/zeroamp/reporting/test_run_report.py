@@ -12,7 +12,7 @@ from tests.models.small import batch, loss_of
 from tests.processes.ranks import RankError
 from tests.processes.training import config, full_parameters, same_bits, wrapped
 from tests.zeroamp.reporting.runs import NAME, log_lines, take_steps, train_step
-from zeroamp.reporting.recorder import Recorder
+from zeroamp.reporting.step_recorder import StepRecorder
 
 
 def _with_everything(cfg, folder):
@@ -125,7 +125,7 @@ def test_a_run_that_is_gone_on_with_appends_and_its_steps_replace_those_it_lost(
     assert [record.loss for record in run.records[2:]] == again
     assert lost != again[:2]
     assert (len(run.headers), run.num_unreadable) == (2, 1)
-    assert lines == [f"{tmp_path / 'run.jsonl'}, from line 7: 1 line is left out: cut, or none of a RunReport"]
+    assert lines == [f"{tmp_path / 'run.jsonl'}, from line 7: 1 line is left out: cut, or not of a RunReport"]
     assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 4 + 1 + 1 + 1 + 3 + 2  # two warnings too
 
 
@@ -133,7 +133,7 @@ def test_a_file_that_is_none_of_a_run_is_refused(tmp_path):
     (tmp_path / "other.jsonl").write_text('{"a": 1}\n')
     with pytest.raises(zeroamp.CheckpointError, match="no header of a RunReport"):
         zeroamp.read_run(tmp_path / "other.jsonl")
-    with pytest.raises(zeroamp.CheckpointError, match="no readable file"):
+    with pytest.raises(zeroamp.CheckpointError, match=r"none\.jsonl cannot be read.*No such file"):
         zeroamp.read_run(tmp_path / "none.jsonl")
 
 
@@ -145,13 +145,13 @@ def test_a_file_that_cannot_be_written_is_an_error_on_all_ranks(ranks2, tmp_path
     (tmp_path / "taken").write_text("")
     with pytest.raises(RankError) as caught:
         ranks2.run(_into_a_file_as_folder, str(tmp_path / "taken" / "run.jsonl"))
-    assert str(caught.value).count("ConfigError: rank 0: RunReport(path=): found") == 2
+    assert str(caught.value).count("ConfigError: rank 0: RunReport(path=)") == 2
 
 
 @pytest.mark.parametrize("name", ["tokens_per_step", "flops_per_step", "peak_flops", "num_steps", "steps_per_check"])
 @pytest.mark.parametrize("value", [-1, math.inf, math.nan])
 def test_numbers_that_are_not_positive_and_finite_are_refused(name, value):
-    with pytest.raises(zeroamp.StepError, match=rf"RunReport\({name}=\): found {value}"):
+    with pytest.raises(zeroamp.StepError, match=rf"RunReport\({name}=\).* {value}"):
         zeroamp.RunReport(None, "run.jsonl", **{name: value})
 
 
@@ -176,8 +176,8 @@ def _around_other_forwards(path):
     run.close()
     state = train._state
     left = (
-        len(train.watchers),
-        sum(isinstance(listener, Recorder) for listener in state.listeners),
+        len(train.callbacks),
+        sum(isinstance(listener, StepRecorder) for listener in state.listeners),
         "unshard" in vars(_first_group(state.root)),
     )
     return (
@@ -240,7 +240,7 @@ def _pending(path):
     """On an accelerator a record comes one step late: here with the clock of the CPU, told to be read late."""
     train = train_step(config(3))
     run = zeroamp.RunReport(train, path)
-    recorder = next(watcher for watcher in train.watchers if isinstance(watcher, Recorder))
+    recorder = next(watcher for watcher in train.callbacks if isinstance(watcher, StepRecorder))
     recorder._clock.is_immediate = False
     seen = []
     for index in range(3):

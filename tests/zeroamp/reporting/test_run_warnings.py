@@ -1,6 +1,7 @@
 """Each warning comes when it should, once, and not before."""
 
 import math
+import re
 from functools import partial
 
 import pytest
@@ -100,7 +101,7 @@ def look_at_plan(warnings):
 
 def test_small_groups_are_warned_of_once_where_there_are_ranks_to_wait_for():
     (line,) = warnings_of(look_at_plan)
-    assert line.startswith("latency-bound groups: 2 of 2 groups move less than 1 MiB in a gather, 0 0.1 KiB")
+    assert re.match("latency-bound groups: 2 of 2 groups .* 1 MiB .*, 0 0.1 KiB: .*reduce_bucket_size", line)
     assert warnings_of(look_at_plan, num_shards=1, num_ranks=1) == []
     with torch.device("meta"):
         large = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1024, bias=False))
@@ -111,7 +112,7 @@ def test_a_unit_that_dominates_the_peak_is_warned_of_once_at_stage_3():
     with torch.device("meta"):
         large = nn.Sequential(nn.Linear(8192, 16384, bias=False), nn.Linear(2048, 2048, bias=False))
     (line,) = warnings_of(look_at_plan, model=large, num_shards=8, num_ranks=8)
-    assert line.startswith("dominant unit: unit 0 takes 0.50 GiB while it is gathered with its gradients, 66% of it")
+    assert re.match("dominant unit: unit 0 takes 0.50 GiB .* 66% .*auto_wrap_policy", line)
     assert warnings_of(look_at_plan, config(2), model=large, num_shards=8, num_ranks=8) == []
     assert warnings_of(look_at_plan, model=large, num_shards=2, num_ranks=2) == []  # the shards are larger
 

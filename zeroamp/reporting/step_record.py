@@ -7,6 +7,9 @@ from typing import Any
 
 GIB = 1024**3
 
+PARTS = ("forward", "backward", "exposed_communication", "optimizer", "other")
+"""What `step_s` is made of: each is the field `<part>_s`."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRecord:

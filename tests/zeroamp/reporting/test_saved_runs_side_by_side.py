@@ -6,13 +6,12 @@ import os
 import sys
 
 import pytest
-from typer.testing import CliRunner
 
 import zeroamp
+from tests.processes import cli
 from tests.zeroamp.reporting.records import record, write_run
-from zeroamp.cli.app import app
-from zeroamp.reporting.picture import check_picture
-from zeroamp.reporting.saved_run import read_run
+from zeroamp.reporting.files import check_picture
+from zeroamp.reporting.saved_runs import read_run
 
 
 @pytest.fixture
@@ -23,9 +22,7 @@ def runs(tmp_path):
 
 
 def run(*arguments):
-    result = CliRunner().invoke(app, ["report", *map(str, arguments)])
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return result.exit_code, result.stdout, result.stderr
+    return cli.run("report", *arguments)
 
 
 def rows(text):
@@ -96,7 +93,7 @@ def test_lines_that_json_reads_but_no_run_has_are_left_out(tmp_path):
     broken = [header | {"plan": None}, step | {"traffic_bytes": None}, {"kind": "warning", "name": None}]
     path.write_text(path.read_text() + "".join(json.dumps(line) + "\n" for line in broken))
     code, stdout, stderr = run(path, "--markdown")
-    assert (code, stderr) == (0, f"WARNING: {path}, from line 3: 3 lines are left out: cut, or none of a RunReport\n")
+    assert (code, stderr) == (0, f"WARNING: {path}, from line 3: 3 lines are left out: cut, or not of a RunReport\n")
     assert (rows(stdout)["steps (skipped)"], rows(stdout)["starts"]) == (["1 (0)"], ["1"])
     assert read_run(path).num_unreadable == 3
 
@@ -104,10 +101,10 @@ def test_lines_that_json_reads_but_no_run_has_are_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("picture", "words"),
     [
-        ("runs.foo", "runs.foo', whose suffix names no format; valid: a file that ends in ."),
-        ("runs", "runs', whose suffix names no format"),
-        ("one.jsonl/sub/runs.png", "which cannot be written (Not a directory)"),
-        ("folder.png", "which cannot be written (it is a folder)"),
+        ("runs.foo", "runs.foo' names no format. It must be one of ."),
+        ("runs", "runs' names no format"),
+        ("one.jsonl/sub/runs.png", "cannot be written (Not a directory)"),
+        ("folder.png", "cannot be written (it is a folder)"),
     ],
 )
 def test_a_picture_that_cannot_be_written_is_an_error_after_the_table(runs, tmp_path, picture, words):
@@ -116,7 +113,7 @@ def test_a_picture_that_cannot_be_written_is_an_error_after_the_table(runs, tmp_
     code, stdout, stderr = run(runs[0], "--plot", tmp_path / picture)
     assert code == 1
     assert "steps (skipped)" in stdout
-    assert stderr.startswith("Error: plot: found ")
+    assert stderr.startswith("Error: plot: ")
     assert words in stderr
 
 
@@ -129,14 +126,14 @@ def test_a_picture_that_is_there_and_read_only_is_refused_before_the_work(tmp_pa
     monkeypatch.setattr(
         os, "access", lambda file, mode: file != path and allowed(file, mode)
     )  # root may write anything
-    with pytest.raises(zeroamp.ConfigError, match="the file that is there cannot be written"):
+    with pytest.raises(zeroamp.ConfigError, match="old.png.* read-only"):
         check_picture(path)
 
 
 def test_a_file_that_is_no_run_is_an_error_without_a_traceback(tmp_path):
     code, stdout, stderr = run(tmp_path / "none.jsonl")
     assert (code, stdout) == (1, "")
-    assert stderr.startswith(f"Error: {tmp_path / 'none.jsonl'}: found no readable file")
+    assert stderr.startswith(f"Error: {tmp_path / 'none.jsonl'} cannot be read")
 
 
 def test_a_file_of_something_else_has_one_warning_and_not_one_per_line(tmp_path):
@@ -145,8 +142,8 @@ def test_a_file_of_something_else_has_one_warning_and_not_one_per_line(tmp_path)
     code, _, stderr = run(path)
     assert code == 1
     warning, error = stderr.splitlines()
-    assert warning == f"WARNING: {path}, from line 1: 1,000 lines are left out: cut, or none of a RunReport"
-    assert error.startswith(f"Error: {path}: found no header of a RunReport")
+    assert warning == f"WARNING: {path}, from line 1: 1,000 lines are left out: cut, or not of a RunReport"
+    assert error.startswith(f"Error: {path} has no header of a RunReport")
 
 
 def test_without_matplotlib_it_says_what_to_install(runs, monkeypatch):

@@ -7,9 +7,9 @@ from torch import nn
 import zeroamp
 from tests.models.small import Block, Llama, hf_llama_config
 from tests.processes.training import config
+from zeroamp.dry_run.equal_layers import find_repeats, trace_few_layers
 from zeroamp.dry_run.inputs import arguments_for
-from zeroamp.dry_run.repeats import find_repeats, trace_by_few
-from zeroamp.dry_run.trace import trace
+from zeroamp.dry_run.micro_batch import trace_micro_batch
 
 NUM_LAYERS = 7
 
@@ -55,8 +55,8 @@ def test_the_events_are_those_of_all_layers(cls, checkpointing):
     model, plan, arguments = _build(cls)
     assert [len(repeat.names) for repeat in find_repeats(model, plan)] == [NUM_LAYERS]
     modules = list(model.modules())
-    few = trace_by_few(model, plan, arguments, device_type="cpu", checkpointing=checkpointing)
-    everything = trace(model, plan, arguments, device_type="cpu", checkpointing=checkpointing)
+    few = trace_few_layers(model, plan, arguments, device_type="cpu", checkpointing=checkpointing)
+    everything = trace_micro_batch(model, plan, arguments, device_type="cpu", checkpointing=checkpointing)
     assert list(few.events) == list(everything.events)
     assert few.constant_bytes == everything.constant_bytes
     assert list(model.modules()) == modules

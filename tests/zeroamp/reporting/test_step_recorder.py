@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from zeroamp.reporting.recorder import count_tokens
+from zeroamp.reporting.step_recorder import count_tokens
 
 
 def ids(*shape, dtype=torch.int64):

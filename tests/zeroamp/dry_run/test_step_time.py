@@ -2,7 +2,7 @@
 
 import pytest
 
-from zeroamp.dry_run.network import Network
+from zeroamp.dry_run.step_time import Network
 
 NETWORK = Network(gpus_per_node=8, intra_gb_per_s=400, inter_gb_per_s=50, efficiency=0.5)
 GB = 10**9

@@ -6,13 +6,13 @@ import math
 import pytest
 
 import zeroamp
-from tests.zeroamp.dry_run.test_run_plan import FULL, plan
-from zeroamp.dry_run.roofline import Efficiency
+from tests.zeroamp.dry_run.plans import FULL, plan
+from zeroamp.dry_run.step_time import Efficiency
 
-WHOLE = "a whole number >= 1"
+WHOLE = "an integer >= 1"
 POSITIVE = "a positive number"
 PART = "a number above 0, at most 1"
-MESH = "(replicas, shards), each >= 1, or None"
+MESH = "(replicas, shards), each an integer >= 1"
 STAGES = "one or more of 0, 1, 2, 3"
 
 
@@ -44,17 +44,18 @@ def _never(batch, seq):
 def test_a_number_that_no_run_has_is_refused(name, value, valid):
     with pytest.raises(zeroamp.ConfigError) as raised:
         plan(inputs=_never, **{name: value})
-    assert str(raised.value) == f"plan_run({name}=): found {value!r}; valid: {valid}. Change it."
+    for part in (f"plan_run({name}=) ", valid, repr(value)):
+        assert part in str(raised.value)
 
 
 def test_figures_of_a_gpu_and_parts_that_are_reached_are_refused_too():
-    with pytest.raises(zeroamp.ConfigError, match=r"plan_run\(gpu.low_tflops=\): found 0; valid: a positive number"):
+    with pytest.raises(zeroamp.ConfigError, match=r"gpu\.low_tflops.* a positive number.* 0"):
         plan(inputs=_never, gpu=dataclasses.replace(FULL, low_tflops=0))
     efficiency = Efficiency(network=1.5)
-    with pytest.raises(zeroamp.ConfigError, match=rf"plan_run\(efficiency.network=\): found 1.5; valid: {PART}"):
+    with pytest.raises(zeroamp.ConfigError, match=rf"efficiency\.network.* {PART}.* 1\.5"):
         plan(inputs=_never, efficiency=efficiency)
 
 
 def test_where_no_stage_is_possible_the_reason_is_raised():
-    with pytest.raises(zeroamp.ConfigError, match="mesh: found 3x3; valid: replicas x shards that make 8 ranks"):
+    with pytest.raises(zeroamp.ConfigError, match="mesh .* 8 ranks.* 3x3"):
         plan(inputs=_never, mesh=(3, 3), stages=(1, 2))

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from tests.zeroamp.reporting.records import record
-from zeroamp.reporting.record import StepRecord
+from zeroamp.reporting.step_record import StepRecord
 
 
 def test_a_record_survives_strict_json():

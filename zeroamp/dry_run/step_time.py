@@ -1,17 +1,28 @@
-"""How long a step takes at best: two queues, compute and network, run against each other.
+"""The shortest time of a step: two queues, of ops and of collectives, that wait for each other.
 
 [Note: Two queues]
 An op takes the larger of its floating-point operations at the peak of its dtype and its bytes at the memory's
 bandwidth, each times the efficiency that is assumed. Ops run one after the other. Collectives run one after the other
 too, in a queue of their own, beside the ops, as FSDP2 starts them:
 
-* a gather starts when the network is free and the unsharded parameters of the gather before it are copied out; the ops
-  of the unit wait for it, and the copy out is an op;
+* an all-gather starts when the network is free and the unsharded parameters of the all-gather before it are copied out;
+  the ops of the unit wait for it, and the copy out is an op;
 * a reduction starts when its gradients are there, are copied in (an op) and the network is free; the next one's copy
   waits until it is done, and so does the optimizer for the last.
 
-The host is taken to be always ahead. Communication is exposed where ops wait for it. Both gathers and reductions are in
+The host is taken to be always ahead. Communication is exposed where ops wait for it. All-gathers and reductions are in
 one queue, although a full-duplex network may overlap them to some extent.
+
+[Note: Collectives]
+With n ranks and B the bytes of the unsharded tensor (the convention of `zeroamp.Traffic`):
+
+* all-gather, reduce-scatter: a ring moves B (n - 1) / n through every link; an all-reduce twice that. A ring that
+  leaves the node is as fast as the node's cards together (as many rings run as there are cards), at most as fast as the
+  links inside.
+* all-to-all: a rank sends B / n to each other one. Those outside of its node go through its own card; so across nodes
+  an all-to-all of the same bytes takes longer than a reduce-scatter, up to as many times as a node has cards.
+
+Latency is not in it: with thousands of ranks and small groups it adds to every collective.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,9 +31,9 @@ from itertools import pairwise
 
 import torch
 
-from zeroamp.dry_run.events import MAX_MICRO_BATCHES, Event, Mark, Op, drive
+from zeroamp.dry_run.events import MAX_MICRO_BATCHES, Event, Mark, Op
 from zeroamp.dry_run.gpus import Gpu
-from zeroamp.dry_run.network import Network
+from zeroamp.hooks.collectives.traffic import Collective
 from zeroamp.planning.groups import GroupPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
@@ -37,6 +48,45 @@ class Efficiency:
     compute: float = 0.7
     memory: float = 0.8
     network: float = 0.8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Network:
+    """The links between ranks. Ranks are numbered node by node."""
+
+    gpus_per_node: int
+    intra_gb_per_s: float
+    """10^9 bytes per second, one direction, from an accelerator into its node."""
+    inter_gb_per_s: float
+    """The same to other nodes, per accelerator."""
+    efficiency: float
+    """The part of these that collectives reach."""
+
+    def ring_bytes_per_s(self, num_ranks: int, stride: int) -> float:
+        """Return what a ring over ranks 0, stride, 2 stride, … moves per second."""
+        per_node = max(1, min(num_ranks, self.gpus_per_node // stride))
+        is_inside = num_ranks * stride <= self.gpus_per_node
+        slowest = self.intra_gb_per_s if is_inside else min(self.intra_gb_per_s, per_node * self.inter_gb_per_s)
+        return slowest * 1e9 * self.efficiency
+
+    def seconds(self, collective: Collective, num_bytes: int, num_ranks: int, stride: int = 1) -> float:
+        """Return the time of one call. See [Note: Collectives].
+
+        Args:
+            collective: which.
+            num_bytes: of the unsharded tensor.
+            num_ranks: of its process group.
+            stride: between the numbers of two neighbouring ranks of the group.
+        """
+        if num_ranks == 1:
+            return 0.0
+        if collective == "all_to_all":
+            inside = min(num_ranks, max(1, self.gpus_per_node // stride))
+            part = num_bytes / num_ranks / (1e9 * self.efficiency)
+            intra, inter = self.intra_gb_per_s, self.inter_gb_per_s
+            return max(part * (inside - 1) / intra, part * (num_ranks - inside) / inter)
+        rounds = 2 if collective == "all_reduce" else 1
+        return rounds * num_bytes * (num_ranks - 1) / num_ranks / self.ring_bytes_per_s(num_ranks, stride)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +145,7 @@ def step_time(
 
 
 class _Clock(GroupListener):
-    """The two queues, told by the replay what starts when."""
+    """The two queues. Listens to the replay, which has what starts when."""
 
     def __init__(self, plan: Plan, ranks: Ranks, gpu: Gpu, network: Network, efficiency: Efficiency) -> None:
         self._replay = Replay(plan, self)
@@ -128,7 +178,7 @@ class _Clock(GroupListener):
                 peak = self._low if event.is_low else self._fp32
                 self._compute(max(event.flops / peak, event.num_bytes / self._memory))
             elif isinstance(event, Mark):
-                drive(self._replay, event, is_last=is_last)
+                event.reach(self._replay, is_last=is_last)
         self._replay.end_micro_batch(is_last=is_last)
         if is_last:
             self._now = max(self._now, self._reduced)
@@ -184,6 +234,6 @@ class _Clock(GroupListener):
 
 
 def _calls(group: GroupPlan, plan: Plan, ranks: Ranks) -> Iterable[tuple[GroupCollective, int]]:
-    """Yield each collective of one all-gather and one reduction, and its bytes."""
+    """Yield each collective of one gather and one reduction, and its bytes."""
     for call in group_collectives(group, plan, ranks):
         yield call, sum(call.num_bytes(param, ranks.shards(plan.policy)) for param in group.params)

@@ -1,10 +1,9 @@
-"""Makes a `StepRecord` of every step of a `TrainStep` and hands it to whoever wants it.
+"""Makes a `StepRecord` of every step of a `TrainStep`, for monitors and `RunReport`.
 
 [Note: Not waiting]
-TrainStep waits for the device once per step, for the sum over ranks that says whether any of them failed. What is known
-on the device only after that (loss, norm, times) is copied to the host without waiting, and read one step later, when
-that step's wait has passed it. So on an accelerator a record comes one step late, and the last one at `flush`. On the
-CPU it comes at once.
+The device knows loss, norm and times some time after the host has launched the step. They are copied to the host
+without waiting and read one step later. So on an accelerator a record comes one step late, and the last one at `flush`.
+On the CPU it comes at once.
 """
 
 import resource
@@ -13,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,10 +23,13 @@ from zeroamp.hooks.tensors import tensors_in
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.dtypes import short_name
 from zeroamp.reporting.clock import StepClock
-from zeroamp.reporting.record import GIB, StepRecord
+from zeroamp.reporting.step_record import GIB, StepRecord
 from zeroamp.training.callbacks import Callback, Callbacks, Phase
 from zeroamp.training.report import StepReport
-from zeroamp.wrapping.state import WrapState
+from zeroamp.wrapping.state import WrapState, wrap_state
+
+if TYPE_CHECKING:
+    from zeroamp.training.step import TrainStep
 
 _TOKEN_DTYPES = (torch.int32, torch.int64)
 Sink = Callable[[StepRecord], None]
@@ -35,7 +37,7 @@ Sink = Callable[[StepRecord], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """What a user says of each optimizer step. None: not known."""
+    """What a user gives about each optimizer step. None: not known."""
 
     tokens_per_step: int | None = None
     """Of all ranks. None: counted from the inputs of this rank's forwards, times the ranks."""
@@ -45,22 +47,22 @@ class Figures:
     """Peak FLOP/s of one rank's device."""
 
 
-class Recorder(Callback):
-    """Watches one `TrainStep`, while it has sinks. Reads clocks, sizes and shapes; changes no value.
+class StepRecorder(Callback):
+    """Records one `TrainStep`, while there are sinks. Reads clocks, sizes and shapes; changes no value.
 
-    On each rank; the sinks get this rank's records, in order.
+    It runs on each rank. The sinks get this rank's records, in order. A `TrainStep` has one at most: see `recorder_of`.
     """
 
     def __init__(self, state: WrapState, callbacks: Callbacks) -> None:
         self.figures: Figures | None = None
-        """Of the `RunReport`, while there is one. All sinks get what comes of them."""
+        """Of the `RunReport`, while there is one. They are in the records of all sinks."""
         self._sinks: list[Sink] = []
         self._callbacks = callbacks
         self._state = state
         self._num_ranks = state.mesh.size()
         self._device = device_of(state.mesh)
         self._clock = StepClock(self._device.type)
-        self._num_tokens: int | None = None  # of this window, on this rank
+        self._num_tokens: int | None = None  # of this step so far, on this rank
         self._traffic: Counter[str] = Counter()
         self._late: Callable[[], StepRecord] | None = None  # of the step before, on an accelerator
         state.communication.add(self._clock)
@@ -74,20 +76,18 @@ class Recorder(Callback):
         self._sinks.append(sink)
 
     def remove(self, sink: Sink) -> None:
-        """Hand it no more, after the last record; waits for the device. Without a sink left, watch no longer."""
+        """Hand it no more records after the last one; waits for the device. Without a sink left, detach."""
         self.flush()
         self._sinks.remove(sink)
-        if not self._sinks:
-            self._detach()
-
-    def _detach(self) -> None:
+        if self._sinks:
+            return
         self._callbacks.remove(self)
         self._state.communication.remove(self._clock)
         self._state.root_forward.remove("report", self._around_forward)
         self._state.listeners.remove(self)
 
     def on_phase_begin(self, phase: Phase) -> None:
-        """A backward, or the end of a window, begins."""
+        """A backward, or the update, begins."""
         self._clock.enter(phase)
 
     def on_phase_end(self, _phase: Phase) -> None:
@@ -95,26 +95,24 @@ class Recorder(Callback):
         self._clock.leave()
 
     def on_step_discarded(self) -> None:
-        """Forget the tokens of a window that was given up. Its time and its traffic were spent: the next step's."""
+        """Forget the tokens of micro-batches that were discarded. Their time and traffic count to the next step."""
         self._num_tokens = None
 
     def on_step_end(self, report: StepReport) -> None:
-        """Close the step, and hand on what is known, see [Note: Not waiting]."""
-        late, self._late = self._late, self._closed(report)
-        if late is not None:
-            self._hand_on(late())
+        """End the step, and hand out the record that is known, see [Note: Not waiting]."""
+        record = self._end_step(report)
+        self.flush()
+        self._late = record
         if self._clock.is_immediate:
             self.flush()
 
     def flush(self) -> None:
-        """Hand on the last record; waits for the device."""
+        """Hand out the last record; waits for the device."""
         late, self._late = self._late, None
         if late is not None:
-            self._hand_on(late())
-
-    def _hand_on(self, record: StepRecord) -> None:
-        for sink in self._sinks:
-            sink(record)
+            record = late()
+            for sink in self._sinks:
+                sink(record)
 
     def _around_forward(self, call: ForwardCall) -> AbstractContextManager[None] | None:
         if self._state.is_observed or not call.is_outermost or not torch.is_grad_enabled():
@@ -144,7 +142,7 @@ class Recorder(Callback):
         if not self._state.is_observed:
             self._traffic[f"{collective} {short_name(tensor.dtype)}"] += tensor.nbytes
 
-    def _closed(self, report: StepReport) -> Callable[[], StepRecord]:
+    def _end_step(self, report: StepReport) -> Callable[[], StepRecord]:
         values = torch.stack([report.loss_tensor, report.grad_norm_tensor.double()])
         values = values.to("cpu", non_blocking=True)  # into page-locked memory; the clock's last mark comes after it
         rates = [
@@ -188,14 +186,14 @@ class Recorder(Callback):
         }
 
 
-def recorder_among(callbacks: Callbacks) -> Recorder | None:
-    """Return the recorder among the callbacks of a `TrainStep`, which has one at most."""
-    return next((callback for callback in callbacks if isinstance(callback, Recorder)), None)
+def recorder_of(train: "TrainStep") -> StepRecorder:
+    """Return the recorder of a `TrainStep`; a new one if there is none."""
+    return existing_recorder(train) or StepRecorder(wrap_state(train.model), train.callbacks)
 
 
-def recorder_of(state: WrapState, callbacks: Callbacks) -> Recorder:
-    """Return the recorder among the callbacks of a `TrainStep`; a new one if there is none."""
-    return recorder_among(callbacks) or Recorder(state, callbacks)
+def existing_recorder(train: "TrainStep") -> StepRecorder | None:
+    """Return the recorder of a `TrainStep`, None if there is none."""
+    return next((callback for callback in train.callbacks if isinstance(callback, StepRecorder)), None)
 
 
 def count_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
@@ -214,7 +212,7 @@ def count_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None
 
 
 def _values_named(name: str, value: Any) -> Iterator[Any]:
-    """Yield what mappings and dataclasses have under `name`; lists, tuples and they are looked into at any depth."""
+    """Yield the items and fields called `name` of mappings and dataclasses, in lists, tuples and them at any depth."""
     if is_dataclass(value) and not isinstance(value, type):
         value = {item.name: getattr(value, item.name) for item in fields(value)}
     if isinstance(value, Mapping):

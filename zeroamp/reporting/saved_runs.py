@@ -1,20 +1,104 @@
-"""Several runs side by side: a table, and a picture."""
+"""Files of `RunReport`: reads them, and shows several runs side by side, as a table and as a picture."""
 
+import json
+import logging
 import math
+import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from zeroamp.ledger.tables import TableStyle, render
-from zeroamp.reporting.picture import new_figure, save_figure
-from zeroamp.reporting.record import StepRecord
-from zeroamp.reporting.saved_run import SavedRun
+from zeroamp.policies.errors import CheckpointError
+from zeroamp.reporting.files import new_figure, save_figure
+from zeroamp.reporting.step_record import PARTS, StepRecord
+
+logger = logging.getLogger("zeroamp")
 
 NUM_WARM_UP = 1
 """Steps that are left out of medians where there are more: the first one allocates."""
 
 Number = Callable[[StepRecord], float | None]
+
+
+@dataclass(kw_only=True, slots=True)
+class SavedRun:
+    """The header, steps and warnings in a run's file."""
+
+    name: str
+    """Of the file, without its suffix."""
+    headers: list[dict[str, Any]] = field(default_factory=list)
+    """One per start of the run: the first, and one per time that it was resumed."""
+    records: list[StepRecord] = field(default_factory=list)
+    """By step. Where a run went on from a checkpoint, the steps that it took again replace those that it lost."""
+    warnings: list[tuple[str, str]] = field(default_factory=list)
+    """(name, text)."""
+    num_unreadable: int = 0
+    """Lines that are not of a RunReport: one that a crash cut."""
+
+
+def read_run(path: str | os.PathLike[str]) -> SavedRun:
+    """Read the file of a `RunReport`, also while the run goes on. A line that was cut is left out, with a warning.
+
+    Raises:
+        CheckpointError: the file cannot be read, or `RunReport` did not write it.
+    """
+    path = Path(path)
+    run = SavedRun(name=path.stem)
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            unreadable = [number for number, line in enumerate(file, start=1) if not _read_line(run, line)]
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}. Name a file that RunReport wrote.") from error
+    run.num_unreadable = len(unreadable)
+    if unreadable:
+        what = "1 line is" if len(unreadable) == 1 else f"{len(unreadable):,} lines are"
+        logger.warning("%s, from line %d: %s left out: cut, or not of a RunReport", path, unreadable[0], what)
+    if not run.headers:
+        raise CheckpointError(f"{path} has no header of a RunReport. Name a file that RunReport wrote.")
+    return run
+
+
+def _read_line(run: SavedRun, line: str) -> bool:
+    """Add what a line says, if it is one of a RunReport; return whether it is."""
+    try:
+        values = json.loads(line)
+        kind = values["kind"]
+        record = StepRecord.from_json(values) if kind == "step" else None
+        if kind == "header" and not isinstance(values.get("plan", {}), dict):
+            raise TypeError("a header whose plan is none")
+        if kind == "warning" and not isinstance(values.get("name", ""), str):
+            raise TypeError("a warning whose name is none")
+    except (ValueError, TypeError, KeyError):
+        return False
+    if kind == "header":
+        run.headers.append(values)
+    elif kind == "warning":
+        run.warnings.append((values.get("name", ""), values.get("text", "")))
+    elif record is not None:
+        _add(run, record)
+    return True
+
+
+def _add(run: SavedRun, record: StepRecord) -> None:
+    """Add a step in the place of those that were lost when the run went back to before it."""
+    while run.records and _is_lost(run.records[-1], record):
+        run.records.pop()
+    run.records.append(record)
+
+
+def _is_lost(last: StepRecord, new: StepRecord) -> bool:
+    """Return whether the run went back to before `last`, if `new` follows it in the file.
+
+    Each step adds one to those taken (`step`) or to those skipped, and neither falls but by going back. Without
+    num_skipped only `step` tells: the same again is a return if it was taken, since a skipped step leaves it.
+    """
+    if last.num_skipped is None or new.num_skipped is None:
+        return last.step > new.step or (last.step == new.step and not new.skipped)
+    is_same = (last.step, last.num_skipped) == (new.step, new.num_skipped)
+    return is_same or last.step > new.step or last.num_skipped > new.num_skipped
 
 
 def table(runs: Sequence[SavedRun], style: TableStyle = "simple") -> str:
@@ -47,7 +131,7 @@ def _summary(run: SavedRun) -> dict[str, str]:
         "MFU, median": _median(steady, lambda r: r.mfu, "{:.1%}"),
         "ms per step, median": _median(steady, lambda r: r.step_s, "{:,.1f}", 1e3),
         # A mark, since tables strip spaces.
-        **{f"- {part.replace('_', ' ')}": _share(steady, part) for part in _PARTS},
+        **{f"- {part.replace('_', ' ')}": _share(steady, part) for part in PARTS},
         "MB moved per step": _median(steady, lambda r: float(sum(r.traffic_bytes.values())), "{:,.1f}", 1e-6),
         "peak GiB, active": _last(run, lambda r: r.peak_active_gib),
         "peak GiB, reserved": _last(run, lambda r: r.peak_reserved_gib),
@@ -56,9 +140,6 @@ def _summary(run: SavedRun) -> dict[str, str]:
         "warnings": ", ".join(sorted({name for name, _ in run.warnings})) or "none",
         "starts": f"{len(run.headers)}",
     }
-
-
-_PARTS = ("forward", "backward", "exposed_communication", "optimizer", "other")
 
 
 def _share(records: Sequence[StepRecord], part: str) -> str:

@@ -1,10 +1,10 @@
-"""Traces a model of many equal layers by a few of them.
+"""Traces a model of many equal layers by running a few of them.
 
 [Note: Equal layers]
-Of a module list whose children are all units and alike, the first `NUM_KEPT` are run. What happens between the
-beginnings of the second and the third, forward and backward, is then repeated for those that were left out; the last
-one that was run stands for the last of all. That is exact if it happened in the same way between the first and the
-second of the three that follow the first, which is checked: else, all layers are run.
+Of a module list whose children are all units and alike, the first `NUM_RUN` are run. The events between the beginnings
+of the second and the third, forward and backward, are then repeated for the layers that were not run; the last layer
+that was run stands for the last of all. That is exact if the events between the beginnings of the first and the second
+of the three that follow the first are the same, which is checked: otherwise all layers are run.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,10 +16,11 @@ from torch import nn
 
 from zeroamp.dry_run.events import Change, Event, GradientReady, Mark, Point
 from zeroamp.dry_run.inputs import Arguments
-from zeroamp.dry_run.trace import LossFunction, Trace, trace
+from zeroamp.dry_run.micro_batch import MicroBatch, trace_micro_batch
 from zeroamp.planning.plan import Plan
+from zeroamp.training.loss import LossFunction
 
-NUM_KEPT = 4
+NUM_RUN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Repeat:
         return f"{self.fqn}.{self.names[index]}"
 
 
-def trace_by_few(
+def trace_few_layers(
     model: nn.Module,
     plan: Plan,
     arguments: Arguments,
@@ -43,36 +44,33 @@ def trace_by_few(
     device_type: str,
     checkpointing: bool,
     loss_fn: LossFunction | None = None,
-) -> Trace:
-    """Return what `trace` would, with a few of many equal layers run. See [Note: Equal layers]."""
+) -> MicroBatch:
+    """Return what `trace_micro_batch` would, with a few of many equal layers run. See [Note: Equal layers]."""
+
+    def run(repeats: Sequence[Repeat]) -> MicroBatch:
+        children = {repeat.fqn: repeat.names[:NUM_RUN] for repeat in repeats}
+        options: dict[str, Any] = {"checkpointing": checkpointing, "loss_fn": loss_fn, "children": children}
+        return trace_micro_batch(model, plan, arguments, device_type=device_type, **options)
+
     repeats = [] if plan.merged else list(find_repeats(model, plan))
-    if repeats:
-        kept = {repeat.fqn: repeat.names[:NUM_KEPT] for repeat in repeats}
-        try:
-            of_few = trace(
-                *(model, plan, arguments),
-                device_type=device_type,
-                checkpointing=checkpointing,
-                loss_fn=loss_fn,
-                kept=kept,
-            )
-        except (IndexError, KeyError):  # a forward that asks for its layers by their number
-            repeats = []
-        else:
-            events: Sequence[Event] | None = of_few.events
-            for repeat in repeats:
-                events = None if events is None else repeated(events, repeat)
-            if events is not None:
-                return replace(of_few, events=events)
-    return trace(model, plan, arguments, device_type=device_type, checkpointing=checkpointing, loss_fn=loss_fn)
+    try:
+        traced = run(repeats)
+    except (IndexError, KeyError):  # a forward that asks for its layers by their number
+        if not repeats:
+            raise
+        return run([])
+    events: Sequence[Event] | None = traced.events
+    for repeat in repeats:
+        events = None if events is None else repeated(events, repeat)
+    return run([]) if events is None else replace(traced, events=events)
 
 
 def find_repeats(model: nn.Module, plan: Plan) -> Iterator[Repeat]:
-    """Yield the lists of more than `NUM_KEPT` units that are alike; of nested ones, the outer."""
+    """Yield the lists of more than `NUM_RUN` units that are alike; of nested ones, the outer."""
     units, found = set(plan.units), list[str]()
     gather = {alias: param.dtypes for param in plan.params for alias in (param.fqn, *param.aliases)}
     for fqn, module in model.named_modules():
-        if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) <= NUM_KEPT:
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) <= NUM_RUN:
             continue
         if any(fqn.startswith(f"{other}.") for other in found):
             continue
@@ -80,7 +78,7 @@ def find_repeats(model: nn.Module, plan: Plan) -> Iterator[Repeat]:
         children = list(module)
         if not all(repeat.unit(index) in units for index in range(len(children))):
             continue
-        described = [_describe(child, repeat.unit(index), gather) for index, child in enumerate(children)]
+        described = [_description(child, repeat.unit(index), gather) for index, child in enumerate(children)]
         if all(_alike(described[0], other, index) for index, other in enumerate(described)):
             found.append(fqn)
             yield repeat
@@ -92,7 +90,7 @@ def repeated(events: Sequence[Event], repeat: Repeat) -> list[Event] | None:
     backward = _positions(events, repeat, "begin backward")
     if forward != sorted(forward) or backward != sorted(backward, reverse=True) or forward[-1] > backward[-1]:
         return None
-    last, count = NUM_KEPT - 1, len(repeat.names)
+    last, count = NUM_RUN - 1, len(repeat.names)
     template = {
         "forward": (events[forward[1] : forward[2]], events[forward[2] : forward[3]]),
         "backward": (events[backward[1] : backward[0]], events[backward[2] : backward[1]]),
@@ -112,7 +110,7 @@ def repeated(events: Sequence[Event], repeat: Repeat) -> list[Event] | None:
 def _positions(events: Sequence[Event], repeat: Repeat, point: Point) -> list[int]:
     """Return where each layer that was run begins; -1 where one does not."""
     first: dict[Event, int] = {}
-    wanted = [Mark(point, repeat.unit(index)) for index in range(NUM_KEPT)]
+    wanted = [Mark(point, repeat.unit(index)) for index in range(NUM_RUN)]
     for position, event in enumerate(events):
         if isinstance(event, Mark):
             first.setdefault(event, position)
@@ -137,8 +135,8 @@ def _renamed(event: Event, repeat: Repeat, before: int, after: int) -> Event:
     return event
 
 
-def _describe(module: nn.Module, fqn: str, dtypes: Mapping[str, Any]) -> list[Any]:
-    """Return all that a layer's run can depend on, but for the values of its tensors."""
+def _description(module: nn.Module, fqn: str, dtypes: Mapping[str, Any]) -> list[Any]:
+    """Return all that a layer's run can depend on, except the values of its tensors."""
     described: list[Any] = []
     for path, inner in module.named_modules():
         described += [path, type(inner)]
@@ -160,11 +158,11 @@ def _shape(value: Any) -> Any:
 
 
 def _alike(first: Sequence[Any], other: Sequence[Any], index: int) -> bool:
-    """Whether two layers are equal, but for what says which layer of the list each is."""
+    """Return whether two layers are equal, except for an attribute that is a layer's number in the list."""
     if len(first) != len(other):
         return False
     for ours, theirs in zip(first, other, strict=True):
-        says_which = type(ours) is type(theirs) is int and (ours, theirs) == (0, index)
-        if not (says_which or ours is theirs or (type(ours) is type(theirs) and ours == theirs)):
+        is_number = type(ours) is type(theirs) is int and (ours, theirs) == (0, index)
+        if not (is_number or ours is theirs or (type(ours) is type(theirs) and ours == theirs)):
             return False
     return True

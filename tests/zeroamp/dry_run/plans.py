@@ -1,0 +1,26 @@
+"""Plans of a small model, for the tests of `plan_run` and of its picture."""
+
+import dataclasses
+
+import torch
+
+import zeroamp
+from tests.models.small import Llama
+from tests.processes.training import config
+
+TOKENS = 12
+FULL = dataclasses.replace(zeroamp.GPUS["h100"], memory_gb=1e-6)
+"""Nothing fits on it, so that no batches are tried but one."""
+
+
+def tokens(batch, seq):
+    return torch.zeros(batch, seq, dtype=torch.long)
+
+
+def plan(options=None, model=None, **more):
+    with torch.device("meta"):
+        model = model or Llama(tied=False, num_blocks=6)
+    policy = zeroamp.policy_from_config(config(**{"stage": 3, "threshold": 0, **(options or {})}))
+    return zeroamp.plan_run(
+        model, policy, **{"world_size": 8, "batch": 2, "seq": TOKENS, "inputs": tokens, "gpu": FULL, **more}
+    )

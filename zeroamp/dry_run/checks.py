@@ -1,0 +1,103 @@
+"""Checks what `plan_run` is given, before anything is computed from it: numbers, the mesh, the stages."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+from zeroamp.dry_run.gpus import Gpu
+from zeroamp.dry_run.step_time import Efficiency
+from zeroamp.planning.mesh import Ranks, mesh_shape
+from zeroamp.policies.errors import ConfigError, describe
+from zeroamp.policies.numbers import is_finite, is_integer
+from zeroamp.policies.policy import Policy, Stage
+
+STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
+
+
+def check_counts(**values: int | None) -> None:
+    """Check numbers of ranks, samples, tokens and the like. None stands for the default.
+
+    Raises:
+        ConfigError: one is no integer, or is less than 1.
+    """
+    for name, value in values.items():
+        if value is not None and not is_integer(value, at_least=1):
+            raise _refused(name, value, "an integer >= 1")
+
+
+def check_mesh_and_stages(mesh: Sequence[int] | None, stages: Sequence[Stage]) -> None:
+    """Check the form of both; `possible_stages` checks the mesh against the ranks and the config.
+
+    Raises:
+        ConfigError: the mesh is no pair of integers of 1 or more, or there is no stage, or one that ZeRO has not.
+    """
+    if mesh is not None and not (len(mesh) == 2 and all(is_integer(size, at_least=1) for size in mesh)):
+        raise _refused("mesh", mesh, "(replicas, shards), each an integer >= 1, or None")
+    if not stages or not all(is_integer(stage, at_least=0) and stage in STAGES for stage in stages):
+        raise _refused("stages", stages, f"one or more of {', '.join(map(str, STAGES))}")
+
+
+def check_speeds(gpu: Gpu, efficiency: Efficiency, **bandwidths: float | None) -> None:
+    """Check the figures of the GPU, bandwidths (None stands for the default), and the parts of them that are reached.
+
+    Raises:
+        ConfigError: one is no positive number, or an efficiency is above 1.
+    """
+    given: Mapping[str, object] = {name: value for name, value in bandwidths.items() if value is not None}
+    figures = {f"gpu.{name}": value for name, value in asdict(gpu).items() if not isinstance(value, str)}
+    for name, value in {**given, **figures}.items():
+        if not is_finite(value, above=0):
+            raise _refused(name, value, "a positive number")
+    for name, value in asdict(efficiency).items():
+        if not is_finite(value, above=0) or value > 1:
+            raise _refused(f"efficiency.{name}", value, "a number above 0, at most 1")
+
+
+def _refused(name: str, found: object, valid: str) -> ConfigError:
+    return ConfigError(describe(f"plan_run({name}=)", repr(found), valid, "Change it."))
+
+
+def ranks_at(policy: Policy, world_size: int, mesh: tuple[int, int] | None) -> Ranks:
+    """Return the shards and replicas that `wrap_model` would make at the policy's stage.
+
+    `mesh` is (replicas, shards), or None for those of the config and the number of ranks.
+
+    Raises:
+        ConfigError: the mesh has another number of ranks or of replicas, or a secondary partition does not divide it.
+    """
+    if mesh is not None and mesh[0] * mesh[1] != world_size:
+        valid = f"replicas x shards that make {world_size} ranks"
+        raise ConfigError(describe("mesh", f"{mesh[0]}x{mesh[1]}", valid, "Change one of the two."))
+    if mesh is not None and policy.dp_replicate_size not in (1, mesh[0]):
+        valid, found = f"{mesh[0]}, the replicas of mesh", policy.dp_replicate_size
+        raise ConfigError(
+            describe("zeroamp.dp_replicate_size", found, valid, "Change the key, or pass no mesh to use the config's.")
+        )
+    if mesh is None or policy.stage == 0:
+        *replicas, num_shards = mesh_shape(policy.stage, world_size, policy.dp_replicate_size)
+    else:
+        *replicas, num_shards = mesh
+    if policy.stage == 3 and num_shards % policy.hpz_partition_size:
+        where, valid = "zero_optimization.zero_hpz_partition_size", f"a divisor of the {num_shards} shards"
+        raise ConfigError(describe(where, policy.hpz_partition_size, valid, "Change the key or the mesh."))
+    return Ranks(num_shards=num_shards, num_replicas=replicas[0] if replicas else None)
+
+
+def possible_stages(
+    policy: Policy, stages: Sequence[Stage], world_size: int, mesh: tuple[int, int] | None
+) -> tuple[list[tuple[Policy, Ranks]], dict[Stage, str]]:
+    """Return the policies of the stages that the config and the mesh allow, each with its ranks; and why not others.
+
+    Raises:
+        ConfigError: the policy's own stage is not allowed, or none is.
+    """
+    possible: list[tuple[Policy, Ranks]] = []
+    refused: dict[Stage, str] = {}
+    for stage in stages:
+        try:
+            of_stage = policy.replace(stage=stage)
+            possible.append((of_stage, ranks_at(of_stage, world_size, mesh)))
+        except ConfigError as error:
+            if stage == policy.stage or (stage == stages[-1] and not possible):
+                raise
+            refused[stage] = str(error)
+    return possible, refused

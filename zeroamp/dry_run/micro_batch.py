@@ -1,0 +1,215 @@
+"""One micro-batch of a model on fake tensors, as every rank runs it: what it allocates, computes, and when.
+
+[Note: What is traced]
+The run is of the plain model, with its parameters in the dtypes in which FSDP2 all-gathers them, so that the ops and
+what autograd saves are those of the sharded model. In the place of FSDP2's hooks there are marks at the same points:
+before and after a unit's forward, on the gradients of its outputs, and on those of its inputs. What FSDP2 itself
+allocates at these points is not in the trace: `zeroamp.dry_run.memory` adds it, at every stage.
+
+The ops are those of the device type that the run is on. Without an accelerator that is the CPU, whose flash attention
+saves what an accelerator's does; but autocast for CUDA runs some ops in fp32 that it does not for the CPU (softmax and
+losses among them), so that a trace with a GPU at hand is the more exact one.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
+
+from zeroamp.dry_run.events import Event, EventRecorder
+from zeroamp.dry_run.inputs import Arguments, sequences_are_not_packed
+from zeroamp.hooks._torch.dispatch import storage_key, tree_map
+from zeroamp.hooks.precision.fp32_regions import Fp32Region
+from zeroamp.hooks.tensors import tensors_in
+from zeroamp.hooks.tracing.fake_run import Replacements, tensors_replaced
+from zeroamp.hooks.tracing.recorded_run import replacement, run_context
+from zeroamp.planning.plan import Plan
+from zeroamp.policies.errors import ConfigError
+from zeroamp.training.loss import LossFunction, loss_of
+from zeroamp.wrapping.attach import share_casts
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One traced forward and backward."""
+
+    events: Sequence[Event]
+    constant_bytes: int
+    """Of the inputs and the buffers, which are there all the time."""
+
+
+def trace_micro_batch(
+    model: nn.Module,
+    plan: Plan,
+    arguments: Arguments,
+    *,
+    device_type: str,
+    checkpointing: bool,
+    loss_fn: LossFunction | None = None,
+    children: Mapping[str, Sequence[str]] | None = None,
+) -> MicroBatch:
+    """Run forward and backward once on fake tensors. The model is left as it was; it may be on the meta device.
+
+    Args:
+        model: what `plan` is of.
+        plan: has the dtype in which each parameter is all-gathered, and which modules are units.
+        arguments: of the model's forward.
+        device_type: where the ops run: "cpu", or an accelerator that is here.
+        checkpointing: whether the forward of each unit (the outermost, where units are nested) is run again in its
+            backward, which saves its inputs only.
+        loss_fn: makes a scalar of the model's output. Default: its `.loss`, or the output itself.
+        children: FQN of a module list -> names of its children that are run; see `zeroamp.dry_run.equal_layers`.
+
+    Raises:
+        ConfigError: there is no scalar loss.
+    """
+    parameters = {param.fqn: model.get_parameter(param.fqn) for param in plan.params}
+    dtypes = {id(parameters[param.fqn]): param.dtypes.param for param in plan.params}
+    fakes = Replacements(
+        lambda tensor: replacement(tensor, dtypes.get(id(tensor), tensor.dtype), device_type, fake=True)
+    )
+    with (
+        sequences_are_not_packed(),
+        run_context(device_type, fake=True),
+        torch.enable_grad(),
+        tensors_replaced(model, fakes),
+    ):
+        args, kwargs = _cast_inputs(fakes.of(arguments), plan)
+        constant = [*tensors_in((args, kwargs)), *_tensors_beside_parameters(model)]
+        fake_parameters = {fqn: fakes.of(parameter) for fqn, parameter in parameters.items()}
+        recorder = EventRecorder([*fake_parameters.values(), *constant])
+        sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in constant}
+        for fqn, names in (children or {}).items():
+            modules = model.get_submodule(fqn)._modules
+            for name in [name for name in modules if name not in names]:
+                del modules[name]  # `tensors_replaced` puts the modules back
+        handles = _mark_units(model, plan, recorder, device_type, checkpointing)
+        handles += _record_gradients(fake_parameters, recorder)
+        try:
+            with recorder:
+                is_autocast = plan.policy.mode == "autocast"
+                with torch.autocast(device_type, dtype=plan.policy.gather_dtype) if is_autocast else nullcontext():
+                    output = model(*args, **kwargs)
+                loss = loss_of(output, loss_fn, where=type(model).__name__, error=ConfigError)
+                del output
+                recorder.end_forward()
+                loss.float().div(plan.policy.gradient_accumulation_steps).backward()  # type: ignore[no-untyped-call]
+            del loss  # recorded as freed
+        finally:
+            for handle in handles:
+                handle.remove()
+        return MicroBatch(tuple(recorder.events), sum(sizes.values()))
+
+
+def _cast_inputs(arguments: Arguments, plan: Plan) -> Arguments:
+    """Cast floating inputs as FSDP2's root does in the modes that compute in a low precision throughout."""
+    if plan.policy.mode not in ("bf16", "fp16"):
+        return arguments
+
+    def cast(value: Any) -> Any:
+        is_floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(plan.policy.gather_dtype) if is_floating else value
+
+    result: Arguments = tree_map(cast, arguments)
+    return result
+
+
+def _tensors_beside_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the buffers of the modules, and the tensors among their attributes."""
+    for module in model.modules():
+        for value in (*module._buffers.values(), *vars(module).values()):
+            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+                yield value
+
+
+def _mark_units(
+    model: nn.Module, plan: Plan, recorder: EventRecorder, device_type: str, checkpointing: bool
+) -> list[RemovableHandle]:
+    """Mark where FSDP2 acts; return the hooks' handles. `tensors_replaced` undoes what is done to modules."""
+    present = {fqn for fqn, _ in model.named_modules(remove_duplicate=False)}
+    of_units = [fqn for unit in plan.units for fqn in plan.modules_of(unit)]
+    is_inner = {fqn for fqn in of_units if any(fqn.startswith(f"{other}.") for other in of_units)}
+    running: list[str] = []  # units in their forward, the innermost last
+    handles: list[RemovableHandle] = []
+    for unit in ("", *plan.units):
+        modules = [model.get_submodule(fqn) for fqn in plan.modules_of(unit) if fqn in present]
+        if checkpointing and unit and unit not in is_inner:
+            for module in modules:
+                module.forward = _checkpointed(module.forward)  # undone by `tensors_replaced`
+        if modules:
+            handles += _mark_unit(unit, modules[0], modules[-1], recorder, running)
+    output_dtype = None if plan.policy.mode == "autocast" else plan.policy.low_dtype
+    for fqn in plan.fp32_regions.modules:
+        if fqn in present:
+            Fp32Region(model.get_submodule(fqn), device_type, output_dtype)  # undone by `tensors_replaced`
+    return handles + share_casts(model, plan, device_type)
+
+
+def _mark_unit(
+    unit: str, first: nn.Module, last: nn.Module, recorder: EventRecorder, running: list[str]
+) -> list[RemovableHandle]:
+    """Mark a unit's forward, from the beginning of its first module to the end of its last, and its backward."""
+
+    def begin(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+        running.append(unit)
+        recorder.unit = unit
+        recorder.mark("begin forward", unit)
+        tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        if not tensors:
+            return None
+        marked = iter(_EndOfBackward.apply(recorder, unit, *tensors))  # type: ignore[no-untyped-call]
+        replaced = {id(tensor): other for tensor, other in zip(tensors, marked, strict=True)}
+        return tree_map(lambda value: replaced.get(id(value), value), (args, kwargs))
+
+    def end(_module: nn.Module, _args: Any, output: Any) -> None:
+        if recorder.is_forward:  # a unit that is recomputed stays unsharded
+            recorder.mark("end forward", unit)
+        running.pop()
+        recorder.unit = running[-1] if running else ""
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(  # type: ignore[no-untyped-call]
+                    lambda _gradient: recorder.mark("begin backward", unit)
+                )
+
+    return [first.register_forward_pre_hook(begin, with_kwargs=True), last.register_forward_hook(end, prepend=True)]
+
+
+class _EndOfBackward(torch.autograd.Function):
+    """Returns its inputs; once their gradients are known, the unit's backward has ended."""
+
+    @staticmethod
+    def forward(ctx: Any, recorder: EventRecorder, unit: str, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.point = recorder, unit
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        recorder, unit = ctx.point
+        recorder.mark("end backward", unit)
+        return (None, None, *gradients)
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return run
+
+
+def _record_gradients(parameters: Mapping[str, nn.Parameter], recorder: EventRecorder) -> list[RemovableHandle]:
+    def hook(fqn: str) -> Callable[[torch.Tensor], None]:
+        return lambda parameter: recorder.gradient_ready(fqn, parameter.grad)
+
+    return [
+        parameter.register_post_accumulate_grad_hook(hook(fqn))  # type: ignore[no-untyped-call]
+        for fqn, parameter in parameters.items()
+        if parameter.requires_grad
+    ]

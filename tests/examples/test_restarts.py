@@ -18,7 +18,7 @@ REQUIRED = ("transformers", "tokenizers", "yaml", "tqdm", "matplotlib")
 if missing := [name for name in REQUIRED if importlib.util.find_spec(name) is None]:
     pytest.skip(f"the examples extra is not installed: {missing}", allow_module_level=True)
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 RUN_TIMEOUT_S = 270  # three starts and more, on a busy machine
 NUM_STEPS = 16
 

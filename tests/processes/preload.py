@@ -4,14 +4,12 @@ import contextlib
 import gc
 import os
 
-import torch._dynamo
-
 import zeroamp
 
 PUBLIC = [getattr(zeroamp, name) for name in ("wrap_model", "TrainStep", "policy_from_config")]  # imported on first use
 if "PYTEST_XDIST_WORKER" in os.environ:  # a run of one file seldom needs it
     with contextlib.suppress(ImportError):
-        import transformers.models.llama.modeling_llama
+        pass
 
 gc.collect()
 gc.freeze()  # the ranks share these pages: no collection of theirs is to write to them

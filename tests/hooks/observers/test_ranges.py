@@ -13,6 +13,7 @@ import zeroamp
 from tests.measuring.traces import crossing, end, is_inside, names, ours, recorded
 from tests.models.small import batch, loss_of
 from tests.processes.training import config, same_bits, train, wrapped
+from tests.tiers import slow_but
 from zeroamp.hooks.observers.ranges import Ranges, UnitRanges
 from zeroamp.reporting.trace import nest_backwards
 
@@ -275,7 +276,7 @@ SUMS = {f"sum ({fqn} -> fp32)" for fqn in BLOCKS}
 ALL_REDUCES = {f"all_reduce ({group} fp32)" for group in GROUPS}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 3))
 @pytest.mark.parametrize("how", ["eager", "compiled", "recomputed"])
 def test_each_range_is_there_with_its_fqn_and_all_events_nest(ranks2, stage, how):
     expected = STEP | COMPUTE | (GATHERS | CASTS | REDUCTIONS | SUMS if stage else CASTS_TO_FP32 | ALL_REDUCES)
@@ -334,7 +335,7 @@ def _train(stage, how, is_recorded):
         return train(NAME, cfg, 2, prepare=HOW[how])
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 3))
 @pytest.mark.parametrize("how", ["eager", "compiled", "recomputed"])
 def test_training_has_the_same_bits_with_ranges_recorded_and_off(ranks2, stage, how):
     recorded_runs, plain_runs = ranks2.run(_train, stage, how, True), ranks2.run(_train, stage, how, False)

@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeroamp
 from tests.models.small import ConvNet, Llama, batch, build, loss_of
 from tests.processes.training import config, policy, wrapped
+from tests.tiers import slow_but
 from tests.zeroamp.wrapping.test_collectives import ThreeUnits
 from tests.zeroamp.wrapping.test_unused_parameters import CAN_ZERO_FILL
 from zeroamp.planning.traffic import Ranks, plan_traffic, ranks_of
@@ -54,8 +55,8 @@ def check(answers):
 MODES = [{}, {"dtype": "float16"}, {"comm": "fp32"}, NATIVE, LOW, FP16, {**LOW, **NATIVE}, {"dtype": None}]
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("accumulation", slow_but([1, 3], 3))
+@pytest.mark.parametrize("mode", slow_but(MODES, {}, NATIVE, FP16), ids=str)
 def test_every_mode_and_stage(ranks2, mode, accumulation):
     for stage in range(4):
         for threshold in (None, 0):
@@ -64,7 +65,7 @@ def test_every_mode_and_stage(ranks2, mode, accumulation):
 
 
 @pytest.mark.parametrize("name", ["conv", "encoder", "hf_llama", "moe"])
-@pytest.mark.parametrize("world", ["ranks2", "ranks4"])
+@pytest.mark.parametrize("world", slow_but(["ranks2", "ranks4"], "ranks2"))
 def test_every_model_with_sizes_that_the_ranks_do_not_divide(request, name, world):
     ranks = request.getfixturevalue(world)
     for stage, accumulation in ((0, 2), (1, 2), (2, 2), (3, 1), (3, 2)):
@@ -72,15 +73,15 @@ def test_every_model_with_sizes_that_the_ranks_do_not_divide(request, name, worl
         check(ranks.run(_of_model, name, options, {}))
 
 
-@pytest.mark.parametrize("mesh_shape", [(1, 4), (2, 2), (4, 1)])
+@pytest.mark.parametrize("mesh_shape", slow_but([(1, 4), (2, 2), (4, 1)], (2, 2)))
 @pytest.mark.parametrize("mode", [{}, NATIVE, {**FP16, **NATIVE}], ids=str)
 def test_hybrid_sharding(ranks4, mesh_shape, mode):
     for stage in (1, 2, 3):
         check(ranks4.run(_of_model, "conv", {"stage": stage, "accumulation": 2, **mode}, {}, mesh_shape))
 
 
-@pytest.mark.parametrize("mesh_shape", [None, (1, 4)])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("mesh_shape", slow_but([None, (1, 4)], None))
+@pytest.mark.parametrize("size", slow_but([2, 4], 2))
 def test_a_secondary_partition(ranks4, size, mesh_shape):
     for accumulation in (1, 2):
         options = {"stage": 3, "threshold": 0, "accumulation": accumulation}
@@ -96,7 +97,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("fields", OPTIONS, ids=str)
-@pytest.mark.parametrize("threshold", [None, 0])
+@pytest.mark.parametrize("threshold", slow_but([None, 0], None))
 def test_sharding_options(ranks2, fields, threshold):
     for accumulation in (1, 3):
         options = {"stage": 3, "threshold": threshold, "accumulation": accumulation}
@@ -137,7 +138,7 @@ FROZEN = [_freeze_some, _freeze_the_first, _freeze_two, _freeze_the_last, _store
 
 
 @pytest.mark.parametrize("prepare", FROZEN)
-@pytest.mark.parametrize("fields", [{}, {"prefetch_bucket_size": BLOCK}], ids=str)
+@pytest.mark.parametrize("fields", slow_but([{}, {"prefetch_bucket_size": BLOCK}], {}), ids=str)
 def test_frozen_parameters(ranks2, prepare, fields):
     for stage, accumulation, threshold in ((1, 2, None), (2, 3, 0), (3, 1, None), (3, 1, 0), (3, 3, None), (3, 3, 0)):
         options = {"stage": stage, "accumulation": accumulation, "threshold": threshold}
@@ -169,7 +170,7 @@ def _of_class(cls, stage, accumulation, fields, wrap, dtype=None):
 
 
 # The root owns nothing: the record of forwards then costs a gather, see the replay's note.
-@pytest.mark.parametrize("accumulation", [1, 2, 3])
+@pytest.mark.parametrize("accumulation", slow_but([1, 2, 3], 2))
 @pytest.mark.parametrize("cls", [ThreeUnits, pytest.param(Repeated, marks=NEEDS_ZERO_FILL)])
 @pytest.mark.parametrize("fields", [{}, {"max_live_parameters": 150}, {"prefetch_bucket_size": 150}], ids=str)
 def test_units_in_units_units_that_run_again_and_a_root_without_parameters(ranks2, cls, accumulation, fields):

@@ -60,6 +60,7 @@ def test_every_wire(ranks2, options):
     check(ranks2.run(_expected_and_issued, "llama_tied", {"stage": 2, **options}, {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [

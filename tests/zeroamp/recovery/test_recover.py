@@ -13,6 +13,7 @@ from tests.models.small import batch, loss_of
 from tests.processes.failures import Failed, failing_after, failing_in
 from tests.processes.ranks import RankError
 from tests.processes.training import config, full_parameters, policy, same_bits, wrapped
+from tests.tiers import slow_but
 from tests.zeroamp.wrapping.test_compile_and_checkpointing import _checkpoint, _checkpoint_outside, _compile
 from tests.zeroamp.wrapping.test_reduction_options import needs_options
 from zeroamp.wrapping.state import wrap_state
@@ -105,7 +106,7 @@ def fail_everywhere(ranks, options, places, more=None, first=True):
     return [errors for _, errors in answers]
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", slow_but([1, 2], 1))
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_rank_may_fail_after_any_collective_of_a_window(ranks2, stage, accumulation):
     options = {"stage": stage, "accumulation": accumulation, "threshold": 0}
@@ -123,7 +124,7 @@ def test_a_rank_may_fail_after_any_collective_of_a_window(ranks2, stage, accumul
     assert set(left_out) == ({0} if accumulation == 1 or stage == 0 else {0, 1})
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 3], 3))
 def test_ranks_may_fail_in_different_places_or_in_the_same(ranks2, stage):
     options = {"stage": stage, "accumulation": 2, "threshold": 0}
     last = ranks2.run(_num_collectives, options, {})[0]
@@ -132,6 +133,7 @@ def test_ranks_may_fail_in_different_places_or_in_the_same(ranks2, stage):
         assert all(error.startswith("Failed: after") for error, _ in errors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "more"),
     [
@@ -161,7 +163,7 @@ NATIVE = {"zeroamp": {"reduce_accumulate_dtype": "native"}}
 
 @pytest.mark.parametrize(
     "options",
-    [FP16, {**FP16, **NATIVE}, NATIVE, {"accumulation": 2, "data_types": {"grad_accum_dtype": "bf16"}}],
+    slow_but([FP16, {**FP16, **NATIVE}, NATIVE, {"accumulation": 2, "data_types": {"grad_accum_dtype": "bf16"}}], FP16),
     ids=str,
 )
 def test_every_kind_of_wire_and_accumulation(ranks2, options):
@@ -187,8 +189,8 @@ def _failing_in_a_block(stage, how, fails):
     return training.outcome(), errors
 
 
-@pytest.mark.parametrize("how", PREPARE)
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("how", slow_but(PREPARE, "inside"))
+@pytest.mark.parametrize("stage", slow_but([0, 3], 3))
 def test_failures_in_compiled_and_checkpointed_blocks(ranks2, stage, how):
     answers = ranks2.run(_failing_in_a_block, stage, how, True)
     expected = ranks2.run(_failing_in_a_block, stage, how, False)
@@ -439,6 +441,7 @@ def _whole_model_compiled(fails):
     return training.log, full_parameters(root)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_compiled_as_a_whole(ranks2):
     check_same(ranks2.run(_whole_model_compiled, True), ranks2.run(_whole_model_compiled, False))
 

@@ -109,6 +109,7 @@ def test_a_fixed_scale_skips_but_does_not_move(ranks2):
     assert [(row["scale"], row["skipped"]) for row in rows] == [(256.0, False), (256.0, True), (256.0, False)]
 
 
+@pytest.mark.slow
 def test_float16_autocast_trains_like_bfloat16_autocast_through_an_overflow(ranks2):
     # The untied model starts at the loss of a uniform guess; the tied one, whose logits are large, far above.
     half = ranks2.run(_run, dynamic(3, hysteresis=1), 50, (20,), 1, (), "llama_untied")[0]

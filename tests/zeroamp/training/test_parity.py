@@ -6,6 +6,7 @@ import torch
 from tests.models.small import MODELS, Llama
 from tests.oracles import one_process
 from tests.processes.training import config, same_bits, train
+from tests.tiers import slow_but
 
 NUM_STEPS = 10
 CLIP = 0.5  # low enough that every step clips
@@ -42,39 +43,39 @@ def _check(by_rank, oracle):
             assert mean_losses == pytest.approx(flat, rel=1e-6), "the mean is summed in another order"
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(MODELS, "llama_tied", "moe"))
 def test_all_stages_equal_one_process_with_autocast_on_an_fp32_wire(ranks2, name):
     by_rank = ranks2.run(_all_stages, name, (0, 1, 2, 3), {"comm": "fp32"})
     _check(by_rank, one_process.train(name, world_size=2, num_steps=NUM_STEPS, clip=CLIP))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(MODELS, "llama_tied", "hf_llama"))
 def test_all_stages_equal_one_process_with_autocast_on_the_default_wire(ranks2, name):
     # bf16 on the wire loses nothing: the raw gradients are bf16, and the sum is fp32.
     by_rank = ranks2.run(_all_stages, name, (0, 1, 2, 3), {})
     _check(by_rank, one_process.train(name, world_size=2, num_steps=NUM_STEPS, clip=CLIP))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(MODELS, "llama_untied", "conv"))
 def test_a_group_per_unit_and_dtype_gives_the_same_bits_as_the_model_wide_group(ranks2, name):
     by_rank = ranks2.run(_all_stages, name, (0, 1, 2, 3), {"threshold": 0})
     _check(by_rank, one_process.train(name, world_size=2, num_steps=NUM_STEPS, clip=CLIP))
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "conv"])
+@pytest.mark.parametrize("name", slow_but(["llama_tied", "conv"], "llama_tied"))
 def test_stages_0_and_1_accumulate_on_each_rank_in_fp32_and_reduce_once(ranks2, name):
     by_rank = ranks2.run(_all_stages, name, (0, 1), {"accumulation": 4, "comm": "fp32"})
     _check(by_rank, one_process.train(name, world_size=2, num_steps=NUM_STEPS, clip=CLIP, accumulation=4))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(MODELS, "llama_tied"))
 def test_stages_2_and_3_reduce_every_micro_batch_and_accumulate_in_fp32(ranks2, name):
     by_rank = ranks2.run(_all_stages, name, (2, 3), {"accumulation": 4})
     oracle = one_process.train(name, world_size=2, num_steps=NUM_STEPS, clip=CLIP, accumulation=4, reduce_each=True)
     _check(by_rank, oracle)
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "llama_untied", "conv", "encoder"])
+@pytest.mark.parametrize("name", slow_but(["llama_tied", "llama_untied", "conv", "encoder"], "llama_tied"))
 def test_stages_2_and_3_agree_on_a_native_bf16_wire_with_accumulation(ranks2, name):
     _check_equal(ranks2.run(_all_stages, name, (2, 3), {"accumulation": 4, **NATIVE}))
 
@@ -85,7 +86,7 @@ def test_native_bf16_reduction_is_another_sum_than_fp32(ranks2):
     assert same_bits(native[3][2], summed[3][2]) != []
 
 
-@pytest.mark.parametrize("name", ["llama_untied", "encoder"])
+@pytest.mark.parametrize("name", slow_but(["llama_untied", "encoder"], "encoder"))
 def test_stages_1_to_3_agree_on_4_ranks(ranks4, name):
     # Stage 0 is left out: gloo's all-reduce adds four ranks in another order than its reduce-scatter does.
     _check_equal(ranks4.run(_all_stages, name, (1, 2, 3), {}))
@@ -96,7 +97,7 @@ def test_hybrid_sharding_averages_over_shards_then_replicas(ranks4):
     _check(by_rank, one_process.train("llama_tied", world_size=4, num_steps=NUM_STEPS, clip=CLIP, num_replicas=2))
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "conv", "encoder"])
+@pytest.mark.parametrize("name", slow_but(["llama_tied", "conv", "encoder"], "llama_tied"))
 def test_bf16_mode_equals_a_bf16_model_with_fp32_master_weights(ranks2, name):
     by_rank = ranks2.run(_all_stages, name, (0, 1, 2, 3), {"dtype": None, "bf16": {"enabled": True}})
     _check(by_rank, one_process.train(name, world_size=2, num_steps=NUM_STEPS, clip=CLIP, low_model=torch.bfloat16))
@@ -131,14 +132,21 @@ def _tie_weights_across_units(model: Llama):
     model.blocks[2].down.weight = model.blocks[0].down.weight
 
 
-@pytest.mark.parametrize("share", [_share_linear_across_units, _share_norm_across_units, _tie_weights_across_units])
+@pytest.mark.parametrize(
+    "share",
+    slow_but(
+        [_share_linear_across_units, _share_norm_across_units, _tie_weights_across_units], _share_linear_across_units
+    ),
+)
 @pytest.mark.parametrize("threshold", [None, 0], ids=["model-wide group", "group per unit"])
 def test_what_two_units_share_is_reduced_once_for_both(ranks2, share, threshold):
     by_rank = ranks2.run(_all_stages, "llama_untied", (0, 1, 2, 3), {"threshold": threshold}, None, share)
     _check(by_rank, one_process.train("llama_untied", world_size=2, num_steps=NUM_STEPS, clip=CLIP, prepare=share))
 
 
-@pytest.mark.parametrize("share", [_share_linear_across_units, _share_norm_across_units])
+@pytest.mark.parametrize(
+    "share", slow_but([_share_linear_across_units, _share_norm_across_units], _share_linear_across_units)
+)
 def test_what_two_units_share_in_the_other_modes(ranks2, share):
     by_rank = ranks2.run(_all_stages, "llama_untied", (0, 3), {"dtype": None}, None, share)
     oracle = {"world_size": 2, "num_steps": NUM_STEPS, "clip": CLIP, "prepare": share}

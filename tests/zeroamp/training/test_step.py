@@ -168,6 +168,7 @@ def _compiled_whole():
     return losses
 
 
+@pytest.mark.slow
 def test_a_model_that_is_compiled_as_a_whole_trains(ranks2):
     losses, _, _ = one_process.train(NAME, world_size=2, num_steps=3)
     assert ranks2.run(_compiled_whole)[0] == [ranks[0][0] for ranks in losses]

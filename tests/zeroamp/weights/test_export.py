@@ -16,6 +16,7 @@ from tests.measuring.storage_peak import StoragePeak
 from tests.models.architectures import ConvNet, mixtral
 from tests.models.small import Llama, batch, build, hf_llama_config, loss_of
 from tests.processes.training import config, full_parameters, policy, same_bits, train, wrapped
+from tests.tiers import slow_but
 from zeroamp.policies.policy import Offload
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -78,6 +79,7 @@ def test_a_llama_comes_back_by_from_pretrained(ranks2, tmp_path, tied, stage, dt
     check_llama(tmp_path / "out", parameters, tied, DTYPES.get(dtype, dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh_shape", [None, (2, 2)])
 def test_several_files_from_four_ranks(ranks4, tmp_path, mesh_shape):
     pytest.importorskip("transformers", reason="the model is transformers'")
@@ -323,7 +325,7 @@ def _train_with_exports(stage, folder):
     return train("llama_tied", config(stage, accumulation=3), 2, between=None if folder is None else export)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 3))
 def test_exports_inside_an_accumulation_window_change_nothing(ranks2, tmp_path, stage):
     plain = ranks2.run(_train_with_exports, stage, None)
     exported = ranks2.run(_train_with_exports, stage, tmp_path)

@@ -59,6 +59,7 @@ def test_a_meta_llama_is_filled_as_from_pretrained_fills_one(ranks2, tmp_path, t
     check_llama(ranks2.run(_load_llama, tmp_path, tied, stage), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh_shape", [None, (2, 2)])
 def test_four_ranks_and_hybrid_sharding(ranks4, tmp_path, mesh_shape):
     pytest.importorskip("transformers", reason="the model is transformers'")

@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.models.small import Llama
 from tests.oracles import one_process
 from tests.processes.training import config, same_bits, train
+from tests.tiers import slow_but
 
 NAME = "llama_tied"
 NUM_STEPS = 5
@@ -57,7 +58,7 @@ def _run(stage, how, accumulation=1, threshold=None):
     return train(NAME, cfg, NUM_STEPS, prepare=after[how])
 
 
-@pytest.mark.parametrize("threshold", [None, 0], ids=["model-wide group", "group per unit"])
+@pytest.mark.parametrize("threshold", slow_but([None, 0], None), ids=["model-wide group", "group per unit"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("how", ["compile", "inside", "outside"])
 def test_same_bits_as_the_oracle(ranks2, stage, how, threshold):
@@ -80,6 +81,7 @@ def test_checkpointing_around_the_units_with_accumulation(ranks2, stage):
         assert same_bits(renamed, parameters) == []
 
 
+@pytest.mark.slow
 def test_inductor_compiles_each_block_whole_and_trains(ranks2):
     losses, _, _ = one_process.train(NAME, world_size=2, num_steps=NUM_STEPS)
     ours = ranks2.run(_run, 3, "inductor")[0][0]

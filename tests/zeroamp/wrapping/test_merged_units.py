@@ -13,6 +13,7 @@ from tests.measuring.collectives import Collectives
 from tests.models.small import Llama, batch, loss_of
 from tests.oracles import one_process
 from tests.processes.training import config, same_bits, train, wrapped
+from tests.tiers import slow_but
 from tests.zeroamp.wrapping.test_unused_parameters import CAN_ZERO_FILL
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -128,15 +129,15 @@ def oracle(name="llama_untied", **options):
     return one_process.train(name, world_size=2, num_steps=NUM_STEPS, clip=CLIP, **options)
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "conv", "encoder", "hf_llama"])
-@pytest.mark.parametrize("fields", [PAIR, ALL], ids=str)
+@pytest.mark.parametrize("name", slow_but(["llama_tied", "conv", "encoder", "hf_llama"], "llama_tied"))
+@pytest.mark.parametrize("fields", slow_but([PAIR, ALL], PAIR), ids=str)
 @pytest.mark.parametrize("threshold", [None, 0], ids=["model-wide group", "group per unit"])
 def test_all_stages_equal_one_process(ranks2, name, fields, threshold):
     check(ranks2.run(_train, name, (0, 1, 2, 3), {"threshold": threshold}, fields), oracle(name))
 
 
-@pytest.mark.parametrize("evaluates", [False, True])
-@pytest.mark.parametrize("prepare", [None, _checkpoint_second])
+@pytest.mark.parametrize("evaluates", slow_but([False, True], False))
+@pytest.mark.parametrize("prepare", slow_but([None, _checkpoint_second], None))
 @pytest.mark.parametrize("stages", [(0, 1), (2, 3)], ids=str)
 def test_with_accumulation(ranks2, stages, prepare, evaluates):
     options = {"accumulation": 3, "threshold": 0, "comm": "fp32"}
@@ -144,8 +145,10 @@ def test_with_accumulation(ranks2, stages, prepare, evaluates):
     check(by_rank, oracle(accumulation=3, reduce_each=stages[0] >= 2))
 
 
-@pytest.mark.parametrize("prepare", [_freeze, _freeze_the_first_whole, _share_modules, _tie_weights])
-@pytest.mark.parametrize("threshold", [None, 0], ids=["model-wide group", "group per unit"])
+@pytest.mark.parametrize(
+    "prepare", slow_but([_freeze, _freeze_the_first_whole, _share_modules, _tie_weights], _freeze, _tie_weights)
+)
+@pytest.mark.parametrize("threshold", slow_but([None, 0], None), ids=["model-wide group", "group per unit"])
 def test_frozen_shared_and_tied_parameters(ranks2, prepare, threshold):
     for fields in (PAIR, ALL):
         by_rank = ranks2.run(
@@ -154,8 +157,8 @@ def test_frozen_shared_and_tied_parameters(ranks2, prepare, threshold):
         check(by_rank, oracle(prepare=prepare))
 
 
-@pytest.mark.parametrize("prepare", [_checkpoint_inside, _checkpoint_outside, _compile])
-@pytest.mark.parametrize("threshold", [None, 0], ids=["model-wide group", "group per unit"])
+@pytest.mark.parametrize("prepare", slow_but([_checkpoint_inside, _checkpoint_outside, _compile], _checkpoint_outside))
+@pytest.mark.parametrize("threshold", slow_but([None, 0], None), ids=["model-wide group", "group per unit"])
 def test_each_block_checkpointed_or_compiled(ranks2, prepare, threshold):
     options = {"threshold": threshold}
     by_rank = ranks2.run(_train_prepared, "llama_untied", (0, 1, 2, 3), options, PAIR, None, prepare, True)
@@ -176,6 +179,7 @@ def test_an_evaluation_that_leaves_a_merged_block_out(ranks2, stage):
     check(by_rank, oracle())
 
 
+@pytest.mark.slow
 def test_hybrid_sharding_of_merged_units_with_every_other_option(ranks4):
     expected = ranks4.run(_train, "llama_tied", (2, 3), {"threshold": 0}, {}, (2, 2))
     for fields in (PAIR, {**PAIR, "max_live_parameters": BLOCK, "prefetch_bucket_size": 3 * BLOCK}):

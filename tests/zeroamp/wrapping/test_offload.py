@@ -60,11 +60,14 @@ LOW = {"accumulation": 3, "data_types": {"grad_accum_dtype": "bf16"}}
 @pytest.mark.parametrize(
     ("options", "fields"),
     [
-        (LOW, {}),
-        ({}, {"reduce_bucket_size": 10**9}),
-        ({}, {"hpz_partition_size": 2, "prefetch_bucket_size": 20_000, "max_live_parameters": 20_000}),
+        pytest.param(LOW, {}, id="bf16 accumulation", marks=pytest.mark.slow),
+        pytest.param({}, {"reduce_bucket_size": 10**9}, id="merged units", marks=pytest.mark.slow),
+        pytest.param(
+            {},
+            {"hpz_partition_size": 2, "prefetch_bucket_size": 20_000, "max_live_parameters": 20_000},
+            id="the other options",
+        ),
     ],
-    ids=["bf16 accumulation", "merged units", "the other options"],
 )
 def test_offloading_changes_no_bit_of_anything_else(ranks4, options, fields):
     ours = ranks4.run(_train, (3,), options, {**fields, **ON_CPU}, (1, 4))

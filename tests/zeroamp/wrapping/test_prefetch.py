@@ -8,6 +8,7 @@ from tests.measuring.collectives import Collectives, Gathers
 from tests.models.small import Llama, batch
 from tests.oracles import one_process
 from tests.processes.training import config, same_bits, train, wrapped
+from tests.tiers import slow_but
 from zeroamp.planning.plan import build_plan
 from zeroamp.planning.schedule import fits
 
@@ -127,8 +128,10 @@ def _train(size, options, how, mesh_shape=None, **fields):
     )
 
 
-@pytest.mark.parametrize("how", ["", "evaluated", "reversed", "reversed, evaluated"])
-@pytest.mark.parametrize("options", [{}, {"threshold": 0, "accumulation": 3}], ids=str)
+@pytest.mark.parametrize(
+    "how", slow_but(["", "evaluated", "reversed", "reversed, evaluated"], "", "reversed, evaluated")
+)
+@pytest.mark.parametrize("options", slow_but([{}, {"threshold": 0, "accumulation": 3}], {}), ids=str)
 def test_same_bits_as_the_oracle_in_any_order(ranks2, options, how):
     # An evaluation in another order leaves gathers that nothing waited for. The next step must not use them.
     oracle = {"accumulation": options.get("accumulation", 1), "prepare": _reverse if "reversed" in how else None}
@@ -146,6 +149,7 @@ def _train_all(size, how, mesh_shape, fields):
     return _train(size, {"threshold": 0, "accumulation": 2}, how, mesh_shape, **fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh_shape", [(1, 4), (2, 2)])
 @pytest.mark.parametrize("how", ["", "reversed, evaluated"])
 def test_with_hybrid_sharding_a_secondary_partition_and_live_units(ranks4, mesh_shape, how):

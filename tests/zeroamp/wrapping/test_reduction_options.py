@@ -38,6 +38,7 @@ def test_same_bits(ranks2, stage):
 
 
 @needs_options
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_same_bits_with_hybrid_sharding(ranks4, stage):
     _check(ranks4, stage, (2, 2))

@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.checkpoint import checkpoint
 
 import zeroamp
 from tests.measuring.traces import crossing, end, is_inside, names, ours, recorded
+from tests.models.prepared import checkpoint_outside, compile_blocks
 from tests.models.small import batch, loss_of
 from tests.processes.training import config, same_bits, train, wrapped
-from tests.tiers import slow_but
+from tests.selection import slow_but
 from zeroamp.hooks.observers.ranges import Ranges, UnitRanges
 from zeroamp.reporting.trace import nest_backwards
 
@@ -244,26 +244,7 @@ def _recorded_step(name, stage, how="eager", more=None):
     return events
 
 
-class _Checkpointed(nn.Module):
-    def __init__(self, block):
-        super().__init__()
-        self.block = block
-
-    def forward(self, x):
-        return checkpoint(self.block, x, use_reentrant=False)
-
-
-def _compile(model):
-    for block in model.blocks:
-        block.compile(fullgraph=True, backend="aot_eager")
-
-
-def _checkpoint(model):
-    for index, block in enumerate(model.blocks):
-        model.blocks._modules[str(index)] = _Checkpointed(block)
-
-
-HOW = {"eager": lambda model: None, "compiled": _compile, "recomputed": _checkpoint}
+HOW = {"eager": lambda model: None, "compiled": compile_blocks, "recomputed": checkpoint_outside}
 
 STEP = {"forward (root)", "backward (root)", "norm", "clip", "optimizer (AdamW)"}
 COMPUTE = {f"{kind} ({fqn})" for kind in ("forward", "backward") for fqn in BLOCKS}

@@ -13,7 +13,7 @@ import zeroamp
 from tests.models.deepspeed import WIDTH, batch, build, param_groups
 from tests.processes.ranks import RankError, Ranks
 from tests.processes.training import full_parameters
-from tests.tiers import slow_but
+from tests.selection import slow_but
 from tests.zeroamp.deepspeed.cases import CASES, DATA, expected, facts
 
 DTYPES = {"autocast": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.measuring.measured import measured_step
-from tests.tiers import slow_but
+from tests.selection import slow_but
 from zeroamp.hooks._torch.fsdp import has_reduction_options
 
 LOSS_AND_NORM = 64

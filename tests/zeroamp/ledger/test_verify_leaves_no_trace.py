@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 import zeroamp
 from tests.models.small import batch, build, loss_of
 from tests.processes.training import config, full_parameters, same_bits, wrapped
-from tests.tiers import slow_but
+from tests.selection import slow_but
 from zeroamp.hooks._torch.fsdp import unsharded_sums
 from zeroamp.wrapping.state import wrap_state
 

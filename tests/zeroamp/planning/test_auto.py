@@ -11,7 +11,7 @@ import zeroamp
 from tests.models.architectures import ARCHITECTURES, TRANSFORMERS
 from tests.models.small import Llama, batch
 from tests.processes.training import full_parameters, same_bits
-from tests.tiers import slow_but
+from tests.selection import slow_but
 
 AUTO = {"torch_autocast": {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": "auto"}}
 NAMES = [name for name in ARCHITECTURES if name not in ("encoder_eval", "llama_checkpointed")]

@@ -6,7 +6,7 @@ import torch
 import zeroamp
 from tests.models.architectures import ARCHITECTURES, TRANSFORMERS
 from tests.oracles.low_precision_gather import gathered, is_unchanged, randomise, rounded
-from tests.tiers import slow_but
+from tests.selection import slow_but
 
 ONLY_ROUNDED = {
     "t5": 2,  # relative_attention_bias: gathered by an embedding, then cast; its gradient adds up in fp32

@@ -6,11 +6,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroamp
-from tests.models.small import ConvNet, Llama, batch, build, loss_of
+from tests.measuring.traffic import traffic_rows
+from tests.models.small import ConvNet, Llama, ThreeUnits, batch, build, loss_of
 from tests.processes.training import config, policy, wrapped
-from tests.tiers import slow_but
-from tests.zeroamp.wrapping.test_collectives import ThreeUnits
-from tests.zeroamp.wrapping.test_unused_parameters import CAN_ZERO_FILL
+from tests.selection import needs_zero_fill, slow_but
 from zeroamp.planning.traffic import Ranks, plan_traffic, ranks_of
 from zeroamp.wrapping.state import wrap_state
 
@@ -30,15 +29,10 @@ def _compare(model, inputs, num_steps=2):
         for _ in range(state.plan.policy.gradient_accumulation_steps):
             step.backward(loss_of(model, inputs))
             step.step()
-        counted = _rows(state.traffic)
-        if counted != _rows(planned):
+        counted = traffic_rows(state.traffic)
+        if counted != traffic_rows(planned):
             break
-    return _rows(planned), counted
-
-
-def _rows(traffic):
-    assert traffic.calls.keys() == traffic.num_bytes.keys()
-    return {tuple(map(str, key)): (calls, traffic.num_bytes[key]) for key, calls in traffic.calls.items()}
+    return traffic_rows(planned), counted
 
 
 def _of_model(name, options, fields, mesh_shape=None, prepare=None):
@@ -145,9 +139,6 @@ def test_frozen_parameters(ranks2, prepare, fields):
         check(ranks2.run(_of_model, "llama_untied", options, fields, None, prepare))
 
 
-NEEDS_ZERO_FILL = pytest.mark.skipif(not CAN_ZERO_FILL, reason="a unit that runs again is reduced once, not each time")
-
-
 class Repeated(nn.Module):
     """Units in units, one that runs three times, and a root that owns nothing."""
 
@@ -171,7 +162,7 @@ def _of_class(cls, stage, accumulation, fields, wrap, dtype=None):
 
 # The root owns nothing: the record of forwards then costs a gather, see the replay's note.
 @pytest.mark.parametrize("accumulation", slow_but([1, 2, 3], 2))
-@pytest.mark.parametrize("cls", [ThreeUnits, pytest.param(Repeated, marks=NEEDS_ZERO_FILL)])
+@pytest.mark.parametrize("cls", [ThreeUnits, pytest.param(Repeated, marks=needs_zero_fill)])
 @pytest.mark.parametrize("fields", [{}, {"max_live_parameters": 150}, {"prefetch_bucket_size": 150}], ids=str)
 def test_units_in_units_units_that_run_again_and_a_root_without_parameters(ranks2, cls, accumulation, fields):
     wrap = {"Linear"} if cls is ThreeUnits else {"Sequential"}

@@ -9,13 +9,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroamp
+from tests.models.prepared import checkpoint_inside, checkpoint_outside, compile_blocks
 from tests.models.small import batch, loss_of
 from tests.processes.failures import Failed, failing_after, failing_in
 from tests.processes.ranks import RankError
 from tests.processes.training import config, full_parameters, policy, same_bits, wrapped
-from tests.tiers import slow_but
-from tests.zeroamp.wrapping.test_compile_and_checkpointing import _checkpoint, _checkpoint_outside, _compile
-from tests.zeroamp.wrapping.test_reduction_options import needs_options
+from tests.selection import needs_options, slow_but
 from zeroamp.wrapping.state import wrap_state
 
 NAME = "llama_tied"
@@ -172,7 +171,7 @@ def test_every_kind_of_wire_and_accumulation(ranks2, options):
     fail_everywhere(ranks2, options, [{0: n} for n in (1, last // 2, last - 1, last)])
 
 
-PREPARE = {"compile": _compile, "inside": _checkpoint, "outside": _checkpoint_outside}
+PREPARE = {"compile": compile_blocks, "inside": checkpoint_inside, "outside": checkpoint_outside}
 
 
 def _failing_in_a_block(stage, how, fails):

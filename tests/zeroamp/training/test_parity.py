@@ -6,7 +6,7 @@ import torch
 from tests.models.small import MODELS, Llama
 from tests.oracles import one_process
 from tests.processes.training import config, same_bits, train
-from tests.tiers import slow_but
+from tests.selection import slow_but
 
 NUM_STEPS = 10
 CLIP = 0.5  # low enough that every step clips

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import zeroamp
 from tests.models.small import batch, build, loss_of
 from tests.processes.training import config, full_parameters, same_bits, wrapped
-from tests.tiers import slow_but
+from tests.selection import slow_but
 from zeroamp.training.update import step, works_on_shards
 
 NAME = "llama_tied"

@@ -13,28 +13,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroamp
 from tests.measuring.storage_peak import StoragePeak
-from tests.models.architectures import ConvNet, mixtral
-from tests.models.small import Llama, batch, build, hf_llama_config, loss_of
+from tests.models.architectures import mixtral
+from tests.models.small import Llama, batch, build, hf_llama, loss_of
 from tests.processes.training import config, full_parameters, policy, same_bits, train, wrapped
-from tests.tiers import slow_but
+from tests.selection import slow_but
 from zeroamp.policies.policy import Offload
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 AUTOCAST_16 = {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}}
-
-
-def hf_llama(tied):
-    from transformers import LlamaForCausalLM
-
-    torch.manual_seed(0)
-    settings = hf_llama_config()
-    settings.tie_word_embeddings = tied
-    return LlamaForCausalLM(settings)
-
-
-def conv_net():
-    torch.manual_seed(0)
-    return ConvNet()
 
 
 def _trained(model, stage, mesh_shape=None, fields=None):
@@ -118,7 +104,7 @@ def test_a_mixture_of_experts_comes_back_by_from_pretrained(ranks2, tmp_path):
 
 
 def _export_conv(folder):
-    model = zeroamp.wrap_model(conv_net(), policy(config(3)))
+    model = zeroamp.wrap_model(build("conv"), policy(config(3)))
     rank = dist.get_rank()
     model(torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(rank)))
     zeroamp.export_hf(model, folder, "bf16", max_shard_bytes=200)  # each rank writes some of the buffers

@@ -12,9 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroamp
 from tests.models.architectures import mixtral
-from tests.models.small import batch, build, hf_llama_config
+from tests.models.small import batch, build, hf_llama, hf_llama_config
 from tests.processes.training import config, full_parameters, policy, same_bits, wrapped
-from tests.zeroamp.weights.test_export import conv_net, hf_llama
 from zeroamp.weights.files import INDEX
 
 
@@ -102,7 +101,7 @@ class _Counts:
 
 
 def _bytes_read(folder):
-    model = _without_values(conv_net)
+    model = _without_values(lambda: build("conv"))
     model = zeroamp.wrap_model(model, policy(config(3)))
     read, real = {}, safetensors.safe_open
     safetensors.safe_open = lambda *args, **kwargs: _Counts(real(*args, **kwargs), read)
@@ -116,7 +115,7 @@ def _bytes_read(folder):
 
 
 def test_a_rank_reads_its_own_rows_of_parameters_and_all_of_buffers(ranks4, tmp_path):
-    expected = conv_net()
+    expected = build("conv")
     expected.norm.running_mean.fill_(0.25)
     save_file(expected.state_dict(), tmp_path / "model.safetensors")
     by_rank = ranks4.run(_bytes_read, tmp_path)

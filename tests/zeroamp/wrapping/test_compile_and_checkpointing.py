@@ -2,21 +2,15 @@
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
+from tests.models.prepared import checkpoint_inside, checkpoint_outside, compile_blocks
 from tests.models.small import Llama
 from tests.oracles import one_process
 from tests.processes.training import config, same_bits, train
-from tests.tiers import slow_but
+from tests.selection import slow_but
 
 NAME = "llama_tied"
 NUM_STEPS = 5
-
-
-def _compile(model: Llama):
-    for block in model.blocks:
-        # aot_eager runs the captured graph with eager kernels, so the bits stay; inductor is tried below.
-        block.compile(fullgraph=True, backend="aot_eager")
 
 
 def _compile_with_inductor(model: Llama):
@@ -24,33 +18,12 @@ def _compile_with_inductor(model: Llama):
         block.compile(fullgraph=True)
 
 
-def _checkpoint(model: Llama):
-    for block in model.blocks:
-        forward = block.forward
-        block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
-
-
-def _checkpoint_outside(model: Llama):
-    """Recompute runs the unit's own hooks, as transformers' checkpointing layers do."""
-    for index, block in enumerate(model.blocks):
-        model.blocks._modules[str(index)] = _Checkpointed(block)
-
-
-class _Checkpointed(torch.nn.Module):
-    def __init__(self, block):
-        super().__init__()
-        self.block = block
-
-    def forward(self, x):
-        return checkpoint(self.block, x, use_reentrant=False)
-
-
 def _run(stage, how, accumulation=1, threshold=None):
     after = {
-        "compile": _compile,
+        "compile": compile_blocks,
         "inductor": _compile_with_inductor,
-        "inside": _checkpoint,
-        "outside": _checkpoint_outside,
+        "inside": checkpoint_inside,
+        "outside": checkpoint_outside,
     }
     # A bf16 wire would round stage 1's accumulated fp32 gradient.
     comm = "fp32" if accumulation > 1 else None

@@ -8,7 +8,7 @@ from benchmarks.fake_ranks import fake_ranks
 from tests.measuring.counted import counted, outgrown
 from tests.models.small import Llama
 from tests.processes.training import config
-from tests.tiers import slow_but
+from tests.selection import slow_but
 from zeroamp.planning.traffic import Ranks
 from zeroamp.wrapping.state import wrap_state
 from zeroamp.wrapping.summary import size_summary

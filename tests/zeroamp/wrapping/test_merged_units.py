@@ -4,17 +4,15 @@ import functools
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 import zeroamp
 from tests.measuring.collectives import Collectives
+from tests.models.prepared import Checkpointed, checkpoint_inside, checkpoint_outside, compile_blocks
 from tests.models.small import Llama, batch, loss_of
 from tests.oracles import one_process
 from tests.processes.training import config, same_bits, train, wrapped
-from tests.tiers import slow_but
-from tests.zeroamp.wrapping.test_unused_parameters import CAN_ZERO_FILL
+from tests.selection import needs_zero_fill, slow_but
 
 FP32, BF16 = torch.float32, torch.bfloat16
 NUM_STEPS = 5
@@ -45,35 +43,9 @@ def _tie_weights(model):
     model.blocks[2].gate_up.weight = model.blocks[0].gate_up.weight  # with another unit, where two are merged
 
 
-def _checkpoint_inside(model):
-    for block in model.blocks:
-        forward = block.forward
-        block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
-
-
-class _Checkpointed(nn.Module):
-    def __init__(self, block):
-        super().__init__()
-        self.block = block
-
-    def forward(self, x):
-        return checkpoint(self.block, x, use_reentrant=False)
-
-
-def _checkpoint_outside(model):
-    """Recompute runs the units' own hooks."""
-    for index, block in enumerate(model.blocks):
-        model.blocks._modules[str(index)] = _Checkpointed(block)
-
-
 def _checkpoint_second(model):
     """Of the first two blocks, a backward recomputes one."""
-    model.blocks._modules["1"] = _Checkpointed(model.blocks[1])
-
-
-def _compile(model):
-    for block in model.blocks:
-        block.compile(fullgraph=True, backend="aot_eager")
+    model.blocks._modules["1"] = Checkpointed(model.blocks[1])
 
 
 def _skip(model, num_ranks_in_this_process=1):
@@ -157,7 +129,9 @@ def test_frozen_shared_and_tied_parameters(ranks2, prepare, threshold):
         check(by_rank, oracle(prepare=prepare))
 
 
-@pytest.mark.parametrize("prepare", slow_but([_checkpoint_inside, _checkpoint_outside, _compile], _checkpoint_outside))
+@pytest.mark.parametrize(
+    "prepare", slow_but([checkpoint_inside, checkpoint_outside, compile_blocks], checkpoint_outside)
+)
 @pytest.mark.parametrize("threshold", slow_but([None, 0], None), ids=["model-wide group", "group per unit"])
 def test_each_block_checkpointed_or_compiled(ranks2, prepare, threshold):
     options = {"threshold": threshold}
@@ -165,7 +139,7 @@ def test_each_block_checkpointed_or_compiled(ranks2, prepare, threshold):
     check(by_rank, oracle())
 
 
-@pytest.mark.skipif(not CAN_ZERO_FILL, reason="unused parameters are reduced as zeros from torch 2.13 on")
+@needs_zero_fill
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_forward_that_leaves_a_merged_block_out(ranks2, stage):
     by_rank = ranks2.run(_train_prepared, "llama_untied", (stage,), {"threshold": 0}, PAIR, None, _skip)

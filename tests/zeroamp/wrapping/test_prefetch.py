@@ -8,7 +8,7 @@ from tests.measuring.collectives import Collectives, Gathers
 from tests.models.small import Llama, batch
 from tests.oracles import one_process
 from tests.processes.training import config, same_bits, train, wrapped
-from tests.tiers import slow_but
+from tests.selection import slow_but
 from zeroamp.planning.plan import build_plan
 from zeroamp.planning.schedule import fits
 

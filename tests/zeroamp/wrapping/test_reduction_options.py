@@ -10,14 +10,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import zeroamp
 from tests.models.small import batch
 from tests.processes.training import config, loss_of, same_bits, train, wrapped
-from zeroamp.hooks._torch.fsdp import has_reduction_options, timeout_of
+from tests.selection import needs_options
+from zeroamp.hooks._torch.fsdp import timeout_of
 from zeroamp.hooks.collectives.reduce_scatter import WireReduceScatter
 from zeroamp.wrapping import checks as device_support
 from zeroamp.wrapping.state import wrap_state
 
 MODEL = "llama_untied"
 BOTH = {"reduce_scatter_input_buffers": 3, "separate_reduce_scatter_group": True}
-needs_options = pytest.mark.skipif(not has_reduction_options(), reason="FSDP2 has these options from torch 2.13 on")
 
 
 def _train(stage, options, mesh_shape=None):

@@ -11,8 +11,7 @@ from tests.measuring.collectives import Collectives, Gathers
 from tests.models.small import batch, loss_of
 from tests.processes.ranks import RankError
 from tests.processes.training import config, full_parameters, policy, same_bits, train, wrapped
-from tests.tiers import slow_but
-from tests.zeroamp.wrapping.test_unused_parameters import CAN_ZERO_FILL
+from tests.selection import needs_zero_fill, slow_but
 from zeroamp.policies.policy import LeafModules
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -191,7 +190,7 @@ def _train_sparse(stage):
     return sorted(zeroamp.wrapping.state.wrap_state(model).plan.units), norm, full_parameters(model)
 
 
-@pytest.mark.skipif(not CAN_ZERO_FILL, reason="unused parameters are reduced as zeros from torch 2.13 on")
+@needs_zero_fill
 def test_ranks_may_run_different_parts_of_a_leaf_module(ranks2):
     # Were each expert a unit, as the policy says, the ranks would wait for each other in different gathers.
     stages = [ranks2.run(_train_sparse, stage)[0] for stage in (1, 3)]

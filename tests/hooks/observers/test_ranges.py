@@ -12,7 +12,7 @@ import zeroamp
 from tests.measuring.traces import crossing, end, is_inside, names, ours, recorded
 from tests.models.prepared import checkpoint_outside, compile_blocks
 from tests.models.small import batch, loss_of
-from tests.processes.training import config, same_bits, train, wrapped
+from tests.processes.training import check_same_run, config, train, wrapped
 from tests.selection import slow_but
 from zeroamp.hooks.observers.ranges import Ranges, UnitRanges
 from zeroamp.reporting.trace import nest_backwards
@@ -321,8 +321,7 @@ def _train(stage, how, is_recorded):
 def test_training_has_the_same_bits_with_ranges_recorded_and_off(ranks2, stage, how):
     recorded_runs, plain_runs = ranks2.run(_train, stage, how, True), ranks2.run(_train, stage, how, False)
     for one, other in zip(recorded_runs, plain_runs, strict=True):
-        assert one[:2] == other[:2]
-        assert same_bits(one[2], other[2]) == []
+        check_same_run(one, other)
 
 
 def _raise_and_go_on(stage):

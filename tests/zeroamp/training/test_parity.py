@@ -5,7 +5,7 @@ import torch
 
 from tests.models.small import MODELS, Llama
 from tests.oracles import one_process
-from tests.processes.training import config, same_bits, train
+from tests.processes.training import check_run, check_same_run, config, same_bits, train
 from tests.selection import slow_but
 
 NUM_STEPS = 10
@@ -25,22 +25,18 @@ def _all_stages(name, stages, options, mesh_shape=None, prepare=None):
 def _check_equal(by_rank):
     """All stages the same bits, on every rank."""
     for by_stage in by_rank:
-        losses, norms, parameters, _ = next(iter(by_stage.values()))
-        for stage, (other_losses, other_norms, other_parameters, _) in by_stage.items():
-            assert other_losses == losses, f"losses at stage {stage}"
-            assert other_norms == norms, f"norms at stage {stage}"
-            assert same_bits(other_parameters, parameters) == [], f"parameters at stage {stage}"
+        first = next(iter(by_stage.values()))
+        for run in by_stage.values():
+            check_same_run(run, first)
 
 
 def _check(by_rank, oracle):
-    losses, norms, parameters = oracle
+    losses = oracle[0]
+    flat = [sum(micro for micros in ranks for micro in micros) / sum(map(len, ranks)) for ranks in losses]
     for rank, by_stage in enumerate(by_rank):
-        for stage, (our_losses, our_norms, our_parameters, mean_losses) in by_stage.items():
-            assert our_losses == [ranks[rank] for ranks in losses], f"losses at stage {stage}"
-            assert our_norms == norms, f"norms at stage {stage}"
-            assert same_bits(our_parameters, parameters) == [], f"parameters at stage {stage}"
-            flat = [sum(micro for micros in ranks for micro in micros) / sum(map(len, ranks)) for ranks in losses]
-            assert mean_losses == pytest.approx(flat, rel=1e-6), "the mean is summed in another order"
+        for run in by_stage.values():
+            check_run(run, rank, oracle)
+            assert run.mean_losses == pytest.approx(flat, rel=1e-6), "the mean is summed in another order"
 
 
 @pytest.mark.parametrize("name", slow_but(MODELS, "llama_tied", "moe"))
@@ -83,7 +79,7 @@ def test_stages_2_and_3_agree_on_a_native_bf16_wire_with_accumulation(ranks2, na
 def test_native_bf16_reduction_is_another_sum_than_fp32(ranks2):
     # Were it the same, the tests of the native wire would not have tried it.
     (native, *_), (summed, *_) = (ranks2.run(_all_stages, "llama_tied", (3,), options) for options in (NATIVE, {}))
-    assert same_bits(native[3][2], summed[3][2]) != []
+    assert same_bits(native[3].parameters, summed[3].parameters) != []
 
 
 @pytest.mark.parametrize("name", slow_but(["llama_untied", "encoder"], "encoder"))
@@ -167,8 +163,7 @@ def test_modules_used_twice(ranks2):
     _check_equal([{stage: run for stage, run in by_stage.items() if stage > 0} for by_stage in by_rank])
     losses, norms, _ = one_process.train("llama_tied", world_size=2, num_steps=NUM_STEPS, clip=CLIP, prepare=_share)
     for rank, by_stage in enumerate(by_rank):
-        for our_losses, our_norms, _, _ in by_stage.values():
-            torch.testing.assert_close(
-                torch.tensor(our_losses), torch.tensor([r[rank] for r in losses]), rtol=1e-4, atol=0
-            )
-            torch.testing.assert_close(torch.tensor(our_norms), torch.tensor(norms), rtol=2e-3, atol=0)
+        for run in by_stage.values():
+            expected = torch.tensor([ranks[rank] for ranks in losses])
+            torch.testing.assert_close(torch.tensor(run.losses), expected, rtol=1e-4, atol=0)
+            torch.testing.assert_close(torch.tensor(run.norms), torch.tensor(norms), rtol=2e-3, atol=0)

@@ -6,7 +6,7 @@ import torch
 from tests.models.prepared import checkpoint_inside, checkpoint_outside, compile_blocks
 from tests.models.small import Llama
 from tests.oracles import one_process
-from tests.processes.training import config, same_bits, train
+from tests.processes.training import check_run, config, train
 from tests.selection import slow_but
 
 NAME = "llama_tied"
@@ -35,29 +35,23 @@ def _run(stage, how, accumulation=1, threshold=None):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("how", ["compile", "inside", "outside"])
 def test_same_bits_as_the_oracle(ranks2, stage, how, threshold):
-    losses, _, parameters = one_process.train(NAME, world_size=2, num_steps=NUM_STEPS)
-    for rank, (our_losses, _, our_parameters, _) in enumerate(ranks2.run(_run, stage, how, 1, threshold)):
-        our_parameters = {fqn.replace(".block.", "."): parameter for fqn, parameter in our_parameters.items()}
-        assert our_losses == [ranks[rank] for ranks in losses]
-        assert same_bits(our_parameters, parameters) == []
+    expected = one_process.train(NAME, world_size=2, num_steps=NUM_STEPS)
+    for rank, run in enumerate(ranks2.run(_run, stage, how, 1, threshold)):
+        check_run(run, rank, expected)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_checkpointing_around_the_units_with_accumulation(ranks2, stage):
     reduce_each = stage >= 2
-    losses, _, parameters = one_process.train(
-        NAME, world_size=2, num_steps=NUM_STEPS, accumulation=2, reduce_each=reduce_each
-    )
-    for rank, (our_losses, _, our_parameters, _) in enumerate(ranks2.run(_run, stage, "outside", 2)):
-        assert our_losses == [ranks[rank] for ranks in losses]
-        renamed = {fqn.replace(".block.", "."): parameter for fqn, parameter in our_parameters.items()}
-        assert same_bits(renamed, parameters) == []
+    expected = one_process.train(NAME, world_size=2, num_steps=NUM_STEPS, accumulation=2, reduce_each=reduce_each)
+    for rank, run in enumerate(ranks2.run(_run, stage, "outside", 2)):
+        check_run(run, rank, expected)
 
 
 @pytest.mark.slow
 def test_inductor_compiles_each_block_whole_and_trains(ranks2):
     losses, _, _ = one_process.train(NAME, world_size=2, num_steps=NUM_STEPS)
-    ours = ranks2.run(_run, 3, "inductor")[0][0]
+    ours = ranks2.run(_run, 3, "inductor")[0].losses
     # inductor fuses and reorders bf16 arithmetic: 2^-8 per rounding, over a few steps.
     torch.testing.assert_close(torch.tensor(ours), torch.tensor([ranks[0] for ranks in losses]), rtol=2e-2, atol=0)
     assert ours[-1][0] < ours[0][0]

@@ -11,7 +11,7 @@ from tests.measuring.collectives import Collectives
 from tests.models.prepared import Checkpointed, checkpoint_inside, checkpoint_outside, compile_blocks
 from tests.models.small import Llama, batch, loss_of
 from tests.oracles import one_process
-from tests.processes.training import config, same_bits, train, wrapped
+from tests.processes.training import check_run, check_same_run, config, train, wrapped
 from tests.selection import needs_zero_fill, slow_but
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -88,13 +88,9 @@ def _train_prepared(name, stages, options, fields, before, after, evaluates=Fals
 
 
 def check(by_rank, oracle):
-    losses, norms, parameters = oracle
     for rank, by_stage in enumerate(by_rank):
-        for stage, (our_losses, our_norms, ours, _) in by_stage.items():
-            assert our_losses == [ranks[rank] for ranks in losses], f"losses at stage {stage}"
-            assert our_norms == norms, f"norms at stage {stage}"
-            ours = {fqn.replace(".block.", "."): parameter for fqn, parameter in ours.items()}
-            assert same_bits(ours, parameters) == [], f"parameters at stage {stage}"
+        for run in by_stage.values():
+            check_run(run, rank, oracle)
 
 
 def oracle(name="llama_untied", **options):
@@ -161,8 +157,7 @@ def test_hybrid_sharding_of_merged_units_with_every_other_option(ranks4):
             ranks4.run(_train, "llama_tied", (2, 3), {"threshold": 0}, fields, (2, 2)), expected, strict=True
         ):
             for stage in (2, 3):
-                assert ours[stage][:2] == theirs[stage][:2]
-                assert same_bits(ours[stage][2], theirs[stage][2]) == []
+                check_same_run(ours[stage], theirs[stage])
 
 
 def _count(fields, stage, threshold):

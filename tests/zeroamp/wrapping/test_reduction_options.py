@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import zeroamp
 from tests.models.small import batch
-from tests.processes.training import config, loss_of, same_bits, train, wrapped
+from tests.processes.training import check_same_run, config, loss_of, train, wrapped
 from tests.selection import needs_options
 from zeroamp.hooks._torch.fsdp import timeout_of
 from zeroamp.hooks.collectives.reduce_scatter import WireReduceScatter
@@ -27,8 +27,7 @@ def _train(stage, options, mesh_shape=None):
 def _check(ranks, stage, mesh_shape=None):
     runs = (ranks.run(_train, stage, options, mesh_shape) for options in (BOTH, {}))
     for ours, theirs in zip(*runs, strict=True):
-        assert ours[:2] == theirs[:2]
-        assert same_bits(ours[2], theirs[2]) == []
+        check_same_run(ours, theirs)
 
 
 @needs_options

@@ -55,13 +55,13 @@ def _serve(rank: int, world_size: int, device: str, port: int, connection: Conne
         if call is None:
             return
         start(store=dist.PrefixStore(str(num_calls), store))
-        body, args = call
+        body, args, kwargs = call
         try:
-            answer = (True, body(*args))
+            answer = (True, body(*args, **kwargs))
         except BaseException:  # whatever it is, it is the answer
             answer = (False, traceback.format_exc())
         connection.send(answer)
-        del call, body, args, answer
+        del call, body, args, kwargs, answer
         torch._dynamo.reset()
         gc.collect()
         gc.freeze()  # later collections need not look at what is left
@@ -80,12 +80,12 @@ class Ranks:
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
 
-    def run(self, body: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call `body(*args)` on every rank, a module-level function; return the results in rank order."""
+    def run(self, body: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call `body`, a module-level function, on every rank; return the results in rank order."""
         if not self._processes:
             self._start()
         for connection in self._connections:
-            connection.send((body, args))
+            connection.send((body, args, kwargs))
         answers = self._collect(time.monotonic() + CALL_TIMEOUT_S)
         failed = {rank: text for rank, (ok, text) in answers.items() if not ok}
         missing = [rank for rank in range(self.world_size) if rank not in answers]

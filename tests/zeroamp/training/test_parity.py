@@ -15,7 +15,7 @@ CLIP = 0.5  # low enough that every step clips
 NATIVE = {"zeroamp": {"reduce_accumulate_dtype": "native"}}
 
 
-def _all_stages(name, stages, options, mesh_shape=None, prepare=None):
+def _all_stages(name, stages, options, *, mesh_shape=None, prepare=None):
     cfgs = {stage: config(stage, clip=CLIP, **options) for stage in stages}
     return {
         stage: train(name, cfg, NUM_STEPS, mesh_shape=mesh_shape, prepare_before=prepare) for stage, cfg in cfgs.items()
@@ -89,7 +89,7 @@ def test_stages_1_to_3_agree_on_4_ranks(ranks4, name):
 
 
 def test_hybrid_sharding_averages_over_shards_then_replicas(ranks4):
-    by_rank = ranks4.run(_all_stages, "llama_tied", (1, 2, 3), {}, (2, 2))
+    by_rank = ranks4.run(_all_stages, "llama_tied", (1, 2, 3), {}, mesh_shape=(2, 2))
     _check(by_rank, one_process.train("llama_tied", world_size=4, num_steps=NUM_STEPS, clip=CLIP, num_replicas=2))
 
 
@@ -111,7 +111,7 @@ def _freeze(model):
 
 
 def test_frozen_parameters_stay_and_are_left_out_of_the_norm(ranks2):
-    by_rank = ranks2.run(_all_stages, "llama_untied", (0, 1, 2, 3), {}, None, _freeze)
+    by_rank = ranks2.run(_all_stages, "llama_untied", (0, 1, 2, 3), {}, prepare=_freeze)
     oracle = one_process.train("llama_untied", world_size=2, num_steps=NUM_STEPS, clip=CLIP, prepare=_freeze)
     _check(by_rank, oracle)
 
@@ -136,7 +136,7 @@ def _tie_weights_across_units(model: Llama):
 )
 @pytest.mark.parametrize("threshold", [None, 0], ids=["model-wide group", "group per unit"])
 def test_what_two_units_share_is_reduced_once_for_both(ranks2, share, threshold):
-    by_rank = ranks2.run(_all_stages, "llama_untied", (0, 1, 2, 3), {"threshold": threshold}, None, share)
+    by_rank = ranks2.run(_all_stages, "llama_untied", (0, 1, 2, 3), {"threshold": threshold}, prepare=share)
     _check(by_rank, one_process.train("llama_untied", world_size=2, num_steps=NUM_STEPS, clip=CLIP, prepare=share))
 
 
@@ -144,10 +144,10 @@ def test_what_two_units_share_is_reduced_once_for_both(ranks2, share, threshold)
     "share", slow_but([_share_linear_across_units, _share_norm_across_units], _share_linear_across_units)
 )
 def test_what_two_units_share_in_the_other_modes(ranks2, share):
-    by_rank = ranks2.run(_all_stages, "llama_untied", (0, 3), {"dtype": None}, None, share)
+    by_rank = ranks2.run(_all_stages, "llama_untied", (0, 3), {"dtype": None}, prepare=share)
     oracle = {"world_size": 2, "num_steps": NUM_STEPS, "clip": CLIP, "prepare": share}
     _check(by_rank, one_process.train("llama_untied", autocast=None, **oracle))
-    by_rank = ranks2.run(_all_stages, "llama_untied", (0, 3), {"dtype": None, "bf16": {"enabled": True}}, None, share)
+    by_rank = ranks2.run(_all_stages, "llama_untied", (0, 3), {"dtype": None, "bf16": {"enabled": True}}, prepare=share)
     _check(by_rank, one_process.train("llama_untied", low_model=torch.bfloat16, **oracle))
 
 
@@ -159,7 +159,7 @@ def _share(model: Llama):
 def test_modules_used_twice(ranks2):
     # The unit that is called twice reduces after each call, so its gradient is a sum of averages here and an average of
     # sums in the oracle: equal but for fp32 rounding of the gradients, which AdamW's first steps pass on at lr size.
-    by_rank = ranks2.run(_all_stages, "llama_tied", (0, 1, 2, 3), {}, None, _share)
+    by_rank = ranks2.run(_all_stages, "llama_tied", (0, 1, 2, 3), {}, prepare=_share)
     _check_equal([{stage: run for stage, run in by_stage.items() if stage > 0} for by_stage in by_rank])
     losses, norms, _ = one_process.train("llama_tied", world_size=2, num_steps=NUM_STEPS, clip=CLIP, prepare=_share)
     for rank, by_stage in enumerate(by_rank):

@@ -1,5 +1,5 @@
-# `make demo` and `make test`; measurements: `make bench`, and `make bench-gpu` on one GPU. Each sets up all it needs in
-# .venv first.
+# `make demo`, `make test` (minutes) and `make test-all` (that and the tests marked slow); measurements: `make bench`, and
+# `make bench-gpu` on one GPU. Each sets up all it needs in .venv first.
 #
 # Variables:
 #   PYTHON        interpreter that makes the virtual environment (3.11 or newer)
@@ -28,15 +28,23 @@ CHOICES := zeroamp 3,zeroamp 3 again,zeroamp 3 casts not shared,zeroamp 3 no rec
 	zeroamp 3 no model-wide group,zeroamp 3 units of two blocks,zeroamp 3 gathers waited for,zeroamp 3 optimizer on DTensors,$\
 	zeroamp 3 prefetch,zeroamp 3 live,zeroamp 3 merged,zeroamp 3 sizes of DeepSpeed
 
-.PHONY: demo test bench bench-gpu lint clean
+.PHONY: demo test test-slow test-all bench bench-gpu lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
 		examples/finetune_llama.py --config examples/configs/zero3_autocast_bf16.json --out runs/demo
 	$(BIN)/zeroamp report runs/demo/run.jsonl --plot runs/demo/run.png
 
+PYTEST := $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not slow"
+
+test-slow: $(VENV)/.installed
+	$(PYTEST) -m slow
+
+test-all: test
+	$(MAKE) test-slow
 
 # Beside DeepSpeed too where .venv has it; else its rows say that it is not installed.
 bench: export CUDA_VISIBLE_DEVICES :=

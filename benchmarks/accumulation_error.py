@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from tabulate import tabulate
 
+from tests.measuring import accumulation
 from tests.processes.ranks import Ranks
-from tests.zeroamp import test_accumulation as accumulation
 from zeroamp.hooks.collectives.reduce_scatter import GroupReduceScatter
 from zeroamp.planning.dtypes import Reduction
 from zeroamp.policies.accumulation import ACCUMULATE, COMPUTE, STAGES
@@ -25,8 +25,8 @@ def accumulation_rows() -> list[list[str]]:
     ranks = Ranks(2)
     rows = []
     for mode, low_dtype in COMPUTE:
-        runs = ranks.run(accumulation._all_cells, mode, low_dtype)[0]
-        errors = accumulation._errors(mode, low_dtype, runs)
+        runs = ranks.run(accumulation.all_cells, mode, low_dtype)[0]
+        errors = accumulation.relative_errors(mode, low_dtype, runs)
         name = f"{mode} {short_name(low_dtype)}" if mode == "autocast" else mode
         for dtype in ACCUMULATE:
             cells = [f"{errors[dtype, stage]:.1e}" if (dtype, stage) in errors else "" for stage in STAGES]

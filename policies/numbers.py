@@ -7,11 +7,11 @@ from typing import TypeGuard
 
 def is_integer(value: object, *, at_least: int) -> TypeGuard[int]:
     """Return whether `value` is an integer (no bool; NumPy's count) of `at_least` or more."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= at_least
+    return type(value) is not bool and isinstance(value, Integral) and int(value) >= at_least
 
 
 def is_finite(value: object, *, above: float = -math.inf) -> TypeGuard[float]:
     """Return whether `value` is a finite number (no bool; NumPy's count) greater than `above`."""
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if type(value) is bool or not isinstance(value, Real):
         return False
     return math.isfinite(value) and float(value) > above

@@ -64,9 +64,16 @@ def test_the_links_are_links():
         assert link.readlink() == Path("..") / folder
 
 
-def test_the_oracle_imports_nothing_of_ours():
-    for name in ("oracles/one_process.py", "oracles/learning_rates.py", "models/small.py"):
-        assert "zeroamp" not in [a.split(".")[0] for a in _imports(ROOT / "tests" / name)]
+@pytest.mark.parametrize("folder", ["oracles", "models"])
+def test_oracles_and_models_import_nothing_of_ours(folder):
+    for path in python_files(f"tests/{folder}"):
+        assert "zeroamp" not in [name.split(".")[0] for name in _imports(path)], path.name
+
+
+def test_no_test_imports_from_another_test_file():
+    for path in python_files("tests"):
+        found = [name for name in _imports(path) if name.startswith("tests.") and ".test_" in name]
+        assert found == [], path.name
 
 
 def _imports(path):

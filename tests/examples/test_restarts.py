@@ -112,6 +112,7 @@ def test_killed_ranks_do_not_change_the_run(data, uninterrupted, tmp_path):
     assert _numbers(tmp_path) == uninterrupted
 
 
+@pytest.mark.slow
 def test_sigterm_saves_at_the_end_of_the_step_and_ends_and_the_run_goes_on(data, uninterrupted, tmp_path):
     with Run(tmp_path, data, "--resume", "auto") as run:
         assert run.wait_for("step 3/"), "".join(run.lines)

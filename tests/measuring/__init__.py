@@ -1,0 +1,1 @@
+"""What counts or measures a run: collectives, bytes, allocations, calls, errors. Asserts nothing, and never a time."""

@@ -84,6 +84,19 @@ class ConvNet(nn.Module):
         return F.cross_entropy(logits.float(), images.sum((1, 2, 3)).long() % 5)
 
 
+class ThreeUnits(nn.Module):
+    """Three Linear units and nothing else."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
 class Encoder(nn.Module):
     """nn.TransformerEncoder (attention weights owned by nn.MultiheadAttention) with tied input and output."""
 
@@ -179,6 +192,16 @@ def hf_llama_config(**more):
         vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=True, **more,
     )  # fmt: skip
+
+
+def hf_llama(tied):
+    """transformers' LLaMA, tied or not, as its class makes it."""
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    settings = hf_llama_config()
+    settings.tie_word_embeddings = tied
+    return LlamaForCausalLM(settings)
 
 
 class HfLlama(nn.Module):

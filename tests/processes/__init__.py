@@ -1,0 +1,1 @@
+"""Ranks and subprocesses, and what they run: training loops with zeroamp, their configs, injected failures."""

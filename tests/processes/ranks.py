@@ -1,7 +1,11 @@
-"""Rank processes that live as long as the test session: spawning torch per test would cost more than the tests."""
+"""Rank processes that live as long as the test session and are forked from one that has imported torch.
+
+Importing torch in every rank of every test would take longer than the tests.
+"""
 
 import contextlib
 import gc
+import itertools
 import os
 import socket
 import time
@@ -46,25 +50,25 @@ def _serve(rank: int, world_size: int, device: str, port: int, connection: Conne
         world_size=world_size,
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
     )
-    start(store=dist.PrefixStore("0", store))
-    num_calls = 0
-    while (call := connection.recv()) is not None:  # it comes when every rank has answered the one before
-        if num_calls > 0:
-            # gloo's threads wake up a hundred times a second, those of every group of the session: more than the tests.
-            gc.collect()
-            gc.freeze()  # what is left need not be looked at again
-            dist.destroy_process_group()
-            start(store=dist.PrefixStore(str(num_calls), store))
-        num_calls += 1
-        body, args = call
+    for num_calls in itertools.count():
+        call = connection.recv()
+        if call is None:
+            return
+        start(store=dist.PrefixStore(str(num_calls), store))
+        body, args, kwargs = call
         try:
-            answer = (True, body(*args))
+            answer = (True, body(*args, **kwargs))
         except BaseException:  # whatever it is, it is the answer
             answer = (False, traceback.format_exc())
-        torch._dynamo.reset()
         connection.send(answer)
-        del call, body, args, answer
-    dist.destroy_process_group()
+        del call, body, args, kwargs, answer
+        torch._dynamo.reset()
+        gc.collect()
+        gc.freeze()  # later collections need not look at what is left
+        if connection.recv() is None:  # else every rank has answered
+            return
+        # A thread of each gloo group wakes up a hundred times a second: leave none to idle ranks.
+        dist.destroy_process_group()
 
 
 class Ranks:
@@ -76,24 +80,27 @@ class Ranks:
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
 
-    def run(self, body: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call `body(*args)` on every rank, a module-level function; return the results in rank order."""
+    def run(self, body: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Call `body`, a module-level function, on every rank; return the results in rank order."""
         if not self._processes:
             self._start()
         for connection in self._connections:
-            connection.send((body, args))
+            connection.send((body, args, kwargs))
         answers = self._collect(time.monotonic() + CALL_TIMEOUT_S)
         failed = {rank: text for rank, (ok, text) in answers.items() if not ok}
         missing = [rank for rank in range(self.world_size) if rank not in answers]
-        if missing:
-            self.stop()  # they hang in a collective: the next call starts fresh
+        if missing or not all(process.is_alive() for process in self._processes):
+            self.stop()  # some died or hang in a collective: the next call starts fresh
+        for connection in self._connections:
+            connection.send("every rank has answered")
         if failed or missing:
             report = "\n".join(f"--- rank {rank}\n{text}" for rank, text in sorted(failed.items()))
             raise RankError(f"{report}\n--- no answer from ranks {missing}" if missing else report)
         return [answers[rank][1] for rank in range(self.world_size)]
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["tests.processes.preload"])
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]

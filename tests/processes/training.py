@@ -43,10 +43,24 @@ def wrapped(name, cfg, *, mesh_shape=None, auto_wrap_policy=None, prepare_before
     return zeroamp.wrap_model(model, policy(cfg, fields), mesh, auto_wrap_policy)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a training did."""
+
+    losses: list[list[float]]
+    """[step][micro-batch], of this rank."""
+    norms: list[float]
+    """[step], of the step reports."""
+    parameters: dict[str, torch.Tensor]
+    """Full parameters by FQN, at the end."""
+    mean_losses: list[float]
+    """[step], of the step reports."""
+
+
 def train(
     name, cfg, num_steps, *, mesh_shape=None, lr=1e-2, prepare_before=None, prepare=None, between=None, fields=None
 ):
-    """Return (losses[step][micro] of this rank, norms[step], {fqn: full parameter}, step reports' losses).
+    """Train a small model on this rank; return its Run.
 
     prepare_before, prepare: called with the model before and after wrapping. between: after every backward.
     fields: of the policy, beside the config's.
@@ -72,7 +86,7 @@ def train(
             assert (report is None) == (micro + 1 < accumulation)
         norms.append(report.grad_norm)
         mean_losses.append(report.loss)
-    return losses, norms, full_parameters(model), mean_losses
+    return Run(losses=losses, norms=norms, parameters=full_parameters(model), mean_losses=mean_losses)
 
 
 def full_parameters(model):
@@ -86,3 +100,22 @@ def same_bits(ours, theirs):
     """The names of the tensors that differ in any bit."""
     assert ours.keys() == theirs.keys()
     return [name for name in ours if not torch.equal(ours[name], theirs[name])]
+
+
+def check_same_run(ours, theirs):
+    """The same losses, norms and parameters, bit for bit."""
+    assert ours.losses == theirs.losses
+    assert ours.norms == theirs.norms
+    assert same_bits(ours.parameters, theirs.parameters) == []
+
+
+def check_run(run, rank, oracle):
+    """The losses of this rank, norms and parameters of `one_process.train`, bit for bit.
+
+    A module put around a block may be called `block`.
+    """
+    losses, norms, parameters = oracle
+    ours = {fqn.replace(".block.", "."): parameter for fqn, parameter in run.parameters.items()}
+    assert run.losses == [ranks[rank] for ranks in losses]
+    assert run.norms == norms
+    assert same_bits(ours, parameters) == []

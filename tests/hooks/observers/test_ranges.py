@@ -7,12 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.checkpoint import checkpoint
 
 import zeroamp
 from tests.measuring.traces import crossing, end, is_inside, names, ours, recorded
+from tests.models.prepared import checkpoint_outside, compile_blocks
 from tests.models.small import batch, loss_of
-from tests.processes.training import config, same_bits, train, wrapped
+from tests.processes.training import check_same_run, config, train, wrapped
+from tests.selection import slow_but
 from zeroamp.hooks.observers.ranges import Ranges, UnitRanges
 from zeroamp.reporting.chrome_trace import nest_backwards
 
@@ -244,26 +245,7 @@ def _recorded_step(name, stage, how="eager", more=None):
     return events
 
 
-class _Checkpointed(nn.Module):
-    def __init__(self, block):
-        super().__init__()
-        self.block = block
-
-    def forward(self, x):
-        return checkpoint(self.block, x, use_reentrant=False)
-
-
-def _compile(model):
-    for block in model.blocks:
-        block.compile(fullgraph=True, backend="aot_eager")
-
-
-def _checkpoint(model):
-    for index, block in enumerate(model.blocks):
-        model.blocks._modules[str(index)] = _Checkpointed(block)
-
-
-HOW = {"eager": lambda model: None, "compiled": _compile, "recomputed": _checkpoint}
+HOW = {"eager": lambda model: None, "compiled": compile_blocks, "recomputed": checkpoint_outside}
 
 STEP = {"forward (root)", "backward (root)", "norm", "clip", "optimizer (AdamW)"}
 COMPUTE = {f"{kind} ({fqn})" for kind in ("forward", "backward") for fqn in BLOCKS}
@@ -276,7 +258,7 @@ SUMS = {f"sum ({fqn} -> fp32)" for fqn in BLOCKS}
 ALL_REDUCES = {f"all_reduce ({group} fp32)" for group in GROUPS}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 3))
 @pytest.mark.parametrize("how", ["eager", "compiled", "recomputed"])
 def test_each_range_is_there_with_its_fqn_and_all_events_nest(ranks2, stage, how):
     expected = STEP | COMPUTE | (GATHERS | CASTS | REDUCTIONS | SUMS if stage else CASTS_TO_FP32 | ALL_REDUCES)
@@ -335,13 +317,12 @@ def _train(stage, how, is_recorded):
         return train(NAME, cfg, 2, prepare=HOW[how])
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 3))
 @pytest.mark.parametrize("how", ["eager", "compiled", "recomputed"])
 def test_training_has_the_same_bits_with_ranges_recorded_and_off(ranks2, stage, how):
     recorded_runs, plain_runs = ranks2.run(_train, stage, how, True), ranks2.run(_train, stage, how, False)
     for one, other in zip(recorded_runs, plain_runs, strict=True):
-        assert one[:2] == other[:2]
-        assert same_bits(one[2], other[2]) == []
+        check_same_run(one, other)
 
 
 def _raise_and_go_on(stage):

@@ -13,6 +13,7 @@ import zeroamp
 from tests.models.deepspeed import WIDTH, batch, build, param_groups
 from tests.processes.ranks import RankError, Ranks
 from tests.processes.training import full_parameters
+from tests.selection import slow_but
 from tests.zeroamp.deepspeed.cases import CASES, DATA, expected, facts
 
 DTYPES = {"autocast": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -44,7 +45,7 @@ def _load(case, stage, mesh_shape):
     return differ, loaded
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", slow_but([1, 2, 4], 2))
 @pytest.mark.parametrize("case", CASES)
 def test_every_bit_is_read_on_any_number_of_ranks(request, case, num_ranks):
     ranks = request.getfixturevalue(f"ranks{num_ranks}")

@@ -9,6 +9,7 @@ import zeroamp
 from tests.measuring.measured import measured_step
 from tests.models.small import batch, loss_of
 from tests.processes.training import config, wrapped
+from tests.selection import slow_but
 from zeroamp.dry_run.memory import _Sizes
 from zeroamp.hooks._torch.fsdp import has_reduction_options
 from zeroamp.hooks.collectives.reduce_scatter import GroupReduceScatter
@@ -36,14 +37,14 @@ def check(answers, is_even=True, more=0):
             assert predicted["optimizer state"] >= found["optimizer state"]
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "hf_llama", "encoder", "conv"])
+@pytest.mark.parametrize("name", slow_but(["llama_tied", "hf_llama", "encoder", "conv"], "llama_tied"))
 def test_every_stage_with_and_without_checkpointing(ranks2, name):
     for stage, checkpointing in CASES:
         answers = ranks2.run(measured_step, name, {"stage": stage, "threshold": 0}, checkpointing)
         check(answers, is_even=name not in ("encoder", "conv"), more=GROUP_NORMS * (name == "conv"))
 
 
-@pytest.mark.parametrize("accumulation", [2, 4])
+@pytest.mark.parametrize("accumulation", slow_but([2, 4], 2))
 def test_windows_of_several_micro_batches(ranks2, accumulation):
     for stage, checkpointing in CASES:
         options = {"stage": stage, "accumulation": accumulation}
@@ -59,7 +60,7 @@ MODES = [
 ]
 
 
-@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("mode", slow_but(MODES, *MODES[:3]), ids=str)
 def test_other_modes(ranks2, mode):
     for stage in (0, 1, 2, 3):
         check(ranks2.run(measured_step, "llama_tied", {"stage": stage, **mode}))
@@ -120,6 +121,7 @@ def test_frozen_units_are_gathered_ahead_in_vain(ranks2):
         check(answers)
 
 
+@pytest.mark.slow
 def test_hybrid_sharding_and_a_secondary_partition(ranks4):
     check(ranks4.run(measured_step, "llama_untied", {"stage": 3, "threshold": 0}, False, {}, (2, 2)))
     check(ranks4.run(measured_step, "llama_untied", {"stage": 2}, False, {}, (2, 2)))

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import zeroamp
+from tests.measuring.traffic import traffic_rows
 from tests.models.small import ConvNet, Encoder, Llama, Moe
 from tests.processes.training import config, wrapped
-from tests.zeroamp.planning.test_traffic import _rows
 from zeroamp.ledger.rows import PER_RANK, PER_STEP
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.traffic import plan_traffic
@@ -155,7 +155,7 @@ def _explained(mesh_shape, stage):
     model = wrapped("conv", config(stage), mesh_shape=mesh_shape)
     book = zeroamp.explain(model)
     ranks = Ranks(num_shards=book.num_shards, num_replicas=book.num_replicas)
-    return (book.num_shards, book.num_replicas), _rows(plan_traffic(book.plan, ranks)), book.to_dict()["traffic"]
+    return (book.num_shards, book.num_replicas), traffic_rows(plan_traffic(book.plan, ranks)), book.to_dict()["traffic"]
 
 
 @pytest.mark.parametrize(

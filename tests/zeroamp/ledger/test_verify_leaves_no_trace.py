@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 import zeroamp
 from tests.models.small import batch, build, loss_of
 from tests.processes.training import config, full_parameters, same_bits, wrapped
+from tests.selection import slow_but
 from zeroamp.hooks._torch.fsdp import unsharded_sums
 from zeroamp.wrapping.state import wrap_state
 
@@ -126,7 +127,7 @@ def _results(options, attempt, when):
     return reports, full_parameters(model), buffers, randoms, step.num_steps
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", slow_but(OPTIONS, OPTIONS[1], OPTIONS[7], OPTIONS[9]), ids=str)
 @pytest.mark.parametrize("attempt", ATTEMPTS)
 def test_training_goes_on_with_the_same_bits(ranks2, options, attempt):
     plain = ranks2.run(_results, options, None, ())
@@ -216,7 +217,7 @@ def _compare(options, attempt, is_first):
     return _differences(before, _everything(model, step))
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", slow_but(OPTIONS, OPTIONS[1], OPTIONS[7], OPTIONS[9]), ids=str)
 @pytest.mark.parametrize("attempt", ATTEMPTS)
 def test_nothing_is_left(ranks2, options, attempt):
     for is_first in (True, False):

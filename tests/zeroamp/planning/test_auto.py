@@ -11,6 +11,7 @@ import zeroamp
 from tests.models.architectures import ARCHITECTURES, TRANSFORMERS
 from tests.models.small import Llama, batch
 from tests.processes.training import full_parameters, same_bits
+from tests.selection import slow_but
 
 AUTO = {"torch_autocast": {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": "auto"}}
 NAMES = [name for name in ARCHITECTURES if name not in ("encoder_eval", "llama_checkpointed")]
@@ -75,7 +76,7 @@ def _train_plain(name):
     return losses, {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(NAMES, "llama", "mixtral", "conv_net", "encoder"))
 def test_training_is_bit_for_bit_plain_autocast(ranks2, name):
     if name in TRANSFORMERS:
         pytest.importorskip("transformers", reason="the model is transformers'")

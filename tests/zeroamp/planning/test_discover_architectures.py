@@ -6,6 +6,7 @@ import torch
 import zeroamp
 from tests.models.architectures import ARCHITECTURES, TRANSFORMERS
 from tests.oracles.low_precision_gather import gathered, is_unchanged, randomise, rounded
+from tests.selection import slow_but
 
 ONLY_ROUNDED = {
     "t5": 2,  # relative_attention_bias: gathered by an embedding, then cast; its gradient adds up in fp32
@@ -17,7 +18,7 @@ ONLY_ROUNDED = {
 add up in bf16."""
 
 
-@pytest.fixture(params=ARCHITECTURES)
+@pytest.fixture(params=slow_but(ARCHITECTURES, "llama", "gpt2", "mixtral", "mamba", "conv_net", "encoder"))
 def architecture(request):
     if request.param in TRANSFORMERS:
         pytest.importorskip("transformers", reason="the model is transformers'")
@@ -43,7 +44,7 @@ def test_every_answer_is_what_gathering_does(architecture):
     assert is_unchanged(model, gathered(model, found.safe), args, kwargs)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bert", "t5"])
+@pytest.mark.parametrize("name", slow_but(["llama", "gpt2", "bert", "t5"], "llama", "gpt2"))
 def test_transformers_dummy_inputs_give_the_same_answer(name):
     pytest.importorskip("transformers", reason="the model is transformers'")
     model, args, kwargs = ARCHITECTURES[name]()

@@ -6,10 +6,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroamp
-from tests.models.small import ConvNet, Llama, batch, build, loss_of
+from tests.measuring.traffic import traffic_rows
+from tests.models.small import ConvNet, Llama, ThreeUnits, batch, build, loss_of
 from tests.processes.training import config, policy, wrapped
-from tests.zeroamp.wrapping.test_collectives import ThreeUnits
-from tests.zeroamp.wrapping.test_unused_parameters import CAN_ZERO_FILL
+from tests.selection import needs_zero_fill, slow_but
 from zeroamp.planning.mesh import Ranks, ranks_of
 from zeroamp.planning.traffic import plan_traffic
 from zeroamp.wrapping.state import wrap_state
@@ -30,15 +30,10 @@ def _compare(model, inputs, num_steps=2):
         for _ in range(state.plan.policy.gradient_accumulation_steps):
             step.backward(loss_of(model, inputs))
             step.step()
-        counted = _rows(state.traffic)
-        if counted != _rows(planned):
+        counted = traffic_rows(state.traffic)
+        if counted != traffic_rows(planned):
             break
-    return _rows(planned), counted
-
-
-def _rows(traffic):
-    assert traffic.calls.keys() == traffic.num_bytes.keys()
-    return {tuple(map(str, key)): (calls, traffic.num_bytes[key]) for key, calls in traffic.calls.items()}
+    return traffic_rows(planned), counted
 
 
 def _of_model(name, options, fields, mesh_shape=None, prepare=None):
@@ -55,8 +50,8 @@ def check(answers):
 MODES = [{}, {"dtype": "float16"}, {"comm": "fp32"}, NATIVE, LOW, FP16, {**LOW, **NATIVE}, {"dtype": None}]
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("accumulation", slow_but([1, 3], 3))
+@pytest.mark.parametrize("mode", slow_but(MODES, {}, NATIVE, FP16), ids=str)
 def test_every_mode_and_stage(ranks2, mode, accumulation):
     for stage in range(4):
         for threshold in (None, 0):
@@ -65,7 +60,7 @@ def test_every_mode_and_stage(ranks2, mode, accumulation):
 
 
 @pytest.mark.parametrize("name", ["conv", "encoder", "hf_llama", "moe"])
-@pytest.mark.parametrize("world", ["ranks2", "ranks4"])
+@pytest.mark.parametrize("world", slow_but(["ranks2", "ranks4"], "ranks2"))
 def test_every_model_with_sizes_that_the_ranks_do_not_divide(request, name, world):
     ranks = request.getfixturevalue(world)
     for stage, accumulation in ((0, 2), (1, 2), (2, 2), (3, 1), (3, 2)):
@@ -73,15 +68,15 @@ def test_every_model_with_sizes_that_the_ranks_do_not_divide(request, name, worl
         check(ranks.run(_of_model, name, options, {}))
 
 
-@pytest.mark.parametrize("mesh_shape", [(1, 4), (2, 2), (4, 1)])
+@pytest.mark.parametrize("mesh_shape", slow_but([(1, 4), (2, 2), (4, 1)], (2, 2)))
 @pytest.mark.parametrize("mode", [{}, NATIVE, {**FP16, **NATIVE}], ids=str)
 def test_hybrid_sharding(ranks4, mesh_shape, mode):
     for stage in (1, 2, 3):
         check(ranks4.run(_of_model, "conv", {"stage": stage, "accumulation": 2, **mode}, {}, mesh_shape))
 
 
-@pytest.mark.parametrize("mesh_shape", [None, (1, 4)])
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("mesh_shape", slow_but([None, (1, 4)], None))
+@pytest.mark.parametrize("size", slow_but([2, 4], 2))
 def test_a_secondary_partition(ranks4, size, mesh_shape):
     for accumulation in (1, 2):
         options = {"stage": 3, "threshold": 0, "accumulation": accumulation}
@@ -97,7 +92,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("fields", OPTIONS, ids=str)
-@pytest.mark.parametrize("threshold", [None, 0])
+@pytest.mark.parametrize("threshold", slow_but([None, 0], None))
 def test_sharding_options(ranks2, fields, threshold):
     for accumulation in (1, 3):
         options = {"stage": 3, "threshold": threshold, "accumulation": accumulation}
@@ -138,14 +133,11 @@ FROZEN = [_freeze_some, _freeze_the_first, _freeze_two, _freeze_the_last, _store
 
 
 @pytest.mark.parametrize("prepare", FROZEN)
-@pytest.mark.parametrize("fields", [{}, {"prefetch_bucket_size": BLOCK}], ids=str)
+@pytest.mark.parametrize("fields", slow_but([{}, {"prefetch_bucket_size": BLOCK}], {}), ids=str)
 def test_frozen_parameters(ranks2, prepare, fields):
     for stage, accumulation, threshold in ((1, 2, None), (2, 3, 0), (3, 1, None), (3, 1, 0), (3, 3, None), (3, 3, 0)):
         options = {"stage": stage, "accumulation": accumulation, "threshold": threshold}
         check(ranks2.run(_of_model, "llama_untied", options, fields, None, prepare))
-
-
-NEEDS_ZERO_FILL = pytest.mark.skipif(not CAN_ZERO_FILL, reason="a unit that runs again is reduced once, not each time")
 
 
 class Repeated(nn.Module):
@@ -170,8 +162,8 @@ def _of_class(cls, stage, accumulation, fields, wrap, dtype=None):
 
 
 # The root owns nothing: the record of forwards then costs a gather, see the replay's note.
-@pytest.mark.parametrize("accumulation", [1, 2, 3])
-@pytest.mark.parametrize("cls", [ThreeUnits, pytest.param(Repeated, marks=NEEDS_ZERO_FILL)])
+@pytest.mark.parametrize("accumulation", slow_but([1, 2, 3], 2))
+@pytest.mark.parametrize("cls", [ThreeUnits, pytest.param(Repeated, marks=needs_zero_fill)])
 @pytest.mark.parametrize("fields", [{}, {"max_live_parameters": 150}, {"prefetch_bucket_size": 150}], ids=str)
 def test_units_in_units_units_that_run_again_and_a_root_without_parameters(ranks2, cls, accumulation, fields):
     wrap = {"Linear"} if cls is ThreeUnits else {"Sequential"}

@@ -6,7 +6,7 @@ import torch
 import zeroamp
 from tests.models.small import batch, build, loss_of
 from tests.processes.training import config, wrapped
-from tests.zeroamp.wrapping.test_unused_parameters import CAN_ZERO_FILL
+from tests.selection import needs_zero_fill
 from zeroamp.recovery.expected_calls import expected_evaluation, expected_window
 from zeroamp.wrapping.state import wrap_state
 
@@ -50,7 +50,7 @@ def test_models_at_every_stage(ranks2, name, stage):
         check(ranks2.run(_expected_and_issued, name, options, {}))
 
 
-@pytest.mark.skipif(not CAN_ZERO_FILL, reason="torch before 2.13 leaves parameters without a gradient out")
+@needs_zero_fill
 def test_experts(ranks2):
     check(ranks2.run(_expected_and_issued, "moe", {"stage": 3}, {}))
 
@@ -60,6 +60,7 @@ def test_every_wire(ranks2, options):
     check(ranks2.run(_expected_and_issued, "llama_tied", {"stage": 2, **options}, {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [

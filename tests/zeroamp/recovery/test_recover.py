@@ -9,12 +9,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroamp
+from tests.models.prepared import checkpoint_inside, checkpoint_outside, compile_blocks
 from tests.models.small import batch, loss_of
 from tests.processes.failures import Failed, failing_after, failing_in
 from tests.processes.ranks import RankError
 from tests.processes.training import config, full_parameters, policy, same_bits, wrapped
-from tests.zeroamp.wrapping.test_compile_and_checkpointing import _checkpoint, _checkpoint_outside, _compile
-from tests.zeroamp.wrapping.test_reduction_options import needs_options
+from tests.selection import needs_options, slow_but
 from zeroamp.wrapping.state import wrap_state
 
 NAME = "llama_tied"
@@ -105,7 +105,7 @@ def fail_everywhere(ranks, options, places, more=None, first=True):
     return [errors for _, errors in answers]
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", slow_but([1, 2], 1))
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_rank_may_fail_after_any_collective_of_a_window(ranks2, stage, accumulation):
     options = {"stage": stage, "accumulation": accumulation, "threshold": 0}
@@ -123,7 +123,7 @@ def test_a_rank_may_fail_after_any_collective_of_a_window(ranks2, stage, accumul
     assert set(left_out) == ({0} if accumulation == 1 or stage == 0 else {0, 1})
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 3], 3))
 def test_ranks_may_fail_in_different_places_or_in_the_same(ranks2, stage):
     options = {"stage": stage, "accumulation": 2, "threshold": 0}
     last = ranks2.run(_num_collectives, options, {})[0]
@@ -132,6 +132,7 @@ def test_ranks_may_fail_in_different_places_or_in_the_same(ranks2, stage):
         assert all(error.startswith("Failed: after") for error, _ in errors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "more"),
     [
@@ -161,7 +162,7 @@ NATIVE = {"zeroamp": {"reduce_accumulate_dtype": "native"}}
 
 @pytest.mark.parametrize(
     "options",
-    [FP16, {**FP16, **NATIVE}, NATIVE, {"accumulation": 2, "data_types": {"grad_accum_dtype": "bf16"}}],
+    slow_but([FP16, {**FP16, **NATIVE}, NATIVE, {"accumulation": 2, "data_types": {"grad_accum_dtype": "bf16"}}], FP16),
     ids=str,
 )
 def test_every_kind_of_wire_and_accumulation(ranks2, options):
@@ -170,7 +171,7 @@ def test_every_kind_of_wire_and_accumulation(ranks2, options):
     fail_everywhere(ranks2, options, [{0: n} for n in (1, last // 2, last - 1, last)])
 
 
-PREPARE = {"compile": _compile, "inside": _checkpoint, "outside": _checkpoint_outside}
+PREPARE = {"compile": compile_blocks, "inside": checkpoint_inside, "outside": checkpoint_outside}
 
 
 def _failing_in_a_block(stage, how, fails):
@@ -187,8 +188,8 @@ def _failing_in_a_block(stage, how, fails):
     return training.outcome(), errors
 
 
-@pytest.mark.parametrize("how", PREPARE)
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("how", slow_but(PREPARE, "inside"))
+@pytest.mark.parametrize("stage", slow_but([0, 3], 3))
 def test_failures_in_compiled_and_checkpointed_blocks(ranks2, stage, how):
     answers = ranks2.run(_failing_in_a_block, stage, how, True)
     expected = ranks2.run(_failing_in_a_block, stage, how, False)
@@ -439,6 +440,7 @@ def _whole_model_compiled(fails):
     return training.log, full_parameters(root)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_compiled_as_a_whole(ranks2):
     check_same(ranks2.run(_whole_model_compiled, True), ranks2.run(_whole_model_compiled, False))
 

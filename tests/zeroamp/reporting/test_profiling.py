@@ -172,6 +172,7 @@ sys.exit(0)
 """
 
 
+@pytest.mark.slow
 def test_the_command_runs_a_script_under_torchrun_and_prints_the_first_ranks_ranges(python_file, tmp_path):
     python_file("neighbour.py", "WIDTH = 4")
     script = python_file("script.py", SCRIPT)

@@ -5,7 +5,7 @@ import torch
 
 from tests.oracles import one_process
 from tests.processes.ranks import Ranks
-from tests.processes.training import config, same_bits, train
+from tests.processes.training import check_run, config, train
 
 NUM_STEPS = 5
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
@@ -38,15 +38,13 @@ def _in_a_process(name, oracle):
 )
 @pytest.mark.parametrize("name", ["llama_tied", "llama_untied"])
 def test_one_rank_at_every_stage_is_plain_torch(rank, name, options, oracle):
-    losses, norms, parameters = rank.run(_in_a_process, name, {**oracle, "device": rank.device})[0]
-    for stage, (our_losses, our_norms, our_parameters, _) in rank.run(_all_stages, name, options)[0].items():
+    expected = rank.run(_in_a_process, name, {**oracle, "device": rank.device})[0]
+    for run in rank.run(_all_stages, name, options)[0].values():
         if rank.device == "cpu":
-            assert our_losses == [ranks[0] for ranks in losses], stage
-            assert our_norms == norms, stage
-            assert same_bits(our_parameters, parameters) == [], stage
+            check_run(run, 0, expected)
         else:
             # GPU kernels choose their algorithm by the storage's alignment, so the last bits may differ, and 16-bit
             # arithmetic carries them on.
-            expected = torch.tensor([ranks[0] for ranks in losses])
-            torch.testing.assert_close(torch.tensor(our_losses), expected, rtol=2e-3, atol=0)
-            torch.testing.assert_close(torch.tensor(our_norms), torch.tensor(norms), rtol=2e-2, atol=0)
+            losses = torch.tensor([ranks[0] for ranks in expected[0]])
+            torch.testing.assert_close(torch.tensor(run.losses), losses, rtol=2e-3, atol=0)
+            torch.testing.assert_close(torch.tensor(run.norms), torch.tensor(expected[1]), rtol=2e-2, atol=0)

@@ -236,9 +236,9 @@ def test_the_last_micro_batch_counts_and_so_do_the_others(ranks2):
     # Dropped, doubled or unreduced micro-batches would each show in the bits.
     runs = ranks2.run(_accumulate)
     _, norms, parameters = one_process.train(NAME, world_size=2, num_steps=2, accumulation=3, reduce_each=True)
-    for _, our_norms, our_parameters, _ in runs:
-        assert our_norms == norms
-        assert same_bits(our_parameters, parameters) == []
+    for run in runs:
+        assert run.norms == norms
+        assert same_bits(run.parameters, parameters) == []
 
 
 def _accumulate():

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import zeroamp
 from tests.models.small import batch, build, loss_of
 from tests.processes.training import config, full_parameters, same_bits, wrapped
+from tests.selection import slow_but
 from zeroamp.training.update import step, works_on_shards
 
 NAME = "llama_tied"
@@ -85,7 +86,7 @@ def _assert_same(ranks, name, kind, stage, mesh_shape=None, restarts=False):
     assert (len(state[0]) > 0) == (kind != "SGD")
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", slow_but(OPTIMIZERS, "AdamW", "SGD"))
 def test_parameters_and_state_are_those_of_the_optimizer_on_dtensors(ranks2, kind):
     _assert_same(ranks2, NAME, kind, 3)
 
@@ -94,10 +95,12 @@ def test_so_are_they_after_a_restart(ranks2):
     _assert_same(ranks2, NAME, "AdamW", 1, restarts=True)
 
 
+@pytest.mark.slow
 def test_so_are_they_on_replicas(ranks4):
     _assert_same(ranks4, NAME, "AdamW", 3, (2, 2))
 
 
+@pytest.mark.slow
 def test_so_are_they_with_fewer_rows_than_ranks(ranks4):
     _assert_same(ranks4, "conv", "AdamW", 3)
 

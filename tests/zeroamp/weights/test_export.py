@@ -14,27 +14,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroamp
 from tests.measuring.storage_peak import StoragePeak
-from tests.models.architectures import ConvNet, mixtral
-from tests.models.small import Llama, batch, build, hf_llama_config, loss_of
-from tests.processes.training import config, full_parameters, policy, same_bits, train, wrapped
+from tests.models.architectures import mixtral
+from tests.models.small import Llama, batch, build, hf_llama, loss_of
+from tests.processes.training import check_same_run, config, full_parameters, policy, same_bits, train, wrapped
+from tests.selection import slow_but
 from zeroamp.policies.policy import Offload
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 AUTOCAST_16 = {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}}
-
-
-def hf_llama(tied):
-    from transformers import LlamaForCausalLM
-
-    torch.manual_seed(0)
-    settings = hf_llama_config()
-    settings.tie_word_embeddings = tied
-    return LlamaForCausalLM(settings)
-
-
-def conv_net():
-    torch.manual_seed(0)
-    return ConvNet()
 
 
 def _trained(model, stage, mesh_shape=None, fields=None):
@@ -79,6 +66,7 @@ def test_a_llama_comes_back_by_from_pretrained(ranks2, tmp_path, tied, stage, dt
     check_llama(tmp_path / "out", parameters, tied, DTYPES.get(dtype, dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh_shape", [None, (2, 2)])
 def test_several_files_from_four_ranks(ranks4, tmp_path, mesh_shape):
     pytest.importorskip("transformers", reason="the model is transformers'")
@@ -117,7 +105,7 @@ def test_a_mixture_of_experts_comes_back_by_from_pretrained(ranks2, tmp_path):
 
 
 def _export_conv(folder):
-    model = zeroamp.wrap_model(conv_net(), policy(config(3)))
+    model = zeroamp.wrap_model(build("conv"), policy(config(3)))
     rank = dist.get_rank()
     model(torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(rank)))
     zeroamp.export_hf(model, folder, "bf16", max_shard_bytes=200)  # each rank writes some of the buffers
@@ -326,13 +314,12 @@ def _train_with_exports(stage, folder):
     return train("llama_tied", config(stage, accumulation=3), 2, between=None if folder is None else export)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 3))
 def test_exports_inside_an_accumulation_window_change_nothing(ranks2, tmp_path, stage):
     plain = ranks2.run(_train_with_exports, stage, None)
     exported = ranks2.run(_train_with_exports, stage, tmp_path)
-    for (losses, norms, parameters, _), (their_losses, their_norms, theirs, _) in zip(exported, plain, strict=True):
-        assert (losses, norms) == (their_losses, their_norms)
-        assert same_bits(parameters, theirs) == []
+    for ours, theirs in zip(exported, plain, strict=True):
+        check_same_run(ours, theirs)
 
 
 class WithExtraState(nn.Linear):

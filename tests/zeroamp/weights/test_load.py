@@ -12,9 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroamp
 from tests.models.architectures import mixtral
-from tests.models.small import batch, build, hf_llama_config
+from tests.models.small import batch, build, hf_llama, hf_llama_config
 from tests.processes.training import config, full_parameters, policy, same_bits, wrapped
-from tests.zeroamp.weights.test_export import conv_net, hf_llama
 from zeroamp.weights.files import INDEX
 
 
@@ -59,6 +58,7 @@ def test_a_meta_llama_is_filled_as_from_pretrained_fills_one(ranks2, tmp_path, t
     check_llama(ranks2.run(_load_llama, tmp_path, tied, stage), tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh_shape", [None, (2, 2)])
 def test_four_ranks_and_hybrid_sharding(ranks4, tmp_path, mesh_shape):
     pytest.importorskip("transformers", reason="the model is transformers'")
@@ -101,7 +101,7 @@ class _Counts:
 
 
 def _bytes_read(folder):
-    model = _without_values(conv_net)
+    model = _without_values(lambda: build("conv"))
     model = zeroamp.wrap_model(model, policy(config(3)))
     read, real = {}, safetensors.safe_open
     safetensors.safe_open = lambda *args, **kwargs: _Counts(real(*args, **kwargs), read)
@@ -115,7 +115,7 @@ def _bytes_read(folder):
 
 
 def test_a_rank_reads_its_own_rows_of_parameters_and_all_of_buffers(ranks4, tmp_path):
-    expected = conv_net()
+    expected = build("conv")
     expected.norm.running_mean.fill_(0.25)
     save_file(expected.state_dict(), tmp_path / "model.safetensors")
     by_rank = ranks4.run(_bytes_read, tmp_path)

@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from torch import nn
 
 import zeroamp
 from tests.measuring.collectives import Collectives
-from tests.models.small import Llama, batch, loss_of
+from tests.models.small import Llama, ThreeUnits, batch, loss_of
 from tests.processes.training import config, wrapped
 
 FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
@@ -14,19 +13,6 @@ MICRO_BATCHES = 3
 SMALL = 6 * 32  # the norms' weights of three blocks
 BLOCK = 3 * (3 * 32 * 32 + 32 * 32 + 4 * 32 * 32 + 2 * 32 * 32 + 32)  # the Linear layers of three blocks
 ROOT = 80 * 32 + 32  # the tied embedding and the last norm
-
-
-class ThreeUnits(nn.Module):
-    """Three units and nothing else."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
 
 
 def _count(model, inputs, micro_batches):

@@ -8,6 +8,7 @@ from benchmarks.fake_ranks import fake_ranks
 from tests.measuring.counted import counted, outgrown
 from tests.models.small import Llama
 from tests.processes.training import config
+from tests.selection import slow_but
 from zeroamp.planning.mesh import Ranks
 from zeroamp.wrapping.state import wrap_state
 from zeroamp.wrapping.summary import size_summary
@@ -73,14 +74,14 @@ def _work_of_steps(num_blocks, name):
     return making, stepping
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", slow_but(OPTIONS, "stage 0", "stage 3", "prefetch"))
 def test_wrapping_more_blocks_makes_no_function_work_more_than_in_proportion(name):
     few, many = (_work_of_wrapping(num_blocks, name) for num_blocks in (FEW, TIMES * FEW))
     assert outgrown(few, many, TIMES) == {}
     assert 2 < many.total() / few.total() <= TIMES  # and what grows was counted
 
 
-@pytest.mark.parametrize("name", STEPPED)
+@pytest.mark.parametrize("name", slow_but(STEPPED, "stage 3"))
 def test_so_does_a_step(name):
     few, many = (_work_of_steps(num_blocks, name) for num_blocks in (FEW, TIMES * FEW))
     for before, after in zip(few, many, strict=True):

@@ -4,16 +4,15 @@ import functools
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 import zeroamp
 from tests.measuring.collectives import Collectives
+from tests.models.prepared import Checkpointed, checkpoint_inside, checkpoint_outside, compile_blocks
 from tests.models.small import Llama, batch, loss_of
 from tests.oracles import one_process
-from tests.processes.training import config, same_bits, train, wrapped
-from tests.zeroamp.wrapping.test_unused_parameters import CAN_ZERO_FILL
+from tests.processes.training import check_run, check_same_run, config, train, wrapped
+from tests.selection import needs_zero_fill, slow_but
 
 FP32, BF16 = torch.float32, torch.bfloat16
 NUM_STEPS = 5
@@ -44,35 +43,9 @@ def _tie_weights(model):
     model.blocks[2].gate_up.weight = model.blocks[0].gate_up.weight  # with another unit, where two are merged
 
 
-def _checkpoint_inside(model):
-    for block in model.blocks:
-        forward = block.forward
-        block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
-
-
-class _Checkpointed(nn.Module):
-    def __init__(self, block):
-        super().__init__()
-        self.block = block
-
-    def forward(self, x):
-        return checkpoint(self.block, x, use_reentrant=False)
-
-
-def _checkpoint_outside(model):
-    """Recompute runs the units' own hooks."""
-    for index, block in enumerate(model.blocks):
-        model.blocks._modules[str(index)] = _Checkpointed(block)
-
-
 def _checkpoint_second(model):
     """Of the first two blocks, a backward recomputes one."""
-    model.blocks._modules["1"] = _Checkpointed(model.blocks[1])
-
-
-def _compile(model):
-    for block in model.blocks:
-        block.compile(fullgraph=True, backend="aot_eager")
+    model.blocks._modules["1"] = Checkpointed(model.blocks[1])
 
 
 def _skip(model, num_ranks_in_this_process=1):
@@ -115,28 +88,24 @@ def _train_prepared(name, stages, options, fields, before, after, evaluates=Fals
 
 
 def check(by_rank, oracle):
-    losses, norms, parameters = oracle
     for rank, by_stage in enumerate(by_rank):
-        for stage, (our_losses, our_norms, ours, _) in by_stage.items():
-            assert our_losses == [ranks[rank] for ranks in losses], f"losses at stage {stage}"
-            assert our_norms == norms, f"norms at stage {stage}"
-            ours = {fqn.replace(".block.", "."): parameter for fqn, parameter in ours.items()}
-            assert same_bits(ours, parameters) == [], f"parameters at stage {stage}"
+        for run in by_stage.values():
+            check_run(run, rank, oracle)
 
 
 def oracle(name="llama_untied", **options):
     return one_process.train(name, world_size=2, num_steps=NUM_STEPS, clip=CLIP, **options)
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "conv", "encoder", "hf_llama"])
-@pytest.mark.parametrize("fields", [PAIR, ALL], ids=str)
+@pytest.mark.parametrize("name", slow_but(["llama_tied", "conv", "encoder", "hf_llama"], "llama_tied"))
+@pytest.mark.parametrize("fields", slow_but([PAIR, ALL], PAIR), ids=str)
 @pytest.mark.parametrize("threshold", [None, 0], ids=["model-wide group", "group per unit"])
 def test_all_stages_equal_one_process(ranks2, name, fields, threshold):
     check(ranks2.run(_train, name, (0, 1, 2, 3), {"threshold": threshold}, fields), oracle(name))
 
 
-@pytest.mark.parametrize("evaluates", [False, True])
-@pytest.mark.parametrize("prepare", [None, _checkpoint_second])
+@pytest.mark.parametrize("evaluates", slow_but([False, True], False))
+@pytest.mark.parametrize("prepare", slow_but([None, _checkpoint_second], None))
 @pytest.mark.parametrize("stages", [(0, 1), (2, 3)], ids=str)
 def test_with_accumulation(ranks2, stages, prepare, evaluates):
     options = {"accumulation": 3, "threshold": 0, "comm": "fp32"}
@@ -144,8 +113,10 @@ def test_with_accumulation(ranks2, stages, prepare, evaluates):
     check(by_rank, oracle(accumulation=3, reduce_each=stages[0] >= 2))
 
 
-@pytest.mark.parametrize("prepare", [_freeze, _freeze_the_first_whole, _share_modules, _tie_weights])
-@pytest.mark.parametrize("threshold", [None, 0], ids=["model-wide group", "group per unit"])
+@pytest.mark.parametrize(
+    "prepare", slow_but([_freeze, _freeze_the_first_whole, _share_modules, _tie_weights], _freeze, _tie_weights)
+)
+@pytest.mark.parametrize("threshold", slow_but([None, 0], None), ids=["model-wide group", "group per unit"])
 def test_frozen_shared_and_tied_parameters(ranks2, prepare, threshold):
     for fields in (PAIR, ALL):
         by_rank = ranks2.run(
@@ -154,15 +125,17 @@ def test_frozen_shared_and_tied_parameters(ranks2, prepare, threshold):
         check(by_rank, oracle(prepare=prepare))
 
 
-@pytest.mark.parametrize("prepare", [_checkpoint_inside, _checkpoint_outside, _compile])
-@pytest.mark.parametrize("threshold", [None, 0], ids=["model-wide group", "group per unit"])
+@pytest.mark.parametrize(
+    "prepare", slow_but([checkpoint_inside, checkpoint_outside, compile_blocks], checkpoint_outside)
+)
+@pytest.mark.parametrize("threshold", slow_but([None, 0], None), ids=["model-wide group", "group per unit"])
 def test_each_block_checkpointed_or_compiled(ranks2, prepare, threshold):
     options = {"threshold": threshold}
     by_rank = ranks2.run(_train_prepared, "llama_untied", (0, 1, 2, 3), options, PAIR, None, prepare, True)
     check(by_rank, oracle())
 
 
-@pytest.mark.skipif(not CAN_ZERO_FILL, reason="unused parameters are reduced as zeros from torch 2.13 on")
+@needs_zero_fill
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_forward_that_leaves_a_merged_block_out(ranks2, stage):
     by_rank = ranks2.run(_train_prepared, "llama_untied", (stage,), {"threshold": 0}, PAIR, None, _skip)
@@ -176,6 +149,7 @@ def test_an_evaluation_that_leaves_a_merged_block_out(ranks2, stage):
     check(by_rank, oracle())
 
 
+@pytest.mark.slow
 def test_hybrid_sharding_of_merged_units_with_every_other_option(ranks4):
     expected = ranks4.run(_train, "llama_tied", (2, 3), {"threshold": 0}, {}, (2, 2))
     for fields in (PAIR, {**PAIR, "max_live_parameters": BLOCK, "prefetch_bucket_size": 3 * BLOCK}):
@@ -183,8 +157,7 @@ def test_hybrid_sharding_of_merged_units_with_every_other_option(ranks4):
             ranks4.run(_train, "llama_tied", (2, 3), {"threshold": 0}, fields, (2, 2)), expected, strict=True
         ):
             for stage in (2, 3):
-                assert ours[stage][:2] == theirs[stage][:2]
-                assert same_bits(ours[stage][2], theirs[stage][2]) == []
+                check_same_run(ours[stage], theirs[stage])
 
 
 def _count(fields, stage, threshold):

@@ -94,8 +94,8 @@ def _allowed():
 
 def test_it_can_be_allowed_and_then_does_what_autocast_does(ranks2):
     inside = ranks2.run(_allowed)[0]
-    plain = ranks2.run(train, NAME, config(3, dtype=None), 1)[0][0][0][0]
-    by_config = ranks2.run(train, NAME, config(3), 1)[0][0][0][0]
+    plain = ranks2.run(train, NAME, config(3, dtype=None), 1)[0].losses[0][0]
+    by_config = ranks2.run(train, NAME, config(3), 1)[0].losses[0][0]
     assert inside == by_config != plain
 
 

@@ -9,15 +9,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import zeroamp
 from tests.models.small import batch
-from tests.processes.training import config, loss_of, same_bits, train, wrapped
-from zeroamp.hooks._torch.fsdp import has_reduction_options, timeout_of
+from tests.processes.training import check_same_run, config, loss_of, train, wrapped
+from tests.selection import needs_options
+from zeroamp.hooks._torch.fsdp import timeout_of
 from zeroamp.hooks.collectives.reduce_scatter import GroupReduceScatter
 from zeroamp.wrapping import checks as device_support
 from zeroamp.wrapping.state import wrap_state
 
 MODEL = "llama_untied"
 BOTH = {"reduce_scatter_input_buffers": 3, "separate_reduce_scatter_group": True}
-needs_options = pytest.mark.skipif(not has_reduction_options(), reason="FSDP2 has these options from torch 2.13 on")
 
 
 def _train(stage, options, mesh_shape=None):
@@ -27,8 +27,7 @@ def _train(stage, options, mesh_shape=None):
 def _check(ranks, stage, mesh_shape=None):
     runs = (ranks.run(_train, stage, options, mesh_shape) for options in (BOTH, {}))
     for ours, theirs in zip(*runs, strict=True):
-        assert ours[:2] == theirs[:2]
-        assert same_bits(ours[2], theirs[2]) == []
+        check_same_run(ours, theirs)
 
 
 @needs_options
@@ -38,6 +37,7 @@ def test_same_bits(ranks2, stage):
 
 
 @needs_options
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_same_bits_with_hybrid_sharding(ranks4, stage):
     _check(ranks4, stage, (2, 2))

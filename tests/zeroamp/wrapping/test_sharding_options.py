@@ -10,8 +10,8 @@ import zeroamp
 from tests.measuring.collectives import Collectives, Gathers
 from tests.models.small import batch, loss_of
 from tests.processes.ranks import RankError
-from tests.processes.training import config, full_parameters, policy, same_bits, train, wrapped
-from tests.zeroamp.wrapping.test_unused_parameters import CAN_ZERO_FILL
+from tests.processes.training import check_same_run, config, full_parameters, policy, same_bits, train, wrapped
+from tests.selection import needs_zero_fill, slow_but
 from zeroamp.policies.policy import LeafModules
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -31,21 +31,18 @@ def _train(name, options, fields, mesh_shape=None, evaluates=False):
 
 
 def check_same(by_rank, expected):
-    for (losses, norms, parameters, _), (their_losses, their_norms, their_parameters, _) in zip(
-        by_rank, expected, strict=True
-    ):
-        assert losses == their_losses
-        assert norms == their_norms
-        assert same_bits(parameters, their_parameters) == []
+    for ours, theirs in zip(by_rank, expected, strict=True):
+        check_same_run(ours, theirs)
 
 
-@pytest.mark.parametrize("name", ["llama_untied", "encoder", "conv"])
-@pytest.mark.parametrize("options", [{}, {"threshold": 0, "accumulation": 3}], ids=str)
+@pytest.mark.parametrize("name", slow_but(["llama_untied", "encoder", "conv"], "llama_untied"))
+@pytest.mark.parametrize("options", slow_but([{}, {"threshold": 0, "accumulation": 3}], {}), ids=str)
 def test_a_secondary_partition_gives_the_same_bits(ranks4, name, options):
     expected = ranks4.run(_train, name, options, {})
     check_same(ranks4.run(_train, name, options, {"hpz_partition_size": 2}), expected)
 
 
+@pytest.mark.slow
 def test_a_secondary_partition_survives_an_evaluation_before_the_step(ranks4):
     expected = ranks4.run(_train, "llama_tied", {"threshold": 0}, {})
     check_same(
@@ -54,7 +51,7 @@ def test_a_secondary_partition_survives_an_evaluation_before_the_step(ranks4):
     )
 
 
-@pytest.mark.parametrize("mesh_shape", [(1, 4), (2, 2)])
+@pytest.mark.parametrize("mesh_shape", slow_but([(1, 4), (2, 2)], (2, 2)))
 def test_a_secondary_partition_of_hybrid_sharding(ranks4, mesh_shape):
     # With (2, 2) both ranks that shard are asked for, which is no partition at all: FSDP2 takes it so.
     expected = ranks4.run(_train, "llama_tied", {}, {}, mesh_shape)
@@ -139,8 +136,8 @@ def test_live_units_save_their_second_gather_in_every_micro_batch(ranks2, accumu
     assert plain["all_gather", BF16] == accumulation * (3 + 3)
 
 
-@pytest.mark.parametrize("name", ["llama_untied", "encoder", "conv"])
-@pytest.mark.parametrize("options", [{}, {"threshold": 0, "accumulation": 3}], ids=str)
+@pytest.mark.parametrize("name", slow_but(["llama_untied", "encoder", "conv"], "llama_untied"))
+@pytest.mark.parametrize("options", slow_but([{}, {"threshold": 0, "accumulation": 3}], {}), ids=str)
 def test_live_units_give_the_same_bits(ranks2, name, options):
     expected = ranks2.run(_train, name, options, {})
     for max_live in (2 * BLOCK, 10**9):
@@ -148,6 +145,7 @@ def test_live_units_give_the_same_bits(ranks2, name, options):
     check_same(ranks2.run(_train, name, options, {"max_live_parameters": 2 * BLOCK}, None, True), expected)
 
 
+@pytest.mark.slow
 def test_live_units_of_hybrid_sharding_with_a_secondary_partition(ranks4):
     expected = ranks4.run(_train, "llama_tied", {}, {}, (1, 4))
     fields = {"max_live_parameters": BLOCK, "hpz_partition_size": 2}
@@ -188,7 +186,7 @@ def _train_sparse(stage):
     return sorted(zeroamp.wrapping.state.wrap_state(model).plan.units), norm, full_parameters(model)
 
 
-@pytest.mark.skipif(not CAN_ZERO_FILL, reason="unused parameters are reduced as zeros from torch 2.13 on")
+@needs_zero_fill
 def test_ranks_may_run_different_parts_of_a_leaf_module(ranks2):
     # Were each expert a unit, as the policy says, the ranks would wait for each other in different gathers.
     stages = [ranks2.run(_train_sparse, stage)[0] for stage in (1, 3)]

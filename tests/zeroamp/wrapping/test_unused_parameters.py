@@ -7,12 +7,8 @@ from torch import nn
 
 import zeroamp
 from tests.processes.training import config, full_parameters
+from tests.selection import CAN_ZERO_FILL, needs_zero_fill
 from zeroamp.hooks._torch.fsdp import zero_fill_unused
-
-CAN_ZERO_FILL = hasattr(torch.distributed.fsdp.FSDPModule, "set_reduce_scatter_unused_params")
-needs_zero_fill = pytest.mark.skipif(
-    not CAN_ZERO_FILL, reason="FSDP2 reduces unused parameters as zeros from torch 2.13 on"
-)
 
 
 class Branching(nn.Module):

@@ -1,6 +1,7 @@
 """`Ledger.verify` changes nothing, also when something raises, and refuses where it could not."""
 
 import random
+import re
 
 import numpy as np
 import pytest
@@ -174,7 +175,8 @@ def _everything(model, step):
         "hooks": _hooks(model),
         "training": [module.training for module in model.modules()],
         "step": {key: value for key, value in vars(step).items() if isinstance(value, int | float | bool | None)},
-        "autocast": len(state.autocast._entered) if state.autocast else 0,
+        "micro-batches": (step.micro_batches.num_done, step.micro_batches.is_complete, step.micro_batches.failure),
+        "forwards": state.root_forward.depth,
         "guard": state.guard is not None and state.guard.armed,
         "reshards": [
             (g.reshard_after_backward, g.reduce_grads)
@@ -260,13 +262,14 @@ def _refused(options, how):
 )
 def test_inside_a_window_it_refuses(ranks2, options):
     for text in ranks2.run(_refused, options, "in a window"):
-        assert text.startswith("Ledger.verify: found ")
-        assert "valid: a call between two optimizer steps" in text
+        assert re.match("Ledger.verify .*between two optimizer steps", text)
 
 
 def test_where_gradients_or_a_forward_are_pending_it_refuses(ranks2):
-    assert "gathered, inside" in ranks2.run(_refused, {"stage": 1}, "after a forward")[0]
-    assert "found a gradient on blocks.0.0.weight" in ranks2.run(_refused, {"stage": 3}, "in a window")[0]
+    after_forward = ranks2.run(_refused, {"stage": 1}, "after a forward")[0]
+    assert re.match("Ledger.verify(?=.* blocks.0.0.weight)(?=.*between two optimizer steps)", after_forward)
+    in_step = ranks2.run(_refused, {"stage": 3}, "in a window")[0]
+    assert re.match("Ledger.verify(?=.* gradient)(?=.* blocks.0.0.weight)", in_step)
     texts = ranks2.run(_refused, {"stage": 3}, "on one rank")
     assert texts[0] == texts[1]
     assert texts[0].endswith("On 1 of 2 ranks.")
@@ -296,18 +299,18 @@ def _bad(what):
 @pytest.mark.parametrize(
     ("what", "error", "text"),
     [
-        ("batch", "StepError", "Ledger.verify(batch=): found a list; valid: a tensor, a tuple of arguments"),
-        ("ledger", "WrapError", "found another model's ledger"),
-        ("no loss", "StepError", "found a tensor of shape (4, 8) as the model's output, with no .loss"),
-        ("vector", "StepError", "found a tensor of shape (4, 8) as the loss"),
-        ("detached", "StepError", "found a tensor of shape () that needs no gradient as the loss"),
-        ("number", "StepError", "found a float as the loss; valid: a scalar that depends on trainable parameters"),
+        ("batch", "StepError", "Ledger.verify(?=.*batch)(?=.* a list)(?=.*tuple of arguments)"),
+        ("ledger", "WrapError", "another model's ledger"),
+        ("no loss", "StepError", "(?=.*shape .4, 8.)(?=.*no .loss).* loss_fn"),
+        ("vector", "StepError", "(?=.*shape .4, 8.)(?=.*scalar)"),
+        ("detached", "StepError", "(?=.*shape ..)(?=.*no gradient)"),
+        ("number", "StepError", "(?=.* a float)(?=.*scalar that depends on trainable parameters)"),
     ],
 )
 def test_what_cannot_be_verified_is_named(ranks2, what, error, text):
     for name, message in ranks2.run(_bad, what):
         assert name == error
-        assert text in message
+        assert re.search(text, message)
 
 
 def _batches():

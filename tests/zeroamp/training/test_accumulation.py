@@ -111,9 +111,7 @@ def test_every_refused_cell_is_refused_by_name():
                 if refusal(low_dtype, accumulate) is None:
                     assert zeroamp.policy_from_config(cfg).grad_accum_dtype == accumulate
                 else:
-                    with pytest.raises(
-                        zeroamp.ConfigError, match="data_types.grad_accum_dtype: found fp16 with compute in"
-                    ):
+                    with pytest.raises(zeroamp.ConfigError, match="data_types.grad_accum_dtype.* fp16"):
                         zeroamp.policy_from_config(cfg)
 
 

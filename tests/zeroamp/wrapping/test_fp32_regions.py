@@ -96,7 +96,7 @@ def test_what_transformers_models_say_of_themselves_is_the_default():
 
 @pytest.mark.parametrize("pattern", ["rooter", "Module", "block", ""])
 def test_a_pattern_that_matches_nothing_is_refused(pattern):
-    with pytest.raises(zeroamp.ConfigError, match=f"data_types.keep_in_fp32_modules: found '{pattern}', which matches"):
+    with pytest.raises(zeroamp.ConfigError, match=f"data_types.keep_in_fp32_modules .*'{pattern}'.*named_modules"):
         names_of(Model(), [pattern])
 
 
@@ -111,7 +111,7 @@ def test_the_plan_says_so():
 
 def test_a_pattern_that_cuts_through_a_tied_weight_is_refused_where_each_weight_has_one_dtype():
     cfg = config("bf16", keep=["head"])
-    with pytest.raises(zeroamp.ConfigError, match=r"keeps embed.weight in fp32 but not embed.weight|but not embed"):
+    with pytest.raises(zeroamp.ConfigError, match="keep_in_fp32_modules.* embed.weight"):
         zeroamp.build_plan(Llama(tied=True), zeroamp.policy_from_config(cfg))
     plan = zeroamp.build_plan(Llama(tied=True), zeroamp.policy_from_config(config("autocast", keep=["head"])))
     assert next(p for p in plan.params if p.fqn == "embed.weight").dtypes.compute == "per op"
@@ -120,7 +120,7 @@ def test_a_pattern_that_cuts_through_a_tied_weight_is_refused_where_each_weight_
 def test_a_low_precision_parameter_cannot_be_kept_in_fp32():
     model = Model()
     model.head.to(torch.bfloat16).requires_grad_(False)
-    with pytest.raises(zeroamp.ConfigError, match="keeps head.weight in fp32, a parameter stored in bf16"):
+    with pytest.raises(zeroamp.ConfigError, match="keep_in_fp32_modules(?=.* head.weight)(?=.*bf16)"):
         zeroamp.build_plan(model, zeroamp.policy_from_config(config("bf16", keep=["head"])))
 
 

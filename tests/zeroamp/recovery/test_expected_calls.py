@@ -1,4 +1,4 @@
-"""The collectives that are expected of a first optimizer step and a first evaluation are those issued, in that order."""
+"""The collectives that are expected of a first step and a first evaluation are those issued, in that order."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ NATIVE = {"zeroamp": {"reduce_accumulate_dtype": "native"}}
 
 
 def _expected_and_issued(name, options, more):
-    """Return [(expected, issued)] of an evaluation and of an optimizer step, as text. Compares process groups and ops itself."""
+    """Return [(expected, issued)] of an evaluation and of a step, as text. Compares process groups and ops itself."""
     model = wrapped(name, config(**_with_recovery(options)), **more)
     state = wrap_state(model)
     expected = [

@@ -253,9 +253,8 @@ def _failing_evaluation(options, fails):
         for index in range(2):
             place = nullcontext()
             if fails and index == 0 and dist.get_rank() == 1:
-                place = (
-                    failing_after(2, training.model) if window == 1 else failing_in(training.model.blocks[1], "forward")
-                )
+                model = training.model
+                place = failing_after(2, model) if window == 1 else failing_in(model.blocks[1], "forward")
             with place, torch.no_grad():
                 try:
                     training.log.append(float(loss_of(training.model, batch(NAME, index))))
@@ -476,9 +475,8 @@ def test_methods_that_are_registered_as_forwards(ranks2):
 def _part_of_the_ranks(fails):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "shard"))["shard"]
     torch.manual_seed(0)
-    model = zeroamp.wrap_model(
-        nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)), policy(config(3, **RECOVERY)), mesh, {"Linear"}
-    )
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    model = zeroamp.wrap_model(layers, policy(config(3, **RECOVERY)), mesh, {"Linear"})
     step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
     inputs = torch.ones(2, 8)
     error = None

@@ -62,11 +62,12 @@ config = {
     "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
     "gradient_accumulation_steps": 2,
     "gradient_clipping": 1.0,
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}},
     "zeroamp": {"recovery": False},
 }
 policy = zeroamp.policy_from_config(config)
+torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 1))
 model = zeroamp.wrap_model(model, policy, auto_wrap_policy={"Linear"})
 optimizer = zeroamp.optimizer_from_config(policy, model.parameters())

@@ -39,16 +39,15 @@ def _attached(recovery):
             step.step()
     finally:
         BufferSnapshot.take = take
-    num_bytes = {
-        key.collective: moved for key, moved in zeroamp.traffic(model).num_bytes.items() if key.group == "step"
-    }
-    assert num_bytes.keys() == {"all_reduce"}
+    num_bytes = zeroamp.traffic(model).num_bytes
+    of_step = {key.collective: moved for key, moved in num_bytes.items() if key.group == "step"}
+    assert of_step.keys() == {"all_reduce"}
     return Attached(
         listeners=len(wrap_state(model).listeners),
         callbacks=len(step.callbacks),
         has_recovery=step.recovery is not None,
         snapshots=len(taken),
-        bytes_of_all_reduce=num_bytes["all_reduce"] // NUM_STEPS,
+        bytes_of_all_reduce=of_step["all_reduce"] // NUM_STEPS,
     )
 
 

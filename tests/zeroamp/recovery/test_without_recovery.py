@@ -8,6 +8,7 @@ from torch import nn
 
 import zeroamp
 from tests.processes.training import config, policy
+from zeroamp.planning.traffic import plan_traffic, ranks_of
 from zeroamp.recovery.buffer_snapshot import BufferSnapshot
 from zeroamp.wrapping.state import wrap_state
 
@@ -23,6 +24,7 @@ class Attached:
     has_recovery: bool
     snapshots: int
     bytes_of_all_reduce: int
+    planned_bytes: int
 
 
 def _attached(recovery):
@@ -48,14 +50,20 @@ def _attached(recovery):
         has_recovery=step.recovery is not None,
         snapshots=len(taken),
         bytes_of_all_reduce=of_step["all_reduce"] // NUM_STEPS,
+        planned_bytes=sum(moved for key, moved in _planned(model).num_bytes.items() if key.group == "step"),
     )
+
+
+def _planned(model):
+    state = wrap_state(model)
+    return plan_traffic(state.plan, ranks_of(state.mesh))
 
 
 @pytest.mark.parametrize(
     ("recovery", "expected"),
     [
-        (False, Attached(0, 0, False, 0, bytes_of_all_reduce=2 * 8)),
-        (True, Attached(1, 1, True, NUM_STEPS, bytes_of_all_reduce=3 * 8)),
+        (False, Attached(0, 0, False, 0, bytes_of_all_reduce=2 * 8, planned_bytes=2 * 8)),
+        (True, Attached(1, 1, True, NUM_STEPS, bytes_of_all_reduce=3 * 8, planned_bytes=3 * 8)),
     ],
     ids=["off", "on"],
 )

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import torch
 
-from zeroamp.recovery.call_log import CallLog
+from zeroamp.wrapping.state import wrap_state
 
 
 class Failed(Exception):
@@ -12,22 +12,24 @@ class Failed(Exception):
 
 
 @contextmanager
-def failing_after(num_collectives):
-    """Raise once this rank has issued that many collectives in the block."""
-    on_collective, issued = CallLog.on_collective, 0
-
-    def raise_after(log, *args):
-        nonlocal issued
-        on_collective(log, *args)
-        issued += 1
-        if issued == num_collectives:
-            raise Failed(f"after {num_collectives} collectives")
-
-    CallLog.on_collective = raise_after
+def failing_after(num_collectives, model):
+    """Raise once this rank has issued that many collectives of the model's groups in the block."""
+    listeners, listener = wrap_state(model).listeners, _RaisesAfter(num_collectives)
+    listeners.append(listener)  # last: a recovery has logged the collective when this raises
     try:
         yield
     finally:
-        CallLog.on_collective = on_collective
+        listeners.remove(listener)
+
+
+class _RaisesAfter:
+    def __init__(self, num_collectives):
+        self.num_collectives, self.issued = num_collectives, 0
+
+    def on_collective(self, *args):
+        self.issued += 1
+        if self.issued == self.num_collectives:
+            raise Failed(f"after {self.num_collectives} collectives")
 
 
 class RaisesInBackward(torch.autograd.Function):

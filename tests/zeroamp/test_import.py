@@ -1,4 +1,4 @@
-"""What importing the package brings, and that its names are there all the same."""
+"""What importing the package and training bring, and that its names are there all the same."""
 
 import json
 import os
@@ -35,14 +35,75 @@ found["all"] = heavy()
 print(json.dumps(found))
 """
 
+OUTSIDE = ("weights", "checkpoint", "reporting", "dry_run", "recovery", "deepspeed", "integrations", "cli")
+"""The packages that the core (policies, hooks, planning, wrapping, training, ledger) does without."""
+
+REFUSE = f"""
+import sys
+
+class Refuse:
+    def find_spec(name, path=None, target=None):
+        if name.split(".")[:1] == ["zeroamp"] and name.split(".")[1:2] and name.split(".")[1] in {OUTSIDE}:
+            raise ImportError(name + " is outside of the core")
+
+sys.meta_path.insert(0, Refuse)
+"""
+
+TRAIN = """
+import json, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+import zeroamp
+
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+config = {
+    "zero_optimization": {"stage": 3},
+    "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}},
+    "zeroamp": {"recovery": False},
+}
+policy = zeroamp.policy_from_config(config)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+model = zeroamp.wrap_model(model, policy, auto_wrap_policy={"Linear"})
+optimizer = zeroamp.optimizer_from_config(policy, model.parameters())
+train = zeroamp.TrainStep(model, optimizer, zeroamp.scheduler_from_config(policy, optimizer))
+losses = []
+for _ in range(4):
+    for _ in range(2):
+        train.backward((model(torch.ones(2, 8)).float() - 3).square().mean())
+        report = train.step()
+    losses.append(report.loss)
+ledger = zeroamp.explain(model)
+str(ledger)
+ledger.verify(model, torch.ones(2, 8), loss_fn=lambda output: output.float().square().mean())
+for is_last in (False, True):
+    train.backward((model(torch.ones(2, 8)).float() - 3).square().mean(), is_last=is_last)
+train.clip_grad_norm()
+losses.append(train.update().loss)
+plain = zeroamp.unwrap_model(model)
+modules = sorted(name for name in sys.modules if name.startswith("zeroamp."))
+print(json.dumps({"losses": losses, "parameters": [list(p.shape) for p in plain.parameters()], "modules": modules}))
+dist.destroy_process_group()
+"""
+
+
+def _run(script):
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-W", "error", "-c", script]
+    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240, env=environ)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
 
 @pytest.fixture(scope="module")
 def loaded():
     """Phase -> the heavy modules that are loaded after it."""
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "error", "-c", PHASES]
-    result = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120, env=environ)
-    return json.loads(result.stdout)
+    return _run(PHASES)
 
 
 def test_the_package_alone_imports_nothing_heavy_not_even_torch(loaded):
@@ -55,6 +116,26 @@ def test_training_imports_no_more_heavy_modules_than_fsdp_does_itself(loaded):
 
 def test_no_public_name_imports_an_optional_package_or_the_compiler(loaded):
     assert set(loaded["all"]) - set(loaded["quick start"]) <= {"torch.distributed.checkpoint"}
+
+
+def test_the_core_trains_and_explains_where_nothing_else_can_be_imported():
+    found = _run(REFUSE + TRAIN)
+    assert found["losses"][-1] < found["losses"][0]
+    assert found["parameters"] == [[8, 8], [8], [8], [8], [1, 8], [1]]
+
+
+def test_training_with_a_plain_config_imports_nothing_outside_of_the_core():
+    modules = _run(TRAIN)["modules"]
+    assert "zeroamp.training.step" in modules
+    assert [name for name in modules if name.split(".")[1] in OUTSIDE] == []
+    assert "zeroamp.hooks._torch.recovery" not in modules
+
+
+def test_every_package_is_of_the_core_or_outside_of_it():
+    core = {"policies", "hooks", "planning", "wrapping", "training", "ledger"}
+    packages = {module.name for module in pkgutil.iter_modules(zeroamp.__path__) if module.ispkg}
+    assert core <= packages
+    assert packages - core <= set(OUTSIDE)
 
 
 def test_dir_lists_all_public_names():

@@ -110,8 +110,8 @@ def plan_traffic(plan: Plan, ranks: Ranks, schedule: Schedule | None = None) -> 
             traffic.num_bytes[key] += sum(call.num_bytes(param, num_shards) for param in group.params)
     key = TrafficKey("all_reduce", torch.float64, STEP)
     traffic.calls[key] += 1
-    num_statistics = 2 + plan.policy.recovery  # the mean loss, the sum of squares; with recovery the failed ranks
-    traffic.num_bytes[key] += num_statistics * torch.float64.itemsize
+    # The mean loss, the sum of squares and, with recovery, the number of ranks that failed.
+    traffic.num_bytes[key] += (2 + plan.policy.recovery) * torch.float64.itemsize
     return traffic
 
 

@@ -1,83 +1,128 @@
-"""The private names of torch that `hooks/_torch` uses are there; no other file uses any."""
+"""Every private name of torch that `hooks/_torch` uses is listed here and is there; no other file uses any."""
 
 import ast
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tests.measuring.sources import ROOT, python_files
-from zeroamp.hooks._torch import dispatch
+from zeroamp.hooks._torch import dispatch, optimizer
 from zeroamp.hooks._torch import fsdp as _fsdp
 
-MODULE_NAMES = {"_get_fsdp_state", "_set_unshard_async_op"}
-GROUP_NAMES = {
-    "_fsdp_param_groups",
-    "_fsdp_param_group",
-    "fsdp_params",
-    "unsharded_accumulated_grad",
-    "_unsharded_param",
-    "_to_sharded",
-    _fsdp.END_OF_BACKWARD,
-    "wait_for_unshard",
-    "_modules_to_run_forward",
-    "_reset_iter_state",
-    "_training_state",
-    "_post_forward_indices",
-    "_state_ctx",
-    "_comm_ctx",
-    "_all_gather_result",
-    "all_gather_work",
-    "all_gather_event",
-    "mesh_info",
-    "shard_process_group",
-    "reduce_scatter_process_group",
-    "_cdata",
-    "_is_profiler_enabled",
-    "_current_graph_task_id",
-    "_execution_engine",
+FOLDER = ROOT / "hooks" / "_torch"
+
+PRIVATE = {
+    "__init__.py": set(),
+    "dispatch.py": {
+        *("torch._compile", "_disable_dynamo", "torch._subclasses.fake_tensor", "torch.utils._python_dispatch"),
+        *("torch.utils._pytree", "_C", "_cdata", "_current_graph_task_id", "_execution_engine"),
+        *("_is_profiler_enabled", "_ops", "_grouped_mm", "_unsafe_view"),
+    },
+    "fsdp.py": {
+        *("torch.distributed._composable.contract", "torch.distributed._composable_state", "_module_state_mapping"),
+        *("torch.distributed.fsdp._fully_shard._fsdp_api", "_get_fsdp_state", "_set_unshard_async_op"),
+        *("_fsdp_param_group", "_fsdp_param_groups", "_to_sharded", "_unsharded_param", "_modules_to_run_forward"),
+        *("_pre_forward", "_post_forward", "_root_post_backward_final_callback", "_get_backend", "_timeout"),
+        # Of `remove_fsdp`:
+        *("_pre_forward_hook_handle", "_post_forward_hook_handle", "_post_load_hook_handle"),
+        *("_module_to_pre_save_state_dict_hook_handle", "_module_to_pre_load_state_dict_hook_handle"),
+        *("_is_fsdp_managed_module", "_fsdp_use_orig_params"),
+    },
+    "optimizer.py": {
+        *("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks", "_wrapped_by_lr_sched"),
+        *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+    },
+    "recovery.py": {
+        *("_get_fsdp_state", "_all_gather_result", "_state_ctx", "_comm_ctx", "_reset_iter_state", "_training_state"),
+        *("_post_forward_indices", "_partial_reduce_output", "_all_reduce_state", "_post_reduce_event"),
+    },
 }
+"""File of `hooks/_torch` -> the names in it that begin with an underscore, or the module of one that is imported."""
+
+OF_PRIVATE_CLASSES = {
+    *("fsdp_params", "sharded_param", "unsharded_param", "unsharded_accumulated_grad", "wait_for_unshard"),
+    *("mesh_info", "shard_process_group", "reduce_scatter_process_group", "post_backward", "device_handle"),
+    *("all_gather_work", "all_gather_event", "all_gather_state", "reduce_scatter_state", "post_forward_order"),
+    *("all_states", "iter_forward_root", "post_backward_final_callback_queued"),
+}
+"""Names of FSDP2's private classes that begin with none."""
 
 
-def _states():
+def _fully_sharded():
     torch.manual_seed(0)
     module = nn.Linear(2, 2)
     fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
     module(torch.ones(1, 2))
+    return module
+
+
+def _missing_of_fsdp():
+    """Name -> whether it is there and what it is taken for; those that are not."""
+    module = _fully_sharded()
     state = module._get_fsdp_state()
-    group = (getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group])[0]
+    (group,) = _fsdp.groups_of(state)
     parameter = group.fsdp_params[0]
-    found = [callable(getattr(group, name)) for name in ("_to_sharded", *_fsdp.COMMUNICATION)]
-    found.append(callable(getattr(state, _fsdp.END_OF_BACKWARD)))
-    found.append(isinstance(state._modules_to_run_forward, set))
-    found += [hasattr(parameter, name) for name in ("sharded_param", "unsharded_accumulated_grad", "_unsharded_param")]
-    found.append(isinstance(torch.ones(1).untyped_storage()._cdata, int))
-    found.append(hasattr(group, "_all_gather_result") and isinstance(state._state_ctx.all_states, list))
+    there = {name: callable(getattr(group, name, None)) for name in ("_to_sharded", *_fsdp.COMMUNICATION)}
+    there |= {name: callable(getattr(state, name, None)) for name in (*_fsdp.FORWARD_HOOKS, _fsdp.END_OF_BACKWARD)}
+    there["_modules_to_run_forward"] = isinstance(state._modules_to_run_forward, set)
+    of_parameters = ("sharded_param", "unsharded_param", "unsharded_accumulated_grad", "_unsharded_param")
+    there |= {name: hasattr(parameter, name) for name in of_parameters}
     groups = ["shard_process_group", *["reduce_scatter_process_group"] * _fsdp.has_reduction_options()]
-    found.append(all(hasattr(group.mesh_info, name) for name in groups))
-    found.append(hasattr(state, "_reset_iter_state") or _can_be_reset(state, group))
-    return [callable(getattr(state, name)) for name in _fsdp.FORWARD_HOOKS] + found
+    there |= {name: hasattr(group.mesh_info, name) for name in groups}
+    there["_timeout"] = isinstance(_fsdp.timeout_of(dist.group.WORLD, "cpu"), timedelta)
+    return [name for name, is_there in there.items() if not is_there]
 
 
-def _can_be_reset(state, group):
-    """Up to torch 2.12: the names that `abandon` resets itself."""
-    return (
-        hasattr(type(state._training_state), "IDLE")
-        and isinstance(group._post_forward_indices, list)
-        and isinstance(state._comm_ctx.post_forward_order, list)
-        and {"all_gather_state", "reduce_scatter_state"} <= vars(state._comm_ctx).keys()
-        and {"all_states", "iter_forward_root", "post_backward_final_callback_queued"} <= vars(state._state_ctx).keys()
-        and {"_training_state", "_partial_reduce_output", "_all_reduce_state", "_post_reduce_event"}
-        <= vars(group).keys()
-    )
+def _missing_of_recovery():
+    state = _fully_sharded()._get_fsdp_state()
+    (group,) = _fsdp.groups_of(state)
+    there = {
+        "_all_gather_result": hasattr(group, "_all_gather_result"),
+        "device_handle": hasattr(group, "device_handle"),
+    }
+    there["all_states"] = isinstance(state._state_ctx.all_states, list)
+    if not hasattr(state, "_reset_iter_state"):  # up to torch 2.12: the names that `abandon` resets itself
+        there["IDLE"] = hasattr(type(state._training_state), "IDLE")
+        there["_post_forward_indices"] = isinstance(group._post_forward_indices, list)
+        there["post_forward_order"] = isinstance(state._comm_ctx.post_forward_order, list)
+        of_comm, of_state = {"all_gather_state", "reduce_scatter_state"}, {"iter_forward_root"}
+        of_state.add("post_backward_final_callback_queued")
+        of_group = {"_training_state", "_partial_reduce_output", "_all_reduce_state", "_post_reduce_event"}
+        for names, owner in ((of_comm, state._comm_ctx), (of_state, state._state_ctx), (of_group, group)):
+            there |= {name: name in vars(owner) for name in names}
+    return [name for name, is_there in there.items() if not is_there]
 
 
-def test_the_names_exist(ranks2):
-    assert ranks2.run(_states)[0] == [True] * 15
-    assert all(hasattr(FSDPModule, name) for name in MODULE_NAMES)
-    assert {"all_gather_event", "all_gather_work"} <= set(AllGatherResult._fields)
+def _left_by_remove_fsdp():
+    """What FSDP2 put on a module, and what `remove_fsdp` leaves of it."""
+    module = _fully_sharded()
+
+    def found():
+        hooks = [
+            *("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"),
+            "_load_state_dict_post_hooks",
+        ]
+        return {
+            "hooks": sum(len(getattr(module, name)) for name in hooks),
+            "attributes": sorted(vars(module).keys() - vars(nn.Linear(2, 2)).keys()),
+            "state": module in _fsdp._module_state_mapping,
+            "class": type(module).__name__,
+        }
+
+    before = found()
+    _fsdp.remove_fsdp(module)
+    return before, found()
+
+
+def test_the_names_of_fsdp_exist(ranks2):
+    assert ranks2.run(_missing_of_fsdp) == [[], []]
+    assert all(hasattr(FSDPModule, name) for name in ("_get_fsdp_state", "_set_unshard_async_op"))
     for base in (_fsdp.ReduceScatter, _fsdp.AllGather):
         assert base.__abstractmethods__ == {"allocate", "__call__"}
     for new, old in (
@@ -87,13 +132,89 @@ def test_the_names_exist(ranks2):
         assert hasattr(torch.distributed, new) or hasattr(torch.distributed, old)
 
 
-def _private_imports(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+def test_the_names_of_recovery_exist(ranks2):
+    assert ranks2.run(_missing_of_recovery) == [[], []]
+    assert {"all_gather_event", "all_gather_work"} <= set(AllGatherResult._fields)
+
+
+def test_fsdp_leaves_nothing_on_a_module_that_it_was_removed_from(ranks2):
+    before, after = ranks2.run(_left_by_remove_fsdp)[0]
+    assert before["hooks"] >= 5
+    assert before["state"]
+    assert before["class"] == "FSDPLinear"
+    assert before["attributes"]
+    assert after == {"hooks": 0, "attributes": [], "state": False, "class": "Linear"}
+
+
+def test_the_names_of_optimizers_do_what_is_said_of_them():
+    sgd = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    found = [optimizer.has_step_hooks(sgd)]
+    for register in (
+        sgd.register_step_pre_hook,
+        sgd.register_step_post_hook,
+        register_optimizer_step_pre_hook,
+        register_optimizer_step_post_hook,
+    ):
+        handle = register(lambda *_: None)
+        found.append(optimizer.has_step_hooks(sgd))
+        handle.remove()
+    assert [*found, optimizer.has_step_hooks(sgd)] == [False, True, True, True, True, False]
+    torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: 1.0)
+    assert "step" in vars(sgd), "the scheduler counts its calls"
+    assert not optimizer.has_own_step(sgd)
+    sgd.step = lambda: None
+    assert optimizer.has_own_step(sgd)
+
+
+def _private_names(path):
+    """The names in a file that only torch can have defined: imported, read as attributes, or looked up as strings."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("torch"):
-            names = [*node.module.split("."), *(alias.name for alias in node.names)]
-            yield from (f"{node.module}: {name}" for name in names if name.startswith("_"))
-        if isinstance(node, ast.Attribute) and node.attr in {*_fsdp.FORWARD_HOOKS, *GROUP_NAMES, *MODULE_NAMES}:
-            yield node.attr
+            if any(part.startswith("_") for part in node.module.split(".")):
+                yield node.module
+            yield from (alias.name for alias in node.names if alias.name.startswith("_"))
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("torch") and "._" in alias.name)
+        elif isinstance(node, ast.Attribute) and not node.attr.endswith("__"):
+            yield from [node.attr] * node.attr.startswith("_")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and not node.value.endswith("__"):
+            yield from [node.value] * (node.value.startswith("_") and node.value.isidentifier())
+
+
+def test_the_list_of_private_names_is_whole():
+    assert {path.name: set(_private_names(path)) for path in FOLDER.glob("*.py")} == PRIVATE
+
+
+def test_no_other_file_uses_private_names():
+    files = [path for layer in ("policies", "hooks", "zeroamp") for path in python_files(layer)]
+    # Not names of ops, of a type that annotations need, and one that others may use for their own.
+    listed = set.union(*PRIVATE.values()) - {"_grouped_mm", "_unsafe_view", "_ops", "_timeout"}
+    found = {}
+    for path in files:
+        if path.parent == FOLDER:
+            continue
+        private = {name for name in _private_names(path) if name in listed or name.startswith("torch")}
+        attributes = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+        if uses := private | attributes & OF_PRIVATE_CLASSES:
+            found[str(path.relative_to(ROOT))] = uses
+    assert found == {}
+
+
+def _imports_of_recovery(nodes):
+    return any(isinstance(n, ast.ImportFrom) and n.module == "zeroamp.hooks._torch.recovery" for n in nodes)
+
+
+def test_what_undoes_an_exception_is_loaded_by_recovery_and_by_an_observed_step_that_raised():
+    at_the_top, later = set(), set()
+    for path in (path for layer in ("policies", "hooks", "zeroamp") for path in python_files(layer)):
+        tree, name = ast.parse(path.read_text()), str(path.relative_to(ROOT))
+        if _imports_of_recovery(tree.body):
+            at_the_top.add(name)
+        elif _imports_of_recovery(ast.walk(tree)):
+            later.add(name)
+    assert {str(ROOT.joinpath(name).parent.relative_to(ROOT)) for name in at_the_top} == {"zeroamp/recovery"}
+    assert later == {"zeroamp/ledger/observed_step.py"}
 
 
 def test_the_names_of_the_dispatch_layer_do_what_is_said_of_them():
@@ -140,10 +261,3 @@ def test_what_is_said_of_profilers_and_backwards_holds():
             found.append(dispatch.is_profiling())
             profiler.step()
     assert [*found, dispatch.is_profiling()] == [False, False, True, False, False]
-
-
-def test_no_other_file_uses_private_names():
-    files = [path for layer in ("policies", "hooks", "zeroamp") for path in python_files(layer)]
-    found = {str(path.relative_to(ROOT)): list(_private_imports(path)) for path in files}
-    assert found.pop("hooks/_torch/fsdp.py")
-    assert {name: uses for name, uses in found.items() if uses} == {}

@@ -326,7 +326,7 @@ def test_training_has_the_same_bits_with_ranges_recorded_and_off(ranks2, stage, 
 
 
 def _raise_and_go_on(stage):
-    model, train_step = _train_step(NAME, stage)
+    model, train_step = _train_step(NAME, stage, zeroamp={"recovery": True})
     _one_step(NAME, model, train_step)
 
     def body():

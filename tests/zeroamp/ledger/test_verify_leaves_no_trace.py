@@ -176,7 +176,8 @@ def _everything(model, step):
         "hooks": _hooks(model),
         "training": [module.training for module in model.modules()],
         "step": {key: value for key, value in vars(step).items() if isinstance(value, int | float | bool | None)},
-        "autocast": len(state.autocast._entered) if state.autocast else 0,
+        "micro-batches": (step.micro_batches.num_done, step.micro_batches.is_complete, step.micro_batches.failure),
+        "forwards": state.root_forward.depth,
         "guard": state.guard is not None and state.guard.armed,
         "reshards": [
             (g.reshard_after_backward, g.reduce_grads)

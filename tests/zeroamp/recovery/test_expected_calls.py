@@ -1,4 +1,4 @@
-"""The collectives that are expected of a first window and a first evaluation are those issued, in that order."""
+"""The collectives that are expected of a first step and a first evaluation are those issued, in that order."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ import zeroamp
 from tests.models.small import batch, build, loss_of
 from tests.processes.training import config, wrapped
 from tests.selection import needs_zero_fill
-from zeroamp.recovery.expected_calls import expected_evaluation, expected_window
+from zeroamp.recovery.expected_calls import expected_calls_of_evaluation, expected_calls_of_step
 from zeroamp.wrapping.state import wrap_state
 
 FP16 = {"dtype": None, "fp16": {"enabled": True, "initial_scale_power": 4}}
@@ -15,20 +15,27 @@ NATIVE = {"zeroamp": {"reduce_accumulate_dtype": "native"}}
 
 
 def _expected_and_issued(name, options, more):
-    """Return [(expected, issued)] of an evaluation and of a window, as text. Compares process groups and ops itself."""
-    model = wrapped(name, config(**options), **more)
+    """Return [(expected, issued)] of an evaluation and of a step, as text. Compares process groups and ops itself."""
+    model = wrapped(name, config(**_with_recovery(options)), **more)
     state = wrap_state(model)
-    expected = [expected_evaluation(state.plan, state.mesh), expected_window(state.plan, model, state.mesh)]
+    expected = [
+        expected_calls_of_evaluation(state.plan, state.mesh),
+        expected_calls_of_step(state.plan, model, state.mesh),
+    ]
     step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.01))
     with torch.no_grad():
         loss_of(model, batch(name, 0))
     for _ in range(options.get("accumulation", 1)):
         step.backward(loss_of(model, batch(name, 0)))
         step.step()
-    issued = [state.calls.last_evaluation, state.calls.last_window]
+    issued = [step.recovery.calls.last_evaluation, step.recovery.calls.last_step]
     texts = _texts(*zip(expected, issued, strict=True))
     assert expected[1] is None or expected == issued, texts
     return texts
+
+
+def _with_recovery(options):
+    return {**options, "zeroamp": {"recovery": True, **options.get("zeroamp", {})}}
 
 
 def _texts(*pairs):
@@ -36,10 +43,10 @@ def _texts(*pairs):
 
 
 def check(answers):
-    for (expected, issued), (expected_window_calls, issued_window_calls) in answers:
+    for (expected, issued), (expected_of_step, issued_in_step) in answers:
         assert expected == issued
-        assert expected_window_calls == issued_window_calls
-        assert len(issued_window_calls) > 3
+        assert expected_of_step == issued_in_step
+        assert len(issued_in_step) > 3
 
 
 @pytest.mark.parametrize("name", ["llama_tied", "hf_llama"])
@@ -79,7 +86,7 @@ def _share_between_blocks(model):
     model.blocks[0].down.weight = model.blocks[1].down.weight
 
 
-def test_nothing_is_expected_of_a_window_with_several_groups_at_the_root(ranks2):
+def test_nothing_is_expected_of_a_step_with_several_groups_at_the_root(ranks2):
     # Beside the root's own: the weight that blocks share, and the model-wide group. The module tree orders them.
     more = {"prepare_before": _share_between_blocks}
     _, (expected, issued) = ranks2.run(_expected_and_issued, "llama_untied", {"stage": 3}, more)[0]
@@ -95,7 +102,7 @@ def test_nothing_is_expected_where_it_is_not_known(ranks2, ranks4):
 
 
 def _ops_of_the_all_reduces(options, mesh_shape):
-    model = wrapped("llama_tied", config(**options), mesh_shape=mesh_shape)
+    model = wrapped("llama_tied", config(**_with_recovery(options)), mesh_shape=mesh_shape)
     step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.01))
     ops, all_reduce = [], torch.distributed.all_reduce
 
@@ -110,7 +117,7 @@ def _ops_of_the_all_reduces(options, mesh_shape):
             step.step()
     finally:
         torch.distributed.all_reduce = all_reduce
-    logged = [str(call.op) for call in wrap_state(model).calls.last_window if call.collective == "all_reduce"]
+    logged = [str(call.op) for call in step.recovery.calls.last_step if call.collective == "all_reduce"]
     return logged, ops[:-1]
 
 

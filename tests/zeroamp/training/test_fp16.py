@@ -91,11 +91,9 @@ def test_one_update_per_step_whatever_the_number_of_parameter_groups(ranks2):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_overflow_at_the_minimum_scale_is_an_error_on_all_ranks(ranks2, stage):
     cfg = dynamic(stage, hysteresis=1, min_loss_scale=512)
-    with pytest.raises(
-        RankError, match=r"StepError: TrainStep.step after 1 optimizer steps: found an overflow at the"
-    ) as caught:
+    text = r"StepError: .* loss scale 512, .*fp16.min_loss_scale 512.* after 1 optimizer steps.* norms .* Lower"
+    with pytest.raises(RankError, match=text) as caught:
         ranks2.run(_run, cfg, 4, (1, 2))
-    assert "loss scale 512, fp16.min_loss_scale 512; last gradient norms ['" in str(caught.value)
     assert "--- rank 1" in str(caught.value)
 
 
@@ -123,9 +121,7 @@ def _plain_backward():
 
 
 def test_a_plain_backward_is_refused(ranks2):
-    with pytest.raises(
-        RankError, match="StepError: backward: found loss.backward\\(\\) with float16, which scales the loss"
-    ):
+    with pytest.raises(RankError, match="StepError: loss.backward.* float16, which scales the loss"):
         ranks2.run(_plain_backward)
 
 
@@ -171,7 +167,7 @@ def _state_dict_in_a_window(method):
 
 @pytest.mark.parametrize("method", ["state_dict", "load_state_dict"])
 def test_a_state_dict_inside_a_window_is_refused(ranks2, method):
-    with pytest.raises(RankError, match=f"TrainStep.{method}: found 1 micro-batches of an unfinished window"):
+    with pytest.raises(RankError, match=f"TrainStep.{method} .* 1 micro-batches of an optimizer step.* between two"):
         ranks2.run(_state_dict_in_a_window, method)
 
 
@@ -192,19 +188,19 @@ def _load_into(cfg, saved_cfg):
         (
             config(3, dtype="float16", **FIXED),
             dynamic(3),
-            "a dynamic loss scale at 1024; valid: a fixed one, .* at 1024",
+            "(?=.*a fixed scale at 1024)(?=.*a dynamic scale at 1024)",
         ),
-        (dynamic(3), config(3), "a switched-off loss scale at 1; valid: a dynamic one"),
+        (dynamic(3), config(3), "(?=.*a dynamic scale)(?=.*a switched-off scale at 1)"),
         (
             config(3, dtype="float16", **FIXED),
             config(3, dtype="float16", fp16={"loss_scale": 2}),
-            "a fixed loss scale at 2; valid: a fixed one, as the config says, at 1024",
+            "(?=.*a fixed scale at 1024)(?=.*a fixed scale at 2)",
         ),
     ],
     ids=["dynamic into fixed", "bf16 into dynamic", "another fixed one"],
 )
 def test_the_state_of_another_loss_scale_is_refused(ranks2, cfg, saved_cfg, text):
-    with pytest.raises(RankError, match=f"StepError: TrainStep.load_state_dict: found the state of {text}"):
+    with pytest.raises(RankError, match=f"StepError: loss_scale in TrainStep.load_state_dict{text}"):
         ranks2.run(_load_into, cfg, saved_cfg)
 
 

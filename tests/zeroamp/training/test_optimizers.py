@@ -73,12 +73,8 @@ def test_a_policy_a_mapping_and_a_file_build_the_same(tmp_path):
 
 
 def test_a_config_without_an_optimizer_says_what_to_add():
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match='"optimizer".* Add it, such as {"type": "AdamW"'):
         optimizer_from_config({}, [nn.Parameter(torch.zeros(1))])
-    assert str(caught.value) == (
-        'optimizer: found no such key; valid: a block such as {"type": "AdamW", "params": {"lr": 1e-3}}. '
-        "Add it, or build the optimizer yourself."
-    )
 
 
 def test_values_beside_a_config_go_to_its_reader_and_beside_a_policy_are_refused(monkeypatch):
@@ -87,12 +83,8 @@ def test_values_beside_a_config_go_to_its_reader_and_beside_a_policy_are_refused
     monkeypatch.setattr(optimizers, "policy_from_config", lambda cfg, **auto: asked.append((cfg, auto)) or policy)
     optimizer_from_config({"optimizer": "…"}, [nn.Parameter(torch.zeros(1))], lr=0.1)
     assert asked == [({"optimizer": "…"}, {"lr": 0.1})]
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"lr\b.* total_num_steps .*Policy.* policy_from_config"):
         optimizer_from_config(policy, [nn.Parameter(torch.zeros(1))], total_num_steps=10, lr=0.1)
-    assert str(caught.value) == (
-        "lr, total_num_steps: found values beside a Policy; valid: a Policy alone. "
-        "Give them to policy_from_config instead."
-    )
 
 
 def _train(by_hand):

@@ -272,10 +272,15 @@ def _host_reads(cfg):
     return during, reads.count - during
 
 
-def test_a_bf16_step_reads_nothing_back_until_the_report_is_read(ranks2):
-    cfg = config(3, clip=1.0) | {"zeroamp": {"recovery": False}}
+LOW = {"autocast": {}, "bf16": {"dtype": None, "bf16": {"enabled": True}}}
+
+
+@pytest.mark.parametrize("mode", LOW)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_bf16_step_reads_nothing_back_until_the_report_is_read(ranks2, stage, mode):
+    cfg = config(stage, clip=1.0, zeroamp={"recovery": False}, **LOW[mode])
     assert ranks2.run(_host_reads, cfg)[0] == (0, 1)
 
 
 def test_recovery_reads_one_value_back_in_every_step(ranks2):
-    assert ranks2.run(_host_reads, config(3, clip=1.0))[0] == (1, 1)
+    assert ranks2.run(_host_reads, config(3, clip=1.0, zeroamp={"recovery": True}))[0] == (1, 1)

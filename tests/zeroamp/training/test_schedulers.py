@@ -130,12 +130,9 @@ def test_the_state_alone_sets_the_learning_rates_and_their_start():
 @pytest.mark.parametrize("state", [{"last_batch_iteration": 3}, {"last_epoch": 3, "base_lrs": [0.1]}], ids=str)
 def test_a_state_of_something_else_is_refused(state):
     scheduler = scheduler_from_config(cfg("WarmupLR"), adam())
-    with pytest.raises(StepError) as caught:
+    with pytest.raises(StepError, match=r"load_state_dict .*2 param groups.* Load what state_dict\(\)") as caught:
         scheduler.load_state_dict(state)
-    assert str(caught.value) == (
-        f"scheduler.load_state_dict: found {state!r}; valid: last_epoch, and base_lrs for 2 param groups. "
-        "Load what state_dict() of the same scheduler returned."
-    )
+    assert repr(state) in str(caught.value)
 
 
 def test_it_is_a_torch_scheduler_that_goes_to_any_step_and_warns_of_nothing():
@@ -172,7 +169,7 @@ def test_a_policy_and_a_mapping_give_the_same_and_values_beside_a_config_go_to_i
     )
     scheduler_from_config(case, adam(), total_num_steps=10)
     assert asked == [{"total_num_steps": 10}]
-    with pytest.raises(ConfigError, match="total_num_steps: found values beside a Policy"):
+    with pytest.raises(ConfigError, match="total_num_steps .*Policy.* policy_from_config"):
         scheduler_from_config(policy, adam(), total_num_steps=10)
 
 
@@ -182,29 +179,25 @@ def test_a_policy_and_a_mapping_give_the_same_and_values_beside_a_config_go_to_i
         (
             {},
             adam(),
-            'scheduler: found no such key; valid: a block such as {"type": "WarmupLR", "params": '
-            '{"warmup_num_steps": 100}}. Add it, or build the scheduler yourself.',
+            '"scheduler".* Add it, such as {"type": "WarmupLR"',
         ),
         (
             cfg("WarmupLR", warmup_max_lr=[0.1, 0.2, 0.3]),
             adam(),
-            "scheduler.params.warmup_max_lr: found 3 values for an optimizer of 2 param groups; valid: one number, or "
-            "one per param group. Write one value for each param group, in their order.",
+            "scheduler.params.warmup_max_lr has 3 values.* 2 param groups.* one per param group",
         ),
         (
             cfg("OneCycle", cycle_min_lr=0.1, cycle_max_lr=0.2),
             torch.optim.SGD([nn.Parameter(torch.zeros(1))]),
-            "scheduler.params.cycle_momentum: found true with SGD, which has no betas; valid: false, or an optimizer "
-            'with betas such as AdamW. Write "cycle_momentum": false. DeepSpeed leaves the momentum alone there, too.',
+            "scheduler.params.cycle_momentum is true.* SGD .* Write false",
         ),
     ],
     ids=["no block", "values per group", "no betas"],
 )
 def test_what_does_not_fit_is_refused_before_the_optimizer_is_touched(case, optimizer, words):
     before = [group["lr"] for group in optimizer.param_groups]
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=words):
         scheduler_from_config(case, optimizer)
-    assert str(caught.value) == words
     assert [group["lr"] for group in optimizer.param_groups] == before
 
 

@@ -1,6 +1,7 @@
 """What of a config only shows when a model, a mesh and a device are there."""
 
 import logging
+import re
 from dataclasses import replace
 
 import pytest
@@ -28,7 +29,7 @@ def test_batch_sizes_are_checked_against_the_mesh(ranks2):
     cfg = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
     assert ranks2.run(_wraps, cfg) == [True, True]
     words = ranks2.run(_total_of_another_world, cfg)[0]
-    assert words.startswith("train_batch_size: found 18; valid: 12 = 2 train_micro_batch_size_per_gpu x 3 ")
+    assert re.match("train_batch_size (?=.*18)(?=.*12 = 2 train_micro_batch_size_per_gpu x 3 ).*Change one", words)
 
 
 def _wraps(cfg):
@@ -61,9 +62,9 @@ def _train_on_mesh(cfg):
 
 def test_a_number_of_replicas_that_does_not_fit_is_refused(ranks4):
     words = ranks4.run(_error_of, config(3, zeroamp={"dp_replicate_size": 3}))[0]
-    assert words.startswith("zeroamp.dp_replicate_size: found 3; valid: a divisor of the 4 ranks.")
+    assert re.match(r"zeroamp.dp_replicate_size (?=.*\b3\b)(?=.*divisor of the 4 ranks)", words)
     words = ranks4.run(_error_of, config(3, zeroamp={"dp_replicate_size": 4}), (2, 2))[0]
-    assert words.startswith("zeroamp.dp_replicate_size: found 4; valid: 2, the replicas of the mesh given.")
+    assert re.match(r"zeroamp.dp_replicate_size (?=.*\b4\b)(?=.*\b2\b).*mesh", words)
 
 
 def test_a_dtype_that_the_device_cannot_do_is_refused(monkeypatch):
@@ -71,12 +72,12 @@ def test_a_dtype_that_the_device_cannot_do_is_refused(monkeypatch):
     check_device(policy, "cpu")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
-    with pytest.raises(zeroamp.ConfigError, match=r"torch_autocast.dtype: found bf16 on device type cuda \(Some GPU\)"):
+    with pytest.raises(zeroamp.ConfigError, match=r"torch_autocast.dtype is bf16 .*cuda \(Some GPU\).* Use float16"):
         check_device(policy, "cuda")
-    with pytest.raises(zeroamp.ConfigError, match=r"bf16.enabled: found bf16 on device type cuda"):
+    with pytest.raises(zeroamp.ConfigError, match=r"bf16.enabled is bf16 .*cuda.* Use float16"):
         check_device(zeroamp.policy_from_config({"bf16": {"enabled": True}}), "cuda")
     check_device(zeroamp.policy_from_config({"fp16": {"enabled": True}}), "cuda")
-    with pytest.raises(zeroamp.ConfigError, match="torch_autocast.dtype: found bf16 on device type meta, which has no"):
+    with pytest.raises(zeroamp.ConfigError, match="torch_autocast.dtype is bf16 .*meta, which has no"):
         check_device(policy, "meta")
 
 

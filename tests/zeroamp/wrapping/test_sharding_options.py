@@ -86,16 +86,16 @@ def test_the_backward_gathers_over_the_secondary_partition(ranks4):
 @pytest.mark.parametrize(
     ("size", "stage", "mesh_shape", "text"),
     [
-        (3, 3, None, "found 3 with 4 ranks that shard; valid: a divisor of them: 1, 2, 4"),
-        (8, 3, None, "found 8 with 4 ranks"),
-        (4, 3, (2, 2), "found 4 with 2 ranks that shard; valid: a divisor of them: 1, 2"),
-        (2, 2, None, "found 2 at stage 2; valid: 1, or stage 3"),
+        (3, 3, None, "(?=.*3 with 4 ranks)(?=.*1, 2, 4)"),
+        (8, 3, None, "(?=.*8 with 4 ranks)(?=.*1, 2, 4)"),
+        (4, 3, (2, 2), "(?=.*4 with 2 ranks)(?=.*1, 2)"),
+        (2, 2, None, "(?=.*2 at stage 2)(?=.*stage 3)"),
     ],
 )
 def test_an_impossible_secondary_partition_is_refused(ranks4, size, stage, mesh_shape, text):
-    with pytest.raises(RankError, match=f"ConfigError: zero_optimization.zero_hpz_partition_size: {text}") as caught:
+    with pytest.raises(RankError, match=f"ConfigError: zero_optimization.zero_hpz_partition_size{text}") as caught:
         ranks4.run(_wrap, stage, size, mesh_shape)
-    assert str(caught.value).count("Error: zero_opt") == 4, "on all ranks"
+    assert str(caught.value).count("ConfigError: zero_opt") == 4, "on all ranks"
 
 
 def _wrap(stage, size, mesh_shape):

@@ -79,16 +79,13 @@ def _refuse(how):
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ("twice", "the root: found a module that fully_shard was applied to"),
-        ("fully_shard", "blocks.1: found a module that fully_shard was applied to"),
-        ("no module", "valid: a torch.nn.Module"),
-        ("mesh", "mesh: found shape \\(1, 2\\) at stage 0"),
-        (
-            "half meta",
-            "head.weight: found a parameter on the meta device beside others that hold values, such as embed",
-        ),
-        ("inference", "wrap_model: found torch.inference_mode\\(\\)"),
-        ("unequal", "blocks.2.down.bias: found values that differ between ranks \\(1 parameters do\\)"),
+        ("twice", "The root is sharded already.*unwrap_model"),
+        ("fully_shard", "blocks.1 is sharded already.*unwrap_model"),
+        ("no module", "model must be a torch.nn.Module"),
+        ("mesh", "mesh .*shape \\(1, 2\\) at stage 0"),
+        ("half meta", "head.weight is on the meta device.* such as embed.*to_empty"),
+        ("inference", "wrap_model .*torch.inference_mode\\(\\)"),
+        ("unequal", "blocks.2.down.bias .*differ between ranks .1 parameters do.* torch.manual_seed"),
     ],
 )
 def test_refusals_on_all_ranks(ranks2, how, text):
@@ -247,9 +244,7 @@ def _holder_called():
 
 
 def test_a_model_that_calls_all_its_children_is_told_which_one_to_skip(ranks2):
-    with pytest.raises(
-        RankError, match="WrapError: model-wide:fp32: found a call of .* whose name starts with _zeroamp_group"
-    ):
+    with pytest.raises(RankError, match="WrapError: _zeroamp_group .*model-wide:fp32.* skip children"):
         ranks2.run(_holder_called)
 
 

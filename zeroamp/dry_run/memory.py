@@ -35,7 +35,7 @@ from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.replay import GroupListener, Replay
 from zeroamp.planning.traffic import padded_numel
-from zeroamp.policies.accumulation import sharded_accumulation
+from zeroamp.policies.accumulation import accumulation_dtype
 
 
 def memory_timeline(
@@ -100,7 +100,7 @@ class _GroupMemory(GroupListener):
         self._raw: Counter[str] = Counter()  # group -> bytes of raw gradients that are there
         self._sums: set[str] = set()  # groups with unsharded sums of earlier micro-batches
         self._with_gradient: set[str] = set()  # groups whose gradient shards are there
-        self._sums_shards_low = sharded_accumulation(plan.policy) != torch.float32
+        self._sums_shards_low = accumulation_dtype(plan.policy) != torch.float32 and plan.policy.stage >= 2
         self._kept_gather = 0  # the flat buffer of the last gather of this forward
         self._kept_inputs: deque[int] = deque()  # the flat inputs of the last reductions
         self._receive_buffers: Counter[torch.dtype] = Counter()  # communication dtype -> bytes, in this backward

@@ -49,7 +49,7 @@ class ObservedStep:
             if not is_last:
                 for parameter, total in (pair for unit in micro_batches.units for pair in unsharded_sums(unit)):
                     self._see(parameter, "accumulate", total.dtype, "the unsharded sum")
-        elif self._state.shard_accumulator is not None:
+        elif self._state.shard_accumulator is not None and num_micro_batches > 1:
             for parameter, total in self._state.shard_accumulator.sums.items():
                 self._see(parameter, "accumulate", total.dtype, "the sharded sum")
         else:

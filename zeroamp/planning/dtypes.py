@@ -66,14 +66,13 @@ class GroupDtypes:
     param: torch.dtype
     """Of the unsharded parameters: FSDP2's `param_dtype`."""
     unsharded_accumulate: torch.dtype
-    """Of the unsharded sum of micro-batches at stages 0 and 1: FSDP2's `reduce_dtype`. fp32 where there is no such
-    sum."""
+    """Of the unsharded sum of micro-batches at stages 0 and 1: FSDP2's `reduce_dtype`. fp32 at stages 2 and 3."""
     communication: torch.dtype
     """Of the flat unsharded gradients, as they are sent to the ranks that shard."""
     reduce: torch.dtype
     """Of the sum over the ranks that shard: of the reduction's output."""
     sharded_accumulate: torch.dtype
-    """Of the sharded sum of micro-batches at stages 2 and 3. fp32 where there is no such sum."""
+    """Of the sharded sum of micro-batches at stages 2 and 3. fp32 at stages 0 and 1."""
     replica: torch.dtype | None
     """Of the all-reduce over replicas; None where there is none."""
     all_gathers: bool

@@ -64,8 +64,11 @@ class MicroBatches:
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """Run the backward of one micro-batch, of a `loss` that is scaled and divided already."""
-        if self._state.shard_accumulator is not None:
-            self._state.shard_accumulator.watch(self.parameters)
+        accumulator = self._state.shard_accumulator
+        if accumulator is not None and self.num_done == 0 and is_last:
+            accumulator.forget()  # there is nothing to sum: the gradient is not rounded
+        elif accumulator is not None:
+            accumulator.watch(self.parameters)
         self._set_flags(is_first=self.num_done == 0, is_last=is_last)
         guard = self._state.guard
         if guard is not None:

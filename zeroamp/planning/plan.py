@@ -116,8 +116,8 @@ def _warn_of_large_gathers(plan: Plan) -> None:
     for key, numel in (("reduce_bucket_size", largest), ("stage3_max_live_parameters", live)):
         if numel > total / 2:
             logger.warning(
-                "zero_optimization.%s leaves %s of %s elements unsharded at once: stage 3 saves little memory. Leave it "
-                "out, or lower it.",
+                "zero_optimization.%s leaves %s of %s elements unsharded at once: stage 3 saves little memory. Leave "
+                "it out, or lower it.",
                 *(key, f"{numel:,}", f"{total:,}"),
             )
 

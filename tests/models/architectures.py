@@ -120,6 +120,12 @@ class ConvNet(nn.Module):
         return self.head(self.line(x.flatten(2)).mean(-1))
 
 
+def seeded_conv_net():
+    """A ConvNet, which has buffers, of the same values wherever it is made."""
+    torch.manual_seed(0)
+    return ConvNet()
+
+
 def conv_net():
     return ConvNet(), (_noise(2, 3, 8, 8),), {}
 

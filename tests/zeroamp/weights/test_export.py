@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroamp
 from tests.measuring.storage_peak import StoragePeak
-from tests.models.architectures import mixtral
+from tests.models.architectures import mixtral, seeded_conv_net
 from tests.models.small import Llama, batch, build, hf_llama, loss_of
 from tests.processes.training import check_same_run, config, full_parameters, policy, same_bits, train, wrapped
 from tests.selection import slow_but
@@ -105,7 +105,7 @@ def test_a_mixture_of_experts_comes_back_by_from_pretrained(ranks2, tmp_path):
 
 
 def _export_conv(folder):
-    model = zeroamp.wrap_model(build("conv"), policy(config(3)))
+    model = zeroamp.wrap_model(seeded_conv_net(), policy(config(3)))
     rank = dist.get_rank()
     model(torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(rank)))
     zeroamp.export_hf(model, folder, "bf16", max_shard_bytes=200)  # each rank writes some of the buffers

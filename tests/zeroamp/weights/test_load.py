@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file, save_model
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroamp
-from tests.models.architectures import mixtral
+from tests.models.architectures import mixtral, seeded_conv_net
 from tests.models.small import batch, build, hf_llama, hf_llama_config
 from tests.processes.training import config, full_parameters, policy, same_bits, wrapped
 from zeroamp.weights.files import INDEX
@@ -101,7 +101,7 @@ class _Counts:
 
 
 def _bytes_read(folder):
-    model = _without_values(lambda: build("conv"))
+    model = _without_values(seeded_conv_net)
     model = zeroamp.wrap_model(model, policy(config(3)))
     read, real = {}, safetensors.safe_open
     safetensors.safe_open = lambda *args, **kwargs: _Counts(real(*args, **kwargs), read)
@@ -115,7 +115,7 @@ def _bytes_read(folder):
 
 
 def test_a_rank_reads_its_own_rows_of_parameters_and_all_of_buffers(ranks4, tmp_path):
-    expected = build("conv")
+    expected = seeded_conv_net()
     expected.norm.running_mean.fill_(0.25)
     save_file(expected.state_dict(), tmp_path / "model.safetensors")
     by_rank = ranks4.run(_bytes_read, tmp_path)

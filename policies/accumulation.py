@@ -33,13 +33,13 @@ def accumulation_dtype(policy: "Policy") -> torch.dtype:
 
 
 def unsharded_accumulation(policy: "Policy") -> torch.dtype:
-    """Return the dtype in which FSDP2 sums unsharded gradients between micro-batches; fp32 at stages 2 and 3.
+    """Return the dtype in which FSDP2 sums unsharded gradients between the config's micro-batches.
 
-    Not by the config's number of micro-batches: the caller of `TrainStep.backward(is_last=...)` may have another.
+    fp32 where there is no such sum: at stages 2 and 3, and with one micro-batch, whose gradient is reduced as it is.
     """
-    return policy.grad_accum_dtype if policy.stage < 2 else torch.float32
+    return accumulation_dtype(policy) if policy.stage < 2 else torch.float32
 
 
 def sharded_accumulation(policy: "Policy") -> torch.dtype:
-    """Return the dtype in which reduced gradients are summed between micro-batches; fp32 at stages 0 and 1."""
+    """Return the dtype in which reduced gradients are summed over several micro-batches; fp32 at stages 0 and 1."""
     return policy.grad_accum_dtype if policy.stage >= 2 else torch.float32

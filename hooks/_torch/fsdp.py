@@ -39,6 +39,7 @@ __all__ = [
     "release",
     "remove_fsdp",
     "separate_reductions",
+    "set_accumulation_dtype",
     "timeout_of",
     "units_of",
     "unsharded_sums",
@@ -107,6 +108,21 @@ def unsharded_sums(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, torch.Tenso
                 total = parameter._unsharded_param.grad if total is None else total
                 if total is not None:
                     yield parameter.sharded_param, total
+
+
+def set_accumulation_dtype(unit: FSDPModule, dtype: torch.dtype) -> bool:
+    """Let `unit`'s groups sum unsharded gradients in `dtype` from the next backward on; return whether this torch can.
+
+    FSDP2 takes this dtype once, from its `reduce_dtype`. From 2.15 on it is autograd that sums: too late to change.
+    """
+    for group in groups_of(unit._get_fsdp_state()):
+        for parameter in group.fsdp_params:
+            if isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property):
+                return False
+            computed = parameter.param_dtype or parameter.orig_dtype
+            parameter.reduce_dtype = None if dtype == computed else dtype  # as FSDP2 has it: None is "as computed"
+            group._reduce_dtype = parameter.reduce_dtype
+    return True
 
 
 def remove_fsdp(root: nn.Module) -> None:

@@ -28,9 +28,20 @@ def config(stage=3, *, dtype="bfloat16", comm=None, accumulation=1, clip=0.0, th
     return cfg
 
 
+KEYS = {
+    "hpz_partition_size": "zero_optimization.zero_hpz_partition_size",
+    "leaf_modules": "zero_optimization.leaf_module",
+    "max_live_parameters": "zero_optimization.stage3_max_live_parameters",
+    "offload": "zero_optimization.offload_optimizer",
+    "prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
+    "reduce_bucket_size": "zero_optimization.reduce_bucket_size",
+}
+"""Attribute of a policy -> its key, where `Policy.replace` would not find it by the attribute's name."""
+
+
 def policy(cfg, fields=None):
-    """The config's policy with some `fields` replaced."""
-    return dataclasses.replace(zeroamp.policy_from_config(cfg), **(fields or {}))
+    """The config's policy with other values for some of its attributes."""
+    return zeroamp.policy_from_config(cfg).replace(**{KEYS.get(name, name): v for name, v in (fields or {}).items()})
 
 
 def wrapped(name, cfg, *, mesh_shape=None, auto_wrap_policy=None, prepare_before=None, fields=None):

@@ -66,7 +66,8 @@ class GroupDtypes:
     param: torch.dtype
     """Of the unsharded parameters: FSDP2's `param_dtype`."""
     unsharded_accumulate: torch.dtype
-    """Of the unsharded sum of micro-batches at stages 0 and 1: FSDP2's `reduce_dtype`. fp32 at stages 2 and 3."""
+    """Of the unsharded sum of the config's micro-batches at stages 0 and 1: FSDP2's `reduce_dtype`. fp32 where there is
+    no such sum."""
     communication: torch.dtype
     """Of the flat unsharded gradients, as they are sent to the ranks that shard."""
     reduce: torch.dtype

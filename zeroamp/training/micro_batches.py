@@ -12,7 +12,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from zeroamp.hooks._torch.fsdp import complete_accumulation, discard_unsharded_gradients, modules_to_run
+from zeroamp.hooks._torch.fsdp import (
+    complete_accumulation,
+    discard_unsharded_gradients,
+    modules_to_run,
+    set_accumulation_dtype,
+)
+from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import StepError
 from zeroamp.wrapping.state import WrapState, reshard
 
@@ -64,6 +70,8 @@ class MicroBatches:
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """Run the backward of one micro-batch, of a `loss` that is scaled and divided already."""
+        if self.num_done == 0:
+            self._set_accumulation(torch.float32 if is_last else self._state.plan.policy.grad_accum_dtype)
         accumulator = self._state.shard_accumulator
         if accumulator is not None and self.num_done == 0 and is_last:
             accumulator.forget()  # there is nothing to sum: the gradient is not rounded
@@ -83,6 +91,18 @@ class MicroBatches:
                 guard.armed = False
         self.num_done += 1
         self.is_complete = is_last
+
+    def _set_accumulation(self, dtype: torch.dtype) -> None:
+        """Sum unsharded gradients in `dtype` in this optimizer step, which may have another count than the config."""
+        if self._state.plan.policy.stage >= 2 or dtype == self._state.accumulates_in:
+            return
+        if not all(set_accumulation_dtype(unit, dtype) for unit in self.units):
+            raise StepError(
+                "gradient_accumulation_steps must be the number of micro-batches (or both more than one) where "
+                f"data_types.grad_accum_dtype is {short_name(self._state.plan.policy.grad_accum_dtype)}, at stages 0 "
+                f"and 1 on torch {torch.__version__}. Set it, or leave grad_accum_dtype out."
+            )
+        self._state.accumulates_in = dtype
 
     def _set_flags(self, *, is_first: bool, is_last: bool) -> None:
         """Set what FSDP2 does in the backward of the first, the last or another micro-batch of an optimizer step.

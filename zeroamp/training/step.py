@@ -130,6 +130,11 @@ class TrainStep:
         """
         return _only(self.schedulers, "scheduler")
 
+    @scheduler.setter
+    def scheduler(self, scheduler: Scheduler | None) -> None:
+        _only(self.optimizers, "optimizer")
+        self.schedulers = (scheduler,)
+
     @property
     def saving(self) -> "Saving":
         """The checkpoint that is saved in the background: `train.saving.wait()` waits for it."""

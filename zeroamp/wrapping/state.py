@@ -19,6 +19,7 @@ from zeroamp.hooks.observers.ranges import Ranges
 from zeroamp.hooks.precision.fp32_regions import Fp32Region
 from zeroamp.hooks.root_forward import RootForward
 from zeroamp.planning.plan import Plan
+from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.errors import WrapError
 from zeroamp.wrapping.rank_group import RankGroup
 
@@ -50,7 +51,11 @@ class WrapState:
     is_observed: bool = False
     """Whether what runs is an observed step, which leaves no trace: see `ledger/observed_step.py`."""
 
+    accumulates_in: torch.dtype = field(init=False)
+    """The dtype in which FSDP2 sums unsharded gradients now."""
+
     def __post_init__(self) -> None:
+        self.accumulates_in = unsharded_accumulation(self.plan.policy)
         self.listeners = [self.traffic]
         self.communication = CommunicationWatch(self.root)
 

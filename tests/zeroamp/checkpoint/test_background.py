@@ -16,7 +16,7 @@ NAME = "llama_tied"
 
 
 def _training():
-    model = wrapped(NAME, config(2))
+    model = wrapped(NAME, config(2, zeroamp={"recovery": True}))
     return model, zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
 
 

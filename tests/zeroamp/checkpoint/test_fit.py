@@ -69,7 +69,7 @@ MISFITS = {
     ),
     "frozen left out": (Case(optimizer="trainable only"), ["param group 0; only in the checkpoint: frozen. "]),
     "scheduler": (Case(scheduler="cosine"), ["saved with no scheduler, ", "has CosineAnnealingLR. "]),
-    "loss scale": (Case(options=FP16), ["a switched-off loss scale at 1", "a dynamic one"]),
+    "loss scale": (Case(options=FP16), ["a switched-off scale at 1", "of a dynamic scale"]),
 }
 
 
@@ -124,8 +124,12 @@ def test_another_schedule_or_loss_scale_is_named(ranks2, tmp_path):
     for found in ranks2.run(_other_schedules, str(tmp_path)):
         assert re.search("saved with CosineAnnealingLR, .* has no scheduler", found[None][0])
         assert re.search("saved with CosineAnnealingLR, .* has LambdaLR", found["lambda"][0])
-        for name, valid in (("dynamic", "a dynamic one"), ("another", "a fixed one"), ("off", "a switched-off one")):
-            assert "a fixed loss scale at 64" in found[name][0]
+        for name, valid in (
+            ("dynamic", "of a dynamic scale"),
+            ("another", "of a fixed scale"),
+            ("off", "of a switched-off scale"),
+        ):
+            assert "a fixed scale at 64" in found[name][0]
             assert valid in found[name][0]
         assert [changed for _, changed in found.values()] == [[]] * 5
 

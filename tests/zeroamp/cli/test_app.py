@@ -80,7 +80,7 @@ def test_check_with_a_model_adds_a_line_of_its_units_and_groups(cfg, net, llama)
         ('{"bf16": {"enabled": 1}}', "bf16.enabled"),
         ('{"zero_optimisation": {}}', "Did you mean 'zero_optimization'?"),
         ('{"bf16": {"enabled": "yes"}, "gradient_clipping": -1}', "\nbf16.enabled "),  # both lines
-        ("{", "Mend the file."),
+        ("{", "Correct the file."),
     ],
 )
 @pytest.mark.parametrize("command", ["check", "explain"])

@@ -1,6 +1,5 @@
 """Units, dtypes and groups, on the meta device: nothing here runs."""
 
-import dataclasses
 import warnings
 
 import pytest
@@ -10,7 +9,7 @@ from torch import nn
 import zeroamp
 from tests.models.small import ConvNet, Encoder, HfLlama, Llama
 from tests.processes.training import config
-from zeroamp.policies.policy import LeafModules
+from tests.processes.training import policy as policy_of
 
 
 def plan(model, auto_wrap_policy=None, **options):
@@ -189,7 +188,7 @@ BLOCK = 10_272 + 64  # elements of one block of Llama: its Linear layers and its
 
 
 def merged(model, size, auto_wrap_policy=None, **fields):
-    policy = dataclasses.replace(zeroamp.policy_from_config(config()), reduce_bucket_size=size, **fields)
+    policy = policy_of(config(), {"reduce_bucket_size": size, **fields})
     built = zeroamp.build_plan(model, policy, auto_wrap_policy)
     return built.units, dict(built.merged)
 
@@ -206,7 +205,7 @@ def test_neighbouring_units_are_merged_while_they_fit_the_bucket(size, units):
 
 
 def test_a_merged_unit_has_the_groups_of_one_unit():
-    policy = dataclasses.replace(zeroamp.policy_from_config(config(threshold=0)), reduce_bucket_size=2 * BLOCK)
+    policy = policy_of(config(threshold=0), {"reduce_bucket_size": 2 * BLOCK})
     built = zeroamp.build_plan(meta(Llama, tied=True), policy)
     assert list(groups(built)) == ["root", "blocks.0", "blocks.0:fp32", "blocks.2", "blocks.2:fp32"]
     assert groups(built)["blocks.0:fp32"] == {f"blocks.{i}.norm{j}.weight" for i in (0, 1) for j in (1, 2)}
@@ -219,7 +218,7 @@ def test_a_merged_unit_has_the_groups_of_one_unit():
 def test_what_merged_blocks_share_belongs_to_their_unit_and_counts_once():
     model = meta(Llama, tied=True)
     model.blocks[1].qkv = model.blocks[0].qkv
-    policy = dataclasses.replace(zeroamp.policy_from_config(config()), reduce_bucket_size=2 * BLOCK - 3 * 32 * 32)
+    policy = policy_of(config(), {"reduce_bucket_size": 2 * BLOCK - 3 * 32 * 32})
     built = zeroamp.build_plan(model, policy)
     assert built.units == ("blocks.0", "blocks.2")
     assert "blocks.0.qkv.weight" in groups(built)["blocks.0"]
@@ -232,13 +231,13 @@ def test_units_around_others_children_of_two_parents_and_blocks_used_twice_are_n
     assert joined == {f"blocks.{i}.norm1": (f"blocks.{i}.norm1", f"blocks.{i}.norm2") for i in range(3)}
     assert len(names) == 3 + 3 + 1
     assert names.index("blocks.0.norm1") < names.index("blocks.0")
-    assert merged(model, 10**9, leaf_modules=LeafModules(names=("blocks.1.norm1",)))[1] == {}
+    assert merged(model, 10**9, leaf_modules={"names": ["blocks.1.norm1"]})[1] == {}
     model.blocks.append(model.blocks[0])
     assert merged(model, 10**9)[1] == {"blocks.1": ("blocks.1", "blocks.2")}
 
 
 def test_leaf_modules_are_not_merged():
-    leaf = LeafModules(names=("blocks.1",))
+    leaf = {"names": ["blocks.1"]}
     assert merged(meta(Llama, tied=True, num_blocks=4), 10**9, leaf_modules=leaf)[1] == {
         "blocks.2": ("blocks.2", "blocks.3")
     }

@@ -8,7 +8,8 @@ from torch import nn
 
 import zeroamp
 from tests.processes.training import config, policy
-from zeroamp.planning.traffic import plan_traffic, ranks_of
+from zeroamp.planning.mesh import ranks_of
+from zeroamp.planning.traffic import plan_traffic
 from zeroamp.recovery.buffer_snapshot import BufferSnapshot
 from zeroamp.wrapping.state import wrap_state
 

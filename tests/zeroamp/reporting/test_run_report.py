@@ -157,7 +157,7 @@ def test_numbers_that_are_not_positive_and_finite_are_refused(name, value):
 
 def _around_other_forwards(path):
     """An evaluation, a verification and a window that failed are not counted as training; nothing is left behind."""
-    train = train_step(config(3, accumulation=2))
+    train = train_step(config(3, accumulation=2, zeroamp={"recovery": True}))
     with zeroamp.RunReport(train, path) as run:
         take_steps(train, 1)
         num_tokens, traffic = run.last.num_tokens, run.last.traffic_bytes

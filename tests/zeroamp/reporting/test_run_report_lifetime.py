@@ -67,7 +67,7 @@ def test_a_train_step_has_one_report_at_a_time_whose_figures_monitors_have_while
 
 def _inside_a_window(path):
     """Begin a report at every moment of a window of two micro-batches, and after a window that was given up."""
-    train = train_step(config(3, accumulation=2))
+    train = train_step(config(3, accumulation=2, zeroamp={"recovery": True}))
     refused = []
 
     def begin():

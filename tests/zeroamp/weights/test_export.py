@@ -18,7 +18,6 @@ from tests.models.architectures import mixtral, seeded_conv_net
 from tests.models.small import Llama, batch, build, hf_llama, loss_of
 from tests.processes.training import check_same_run, config, full_parameters, policy, same_bits, train, wrapped
 from tests.selection import slow_but
-from zeroamp.policies.policy import Offload
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 AUTOCAST_16 = {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}}
@@ -86,7 +85,7 @@ def _export_in_files(folder, mesh_shape):
 
 def test_shards_on_the_cpu(ranks2, tmp_path):
     pytest.importorskip("transformers", reason="the model is transformers'")
-    parameters = ranks2.run(_export_llama, tmp_path, False, 3, "bf16", None, {"offload": Offload(to_cpu=True)})[0]
+    parameters = ranks2.run(_export_llama, tmp_path, False, 3, "bf16", None, {"offload": {"device": "cpu"}})[0]
     check_llama(tmp_path, parameters, False, torch.bfloat16)
 
 

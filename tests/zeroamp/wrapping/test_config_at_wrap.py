@@ -2,7 +2,6 @@
 
 import logging
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ NAME = "llama_untied"
 
 
 def _error_of(cfg, mesh_shape=None, **changes):
-    policy = replace(zeroamp.policy_from_config(cfg), **changes)
+    policy = zeroamp.policy_from_config(cfg).replace(**changes)
     mesh = None if mesh_shape is None else init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
     with pytest.raises(zeroamp.ConfigError) as caught:
         zeroamp.wrap_model(build(NAME), policy, mesh)

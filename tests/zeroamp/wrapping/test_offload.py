@@ -29,7 +29,7 @@ from zeroamp.wrapping.shard import offload_policy
 
 NUM_STEPS = 5
 CLIP = 0.5
-ON_CPU = {"offload": Offload(to_cpu=True)}
+ON_CPU = {"offload": {"device": "cpu"}}
 
 
 def _train(stages, options, fields, mesh_shape=None):

@@ -13,6 +13,7 @@ from tests.processes.training import check_same_run, config, loss_of, train, wra
 from tests.selection import needs_options
 from zeroamp.hooks._torch.fsdp import timeout_of
 from zeroamp.hooks.collectives.reduce_scatter import GroupReduceScatter
+from zeroamp.hooks.collectives.traffic import STEP
 from zeroamp.wrapping import checks as device_support
 from zeroamp.wrapping.state import wrap_state
 
@@ -56,7 +57,8 @@ class _ProcessGroups:
         self.all_gathers, self.reductions = set(), set()
 
     def on_collective(self, collective, unsharded, group_name, process_group, op):
-        (self.all_gathers if collective == "all_gather" else self.reductions).add(process_group)
+        if group_name != STEP:
+            (self.all_gathers if collective == "all_gather" else self.reductions).add(process_group)
 
 
 def _step(options):

@@ -12,7 +12,6 @@ from tests.models.small import batch, loss_of
 from tests.processes.ranks import RankError
 from tests.processes.training import check_same_run, config, full_parameters, policy, same_bits, train, wrapped
 from tests.selection import needs_zero_fill, slow_but
-from zeroamp.policies.policy import LeafModules
 
 FP32, BF16 = torch.float32, torch.bfloat16
 NUM_STEPS = 5
@@ -177,7 +176,7 @@ class Sparse(nn.Module):
 
 def _train_sparse(stage):
     torch.manual_seed(0)
-    fields = {"leaf_modules": LeafModules(name_suffixes=("0", "1"))}  # layers and experts: the outer ones count
+    fields = {"leaf_modules": {"name_suffixes": ["0", "1"]}}  # layers and experts: the outer ones count
     model = zeroamp.wrap_model(Sparse(), policy(config(stage), fields), auto_wrap_policy={"Linear"})
     step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     for _ in range(NUM_STEPS):

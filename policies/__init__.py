@@ -1,8 +1,8 @@
 """Frozen values, read from a config. Nothing here touches `torch.distributed`."""
 
+from zeroamp.policies.auto_wrap import AutoWrapPolicy, find_units
 from zeroamp.policies.errors import ConfigError, PrecisionError, StepError, WrapError, ZeroAmpError
 from zeroamp.policies.policy import Policy, policy_from_config
-from zeroamp.policies.wrap import AutoWrapPolicy, find_units
 
 __all__ = [
     "AutoWrapPolicy",

@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from zeroamp.reporting.step_record import StepRecord as StepRecord
     from zeroamp.training.callbacks import Callback as Callback
     from zeroamp.training.optimizers import optimizer_from_config as optimizer_from_config
-    from zeroamp.training.report import StepReport as StepReport
     from zeroamp.training.schedulers import scheduler_from_config as scheduler_from_config
     from zeroamp.training.step import TrainStep as TrainStep
+    from zeroamp.training.step_report import StepReport as StepReport
     from zeroamp.weights.export import export_hf as export_hf
     from zeroamp.weights.load import load_hf as load_hf
     from zeroamp.wrapping.unwrap import unwrap_model as unwrap_model
@@ -78,7 +78,7 @@ _HOMES = {
     "SavedRun": "zeroamp.reporting.saved_runs",
     "StepError": "zeroamp.policies.errors",
     "StepRecord": "zeroamp.reporting.step_record",
-    "StepReport": "zeroamp.training.report",
+    "StepReport": "zeroamp.training.step_report",
     "TrainStep": "zeroamp.training.step",
     "Verification": "zeroamp.ledger.verification",
     "WrapError": "zeroamp.policies.errors",

@@ -24,9 +24,9 @@ from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.planning.mesh import Ranks, current_device_type
 from zeroamp.planning.plan import Plan, build_plan
 from zeroamp.planning.traffic import plan_traffic
+from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.errors import ConfigError, ZeroAmpError
 from zeroamp.policies.policy import Policy, Stage
-from zeroamp.policies.wrap import AutoWrapPolicy
 from zeroamp.training.loss import LossFunction
 
 MAX_BATCH = 2**20

@@ -18,8 +18,8 @@ from zeroamp.planning.ownership import ParameterUses, find_uses, innermost_commo
 from zeroamp.planning.precision import Precision, param_precisions
 from zeroamp.planning.run_order import UnitRun, run_order
 from zeroamp.planning.units import plan_units
+from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.policy import Policy
-from zeroamp.policies.wrap import AutoWrapPolicy
 
 logger = logging.getLogger("zeroamp")
 

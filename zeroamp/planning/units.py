@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from zeroamp.policies.auto_wrap import AutoWrapPolicy, find_leaf_modules, find_units
 from zeroamp.policies.policy import Policy
-from zeroamp.policies.wrap import AutoWrapPolicy, find_leaf_modules, find_units
 
 logger = logging.getLogger("zeroamp")
 

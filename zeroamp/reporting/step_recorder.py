@@ -25,7 +25,7 @@ from zeroamp.policies.dtypes import short_name
 from zeroamp.reporting.clock import StepClock
 from zeroamp.reporting.step_record import GIB, StepRecord
 from zeroamp.training.callbacks import Callback, Callbacks, Phase
-from zeroamp.training.report import StepReport
+from zeroamp.training.step_report import StepReport
 from zeroamp.wrapping.state import WrapState, wrap_state
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from zeroamp.training.report import StepReport
+from zeroamp.training.step_report import StepReport
 
 Phase = Literal["backward", "optimizer"]
 """"backward" is that of one micro-batch, "optimizer" the end of an optimizer step: norm, clip, update, schedule. With

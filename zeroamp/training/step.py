@@ -19,7 +19,7 @@ from zeroamp.training.extensions import attach_extensions, load
 from zeroamp.training.loss_scale import LossScaler
 from zeroamp.training.micro_batches import MicroBatches
 from zeroamp.training.norm import clip_factor, local_sum_of_squares, multiply_gradients
-from zeroamp.training.report import StepReport, learning_rates, log_step
+from zeroamp.training.step_report import StepReport, learning_rates, log_step
 from zeroamp.wrapping.state import autocast_of, wrap_state
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from zeroamp.hooks.observers.ranges import Ranges
 from zeroamp.hooks.typed_groups import typed_group_hooks
 from zeroamp.planning.mesh import device_of, is_first_rank, mesh_for_stage, ranks_of, refuse_partition, shard_device
 from zeroamp.planning.plan import build_plan
+from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.batch_sizes import check_batch_sizes
 from zeroamp.policies.errors import WrapError, describe
 from zeroamp.policies.policy import Policy
-from zeroamp.policies.wrap import AutoWrapPolicy
 from zeroamp.wrapping.attach import attach_hooks
 from zeroamp.wrapping.checks import check_device, check_plans_agree, check_ranks_agree, check_torch
 from zeroamp.wrapping.materialize import cast_buffers, materialize

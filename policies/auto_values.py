@@ -83,6 +83,8 @@ def path_of_key(name: str, value: object) -> str:
     if name in Config.model_fields and (value is None or isinstance(value, Mapping)):
         return name
     paths = [key.path for key in iter_keys(Config)]
+    if isinstance(value, Mapping) and any(path.startswith(f"{name}.") for path in paths):
+        return name
     named = [path for path in paths if _names(name, path)]
     if len(named) > 1:
         raise ConfigError(f"{name} is the name of several keys: {some_of(named)}. Write the path of one.")

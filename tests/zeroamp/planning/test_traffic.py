@@ -180,7 +180,7 @@ def _in_one_rank(stage):
 
 def test_one_rank_alone_moves_nothing_but_the_statistics(ranks2):
     for planned, counted in ranks2.run(_in_one_rank, 3):
-        assert planned == counted == {("all_reduce", "torch.float64", "step"): (1, 24)}
+        assert planned == counted == {("all_reduce", "torch.float64", "step"): (1, 16)}
 
 
 def _meta_plan(cls, options, wrap=None):

@@ -46,7 +46,7 @@ def _attached(recovery):
     of_step = {key.collective: moved for key, moved in num_bytes.items() if key.group == "step"}
     assert of_step.keys() == {"all_reduce"}
     return Attached(
-        listeners=len(wrap_state(model).listeners),
+        listeners=len(wrap_state(model).listeners) - 1,  # beside the counters of traffic
         callbacks=len(step.callbacks),
         has_recovery=step.recovery is not None,
         snapshots=len(taken),

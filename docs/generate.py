@@ -15,9 +15,9 @@ from pydantic_core import PydanticUndefined
 from tabulate import tabulate
 from torch import nn
 
-from zeroamp.planning.dtypes import group_dtypes, param_dtypes
+from zeroamp.planning.group_dtypes import group_dtypes, param_dtypes
 from zeroamp.planning.mesh import Ranks
-from zeroamp.planning.precision import Precision
+from zeroamp.planning.safe_parameters import Precision
 from zeroamp.policies.accumulation import ACCUMULATE, COMPUTE, STAGES, refusal
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.policy import Mode, Policy, policy_from_config

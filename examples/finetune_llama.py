@@ -139,7 +139,7 @@ def train_loop(
         while len(run.losses) < args.steps:
             start, num_tokens = time.perf_counter(), 0
             report = None
-            while report is None:  # one turn per micro-batch: step() reports at the end of the accumulation window
+            while report is None:  # one turn per micro-batch: step() reports at the end of the optimizer step
                 input_ids = next(batches).to(device)  # [micro_batch_size, seq_len]
                 # No torch.autocast here: zeroamp's hook enters it around the model's forward.
                 loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from zeroamp.policies.errors import ConfigError, describe, shown, some_of
-from zeroamp.policies.load import flatten, json_value, nest
+from zeroamp.policies.json_values import flatten, json_value, nest
 from zeroamp.policies.numbers import is_integer
 from zeroamp.policies.schema import Config, iter_keys
 from zeroamp.policies.schema.keys import nearest

@@ -20,7 +20,7 @@ import torch
 from zeroamp.policies.auto_values import fill_auto, path_of_key
 from zeroamp.policies.batch_sizes import data_parallel_ranks
 from zeroamp.policies.conflicts import check_policy
-from zeroamp.policies.load import flatten, json_value, load_config, nest
+from zeroamp.policies.json_values import flatten, json_value, load_config, nest
 from zeroamp.policies.loss_scale import NO_LOSS_SCALE, LossScale
 from zeroamp.policies.normalise import Mode as Mode
 from zeroamp.policies.normalise import low_dtype_of, mode_of, normalised

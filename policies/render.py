@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
-from zeroamp.policies.load import flatten, nest
+from zeroamp.policies.json_values import flatten, nest
 from zeroamp.policies.normalise import unread
 from zeroamp.policies.schema import Config, Honoured, Key, Native, Unsupported, iter_keys
 

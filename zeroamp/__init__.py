@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from zeroamp.dry_run.run_plan import RunPlan as RunPlan
     from zeroamp.dry_run.run_plan import plan_run as plan_run
     from zeroamp.dry_run.step_time import Efficiency as Efficiency
-    from zeroamp.ledger.ledger import Ledger as Ledger
-    from zeroamp.ledger.ledger import explain as explain
-    from zeroamp.ledger.ledger import traffic as traffic
+    from zeroamp.ledger.explain import Ledger as Ledger
+    from zeroamp.ledger.explain import explain as explain
+    from zeroamp.ledger.explain import traffic as traffic
     from zeroamp.ledger.verification import Verification as Verification
     from zeroamp.planning.discover import SafeParameters as SafeParameters
     from zeroamp.planning.discover import discover_safe_parameters as discover_safe_parameters
@@ -65,7 +65,7 @@ _HOMES = {
     "Efficiency": "zeroamp.dry_run.step_time",
     "GPUS": "zeroamp.dry_run.gpus",
     "Gpu": "zeroamp.dry_run.gpus",
-    "Ledger": "zeroamp.ledger.ledger",
+    "Ledger": "zeroamp.ledger.explain",
     "PeerError": "zeroamp.policies.errors",
     "Plan": "zeroamp.planning.plan",
     "Policy": "zeroamp.policies",
@@ -86,7 +86,7 @@ _HOMES = {
     "build_plan": "zeroamp.planning.plan",
     "count_flops": "zeroamp.reporting.flops",
     "discover_safe_parameters": "zeroamp.planning.discover",
-    "explain": "zeroamp.ledger.ledger",
+    "explain": "zeroamp.ledger.explain",
     "export_checkpoint": "zeroamp.checkpoint.export",
     "export_hf": "zeroamp.weights.export",
     "latest_checkpoint": "zeroamp.checkpoint.folder",
@@ -101,7 +101,7 @@ _HOMES = {
     "register_forward_method": "zeroamp.wrapping.wrap",
     "save_checkpoint": "zeroamp.checkpoint.save",
     "scheduler_from_config": "zeroamp.training.schedulers",
-    "traffic": "zeroamp.ledger.ledger",
+    "traffic": "zeroamp.ledger.explain",
     "unwrap_model": "zeroamp.wrapping.unwrap",
     "wrap_model": "zeroamp.wrapping.wrap",
 }

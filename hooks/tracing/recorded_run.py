@@ -12,7 +12,7 @@ from zeroamp.hooks._torch.dispatch import FakeTensorMode
 from zeroamp.hooks.random_state import preserved_random_state
 from zeroamp.hooks.tensors import tensors_in
 from zeroamp.hooks.tracing.fake_run import Replacements, tensors_replaced
-from zeroamp.hooks.tracing.safe_parameters import UseRecorder
+from zeroamp.hooks.tracing.use_recorder import UseRecorder
 
 
 def record_run(

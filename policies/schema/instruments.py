@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from zeroamp.policies.schema.keys import Block, Count, Honoured, Names, Native, Number, PositiveInt, Unsupported
 
-_NO_COMET = "Use tensorboard, csv_monitor or wandb, or add a watcher of your own to TrainStep.watchers."
+_NO_COMET = "Use tensorboard, csv_monitor or wandb, or add a zeroamp.Callback to TrainStep.callbacks."
 _OF_COMET = "only an enabled comet reads it, which is refused"
 _OF_THE_PROFILER = "only an enabled flops_profiler reads it, which is refused"
 _MODEL_CHECKPOINTS = (

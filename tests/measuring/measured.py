@@ -8,9 +8,9 @@ from tests.measuring.allocated import Allocated
 from tests.models.small import batch, build
 from tests.processes.training import config, wrapped
 from zeroamp.dry_run.memory import memory_timeline
-from zeroamp.dry_run.micro_batch import trace_micro_batch
 from zeroamp.dry_run.optimizer_step import optimizer_costs
 from zeroamp.dry_run.timeline import KINDS
+from zeroamp.dry_run.traced_micro_batch import trace_micro_batch
 from zeroamp.planning.mesh import ranks_of
 from zeroamp.planning.traffic import plan_traffic
 from zeroamp.wrapping.state import wrap_state

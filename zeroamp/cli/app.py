@@ -29,7 +29,7 @@ from zeroamp.cli.options import (
     messages_to_stderr,
 )
 from zeroamp.cli.plan import plan
-from zeroamp.ledger.ledger import Ledger
+from zeroamp.ledger.explain import Ledger
 from zeroamp.planning.mesh import mesh_shape
 from zeroamp.planning.plan import Plan, build_plan
 from zeroamp.policies import Policy, policy_from_config

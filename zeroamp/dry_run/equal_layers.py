@@ -16,7 +16,7 @@ from torch import nn
 
 from zeroamp.dry_run.events import Change, Event, GradientReady, Mark, Point
 from zeroamp.dry_run.inputs import Arguments
-from zeroamp.dry_run.micro_batch import MicroBatch, trace_micro_batch
+from zeroamp.dry_run.traced_micro_batch import MicroBatch, trace_micro_batch
 from zeroamp.planning.plan import Plan
 from zeroamp.training.loss import LossFunction
 

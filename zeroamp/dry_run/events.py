@@ -10,7 +10,7 @@ from torch.utils.flop_counter import flop_registry
 
 from zeroamp.hooks._torch.dispatch import TorchDispatchMode, is_view_op, storage_key
 from zeroamp.hooks.tensors import tensors_in
-from zeroamp.planning.replay import Replay
+from zeroamp.planning.fsdp_replay import Replay
 
 Kind = Literal["activations", "workspace", "unsharded gradients"]
 """Activations are made in the forward and outlive it. The workspace is what is neither an activation nor a gradient."""

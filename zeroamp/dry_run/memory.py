@@ -26,14 +26,14 @@ from collections.abc import Iterable
 import torch
 
 from zeroamp.dry_run.events import MAX_MICRO_BATCHES, Change, Event, GradientReady, Mark
-from zeroamp.dry_run.micro_batch import MicroBatch
 from zeroamp.dry_run.optimizer_step import OptimizerCosts
 from zeroamp.dry_run.timeline import HOST_KINDS, Timeline, TimelineWriter
-from zeroamp.planning.dtypes import group_dtypes
+from zeroamp.dry_run.traced_micro_batch import MicroBatch
+from zeroamp.planning.fsdp_replay import GroupListener, Replay
+from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.groups import GroupPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.replay import GroupListener, Replay
 from zeroamp.planning.traffic import padded_numel
 from zeroamp.policies.accumulation import accumulation_dtype
 

@@ -14,12 +14,12 @@ from zeroamp.dry_run.events import Change
 from zeroamp.dry_run.gpus import Gpu, find_gpu
 from zeroamp.dry_run.inputs import Arguments, InputFactory, arguments_for
 from zeroamp.dry_run.memory import memory_timeline
-from zeroamp.dry_run.micro_batch import MicroBatch
 from zeroamp.dry_run.optimizer_step import OptimizerCosts, OptimizerFactory, optimizer_costs
 from zeroamp.dry_run.plot import plot_run
 from zeroamp.dry_run.render import render_run, run_to_dict
 from zeroamp.dry_run.step_time import Efficiency, Network, StepTime, step_time
 from zeroamp.dry_run.timeline import Timeline
+from zeroamp.dry_run.traced_micro_batch import MicroBatch
 from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.planning.mesh import Ranks, current_device_type
 from zeroamp.planning.plan import Plan, build_plan

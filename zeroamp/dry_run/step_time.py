@@ -34,10 +34,10 @@ import torch
 from zeroamp.dry_run.events import MAX_MICRO_BATCHES, Event, Mark, Op
 from zeroamp.dry_run.gpus import Gpu
 from zeroamp.hooks.collectives.traffic import Collective
+from zeroamp.planning.fsdp_replay import GroupListener, Replay
 from zeroamp.planning.groups import GroupPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.replay import GroupListener, Replay
 from zeroamp.planning.traffic import GroupCollective, group_collectives
 
 

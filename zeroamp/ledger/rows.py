@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from zeroamp.planning.dtypes import GroupDtypes, ParamDtypes, group_dtypes
+from zeroamp.planning.fsdp_replay import step_schedule
+from zeroamp.planning.group_dtypes import GroupDtypes, ParamDtypes, group_dtypes
 from zeroamp.planning.groups import GroupPlan, ParamPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.replay import step_schedule
 from zeroamp.planning.traffic import param_memory, plan_traffic, step_collectives
 from zeroamp.policies.dtypes import short_name
 

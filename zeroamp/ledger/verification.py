@@ -9,7 +9,7 @@ import torch
 from zeroamp.hooks.collectives.traffic import STEP, Traffic
 from zeroamp.ledger.rows import DTYPE_COLUMNS, HEADERS, dtype_names
 from zeroamp.ledger.tables import Row, fold, render
-from zeroamp.planning.dtypes import PER_OP, ParamDtypes, group_dtypes
+from zeroamp.planning.group_dtypes import PER_OP, ParamDtypes, group_dtypes
 from zeroamp.planning.groups import GroupPlan, ParamPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan

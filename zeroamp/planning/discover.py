@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks.tensors import tensors_in
 from zeroamp.hooks.tracing.recorded_run import can_run_backward, record_run
-from zeroamp.hooks.tracing.safe_parameters import UseRecorder
+from zeroamp.hooks.tracing.use_recorder import UseRecorder
 from zeroamp.planning.example_inputs import example_arguments
 from zeroamp.policies.dtypes import LOW_DTYPES
 from zeroamp.policies.errors import ConfigError, WrapError, describe

@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from zeroamp.planning.dtypes import GroupKey, ParamDtypes
+from zeroamp.planning.group_dtypes import GroupKey, ParamDtypes
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.policy import Policy
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import nn
 
-from zeroamp.planning.dtypes import param_dtypes
 from zeroamp.planning.fp32_regions import Fp32Regions, find_fp32_regions
+from zeroamp.planning.fsdp_units import plan_units
+from zeroamp.planning.group_dtypes import param_dtypes
 from zeroamp.planning.groups import GroupPlan, ParamPlan, group_params
-from zeroamp.planning.ownership import ParameterUses, find_uses, innermost_common, refuse_unusable
-from zeroamp.planning.precision import Precision, param_precisions
+from zeroamp.planning.parameter_uses import ParameterUses, find_uses, innermost_common, refuse_unusable
 from zeroamp.planning.run_order import UnitRun, run_order
-from zeroamp.planning.units import plan_units
+from zeroamp.planning.safe_parameters import Precision, param_precisions
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.policy import Policy
 

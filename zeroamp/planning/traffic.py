@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from zeroamp.hooks.collectives.traffic import STEP, Collective, ReduceOp, Traffic, TrafficKey
-from zeroamp.planning.dtypes import group_dtypes
+from zeroamp.planning.fsdp_replay import step_schedule
+from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.groups import GroupPlan, ParamPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.replay import step_schedule
 from zeroamp.planning.schedule import Schedule
 from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.policy import Policy

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zeroamp.planning.fsdp_replay import evaluation_schedule, step_schedule
 from zeroamp.planning.groups import GroupPlan
 from zeroamp.planning.mesh import ranks_of
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.replay import evaluation_schedule, step_schedule
 from zeroamp.planning.run_order import run_order
 from zeroamp.planning.schedule import Kind, Schedule
 from zeroamp.planning.traffic import GroupCollective, step_collectives

@@ -14,9 +14,9 @@ from zeroamp.hooks._torch.fsdp import (
     timeout_of,
     zero_fill_unused,
 )
-from zeroamp.hooks.collectives.accumulation import ShardAccumulator
-from zeroamp.hooks.collectives.exit_pause import pause_before_exit
+from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
 from zeroamp.hooks.collectives.reduce_scatter import ReceiveBuffers
+from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
 from zeroamp.hooks.guards import BackwardGuard, attach_safe_module_guard
 from zeroamp.hooks.observers.ranges import UnitRanges
 from zeroamp.hooks.precision.autocast import enter_autocast, refuse_autocast, warn_of_other_autocast

@@ -6,7 +6,7 @@ from torch.distributed.fsdp import FSDPModule
 from zeroamp.hooks.collectives.all_gather import GroupAllGather
 from zeroamp.hooks.collectives.reduce_scatter import GroupReduceScatter, ReceiveBuffers
 from zeroamp.hooks.collectives.traffic import notify
-from zeroamp.planning.dtypes import group_dtypes
+from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.groups import GroupPlan
 from zeroamp.planning.mesh import ranks_of, replicate_size, shard_size
 from zeroamp.wrapping.state import WrapState

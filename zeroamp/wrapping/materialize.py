@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from zeroamp.planning.ownership import children_first
+from zeroamp.planning.parameter_uses import children_first
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.errors import WrapError
 

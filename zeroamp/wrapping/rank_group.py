@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroamp.hooks._torch.fsdp import timeout_of
-from zeroamp.hooks.collectives.exit_pause import pause_before_exit
+from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
 from zeroamp.policies.errors import CheckpointError, ZeroAmpError
 
 if TYPE_CHECKING:

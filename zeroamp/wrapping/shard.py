@@ -9,7 +9,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks.typed_groups import group_policy, shard_typed_group
-from zeroamp.planning.dtypes import GroupKey, group_dtypes, unit_key
+from zeroamp.planning.group_dtypes import GroupKey, group_dtypes, unit_key
 from zeroamp.planning.groups import GroupKind, GroupPlan
 from zeroamp.planning.mesh import device_of, ranks_of
 from zeroamp.planning.plan import Plan

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zeroamp.hooks.tracing.safe_parameters import DtypeReads
+from zeroamp.hooks.tracing.use_recorder import DtypeReads
 
 
 @pytest.mark.parametrize(

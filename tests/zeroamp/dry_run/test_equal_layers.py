@@ -9,7 +9,7 @@ from tests.models.small import Block, Llama, hf_llama_config
 from tests.processes.training import config
 from zeroamp.dry_run.equal_layers import find_repeats, trace_few_layers
 from zeroamp.dry_run.inputs import arguments_for
-from zeroamp.dry_run.micro_batch import trace_micro_batch
+from zeroamp.dry_run.traced_micro_batch import trace_micro_batch
 
 NUM_LAYERS = 7
 

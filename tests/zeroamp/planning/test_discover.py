@@ -12,7 +12,7 @@ import zeroamp
 from tests.models.parameter_uses import USES, Uses
 from tests.models.small import MODELS, batch, build
 from tests.oracles.low_precision_gather import gathered, is_unchanged, randomise, rounded
-from zeroamp.planning.ownership import find_uses
+from zeroamp.planning.parameter_uses import find_uses
 from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES, resolve_safe_classes, unsafe_owner
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(5)).requires_grad_()

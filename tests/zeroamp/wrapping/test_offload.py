@@ -20,7 +20,7 @@ from tests.processes.training import (
     train,
     wrapped,
 )
-from zeroamp.hooks.collectives.accumulation import ShardAccumulator
+from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
 from zeroamp.planning.mesh import shard_device
 from zeroamp.policies.policy import NO_OFFLOAD, Offload
 from zeroamp.training.norm import local_sum_of_squares, multiply_gradients

@@ -12,7 +12,7 @@ from zeroamp.planning.example_inputs import example_arguments
 from zeroamp.planning.fp32_regions import KEY as FP32_KEY
 from zeroamp.planning.fp32_regions import Fp32Regions
 from zeroamp.planning.mesh import current_device_type
-from zeroamp.planning.ownership import ParameterUses
+from zeroamp.planning.parameter_uses import ParameterUses
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import ConfigError, describe
 from zeroamp.policies.policy import Policy

@@ -13,7 +13,7 @@ from torch import nn
 
 from zeroamp.hooks.collectives.traffic import ReduceOp
 from zeroamp.planning.mesh import Ranks
-from zeroamp.planning.precision import Precision
+from zeroamp.planning.safe_parameters import Precision
 from zeroamp.policies.accumulation import accumulation_dtype, sharded_accumulation, unsharded_accumulation
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.policy import Policy

@@ -7,7 +7,7 @@ import sys
 PROGRAM = """
 import atexit, torch.distributed as dist, zeroamp
 from torch import nn
-from zeroamp.hooks.collectives import exit_pause
+from zeroamp.hooks.collectives import gloo_exit as exit_pause
 
 exit_pause.time = type("Time", (), {"sleep": staticmethod(lambda seconds: print("paused for", seconds))})
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

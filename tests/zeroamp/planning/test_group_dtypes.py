@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import zeroamp
 from tests.processes.training import config
-from zeroamp.planning.dtypes import GroupKey, group_dtypes
+from zeroamp.planning.group_dtypes import GroupKey, group_dtypes
 from zeroamp.planning.mesh import Ranks
 
 ROOT = Path(__file__).parents[3]

@@ -91,8 +91,11 @@ class Ranks:
         missing = [rank for rank in range(self.world_size) if rank not in answers]
         if missing or not all(process.is_alive() for process in self._processes):
             self.stop()  # some died or hang in a collective: the next call starts fresh
-        for connection in self._connections:
-            connection.send("every rank has answered")
+        try:
+            for connection in self._connections:
+                connection.send("every rank has answered")
+        except OSError:  # one is dying: the next call starts fresh
+            self.stop()
         if failed or missing:
             report = "\n".join(f"--- rank {rank}\n{text}" for rank, text in sorted(failed.items()))
             raise RankError(f"{report}\n--- no answer from ranks {missing}" if missing else report)

@@ -71,6 +71,7 @@ def load_checkpoint(
     state = wrap_state(model)
     saving_of(state).abandon()
     if train is not None:
+        train.refuse_several_optimizers("load_checkpoint")
         train.state_dict()  # raises between the micro-batches of an optimizer step
     ranks = RankGroup.for_saving(state.mesh)
     found = _find(Path(folder), ranks)

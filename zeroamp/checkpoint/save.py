@@ -109,9 +109,11 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: on all ranks, if any could not write. Nothing of the checkpoint is left then.
-        StepError: between the micro-batches of an optimizer step, or after an exception without a `recover`.
+        StepError: between the micro-batches of an optimizer step, after an exception without a `recover`, or there are
+            several optimizers.
     """
     state = wrap_state(model)
+    train.refuse_several_optimizers("save_checkpoint")
     train.micro_batches.refuse_after_failure("save_checkpoint")  # the state may be half updated
     saving = saving_of(state)
     if saving not in train.callbacks:

@@ -98,6 +98,8 @@ class _Plan:
 
 
 def _plan(folder: Path, tag: str | None, state: WrapState, train: TrainStep | None) -> _Plan:
+    if train is not None:
+        train.refuse_several_optimizers("load_deepspeed_checkpoint")
     if train is not None and wrap_state(train.model) is not state:
         raise CheckpointError("train must be the TrainStep of `model`, but is of another model. Pass the right one.")
     files = find_files(folder, tag)

@@ -27,7 +27,7 @@ from zeroamp.checkpoint.optimizer_state import check_optimizer_fits, load_optimi
 from zeroamp.hooks.random_state import set_random_state
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import CheckpointError, describe
-from zeroamp.training.checks import StatefulScheduler
+from zeroamp.training.checks import StatefulScheduler, refuse_several
 from zeroamp.training.step import TrainStep
 from zeroamp.weights.files import MANIFEST
 from zeroamp.wrapping.rank_group import RankGroup
@@ -71,7 +71,7 @@ def load_checkpoint(
     state = wrap_state(model)
     saving_of(state).abandon()
     if train is not None:
-        train.refuse_several_optimizers("load_checkpoint")
+        refuse_several(train.optimizers, "load_checkpoint")
         train.state_dict()  # raises between the micro-batches of an optimizer step
     ranks = RankGroup.for_saving(state.mesh)
     found = _find(Path(folder), ranks)

@@ -44,7 +44,7 @@ from zeroamp.hooks.random_state import random_state
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import CheckpointError, describe
 from zeroamp.policies.numbers import is_integer
-from zeroamp.training.checks import Scheduler, StatefulScheduler
+from zeroamp.training.checks import Scheduler, StatefulScheduler, refuse_several
 from zeroamp.training.step import TrainStep
 from zeroamp.version import __version__
 from zeroamp.wrapping.rank_group import RankGroup
@@ -113,7 +113,7 @@ def save_checkpoint(
             several optimizers.
     """
     state = wrap_state(model)
-    train.refuse_several_optimizers("save_checkpoint")
+    refuse_several(train.optimizers, "save_checkpoint")
     train.micro_batches.refuse_after_failure("save_checkpoint")  # the state may be half updated
     saving = saving_of(state)
     if saving not in train.callbacks:

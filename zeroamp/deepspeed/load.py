@@ -14,6 +14,7 @@ from zeroamp.deepspeed.files import find_files
 from zeroamp.deepspeed.layout import StoredTensor, fill, whole
 from zeroamp.deepspeed.training import Training, plan_training
 from zeroamp.policies.errors import CheckpointError, some_of
+from zeroamp.training.checks import refuse_several
 from zeroamp.training.step import TrainStep
 from zeroamp.weights.model_weights import Weight, find_weights
 from zeroamp.wrapping.rank_group import RankGroup
@@ -99,7 +100,7 @@ class _Plan:
 
 def _plan(folder: Path, tag: str | None, state: WrapState, train: TrainStep | None) -> _Plan:
     if train is not None:
-        train.refuse_several_optimizers("load_deepspeed_checkpoint")
+        refuse_several(train.optimizers, "load_deepspeed_checkpoint")
     if train is not None and wrap_state(train.model) is not state:
         raise CheckpointError("train must be the TrainStep of `model`, but is of another model. Pass the right one.")
     files = find_files(folder, tag)

@@ -59,6 +59,15 @@ def refuse_foreign(optimizers: Sequence[torch.optim.Optimizer], parameters: list
                 holders[id(parameter)] = number
 
 
+def refuse_several(optimizers: Sequence[torch.optim.Optimizer], method: str) -> None:
+    """Raise StepError for a method that takes a `TrainStep` with one optimizer only."""
+    if len(optimizers) != 1:
+        raise StepError(
+            f"{method} takes a TrainStep with one optimizer, but this one has {len(optimizers)}. Save and load their "
+            "states yourself: torch.distributed.checkpoint.state_dict.get_optimizer_state_dict takes several."
+        )
+
+
 def no_gradient() -> StepError:
     """Return the error for an optimizer step that left no gradient on any parameter of this rank."""
     return StepError(

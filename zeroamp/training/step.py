@@ -146,14 +146,6 @@ class TrainStep:
         """Whether no backward of an unfinished optimizer step was run."""
         return self.micro_batches.num_done == 0
 
-    def refuse_several_optimizers(self, method: str) -> None:
-        """Raise StepError for a method that takes a `TrainStep` with one optimizer only."""
-        if len(self.optimizers) != 1:
-            raise StepError(
-                f"{method} takes a TrainStep with one optimizer, but this one has {len(self.optimizers)}. Save and load "
-                "their states yourself: torch.distributed.checkpoint.state_dict.get_optimizer_state_dict takes several."
-            )
-
     def autocast(self) -> AbstractContextManager[object]:
         """Return the autocast of the config, for a loss that is computed outside of the model's forward.
 

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
 import torch
@@ -33,9 +34,17 @@ def optimizer_from_config(cfg: PolicyLike, params: ParamsT, /, **auto: Any) -> t
             'The config has no "optimizer". Add it, such as {"type": "AdamW", "params": {"lr": 1e-3}}, or build the '
             "optimizer yourself."
         )
-    if isinstance(block.params, SGDParams):
-        return _sgd(block.params, params)
-    return _adam(block.params, params)
+    settings = block.params
+    if isinstance(settings, SGDParams):
+        return torch.optim.SGD(params, **_arguments(settings, torch.optim.SGD))
+    optimizer_class = torch.optim.AdamW if settings.adam_w_mode else torch.optim.Adam
+    arguments = _arguments(settings, optimizer_class) | {"weight_decay": settings.weight_decay_or_default}
+    return optimizer_class(params, **arguments)
+
+
+def _arguments(settings: AdamParams | SGDParams, optimizer_class: type[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Return the keys of the block that torch's optimizer has too: their names are torch's."""
+    return settings.model_dump(include=set(signature(optimizer_class).parameters))
 
 
 def policy_of(cfg: PolicyLike, auto: Mapping[str, Any]) -> Policy:
@@ -52,32 +61,3 @@ def policy_of(cfg: PolicyLike, auto: Mapping[str, Any]) -> Policy:
             f"{names} was given beside a Policy, whose values are settled. Give it to policy_from_config instead."
         )
     return cfg
-
-
-def _adam(block: AdamParams, params: ParamsT) -> torch.optim.Optimizer:
-    optimizer_class = torch.optim.AdamW if block.adam_w_mode else torch.optim.Adam
-    return optimizer_class(
-        params,
-        lr=block.lr,
-        betas=block.betas,
-        eps=block.eps,
-        weight_decay=block.weight_decay_or_default,
-        amsgrad=block.amsgrad,
-        maximize=block.maximize,
-        foreach=block.foreach,
-        fused=block.fused,
-    )
-
-
-def _sgd(block: SGDParams, params: ParamsT) -> torch.optim.Optimizer:
-    return torch.optim.SGD(
-        params,
-        lr=block.lr,
-        momentum=block.momentum,
-        dampening=block.dampening,
-        weight_decay=block.weight_decay,
-        nesterov=block.nesterov,
-        maximize=block.maximize,
-        foreach=block.foreach,
-        fused=block.fused,
-    )

@@ -41,8 +41,7 @@ class Ledger:
 
     def __str__(self) -> str:
         """Return the summary, one row per module class and dtypes, and one per group; equal neighbours share one."""
-        rows = self._rows()
-        tables = [_render(table) for table in self._tables(rows).values()]
+        tables = [_render(table) for table in self._tables().values()]
         return "\n\n".join([f"{self._title()}\n{tables[0]}", *tables[1:], self._notes()])
 
     def per_parameter(self, style: TableStyle = "simple") -> str:
@@ -51,8 +50,7 @@ class Ledger:
 
     def to_markdown(self, *, per_parameter: bool = False) -> str:
         """Return what `print` shows as Markdown, with a table of all parameters if asked."""
-        rows = self._rows()
-        tables = self._tables(rows) | ({"Parameters": self._param_cells(rows)} if per_parameter else {})
+        tables = self._tables() | ({"Parameters": self.parameter_rows()} if per_parameter else {})
         parts = [self._title(), *(f"### {title}\n\n{_render(table, 'github')}" for title, table in tables.items())]
         return "\n\n".join([*parts, self._notes()])
 
@@ -61,11 +59,23 @@ class Ledger:
 
         And MB of all all-gathers and of all reductions of one optimizer step.
         """
-        return self._summary_cells(self._rows())
+        return [
+            {
+                "gathered in": row["gather"],
+                "reduced in": row["wire"],
+                "params": row["params"],
+                "elements": row["elements"],
+                "MB per gather": round(row["bytes_per_gather"] / 1e6, 1),
+                "MB gathered per step": round(row[PER_STEP[0]] / 1e6, 1),
+                "MB reduced per step": round(row[PER_STEP[1]] / 1e6, 1),
+            }
+            for row in self._rows().summary
+        ]
 
     def class_rows(self) -> list[dict[str, Any]]:
         """Return one dict per (classes of the owning modules, seven dtypes): parameters, elements and bytes."""
-        return self._class_cells(self._rows())
+        columns = ("class", "params", "elements", *DTYPE_COLUMNS, *self._byte_columns)
+        return [cells(row, columns) for row in self._rows().classes]
 
     def group_rows(self) -> list[dict[str, Any]]:
         """Return one dict per group: name, kind, numbers of parameters and elements, the seven dtypes, and bytes.
@@ -75,11 +85,20 @@ class Ledger:
         rank, which need `num_shards`, those of the stored shard (ceil(d0 / shards) rows), of the unsharded parameters,
         and of the gradients (a shard; unsharded sums too, at stages 0 and 1 with accumulation).
         """
-        return self._group_cells(self._rows())
+        columns = ("kind", "params", "elements", *DTYPE_COLUMNS, *self._byte_columns)
+        return [
+            {
+                "group": row["group"],
+                **({"modules": self._modules(group.unit)} if self.plan.merged else {}),
+                **cells(row, columns),
+            }
+            for row, group in zip(self._rows().groups, self.plan.groups, strict=True)
+        ]
 
     def parameter_rows(self) -> list[dict[str, Any]]:
         """Return one dict per parameter: FQN, unit, group, class, elements, the seven dtypes, bytes and why."""
-        return self._param_cells(self._rows())
+        columns = ("parameter", "unit", "group", "class", "elements", *DTYPE_COLUMNS, *self._byte_columns, "why")
+        return [cells(row, columns) for row in self._rows().parameters]
 
     def to_dict(self) -> dict[str, Any]:
         """Return what JSON can hold: config, units, summary, groups, parameters, and more. Its keys stay; new may come.
@@ -122,11 +141,11 @@ class Ledger:
         """
         return verify(self.plan, model, batch, loss_fn)
 
-    def _tables(self, rows: LedgerRows) -> dict[str, list[Row]]:
+    def _tables(self) -> dict[str, list[Row]]:
         return {
-            "Dtypes between ranks": self._summary_cells(rows),
-            "Module classes": self._class_cells(rows),
-            "Groups": fold(self._group_cells(rows)),
+            "Dtypes between ranks": self.summary_rows(),
+            "Module classes": self.class_rows(),
+            "Groups": fold(self.group_rows()),
         }
 
     def _rows(self) -> LedgerRows:
@@ -153,39 +172,6 @@ class Ledger:
         if self._ranks.shards(self.plan.policy) is None:
             return f"{_STEP_NOTE.format(padding='without the padding to the ranks')}\n{_UNKNOWN_NOTE}"
         return f"{_STEP_NOTE.format(padding='padding included')}\n{_RANK_NOTE}"
-
-    def _summary_cells(self, rows: LedgerRows) -> list[Row]:
-        return [
-            {
-                "gathered in": row["gather"],
-                "reduced in": row["wire"],
-                "params": row["params"],
-                "elements": row["elements"],
-                "MB per gather": round(row["bytes_per_gather"] / 1e6, 1),
-                "MB gathered per step": round(row[PER_STEP[0]] / 1e6, 1),
-                "MB reduced per step": round(row[PER_STEP[1]] / 1e6, 1),
-            }
-            for row in rows.summary
-        ]
-
-    def _class_cells(self, rows: LedgerRows) -> list[Row]:
-        columns = ("class", "params", "elements", *DTYPE_COLUMNS, *self._byte_columns)
-        return [cells(row, columns) for row in rows.classes]
-
-    def _group_cells(self, rows: LedgerRows) -> list[Row]:
-        columns = ("kind", "params", "elements", *DTYPE_COLUMNS, *self._byte_columns)
-        return [
-            {
-                "group": row["group"],
-                **({"modules": self._modules(group.unit)} if self.plan.merged else {}),
-                **cells(row, columns),
-            }
-            for row, group in zip(rows.groups, self.plan.groups, strict=True)
-        ]
-
-    def _param_cells(self, rows: LedgerRows) -> list[Row]:
-        columns = ("parameter", "unit", "group", "class", "elements", *DTYPE_COLUMNS, *self._byte_columns, "why")
-        return [cells(row, columns) for row in rows.parameters]
 
     def _modules(self, unit: str) -> str:
         return ", ".join(self.plan.modules_of(unit)) or "root"

@@ -98,11 +98,9 @@ def step_collectives(group: GroupPlan, plan: Plan, ranks: Ranks, schedule: Sched
     return group_collectives(group, plan, ranks, all_gathers=all_gathers, reductions=reductions)
 
 
-def plan_traffic(plan: Plan, ranks: Ranks, schedule: Schedule | None = None) -> Traffic:
+def plan_traffic(plan: Plan, ranks: Ranks) -> Traffic:
     """Return calls and bytes of one optimizer step, as `zeroamp.traffic(model)` counts them on every rank."""
-    schedule = schedule or step_schedule(plan)
-    traffic = Traffic()
-    num_shards = ranks.shards(plan.policy)
+    schedule, num_shards, traffic = step_schedule(plan), ranks.shards(plan.policy), Traffic()
     for group in plan.groups:
         for call in step_collectives(group, plan, ranks, schedule):
             key = TrafficKey(call.collective, call.dtype, group.name)

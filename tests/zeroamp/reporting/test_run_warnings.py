@@ -71,7 +71,7 @@ def test_the_loss_scale_at_its_minimum_is_warned_of_once_and_when_the_next_overf
     )
     assert told == [[], [], *[[f"{line} 2"]] * 3]
     assert others == [[]] * 5
-    assert "an overflow at the loss scale 4" in error
+    assert "overflowed at the loss scale 4" in error
     assert error == other_error
     told, error = ranks2.run(partial(_overflowing, initial_scale_power=3, hysteresis=1), path, ".x")[0]
     assert (told, error) == ([[], [f"{line} 1"]], None)

@@ -176,7 +176,7 @@ def _around_other_forwards(path):
     run.close()
     state = train._state
     left = (
-        len(train.callbacks),
+        sum(isinstance(callback, StepRecorder) for callback in train.callbacks),
         sum(isinstance(listener, StepRecorder) for listener in state.listeners),
         "unshard" in vars(_first_group(state.root)),
     )

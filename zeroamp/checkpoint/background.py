@@ -47,22 +47,14 @@ class Saving(Callback):
         if self.future is not None and self.signals is not None:
             self.is_done = self.signals.all(self.future.done())
 
-    def raise_if_failed(self) -> None:
-        """Raise the error of a save that had ended at the last `poll`.
-
-        Raises:
-            CheckpointError: on all ranks in the same call.
-        """
-        if self.is_done:
-            self.wait()
-
     def before_update(self) -> None:
         """Poll: before the optimizer, which may raise on one rank alone."""
         self.poll()
 
     def on_step_end(self, _report: object) -> None:
-        """Raise the error of a failed save, after the step was taken."""
-        self.raise_if_failed()
+        """Raise the error of a save that had failed at the last `poll`: on all ranks, after the step was taken."""
+        if self.is_done:
+            self.wait()
 
     def abandon(self) -> None:
         """Wait for the save and log its error, before a save or load that matters more."""

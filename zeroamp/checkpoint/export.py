@@ -85,7 +85,12 @@ def export_checkpoint(
         CheckpointError: there is no checkpoint, it is damaged, a finite value would be infinite in `dtype`, or the
             folder cannot be written.
     """
-    path = _find(Path(checkpoint))
+    path = Path(checkpoint)
+    if not is_checkpoint(path):
+        found = find_checkpoints(path)
+        if not found:
+            raise CheckpointError(f"{path} holds no checkpoint that save_checkpoint wrote. Check the path.")
+        path = found[0]
     manifest = read_manifest(path)
     for name, record in manifest.files.items():
         check_file(path / name, record)
@@ -106,13 +111,6 @@ def export_checkpoint(
     return path
 
 
-def _find(path: Path) -> Path:
-    found = path if is_checkpoint(path) else next(iter(find_checkpoints(path)), None)
-    if found is None:
-        raise CheckpointError(f"{path} holds no checkpoint that save_checkpoint wrote. Check the path.")
-    return found
-
-
 class _Saved:
     """The tensors of one checkpoint."""
 
@@ -130,7 +128,6 @@ class _Saved:
         self._own: dict[str, torch.Tensor] = own["tensors"]
 
     def sources(self) -> list[Source]:
-        """Return the tensors of the model, in its order. Nothing is read yet."""
         weights = json.loads((self._path / WEIGHTS).read_text(encoding="utf-8"))
         return [self._source(entry, written) for entry in weights for written in entry["written"]]
 
@@ -162,7 +159,6 @@ class _Saved:
         return tensor.to(dtype)
 
     def write_config(self, folder: Path, dtype: torch.dtype) -> None:
-        """Write a transformers model's config with the dtype of its weights."""
         for name in self._config_names:
             config = json.loads((self._path / name).read_text(encoding="utf-8"))
             if name == "config.json":

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from zeroamp.checkpoint.background import saving_of
@@ -97,7 +96,7 @@ def _find(folder: Path, ranks: RankGroup) -> tuple[Path, Manifest] | None:
     for index, path in enumerate(candidates):
         try:
             manifest = ranks.on_first(partial(read_manifest, path))
-            _check_files(path, manifest, ranks)
+            ranks.run(partial(_check_share, path, manifest, ranks))
         except DamagedCheckpointError as error:
             damages.append(str(error))
             if ranks.rank == 0:
@@ -132,14 +131,9 @@ def _candidates(folder: Path) -> list[Path]:
     return find_checkpoints(folder)
 
 
-def _check_files(path: Path, manifest: Manifest, ranks: RankGroup) -> None:
-    names = sorted(manifest.files)
-
-    def check_share() -> None:
-        for name in names[ranks.rank :: ranks.num_ranks]:
-            check_file(path / name, manifest.files[name])
-
-    ranks.run(check_share)
+def _check_share(path: Path, manifest: Manifest, ranks: RankGroup) -> None:
+    for name in sorted(manifest.files)[ranks.rank :: ranks.num_ranks]:
+        check_file(path / name, manifest.files[name])
 
 
 class _Load:
@@ -164,7 +158,8 @@ class _Load:
         """Read all but the tensors, compare with the model, and plan where the tensors go. Changes nothing."""
         reshard(self.state.root.modules())
         metadata = self.reader.read_metadata()
-        self._refuse_unlisted(metadata)
+        for info in (metadata.storage_data or {}).values():
+            self._check_listed(info.relative_path)
         self.values = self._read(VALUES)
         self.own = self._read(rank_file(self.ranks.rank if self.is_same_size else 0))
         check_model_fits(self.state.root, metadata, self.own["extra_states"], str(self.path))
@@ -179,11 +174,6 @@ class _Load:
         """Load step counts and loss scale; another kind of loss scale is refused on all ranks."""
         if self.train is not None:
             self.train.load_state_dict(self.values["train"])
-
-    def _refuse_unlisted(self, metadata: Metadata) -> None:
-        """Raise CheckpointError unless the manifest has a record of every file that the metadata refers to."""
-        for info in (metadata.storage_data or {}).values():
-            self._check_listed(info.relative_path)
 
     def _check_listed(self, name: str) -> None:
         if name not in self.manifest.files:

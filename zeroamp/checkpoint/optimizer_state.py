@@ -1,6 +1,5 @@
 """What a checkpoint holds of an optimizer: tensors by parameter name, and a description of plain values."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,19 +13,14 @@ from zeroamp.policies.errors import CheckpointError, describe
 OPTIMIZER = "optimizer."
 
 
-@dataclass(slots=True)
-class OptimizerState:
-    """An optimizer's state by parameter name: the tensors, and a description of everything else."""
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, root: nn.Module
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the tensors of an optimizer's state by name in the checkpoint, and a description of everything else.
 
-    tensors: dict[str, torch.Tensor]
-    """By name in the checkpoint; those like their parameter are sharded DTensors."""
-    description: dict[str, Any]
-    """The class, the param groups with names for parameters, and for each parameter what its state consists of:
-    "sharded", "plain", or ["value", it]."""
-
-
-def optimizer_state(optimizer: torch.optim.Optimizer, root: nn.Module) -> OptimizerState:
-    """Return an optimizer's state by parameter name. A parameter that was never updated has none.
+    Tensors that are like their parameter are sharded DTensors. The description has the class, the param groups with
+    names for parameters, and for each parameter what its state consists of: "sharded", "plain", or ["value", it]. A
+    parameter that was never updated has none.
 
     Raises:
         CheckpointError: a parameter of the optimizer has no name in the model, or state is of a form that could not be
@@ -48,7 +42,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, root: nn.Module) -> Optimi
         {**group, "params": [_name_of(parameter, names) for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
-    return OptimizerState(tensors, {"class": type(optimizer).__name__, "groups": groups, "state": kinds})
+    return tensors, {"class": type(optimizer).__name__, "groups": groups, "state": kinds}
 
 
 def _refuse_foreign_state(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:

@@ -187,13 +187,9 @@ def take_snapshot(state: WrapState, train: TrainStep, extra: Any, ranks: RankGro
     snapshot = Snapshot()
 
     def collect() -> dict[str, str]:
-        optimizer = optimizer_state(train.optimizer, state.root)
-        snapshot.tensors = {**model_tensors(state.root), **optimizer.tensors}
-        values = {
-            "train": counts,
-            "scheduler": _scheduler_state(train.scheduler),
-            "optimizer": optimizer.description,
-        }
+        tensors, description = optimizer_state(train.optimizer, state.root)
+        snapshot.tensors = {**model_tensors(state.root), **tensors}
+        values = {"train": counts, "scheduler": _scheduler_state(train.scheduler), "optimizer": description}
         snapshot.values = _to_bytes(values, "The state of optimizer and scheduler")
         snapshot.files = export_files(state.root)
         return {name: _digest(tensor) for name, tensor in snapshot.tensors.items()}
@@ -358,21 +354,18 @@ class _Save:
 
         def manifest(serial: int) -> Manifest:
             serials.append(serial)
-            return self._manifest(serial, files)
+            return Manifest(
+                step=self.step,
+                serial=serial,
+                parent=saving_of(self.state).serial,
+                run=self.run,
+                world_size=self.ranks.num_ranks,
+                mesh=tuple(self.state.mesh.mesh.shape),
+                config=self.state.plan.policy.to_config(),
+                versions={"torch": str(torch.__version__), "zeroamp": __version__},
+                files=files,
+            )
 
         path = self.draft.publish(manifest, self.keep)
         saving_of(self.state).serial = serials[0]
         return path
-
-    def _manifest(self, serial: int, files: dict[str, FileRecord]) -> Manifest:
-        return Manifest(
-            step=self.step,
-            serial=serial,
-            parent=saving_of(self.state).serial,
-            run=self.run,
-            world_size=self.ranks.num_ranks,
-            mesh=tuple(self.state.mesh.mesh.shape),
-            config=self.state.plan.policy.to_config(),
-            versions={"torch": str(torch.__version__), "zeroamp": __version__},
-            files=files,
-        )

@@ -14,7 +14,7 @@ from zeroamp.cli.options import Auto, AutoWrap, ConfigPath, Model, Verbosity, au
 from zeroamp.dry_run.checks import STAGES
 from zeroamp.dry_run.gpus import GPUS
 from zeroamp.dry_run.inputs import InputFactory
-from zeroamp.dry_run.run_plan import RunPlan, plan_run
+from zeroamp.dry_run.run_plan import plan_run
 from zeroamp.dry_run.step_time import Efficiency
 from zeroamp.policies import policy_from_config
 from zeroamp.policies.policy import Stage
@@ -81,13 +81,9 @@ def plan(
                 inputs=None if inputs is None else cast(InputFactory, load_inputs(inputs)),
                 auto_wrap_policy=auto_wrap,
             )
-        _write(run, as_json, plot)
-
-
-def _write(run: RunPlan, as_json: bool, plot: Path | None) -> None:
-    typer.echo(json.dumps(run.to_dict(), indent=2, allow_nan=False) if as_json else run)
-    if plot is not None:
-        run.plot(plot)
+        typer.echo(json.dumps(run.to_dict(), indent=2, allow_nan=False) if as_json else run)
+        if plot is not None:
+            run.plot(plot)
 
 
 def _mesh(text: str | None) -> tuple[int, int] | None:

@@ -244,7 +244,7 @@ def read_moments(optimizers: list[Entries], placed: dict[str, PlacedParameter], 
     for name, parameter in placed.items():
         states = [states.get(parameter.group, {}) for states, _ in ranks]
         group = groups[group_of_flat[parameter.group]] if groups is not None else {}
-        keys = _tensor_keys(states[0])
+        keys = [key for key, value in states[0].items() if isinstance(value, torch.Tensor) and value.ndim == 1]
         if keys:
             tensors[name] = {key: _take(optimizers, states, parameter, key) for key in keys}
             steps[name] = _step(optimizers[0], states[0], group)
@@ -269,10 +269,6 @@ def _base_state(optimizer: Entries, stage: int) -> tuple[dict[int, dict[str, Any
     for group in groups:
         Entries(f"{base.file}: param_groups", group).get("params", list)
     return {index: states.inside(index).values for index in states.values}, groups
-
-
-def _tensor_keys(state: dict[str, Any]) -> list[str]:
-    return [key for key, value in state.items() if isinstance(value, torch.Tensor) and value.ndim == 1]
 
 
 def _take(

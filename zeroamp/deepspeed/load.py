@@ -21,6 +21,7 @@ from zeroamp.wrapping.rank_group import RankGroup
 from zeroamp.wrapping.state import WrapState, wrap_state
 
 logger = logging.getLogger("zeroamp")
+_Plan = tuple[list[tuple[torch.Tensor, StoredTensor]], Training | None, "DeepSpeedCheckpoint"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,30 +76,22 @@ def load_deepspeed_checkpoint(
     ranks = RankGroup.for_saving(state.mesh)
     plans: list[_Plan] = []
     ranks.run(lambda: plans.append(_plan(Path(folder), tag, state, train)))
-    (plan,) = plans
-    ranks.run(plan.apply)
-    if ranks.rank == 0:
-        not_loaded = "; ".join(plan.loaded.not_loaded) or "nothing"
-        logger.info("Loaded %s. Not loaded: %s.", plan.loaded.path, not_loaded)
-    return plan.loaded
+    ((sources, training, loaded),) = plans
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Plan:
-    """What will be loaded on this rank. All checks are done; nothing has been changed yet."""
-
-    sources: list[tuple[torch.Tensor, StoredTensor]]
-    training: Training | None
-    loaded: DeepSpeedCheckpoint
-
-    def apply(self) -> None:
-        for target, stored in self.sources:
+    def apply() -> None:
+        for target, stored in sources:
             fill(target, stored)
-        if self.training is not None:
-            self.training.apply()
+        if training is not None:
+            training.apply()
+
+    ranks.run(apply)
+    if ranks.rank == 0:
+        logger.info("Loaded %s. Not loaded: %s.", loaded.path, "; ".join(loaded.not_loaded) or "nothing")
+    return loaded
 
 
 def _plan(folder: Path, tag: str | None, state: WrapState, train: TrainStep | None) -> _Plan:
+    """Return what will be loaded on this rank. All checks are done then; nothing has been changed yet."""
     if train is not None:
         refuse_several(train.optimizers, "load_deepspeed_checkpoint")
     if train is not None and wrap_state(train.model) is not state:
@@ -108,14 +101,10 @@ def _plan(folder: Path, tag: str | None, state: WrapState, train: TrainStep | No
     weights = find_weights(state.root)
     sources = _sources(weights, contents)
     training = None if train is None else plan_training(train, weights, contents, files.path)
-    return _Plan(sources=sources, training=training, loaded=_report(files.path, contents, training))
-
-
-def _report(path: Path, contents: Contents, training: Training | None) -> DeepSpeedCheckpoint:
     without_train = ["optimizer state, counters of steps, loss scale and scheduler (no train was given)"]
     left_out = contents.other_state + (without_train if training is None else training.not_loaded)
-    return DeepSpeedCheckpoint(
-        path=path,
+    loaded = DeepSpeedCheckpoint(
+        path=files.path,
         zero_stage=contents.stage,
         num_ranks=contents.num_ranks,
         version=contents.version,
@@ -125,6 +114,7 @@ def _report(path: Path, contents: Contents, training: Training | None) -> DeepSp
         client_state=contents.client_state,
         not_loaded=tuple(left_out),
     )
+    return sources, training, loaded
 
 
 def _sources(weights: list[Weight], contents: Contents) -> list[tuple[torch.Tensor, StoredTensor]]:
@@ -149,15 +139,13 @@ def _sources(weights: list[Weight], contents: Contents) -> list[tuple[torch.Tens
             "of a dtype that would lose bits": [
                 f"{name} {source.dtype} into {weight.tensor.dtype}"
                 for weight, name, source in pairs
-                if weight.is_parameter and source.numel and not _holds(weight.tensor.dtype, source.dtype)
+                if weight.is_parameter
+                and source.numel
+                and torch.promote_types(weight.tensor.dtype, source.dtype) != weight.tensor.dtype
             ],
         }
     )
     return [(weight.tensor, source) for weight, _, source in pairs]
-
-
-def _holds(dtype: torch.dtype, values: torch.dtype) -> bool:
-    return torch.promote_types(dtype, values) == dtype
 
 
 def _refuse(problems: dict[str, list[str]]) -> None:

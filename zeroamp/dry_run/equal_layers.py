@@ -119,8 +119,6 @@ def _positions(events: Sequence[Event], repeat: Repeat, point: Point) -> list[in
 
 def _renamed(event: Event, repeat: Repeat, before: int, after: int) -> Event:
     """Return the event with one layer's name replaced by another's."""
-    if before == after:
-        return event
     old, new = repeat.unit(before), repeat.unit(after)
 
     def rename(name: str) -> str:

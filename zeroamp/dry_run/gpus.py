@@ -34,88 +34,33 @@ class Gpu:
         return int(self.memory_gb * 1e9)
 
 
-def _gpus(*gpus: Gpu) -> Mapping[str, Gpu]:
-    return MappingProxyType({gpu.name: gpu for gpu in gpus})
-
-
-GPUS = _gpus(
-    Gpu(
-        name="a100-40gb",
-        memory_gb=40,
-        low_tflops=312,
-        tf32_tflops=156,
-        fp32_tflops=19.5,
-        memory_gb_per_s=1555,
-        intra_gb_per_s=300,
-        inter_gb_per_s=25,
-        source="NVIDIA A100 data sheet (SXM: NVLink 600 GB/s both ways); DGX A100: one 200 Gb/s HDR card per GPU",
-    ),
-    Gpu(
-        name="a100",
-        memory_gb=80,
-        low_tflops=312,
-        tf32_tflops=156,
-        fp32_tflops=19.5,
-        memory_gb_per_s=2039,
-        intra_gb_per_s=300,
-        inter_gb_per_s=25,
-        source="NVIDIA A100 80GB data sheet (SXM: NVLink 600 GB/s both ways); DGX A100: one 200 Gb/s HDR card per GPU",
-    ),
-    Gpu(
-        name="h100",
-        memory_gb=80,
-        low_tflops=989,
-        tf32_tflops=494,
-        fp32_tflops=67,
-        memory_gb_per_s=3350,
-        intra_gb_per_s=450,
-        inter_gb_per_s=50,
-        source="NVIDIA H100 data sheet (SXM: NVLink 900 GB/s both ways); DGX H100: one 400 Gb/s NDR card per GPU",
-    ),
-    Gpu(
-        name="h200",
-        memory_gb=141,
-        low_tflops=989,
-        tf32_tflops=494,
-        fp32_tflops=67,
-        memory_gb_per_s=4800,
-        intra_gb_per_s=450,
-        inter_gb_per_s=50,
-        source="NVIDIA H200 data sheet (SXM: NVLink 900 GB/s both ways); DGX H200: one 400 Gb/s NDR card per GPU",
-    ),
-    Gpu(
-        name="b200",
-        memory_gb=180,
-        low_tflops=2250,
-        tf32_tflops=1120,
-        fp32_tflops=75,
-        memory_gb_per_s=8000,
-        intra_gb_per_s=900,
-        inter_gb_per_s=50,
-        source="NVIDIA DGX B200 data sheet, an eighth of it (NVLink 1.8 TB/s both ways, one 400 Gb/s card per GPU)",
-    ),
-    Gpu(
-        name="mi300x",
-        memory_gb=192,
-        low_tflops=1307,
-        tf32_tflops=653,
-        fp32_tflops=163,
-        memory_gb_per_s=5300,
-        intra_gb_per_s=448,
-        inter_gb_per_s=50,
-        source="AMD Instinct MI300X data sheet (seven links of 128 GB/s both ways); a 400 Gb/s card per GPU",
-    ),
-    Gpu(
-        name="l40s",
-        memory_gb=48,
-        low_tflops=362,
-        tf32_tflops=183,
-        fp32_tflops=91.6,
-        memory_gb_per_s=864,
-        intra_gb_per_s=32,
-        inter_gb_per_s=25,
-        source="NVIDIA L40S data sheet (PCIe 4.0 x16, 64 GB/s both ways); a 200 Gb/s card per GPU",
-    ),
+_FIELDS = (
+    *("memory_gb", "low_tflops", "tf32_tflops", "fp32_tflops"),
+    *("memory_gb_per_s", "intra_gb_per_s", "inter_gb_per_s"),
+)
+_FIGURES = {
+    "a100-40gb": (40, 312, 156, 19.5, 1555, 300, 25),
+    "a100": (80, 312, 156, 19.5, 2039, 300, 25),
+    "h100": (80, 989, 494, 67, 3350, 450, 50),
+    "h200": (141, 989, 494, 67, 4800, 450, 50),
+    "b200": (180, 2250, 1120, 75, 8000, 900, 50),
+    "mi300x": (192, 1307, 653, 163, 5300, 448, 50),
+    "l40s": (48, 362, 183, 91.6, 864, 32, 25),
+}
+_SOURCES = {
+    "a100-40gb": "NVIDIA A100 data sheet (SXM: NVLink 600 GB/s both ways); DGX A100: one 200 Gb/s HDR card per GPU",
+    "a100": "NVIDIA A100 80GB data sheet (SXM: NVLink 600 GB/s both ways); DGX A100: one 200 Gb/s HDR card per GPU",
+    "h100": "NVIDIA H100 data sheet (SXM: NVLink 900 GB/s both ways); DGX H100: one 400 Gb/s NDR card per GPU",
+    "h200": "NVIDIA H200 data sheet (SXM: NVLink 900 GB/s both ways); DGX H200: one 400 Gb/s NDR card per GPU",
+    "b200": "NVIDIA DGX B200 data sheet, an eighth of it (NVLink 1.8 TB/s both ways, one 400 Gb/s card per GPU)",
+    "mi300x": "AMD Instinct MI300X data sheet (seven links of 128 GB/s both ways); a 400 Gb/s card per GPU",
+    "l40s": "NVIDIA L40S data sheet (PCIe 4.0 x16, 64 GB/s both ways); a 200 Gb/s card per GPU",
+}
+GPUS: Mapping[str, Gpu] = MappingProxyType(
+    {
+        name: Gpu(name=name, source=_SOURCES[name], **dict(zip(_FIELDS, figures, strict=True)))
+        for name, figures in _FIGURES.items()
+    }
 )
 """By the names that `gpu=` and `--gpu` take."""
 

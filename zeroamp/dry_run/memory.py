@@ -46,9 +46,8 @@ def memory_timeline(
     `on_cpu`: whether the ranks are CPUs, which free the flat outputs of all-gathers at once.
     """
     writer = TimelineWriter()
-    groups = _GroupMemory(plan, ranks, writer, on_cpu=on_cpu)
     writer.add("inputs and buffers", micro_batch.constant_bytes)
-    groups.add_shards()
+    groups = _GroupMemory(plan, ranks, writer, on_cpu=on_cpu)
     writer.add("optimizer state", optimizer.state_bytes)
     num_micro_batches = min(plan.policy.gradient_accumulation_steps, MAX_MICRO_BATCHES)
     for index in range(num_micro_batches):
@@ -105,13 +104,9 @@ class _GroupMemory(GroupListener):
         self._kept_inputs: deque[int] = deque()  # the flat inputs of the last reductions
         self._receive_buffers: Counter[torch.dtype] = Counter()  # communication dtype -> bytes, in this backward
         self._partitions: set[str] = set()  # groups that are sharded over a partition
-
-    def add_shards(self) -> None:
-        """Add what is there before the step."""
-        self._writer.add("parameters", sum(sizes.shard for sizes in self._sizes.values()))
+        writer.add("parameters", sum(sizes.shard for sizes in self._sizes.values()))
 
     def micro_batch(self, events: Iterable[Event], *, is_first: bool, is_last: bool) -> None:
-        """Run one forward and backward."""
         self._writer.phase = "forward"
         for event in events:
             if isinstance(event, Change):
@@ -150,7 +145,6 @@ class _GroupMemory(GroupListener):
             self._writer.add("unsharded gradients", -event.num_bytes)
 
     def all_gather_started(self, group: str) -> None:
-        """See [Note: What FSDP2 holds]."""
         sizes = self._sizes[group]
         if not sizes.is_sharded:
             return
@@ -159,7 +153,6 @@ class _GroupMemory(GroupListener):
         self._writer.add("communication buffers", -sizes.cast)
 
     def all_gather_ended(self, group: str, *, in_forward: bool) -> None:
-        """See [Note: What FSDP2 holds]."""
         sizes = self._sizes[group]
         if in_forward:
             self._free_gather()
@@ -175,12 +168,10 @@ class _GroupMemory(GroupListener):
             self._writer.add("communication buffers", -sizes.gathered)
 
     def all_gather_discarded(self, group: str) -> None:
-        """See [Note: What FSDP2 holds]."""
         if self._sizes[group].is_sharded:
             self._writer.add("communication buffers", -self._sizes[group].gathered)
 
     def resharded(self, group: str, *, in_forward: bool) -> None:
-        """See [Note: What FSDP2 holds]."""
         sizes = self._sizes[group]
         if in_forward and sizes.partition:
             self._partitions.add(group)
@@ -188,7 +179,6 @@ class _GroupMemory(GroupListener):
         self._writer.add("gathered parameters", -sizes.gathered)
 
     def backward_ended(self, group: str, *, reduces: bool) -> None:
-        """See [Note: What FSDP2 holds]."""
         if reduces:
             self._free_inputs(self._plan.policy.reduce_scatter_input_buffers - 1)
             self._reduce(group)
@@ -198,12 +188,9 @@ class _GroupMemory(GroupListener):
     def _sum(self, group: str) -> None:
         sizes, writer = self._sizes[group], self._writer
         raw = self._raw.pop(group, 0)
-        if sizes.sums_as_is:
-            if group in self._sums:
-                writer.add("unsharded gradients", -raw)
-        elif group in self._sums:
+        if group in self._sums:
             writer.add("unsharded gradients", -raw)
-        elif raw:
+        elif raw and not sizes.sums_as_is:
             for fqn, num_bytes in sizes.summed.items():
                 writer.add("unsharded gradients", num_bytes)
                 writer.add("unsharded gradients", -sizes.raw[fqn])

@@ -51,7 +51,10 @@ def optimizer_costs(
         ]
         if not shards:
             return OptimizerCosts(0, (), 0)
-        optimizer = _build(plan, shards, factory)
+        if factory is None and plan.policy.optimizer is not None:
+            optimizer = optimizer_from_config(plan.policy, shards)
+        else:
+            optimizer = (factory or torch.optim.AdamW)(shards)
         for group in optimizer.param_groups:
             if foreach is not None and group.get("foreach", ...) is None and not group.get("fused"):
                 group["foreach"] = foreach
@@ -65,11 +68,3 @@ def optimizer_costs(
     changes = tuple(event.num_bytes for event in recorder.events if isinstance(event, Change))
     moved = sum(event.num_bytes for event in recorder.events if isinstance(event, Op))
     return OptimizerCosts(sum(tensor.nbytes for tensor in state), changes, moved)
-
-
-def _build(plan: Plan, shards: list[nn.Parameter], factory: OptimizerFactory | None) -> torch.optim.Optimizer:
-    if factory is not None:
-        return factory(shards)
-    if plan.policy.optimizer is not None:
-        return optimizer_from_config(plan.policy, shards)
-    return torch.optim.AdamW(shards)

@@ -35,10 +35,9 @@ from zeroamp.dry_run.events import MAX_MICRO_BATCHES, Event, Mark, Op
 from zeroamp.dry_run.gpus import Gpu
 from zeroamp.hooks.collectives.traffic import Collective
 from zeroamp.planning.fsdp_replay import GroupListener, Replay
-from zeroamp.planning.groups import GroupPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.traffic import GroupCollective, group_collectives
+from zeroamp.planning.traffic import group_collectives
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,7 +156,13 @@ class _Clock(GroupListener):
         fp32 = gpu.tf32_tflops if uses_tf32 else gpu.fp32_tflops
         self._low, self._fp32 = (peak * 1e12 * efficiency.compute for peak in (gpu.low_tflops, fp32))
         self._memory = gpu.memory_gb_per_s * 1e9 * efficiency.memory
-        self._calls = {group.name: list(_calls(group, plan, ranks)) for group in plan.groups}
+        self._calls = {  # the collectives of one all-gather and one reduction, and the bytes of each
+            group.name: [
+                (call, sum(call.num_bytes(param, ranks.shards(plan.policy)) for param in group.params))
+                for call in group_collectives(group, plan, ranks)
+            ]
+            for group in plan.groups
+        }
         self._partitioned: set[str] = set()  # groups that are sharded over a partition
         self._now = 0.0  # of the ops
         self._busy = 0.0  # how long ops ran
@@ -172,7 +177,6 @@ class _Clock(GroupListener):
         return self._now, self._busy, self._sent
 
     def micro_batch(self, events: Iterable[Event], *, is_last: bool) -> None:
-        """Run one forward and backward."""
         for event in events:
             if isinstance(event, Op):
                 peak = self._low if event.is_low else self._fp32
@@ -184,7 +188,6 @@ class _Clock(GroupListener):
             self._now = max(self._now, self._reduced)
 
     def all_gather_started(self, group: str) -> None:
-        """See [Note: Two queues]."""
         for call, num_bytes in self._calls[group]:
             if not call.is_of_gradients:
                 num_ranks = self._partition if group in self._partitioned else self._num_shards
@@ -193,7 +196,6 @@ class _Clock(GroupListener):
         self._partitioned.discard(group)
 
     def all_gather_ended(self, group: str, *, in_forward: bool) -> None:
-        """See [Note: Two queues]."""
         del in_forward
         self._now = max(self._now, self._gathered.pop(group, 0.0))
         for call, num_bytes in self._calls[group]:
@@ -202,16 +204,13 @@ class _Clock(GroupListener):
         self._copied = self._now
 
     def all_gather_discarded(self, group: str) -> None:
-        """See [Note: Two queues]."""
         self._gathered.pop(group, None)
 
     def resharded(self, group: str, *, in_forward: bool) -> None:
-        """See [Note: Two queues]."""
         if in_forward and self._partition > 1:
             self._partitioned.add(group)
 
     def backward_ended(self, group: str, *, reduces: bool) -> None:
-        """See [Note: Two queues]."""
         calls = [(call, num_bytes) for call, num_bytes in self._calls[group] if call.is_of_gradients]
         if not reduces or not calls:
             return
@@ -231,9 +230,3 @@ class _Clock(GroupListener):
         self._free = max(self._free, earliest) + seconds
         self._sent += seconds
         return self._free
-
-
-def _calls(group: GroupPlan, plan: Plan, ranks: Ranks) -> Iterable[tuple[GroupCollective, int]]:
-    """Yield each collective of one gather and one reduction, and its bytes."""
-    for call in group_collectives(group, plan, ranks):
-        yield call, sum(call.num_bytes(param, ranks.shards(plan.policy)) for param in group.params)

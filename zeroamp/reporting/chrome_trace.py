@@ -97,7 +97,11 @@ def _move_ends(ranges: Sequence[Event], nodes: Sequence[Event]) -> None:
             by_node.setdefault(node, []).append((index, is_begin))
     for node, moved in by_node.items():
         for place, (index, is_begin) in enumerate(moved):
-            _move(ranges[index], nodes[node]["ts"] - (len(moved) - place) * _STEP_US, is_begin)
+            event, moment = ranges[index], nodes[node]["ts"] - (len(moved) - place) * _STEP_US
+            end = event["ts"] + event["dur"]
+            if is_begin:
+                event["ts"] = round(moment, 3)
+            event["dur"] = round((end if is_begin else moment) - event["ts"], 3)
 
 
 def _innermost(time: float, starts: Sequence[float], nodes: Sequence[Event]) -> int | None:
@@ -106,12 +110,3 @@ def _innermost(time: float, starts: Sequence[float], nodes: Sequence[Event]) -> 
         if nodes[index]["ts"] + nodes[index]["dur"] > time:
             return index
     return None
-
-
-def _move(event: Event, time: float, is_begin: bool) -> None:
-    end = event["ts"] + event["dur"]
-    if is_begin:
-        event["ts"] = round(time, 3)
-        event["dur"] = round(end - event["ts"], 3)
-    else:
-        event["dur"] = round(time - event["ts"], 3)

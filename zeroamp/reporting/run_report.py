@@ -78,7 +78,11 @@ class RunReport:
             ConfigError: on all ranks, the file cannot be written, or the progress line needs tqdm.
         """
         figures = Figures(tokens_per_step=tokens_per_step, flops_per_step=flops_per_step, peak_flops=peak_flops)
-        _check_positive(**asdict(figures), num_steps=num_steps, steps_per_check=steps_per_check or None)
+        given = {**asdict(figures), "num_steps": num_steps, "steps_per_check": steps_per_check or None}
+        for name, value in given.items():
+            if value is not None and not is_finite(value, above=0):
+                where, valid = f"RunReport({name}=)", "a positive, finite number, or None"
+                raise StepError(describe(where, value, valid, "Change it."))
         state = wrap_state(train.model)
         self.last: StepRecord | None = None
         """The newest record of this rank. On an accelerator that of the step before the last, until `close`."""
@@ -161,12 +165,6 @@ class _RankCheck:
         busy_s, num_flushes = zip(*self._exchange(lambda: mine), strict=True)
         if self._warnings is not None:
             self._warnings.look_at_ranks(busy_s, num_flushes, self._every)
-
-
-def _check_positive(**values: float | None) -> None:
-    for name, value in values.items():
-        if value is not None and not is_finite(value, above=0):
-            raise StepError(describe(f"RunReport({name}=)", value, "a positive, finite number, or None", "Change it."))
 
 
 def _check_is_possible(train: "TrainStep") -> None:

@@ -68,21 +68,18 @@ class RunWarnings:
             )
 
     def _look_at_gradient(self, record: StepRecord) -> None:
-        is_bad = {
-            "zero gradients": record.grad_norm == 0,
-            "non-finite gradients": not math.isfinite(record.grad_norm),
-        }
-        remedies = {
-            "zero gradients": "Check that the loss depends on trainable parameters, and its scale in float16",
-            "non-finite gradients": "Lower the learning rate, clip, or look at the data of these steps",
-        }
-        for name, is_so in is_bad.items():
+        zero = "Check that the loss depends on trainable parameters, and its scale in float16"
+        non_finite = "Lower the learning rate, clip, or look at the data of these steps"
+        for name, is_so, remedy in (
+            ("zero gradients", record.grad_norm == 0, zero),
+            ("non-finite gradients", not math.isfinite(record.grad_norm), non_finite),
+        ):
             self._num_bad[name] = self._num_bad[name] + 1 if is_so else 0
             if self._num_bad[name] >= NUM_BAD_STEPS:
                 self._warn(
                     name,
                     f"gradient norm {record.grad_norm} for {NUM_BAD_STEPS} steps in a row, the last after "
-                    f"step {record.step} with loss {record.loss:.4g}. {remedies[name]}",
+                    f"step {record.step} with loss {record.loss:.4g}. {remedy}",
                 )
 
     def _look_at_scale(self, record: StepRecord) -> None:

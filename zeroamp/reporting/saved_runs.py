@@ -78,15 +78,10 @@ def _read_line(run: SavedRun, line: str) -> bool:
     elif kind == "warning":
         run.warnings.append((values.get("name", ""), values.get("text", "")))
     elif record is not None:
-        _add(run, record)
+        while run.records and _is_lost(run.records[-1], record):
+            run.records.pop()
+        run.records.append(record)
     return True
-
-
-def _add(run: SavedRun, record: StepRecord) -> None:
-    """Add a step in the place of those that were lost when the run went back to before it."""
-    while run.records and _is_lost(run.records[-1], record):
-        run.records.pop()
-    run.records.append(record)
 
 
 def _is_lost(last: StepRecord, new: StepRecord) -> bool:
@@ -118,11 +113,12 @@ def _summary(run: SavedRun) -> dict[str, str]:
     plan, taken = run.headers[-1].get("plan", {}), [record for record in run.records if not record.skipped]
     steady = run.records[NUM_WARM_UP:] or run.records
     losses = [record.loss for record in taken]
+    tokens = [record.num_tokens for record in run.records if record.num_tokens is not None]
     return {
         "ranks, device": f"{run.headers[-1].get('world_size', '?')}, {run.headers[-1].get('device', '?')}",
         "mode, stage": f"{plan.get('mode', '?')}, {plan.get('stage', '?')}",
         "steps (skipped)": f"{len(taken):,} ({len(run.records) - len(taken):,})",
-        "tokens": _number(_total(run.records, lambda r: r.num_tokens), "{:,.0f}"),
+        "tokens": _number(sum(tokens) if tokens else None, "{:,.0f}"),
         "loss, first": _number(losses[0] if losses else None, "{:.4f}"),
         "loss, last": _number(losses[-1] if losses else None, "{:.4f}"),
         "gradient norm, median": _median(taken, lambda r: r.grad_norm, "{:.4g}"),
@@ -151,11 +147,6 @@ def _share(records: Sequence[StepRecord], part: str) -> str:
 def _median(records: Sequence[StepRecord], number: Number, form: str, factor: float = 1.0) -> str:
     known = [value for record in records if (value := number(record)) is not None and math.isfinite(value)]
     return _number(median(known) * factor if known else None, form)
-
-
-def _total(records: Sequence[StepRecord], number: Number) -> float | None:
-    known = [value for record in records if (value := number(record)) is not None]
-    return sum(known) if known else None
 
 
 def _last(run: SavedRun, number: Number) -> str:
@@ -202,15 +193,10 @@ def plot(runs: Sequence[SavedRun], path: Path) -> None:
             marker = "o" if len(points) < 2 else None  # a line of one point is none
             axes.plot(*zip(*points, strict=True) if points else ([], []), label=name, linewidth=1.2, marker=marker)
         if axes in (speed, memory):
-            axes.set_ylim(0, 1.1 * _largest(records, number) or 1)
+            known = [value for r in records if (value := number(r)) is not None and math.isfinite(value)]
+            axes.set_ylim(0, 1.1 * max(known, default=0.0) or 1)
         axes.set(xlabel="optimizer step", title=label)
         axes.grid(alpha=0.3)
         axes.xaxis.get_major_locator().set_params(integer=True)
     loss.legend()
     save_figure(figure, path, dpi=120)
-
-
-def _largest(records: Sequence[StepRecord], number: Number) -> float:
-    """Return the largest finite value; 0 where there is none."""
-    known = (value for record in records if (value := number(record)) is not None)
-    return max((value for value in known if math.isfinite(value)), default=0.0)

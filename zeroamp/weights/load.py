@@ -120,16 +120,12 @@ def _refuse_other_shapes(plan: dict[Path, list[tuple[str, Weight]]], folder: str
                 shape, wanted = tuple(part.get_shape()), tuple(weight.tensor.shape)
                 if shape != wanted:
                     shapes.append(f"{name} is {shape} instead of {wanted}")
-                if _is_float(part) != weight.tensor.is_floating_point():
+                if str(part.get_dtype()).startswith(("F", "BF")) != weight.tensor.is_floating_point():
                     kinds.append(f"{name} is {part.get_dtype()} instead of {weight.tensor.dtype}")
     for problems, what in ((shapes, "shapes"), (kinds, "kinds of number")):
         if problems:
             found = some_of(problems, _NUM_NAMES)
             raise CheckpointError(f"{folder} must have the {what} of the model, but {found}. {_OTHER_LAYOUT}")
-
-
-def _is_float(part: Any) -> bool:
-    return str(part.get_dtype()).startswith(("F", "BF"))
 
 
 def _fill(plan: dict[Path, list[tuple[str, Weight]]], mesh: DeviceMesh) -> None:

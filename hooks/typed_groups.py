@@ -1,17 +1,16 @@
-"""Typed groups: several FSDP2 groups per unit, one for each dtype key, gathered and reduced together with the unit.
+"""Typed groups: several parameter groups per FSDP unit, one for each combination of dtypes.
 
 [Note: Holders]
-FSDP2 sends one flat buffer of one dtype per module that `fully_shard` was applied to. A unit whose parameters travel in
-two dtypes therefore needs two such modules. The second is a *holder*: an empty module that is never called and only
-owns the FSDP state of its group. Hooks on the unit drive it, so it gathers and reduces where the unit does.
-`fully_shard([norm1, norm2])` would do without a holder, but it hooks inner modules, which breaks `fullgraph`
-compilation of the unit, and cannot express a parameter whose owner also has descendants in another group.
+FSDP2 all-gathers one flat buffer of one dtype per module that `fully_shard` was applied to. A unit with parameters of
+two dtypes therefore needs two such modules. The second is a *group holder*: an empty module that is never called and
+only owns the FSDP state of its group. Hooks on the unit unshard, reshard and reduce the group where the unit does.
+`fully_shard([norm1, norm2])` needs no holder, but it hooks inner modules, which breaks `fullgraph` compilation of the
+unit. It also cannot express a parameter whose owner has descendants in another group.
 
 [Note: Merged units]
-`fully_shard([block0, block1])` makes one unit of two modules: it is gathered before the first that runs and released
-after the last. Holders do the same, by the same bookkeeping: the set of modules that have yet to run in this forward.
-It is the one in FSDP2's own state of the holder, so that FSDP2 clears it after a backward, and newer versions finish a
-holder whose modules did not all run as they finish the unit.
+`fully_shard([block0, block1])` makes one unit of two modules: unsharded before the first that runs, resharded after the
+last. Holders follow the same set of modules that have yet to run in this forward. The set is in FSDP2's own state of
+the holder, so FSDP2 clears it after a backward. Newer versions also finish a holder of which not all modules ran.
 """
 
 from collections.abc import Iterable, Sequence
@@ -144,11 +143,13 @@ def _merged_hooks(holder: FSDPModule, unit: Sequence[nn.Module]) -> tuple[PreFor
 
 
 def group_policy(
-    gather: torch.dtype, accumulate: torch.dtype, *, cast_forward_inputs: bool = False
+    param_dtype: torch.dtype, accumulate: torch.dtype, *, cast_forward_inputs: bool = False
 ) -> MixedPrecisionPolicy:
-    """Return FSDP2's policy for a group all-gathered in `gather`, whose unsharded gradients accumulate in `accumulate`.
+    """Return FSDP2's policy for a group that is all-gathered in `param_dtype` and sums unsharded gradients in `accumulate`.
 
     The communication dtype is not in it: `GroupReduceScatter` casts on the way into the reduction. `reduce_dtype` is
     always set, because what None means changed in torch 2.15.
     """
-    return MixedPrecisionPolicy(param_dtype=gather, reduce_dtype=accumulate, cast_forward_inputs=cast_forward_inputs)
+    return MixedPrecisionPolicy(
+        param_dtype=param_dtype, reduce_dtype=accumulate, cast_forward_inputs=cast_forward_inputs
+    )

@@ -11,9 +11,10 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer has another `step` than its class: not what torch's schedulers put there, to count.
+    """Return whether an optimizer has a `step` of its own, other than the wrapper that torch's schedulers install.
 
-    That it was put there by them says an attribute, which a wrapper around it has too: it wraps that of the class.
+    Schedulers mark their wrapper with `_wrapped_by_lr_sched`. A user's wrapper may copy that attribute, so the wrapper
+    must also have `step.__wrapped__ is type(optimizer).step`.
     """
     step = vars(optimizer).get("step")
     is_scheduled = hasattr(step, "_wrapped_by_lr_sched") and getattr(step, "__wrapped__", None) is type(optimizer).step

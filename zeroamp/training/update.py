@@ -2,10 +2,10 @@
 
 [Note: The same bits, sooner]
 AdamW on DTensors runs about a dozen operations per parameter, and each is dispatched twice: by DTensor, in Python, and
-on the shard. An update that treats every element alone does to the shards what it does to the whole, so its optimizer
-is shown the shards as plain tensors while it steps. It holds its own parameters and DTensor state before and after.
-Not others: the update of one element may need a norm, or a factor, of the whole parameter. And not in a step that makes
-state (the first, say), which is made on DTensors: what an update changes afterwards, it changes in place.
+on the shard. An element-wise update gives the same bits on the shards as on the whole parameter. So such an optimizer
+gets plain shards in the place of its DTensors while it steps; before and after, it holds its DTensors.
+Only element-wise optimizers qualify: LAMB and Adafactor need statistics of the whole parameter. A step that creates
+state, such as the first, runs on DTensors; later steps change that state in place.
 """
 
 from collections import defaultdict
@@ -20,8 +20,7 @@ from zeroamp.hooks._torch.optimizer import has_own_step, has_step_hooks
 from zeroamp.planning.mesh import local_part
 
 ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-"""Optimizers whose update treats every element alone and whose state has a parameter's shape or one element. Not their
-subclasses, whose update may be another."""
+"""Element-wise optimizers whose state has the parameter's shape or one element. Subclasses may update differently."""
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:
@@ -34,9 +33,9 @@ def step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def works_on_shards(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether `step` would show an optimizer plain shards, with the gradients and the state that are there.
+    """Return whether `step` would run on plain shards, with the gradients and the state that the optimizer has now.
 
-    Not one that somebody else sees at work: by a hook on its step, or by a step of his own (a compiled one, say).
+    Optimizers with step hooks, or with a `step` of the instance (a compiled one, say), run on DTensors.
     """
     return (
         type(optimizer) in ELEMENTWISE
@@ -75,7 +74,7 @@ def _is_like(parameter: torch.Tensor, value: torch.Tensor) -> bool:
 
 @contextmanager
 def _on_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Show an optimizer plain shards, and gradients and state as of them; put back its own afterwards."""
+    """Give an optimizer plain shards, with their gradients and state; put its DTensors back afterwards."""
     own_state, own_params = optimizer.state, [group["params"] for group in optimizer.param_groups]
     with torch.no_grad():  # else each `to_local` is an autograd function
         shards = {parameter: _shard(parameter) for params in own_params for parameter in params}

@@ -1,7 +1,7 @@
-"""Checks that all ranks start from the same parameters and do the same with them.
+"""Checks before a model is wrapped: the ranks hold the same parameters and plans; torch and the device fit the policy.
 
-FSDP2 shards what each rank holds and sends nothing at wrapping, so ranks that were seeded apart would train a model
-stitched together from different initialisations, and at stage 0 or with HSDP replicas that never agree.
+FSDP2 shards what each rank holds and communicates nothing while it wraps. Ranks with other seeds would train a model
+made of parts of different initialisations; at stage 0 and with HSDP, replicas would differ.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 
 def check_plans_agree(plan: Plan, mesh: DeviceMesh) -> None:
-    """Compare what the ranks of `mesh` would gather and reduce: two that differ would wait for each other for ever.
+    """Compare the parameter groups that the ranks of `mesh` planned. Ranks with other groups would wait for ever.
 
     Raises:
         WrapError: on all ranks.

@@ -1,16 +1,15 @@
-"""Explicit prefetching: each unit starts the gathers of those that run after it.
+"""Explicit prefetching: each FSDP unit starts the all-gathers of the units that run after it.
 
-[Note: Who starts them]
-FSDP2 starts a module's prefetches right after the module's own gather, and several groups belong to one unit: its own
-and its holders'. Whichever gathers last starts them, so that no group of the running unit queues behind another unit's.
-In forward that is the last holder that was attached, since holders gather after the unit; in backward it is the unit,
-since the holders' hooks are on its outputs first. In backward the others are told to fetch what their unit gathers
-next: with no list of their own, each would fetch the group before it in FSDP2's record of the forward, as by default.
+[Note: Which group starts them]
+FSDP2 starts a module's prefetches right after the module's own all-gather. A unit may have several groups: its own, and
+those of its holders. The group that is all-gathered last starts the prefetches, so that no group of the running unit
+queues behind another unit. In the forward that is the last holder that was attached, because holders unshard after the
+unit. In the backward it is the unit, because the hooks of the holders are on its outputs first. The holders then
+prefetch the unit: with an empty list, FSDP2 would let each prefetch the group before it in its record of the forward.
 
-Modules that run in another order than they are registered still get current parameters. A unit that is fetched after
-it ran in the forward keeps that copy until its backward, which then gathers nothing; one that is fetched after it ran
-in the backward is gathered once more than needed, and that copy is dropped at the end of the backward, or used by the
-next micro-batch's forward.
+Modules that run in another order than they are registered still get current parameters. A unit that is prefetched after
+its forward stays unsharded until its backward. A unit that is prefetched after its backward is all-gathered once more
+than needed; the copy is released at the end of the backward, or used by the forward of the next micro-batch.
 """
 
 from collections.abc import Mapping
@@ -24,7 +23,7 @@ from zeroamp.planning.schedule import fits
 
 
 def attach_prefetch(model: nn.Module, plan: Plan, holders: Mapping[str, FSDPModule]) -> None:
-    """Set what each unit, and the root, fetches ahead at stage 3. Without a bucket it is left to FSDP2."""
+    """Set what each unit and the root prefetch at stage 3. With a bucket of 0 elements FSDP2 decides."""
     size = plan.policy.prefetch_bucket_size
     if plan.policy.stage != 3 or size <= 0:
         return

@@ -1,4 +1,4 @@
-"""`wrap_model`: from a model and a `Policy` to an FSDP2 model with typed groups, wire dtypes and autocast."""
+"""`wrap_model`: from a model and a `Policy` to an FSDP2 model with typed groups, communication dtypes and autocast."""
 
 import logging
 import time
@@ -84,7 +84,7 @@ def _check_fits(policy: Policy, mesh: DeviceMesh) -> None:
 
 
 def register_forward_method(model: nn.Module, method_name: str) -> None:
-    """Let `model.method_name(...)` gather parameters and run under autocast, as `forward` does.
+    """Let `model.method_name(...)` unshard parameters and run under autocast, as `forward` does.
 
     For entry points other than `forward` that use submodules directly. A method that calls the model itself, as
     `generate` does, needs no registration. Builds on FSDP2's `register_fsdp_forward_method`, which knows neither typed

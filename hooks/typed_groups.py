@@ -145,7 +145,7 @@ def _merged_hooks(holder: FSDPModule, unit: Sequence[nn.Module]) -> tuple[PreFor
 def group_policy(
     param_dtype: torch.dtype, accumulate: torch.dtype, *, cast_forward_inputs: bool = False
 ) -> MixedPrecisionPolicy:
-    """Return FSDP2's policy for a group with these dtypes: all-gather, and sum of unsharded gradients over micro-batches.
+    """Return FSDP2's policy for a group: dtype of the all-gather, and of the unsharded sum over micro-batches.
 
     The communication dtype is not in it: `GroupReduceScatter` casts on the way into the reduction. `reduce_dtype` is
     always set, because what None means changed in torch 2.15.

@@ -60,13 +60,14 @@ class Callbacks(list[Callback]):
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Call all around a phase."""
-        for callback in self:
+        """Call all that are there when a phase begins, then and at its end."""
+        callbacks = tuple(self)  # one may leave, with what it watches, at any moment
+        for callback in callbacks:
             callback.on_phase_begin(phase)
         try:
             yield
         finally:
-            for callback in self:
+            for callback in callbacks:
                 callback.on_phase_end(phase)
 
 

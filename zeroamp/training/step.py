@@ -159,7 +159,7 @@ class TrainStep:
         self.micro_batches.refuse_after_failure("TrainStep.zero_grad")
         self.micro_batches.discard()
         self._forget()
-        for callback in self.callbacks:
+        for callback in tuple(self.callbacks):
             callback.on_step_discarded()
 
     def backward(self, loss: torch.Tensor, *, is_last: bool | None = None, divide: bool = True) -> None:
@@ -323,7 +323,7 @@ class TrainStep:
             has_gradient = bool(self.micro_batches.with_gradient())
         if not has_gradient:
             error = no_gradient()
-            for callback in self.callbacks:
+            for callback in tuple(self.callbacks):
                 callback.on_no_gradient(error)
             raise error
         more = [number for _, numbers in of_callbacks for number in numbers]
@@ -352,7 +352,7 @@ class TrainStep:
 
     def _update(self, clipped: "_Clipped") -> StepReport:
         try:
-            for callback in self.callbacks:
+            for callback in tuple(self.callbacks):
                 callback.before_update()  # before an optimizer that may raise on one rank alone
             rates = tuple(rate for optimizer in self.optimizers for rate in learning_rates(optimizer))
             if not clipped.skipped:
@@ -415,7 +415,7 @@ class TrainStep:
         self.micro_batches.end()  # first: the recovery needs some memory
         self.recovery.recover()
         self._forget()
-        for callback in self.callbacks:
+        for callback in tuple(self.callbacks):
             callback.on_step_discarded()
         return num_left
 

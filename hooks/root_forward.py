@@ -18,8 +18,9 @@ A forward inside a forward (`generate` calls the model) is not outermost.
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
+from types import FrameType
 from typing import Any, Literal, get_args
 
 import torch
@@ -52,15 +53,49 @@ class _AbandonedError(Exception):
     """Thrown into context managers of forwards that ended without their hooks."""
 
 
+@dataclass(slots=True)
+class _OpenForward:
+    """A running forward."""
+
+    handled_before: BaseException | None
+    """The exception that was being handled when the forward began."""
+    frame: FrameType | None
+    """Of the module's call; None where there is none, in a registered method."""
+    entered: ExitStack = field(default_factory=ExitStack)
+    """What to leave; nothing while context managers are still entered."""
+
+    def leave(self, error: BaseException | None) -> None:
+        """Leave the context managers, with the exception that ended the forward."""
+        if error is None:
+            self.entered.close()
+        else:
+            self.entered.__exit__(type(error), error, error.__traceback__)
+
+    def has_ended(self) -> bool:
+        """Whether the forward's call is no longer on the stack: a KeyboardInterrupt ended it, and called no hook."""
+        return self.frame is not None and all(frame is not self.frame for frame in _frames())
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _frame_of_call() -> FrameType | None:
+    """Return the innermost frame of `nn.Module.__call__`."""
+    return next((frame for frame in _frames() if frame.f_code.co_filename == nn.modules.module.__file__), None)
+
+
 class RootForward:
     """The ordered list of context managers around the forward of one root."""
 
     def __init__(self) -> None:
         self._by_place: dict[Place, list[Around]] = {place: [] for place in PLACES}
         self._arounds: tuple[Around, ...] = ()
-        self._open: list[tuple[ExitStack, BaseException | None] | None] = []
-        """One entry per running forward, outermost first: what to leave, and the exception that was being handled when
-        the forward began. None while its context managers are entered."""
+        self._open: list[_OpenForward] = []
+        """One entry per running forward, outermost first."""
         self._output_hooks: list[Callable[[object], None]] = []
         self._methods: dict[str, Any] = {}
         """Name of a registered method -> the attribute of the instance that it replaced, None for none."""
@@ -141,41 +176,32 @@ class RootForward:
     def reset(self) -> None:
         """Leave the context managers of forwards that ended without their hooks: a KeyboardInterrupt calls none."""
         while self._open:
-            entry = self._open.pop()
-            if entry is not None:
-                with suppress(_AbandonedError):
-                    _leave(entry[0], _AbandonedError())
+            with suppress(_AbandonedError):
+                self._open.pop().leave(_AbandonedError())
 
     @untraced
     def _enter(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self._open and self._open[-1].has_ended():
+            self.reset()
         call = ForwardCall(args, kwargs, is_outermost=not self._open)
         # There before anything raises: torch calls `_leave` then, too.
-        self._open.append(None)
+        self._open.append(forward := _OpenForward(sys.exception(), _frame_of_call()))
         with ExitStack() as entered:
             for around in self._arounds:
                 if (context := around(call)) is not None:
                     entered.enter_context(context)
-            self._open[-1] = entered.pop_all(), sys.exception()
+            forward.entered = entered.pop_all()
 
     @untraced
     def _leave(self) -> None:
-        entry = self._open.pop() if self._open else None
-        if entry is not None:
-            stack, handled_before = entry
-            error = sys.exception()
-            _leave(stack, error if error is not handled_before else None)
+        if self._open:
+            forward, error = self._open.pop(), sys.exception()
+            forward.leave(error if error is not forward.handled_before else None)
 
     @untraced
     def _see_output(self, output: object) -> None:
         for hook in self._output_hooks:
             hook(output)
-
-
-def _leave(stack: ExitStack, error: BaseException | None) -> None:
-    if error is None:
-        stack.close()
-    else:
-        stack.__exit__(type(error), error, error.__traceback__)
 
 
 def reshard_after_no_grad(root: nn.Module) -> Around:

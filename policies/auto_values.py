@@ -9,7 +9,7 @@ from typing import Any
 from zeroamp.policies.errors import ConfigError, describe, shown, some_of
 from zeroamp.policies.json_values import flatten, json_value, nest
 from zeroamp.policies.numbers import is_integer
-from zeroamp.policies.schema import Config, iter_keys
+from zeroamp.policies.schema import Config, Honoured, iter_keys
 from zeroamp.policies.schema.keys import nearest
 
 AUTO = "auto"
@@ -80,12 +80,15 @@ def path_of_key(name: str, value: object) -> str:
     Raises:
         ConfigError: no key, or more than one, has the name.
     """
-    if name in Config.model_fields and (value is None or isinstance(value, Mapping)):
+    keys = list(iter_keys(Config))
+    paths = [key.path for key in keys]
+    if value is None or isinstance(value, Mapping):  # of a block
+        blocks = {path.rpartition(".")[0] for path in paths} | set(Config.model_fields)
+        if named := [block for block in blocks if block and name in (block, block.rpartition(".")[2])]:
+            return min(named, key=len)
+    if name in paths:
         return name
-    paths = [key.path for key in iter_keys(Config)]
-    if isinstance(value, Mapping) and any(path.startswith(f"{name}.") for path in paths):
-        return name
-    named = [path for path in paths if _names(name, path)]
+    named = [key.path for key in keys if isinstance(key.key_class, Honoured) and _names(name, key.path)]
     if len(named) > 1:
         raise ConfigError(f"{name} is the name of several keys: {some_of(named)}. Write the path of one.")
     if not named:

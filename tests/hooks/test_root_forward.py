@@ -126,6 +126,27 @@ def test_what_a_keyboard_interrupt_left_open_is_left_by_reset():
     assert forward.depth == 0
 
 
+def test_a_forward_after_a_keyboard_interrupt_is_outermost_again():
+    log = []
+    forward = _all_places(log)
+    root = Calls(log)
+    forward.attach(root)
+    root.forward = _interrupted  # torch calls no hook where it raises
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            root()
+    del root.forward
+    log.clear()
+    root(1)
+    enters, leaves = _expected(*PLACES)
+    assert log == [*leaves, *enters, *["forward"] * 2, *leaves], "the interrupted one is left first"
+    assert forward.depth == 0
+
+
+def _interrupted():
+    raise KeyboardInterrupt
+
+
 def test_outputs_are_shown_unchanged_and_a_removed_context_is_not_entered():
     log, outputs = [], []
     root = Calls(log)

@@ -296,3 +296,10 @@ def test_every_honoured_key_is_in_the_policy_its_text_and_its_report(key):
     held = flatten(changed.to_config())
     if key.path in held:
         assert changed.replace(**{key.path: held[key.path]}) == changed
+
+
+def test_replace_takes_honoured_keys_by_their_last_part_and_blocks_at_any_depth():
+    policy = policy_from_config({"bf16": {"enabled": True}})
+    with pytest.raises(ConfigError, match="^mode is no key"):  # not comet.mode, which changes nothing
+        policy.replace(mode="fp16")
+    assert policy.replace(offload_optimizer={"device": "cpu"}).offload == Offload(to_cpu=True)

@@ -70,6 +70,7 @@ class MicroBatches:
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """Run the backward of one micro-batch, of a `loss` that is scaled and divided already."""
+        self._state.root_forward.reset()  # a forward that a KeyboardInterrupt ended has left nothing
         if self.num_done == 0:
             self._set_accumulation(torch.float32 if is_last else self._state.plan.policy.grad_accum_dtype)
         accumulator = self._state.shard_accumulator
@@ -141,6 +142,7 @@ class MicroBatches:
 
     def discard(self) -> None:
         """Give up an optimizer step, also midway: no gradient is left, sharded or unsharded."""
+        self._state.root_forward.reset()
         if self.num_done > 0:
             for unit in self.units:
                 discard_unsharded_gradients(unit)

@@ -17,7 +17,7 @@ from zeroamp.training.callbacks import Callbacks, tell_observers
 from zeroamp.training.checks import Scheduler, no_gradient, refuse_foreign, refuse_metric
 from zeroamp.training.extensions import attach_extensions, load
 from zeroamp.training.loss_scale import LossScaler
-from zeroamp.training.micro_batches import MicroBatches
+from zeroamp.training.micro_batches import Failure, MicroBatches
 from zeroamp.training.norm import clip_factor, local_sum_of_squares, multiply_gradients
 from zeroamp.training.step_report import StepReport, learning_rates, log_step
 from zeroamp.wrapping.state import autocast_of, wrap_state
@@ -94,6 +94,8 @@ class TrainStep:
         self._world = process_group(self._state.mesh)
         self.micro_batches = MicroBatches(self._state)
         """Those of the current optimizer step."""
+        if not self.optimizers:
+            raise StepError("TrainStep was given no optimizer. Pass one that holds parameters of the wrapped model.")
         if len(self.schedulers) != len(self.optimizers):
             found = f"{len(self.schedulers)} for {len(self.optimizers)} optimizers"
             raise StepError(
@@ -132,12 +134,16 @@ class TrainStep:
 
     @scheduler.setter
     def scheduler(self, scheduler: Scheduler | None) -> None:
-        _only(self.optimizers, "optimizer")
+        if len(self.optimizers) != 1:
+            raise StepError(
+                "TrainStep.scheduler was set, but there are several optimizers. Pass schedulers to TrainStep."
+            )
+        refuse_metric(scheduler)
         self.schedulers = (scheduler,)
 
     @property
     def saving(self) -> "Saving":
-        """The checkpoint that is saved in the background: `train.saving.wait()` waits for it."""
+        """The checkpoint that is saved in the background: `train.saving.wait()`, on every rank, waits for it."""
         saving: Saving = load("TrainStep.saving")(self._state)
         return saving
 
@@ -182,6 +188,11 @@ class TrainStep:
         if loss.numel() != 1:
             found = f"a tensor of shape {tuple(loss.shape)}"
             raise StepError(describe("The loss given to TrainStep.backward", found, "a scalar", "Reduce it."))
+        if not loss.requires_grad:
+            raise StepError(
+                f"The loss given to TrainStep.backward ({loss.dtype}) needs no gradient. It must depend on trainable "
+                "parameters of the wrapped model: compute it with gradients on, and do not detach it."
+            )
         # In fp32: a float16 loss times its scale would overflow.
         scaled = self._scaler.scale_loss(
             loss.float() / self._policy.gradient_accumulation_steps if divide else loss.float()
@@ -241,7 +252,8 @@ class TrainStep:
     def clip_grad_norm(self, max_norm: float | None = None) -> torch.Tensor:
         """Return the gradient norm of the optimizer step, and clip the gradients by it. Call `update` next.
 
-        Between the two calls `parameter.grad` is the averaged, unscaled, clipped gradient: sharded, fp32.
+        Between the two calls `parameter.grad` is the averaged, unscaled, clipped gradient: sharded, fp32. A float16
+        loss scale moves in this call, which finds overflows.
 
         Args:
             max_norm: the largest 2-norm; 0 does not clip. None: the config's `gradient_clipping`.
@@ -261,7 +273,7 @@ class TrainStep:
         return self._clipped.norm
 
     def update(self) -> StepReport:
-        """Update the parameters after `clip_grad_norm`, move the schedulers and the loss scale, discard the gradients.
+        """Update the parameters after `clip_grad_norm`, step the schedulers, discard the gradients.
 
         Raises:
             StepError: `clip_grad_norm` was not called before, or an optimizer raised.
@@ -352,18 +364,19 @@ class TrainStep:
 
     def _update(self, clipped: "_Clipped") -> StepReport:
         try:
-            for callback in tuple(self.callbacks):
-                callback.before_update()  # before an optimizer that may raise on one rank alone
-            rates = tuple(rate for optimizer in self.optimizers for rate in learning_rates(optimizer))
-            if not clipped.skipped:
-                for optimizer in self.optimizers:
-                    ranges = self._state.ranges.inside("optimizer", type(optimizer).__name__)
-                    with self.micro_batches.noting("optimizer.step"), ranges:
-                        update.step(optimizer)
-                self.num_steps += 1
-                for scheduler in self.schedulers:
-                    if scheduler is not None:
-                        scheduler.step()
+            # Whatever raises in here: other ranks may have updated.
+            with self.micro_batches.noting("optimizer.step"):
+                for callback in tuple(self.callbacks):
+                    callback.before_update()
+                rates = tuple(rate for optimizer in self.optimizers for rate in learning_rates(optimizer))
+                if not clipped.skipped:
+                    for optimizer in self.optimizers:
+                        with self._state.ranges.inside("optimizer", type(optimizer).__name__):
+                            update.step(optimizer)
+                    self.num_steps += 1
+                    for scheduler in self.schedulers:
+                        if scheduler is not None:
+                            scheduler.step()
             self.num_skipped += clipped.skipped
             report = StepReport(
                 step=self.num_steps,
@@ -409,6 +422,8 @@ class TrainStep:
                 "go on from its last checkpoint."
             )
         num_left = 0
+        if self._clipped is not None and self.micro_batches.failure is None:  # other ranks may have updated
+            self.micro_batches.failure = Failure(where="optimizer.step", text="between clip_grad_norm() and update()")
         if self.recovery.is_cut_short and not self._is_ended_by_caller:
             # If stepped, the next one had begun.
             num_left = self._policy.gradient_accumulation_steps - self.micro_batches.num_done - self._is_stepped

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from zeroamp.hooks._torch.fsdp import remove_fsdp
 from zeroamp.hooks.typed_groups import Holder
 from zeroamp.planning.mesh import device_of
+from zeroamp.policies.errors import WrapError
 from zeroamp.wrapping.state import WrapState, record_state, reshard, wrap_state
 
 
@@ -27,9 +28,14 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     ```
 
     Raises:
-        WrapError: `model` is not wrapped.
+        WrapError: `model` is not wrapped, or inference mode is on.
     """
     state = wrap_state(model)
+    if torch.is_inference_mode_enabled():
+        raise WrapError(
+            "unwrap_model was called inside torch.inference_mode(), where parameters are made that cannot be trained. "
+            "Call it outside."
+        )
     root = state.root
     reshard(root.modules())
     _remove_hooks(state)

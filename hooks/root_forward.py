@@ -101,7 +101,7 @@ class RootForward:
     def register_method(self, root: nn.Module, name: str, groups: list[tuple[PreForward, PostForward]]) -> None:
         """Let `root.name(...)` run as `forward` does. `groups` are the hooks of the typed groups of the root.
 
-        Builds on FSDP2's `register_fsdp_forward_method`, which knows neither typed groups nor this list.
+        Builds on FSDP2's `register_fsdp_forward_method`, which handles neither typed groups nor this list.
         """
         method = getattr(root, name)
         self._methods.setdefault(name, vars(root).get(name))

@@ -21,7 +21,7 @@ from zeroamp.wrapping.state import WrapState
 class ObservedStep:
     """The micro-batches of one optimizer step, with the dtypes of storage, accumulation and optimizer state noted.
 
-    A loss scale is applied as at the start of a training. Whether gradients overflow is not looked at.
+    Losses are multiplied by the initial loss scale. Overflow of gradients is not checked.
     """
 
     def __init__(self, state: WrapState, observations: Observations) -> None:

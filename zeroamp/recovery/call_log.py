@@ -6,8 +6,8 @@ process group is lost. So a rank that failed issues, with zeros, the collectives
 in the order in which the steps before issued them. The others run the step to its end, and learn there that another
 rank failed.
 
-That is right for streams of an accelerator too. What pairs the calls of ranks is the order in which each host issues
-them on a process group, not the stream they run in. The rest is issued by one thread in one stream, in the recorded
+This holds for accelerator streams too. Collectives of different ranks are paired by the order in which each host issues
+them on a process group, not by the stream they run in. The rest is issued by one thread in one stream, in the recorded
 order of the hosts, after FSDP2's own streams were waited for; so its buffers may be used again by the next call.
 """
 

@@ -1,4 +1,4 @@
-"""Notes a forward that raised, and lets none run after it until the ranks are together again."""
+"""Records a forward that raised, and refuses further forwards until `TrainStep.recover` was called."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -1,4 +1,4 @@
-"""`Callback`: methods that `TrainStep` calls while it runs. Reporting, recovery and checkpoints attach through it."""
+"""`Callback`: methods that `TrainStep` calls while it runs. Reporting and recovery attach through it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,7 +40,7 @@ class Callback:
         return ()
 
     def on_statistics(self, sums: torch.Tensor, /) -> None:
-        """Called before the update with the sums of `statistics`: 1-D fp64, on the device. May raise, on all ranks alike."""
+        """Called before the update with the sums of `statistics`, 1-D fp64 on the device. May raise, on all ranks."""
 
     def on_no_gradient(self, error: Exception, /) -> None:
         """Called if this rank has no gradient. The step then raises `error` before the step's all-reduce."""
@@ -49,7 +49,7 @@ class Callback:
         """Called between the step's all-reduce and the update. May issue collectives."""
 
     def on_step_end(self, report: StepReport, /) -> None:
-        """Called after the optimizer step was taken or skipped and its gradients released. May raise, on all ranks alike."""
+        """Called after an optimizer step, taken or skipped, with gradients released. May raise, on all ranks alike."""
 
     def on_step_discarded(self) -> None:
         """Called after `zero_grad` or `recover` discarded the current optimizer step."""

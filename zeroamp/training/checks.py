@@ -38,7 +38,7 @@ def refuse_metric(scheduler: Scheduler | None) -> None:
 
 
 def refuse_foreign(optimizers: Sequence[torch.optim.Optimizer], parameters: list[nn.Parameter]) -> None:
-    """Raise StepError if an optimizer holds a parameter outside of `parameters`, or two optimizers hold the same one."""
+    """Raise StepError if an optimizer holds a parameter not in `parameters`, or two optimizers hold the same one."""
     holders: dict[int, int | None] = {id(parameter): None for parameter in parameters}
     for number, optimizer in enumerate(optimizers):
         name = "optimizer" if len(optimizers) == 1 else f"optimizer {number}"

@@ -91,7 +91,7 @@ def scheduler_from_config(cfg: PolicyLike, optimizer: torch.optim.Optimizer, /, 
         auto: keyword arguments of `policy_from_config`. Must be empty if `cfg` is a `Policy`.
 
     Raises:
-        ConfigError: the config is wrong, has no `scheduler`, or has one that does not fit the optimizer.
+        ConfigError: the config is invalid, has no `scheduler`, or has one that does not fit the optimizer.
     """
     block = policy_of(cfg, auto).scheduler
     if block is None:

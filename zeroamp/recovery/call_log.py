@@ -1,8 +1,8 @@
 """Which collectives a rank issued, so that after a failure it can issue those that the others still wait for.
 
 [Note: Issuing the rest]
-A collective that one rank leaves out can neither be cancelled on the others nor be waited for: when it times out, the
-process group is lost. So a rank that failed issues, with zeros, the collectives that were left of the optimizer step,
+If one rank does not issue a collective, the other ranks cannot cancel it, and when it times out, the process group is
+lost. So a rank that failed issues, with zeros, the collectives that were left of the optimizer step,
 in the order in which the steps before issued them. The others run the step to its end, and learn there that another
 rank failed.
 
@@ -89,7 +89,7 @@ class CallLog:
 
 
 class ZeroBuffers:
-    """What the rest of an optimizer step is issued with: twice the memory of its largest call."""
+    """Buffers for issuing the rest of an optimizer step with zeros: twice the memory of its largest call."""
 
     def __init__(self, calls: Sequence[Call], device: torch.device) -> None:
         num_bytes = max((call.numel * call.dtype.itemsize for call in calls), default=0)

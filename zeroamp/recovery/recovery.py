@@ -64,7 +64,7 @@ class Recovery(Callback):
         return self._is_inside_step and (failure is None or failure.where in ("forward", "backward"))
 
     def statistics(self) -> Sequence[float]:
-        """Return the number of failures on this rank: none, where it comes to the sum by itself."""
+        """Return 0, the number of failures: a failed rank sends 1 from `_end_as_failed` instead."""
         return (0.0,)
 
     def on_statistics(self, sums: torch.Tensor) -> None:
@@ -96,8 +96,8 @@ class Recovery(Callback):
         self._watch.has_begun = False
 
     def _end_as_failed(self, failure: Failure) -> None:
-        """End the optimizer step in the place of `on_statistics`: the other ranks raise."""
-        # As many numbers as the others send: the loss, the squares, and those of all callbacks.
+        """End the optimizer step after a failure on this rank: the other ranks raise in `on_statistics`."""
+        # The same numbers as on the other ranks: the loss, the sum of squares, and the callbacks' statistics.
         numbers = [0.0, 0.0]
         for callback in self._callbacks:
             numbers += [1.0] if callback is self else [0.0] * len(callback.statistics())

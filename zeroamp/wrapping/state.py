@@ -1,4 +1,4 @@
-"""What `wrap_model` leaves on a model for the step and the reports."""
+"""`WrapState`: the plan, mesh, hooks and counters that `wrap_model` attaches to a model."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -61,7 +61,7 @@ class WrapState:
 
 
 def record_state(model: nn.Module, state: WrapState | None) -> None:
-    """Leave `state` on the wrapped root; None takes it away."""
+    """Set `state` on the wrapped root. With None, remove it."""
     if state is None:
         delattr(model, _ATTRIBUTE)
     else:

@@ -45,7 +45,7 @@ class ForwardCall:
 
 
 Around = Callable[[ForwardCall], AbstractContextManager[Any] | None]
-"""Returns what one call runs inside of, or None. What it raises, the call raises before anything is unsharded."""
+"""Returns the context manager of one call, or None. If it raises, the call raises before anything is unsharded."""
 
 
 class _AbandonedError(Exception):

@@ -1,4 +1,4 @@
-"""Names the module whose parameters were gathered low for autocast, where autocast is locally off."""
+"""Guards that raise: a safe module that runs with autocast off, and a backward that bypasses `TrainStep`."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def attach_safe_module_guard(module: nn.Module, fqn: str, device_type: str) -> R
 class BackwardGuard:
     """Raises in a backward through the model's outputs unless `armed` (set by `TrainStep.backward`).
 
-    Attached only where the config asks for what a plain `loss.backward(); optimizer.step()` would leave out.
+    Attached only if the config sets a key that a plain `loss.backward(); optimizer.step()` would ignore.
     """
 
     def __init__(self, reason: str) -> None:

@@ -46,7 +46,7 @@ class ForwardCall:
 
 
 Around = Callable[[ForwardCall], AbstractContextManager[Any] | None]
-"""Returns what one call runs inside of, or None. What it raises, the call raises before anything is unsharded."""
+"""Returns the context manager of one call, or None. If it raises, the call raises before anything is unsharded."""
 
 
 class _AbandonedError(Exception):
@@ -136,7 +136,7 @@ class RootForward:
     def register_method(self, root: nn.Module, name: str, groups: list[tuple[PreForward, PostForward]]) -> None:
         """Let `root.name(...)` run as `forward` does. `groups` are the hooks of the typed groups of the root.
 
-        Builds on FSDP2's `register_fsdp_forward_method`, which knows neither typed groups nor this list.
+        Builds on FSDP2's `register_fsdp_forward_method`, which handles neither typed groups nor this list.
         """
         method = getattr(root, name)
         self._methods.setdefault(name, vars(root).get(name))

@@ -1,11 +1,11 @@
-"""Lets gloo's threads come to rest before the interpreter shuts down.
+"""Waits for gloo's threads before the interpreter shuts down.
 
 [Note: Why a pause]
-A thread of gloo lets go of a collective's tensors a moment after the collective has ended. Where Python let go of them
-before, the thread needs the interpreter's lock for it; and a thread that asks for the lock while the interpreter shuts
-down aborts the process, which had done all its work: torchrun reports a failure (pytorch issue 190489, and any program
-on gloo). `destroy_process_group` would wait for the threads, but FSDP2's meshes keep the groups alive. So the main
-thread sleeps, without the lock, before the interpreter shuts down.
+A gloo thread releases a collective's tensors shortly after the collective has ended. If Python released them earlier,
+the thread needs the GIL to free them. A thread that takes the GIL while the interpreter shuts down aborts the process
+after all its work is done, and torchrun reports a failure (pytorch issue 190489; any program on gloo is affected).
+`destroy_process_group` would wait for the threads, but FSDP2's meshes keep the process groups alive. So the main thread
+sleeps, without the GIL, before the interpreter shuts down.
 """
 
 import atexit

@@ -10,7 +10,7 @@ order of the ranks. That is the fp32 reduction of the same gradients at half the
 A native sum of fp16 can overflow before it is divided, and dividing first can underflow. As FSDP2 does for its own fp16
 reductions, divide by about sqrt(N) before and by the rest after: equal gradients on N ranks may then be as large as
 65504 / sqrt(N) and as small as sqrt(N) x 2^-24. A sum in fp32 needs neither. (With float16
-accumulation at stages 0 and 1, FSDP2 divides so itself, whatever the sum: it then asks for SUM.)
+accumulation at stages 0 and 1, FSDP2 always divides this way itself, and calls with SUM.)
 """
 
 import math
@@ -92,7 +92,7 @@ class GroupReduceScatter(ReduceScatter):
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an empty 1-D tensor: the input in `communication_dtype`, the output in `reduce_dtype`.
 
-        `dtype`, in which FSDP2 would reduce, is the one that unsharded gradients accumulate in: neither of the two.
+        `dtype` is FSDP2's `reduce_dtype`, in which unsharded gradients accumulate. It is not used here.
         """
         del dtype
         numel = math.prod(int(length) for length in size)

@@ -1,7 +1,8 @@
 """Gradient accumulation of sharded gradients in another dtype than fp32 (stages 2 and 3).
 
-FSDP2 adds each micro-batch's reduced shard to `parameter.grad`, which has the parameter's dtype. To accumulate lower,
-the shard is taken from there after every reduction, added to a buffer in the asked dtype, and put back at the boundary.
+FSDP2 adds each micro-batch's reduced shard to `parameter.grad`, which has the parameter's dtype. To accumulate in a
+lower dtype, `ShardAccumulator` moves `parameter.grad` into a buffer of that dtype after every reduction, and sets
+`parameter.grad` from the buffer at the end of the optimizer step.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,7 +25,7 @@ class ShardAccumulator:
 
     @property
     def sums(self) -> Mapping[nn.Parameter, torch.Tensor]:
-        """The sums so far, this rank's shards in `dtype`; empty between windows."""
+        """The sums so far, this rank's shards in `dtype`; empty between optimizer steps."""
         return self._sums
 
     @property
@@ -39,14 +40,14 @@ class ShardAccumulator:
         self._handles.clear()
 
     def drop(self) -> None:
-        """Forget the sums of a window that does not go on."""
+        """Release the sums of an optimizer step that is discarded."""
         self._sums.clear()
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take over the gradients of those that are sharded and trainable, after every reduction from now on.
+        """Accumulate the gradients of sharded, trainable parameters after every reduction from now on.
 
         FSDP2 runs these hooks itself, once per reduction, with the sharded fp32 gradient in `parameter.grad`. Call
-        before each backward: a parameter that is unfrozen later is then taken too.
+        before each backward, so that parameters unfrozen in between are included.
         """
         for parameter in parameters:
             if parameter.requires_grad and isinstance(parameter, DTensor) and parameter not in self._handles:

@@ -1,4 +1,4 @@
-"""`torch.autocast` around the root's forward: the config's own, and what becomes of one that the caller has there.
+"""`torch.autocast` around the root's forward: the config's own, and how the caller's is handled.
 
 | config | the caller's autocast around the forward | result |
 |---|---|---|
@@ -6,7 +6,7 @@
 | torch_autocast | another dtype, or `enabled=False` | one warning per model; the config's is used |
 | fp32, bf16 or fp16 | on | PrecisionError, unless `zeroamp.external_autocast` is "allow" |
 
-Only the device type that the model runs on counts. What the model opens inside its forward is its own business.
+Only autocast of the model's device type is checked. Autocast contexts inside the model's forward are not checked.
 """
 
 import logging

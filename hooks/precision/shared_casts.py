@@ -2,9 +2,9 @@
 
 [Note: The same bits]
 Under autocast q, k and v each make a low-precision copy of one tensor and keep it for their backward; so do gate and
-up. The copies are equal, so that one serves all. The way back must stay apart, though: autocast casts each consumer's
-gradient up and adds them in fp32, where the gradient of one shared copy would be added in low precision. So all
-consumers after the first get the copy through a function of their own whose backward casts as autocast's does.
+up. The copies are equal, so one copy is shared. The backwards must stay separate: autocast casts each consumer's
+gradient to fp32 before it adds them, but the gradients of one shared copy would be added in low precision. So each
+consumer after the first gets the copy through an autograd function whose backward casts to fp32, as autocast's does.
 """
 
 import weakref

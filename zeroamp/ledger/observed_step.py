@@ -1,4 +1,4 @@
-"""One optimizer step that leaves no trace, for `Ledger.verify`: what `TrainStep` does, observed, with no update."""
+"""One optimizer step that leaves no trace, for `Ledger.verify`: a `TrainStep` without the update."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ from zeroamp.wrapping.state import WrapState
 class ObservedStep:
     """The micro-batches of one optimizer step, with the dtypes of storage, accumulation and optimizer state noted.
 
-    A loss scale is applied as at the start of a training. Whether gradients overflow is not looked at.
+    Losses are multiplied by the initial loss scale. Overflow of gradients is not checked.
     """
 
     def __init__(self, state: WrapState, observations: Observations) -> None:
@@ -80,7 +80,7 @@ class ObservedStep:
 
 @contextmanager
 def leaves_no_trace(state: WrapState) -> Iterator[None]:
-    """Put back, also when something raised: buffers, random states, counters, and what watches gradients."""
+    """Restore buffers, random states, counters and gradient hooks on exit, also if the step raised."""
     buffers = [
         (module, name, buffer, None if buffer is None else buffer.clone())
         for module in state.root.modules()

@@ -25,7 +25,7 @@ _NUM_DIFFERENCES = 8
 def verify(plan: Plan, model: nn.Module, batch: object, loss_fn: LossFunction | None) -> Verification:
     """See `Ledger.verify`."""
     state = wrap_state(model)
-    group = RankGroup.for_signals(state.mesh)  # what one rank finds is raised on all: none waits for another
+    group = RankGroup.for_signals(state.mesh)  # raises an error of one rank on all ranks
     group.run(lambda: _refuse_problem(plan, state, batch))
     observations, counted = Observations(), Traffic()
     with leaves_no_trace(state), torch.inference_mode(False), torch.enable_grad():

@@ -34,7 +34,7 @@ from zeroamp.planning.schedule import Kind, Schedule, fits, live_units, reshards
 
 
 class GroupListener:
-    """Is called with what a replay does to each group, in the order in which FSDP2 does it. Does nothing itself."""
+    """Base class of listeners to a `Replay`. Methods are called in FSDP2's order, and do nothing by default."""
 
     def all_gather_started(self, group: str) -> None:
         """The all-gather was issued."""
@@ -87,8 +87,8 @@ class _Group:
 class Replay:
     """FSDP2's state machine. Each private method is one of its own, see [Note: What is replayed].
 
-    `micro_batch` drives it by a `UnitRun`; the four methods that begin and end a unit's forward and backward, and
-    `end_micro_batch`, are for what has an order of its own.
+    `micro_batch` replays the order of a `UnitRun`. For another order, call the four methods that begin and end a unit's
+    forward and backward, then `end_micro_batch`.
     """
 
     def __init__(self, plan: Plan, listener: GroupListener | None = None) -> None:
@@ -107,7 +107,7 @@ class Replay:
         self._record: list[_Group] = []  # of forwards
 
     def schedule(self) -> Schedule:
-        """Return what was run so far."""
+        """Return the calls replayed so far."""
         counts = {kind: Counter(name for found, name in self._order if found == kind) for kind in get_args(Kind)}
         return Schedule(all_gathers=counts["all_gather"], reductions=counts["reduction"], order=self._order)
 

@@ -1,7 +1,7 @@
 """Which dtype is used at each boundary of an optimizer step, and which collectives a group issues.
 
-The one place that decides it. Everything else reads these records: the collectives, FSDP2's mixed-precision policies,
-the planned traffic, the dry run, the ledger and its verification, recovery, and the tables of `docs/precision.md`.
+Dtypes and collectives are decided only here. The collectives, FSDP2's mixed-precision policies, the planned traffic,
+the dry run, the ledger and its verification, recovery, and the tables of `docs/precision.md` read these records.
 """
 
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ class ParamDtypes:
     gradient: torch.dtype | None
     """Of the raw, unsharded gradient. This and the next three are None for a frozen parameter."""
     communication: torch.dtype | None
-    """Of the gradient on its way between ranks."""
+    """Of the gradient when it is sent to other ranks."""
     accumulate: torch.dtype | None
     """Of the sum over the micro-batches of an optimizer step."""
     optimizer: torch.dtype | None
@@ -131,7 +131,7 @@ def _communication_dtype(policy: Policy, is_low: bool) -> torch.dtype:
     if not is_low and policy.mode != "fp32":
         return torch.float32
     if policy.stage == 0 and policy.reduce_accumulate_dtype == "fp32":
-        return torch.float32  # an all-reduce sums on the way: only an all-reduce of fp32 sums in fp32
+        return torch.float32  # an all-reduce sums in the dtype that it sends, so fp32 sums need fp32
     return policy.wire_dtype
 
 

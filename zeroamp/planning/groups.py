@@ -4,9 +4,8 @@
 A group per unit for a few norm weights would cost a collective each, so the small fp32 parameters of all units are one
 group, unsharded by the root's forward and reduced when its backward ends. The root's own further fp32 parameters, an
 embedding say, are unsharded and reduced at the same moments; they join the group whatever their size, which saves
-collectives. Like the small ones they stay unsharded until the last backward of an optimizer step, not only until that
-of each micro-batch, and on an accelerator the flat buffer of their all-gather stays until the first unit was unsharded:
-both at moments when memory is not at its peak.
+collectives. The whole group stays unsharded until the last backward of an optimizer step. On an accelerator, the flat
+buffer of its all-gather is released when the first unit has been unsharded. Neither raises the memory peak.
 """
 
 from collections.abc import Iterable

@@ -21,7 +21,7 @@ class Schedule:
 
 
 def live_units(plan: Plan) -> set[str]:
-    """Return the units that stay unsharded from forward to backward: the last of the forward that fit together."""
+    """Return the units that stay unsharded between forward and backward: the last ones, up to `max_live_parameters`."""
     live: set[str] = set()
     numel, numels = 0, plan.unit_numels()
     for unit in reversed(plan.run.forward_order()[1:]):  # the root, which is first, stays in any case
@@ -33,10 +33,10 @@ def live_units(plan: Plan) -> set[str]:
 
 
 def reshards_after_forward(kind: GroupKind, unit: str, plan: Plan, live: set[str]) -> bool:
-    """Whether a group is resharded between forward and backward; `live` are the units that are not.
+    """Whether a group is resharded between forward and backward. `live` contains the units that stay unsharded.
 
-    The root's groups are not, because the backward starts with them; nor is the model-wide group, which is unsharded
-    once per optimizer step.
+    The root's groups stay unsharded, because the backward starts with them. The model-wide group stays unsharded for
+    the whole optimizer step.
     """
     return plan.policy.stage == 3 and unit != "" and kind != "model-wide" and unit not in live
 

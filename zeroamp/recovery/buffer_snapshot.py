@@ -1,7 +1,7 @@
-"""What a model's buffers held when an optimizer step began, so that one that failed leaves no trace in them.
+"""Copies a model's buffers when an optimizer step begins, and restores them if the step fails.
 
-The ranks that did not fail run on with zeros in the place of what the failed one would have sent: statistics of a
-BatchNorm, say, would retain that for good.
+After a failure, the other ranks continue the step with zeros instead of the failed rank's data. Without the restore,
+running statistics such as BatchNorm's would be wrong from then on.
 """
 
 from collections.abc import Iterator

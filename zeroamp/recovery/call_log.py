@@ -1,13 +1,13 @@
 """Which collectives a rank issued, so that after a failure it can issue those that the others still wait for.
 
 [Note: Issuing the rest]
-A collective that one rank leaves out can neither be cancelled on the others nor be waited for: when it times out, the
-process group is lost. So a rank that failed issues, with zeros, the collectives that were left of the optimizer step,
+If one rank does not issue a collective, the other ranks cannot cancel it, and when it times out, the process group is
+lost. So a rank that failed issues, with zeros, the collectives that were left of the optimizer step,
 in the order in which the steps before issued them. The others run the step to its end, and learn there that another
 rank failed.
 
-That is right for streams of an accelerator too. What pairs the calls of ranks is the order in which each host issues
-them on a process group, not the stream they run in. The rest is issued by one thread in one stream, in the recorded
+This holds for accelerator streams too. Collectives of different ranks are paired by the order in which each host issues
+them on a process group, not by the stream they run in. The rest is issued by one thread in one stream, in the recorded
 order of the hosts, after FSDP2's own streams were waited for; so its buffers may be used again by the next call.
 """
 
@@ -89,7 +89,7 @@ class CallLog:
 
 
 class ZeroBuffers:
-    """What the rest of an optimizer step is issued with: twice the memory of its largest call."""
+    """Buffers for issuing the rest of an optimizer step with zeros: twice the memory of its largest call."""
 
     def __init__(self, calls: Sequence[Call], device: torch.device) -> None:
         num_bytes = max((call.numel * call.dtype.itemsize for call in calls), default=0)

@@ -16,12 +16,11 @@ from zeroamp.recovery.call_log import Call
 
 
 def expected_calls_of_step(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> list[Call] | None:
-    """Return the calls from one optimizer step to the next, or None where they are not known before.
+    """Return the calls from one optimizer step to the next, or None if they cannot be predicted.
 
-    They are those of a model that runs its modules as `run_order` assumes. Not known are the process groups of a
-    secondary partition and of separate reductions, which are FSDP2's, and the order of reductions where it depends on
-    when in a forward modules use parameters that they own beside their children, or on where in the module tree the
-    holders of several groups of the root hang.
+    The model must run its modules as `run_order` assumes. Calls cannot be predicted with a secondary partition or with
+    separate reductions, whose process groups FSDP2 makes, nor if the order of reductions depends on when a
+    module uses parameters that it owns beside its children, or on the places of several group holders of the root.
     """
     if plan.policy.hpz_partition_size > 1 or plan.policy.separate_reduce_scatter_group:
         return None

@@ -1,4 +1,4 @@
-"""Notes a forward that raised, and lets none run after it until the ranks are together again."""
+"""Records a forward that raised, and refuses further forwards until `TrainStep.recover` was called."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -24,12 +24,12 @@ class ForwardWatch:
         self._buffers = BufferSnapshot(state.root)
 
     def around(self, call: ForwardCall) -> AbstractContextManager[None] | None:
-        """Return what an outermost forward runs inside of.
+        """Return the context manager of an outermost forward, or None.
 
         Raises:
-            StepError: after a failure.
+            StepError: an earlier failure was not followed by `TrainStep.recover`.
         """
-        if self._state.is_observed:  # it leaves no trace
+        if self._state.is_observed:  # an observed step records nothing
             return None
         self._micro_batches.refuse_after_failure("The model's forward")
         return self._watch() if call.is_outermost else None

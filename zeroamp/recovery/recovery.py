@@ -2,8 +2,8 @@
 
 [Note: The end of an optimizer step]
 The last collective of an optimizer step is the sum of its statistics. One of them is the number of ranks that failed. A
-rank that failed reaches it by issuing the rest of the step (see [Note: Issuing the rest]), the others by running into
-it. So all ranks leave it with the same answer, before any of them updates anything.
+rank that failed first issues the remaining collectives of the step (see [Note: Issuing the rest]); the others reach the
+sum as usual. So all ranks get the same number of failures before any of them updates a parameter.
 """
 
 import sys
@@ -29,13 +29,13 @@ from zeroamp.wrapping.state import wrap_state
 
 
 def attach_recovery(train: TrainStep) -> None:
-    """Let a `TrainStep` go on after exceptions: what `zeroamp.recovery` asks for."""
+    """Attach a `Recovery` to a `TrainStep`, for `zeroamp.recovery`."""
     train.recovery = recovery = Recovery(train)
     train.callbacks.append(recovery)
 
 
 class Recovery(Callback):
-    """What a `TrainStep` knows of failures on this rank and, at the end of each optimizer step, on the others."""
+    """Tracks failures on this rank, and exchanges them with the other ranks at the end of each optimizer step."""
 
     def __init__(self, train: TrainStep) -> None:
         state = wrap_state(train.model)
@@ -64,7 +64,7 @@ class Recovery(Callback):
         return self._is_inside_step and (failure is None or failure.where in ("forward", "backward"))
 
     def statistics(self) -> Sequence[float]:
-        """Return the number of failures on this rank: none, where it comes to the sum by itself."""
+        """Return 0, the number of failures: a failed rank sends 1 from `_end_as_failed` instead."""
         return (0.0,)
 
     def on_statistics(self, sums: torch.Tensor) -> None:
@@ -87,7 +87,7 @@ class Recovery(Callback):
         raise PeerError(f"Another rank failed in this optimizer step: {found}. {remedy}")
 
     def on_no_gradient(self, error: Exception) -> None:
-        """Tell the others, which wait in the sum of the step's statistics."""
+        """Send the failure to the other ranks, which wait in the all-reduce of the step's statistics."""
         self._end_as_failed(Failure(where="step", text=describe_error(error)))
 
     def on_step_discarded(self) -> None:
@@ -96,8 +96,8 @@ class Recovery(Callback):
         self._watch.has_begun = False
 
     def _end_as_failed(self, failure: Failure) -> None:
-        """End the optimizer step in the place of `on_statistics`: the other ranks raise."""
-        # As many numbers as the others send: the loss, the squares, and those of all callbacks.
+        """End the optimizer step after a failure on this rank: the other ranks raise in `on_statistics`."""
+        # The same numbers as on the other ranks: the loss, the sum of squares, and the callbacks' statistics.
         numbers = [0.0, 0.0]
         for callback in self._callbacks:
             numbers += [1.0] if callback is self else [0.0] * len(callback.statistics())
@@ -108,7 +108,7 @@ class Recovery(Callback):
         self._discard_step()
 
     def recover(self) -> None:
-        """Issue what the other ranks still wait for, and forget the optimizer step.
+        """Issue the collectives that the other ranks still wait for, and discard the optimizer step.
 
         Raises:
             StepError: this rank cannot know what they wait for, or its parameters may be updated in part.
@@ -129,7 +129,7 @@ class Recovery(Callback):
             raise _beyond_recovery(failure)
 
     def _finish_evaluation(self) -> None:
-        """Unshard for real what the others unshard in this forward: it ends well there, and they are told nothing."""
+        """All-gather what the other ranks still unshard in this forward, so that their evaluation succeeds."""
         state = self._state
         rest = self._rest_of_evaluation()
         self._abandon()
@@ -141,7 +141,7 @@ class Recovery(Callback):
             release(group)
 
     def _finish_step(self, failure: Failure | None) -> None:
-        """Issue the rest of the optimizer step with zeros, and tell the other ranks at its end."""
+        """Issue the rest of the optimizer step with zeros, and send the failure to the other ranks at its end."""
         rest = self._rest_of_step()
         failure = failure or Failure(where="the training loop", text=describe_error(sys.exception()))
         self._abandon()  # first: it frees the memory that the rest needs

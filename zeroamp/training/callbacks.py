@@ -1,4 +1,4 @@
-"""`Callback`: what is called while a `TrainStep` runs. Everything outside of the core that follows a step is one."""
+"""`Callback`: methods that `TrainStep` calls while it runs. Reporting and recovery attach through it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,15 +10,15 @@ from torch import nn
 from zeroamp.training.step_report import StepReport
 
 Phase = Literal["backward", "optimizer"]
-""""backward" is that of one micro-batch, "optimizer" the end of an optimizer step: norm, clip, update, schedule. With
-`clip_grad_norm` and `update` called apart, there are two of the latter."""
+""""backward" is the backward of one micro-batch. "optimizer" is the end of an optimizer step: norm, clip, update,
+scheduler. If `clip_grad_norm` and `update` are called separately, each is one "optimizer" phase."""
 
 
 class Callback:
-    """Base class of what follows a `TrainStep`: override methods, and add an instance to `TrainStep.callbacks`.
+    """Base class of callbacks. Override methods, and append an instance to `TrainStep.callbacks`.
 
     Callbacks are called in the order of the list, on every rank. Unless a method says otherwise, they must not change
-    gradients or parameters, must issue the same collectives on all ranks or none, and must not raise.
+    gradients or parameters, must issue the same collectives on all ranks, and must not raise.
 
     ```python
     class PrintLoss(zeroamp.Callback):
@@ -30,29 +30,29 @@ class Callback:
     """
 
     def on_phase_begin(self, phase: Phase, /) -> None:
-        """A phase begins."""
+        """Called when a phase begins."""
 
     def on_phase_end(self, phase: Phase, /) -> None:
-        """A phase ended, or raised."""
+        """Called when a phase ends, also if it raised."""
 
     def statistics(self) -> Sequence[float]:
-        """Return numbers to sum over ranks in the step's one all-reduce; always as many, on all ranks."""
+        """Return numbers to sum over ranks in the step's all-reduce: the same count at every step, on all ranks."""
         return ()
 
     def on_statistics(self, sums: torch.Tensor, /) -> None:
-        """The sums of `statistics`, fp64, on the device. Nothing is updated yet. May raise, on all ranks alike."""
+        """Called before the update with the sums of `statistics`, 1-D fp64 on the device. May raise, on all ranks."""
 
     def on_no_gradient(self, error: Exception, /) -> None:
-        """This rank has no gradient and will raise `error` instead of taking part in the step's all-reduce."""
+        """Called if this rank has no gradient. The step then raises `error` before the step's all-reduce."""
 
     def before_update(self) -> None:
-        """The step's all-reduce is done, the update follows. May issue collectives."""
+        """Called between the step's all-reduce and the update. May issue collectives."""
 
     def on_step_end(self, report: StepReport, /) -> None:
-        """The optimizer step was taken or skipped, and its gradients are gone. May raise, on all ranks alike."""
+        """Called after an optimizer step, taken or skipped, with gradients released. May raise, on all ranks alike."""
 
     def on_step_discarded(self) -> None:
-        """The micro-batches of this optimizer step were given up by `zero_grad` or `recover`."""
+        """Called after `zero_grad` or `recover` discarded the current optimizer step."""
 
 
 class Callbacks(list[Callback]):
@@ -60,8 +60,8 @@ class Callbacks(list[Callback]):
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Call all that are there when a phase begins, then and at its end."""
-        callbacks = tuple(self)  # one may leave, with what it watches, at any moment
+        """Call `on_phase_begin` on entry and `on_phase_end` on exit, of the callbacks present on entry."""
+        callbacks = tuple(self)  # a copy: a callback may be removed during the phase
         for callback in callbacks:
             callback.on_phase_begin(phase)
         try:
@@ -72,7 +72,7 @@ class Callbacks(list[Callback]):
 
 
 StepObserver = Callable[[nn.Module], None]
-"""Called with the wrapped root, on every rank, after a step was taken or skipped and its gradients are gone."""
+"""Called with the wrapped root, on every rank, after a step was taken or skipped and its gradients released."""
 
 _observers: list[StepObserver] = []
 
@@ -81,7 +81,7 @@ _observers: list[StepObserver] = []
 def observe_steps(observer: StepObserver) -> Iterator[None]:
     """Call `observer` after every optimizer step of this process inside the context.
 
-    For a profiler that is there before the `TrainStep` that it follows. What an observer raises, the step raises.
+    For a profiler that starts before the `TrainStep` is built. An error in an observer is raised by the step.
     """
     _observers.append(observer)
     try:
@@ -91,6 +91,6 @@ def observe_steps(observer: StepObserver) -> Iterator[None]:
 
 
 def tell_observers(root: nn.Module) -> None:
-    """Call all observers after an optimizer step of the model of `root`."""
+    """Call all observers with `root`, the wrapped model of the optimizer step that ended."""
     for observer in tuple(_observers):
         observer(root)

@@ -1,4 +1,4 @@
-"""What `TrainStep` takes: the scheduler's interface, and optimizers and schedulers that it refuses."""
+"""Checks the arguments of `TrainStep`: the scheduler's interface, and which optimizers and schedulers are refused."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -11,7 +11,7 @@ from zeroamp.policies.errors import StepError
 
 
 class Scheduler(Protocol):
-    """What `TrainStep` needs of a learning-rate scheduler."""
+    """The interface of a learning-rate scheduler that `TrainStep` calls."""
 
     def step(self) -> Any:
         """Move to the next optimizer step's learning rate."""
@@ -19,13 +19,13 @@ class Scheduler(Protocol):
 
 @runtime_checkable
 class StatefulScheduler(Scheduler, Protocol):
-    """What a checkpoint needs of it."""
+    """A scheduler whose state a checkpoint saves and restores."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return the state as plain values."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore them."""
+        """Restore what `state_dict` returned."""
 
 
 def refuse_metric(scheduler: Scheduler | None) -> None:
@@ -38,7 +38,7 @@ def refuse_metric(scheduler: Scheduler | None) -> None:
 
 
 def refuse_foreign(optimizers: Sequence[torch.optim.Optimizer], parameters: list[nn.Parameter]) -> None:
-    """Raise StepError if an optimizer holds another parameter than these, the wrapped model's, or two hold the same."""
+    """Raise StepError if an optimizer holds a parameter not in `parameters`, or two optimizers hold the same one."""
     holders: dict[int, int | None] = {id(parameter): None for parameter in parameters}
     for number, optimizer in enumerate(optimizers):
         name = "optimizer" if len(optimizers) == 1 else f"optimizer {number}"
@@ -60,7 +60,7 @@ def refuse_foreign(optimizers: Sequence[torch.optim.Optimizer], parameters: list
 
 
 def refuse_several(optimizers: Sequence[torch.optim.Optimizer], method: str) -> None:
-    """Raise StepError for a method that takes a `TrainStep` with one optimizer only."""
+    """Raise StepError if there are several optimizers. `method`, named in the error, supports one only."""
     if len(optimizers) != 1:
         raise StepError(
             f"{method} takes a TrainStep with one optimizer, but this one has {len(optimizers)}. Save and load their "

@@ -1,4 +1,4 @@
-"""Loads what is outside of the core by its name, where a config asks for it. The core imports none of it."""
+"""Imports packages outside of the core only if a config key needs them. See `zeroamp.EXTENSIONS`."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 def load(key: str) -> Callable[..., Any]:
-    """Return the function that `zeroamp.EXTENSIONS` has under `key`."""
-    from zeroamp import EXTENSIONS  # not at the top: `zeroamp` is being imported then
+    """Import and return the function that `zeroamp.EXTENSIONS` lists under `key`."""
+    from zeroamp import EXTENSIONS  # not at the top, where `zeroamp` is only partly imported
 
     module, _, name = EXTENSIONS[key].partition(":")
     function: Callable[..., Any] = getattr(import_module(module), name)
@@ -20,7 +20,7 @@ def load(key: str) -> Callable[..., Any]:
 
 
 def attach_extensions(train: "TrainStep", policy: Policy) -> None:
-    """Call, once each, the functions of the keys that are on in the config, in the order of the table."""
+    """Call the function of each key that the config enables, in the order of `EXTENSIONS`. Each function runs once."""
     from zeroamp import EXTENSIONS
 
     keys = {target: key for key, target in EXTENSIONS.items() if getattr(policy, key.rpartition(".")[2], None)}

@@ -1,4 +1,4 @@
-"""The loss of a model's output."""
+"""Takes the loss from a model's output."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,10 +11,10 @@ LossFunction = Callable[[Any], torch.Tensor]
 
 
 def loss_of(output: Any, loss_fn: LossFunction | None, *, where: str, error: type[ZeroAmpError]) -> torch.Tensor:
-    """Return `loss_fn(output)`. Without `loss_fn`: the output's `.loss`, or the output itself where it has none.
+    """Return `loss_fn(output)`. Without `loss_fn`, return `output.loss`, or `output` if it has no such attribute.
 
     Raises:
-        error: this is no scalar tensor that depends on trainable parameters. The text begins with `where`.
+        error: the loss is not a tensor of one element that requires a gradient. The text begins with `where`.
     """
     loss = loss_fn(output) if loss_fn is not None else getattr(output, "loss", output)
     if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:

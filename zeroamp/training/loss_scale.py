@@ -1,7 +1,7 @@
-"""Loss scaling: `torch.amp.GradScaler` holds the scale and applies it, `policies.LossScale` says how it moves.
+"""Loss scaling: `torch.amp.GradScaler` holds and applies the scale, `policies.LossScale` computes the next one.
 
-GradScaler's own `update` knows neither hysteresis nor a minimum, and its non-finite check is one collective per
-parameter group; here the check is the global gradient norm's, which all ranks share already.
+GradScaler's own `update` has neither hysteresis nor a minimum, and its non-finite check needs one collective per
+parameter group. Here the check reads the global gradient norm, which is the same on all ranks already.
 """
 
 import math
@@ -18,7 +18,7 @@ NUM_NORMS_KEPT = 5
 
 
 class LossScaler:
-    """The loss scale of one training run; with a scale that is off, everything passes through unchanged."""
+    """The loss scale of one training run. If it is not enabled, losses pass through unchanged."""
 
     def __init__(self, config: LossScale, device_type: str, *, enabled: bool) -> None:
         self.config = config
@@ -34,26 +34,26 @@ class LossScaler:
 
     @property
     def scale(self) -> float:
-        """What the next backward multiplies the loss by. Known on the host."""
+        """The factor by which the next backward multiplies the loss. Reading it does not wait for the device."""
         return self.state.scale if self.enabled else 1.0
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether overflows have left nothing to lower: one in the next step is an error."""
+        """Whether overflows have lowered the scale to its minimum, so that the next overflow raises."""
         return self.config.is_exhausted(self.state) and self.state.last_overflow >= 0
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss times the scale."""
+        """Return the loss times the scale, in the loss's shape."""
         return self._grad_scaler.scale(loss)
 
     def overflowed(self, norm: torch.Tensor, num_steps: int) -> bool:
-        """Move the scale after a step with this unscaled global norm (0-D fp64); return whether to skip the step.
+        """Update the scale after a step with this unscaled global norm (0-D fp64). Return whether to skip the step.
 
-        A sum of squares in fp64 of finite fp32 gradients is finite, so the norm is non-finite exactly where a gradient
-        is, and the same on all ranks. Reads the norm on the host, as `GradScaler.step` does.
+        The fp64 sum of squares of finite fp32 gradients is finite. So the norm is non-finite exactly if a gradient is,
+        and all ranks agree. Waits for the device, as `GradScaler.step` does.
 
         Raises:
-            StepError: on all ranks, if it overflows at the minimum scale.
+            StepError: on all ranks, if a gradient overflowed at the minimum scale.
         """
         if not self.enabled:
             return False
@@ -72,15 +72,15 @@ class LossScaler:
         return overflow
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `load_state_dict` restores: plain numbers."""
+        """Return the scale, its counters and its kind (off, fixed or dynamic), as plain values."""
         return {"kind": self._kind, **asdict(self.state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the scale and its counters.
 
         Raises:
-            StepError: the state is of another kind of scale (off, fixed or dynamic) than the config's, or of another
-                fixed one.
+            StepError: the state has another kind of scale (off, fixed or dynamic) than the config, or another value of
+                a fixed scale.
         """
         values = {key: value for key, value in state.items() if key != "kind"}
         if state["kind"] != self._kind or (self._kind == "fixed" and values["scale"] != self.config.initial):
@@ -95,5 +95,5 @@ class LossScaler:
             )
         self.state = LossScaleState(**values)
         if self.enabled:
-            # A new one, because GradScaler takes a new scale only after its first use.
+            # A new GradScaler: an unused one does not accept a new scale.
             self._grad_scaler = torch.amp.GradScaler(self._device_type, init_scale=self.state.scale)

@@ -1,6 +1,6 @@
 """`MicroBatches`: the micro-batches of one optimizer step, from the first backward to gradients on the shards.
 
-`TrainStep` and the observed step of `Ledger.verify` both drive one.
+`TrainStep` and the observed step of `Ledger.verify` both use it.
 """
 
 from collections.abc import Iterator
@@ -28,10 +28,10 @@ RESTART = "Restart from the last checkpoint."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """What raised on this rank. The text only: an exception would keep the tensors of its frames alive."""
+    """An exception on this rank, as text. Retaining the exception would retain the tensors of its frames."""
 
     where: Where
-    """"evaluation" is a forward without gradients, "the training loop" what is not the model's or the step's."""
+    """"evaluation" is a forward without gradients. "the training loop" is the caller's own code."""
     text: str
 
     def __str__(self) -> str:
@@ -39,12 +39,12 @@ class Failure:
 
     @property
     def can_be_recovered(self) -> bool:
-        """Whether parameters and process groups are known to be whole."""
+        """Whether parameters and process groups are intact after the failure."""
         return self.where not in ("optimizer.step", "recovery")
 
 
 def describe_error(error: BaseException | None) -> str:
-    """Return an error's class and text, for another rank."""
+    """Return an error's class and text, to send to another rank."""
     return "an error that was handled before recover()" if error is None else f"{type(error).__name__}: {error}"
 
 
@@ -53,29 +53,29 @@ class MicroBatches:
 
     def __init__(self, state: WrapState) -> None:
         self.num_done = 0
-        """Backwards of this optimizer step."""
+        """Number of backwards run in this optimizer step."""
         self.is_complete = False
-        """Whether the last micro-batch was one of them: gradients are reduced."""
+        """Whether the last micro-batch has run, so that gradients are reduced."""
         self.failure: Failure | None = None
-        """The first exception since the last `clear_failure`: later ones follow from it."""
+        """The first exception since the last recovery. Later exceptions follow from the first."""
         self.remedy = f"{RESTART} To go on after such an error, set zeroamp.recovery to true."
-        """What to do about a failure."""
+        """The advice that errors give after a failure that can be recovered."""
         self.units = [module for module in state.root.modules() if isinstance(module, FSDPModule)]
         self._state = state
-        # Not the model, which may be a module that torch.compile put around it.
+        # The root, not the model: `torch.compile` may have wrapped the model in another module.
         self._root = cast(FSDPModule, state.root)
         reshard(self.units)
         self.parameters = list(state.root.parameters())
-        """The sharded parameters. While a group is unsharded `model.parameters()` yields others, without gradients."""
+        """The sharded parameters. `model.parameters()` yields unsharded ones while a group is unsharded."""
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
-        """Run the backward of one micro-batch, of a `loss` that is scaled and divided already."""
-        self._state.root_forward.reset()  # a forward that a KeyboardInterrupt ended has left nothing
+        """Run the backward of one micro-batch. `loss` is already scaled and divided."""
+        self._state.root_forward.reset()  # of a forward that a KeyboardInterrupt ended
         if self.num_done == 0:
             self._set_accumulation(torch.float32 if is_last else self._state.plan.policy.grad_accum_dtype)
         accumulator = self._state.shard_accumulator
         if accumulator is not None and self.num_done == 0 and is_last:
-            accumulator.forget()  # there is nothing to sum: the gradient is not rounded
+            accumulator.forget()  # one micro-batch: nothing to sum, so the gradient is not rounded
         elif accumulator is not None:
             accumulator.watch(self.parameters)
         self._set_flags(is_first=self.num_done == 0, is_last=is_last)
@@ -94,7 +94,7 @@ class MicroBatches:
         self.is_complete = is_last
 
     def _set_accumulation(self, dtype: torch.dtype) -> None:
-        """Sum unsharded gradients in `dtype` in this optimizer step, which may have another count than the config."""
+        """Sum unsharded gradients in `dtype` in this optimizer step. Its micro-batches may differ from the config's."""
         if self._state.plan.policy.stage >= 2 or dtype == self._state.accumulates_in:
             return
         if not all(set_accumulation_dtype(unit, dtype) for unit in self.units):
@@ -106,10 +106,11 @@ class MicroBatches:
         self._state.accumulates_in = dtype
 
     def _set_flags(self, *, is_first: bool, is_last: bool) -> None:
-        """Set what FSDP2 does in the backward of the first, the last or another micro-batch of an optimizer step.
+        """Set FSDP2's flags for the backward of one micro-batch, by its place in the optimizer step.
 
-        Stages 0 and 1 reduce once per optimizer step. Stages 0 to 2 keep parameters unsharded until its end; stage 3
-        only those of the model-wide group, which the next forward would unshard first. docs/precision.md has the table.
+        Stages 0 and 1 reduce once per optimizer step. Stages 0 to 2 leave parameters unsharded until the end of the
+        optimizer step. Stage 3 does so for the model-wide group only, because the next forward unshards that group
+        first. docs/precision.md has the table.
         """
         stage = self._state.plan.policy.stage
         if is_last and stage < 2 and not is_first:
@@ -123,8 +124,8 @@ class MicroBatches:
                 self._state.holders[group.name].set_reshard_after_backward(is_last, recurse=False)
 
     def finish(self) -> None:
-        """Put the sharded parameters back, and all gradients of the step onto them as sharded fp32 DTensors."""
-        reshard(self.units)  # after a backward they are; after an evaluation in between they may not be
+        """Reshard the parameters, and set their gradients of the optimizer step as sharded fp32 DTensors."""
+        reshard(self.units)  # an evaluation since the backward may have left groups unsharded
         if self._state.shard_accumulator is not None:
             self._state.shard_accumulator.flush()
 
@@ -141,7 +142,7 @@ class MicroBatches:
         self.num_done, self.is_complete = 0, False
 
     def discard(self) -> None:
-        """Give up an optimizer step, also midway: no gradient is left, sharded or unsharded."""
+        """Discard an optimizer step at any point, with all its sharded and unsharded gradients."""
         self._state.root_forward.reset()
         if self.num_done > 0:
             for unit in self.units:
@@ -152,7 +153,7 @@ class MicroBatches:
 
     @contextmanager
     def noting(self, where: Where) -> Iterator[None]:
-        """Note what raises inside, and let it go on."""
+        """Record an exception that is raised inside the context, and re-raise it."""
         try:
             yield
         except BaseException as error:
@@ -160,18 +161,18 @@ class MicroBatches:
             raise
 
     def note(self, where: Where, error: BaseException) -> None:
-        """Note an exception, unless there is one already."""
+        """Record an exception, unless one is recorded already."""
         if self.failure is None:
             self.failure = Failure(where=where, text=describe_error(error))
 
     def refuse_after_failure(self, method: str) -> None:
-        """Raise StepError if something raised since the last `clear_failure`."""
+        """Raise StepError if a failure is recorded. `method` is the caller's name in the error."""
         if self.failure is not None:
             remedy = self.remedy if self.failure.can_be_recovered else RESTART
             raise StepError(f"{method} was called after an earlier failure in {self.failure}. {remedy}")
 
     def refuse_unfinished(self, method: str) -> None:
-        """Raise StepError between the first backward of an optimizer step and its end."""
+        """Raise StepError if an optimizer step has run a backward but has not ended."""
         if self.num_done > 0:
             raise StepError(
                 f"{method} was called after {self.num_done} micro-batches of an optimizer step. Call it between two "

@@ -1,7 +1,8 @@
-"""The true global gradient norm, and clipping by it.
+"""Computes the global gradient norm, and clips by it.
 
-With offloading, gradient shards are on the CPU and what ranks exchange is on the mesh's device; a parameter without
-elements is no shard and stays on the mesh's device. So every function here takes gradients on several devices.
+With offloading, gradient shards are on the CPU, and their sum of squares is all-reduced on the mesh's device. A
+parameter without elements is not sharded and stays on the mesh's device. So every function here accepts gradients on
+several devices.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +14,7 @@ from zeroamp.planning.mesh import local_part
 
 
 def local_gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Return this rank's shard of `parameter.grad`."""
+    """Return this rank's shard of `parameter.grad`, as a plain tensor."""
     gradient = parameter.grad
     if gradient is None:
         raise AssertionError("expected a parameter with a gradient, got None")
@@ -24,7 +25,7 @@ def local_gradient(parameter: nn.Parameter) -> torch.Tensor:
 def local_sum_of_squares(parameters: Sequence[nn.Parameter], device: torch.device) -> torch.Tensor:
     """Return the sum of squares of this rank's gradient shards: 0-D, fp64, on `device`.
 
-    In fp64, because a sharded and an unsharded sum in fp32 differ in the last bit: the stages would disagree.
+    The sum is in fp64: sharded and unsharded fp32 sums differ in the last bit, so that ZeRO stages would disagree.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradients in _by_device(local_gradient(parameter) for parameter in parameters).values():

@@ -1,4 +1,4 @@
-"""The torch optimizer that the config's `optimizer` block asks for."""
+"""Builds the torch optimizer of the config's `optimizer` block."""
 
 import os
 from collections.abc import Mapping
@@ -12,21 +12,21 @@ from zeroamp.policies import ConfigError, Policy, policy_from_config
 from zeroamp.policies.schema import AdamParams, SGDParams
 
 PolicyLike = Policy | Mapping[str, Any] | str | os.PathLike[str]
-"""A policy, or what `policy_from_config` reads: a mapping, or the path of a JSON file."""
+"""A `Policy`, or a config for `policy_from_config`: a mapping or the path of a JSON file."""
 
 
 def optimizer_from_config(cfg: PolicyLike, params: ParamsT, /, **auto: Any) -> torch.optim.Optimizer:
     """Build the optimizer of the config's `optimizer` block. Call it after `wrap_model`.
 
-    It is torch's own: DeepSpeed's "Adam" is `torch.optim.AdamW` unless adam_w_mode is false.
+    The optimizer is a class of `torch.optim`. DeepSpeed's "Adam" is `AdamW` unless adam_w_mode is false.
 
     Args:
-        cfg: a policy, or what `policy_from_config` takes.
-        params: `model.parameters()`, or param groups whose own entries win, as torch's optimizers take them.
-        auto: what `policy_from_config` takes beside a config; nothing with a policy.
+        cfg: a `Policy`, or a config for `policy_from_config`: a mapping or the path of a JSON file.
+        params: `model.parameters()`, or param groups as in torch's optimizers. Entries of a group override the config.
+        auto: keyword arguments of `policy_from_config`. Must be empty if `cfg` is a `Policy`.
 
     Raises:
-        ConfigError: the config is wrong, or has no `optimizer`.
+        ConfigError: the config is invalid, or has no `optimizer`.
     """
     block = policy_of(cfg, auto).optimizer
     if block is None:
@@ -43,15 +43,15 @@ def optimizer_from_config(cfg: PolicyLike, params: ParamsT, /, **auto: Any) -> t
 
 
 def _arguments(settings: AdamParams | SGDParams, optimizer_class: type[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Return the keys of the block that torch's optimizer has too: their names are torch's."""
+    """Return the keys of the block that are also arguments of torch's optimizer."""
     return settings.model_dump(include=set(signature(optimizer_class).parameters))
 
 
 def policy_of(cfg: PolicyLike, auto: Mapping[str, Any]) -> Policy:
-    """Return the policy that `cfg` is or describes.
+    """Return `cfg` if it is a policy, else the policy that `policy_from_config(cfg, **auto)` returns.
 
     Raises:
-        ConfigError: the config is wrong; or `auto` has values and `cfg` is a policy, whose values are settled.
+        ConfigError: the config is invalid, or `cfg` is a policy and `auto` is not empty.
     """
     if not isinstance(cfg, Policy):
         return policy_from_config(cfg, **auto)

@@ -1,4 +1,4 @@
-"""The learning-rate scheduler that the config's `scheduler` block asks for."""
+"""Builds the learning-rate scheduler of the config's `scheduler` block."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,40 +20,40 @@ CURVES: dict[str, Callable[..., learning_rate.Curve]] = {
 
 
 class CurveLR(torch.optim.lr_scheduler.LRScheduler):
-    """Sets every param group to its curve; for a OneCycle with momentum, its betas as well.
+    """Sets the learning rate of every param group from a curve. OneCycle with momentum sets betas as well.
 
-    `last_epoch` is the number of the coming optimizer step, from 0 on. `TrainStep` moves it, or `step()` does after
-    each `optimizer.step()`.
+    `last_epoch` is the number of the next optimizer step, from 0 on. `step()` increments it: `TrainStep` calls `step()`
+    after each update; a plain loop calls it after each `optimizer.step()`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, curves: list[learning_rate.Curve]) -> None:
-        """Put the optimizer on step 0, with one curve per param group."""
+        """Set the learning rates of step 0. `curves` has one curve per param group."""
         self.curves = curves
-        super().__init__(optimizer)  # its last act is a step() from -1 to 0
+        super().__init__(optimizer)  # ends with step(), from -1 to 0
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        """Return the learning rate of the coming step, per param group."""
+        """Return the learning rate of the next optimizer step, one per param group."""
         pairs = zip(self.curves, self.base_lrs, strict=True)
         return [curve.lr(self.last_epoch, float(base_lr)) for curve, base_lr in pairs]
 
     def step(self, epoch: int | None = None) -> None:
         """Go to the next step, or to step `epoch`.
 
-        Torch's own would also warn where `optimizer.step` was not called or was replaced in between. A step that
-        float16 skips looks like that, and a curve over step numbers needs no such order.
+        Unlike torch's `LRScheduler.step`, this does not warn if `optimizer.step` was not called before it. float16
+        skips `optimizer.step` on overflow, and a curve over step numbers does not depend on that order.
         """
         self.last_epoch = self.last_epoch + 1 if epoch is None else epoch
         self._apply()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step, and the learning rates that the curves start from, as plain numbers."""
+        """Return the number of the next step, and the base learning rate of each param group, as plain numbers."""
         return {"last_epoch": self.last_epoch, "base_lrs": [float(base_lr) for base_lr in self.base_lrs]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to the saved step, and set the learning rates there: the optimizer's state may be loaded before or after.
+        """Restore the step and set its learning rates. The optimizer's state may be loaded before or after.
 
         Raises:
-            StepError: the state is not one of `state_dict`, or of an optimizer with another number of param groups.
+            StepError: the state is not from `state_dict`, or has another number of param groups.
         """
         num_groups = len(self.curves)
         if set(state_dict) != {"last_epoch", "base_lrs"} or len(state_dict["base_lrs"]) != num_groups:
@@ -67,7 +67,7 @@ class CurveLR(torch.optim.lr_scheduler.LRScheduler):
     def _apply(self) -> None:
         values = self.get_lr()
         for group, curve, lr in zip(self.optimizer.param_groups, self.curves, values, strict=True):
-            # A learning rate that is a tensor (capturable, compiled) is read where it lies.
+            # A tensor (capturable, compiled) is updated in place: compiled code reads this tensor.
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)
             else:
@@ -81,16 +81,17 @@ class CurveLR(torch.optim.lr_scheduler.LRScheduler):
 def scheduler_from_config(cfg: PolicyLike, optimizer: torch.optim.Optimizer, /, **auto: Any) -> CurveLR:
     """Build the scheduler of the config's `scheduler` block, for `TrainStep(scheduler=)` or a plain loop.
 
-    Every optimizer step has the learning rate that DeepSpeed's engine has there, from the first on.
+    Every optimizer step, from the first on, has the same learning rate as in DeepSpeed's engine.
 
     Args:
-        cfg: a policy, or what `policy_from_config` takes.
-        optimizer: its learning rates are set at once. WarmupCosineLR, and WarmupLR without a maximum, start from those
-            it has ("initial_lr" of its param groups, where an earlier scheduler has left one).
-        auto: what `policy_from_config` takes beside a config; nothing with a policy.
+        cfg: a `Policy`, or a config for `policy_from_config`: a mapping or the path of a JSON file.
+        optimizer: its learning rates are set by this call. WarmupCosineLR, and WarmupLR without a maximum, use the
+            optimizer's present learning rates as base ("initial_lr" of its param groups, if an earlier scheduler set
+            it).
+        auto: keyword arguments of `policy_from_config`. Must be empty if `cfg` is a `Policy`.
 
     Raises:
-        ConfigError: the config is wrong, has no `scheduler`, or has one that does not fit the optimizer.
+        ConfigError: the config is invalid, has no `scheduler`, or has one that does not fit the optimizer.
     """
     block = policy_of(cfg, auto).scheduler
     if block is None:
@@ -103,7 +104,7 @@ def scheduler_from_config(cfg: PolicyLike, optimizer: torch.optim.Optimizer, /, 
 
 
 def _curve(block: SchedulerBlock, index: int) -> learning_rate.Curve:
-    """Return the curve of param group `index`: where a key has one value per group, its own."""
+    """Return the curve of param group `index`. A key with one value per group uses the value at `index`."""
     keys = block.params.model_dump(exclude={"last_batch_iteration"})
     return CURVES[block.type](**{key: _of_group(value, index) for key, value in keys.items()})
 

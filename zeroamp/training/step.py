@@ -29,11 +29,11 @@ T = TypeVar("T")
 
 
 class Recovery(Protocol):
-    """What `TrainStep.recover` calls, where `zeroamp.recovery` is true."""
+    """The interface that `TrainStep.recover` calls. An implementation is attached if `zeroamp.recovery` is true."""
 
     @property
     def is_cut_short(self) -> bool:
-        """Whether this rank left out the rest of an optimizer step's micro-batches."""
+        """Whether this rank stopped before the last micro-batch of the optimizer step."""
 
     def recover(self) -> None:
         """See `TrainStep.recover`."""
@@ -42,17 +42,17 @@ class Recovery(Protocol):
 class TrainStep:
     """Drives the optimizer steps of a wrapped model.
 
-    The config's number of micro-batches per optimizer step::
+    With `gradient_accumulation_steps` micro-batches per optimizer step, as the config sets::
 
         for batch in loader:
             train.backward(model(**batch).loss)
             report = train.step()  # None until the last micro-batch of an optimizer step
 
-    Any number of them, where the caller ends the step::
+    With any number of micro-batches, where the caller marks the last one::
 
         for micro_batch in micro_batches:
             train.backward(loss_of(micro_batch), is_last=micro_batch is micro_batches[-1], divide=False)
-        norm = train.clip_grad_norm()  # or both in one: train.step()
+        norm = train.clip_grad_norm()  # train.step() does both
         report = train.update()
     """
 
@@ -62,7 +62,7 @@ class TrainStep:
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         scheduler: Scheduler | Sequence[Scheduler | None] | None = None,
     ) -> None:
-        """Take a model that `wrap_model` returned, and optimizers and schedulers that were built after it.
+        """Attach to a model that `wrap_model` returned, and to optimizers and schedulers built after that call.
 
         Args:
             model: the wrapped model, also inside `torch.compile`.
@@ -80,20 +80,20 @@ class TrainStep:
         """All optimizers, in the order in which they step."""
         schedulers = scheduler if isinstance(scheduler, Sequence) else (scheduler,) * (scheduler is not None)
         self.schedulers: tuple[Scheduler | None, ...] = tuple(schedulers) or (None,) * len(self.optimizers)
-        """One per optimizer; None where it has none."""
+        """One entry per optimizer: its scheduler, or None."""
         self.num_steps = 0
         """Optimizer steps taken."""
         self.num_skipped = 0
         """Optimizer steps skipped because a gradient was not finite."""
         self.callbacks = Callbacks()
-        """Called at every step, in this order. See `zeroamp.Callback`."""
+        """Called at every optimizer step, in the order of the list. See `zeroamp.Callback`."""
         self.recovery: Recovery | None = None
-        """Set where `zeroamp.recovery` is true."""
+        """None unless `zeroamp.recovery` is true."""
         self._state = wrap_state(model)
         self._policy = self._state.plan.policy
         self._world = process_group(self._state.mesh)
         self.micro_batches = MicroBatches(self._state)
-        """Those of the current optimizer step."""
+        """The micro-batches of the current optimizer step."""
         if not self.optimizers:
             raise StepError("TrainStep was given no optimizer. Pass one that holds parameters of the wrapped model.")
         if len(self.schedulers) != len(self.optimizers):
@@ -106,29 +106,29 @@ class TrainStep:
         refuse_foreign(self.optimizers, self.micro_batches.parameters)
         is_float16 = self._policy.low_dtype == torch.float16
         self._scaler = LossScaler(self._policy.loss_scale, self._state.mesh.device_type, enabled=is_float16)
-        self._loss_sum: torch.Tensor | None = None  # 0-D fp32, this rank's: of losses that `backward` divided
-        self._whole_loss: torch.Tensor | None = None  # the same of those that it did not
+        self._loss_sum: torch.Tensor | None = None  # 0-D fp32: sum of this rank's losses that `backward` divided
+        self._whole_loss: torch.Tensor | None = None  # 0-D fp32: sum of this rank's undivided losses
         self._num_divided = 0
         self._is_stepped = True  # whether `step` was called since the last backward
-        self._is_ended_by_caller: bool | None = None  # whether `is_last` is given in this optimizer step
+        self._is_ended_by_caller: bool | None = None  # whether this optimizer step passes `is_last`
         self._clipped: _Clipped | None = None  # between clip_grad_norm and update
         attach_extensions(self, self._policy)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer, where there is one.
+        """The only optimizer.
 
         Raises:
-            StepError: there are several: see `optimizers`.
+            StepError: there are several optimizers. Read `optimizers` instead.
         """
         return _only(self.optimizers, "optimizer")
 
     @property
     def scheduler(self) -> Scheduler | None:
-        """The scheduler, where there is one optimizer.
+        """The scheduler of the only optimizer, or None.
 
         Raises:
-            StepError: there are several: see `schedulers`.
+            StepError: there are several optimizers. Read `schedulers` instead.
         """
         return _only(self.schedulers, "scheduler")
 
@@ -143,25 +143,28 @@ class TrainStep:
 
     @property
     def saving(self) -> "Saving":
-        """The checkpoint that is saved in the background: `train.saving.wait()`, on every rank, waits for it."""
+        """The background save of a checkpoint. `train.saving.wait()`, on every rank, waits until it has ended."""
         saving: Saving = load("TrainStep.saving")(self._state)
         return saving
 
     @property
     def is_between_steps(self) -> bool:
-        """Whether no backward of an unfinished optimizer step was run."""
+        """Whether the current optimizer step has not run a backward yet."""
         return self.micro_batches.num_done == 0
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the autocast of the config, for a loss that is computed outside of the model's forward.
 
-        Under `torch_autocast` it is `torch.autocast(device_type, dtype)`, as around the forward; in other modes it does
-        nothing.
+        With `torch_autocast` this is `torch.autocast(device_type, dtype)`, the same as around the forward. In other
+        modes the context manager does nothing.
         """
         return autocast_of(self._state)
 
     def zero_grad(self) -> None:
-        """Give up the current optimizer step, if one has begun: discard gradients of this model, whoever made them."""
+        """Discard the current optimizer step and all gradients of this model.
+
+        Gradients that another loop's backward left on the model are discarded too.
+        """
         self.micro_batches.refuse_after_failure("TrainStep.zero_grad")
         self.micro_batches.discard()
         self._forget()
@@ -172,16 +175,17 @@ class TrainStep:
         """Run the backward of one micro-batch.
 
         Args:
-            loss: a scalar of any floating-point dtype; scaled and divided in fp32.
-            is_last: whether the optimizer step ends with this micro-batch. None: the config's
-                `gradient_accumulation_steps` decide, and `step` is called after each backward. With True and False the
-                caller decides; `step` is called after the last one only. One of the two ways per optimizer step.
-            divide: whether to divide the loss by the config's `gradient_accumulation_steps`. False for a loss that is
-                normalised over all micro-batches already, or where their number is another.
+            loss: one element, of any floating-point dtype. It is scaled and divided in fp32.
+            is_last: whether this is the last micro-batch of the optimizer step. With None, the config's
+                `gradient_accumulation_steps` decides, and `step` is called after each backward. With True or False, the
+                caller decides, and `step` is called after the last backward only. Do not mix None with True or False
+                in one optimizer step.
+            divide: whether to divide the loss by the config's `gradient_accumulation_steps`. Pass False if the loss is
+                already normalised over all micro-batches, or if their number differs from the config's.
 
         Raises:
-            StepError: `step` or `update` was not called since the last backward, the two ways of `is_last` are mixed,
-                `loss` is no scalar, or something raised without a `recover` after it.
+            StepError: `step` or `update` was not called since the last backward, None and a bool are mixed for
+                `is_last`, `loss` has more than one element, or `recover` was not called after an earlier failure.
         """
         self.micro_batches.refuse_after_failure("TrainStep.backward")
         is_last = self._is_last(is_last)
@@ -225,16 +229,17 @@ class TrainStep:
         return self.micro_batches.num_done + 1 == self._policy.gradient_accumulation_steps
 
     def step(self) -> StepReport | None:
-        """End the optimizer step after its last micro-batch: `clip_grad_norm()` and `update()` in one.
+        """End the optimizer step after its last micro-batch: run `clip_grad_norm()`, then `update()`.
 
         Returns:
-            None after another micro-batch than the last, where the config counts them.
+            The report of the optimizer step. None before its last micro-batch, if the config counts micro-batches.
 
         Raises:
-            StepError: there was no backward since the last call, the last one was given `is_last=False`, or something
-                raised without a `recover` after it.
+            StepError: no backward ran since the last call, the last backward was given `is_last=False`, no parameter
+                has a gradient, a gradient overflowed at the minimum loss scale, or `recover` was not called after an
+                earlier failure.
             PeerError: another rank failed in this optimizer step (with `zeroamp.recovery`). Nothing was updated.
-            CheckpointError: a save in the background failed. The step was taken.
+            CheckpointError: a background save failed. The optimizer step was taken.
         """
         self.micro_batches.refuse_after_failure("TrainStep.step")
         if self._clipped is None and self._is_stepped:
@@ -250,19 +255,22 @@ class TrainStep:
         return self._end(report)
 
     def clip_grad_norm(self, max_norm: float | None = None) -> torch.Tensor:
-        """Return the gradient norm of the optimizer step, and clip the gradients by it. Call `update` next.
+        """Clip the gradients of the optimizer step and return their norm before clipping. Call `update` next.
 
-        Between the two calls `parameter.grad` is the averaged, unscaled, clipped gradient: sharded, fp32. A float16
-        loss scale moves in this call, which finds overflows.
+        Between `clip_grad_norm` and `update`, `parameter.grad` is the averaged, unscaled, clipped gradient, a sharded
+        fp32 DTensor. A float16 loss scale moves in this call, which finds overflows.
 
         Args:
-            max_norm: the largest 2-norm; 0 does not clip. None: the config's `gradient_clipping`.
+            max_norm: the largest 2-norm; 0 does not clip. With None, the config's `gradient_clipping` is used.
 
         Returns:
             0-D fp32, on the device: the true norm over all parameters and ranks, before clipping.
 
         Raises:
-            As `step`.
+            StepError: the last micro-batch has not run, `clip_grad_norm` was called twice, `max_norm` is negative or
+                nan, no parameter has a gradient, a gradient overflowed at the minimum loss scale, or `recover` was not
+                called after an earlier failure.
+            PeerError: another rank failed in this optimizer step (with `zeroamp.recovery`). Nothing was updated.
         """
         self.micro_batches.refuse_after_failure("TrainStep.clip_grad_norm")
         if max_norm is not None and not max_norm >= 0:
@@ -273,11 +281,13 @@ class TrainStep:
         return self._clipped.norm
 
     def update(self) -> StepReport:
-        """Update the parameters after `clip_grad_norm`, step the schedulers, discard the gradients.
+        """Update the parameters after `clip_grad_norm`, step the schedulers, and discard the gradients.
+
+        If a gradient overflowed, neither parameters nor schedulers are updated.
 
         Raises:
-            StepError: `clip_grad_norm` was not called before, or an optimizer raised.
-            CheckpointError: a save in the background failed. The step was taken.
+            StepError: `clip_grad_norm` was not called before, or `recover` was not called after an earlier failure.
+            CheckpointError: a background save failed. The optimizer step was taken.
         """
         self.micro_batches.refuse_after_failure("TrainStep.update")
         if self._clipped is None:
@@ -287,7 +297,7 @@ class TrainStep:
         return self._end(report)
 
     def _end(self, report: StepReport) -> StepReport:
-        with ExitStack() as calls:  # of which each is made, also where one raises; the last pushed is the first made
+        with ExitStack() as calls:  # runs all of them, last pushed first, even if one raises
             calls.callback(tell_observers, self._state.root)
             for callback in reversed(self.callbacks):
                 calls.callback(callback.on_step_end, report)
@@ -317,7 +327,7 @@ class TrainStep:
                 with self._state.ranges.inside("clip"):
                     factor = clip_factor(norm.float(), max_norm) / scale
                     multiply_gradients(self.micro_batches.with_gradient(), factor)
-        except BaseException:  # whatever it was, the next backward begins a new optimizer step
+        except BaseException:  # after any error, the next backward begins a new optimizer step
             self._finish()
             raise
         return _Clipped(loss, norm.float(), scale, skipped)
@@ -325,8 +335,8 @@ class TrainStep:
     def _sum_over_ranks(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean loss and the sum of squares of the scaled gradient, 0-D fp64.
 
-        Their all-reduce is the only collective of an optimizer step beside those of its micro-batches. Callbacks may
-        add numbers to it.
+        One all-reduce sums both. It is the only collective of an optimizer step besides those of the micro-batches.
+        Callbacks may add numbers to this all-reduce.
         """
         with self.micro_batches.noting("step"):
             self.micro_batches.finish()
@@ -353,10 +363,11 @@ class TrainStep:
     def _local_statistics(self) -> torch.Tensor:
         """Return this rank's part of the mean loss and of the sum of squares, 1-D fp64 of 2 elements.
 
-        Ranks that hold the same shard count it once: each contributes its part of the squares.
+        With replicas, several ranks hold the same shard. Each divides its squares by the number of replicas, so that
+        the sum over ranks counts the shard once.
         """
         mesh = self._state.mesh
-        device = device_of(mesh)  # which the collective needs, wherever loss and shards are
+        device = device_of(mesh)  # the collective runs here; loss and shards may be elsewhere
         losses = ((self._loss_sum, self._num_divided), (self._whole_loss, 1))
         parts = [loss.to(device, torch.float64) / (n * mesh.size()) for loss, n in losses if loss is not None]
         squares = local_sum_of_squares(self.micro_batches.with_gradient(), device) / replicate_size(mesh)
@@ -404,17 +415,17 @@ class TrainStep:
         self._loss_sum, self._whole_loss, self._num_divided = None, None, 0
 
     def recover(self) -> int:
-        """Go on after an exception: call it on every rank that saw one, outside of the except block.
+        """Continue training after an exception. Call this on every rank that raised, outside of the except block.
 
-        Needs `"zeroamp": {"recovery": true}`. The optimizer step is given up on all ranks: gradients, and what it did
-        to buffers. The other ranks raise PeerError from `step`. See docs/recovery.md.
+        Needs `"zeroamp": {"recovery": true}`. All ranks discard the optimizer step: its gradients are released and
+        buffers are restored. The other ranks raise PeerError from `step`. See docs/recovery.md.
 
         Returns:
-            The micro-batches of the optimizer step that this rank did not come to: leave out as many, to be where other
-            ranks are.
+            The number of micro-batches of the optimizer step that this rank did not run. Skip as many batches, so that
+            this rank continues at the same batch as the others.
 
         Raises:
-            StepError: `zeroamp.recovery` is false, or training can only go on from a checkpoint.
+            StepError: `zeroamp.recovery` is false, or the run must be restarted from a checkpoint.
         """
         if self.recovery is None:
             raise StepError(
@@ -425,9 +436,9 @@ class TrainStep:
         if self._clipped is not None and self.micro_batches.failure is None:  # other ranks may have updated
             self.micro_batches.failure = Failure(where="optimizer.step", text="between clip_grad_norm() and update()")
         if self.recovery.is_cut_short and not self._is_ended_by_caller:
-            # If stepped, the next one had begun.
+            # If `step` was called since the last backward, the next micro-batch had begun.
             num_left = self._policy.gradient_accumulation_steps - self.micro_batches.num_done - self._is_stepped
-        self.micro_batches.end()  # first: the recovery needs some memory
+        self.micro_batches.end()  # first: releases memory that the recovery needs
         self.recovery.recover()
         self._forget()
         for callback in tuple(self.callbacks):
@@ -435,10 +446,10 @@ class TrainStep:
         return num_left
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts of steps and the loss scale, as plain numbers; optimizers and schedulers have their own.
+        """Return the counts of steps and the loss scale, as plain numbers. Save optimizers and schedulers separately.
 
         Raises:
-            StepError: inside an optimizer step, whose gradients would be lost.
+            StepError: called inside an optimizer step, whose gradients would be lost.
         """
         self.micro_batches.refuse_unfinished("TrainStep.state_dict")
         return {"num_steps": self.num_steps, "num_skipped": self.num_skipped, "loss_scale": self._scaler.state_dict()}
@@ -447,7 +458,7 @@ class TrainStep:
         """Restore what `state_dict` returned.
 
         Raises:
-            StepError: inside an optimizer step, or the state's kind of loss scale is not the config's.
+            StepError: called inside an optimizer step, or the state has another kind of loss scale than the config.
         """
         self.micro_batches.refuse_unfinished("TrainStep.load_state_dict")
         if "loss_scale" in state:
@@ -462,7 +473,7 @@ def _only(values: tuple[T, ...], name: str) -> T:
 
 
 class _Clipped:
-    """What `clip_grad_norm` found, for `update`."""
+    """The results of `clip_grad_norm` that `update` needs."""
 
     __slots__ = ("loss", "norm", "scale", "skipped")
 

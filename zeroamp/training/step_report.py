@@ -1,4 +1,4 @@
-"""`StepReport`: what one optimizer step did."""
+"""`StepReport`: loss, gradient norm, loss scale and learning rates of one optimizer step."""
 
 import logging
 from collections.abc import Sequence
@@ -14,7 +14,10 @@ logger = logging.getLogger("zeroamp")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """One optimizer step. Values stay on the device until they are read."""
+    """Loss, gradient norm, loss scale and learning rates of one optimizer step.
+
+    Tensors stay on the device. Reading `loss`, `grad_norm` or `lr` as numbers waits for the device.
+    """
 
     step: int
     """Optimizer steps taken, this one included unless it was skipped."""
@@ -22,17 +25,19 @@ class StepReport:
     """0-D fp64: the mean of the losses of all micro-batches and all ranks."""
     grad_norm_tensor: torch.Tensor
     """0-D fp32: the 2-norm of the averaged, unscaled gradient before clipping, over all trainable parameters. inf or
-    nan where a gradient is."""
+    nan if any gradient has such a value."""
     loss_scale: float
-    """What the losses of this step were multiplied by; 1 but for float16."""
+    """The factor by which the losses of this step were multiplied. 1 except in float16."""
     skipped: bool
-    """Whether a gradient was not finite: no update, no scheduler step. Only float16, and `bf16.check_grad_overflow`."""
+    """Whether the update and the scheduler step were skipped, because a gradient was not finite.
+
+    Only in float16 and with `bf16.check_grad_overflow`."""
     num_skipped: int = 0
-    """Optimizer steps skipped, this one included where it was: `TrainStep.num_skipped`."""
+    """Optimizer steps skipped so far, this one included: `TrainStep.num_skipped`."""
     is_scale_exhausted: bool = False
-    """Whether overflows have left nothing of a dynamic loss scale to lower: one in the next step ends the run."""
+    """Whether overflows have lowered a dynamic loss scale to its minimum, so that the next overflow raises."""
     lr_values: tuple[float | torch.Tensor, ...] = ()
-    """Learning rate of each of the optimizer's groups in this step, as the optimizer holds it."""
+    """Learning rate of each param group in this step, a number or a tensor as in the optimizer."""
 
     @property
     def loss(self) -> float:
@@ -46,12 +51,12 @@ class StepReport:
 
     @property
     def lr(self) -> tuple[float, ...]:
-        """The learning rate of each of the optimizer's groups; waits for the device where they are tensors."""
+        """The learning rate of each param group. Waits for the device if the rates are tensors."""
         return tuple(float(value) for value in self.lr_values)
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> tuple[float | torch.Tensor, ...]:
-    """Return the rate of each group; copies where they are tensors, which a scheduler changes in place."""
+    """Return the learning rate of each param group. Tensors are copied, because a scheduler changes them in place."""
     rates = [group["lr"] for group in optimizer.param_groups]
     return tuple(rate.detach().clone() if isinstance(rate, torch.Tensor) else rate for rate in rates)
 

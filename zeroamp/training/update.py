@@ -2,8 +2,8 @@
 
 [Note: The same bits, sooner]
 AdamW on DTensors runs about a dozen operations per parameter, and each is dispatched twice: by DTensor, in Python, and
-on the shard. An element-wise update gives the same bits on the shards as on the whole parameter. So such an optimizer
-gets plain shards in the place of its DTensors while it steps; before and after, it holds its DTensors.
+on the shard. An element-wise update gives the same bits on the shards as on the whole parameter. So `step` replaces the
+DTensors of such an optimizer by their plain shards, and puts the DTensors back afterwards.
 Only element-wise optimizers qualify: LAMB and Adafactor need statistics of the whole parameter. A step that creates
 state, such as the first, runs on DTensors; later steps change that state in place.
 """
@@ -24,7 +24,7 @@ ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:
-    """Call `optimizer.step()`, on shards where that is the same: see [Note: The same bits, sooner]."""
+    """Call `optimizer.step()`, on plain shards if that gives the same bits: see [Note: The same bits, sooner]."""
     if not works_on_shards(optimizer):
         optimizer.step()
         return
@@ -56,10 +56,10 @@ def _is_ready(group: dict[str, Any], states: dict[torch.Tensor, dict[str, Any]])
 
 
 def _has_state(parameter: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> bool:
-    """Whether a parameter's state is all there, and each value is sharded as it is or one plain element (a count)."""
-    if "momentum" not in group and not state:  # Adam and AdamW make all of it where there is nothing
+    """Whether a parameter's state is complete, and each value is sharded like the parameter or a plain 0-D tensor."""
+    if "momentum" not in group and not state:  # Adam and AdamW create their state in this step
         return False
-    if group.get("momentum") and state.get("momentum_buffer") is None:  # SGD makes it where there is none
+    if group.get("momentum") and state.get("momentum_buffer") is None:  # SGD creates it in this step
         return False
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
     return all(_is_like(parameter, value) or (value.dim() == 0 and type(value) is torch.Tensor) for value in tensors)
@@ -76,7 +76,7 @@ def _is_like(parameter: torch.Tensor, value: torch.Tensor) -> bool:
 def _on_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Give an optimizer plain shards, with their gradients and state; put its DTensors back afterwards."""
     own_state, own_params = optimizer.state, [group["params"] for group in optimizer.param_groups]
-    with torch.no_grad():  # else each `to_local` is an autograd function
+    with torch.no_grad():  # otherwise each `to_local` records an autograd function
         shards = {parameter: _shard(parameter) for params in own_params for parameter in params}
         shown = {
             shards[parameter]: {name: local_part(value) for name, value in own_state[parameter].items()}
@@ -94,7 +94,7 @@ def _on_shards(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         optimizer.state = own_state
         for group, params in zip(optimizer.param_groups, own_params, strict=True):
             group["params"] = params
-        # As an update of the DTensors would: autograd, and whoever caches by it, sees that they changed.
+        # As an update of the DTensors does: autograd and caches keyed by the version then detect the change.
         torch.autograd.graph.increment_version(updated)
     for shard, values in state.items():
         made = [name for name, value in values.items() if value is not shown.get(shard, {}).get(name)]

@@ -82,7 +82,7 @@ def _attach_root_forward(model: nn.Module, state: WrapState) -> None:
 
 
 def _needs_train_step(policy: Policy) -> str:
-    """Say which keys of the config a plain `loss.backward(); optimizer.step()` would leave out; "" for none."""
+    """Return, as text, the config keys that a plain `loss.backward(); optimizer.step()` would ignore, or ""."""
     keys = {
         "gradient_accumulation_steps": policy.gradient_accumulation_steps > 1,
         "gradient_clipping": policy.gradient_clipping > 0,

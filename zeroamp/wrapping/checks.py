@@ -70,7 +70,7 @@ def _checksum(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def check_torch(policy: Policy) -> None:
-    """Raise ConfigError if `policy` asks for what FSDP2 of this torch cannot do."""
+    """Raise ConfigError if `policy` sets an option that FSDP2 of the installed torch does not have."""
     asked = {
         "zeroamp.reduce_scatter_input_buffers": policy.reduce_scatter_input_buffers > 1,
         "zeroamp.separate_reduce_scatter_group": policy.separate_reduce_scatter_group,

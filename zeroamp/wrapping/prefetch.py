@@ -27,7 +27,7 @@ def attach_prefetch(model: nn.Module, plan: Plan, holders: Mapping[str, FSDPModu
     size = plan.policy.prefetch_bucket_size
     if plan.policy.stage != 3 or size <= 0:
         return
-    # Attach order, which is the plan's; the model-wide group is gathered once, by the root.
+    # Attach order, which is the plan's; the root all-gathers the model-wide group once.
     gathered = {unit: [cast(FSDPModule, model.get_submodule(unit))] for unit in ("", *plan.units)}
     for group in plan.groups:
         if group.name in holders:

@@ -34,15 +34,15 @@ _shared: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]],
 class RankGroup:
     """A gloo process group of the ranks of a mesh.
 
-    It is apart from the groups of training, whose collectives a save in the background must not mix with.
+    It is separate from the process groups of training, so that a background save does not mix with their collectives.
     """
 
     def __init__(self, mesh: DeviceMesh, use: Use = "saving") -> None:
         """Make the group, with the timeout of the mesh's own. All ranks of `mesh` call this."""
         ranks = sorted(mesh.mesh.flatten().tolist())
         timeout = timeout_of(mesh.get_group(0), mesh.device_type)
-        # Synchronised over its own ranks only where they are a part of the world: torch then names the group by how
-        # many groups a rank is in, and ranks that are in other numbers of groups would never meet.
+        # Local synchronization only if the mesh is a part of the world: torch then names the group by the number of
+        # groups that a rank is in, and ranks in different numbers of groups would wait for ever.
         is_local = len(ranks) < dist.get_world_size()
         self.group: dist.ProcessGroup = dist.new_group(
             ranks, timeout=timeout, backend="gloo", use_local_synchronization=is_local
@@ -71,9 +71,9 @@ class RankGroup:
 
     @classmethod
     def for_saving(cls, mesh: DeviceMesh) -> "RankGroup":
-        """Return the shared group for saving and loading, after a save in the background, if one runs, has left it.
+        """Return the shared group for saving and loading. Waits until a background save has ended.
 
-        `Saving` raises the error of that save, not this.
+        If that save failed, `Saving` raises its error; this method does not.
         """
         ranks = cls.shared(mesh, "saving")
         if ranks.background is not None:
@@ -90,8 +90,9 @@ class RankGroup:
         """Call `action` on every rank and return the results of all, in rank order.
 
         Raises:
-            CheckpointError: on all ranks, if `action` raised on any; with the text of each error. Of another class of
-                the tree if every error is. If a rank is lost, on the others, naming the collective.
+            CheckpointError: on all ranks, if `action` raised on any, with the text of each error. On the remaining
+                ranks, if a rank is lost.
+            ZeroAmpError: on all ranks, if all errors have the same subclass: that subclass.
         """
         outcome: _Outcome[T] = _Outcome()
         error: BaseException | None = None

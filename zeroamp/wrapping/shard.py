@@ -1,4 +1,4 @@
-"""Applies FSDP2 to a model as a `Plan` says: typed groups, units, root."""
+"""Applies FSDP2 to a model according to a `Plan`: typed groups, units, root."""
 
 import logging
 from typing import cast
@@ -96,7 +96,7 @@ def _reshard_after_forward(kind: GroupKind, unit: str, plan: Plan, live: set[str
 
 
 def offload_policy(offload: Offload, device_type: str) -> OffloadPolicy:
-    """Return FSDP2's policy for shards that live as `offload` says, beside an accelerator of `device_type`."""
+    """Return FSDP2's offload policy for `offload`. `device_type` is that of the mesh."""
     if not offload.to_cpu:
         return OffloadPolicy()
     if offload.pin_memory and device_type == "cpu":

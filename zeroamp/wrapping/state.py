@@ -1,4 +1,4 @@
-"""What `wrap_model` leaves on a model for the step and the reports."""
+"""`WrapState`: the plan, mesh, hooks and counters that `wrap_model` attaches to a model."""
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -61,7 +61,7 @@ class WrapState:
 
 
 def record_state(model: nn.Module, state: WrapState | None) -> None:
-    """Leave `state` on the wrapped root; None takes it away."""
+    """Set `state` on the wrapped root. With None, remove it."""
     if state is None:
         delattr(model, _ATTRIBUTE)
     else:
@@ -84,7 +84,7 @@ def wrap_state(model: nn.Module) -> WrapState:
 
 
 def autocast_of(state: WrapState) -> AbstractContextManager[object]:
-    """Return the autocast of the config: what the model's forward runs under; of other modes, a context of nothing."""
+    """Return the autocast of the config: the forward runs under it. In other modes, return a null context."""
     policy = state.plan.policy
     if policy.mode != "autocast":
         return nullcontext()
@@ -97,7 +97,7 @@ def signals_of(state: WrapState) -> RankGroup:
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:
-    """Put the sharded parameters back into FSDP2's modules among these; an evaluation may have left them gathered."""
+    """Put the sharded parameters back into FSDP2's modules among these; an evaluation may have left them unsharded."""
     for module in modules:
         if isinstance(module, FSDPModule):
             release(module)

@@ -1,4 +1,4 @@
-"""What a wrapped model weighs: the summary that `wrap_model` logs."""
+"""The summary that `wrap_model` logs: parameters, bytes per rank, units and groups."""
 
 from collections import Counter
 

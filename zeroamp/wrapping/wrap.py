@@ -35,7 +35,7 @@ def wrap_model(
     auto_wrap_policy: AutoWrapPolicy = None,
     example_inputs: Any = None,
 ) -> FSDPModule:
-    """Shard `model` in place with FSDP2, as `policy` says, and return it (the same object, now an `FSDPModule`).
+    """Shard `model` in place with FSDP2 according to `policy`. Returns the same object, now an `FSDPModule`.
 
     Build the optimizer after this call: the parameters become sharded DTensors. The first rank logs sizes and the time
     that it took (logger "zeroamp", level INFO).
@@ -87,8 +87,8 @@ def register_forward_method(model: nn.Module, method_name: str) -> None:
     """Let `model.method_name(...)` unshard parameters and run under autocast, as `forward` does.
 
     For entry points other than `forward` that use submodules directly. A method that calls the model itself, as
-    `generate` does, needs no registration. Builds on FSDP2's `register_fsdp_forward_method`, which knows neither typed
-    groups nor autocast.
+    `generate` does, needs no registration. FSDP2's `register_fsdp_forward_method` alone does not handle typed groups or
+    autocast.
     """
     state = wrap_state(model)
     at_root = [holder for group in state.plan.groups if not group.unit and (holder := state.holders.get(group.name))]

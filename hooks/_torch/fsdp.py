@@ -160,6 +160,7 @@ def units_of(root: nn.Module) -> Iterator[FSDPModule]:
 
 
 def groups_of(state: Any) -> list[Any]:
+    """Return the parameter groups of one module's FSDP2 state; empty for a module without parameters of its own."""
     # A list since 2.12, one or None before.
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     return [group for group in groups if group is not None]

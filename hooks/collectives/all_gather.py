@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from zeroamp.hooks._torch.fsdp import AllGather, all_gather
-from zeroamp.hooks.collectives.traffic import CollectiveListener, notify
+from zeroamp.hooks.collectives.traffic import CollectiveListener, IssuedCollective, notify
 from zeroamp.hooks.observers.ranges import Ranges
 from zeroamp.policies.dtypes import short_name
 
@@ -39,5 +39,5 @@ class GroupAllGather(AllGather):
         """All-gather `input_tensor` (this rank's shards) into `output_tensor` (all ranks')."""
         with self.ranges.inside("all_gather", f"{self.group_name} {short_name(output_tensor.dtype)}"):
             work = all_gather(output_tensor, input_tensor, group, async_op=async_op)
-        notify(self.listeners, "all_gather", output_tensor, self.group_name, group)
+        notify(self.listeners, IssuedCollective("all_gather", output_tensor, self.group_name, group))
         return work

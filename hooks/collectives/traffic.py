@@ -16,39 +16,31 @@ STEP = "step"
 """The group name of `TrainStep`'s own collective, of the statistics of an optimizer step."""
 
 
+class IssuedCollective(NamedTuple):
+    """One collective that a wrapped model issued, on this rank."""
+
+    collective: Collective
+    tensor: torch.Tensor
+    """The unsharded one: the output of an all-gather, the input of the others."""
+    group_name: str
+    """The parameter group's in the plan, or `STEP`."""
+    process_group: dist.ProcessGroup | None
+    """None is the default group."""
+    op: ReduceOp = dist.ReduceOp.SUM
+    """Of a reduction; SUM for an all-gather or an all-to-all, which copy."""
+
+
 class CollectiveListener(Protocol):
-    """Is called after each collective that a wrapped model issued, on this rank. Must not change the tensor."""
+    """Is called after each collective that a wrapped model issued, on this rank."""
 
-    def on_collective(
-        self,
-        collective: Collective,
-        tensor: torch.Tensor,
-        group_name: str,
-        process_group: dist.ProcessGroup | None,
-        op: ReduceOp,
-    ) -> None:
-        """Note one collective.
-
-        Args:
-            collective: which.
-            tensor: the unsharded one: the output of an all-gather, the input of the others.
-            group_name: the parameter group's in the plan, or `STEP`.
-            process_group: None is the default group.
-            op: of a reduction; SUM for an all-gather or an all-to-all, which copy.
-        """
+    def on_collective(self, issued: IssuedCollective) -> None:
+        """Note one collective. Must neither change nor keep its tensor."""
 
 
-def notify(
-    listeners: Sequence[CollectiveListener],
-    collective: Collective,
-    tensor: torch.Tensor,
-    group_name: str,
-    process_group: dist.ProcessGroup | None,
-    op: ReduceOp = dist.ReduceOp.SUM,
-) -> None:
+def notify(listeners: Sequence[CollectiveListener], issued: IssuedCollective) -> None:
     """Call every listener."""
     for listener in tuple(listeners):  # a listener may leave, with the TrainStep that it watched, while it is called
-        listener.on_collective(collective, tensor, group_name, process_group, op)
+        listener.on_collective(issued)
 
 
 @contextmanager
@@ -82,20 +74,12 @@ class Traffic:
     calls: Counter[TrafficKey] = field(default_factory=Counter)
     num_bytes: Counter[TrafficKey] = field(default_factory=Counter)
 
-    def on_collective(
-        self,
-        collective: Collective,
-        tensor: torch.Tensor,
-        group_name: str,
-        process_group: dist.ProcessGroup | None,
-        op: ReduceOp,
-    ) -> None:
-        """Add one call that moved `tensor`."""
-        del process_group, op
+    def on_collective(self, issued: IssuedCollective) -> None:
+        """Add one call and the bytes of its tensor."""
         if self.enabled:
-            key = TrafficKey(collective, tensor.dtype, group_name)
+            key = TrafficKey(issued.collective, issued.tensor.dtype, issued.group_name)
             self.calls[key] += 1
-            self.num_bytes[key] += tensor.nbytes
+            self.num_bytes[key] += issued.tensor.nbytes
 
     def reset(self) -> None:
         """Start again from zero."""

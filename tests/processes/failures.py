@@ -26,7 +26,7 @@ class _RaisesAfter:
     def __init__(self, num_collectives):
         self.num_collectives, self.issued = num_collectives, 0
 
-    def on_collective(self, *args):
+    def on_collective(self, issued):
         self.issued += 1
         if self.issued == self.num_collectives:
             raise Failed(f"after {self.num_collectives} collectives")

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from zeroamp.hooks._torch.fsdp import all_gather, reduce_scatter
-from zeroamp.hooks.collectives.traffic import STEP, Collective, ReduceOp
+from zeroamp.hooks.collectives.traffic import STEP, Collective, IssuedCollective, ReduceOp
 from zeroamp.wrapping.state import WrapState
 
 
@@ -59,15 +59,9 @@ class CallLog:
     """Of the forward without gradients that is running; None outside of one."""
     last_evaluation: list[Call] | None = None
 
-    def on_collective(
-        self,
-        collective: Collective,
-        tensor: torch.Tensor,
-        group_name: str,
-        process_group: dist.ProcessGroup | None,
-        op: ReduceOp,
-    ) -> None:
+    def on_collective(self, issued: IssuedCollective) -> None:
         """Log one call of a parameter group that was issued."""
+        collective, tensor, group_name, process_group, op = issued
         if process_group is not None and group_name != STEP and not self.state.is_observed:
             calls = self.step if self.evaluation is None else self.evaluation
             calls.append(Call(collective, group_name, process_group, tensor.dtype, tensor.numel(), op))

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks._torch.fsdp import release
 from zeroamp.hooks._torch.recovery import abandon
-from zeroamp.hooks.collectives.traffic import STEP, notify
+from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective, notify
 from zeroamp.planning.mesh import device_of, process_group
 from zeroamp.policies.errors import PeerError, StepError
 from zeroamp.recovery.call_log import Call, CallLog, ZeroBuffers
@@ -103,7 +103,7 @@ class Recovery(Callback):
             numbers += [1.0] if callback is self else [0.0] * len(callback.statistics())
         statistics = torch.tensor(numbers, dtype=torch.float64, device=device_of(self._state.mesh))
         dist.all_reduce(statistics, group=self._world)
-        notify(self._state.listeners, "all_reduce", statistics, STEP, self._world)
+        notify(self._state.listeners, IssuedCollective("all_reduce", statistics, STEP, self._world))
         self._exchange(failure)
         self._discard_step()
 

@@ -15,9 +15,8 @@ from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
-from zeroamp.hooks.collectives.traffic import Collective, ReduceOp
+from zeroamp.hooks.collectives.traffic import IssuedCollective
 from zeroamp.hooks.root_forward import ForwardCall
 from zeroamp.hooks.tensors import tensors_in
 from zeroamp.planning.mesh import device_of
@@ -76,7 +75,7 @@ class StepRecorder(Callback):
         self._sinks.append(sink)
 
     def remove(self, sink: Sink) -> None:
-        """Hand it no more records after the last one; waits for the device. Without a sink left, detach."""
+        """Hand `sink` the last record and no more; waits for the device. The last `remove` detaches the recorder."""
         self.flush()
         self._sinks.remove(sink)
         if self._sinks:
@@ -129,18 +128,10 @@ class StepRecorder(Callback):
         finally:
             self._clock.leave()
 
-    def on_collective(
-        self,
-        collective: Collective,
-        tensor: torch.Tensor,
-        group_name: str,
-        process_group: dist.ProcessGroup | None,
-        op: ReduceOp,
-    ) -> None:
+    def on_collective(self, issued: IssuedCollective) -> None:
         """Add the bytes of a collective to those of the optimizer step."""
-        del group_name, process_group, op
         if not self._state.is_observed:
-            self._traffic[f"{collective} {short_name(tensor.dtype)}"] += tensor.nbytes
+            self._traffic[f"{issued.collective} {short_name(issued.tensor.dtype)}"] += issued.tensor.nbytes
 
     def _end_step(self, report: StepReport) -> Callable[[], StepRecord]:
         values = torch.stack([report.loss_tensor, report.grad_norm_tensor.double()])

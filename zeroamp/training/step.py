@@ -3,13 +3,13 @@
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeroamp.hooks.collectives.traffic import STEP, notify
+from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective, notify
 from zeroamp.planning.mesh import device_of, process_group, replicate_size
 from zeroamp.policies.errors import StepError, describe
 from zeroamp.training import update
@@ -352,7 +352,7 @@ class TrainStep:
         if more:
             statistics = torch.cat([statistics, statistics.new_tensor(more)])
         dist.all_reduce(statistics, group=self._world)
-        notify(self._state.listeners, "all_reduce", statistics, STEP, self._world)
+        notify(self._state.listeners, IssuedCollective("all_reduce", statistics, STEP, self._world))
         start = 2
         for callback, numbers in of_callbacks:
             if numbers:
@@ -472,13 +472,12 @@ def _only(values: tuple[T, ...], name: str) -> T:
     return values[0]
 
 
-class _Clipped:
+class _Clipped(NamedTuple):
     """The results of `clip_grad_norm` that `update` needs."""
 
-    __slots__ = ("loss", "norm", "scale", "skipped")
-
-    def __init__(self, loss: torch.Tensor, norm: torch.Tensor, scale: float, skipped: bool) -> None:
-        self.loss = loss  # 0-D fp64: the mean over ranks
-        self.norm = norm  # 0-D fp32: unscaled, before clipping
-        self.scale = scale
-        self.skipped = skipped
+    loss: torch.Tensor
+    """0-D fp64: the mean over ranks."""
+    norm: torch.Tensor
+    """0-D fp32: unscaled, before clipping."""
+    scale: float
+    skipped: bool

@@ -5,7 +5,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks.collectives.all_gather import GroupAllGather
 from zeroamp.hooks.collectives.reduce_scatter import GroupReduceScatter, ReceiveBuffers
-from zeroamp.hooks.collectives.traffic import notify
+from zeroamp.hooks.collectives.traffic import IssuedCollective, notify
 from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.groups import GroupPlan
 from zeroamp.planning.mesh import ranks_of, replicate_size, shard_size
@@ -39,6 +39,6 @@ def attach_collectives(module: FSDPModule, group: GroupPlan, state: WrapState, b
 
         def all_reduced(reduced: torch.Tensor) -> None:
             reduction.end_all_reduce()
-            notify(listeners, "all_reduce", reduced, group.name, replicas, dtypes.replica_op)
+            notify(listeners, IssuedCollective("all_reduce", reduced, group.name, replicas, dtypes.replica_op))
 
         module.set_all_reduce_hook(all_reduced)

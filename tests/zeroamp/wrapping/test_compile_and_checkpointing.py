@@ -25,7 +25,7 @@ def _run(stage, how, accumulation=1, threshold=None):
         "inside": checkpoint_inside,
         "outside": checkpoint_outside,
     }
-    # A bf16 wire would round stage 1's accumulated fp32 gradient.
+    # bf16 communication would round stage 1's accumulated fp32 gradient.
     comm = "fp32" if accumulation > 1 else None
     cfg = config(stage, accumulation=accumulation, comm=comm, threshold=threshold)
     return train(NAME, cfg, NUM_STEPS, prepare=after[how])

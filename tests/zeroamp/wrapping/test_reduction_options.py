@@ -56,9 +56,9 @@ class _ProcessGroups:
     def __init__(self):
         self.all_gathers, self.reductions = set(), set()
 
-    def on_collective(self, collective, unsharded, group_name, process_group, op):
-        if group_name != STEP:
-            (self.all_gathers if collective == "all_gather" else self.reductions).add(process_group)
+    def on_collective(self, issued):
+        if issued.group_name != STEP:
+            (self.all_gathers if issued.collective == "all_gather" else self.reductions).add(issued.process_group)
 
 
 def _step(options):

@@ -1,14 +1,9 @@
 """Which tests run: in which tier, and with which torch."""
 
 import pytest
-import torch
 
 from zeroamp.hooks._torch.fsdp import has_reduction_options
 
-CAN_ZERO_FILL = hasattr(torch.distributed.fsdp.FSDPModule, "set_reduce_scatter_unused_params")
-needs_zero_fill = pytest.mark.skipif(
-    not CAN_ZERO_FILL, reason="FSDP2 reduces unused parameters as zeros from torch 2.13 on"
-)
 needs_options = pytest.mark.skipif(not has_reduction_options(), reason="FSDP2 has these options from torch 2.13 on")
 
 

@@ -27,7 +27,6 @@ __all__ = [
     "ReduceScatter",
     "all_gather",
     "communication_methods",
-    "complete_accumulation",
     "discard_unsharded_gradients",
     "forward_hooks",
     "gather_in_background",
@@ -43,7 +42,6 @@ __all__ = [
     "timeout_of",
     "units_of",
     "unsharded_sums",
-    "zero_fill_unused",
 ]
 
 
@@ -181,14 +179,6 @@ def all_gather(
     return work
 
 
-def zero_fill_unused(root: FSDPModule) -> bool:
-    """Let parameters without a gradient take part in the reduction as zeros; return whether this torch can (2.13+)."""
-    enable = getattr(root, "set_reduce_scatter_unused_params", None)
-    if enable is not None:
-        enable(True)
-    return enable is not None
-
-
 def gather_in_background(root: FSDPModule, *, enable: bool = True) -> None:
     """Let a group's gather run on while the CPU computes, until its unit needs it: for devices that have no streams.
 
@@ -221,24 +211,6 @@ def separate_reductions(root: FSDPModule, timeout: timedelta) -> None:
                 made[ranks] = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
             group.mesh_info.reduce_scatter_process_group = made[ranks]
     root.set_separate_reduce_scatter_group()
-
-
-def complete_accumulation(unit: FSDPModule) -> None:
-    """Before the reducing backward of a window: zeros for parameters that no earlier micro-batch of it used.
-
-    Up to 2.14, FSDP2 refuses a reduction in which some gradients were accumulated (in the reduce dtype) and some were
-    first computed in the last micro-batch (in the parameter's dtype). From 2.15 on it promotes them itself, and the
-    accumulated gradient cannot be set.
-    """
-    for group in groups_of(unit._get_fsdp_state()):
-        parameters = [p for p in group.fsdp_params if p.sharded_param.requires_grad and hasattr(p, "_unsharded_param")]
-        accumulated = [p.unsharded_accumulated_grad for p in parameters]
-        dtype = next((gradient.dtype for gradient in accumulated if gradient is not None), None)
-        if dtype is None or isinstance(getattr(type(parameters[0]), "unsharded_accumulated_grad", None), property):
-            continue
-        for parameter, gradient in zip(parameters, accumulated, strict=True):
-            if gradient is None:
-                parameter.unsharded_accumulated_grad = torch.zeros_like(parameter.unsharded_param, dtype=dtype)
 
 
 def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta:

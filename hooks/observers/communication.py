@@ -37,7 +37,8 @@ class CommunicationWatch:
         self._root = root
         self._listeners: tuple[CommunicationListener, ...] = ()  # replaced whole: may shrink during a call
         self._depth = 0  # one of these methods calls another
-        self._watched: list[tuple[Any, str]] = []
+        self._watched: list[tuple[Any, str, Any]] = []
+        """Object, name of a method, and the attribute of the instance before, or None."""
 
     def add(self, listener: CommunicationListener) -> None:
         """Call `listener` too. While there is one, an attribute of each instance hides the method of its class."""
@@ -45,16 +46,18 @@ class CommunicationWatch:
         if self._watched:
             return
         for owner, name in communication_methods(self._root):
+            self._watched.append((owner, name, vars(owner).get(name)))
             setattr(owner, name, self._around(getattr(owner, name)))
-            self._watched.append((owner, name))
 
     def remove(self, listener: CommunicationListener) -> None:
-        """Call it no longer. After the last one, the methods of the classes are back."""
+        """Call it no longer. After the last one, the methods are back as they were."""
         self._listeners = tuple(other for other in self._listeners if other is not listener)
         if self._listeners:
             return
-        for owner, name in self._watched:
+        for owner, name, before in self._watched:
             delattr(owner, name)
+            if before is not None:
+                setattr(owner, name, before)
         self._watched.clear()
 
     def _around(self, method: Callable[..., Any]) -> Callable[..., Any]:

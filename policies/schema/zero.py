@@ -131,7 +131,7 @@ class ZeroOptimizationBlock(Block):
         bool, Honoured("`export_hf` writes the low dtype, where its caller names none; at every stage. Default: fp32")
     ] = False
     ignore_unused_parameters: Annotated[
-        bool, Unsupported("Remove it: from torch 2.13 on, unused parameters are reduced as zeros.", (True,))
+        bool, Unsupported("Remove it: a parameter that no rank used keeps grad None.", (True,))
     ] = True
     contiguous_gradients: Annotated[bool, Native("FSDP2 reduces from one contiguous buffer per group")] = True
     overlap_comm: Annotated[bool | None, Native("FSDP2 always overlaps communication with compute")] = None

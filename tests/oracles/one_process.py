@@ -33,7 +33,8 @@ def train(
     on each rank and averaging once (stages 0 and 1).
     accumulation: micro-batches per optimizer step, one number, or one per step.
     loss_scale: a fixed one, a power of two.
-    num_replicas: neighbouring ranks share a shard group; their averages are then averaged over the replicas (HSDP).
+    num_replicas: neighbouring ranks share a shard group. Their averages, summed over micro-batches, are then
+    averaged over the replicas (HSDP).
     """
     model = build(name)
     if prepare is not None:
@@ -53,7 +54,9 @@ def train(
         gradients = [[gradient for _, gradient in micros] for micros in by_rank]
         for index, parameter in enumerate(_trainable(model).values()):
             table = [[micro[index] for micro in rank] for rank in gradients]
-            parameter.grad = _combine(table, reduce_each, num_replicas) / loss_scale
+            parameter.grad = _combine(table, reduce_each, num_replicas)
+            if parameter.grad is not None:
+                parameter.grad /= loss_scale
         norms.append(_clip(model, clip))
         optimizer.step()
         optimizer.zero_grad()
@@ -69,9 +72,7 @@ def _gradients(model, inputs, accumulation, autocast, low_model):
         return _gradients_of_low_model(model, inputs, accumulation, low_model)
     with torch.autocast(inputs.device.type, dtype=autocast or torch.bfloat16, enabled=autocast is not None):
         loss = loss_of(model, inputs)
-    gradients = torch.autograd.grad(
-        loss.float() / accumulation, list(_trainable(model).values()), materialize_grads=True
-    )
+    gradients = torch.autograd.grad(loss.float() / accumulation, list(_trainable(model).values()), allow_unused=True)
     return float(loss.detach()), gradients
 
 
@@ -80,21 +81,29 @@ def _gradients_of_low_model(model, inputs, accumulation, dtype):
     if inputs.is_floating_point():
         inputs = inputs.to(dtype)
     loss = loss_of(low, inputs)
-    gradients = torch.autograd.grad(loss.float() / accumulation, list(_trainable(low).values()), materialize_grads=True)
+    gradients = torch.autograd.grad(loss.float() / accumulation, list(_trainable(low).values()), allow_unused=True)
     return float(loss.detach()), gradients
 
 
 def _combine(table, reduce_each, num_replicas):
-    """table[rank][micro] -> the averaged, accumulated fp32 gradient."""
+    """table[rank][micro] -> the averaged, accumulated fp32 gradient. None, of an unused parameter, counts as zeros.
+
+    None if all are None, as autograd leaves it.
+    """
+    if all(gradient is None for rank in table for gradient in rank):
+        return None
+    like = next(gradient for rank in table for gradient in rank if gradient is not None)
+    table = [[torch.zeros_like(like) if gradient is None else gradient for gradient in rank] for rank in table]
     if not reduce_each:
         table = [[_sum(micros)] for micros in table]
-    return _sum([_average([rank[micro] for rank in table], num_replicas) for micro in range(len(table[0]))])
+    shard_size = len(table) // num_replicas
+    replicas = [table[i : i + shard_size] for i in range(0, len(table), shard_size)]
+    return _sum([_sum_of_averages(ranks) for ranks in replicas]) / num_replicas
 
 
-def _average(tensors, num_replicas):
-    shard_size = len(tensors) // num_replicas
-    shards = [tensors[i : i + shard_size] for i in range(0, len(tensors), shard_size)]
-    return _sum([_sum(shard) / shard_size for shard in shards]) / num_replicas
+def _sum_of_averages(table):
+    """table[rank][micro] of one replica -> the sum over micro-batches of the averages over ranks."""
+    return _sum([_sum(micros) / len(table) for micros in zip(*table, strict=True)])
 
 
 def _sum(tensors):
@@ -105,10 +114,11 @@ def _sum(tensors):
 
 
 def _clip(model, clip):
-    squares = torch.stack([p.grad.double().pow(2).sum() for p in _trainable(model).values()])
+    with_gradient = [p for p in _trainable(model).values() if p.grad is not None]
+    squares = torch.stack([p.grad.double().pow(2).sum() for p in with_gradient])
     norm = squares.sum().sqrt().float()
     if clip > 0:
         factor = (clip / (norm + 1e-6)).clamp(max=1.0)
-        for parameter in _trainable(model).values():
+        for parameter in with_gradient:
             parameter.grad *= factor
     return float(norm)

@@ -163,6 +163,7 @@ class _Clock(GroupListener):
             ]
             for group in plan.groups
         }
+        self._is_last = True  # whether the micro-batch is the last of its optimizer step
         self._partitioned: set[str] = set()  # groups that are sharded over a partition
         self._now = 0.0  # of the ops
         self._busy = 0.0  # how long ops ran
@@ -177,6 +178,7 @@ class _Clock(GroupListener):
         return self._now, self._busy, self._sent
 
     def micro_batch(self, events: Iterable[Event], *, is_last: bool) -> None:
+        self._is_last = is_last
         for event in events:
             if isinstance(event, Op):
                 peak = self._low if event.is_low else self._fp32
@@ -211,7 +213,11 @@ class _Clock(GroupListener):
             self._partitioned.add(group)
 
     def backward_ended(self, group: str, *, reduces: bool) -> None:
-        calls = [(call, num_bytes) for call, num_bytes in self._calls[group] if call.is_of_gradients]
+        calls = [
+            (call, num_bytes)
+            for call, num_bytes in self._calls[group]
+            if call.is_of_gradients and (self._is_last or not call.is_in_last_only)
+        ]
         if not reduces or not calls:
             return
         self._now = max(self._now, self._reduced)

@@ -14,13 +14,11 @@ reducing backward reduces once. The exceptions, all of them FSDP2's:
 * A unit without a backward (frozen, and nothing trainable before it) is all-gathered ahead all the same. Between two
   micro-batches the next forward uses that copy; after the last one it is discarded.
 * A unit that runs several times in one forward is all-gathered and reduced for each run: with zeros but for its first,
-  since autograd adds the gradients of all runs before it hands them out. (Up to torch 2.12, which reduces no zeros,
-  once. Those versions are not replayed.)
+  since autograd adds the gradients of all runs before it hands them out.
 * `prefetch_bucket_size` all-gathers ahead by the order of registration.
 
 So the numbers hold for modules that run in the order of `run_order`. A model that runs them otherwise may all-gather a
-unit once more or less, and one that skips a unit saves its all-gathers (not its reductions: unused parameters are
-reduced as zeros, from torch 2.13 on).
+unit once more or less, and one that skips a unit saves its all-gathers and reductions.
 """
 
 from collections import Counter
@@ -109,7 +107,13 @@ class Replay:
     def schedule(self) -> Schedule:
         """Return the calls replayed so far."""
         counts = {kind: Counter(name for found, name in self._order if found == kind) for kind in get_args(Kind)}
-        return Schedule(all_gathers=counts["all_gather"], reductions=counts["reduction"], order=self._order)
+        last = counts["last_reduction"]
+        return Schedule(
+            all_gathers=counts["all_gather"],
+            reductions=counts["reduction"] + last,
+            last_reductions=last,
+            order=self._order,
+        )
 
     def evaluation(self, run: UnitRun) -> None:
         """Run one forward."""
@@ -214,7 +218,7 @@ class Replay:
         if group.is_trainable:
             reduces = is_last or self._stage >= 2
             if reduces:
-                self._order.append(("reduction", group.name))
+                self._order.append(("last_reduction" if is_last else "reduction", group.name))
             self._listener.backward_ended(group.name, reduces=reduces)
 
 

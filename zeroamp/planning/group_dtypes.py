@@ -76,6 +76,9 @@ class GroupDtypes:
     """Of the sharded sum of micro-batches at stages 2 and 3. fp32 at stages 0 and 1."""
     replica: torch.dtype | None
     """Of the all-reduce over replicas; None where there is none."""
+    replica_once: bool
+    """Whether that all-reduce runs once per optimizer step, on the sum of the micro-batches. Else it follows each
+    reduction: FSDP2 would sum the micro-batches in `reduce`, where `sharded_accumulate` is another dtype."""
     all_gathers: bool
     """Whether parameters are all-gathered: not where one rank holds them whole."""
     reduction: Reduction | None
@@ -163,6 +166,7 @@ def group_dtypes(key: GroupKey, policy: Policy, ranks: Ranks) -> GroupDtypes:
         reduce=reduce,
         sharded_accumulate=sharded_accumulation(policy),
         replica=reduce if has_replicas else None,
+        replica_once=policy.stage < 2 or reduce == sharded_accumulation(policy),
         all_gathers=num_shards != 1,
         reduction=reduction,
         reduction_op=dist.ReduceOp.SUM if reduction == "all_to_all" or is_divided_here else op,

@@ -7,7 +7,8 @@ from typing import Literal
 from zeroamp.planning.groups import GroupKind
 from zeroamp.planning.plan import Plan
 
-Kind = Literal["all_gather", "reduction"]
+Kind = Literal["all_gather", "reduction", "last_reduction"]
+"""A "last_reduction" is a reduction in the last micro-batch of an optimizer step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,6 +17,8 @@ class Schedule:
 
     all_gathers: Mapping[str, int]
     reductions: Mapping[str, int]
+    last_reductions: Mapping[str, int]
+    """Those of `reductions` that are in the last micro-batch."""
     order: Sequence[tuple[Kind, str]]
     """The same calls with their groups' names, in the order in which they are issued."""
 

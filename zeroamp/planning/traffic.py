@@ -24,6 +24,9 @@ from zeroamp.planning.schedule import Schedule
 from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.policy import Policy
 
+PARAMETERS_PER_NUMBER = 3
+"""In the step's all-reduce, one fp64 number counts the ranks that used each of so many parameters."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupCollective:
@@ -36,6 +39,8 @@ class GroupCollective:
     """Of a reduction; copies are noted as SUM."""
     num_parts: int = 1
     """The tensor that is moved is this part of the unsharded one: 1, or the shards for the all-reduce over replicas."""
+    is_in_last_only: bool = False
+    """Whether it is part of the reductions in the last micro-batch only."""
 
     @property
     def is_of_gradients(self) -> bool:
@@ -72,9 +77,9 @@ def padded_numel(param: ParamPlan, num_shards: int | None) -> int:
 
 
 def group_collectives(
-    group: GroupPlan, plan: Plan, ranks: Ranks, *, all_gathers: int = 1, reductions: int = 1
+    group: GroupPlan, plan: Plan, ranks: Ranks, *, all_gathers: int = 1, reductions: int = 1, last_reductions: int = 1
 ) -> Iterator[GroupCollective]:
-    """Yield what a group calls in so many all-gathers and reductions: by default in one of each."""
+    """Yield what a group calls in so many all-gathers and reductions. `last_reductions` are some of `reductions`."""
     dtypes, num_shards = group_dtypes(group.key, plan.policy, ranks), ranks.shards(plan.policy)
     if dtypes.all_gathers and all_gathers:
         yield GroupCollective(collective="all_gather", dtype=dtypes.param, calls=all_gathers)
@@ -82,20 +87,28 @@ def group_collectives(
         yield GroupCollective(
             collective=dtypes.reduction, dtype=dtypes.communication, calls=reductions, op=dtypes.reduction_op
         )
-    if dtypes.replica is not None and reductions:
+    all_reduces = last_reductions if dtypes.replica_once else reductions
+    if dtypes.replica is not None and all_reduces:
         yield GroupCollective(
             collective="all_reduce",
             dtype=dtypes.replica,
-            calls=reductions,
+            calls=all_reduces,
             op=dtypes.replica_op,
             num_parts=num_shards or 1,
+            is_in_last_only=dtypes.replica_once,
         )
 
 
 def step_collectives(group: GroupPlan, plan: Plan, ranks: Ranks, schedule: Schedule) -> Iterator[GroupCollective]:
     """Yield what a group calls in one optimizer step."""
-    all_gathers, reductions = schedule.all_gathers.get(group.name, 0), schedule.reductions.get(group.name, 0)
-    return group_collectives(group, plan, ranks, all_gathers=all_gathers, reductions=reductions)
+    return group_collectives(
+        group,
+        plan,
+        ranks,
+        all_gathers=schedule.all_gathers.get(group.name, 0),
+        reductions=schedule.reductions.get(group.name, 0),
+        last_reductions=schedule.last_reductions.get(group.name, 0),
+    )
 
 
 def plan_traffic(plan: Plan, ranks: Ranks) -> Traffic:
@@ -108,9 +121,17 @@ def plan_traffic(plan: Plan, ranks: Ranks) -> Traffic:
             traffic.num_bytes[key] += sum(call.num_bytes(param, num_shards) for param in group.params)
     key = TrafficKey("all_reduce", torch.float64, STEP)
     traffic.calls[key] += 1
-    # The mean loss, the sum of squares and, with recovery, the number of ranks that failed.
-    traffic.num_bytes[key] += (2 + plan.policy.recovery) * torch.float64.itemsize
+    # With recovery, the number of ranks that failed.
+    traffic.num_bytes[key] += (num_statistics(plan) + plan.policy.recovery) * torch.float64.itemsize
     return traffic
+
+
+def num_statistics(plan: Plan) -> int:
+    """Return how many fp64 numbers `TrainStep` sums over ranks in an optimizer step, without those of callbacks.
+
+    They are the mean loss, the sum of squares, and which parameters were used.
+    """
+    return 2 + math.ceil(len(plan.params) / PARAMETERS_PER_NUMBER)
 
 
 def param_memory(param: ParamPlan, policy: Policy, num_shards: int) -> Memory:

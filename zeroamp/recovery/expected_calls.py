@@ -48,7 +48,9 @@ def _calls(
 ) -> Iterator[Call]:
     num_shards = ranks_of(mesh).shards(plan.policy)
     for collective in collectives:
-        if collective.is_of_gradients != (kind == "reduction"):
+        if collective.is_of_gradients != (kind != "all_gather"):
+            continue
+        if collective.is_in_last_only and kind != "last_reduction":
             continue
         num_bytes = sum(collective.num_bytes(param, num_shards) for param in group.params)
         yield Call(

@@ -18,6 +18,7 @@ from zeroamp.hooks._torch.fsdp import release
 from zeroamp.hooks._torch.recovery import abandon
 from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective, notify
 from zeroamp.planning.mesh import device_of, process_group
+from zeroamp.planning.traffic import num_statistics
 from zeroamp.policies.errors import PeerError, StepError
 from zeroamp.recovery.call_log import Call, CallLog, ZeroBuffers
 from zeroamp.recovery.expected_calls import expected_calls_of_evaluation, expected_calls_of_step
@@ -97,8 +98,8 @@ class Recovery(Callback):
 
     def _end_as_failed(self, failure: Failure) -> None:
         """End the optimizer step after a failure on this rank: the other ranks raise in `on_statistics`."""
-        # The same numbers as on the other ranks: the loss, the sum of squares, and the callbacks' statistics.
-        numbers = [0.0, 0.0]
+        # As many numbers as on the other ranks: the step's own, then the callbacks' statistics.
+        numbers = [0.0] * num_statistics(self._state.plan)
         for callback in self._callbacks:
             numbers += [1.0] if callback is self else [0.0] * len(callback.statistics())
         statistics = torch.tensor(numbers, dtype=torch.float64, device=device_of(self._state.mesh))

@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks._torch.fsdp import (
-    complete_accumulation,
     discard_unsharded_gradients,
     modules_to_run,
     set_accumulation_dtype,
@@ -78,7 +77,7 @@ class MicroBatches:
             accumulator.forget()  # one micro-batch: nothing to sum, so the gradient is not rounded
         elif accumulator is not None:
             accumulator.watch(self.parameters)
-        self._set_flags(is_first=self.num_done == 0, is_last=is_last)
+        self._set_flags(is_last=is_last)
         guard = self._state.guard
         if guard is not None:
             guard.armed = True
@@ -87,6 +86,8 @@ class MicroBatches:
                 loss.backward()  # type: ignore[no-untyped-call]
                 for unit in self.units:
                     modules_to_run(unit).clear()
+                for group in self._state.gradients:
+                    group.end_backward()
         finally:
             if guard is not None:
                 guard.armed = False
@@ -105,19 +106,19 @@ class MicroBatches:
             )
         self._state.accumulates_in = dtype
 
-    def _set_flags(self, *, is_first: bool, is_last: bool) -> None:
+    def _set_flags(self, *, is_last: bool) -> None:
         """Set FSDP2's flags for the backward of one micro-batch, by its place in the optimizer step.
 
-        Stages 0 and 1 reduce once per optimizer step. Stages 0 to 2 leave parameters unsharded until the end of the
+        Stages 0 and 1 reduce once per optimizer step. With HSDP, stages 2 and 3 sum the micro-batches of each replica,
+        and then average over replicas once. Stages 0 to 2 leave parameters unsharded until the end of the
         optimizer step. Stage 3 does so for the model-wide group only, because the next forward unshards that group
         first. docs/precision.md has the table.
         """
         stage = self._state.plan.policy.stage
-        if is_last and stage < 2 and not is_first:
-            for unit in self.units:
-                complete_accumulation(unit)
         self._root.set_is_last_backward(is_last)
         self._root.set_requires_gradient_sync(is_last or stage >= 2)
+        for module in self._state.all_reduced_once:
+            module.set_requires_all_reduce(is_last, recurse=False)
         self._root.set_reshard_after_backward(is_last or stage == 3)
         for group in self._state.plan.groups:
             if group.kind == "model-wide":
@@ -139,6 +140,8 @@ class MicroBatches:
             self._state.shard_accumulator.drop()
         for parameter in self.parameters:  # also those that no optimizer holds
             parameter.grad = None
+        for group in self._state.gradients:
+            group.reset()
         self.num_done, self.is_complete = 0, False
 
     def discard(self) -> None:
@@ -148,7 +151,7 @@ class MicroBatches:
             for unit in self.units:
                 discard_unsharded_gradients(unit)
             reshard(self.units)
-        self._set_flags(is_first=True, is_last=True)
+        self._set_flags(is_last=True)
         self.end()
 
     @contextmanager

@@ -20,6 +20,7 @@ from zeroamp.training.loss_scale import LossScaler
 from zeroamp.training.micro_batches import Failure, MicroBatches
 from zeroamp.training.norm import clip_factor, local_sum_of_squares, multiply_gradients
 from zeroamp.training.step_report import StepReport, learning_rates, log_step
+from zeroamp.training.unused_parameters import UnusedParameters
 from zeroamp.wrapping.state import autocast_of, wrap_state
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class TrainStep:
         self._world = process_group(self._state.mesh)
         self.micro_batches = MicroBatches(self._state)
         """The micro-batches of the current optimizer step."""
+        self._unused = UnusedParameters(self._state)
         if not self.optimizers:
             raise StepError("TrainStep was given no optimizer. Pass one that holds parameters of the wrapped model.")
         if len(self.schedulers) != len(self.optimizers):
@@ -336,7 +338,7 @@ class TrainStep:
         """Return the mean loss and the sum of squares of the scaled gradient, 0-D fp64.
 
         One all-reduce sums both. It is the only collective of an optimizer step besides those of the micro-batches.
-        Callbacks may add numbers to this all-reduce.
+        Callbacks may add numbers to this all-reduce. Gradients of parameters that no rank used are discarded.
         """
         with self.micro_batches.noting("step"):
             self.micro_batches.finish()
@@ -349,15 +351,16 @@ class TrainStep:
                 callback.on_no_gradient(error)
             raise error
         more = [number for _, numbers in of_callbacks for number in numbers]
-        if more:
-            statistics = torch.cat([statistics, statistics.new_tensor(more)])
+        usage = self._unused.usage()
+        statistics = torch.cat([statistics, usage, *([statistics.new_tensor(more)] if more else [])])
         dist.all_reduce(statistics, group=self._world)
         notify(self._state.listeners, IssuedCollective("all_reduce", statistics, STEP, self._world))
-        start = 2
+        start = 2 + len(usage)
         for callback, numbers in of_callbacks:
             if numbers:
                 callback.on_statistics(statistics[start : start + len(numbers)])
                 start += len(numbers)
+        self._unused.discard_gradients(statistics[2 : 2 + len(usage)])
         return statistics[0], statistics[1]
 
     def _local_statistics(self) -> torch.Tensor:

@@ -12,8 +12,8 @@ from zeroamp.hooks._torch.fsdp import (
     keep_reduction_inputs,
     separate_reductions,
     timeout_of,
-    zero_fill_unused,
 )
+from zeroamp.hooks._torch.group_gradients import follow_gradients
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
 from zeroamp.hooks.collectives.reduce_scatter import ReceiveBuffers
 from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
@@ -43,7 +43,7 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
         if holder is not None:
             state.handles += attach_typed_group(holder, unit)
         attach_collectives(cast(FSDPModule, holder or unit[0]), group, state, buffers)
-    zero_fill_unused(cast(FSDPModule, model))
+    state.gradients = follow_gradients(model)
     keep_reduction_inputs(cast(FSDPModule, model), policy.reduce_scatter_input_buffers)
     if policy.separate_reduce_scatter_group:
         separate_reductions(cast(FSDPModule, model), timeout_of(state.mesh.get_group(0), state.mesh.device_type))

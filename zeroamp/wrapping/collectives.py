@@ -34,6 +34,8 @@ def attach_collectives(module: FSDPModule, group: GroupPlan, state: WrapState, b
         ranges=state.ranges,
     )
     module.set_custom_reduce_scatter(reduction)
+    if mesh.ndim == 2 and state.plan.policy.stage >= 2 and dtypes.replica_once:
+        state.all_reduced_once.append(module)
     if mesh.ndim == 2:  # FSDP2 runs the all-reduce over an axis of one rank too
         replicas = mesh.get_group(0)
 

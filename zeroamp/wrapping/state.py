@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from zeroamp.hooks._torch.fsdp import release
+from zeroamp.hooks._torch.group_gradients import GroupGradients
 from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
 from zeroamp.hooks.collectives.traffic import CollectiveListener, Traffic
 from zeroamp.hooks.guards import BackwardGuard
@@ -47,6 +48,10 @@ class WrapState:
     guard: BackwardGuard | None = None
     fp32_regions: list[Fp32Region] = field(default_factory=list)
     shard_accumulator: ShardAccumulator | None = None
+    all_reduced_once: list[FSDPModule] = field(default_factory=list)
+    """Those whose own group is all-reduced over replicas in the last micro-batch only."""
+    gradients: list[GroupGradients] = field(default_factory=list)
+    """One entry per parameter group of FSDP2."""
     handles: list[RemovableHandle] = field(default_factory=list)
     is_observed: bool = False
     """Whether what runs is an observed step, which leaves no trace: see `ledger/observed_step.py`."""

@@ -35,6 +35,7 @@ PRIVATE = {
         *("_module_to_pre_save_state_dict_hook_handle", "_module_to_pre_load_state_dict_hook_handle"),
         *("_is_fsdp_managed_module", "_fsdp_use_orig_params"),
     },
+    "group_gradients.py": {"_get_fsdp_state", "_unsharded_param", "_partial_reduce_output"},
     "optimizer.py": {
         *("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks", "_wrapped_by_lr_sched"),
         *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
@@ -50,6 +51,7 @@ OF_PRIVATE_CLASSES = {
     *("fsdp_params", "sharded_param", "unsharded_param", "unsharded_accumulated_grad", "wait_for_unshard"),
     *("mesh_info", "shard_process_group", "reduce_scatter_process_group", "post_backward", "device_handle"),
     *("all_gather_work", "all_gather_event", "all_gather_state", "reduce_scatter_state", "post_forward_order"),
+    *("pre_forward", "reduce_grads", "all_reduce_grads"),
     *("all_states", "iter_forward_root", "post_backward_final_callback_queued"),
 }
 """Names of FSDP2's private classes that begin with none."""
@@ -69,7 +71,10 @@ def _missing_of_fsdp():
     state = module._get_fsdp_state()
     (group,) = _fsdp.groups_of(state)
     parameter = group.fsdp_params[0]
-    there = {name: callable(getattr(group, name, None)) for name in ("_to_sharded", *_fsdp.COMMUNICATION)}
+    methods = ("_to_sharded", "pre_forward", *_fsdp.COMMUNICATION)
+    there = {name: callable(getattr(group, name, None)) for name in methods}
+    of_group = ("reduce_grads", "all_reduce_grads", "_partial_reduce_output")
+    there |= {name: hasattr(group, name) for name in of_group}
     there |= {name: callable(getattr(state, name, None)) for name in (*_fsdp.FORWARD_HOOKS, _fsdp.END_OF_BACKWARD)}
     there["_modules_to_run_forward"] = isinstance(state._modules_to_run_forward, set)
     of_parameters = ("sharded_param", "unsharded_param", "unsharded_accumulated_grad", "_unsharded_param")
@@ -178,7 +183,8 @@ def _private_names(path):
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.startswith("torch") and "._" in alias.name)
         elif isinstance(node, ast.Attribute) and not node.attr.endswith("__"):
-            yield from [node.attr] * node.attr.startswith("_")
+            is_own = isinstance(node.value, ast.Name) and node.value.id == "self"
+            yield from [node.attr] * (node.attr.startswith("_") and not is_own)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and not node.value.endswith("__"):
             yield from [node.value] * (node.value.startswith("_") and node.value.isidentifier())
 

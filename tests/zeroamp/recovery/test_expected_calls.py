@@ -6,7 +6,6 @@ import torch
 import zeroamp
 from tests.models.small import batch, build, loss_of
 from tests.processes.training import config, wrapped
-from tests.selection import needs_zero_fill
 from zeroamp.recovery.expected_calls import expected_calls_of_evaluation, expected_calls_of_step
 from zeroamp.wrapping.state import wrap_state
 
@@ -57,7 +56,6 @@ def test_models_at_every_stage(ranks2, name, stage):
         check(ranks2.run(_expected_and_issued, name, options, {}))
 
 
-@needs_zero_fill
 def test_experts(ranks2):
     check(ranks2.run(_expected_and_issued, "moe", {"stage": 3}, {}))
 

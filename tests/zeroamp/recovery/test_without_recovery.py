@@ -63,11 +63,12 @@ def _planned(model):
 @pytest.mark.parametrize(
     ("recovery", "expected"),
     [
-        (False, Attached(0, 0, False, 0, bytes_of_all_reduce=2 * 8, planned_bytes=2 * 8)),
-        (True, Attached(1, 1, True, NUM_STEPS, bytes_of_all_reduce=3 * 8, planned_bytes=3 * 8)),
+        (False, Attached(0, 0, False, 0, bytes_of_all_reduce=4 * 8, planned_bytes=4 * 8)),
+        (True, Attached(1, 1, True, NUM_STEPS, bytes_of_all_reduce=5 * 8, planned_bytes=5 * 8)),
     ],
     ids=["off", "on"],
 )
 def test_nothing_listens_and_nothing_is_copied_or_sent_where_it_is_off(ranks2, recovery, expected):
-    # The step's all-reduce: loss and sum of squares in fp64, and with recovery the number of ranks that failed.
+    # The step's all-reduce in fp64: loss, sum of squares, and two numbers for the use of six parameters; with recovery,
+    # the number of ranks that failed.
     assert ranks2.run(_attached, recovery)[0] == expected

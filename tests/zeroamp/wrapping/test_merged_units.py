@@ -12,7 +12,7 @@ from tests.models.prepared import Checkpointed, checkpoint_inside, checkpoint_ou
 from tests.models.small import Llama, batch, loss_of
 from tests.oracles import one_process
 from tests.processes.training import check_run, check_same_run, config, train, wrapped
-from tests.selection import needs_zero_fill, slow_but
+from tests.selection import slow_but
 
 FP32, BF16 = torch.float32, torch.bfloat16
 NUM_STEPS = 5
@@ -135,7 +135,6 @@ def test_each_block_checkpointed_or_compiled(ranks2, prepare, threshold):
     check(by_rank, oracle())
 
 
-@needs_zero_fill
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_a_forward_that_leaves_a_merged_block_out(ranks2, stage):
     by_rank = ranks2.run(_train_prepared, "llama_untied", (stage,), {"threshold": 0}, PAIR, None, _skip)

@@ -11,7 +11,7 @@ from tests.measuring.collectives import Collectives, Gathers
 from tests.models.small import batch, loss_of
 from tests.processes.ranks import RankError
 from tests.processes.training import check_same_run, config, full_parameters, policy, same_bits, train, wrapped
-from tests.selection import needs_zero_fill, slow_but
+from tests.selection import slow_but
 
 FP32, BF16 = torch.float32, torch.bfloat16
 NUM_STEPS = 5
@@ -185,7 +185,6 @@ def _train_sparse(stage):
     return sorted(zeroamp.wrapping.state.wrap_state(model).plan.units), norm, full_parameters(model)
 
 
-@needs_zero_fill
 def test_ranks_may_run_different_parts_of_a_leaf_module(ranks2):
     # Were each expert a unit, as the policy says, the ranks would wait for each other in different gathers.
     stages = [ranks2.run(_train_sparse, stage)[0] for stage in (1, 3)]

@@ -1,0 +1,120 @@
+"""The gradients of one parameter group of FSDP2, from its forwards to its reduction.
+
+[Note: Zeros for unused parameters]
+FSDP2 copies the gradients of a group into one flat buffer and reduces it. If ranks used different parameters, their
+buffers would differ in size. So a group whose unit ran reduces zeros for each trainable parameter without a gradient. A
+group whose unit did not run reduces nothing. FSDP2's own flag (torch 2.13) reduces zeros for such groups too.
+
+[Note: One dtype per reduction]
+FSDP2 reduces gradients of one dtype. Earlier micro-batches leave sums in the dtype of accumulation. A parameter that
+was first used, or unfrozen, in the last micro-batch has a gradient in its own dtype, which is cast to that of the sums.
+From torch 2.15 on, autograd itself sums in the dtype of accumulation.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroamp.hooks._torch.fsdp import groups_of, units_of
+
+
+class GroupGradients:
+    """Tracks which parameters of a group this rank used, and completes the group's gradients before a reduction.
+
+    Replaces two methods of FSDP2's `FSDPParamGroup` on the instance: no public hook runs between the last gradient of a
+    group and its reduction.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._num_forwards = 0  # with gradients on, whose backward has not ended
+        self._is_pending = False  # a backward ended without a reduction
+        self._used: set[int] = set()  # positions in `fsdp_params`
+        self._trains = [parameter.sharded_param.requires_grad for parameter in group.fsdp_params]
+        self._pre_forward_of_fsdp, self._post_backward_of_fsdp = group.pre_forward, group.post_backward
+        group.pre_forward, group.post_backward = self._pre_forward, self._post_backward
+
+    def usage(self) -> Iterator[tuple[nn.Parameter, bool]]:
+        """Yield each sharded parameter, and whether it had a gradient on this rank since `reset`."""
+        for index, parameter in enumerate(self._group.fsdp_params):
+            yield parameter.sharded_param, index in self._used
+
+    def end_backward(self) -> None:
+        """Forget forwards whose backward did not run. Call after each backward of the root."""
+        self._num_forwards = 0
+
+    def reset(self) -> None:
+        """Forget the optimizer step, and release its partial sums over shards."""
+        self._num_forwards, self._is_pending = 0, False
+        self._used.clear()
+        self._group._partial_reduce_output = None
+
+    def _pre_forward(self, *args: Any) -> Any:
+        self._num_forwards += torch.is_grad_enabled()
+        self._follow_requires_grad()
+        return self._pre_forward_of_fsdp(*args)
+
+    def _follow_requires_grad(self) -> None:
+        """Set `requires_grad` of both forms of a parameter after one of them was changed.
+
+        Between micro-batches at stages 0 to 2, `model.parameters()` yields unsharded parameters. FSDP2 copies the flag
+        of the sharded one only.
+        """
+        for index, parameter in enumerate(self._group.fsdp_params):
+            unsharded = getattr(parameter, "_unsharded_param", parameter.sharded_param)
+            trained = self._trains[index]
+            if not (parameter.sharded_param.requires_grad == unsharded.requires_grad == trained):
+                self._trains[index] = not trained
+                for form in (parameter.sharded_param, unsharded):
+                    form.requires_grad_(not trained)
+
+    def _post_backward(self, *unused: Any) -> Any:
+        group = self._group
+        if not all(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params):
+            return None  # never unsharded: the unit has not run yet, which FSDP2 does not expect without a reduction
+        ran = self._num_forwards > 0
+        self._num_forwards -= ran
+        used = [index for index, parameter in enumerate(group.fsdp_params) if _has_gradient(parameter)]
+        self._used.update(used)
+        if not group.reduce_grads:
+            self._is_pending |= ran or bool(used)
+        elif ran or used or self._is_pending or (group._partial_reduce_output is not None and group.all_reduce_grads):
+            self._is_pending = False
+            _complete(group.fsdp_params)
+        return self._post_backward_of_fsdp(*unused)
+
+
+def follow_gradients(root: nn.Module) -> list[GroupGradients]:
+    """Follow the gradients of all parameter groups of a root. Call once, after `fully_shard` of all units."""
+    groups = {id(group): group for unit in units_of(root) for group in groups_of(unit._get_fsdp_state())}
+    return [GroupGradients(group) for group in groups.values()]  # the modules of a merged unit share theirs
+
+
+def _has_gradient(parameter: Any) -> bool:
+    """Whether this rank has an unsharded gradient of a parameter, from this micro-batch or from an earlier one."""
+    return parameter.unsharded_accumulated_grad is not None or parameter._unsharded_param.grad is not None
+
+
+def _complete(parameters: list[Any]) -> None:
+    """Set a gradient of one dtype on each trainable parameter. See the notes above."""
+    sums = (parameter.unsharded_accumulated_grad for parameter in parameters if not _autograd_sums(parameter))
+    dtype = next((total.dtype for total in sums if total is not None), None)
+    for parameter in parameters:
+        unsharded = parameter._unsharded_param
+        if _has_gradient(parameter):
+            gradient = unsharded.grad
+        elif unsharded.requires_grad:
+            gradient = torch.zeros_like(unsharded, dtype=dtype or getattr(unsharded, "grad_dtype", None))
+        else:
+            continue
+        if dtype is None:
+            unsharded.grad = gradient
+        elif parameter.unsharded_accumulated_grad is None:
+            parameter.unsharded_accumulated_grad, unsharded.grad = gradient.to(dtype), None
+
+
+def _autograd_sums(parameter: Any) -> bool:
+    """Whether `unsharded_accumulated_grad` is a property of autograd's own sum: from torch 2.15 on."""
+    return isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property)

@@ -1,0 +1,75 @@
+"""Which parameters no rank used in an optimizer step: they keep `grad` None, as in one process.
+
+[Note: One number for three parameters]
+A rank tracks which parameters had a gradient on it. For the others it must know whether another rank had one: their
+reduced gradient is then the mean with zeros, and else it is discarded. So the numbers of ranks that used each parameter
+are added to the step's all-reduce, three in each fp64 number: 3 x 17 bits, for fewer than 2^17 ranks. Only a rank with
+unused parameters reads them.
+"""
+
+import logging
+
+import torch
+from torch import nn
+
+from zeroamp.planning.mesh import device_of, is_first_rank
+from zeroamp.planning.traffic import PARAMETERS_PER_NUMBER
+from zeroamp.wrapping.state import WrapState
+
+logger = logging.getLogger("zeroamp")
+
+_BASE = 2**17
+
+
+class UnusedParameters:
+    """Finds the parameters that no rank used, and discards their gradients. One per `TrainStep`."""
+
+    def __init__(self, state: WrapState) -> None:
+        self._state = state
+        self._unused: dict[nn.Parameter, int] = {}  # by this rank, in this optimizer step -> position
+        self._sent: tuple[list[float], torch.Tensor] = ([], torch.empty(0))
+        self._has_logged = False
+
+    def usage(self) -> torch.Tensor:
+        """Return this rank's part of the numbers: 1-D fp64, on the device. See [Note: One number for three parameters].
+
+        A step with the same usage as the one before copies nothing to the device.
+        """
+        usage = [pair for group in self._state.gradients for pair in group.usage()]
+        self._unused = {parameter: index for index, (parameter, is_used) in enumerate(usage) if not is_used}
+        starts = range(0, len(usage), PARAMETERS_PER_NUMBER)
+        parts = [usage[start : start + PARAMETERS_PER_NUMBER] for start in starts]
+        numbers = [float(sum(used * _BASE**place for place, (_, used) in enumerate(part))) for part in parts]
+        if self._sent[0] != numbers:
+            device = device_of(self._state.mesh)
+            self._sent = numbers, torch.tensor(numbers, dtype=torch.float64, device=device)
+        return self._sent[1]
+
+    def discard_gradients(self, sums: torch.Tensor) -> None:
+        """Set `grad` to None on the parameters that no rank used. `sums` are all ranks' numbers, 1-D fp64.
+
+        Waits for the device if this rank left a parameter unused whose group was reduced.
+        """
+        with_gradient = {parameter: index for parameter, index in self._unused.items() if parameter.grad is not None}
+        if with_gradient:
+            numbers = [int(number) for number in sums.tolist()]
+            for parameter, index in with_gradient.items():
+                place, offset = divmod(index, PARAMETERS_PER_NUMBER)
+                if numbers[place] // _BASE**offset % _BASE == 0:
+                    parameter.grad = None
+        if self._unused and not self._has_logged:
+            self._log()
+
+    def _log(self) -> None:
+        named = self._state.root.named_parameters()
+        names = [fqn for fqn, p in named if p in self._unused and p.requires_grad and p.grad is None]
+        if names:
+            self._has_logged = True
+            if is_first_rank(self._state.mesh):
+                shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+                logger.warning(
+                    "%d trainable parameters had no gradient on any rank in an optimizer step: %s. They keep grad None "
+                    "and are not updated in such a step. This is logged once.",
+                    len(names),
+                    shown,
+                )

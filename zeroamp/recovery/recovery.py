@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from zeroamp.hooks._torch.fsdp import release
 from zeroamp.hooks._torch.recovery import abandon
 from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective, notify
-from zeroamp.planning.mesh import device_of, process_group
+from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import PeerError, StepError
 from zeroamp.recovery.call_log import Call, CallLog, ZeroBuffers
 from zeroamp.recovery.expected_calls import expected_calls_of_evaluation, expected_calls_of_step
@@ -41,7 +41,7 @@ class Recovery(Callback):
         state = wrap_state(train.model)
         self.calls = CallLog(state)
         self._state = state
-        self._world = process_group(state.mesh)
+        self._world = state.world
         self._callbacks = train.callbacks
         self._micro_batches = train.micro_batches
         self._micro_batches.remedy = (

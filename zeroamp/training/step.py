@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective, notify
-from zeroamp.planning.mesh import device_of, process_group, replicate_size
+from zeroamp.planning.mesh import device_of, replicate_size
 from zeroamp.policies.errors import StepError, describe
 from zeroamp.training import update
 from zeroamp.training.callbacks import Callbacks, tell_observers
@@ -91,7 +91,7 @@ class TrainStep:
         """None unless `zeroamp.recovery` is true."""
         self._state = wrap_state(model)
         self._policy = self._state.plan.policy
-        self._world = process_group(self._state.mesh)
+        self._world = self._state.world
         self.micro_batches = MicroBatches(self._state)
         """The micro-batches of the current optimizer step."""
         if not self.optimizers:

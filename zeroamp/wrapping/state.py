@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -33,6 +34,8 @@ class WrapState:
     root: nn.Module
     plan: Plan
     mesh: DeviceMesh
+    world: dist.ProcessGroup | None = None
+    """A process group of all ranks of the mesh; None is the default group."""
     traffic: Traffic
     """What the collectives moved since it was last reset."""
     ranges: Ranges = field(default_factory=Ranges)

@@ -108,8 +108,8 @@ def plan_traffic(plan: Plan, ranks: Ranks) -> Traffic:
             traffic.num_bytes[key] += sum(call.num_bytes(param, num_shards) for param in group.params)
     key = TrafficKey("all_reduce", torch.float64, STEP)
     traffic.calls[key] += 1
-    # The mean loss, the sum of squares and, with recovery, the number of ranks that failed.
-    traffic.num_bytes[key] += (2 + plan.policy.recovery) * torch.float64.itemsize
+    # The mean loss, the sum of squares, a hash that compares several ranks and, with recovery, how many failed.
+    traffic.num_bytes[key] += (2 + (not ranks.is_one) + plan.policy.recovery) * torch.float64.itemsize
     return traffic
 
 

@@ -99,7 +99,7 @@ class Recovery(Callback):
         """End the optimizer step after a failure on this rank: the other ranks raise in `on_statistics`."""
         # The same numbers as on the other ranks: the loss, the sum of squares, and the callbacks' statistics.
         numbers = [0.0, 0.0]
-        for callback in self._callbacks:
+        for callback in self._callbacks.with_statistics():
             numbers += [1.0] if callback is self else [0.0] * len(callback.statistics())
         statistics = torch.tensor(numbers, dtype=torch.float64, device=device_of(self._state.mesh))
         dist.all_reduce(statistics, group=self._world)

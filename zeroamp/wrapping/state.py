@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from zeroamp.hooks._torch.fsdp import release
+from zeroamp.hooks.collectives.issued import IssuedInStep
 from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
 from zeroamp.hooks.collectives.traffic import CollectiveListener, Traffic
 from zeroamp.hooks.guards import BackwardGuard
@@ -44,6 +45,8 @@ class WrapState:
     """Group name -> holder, for the groups that are not a unit's own."""
     listeners: list[CollectiveListener] = field(init=False)
     """Called after each collective that this rank issues: the counters first."""
+    issued: IssuedInStep | None = None
+    """The listener that a `TrainStep` on several ranks adds, to compare them."""
     root_forward: RootForward = field(default_factory=RootForward)
     """What runs around the root's forward."""
     communication: CommunicationWatch = field(init=False)

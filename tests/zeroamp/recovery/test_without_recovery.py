@@ -46,7 +46,7 @@ def _attached(recovery):
     of_step = {key.collective: moved for key, moved in num_bytes.items() if key.group == "step"}
     assert of_step.keys() == {"all_reduce"}
     return Attached(
-        listeners=len(wrap_state(model).listeners) - 1,  # beside the counters of traffic
+        listeners=len(wrap_state(model).listeners) - 2,  # beside the counters of traffic and what compares ranks
         callbacks=len(step.callbacks),
         has_recovery=step.recovery is not None,
         snapshots=len(taken),
@@ -63,8 +63,8 @@ def _planned(model):
 @pytest.mark.parametrize(
     ("recovery", "expected"),
     [
-        (False, Attached(0, 0, False, 0, bytes_of_all_reduce=2 * 8, planned_bytes=2 * 8)),
-        (True, Attached(1, 1, True, NUM_STEPS, bytes_of_all_reduce=3 * 8, planned_bytes=3 * 8)),
+        (False, Attached(0, 0, False, 0, bytes_of_all_reduce=3 * 8, planned_bytes=3 * 8)),
+        (True, Attached(1, 1, True, NUM_STEPS, bytes_of_all_reduce=4 * 8, planned_bytes=4 * 8)),
     ],
     ids=["off", "on"],
 )

@@ -66,28 +66,34 @@ class IssuedInStep:
         self.step += 1
         self.num_backwards, self.order, self.calls = 0, 0, {}
 
-    @property
-    def place(self) -> str:
-        """Where this rank is, as the end of a sentence."""
-        return f" in optimizer step {self.step} of this TrainStep, after {self.num_backwards} backwards of it had begun"
 
-
-def peer_lost(error: RuntimeError, issued: IssuedCollective, listeners: Sequence[CollectiveListener]) -> Exception:
+def peer_lost(
+    error: RuntimeError, issued: IssuedCollective | None, listeners: Sequence[CollectiveListener] = ()
+) -> Exception:
     """Return the error for a collective that the backend ended, by its timeout or because a rank is gone.
 
-    `error` itself is returned if it is this rank's own: no memory, a device's error.
+    `error` itself is returned if it is this rank's own: no memory, a device's error. `issued` is None for a collective
+    of FSDP2's own.
     """
     is_ours = not isinstance(error, dist.DistError) and "gloo" not in str(error)
     if is_ours or isinstance(error, PeerError):
         return error
-    _, tensor, *_, group, op = issued
-    key = CallKey(issued.collective, issued.group_name, tensor.dtype, tensor.numel(), op)
-    place = next((listener.place for listener in listeners if isinstance(listener, IssuedInStep)), "")
-    ranks = ", ".join(map(str, dist.get_process_group_ranks(group)))
+    what = "collective of FSDP2"
+    if issued is not None:
+        key = CallKey(issued.collective, issued.group_name, issued.tensor.dtype, issued.tensor.numel(), issued.op)
+        ranks = dist.get_process_group_ranks(issued.process_group)
+        what = f"{key} over ranks {', '.join(map(str, ranks))}"
+    step = next((listener for listener in listeners if isinstance(listener, IssuedInStep)), None)
+    place = ""
+    if step is not None and issued is not None and issued.group_name == STEP:
+        place = f" at the end of optimizer step {step.step - 1}"
+    elif step is not None:
+        last = f" after the {list(step.calls)[-1]}" if issued is None and step.calls else ""
+        place = f" in optimizer step {step.step}{last}, where {step.num_backwards} backwards had begun"
     return PeerError(
-        f"Rank {dist.get_rank()} waited for the {key} over ranks {ranks}{place}, and the process group ended it: "
-        f"{str(error).strip()}. Another rank has ended or did not issue the same collective: look at its output, and "
-        "check that all ranks run the same modules, micro-batches and evaluations. Restart from the last checkpoint."
+        f"Rank {dist.get_rank()} waited for the {what}{place}, and the process group ended it: {str(error).strip()}. "
+        "Another rank has ended or did not issue the same collective: look at its output, and check that all ranks run "
+        "the same modules, micro-batches and evaluations. Restart from the last checkpoint."
     )
 
 

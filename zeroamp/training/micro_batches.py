@@ -18,6 +18,7 @@ from zeroamp.hooks._torch.fsdp import (
     modules_to_run,
     set_accumulation_dtype,
 )
+from zeroamp.hooks.collectives.issued import peer_lost
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import StepError
 from zeroamp.wrapping.state import WrapState, reshard
@@ -87,6 +88,8 @@ class MicroBatches:
                 loss.backward()  # type: ignore[no-untyped-call]
                 for unit in self.units:
                     modules_to_run(unit).clear()
+        except RuntimeError as error:
+            raise peer_lost(error, None, self._state.listeners) from error
         finally:
             if guard is not None:
                 guard.armed = False

@@ -38,6 +38,7 @@ def description_of(
     for number, (optimizer, scheduler) in enumerate(zip(optimizers, schedulers, strict=True)):
         name = f"optimizer {number}"
         found[f"the class of {name}"] = _class(optimizer)
+        found[f"the number of param groups of {name}"] = str(len(optimizer.param_groups))
         for index, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 if key != "params":
@@ -172,9 +173,7 @@ class RankAgreement(Callback):
         names = {id(parameter): fqn for fqn, parameter in self._state.root.named_parameters()}
         for parameter, is_trained in zip(self._parameters, facts.is_trained, strict=True):
             found[f"requires_grad of {names.get(id(parameter), 'a removed parameter')}"] = str(bool(is_trained))
-        found |= {f"the number of calls of {key}": str(count) for key, count in facts.calls.items()}
-        found["the order of the collectives, as a hash,"] = f"{facts.order:x}"
-        return found
+        return found | {f"the count of {key}": str(count) for key, count in facts.calls.items()}  # in their order
 
 
 class _LateFlag:

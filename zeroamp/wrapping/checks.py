@@ -17,6 +17,7 @@ from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import ConfigError, WrapError, describe
 from zeroamp.policies.json_values import flatten
 from zeroamp.policies.policy import Policy
+from zeroamp.policies.schema import Config, Honoured, iter_keys
 from zeroamp.version import __version__
 from zeroamp.wrapping.rank_agreement import Description
 
@@ -36,11 +37,9 @@ def description_of(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> Des
     `mesh` is the one given.
     """
     policy = plan.policy
-    config = {
-        path: json.dumps(value)
-        for path, value in flatten(Policy(policy.config).to_config()).items()
-        if not path.startswith(_OF_ONE_RANK)
-    }
+    given = flatten(Policy(policy.config).to_config())
+    keys = dict.fromkeys((*(key.path for key in iter_keys(Config) if isinstance(key.key_class, Honoured)), *given))
+    config = {path: json.dumps(given.get(path)) for path in keys if not path.startswith(_OF_ONE_RANK)}
     monitors = (policy.tensorboard, policy.csv_monitor, policy.wandb, policy.wall_clock_breakdown)
     made = "made by wrap_model"
     layout = made if mesh is None else f"{mesh.mesh.tolist()} over {mesh.mesh_dim_names} on {mesh.device_type}"

@@ -6,11 +6,13 @@ equal on all ranks, as texts by key. Equal ranks pay one all-reduce of two integ
 
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from zeroamp.hooks.collectives.issued import peer_lost
+from zeroamp.hooks.collectives.traffic import IssuedCollective
 from zeroamp.policies.errors import ZeroAmpError
 
 T = TypeVar("T")
@@ -37,6 +39,7 @@ def run_alike(
     error and `remedy` ends it. `device` is one that `group` can communicate from.
 
     Raises:
+        PeerError: another rank did not come here.
         Exception: what `action` raised, if it raised the same on all ranks.
         ZeroAmpError: on all ranks, if it raised on some: their common class if there is one, else `error_type`.
         error_type: on all ranks, if the descriptions differ. The text names what differs, and on which ranks.
@@ -44,22 +47,25 @@ def run_alike(
     try:
         result, description = action()
     except Exception as error:
-        if not _is_equal({_ERROR: _text(error)}, group, device):
+        if not _is_equal({_ERROR: _text(error)}, what, group, device):
             _raise_errors(error, what, error_type, group)
         raise
-    if not _is_equal(description, group, device):
+    if not _is_equal(description, what, group, device):
         _raise_errors(None, what, error_type, group)
         raise error_type(f"{what} {differences(description, group)} {remedy}")
     return result
 
 
-def _is_equal(description: Description, group: dist.ProcessGroup | None, device: torch.device) -> bool:
+def _is_equal(description: Description, what: str, group: dist.ProcessGroup | None, device: torch.device) -> bool:
     if dist.get_world_size(group) == 1:
         return True
     text = repr(list(description.items())).encode()
     digest = int.from_bytes(hashlib.sha256(text).digest()[:7])  # fits int64, and so does its negative
     bounds = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
-    dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)  # the maximum of -x is minus the minimum of x
+    try:
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)  # the maximum of -x is minus the minimum of x
+    except RuntimeError as error:
+        raise peer_lost(error, IssuedCollective("all_reduce", bounds, what, group, dist.ReduceOp.MAX)) from error
     return int(bounds[0]) == -int(bounds[1])
 
 
@@ -69,36 +75,51 @@ def differences(description: Description, group: dist.ProcessGroup | None) -> st
     Descriptions are compared with the first rank's, so that what is sent does not grow with the square of the ranks.
     """
     ranks = dist.get_process_group_ranks(group)
-    box: list[Description | None] = [description if dist.get_rank() == ranks[0] else None]
-    dist.broadcast_object_list(box, src=ranks[0], group=group)
-    first = box[0] or {}
-    mine: dict[str, str] = {}
-    for key in dict.fromkeys((*first, *description)):
-        if first.get(key) != description.get(key):
-            mine[key] = _shortened(description.get(key))
-    if not mine and list(first) != list(description):
-        key = next(ours for ours, theirs in zip(description, first, strict=True) if ours != theirs)
-        mine["the order in which things are made or named"] = f"another one, from {key} on"
-    num_differing = len(mine)
-    of_rank: list[tuple[int, dict[str, str]] | None] = [None] * len(ranks)
-    dist.all_gather_object(of_rank, (num_differing, dict(list(mine.items())[:_NUM_NAMED])), group=group)
+    of_rank: list[_Differing | None] = [None] * len(ranks)
+    try:
+        box: list[Description | None] = [description if dist.get_rank() == ranks[0] else None]
+        dist.broadcast_object_list(box, src=ranks[0], group=group)
+        dist.all_gather_object(of_rank, _differing(box[0] or {}, description), group=group)
+    except RuntimeError as error:
+        return f"differs between ranks, and they could not compare in what ({str(error).strip()})."
     found = {rank: differing for rank, differing in zip(ranks, of_rank, strict=True) if differing is not None}
-    return _sentence(first, {rank: named for rank, (_, named) in found.items()}, max(n for n, _ in found.values()))
+    return _sentence(found)
 
 
-def _sentence(first: Description, of_rank: Mapping[int, Mapping[str, str]], num_differing: int) -> str:
-    keys = list(dict.fromkeys(key for named in of_rank.values() for key in named))[:_NUM_NAMED]
-    if not keys:
-        return "differs between ranks in a way that was gone when the ranks looked for it."
+class _Differing(NamedTuple):
+    """In what one rank differs from the first."""
+
+    values: dict[str, tuple[str, str]]
+    """Name -> the first rank's value and this one's; the first few."""
+    num_differing: int
+
+
+def _differing(first: Description, own: Description) -> _Differing:
+    by_length = sorted((first, own), key=len, reverse=True)  # what one of them lacks is then named in its place
+    values = {
+        key: (_shortened(first.get(key)), _shortened(own.get(key)))
+        for key in dict.fromkeys((*by_length[0], *by_length[1]))
+        if first.get(key) != own.get(key)
+    }
+    if not values:
+        orders = zip(first, own, strict=True)
+        values = {f"number {place} in the order": pair for place, pair in enumerate(orders, 1) if pair[0] != pair[1]}
+    return _Differing(dict(list(values.items())[:_NUM_NAMED]), len(values))
+
+
+def _sentence(found: Mapping[int, _Differing]) -> str:
+    keys = list(dict.fromkeys(key for differing in found.values() for key in differing.values))[:_NUM_NAMED]
     parts = []
     for key in keys:
+        of_first = next(differing.values[key][0] for differing in found.values() if key in differing.values)
         ranks_by_value: dict[str, list[int]] = {}
-        for rank, named in of_rank.items():
-            ranks_by_value.setdefault(named.get(key) or _shortened(first.get(key)), []).append(rank)
+        for rank, differing in found.items():
+            ranks_by_value.setdefault(differing.values.get(key, (of_first, of_first))[1], []).append(rank)
         values = [f"{value} on {_ranks(ranks)}" for value, ranks in ranks_by_value.items()]
         parts.append(f"{key} is {values[0]}, but {' and '.join(values[1:])}")
-    more = max(num_differing - len(keys), 0)
-    return f"differs between ranks: {'; '.join(parts)}{f'; and {more} more' if more else ''}."
+    more = max(differing.num_differing for differing in found.values()) - len(keys)
+    more_text = f"; and {more} more" if more > 0 else ""
+    return f"differs between ranks: {'; '.join(parts) or 'the order of repeated calls'}{more_text}."
 
 
 def _raise_errors(

@@ -21,7 +21,10 @@ class StepError(ZeroAmpError, RuntimeError):
 
 
 class PeerError(StepError):
-    """Another rank failed in this optimizer step, which all ranks discarded. The text names the rank and its error."""
+    """Another rank failed. The text names the rank and its error, or the collective that this rank waited in for it.
+
+    With `zeroamp.recovery`, all ranks discarded the optimizer step and may go on.
+    """
 
 
 class PrecisionError(ZeroAmpError, RuntimeError):

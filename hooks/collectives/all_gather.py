@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from zeroamp.hooks._torch.fsdp import AllGather, all_gather
+from zeroamp.hooks.collectives.issued import NamedWork, peer_lost
 from zeroamp.hooks.collectives.traffic import CollectiveListener, IssuedCollective, notify
 from zeroamp.hooks.observers.ranges import Ranges
 from zeroamp.policies.dtypes import short_name
@@ -38,6 +39,10 @@ class GroupAllGather(AllGather):
     ) -> dist.Work | None:
         """All-gather `input_tensor` (this rank's shards) into `output_tensor` (all ranks')."""
         with self.ranges.inside("all_gather", f"{self.group_name} {short_name(output_tensor.dtype)}"):
-            work = all_gather(output_tensor, input_tensor, group, async_op=async_op)
-        notify(self.listeners, IssuedCollective("all_gather", output_tensor, self.group_name, group))
-        return work
+            issued = IssuedCollective("all_gather", output_tensor, self.group_name, group)
+            try:
+                work = all_gather(output_tensor, input_tensor, group, async_op=async_op)
+            except RuntimeError as error:
+                raise peer_lost(error, issued, self.listeners) from error
+        notify(self.listeners, issued)
+        return work if work is None else NamedWork(work, issued, self.listeners)

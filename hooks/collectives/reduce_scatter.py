@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from zeroamp.hooks._torch.dispatch import at_end_of_backward, backward_id
 from zeroamp.hooks._torch.fsdp import ReduceScatter, reduce_scatter
+from zeroamp.hooks.collectives.issued import peer_lost
 from zeroamp.hooks.collectives.traffic import CollectiveListener, IssuedCollective, ReduceOp, notify
 from zeroamp.hooks.observers.ranges import OpenRange, Ranges
 from zeroamp.policies.dtypes import short_name
@@ -143,8 +144,12 @@ class GroupReduceScatter(ReduceScatter):
     ) -> None:
         # See [Note: Summing in fp32].
         received = self.buffers.like(input_tensor)  # one chunk from every rank, communication dtype
-        dist.all_to_all_single(received, input_tensor, group=group)
-        notify(self.listeners, IssuedCollective("all_to_all", input_tensor, self.group_name, group))
+        issued = IssuedCollective("all_to_all", input_tensor, self.group_name, group)
+        try:
+            dist.all_to_all_single(received, input_tensor, group=group)
+        except RuntimeError as error:
+            raise peer_lost(error, issued, self.listeners) from error
+        notify(self.listeners, issued)
         chunks = received.view(group.size(), -1)
         with self.ranges.inside("sum", f"{self.group_name} -> fp32"):
             output_tensor.copy_(chunks[0])
@@ -164,8 +169,12 @@ class GroupReduceScatter(ReduceScatter):
         if output_tensor.dtype != input_tensor.dtype:
             reduced = torch.empty_like(output_tensor, dtype=input_tensor.dtype)
         op = dist.ReduceOp.SUM if divides_here else op
-        reduce_scatter(reduced, input_tensor, group, op)
-        notify(self.listeners, IssuedCollective("reduce_scatter", input_tensor, self.group_name, group, op))
+        issued = IssuedCollective("reduce_scatter", input_tensor, self.group_name, group, op)
+        try:
+            reduce_scatter(reduced, input_tensor, group, op)
+        except RuntimeError as error:
+            raise peer_lost(error, issued, self.listeners) from error
+        notify(self.listeners, issued)
         if reduced is not output_tensor:
             output_tensor.copy_(reduced)
         if divides_here:

@@ -146,9 +146,14 @@ def shard_device(policy: Policy, mesh: DeviceMesh) -> torch.device:
 
 def device_of(mesh: DeviceMesh) -> torch.device:
     """Return this rank's device: the current one, where the mesh's type has several."""
-    if mesh.device_type == "cpu":
+    return device_of_type(mesh.device_type)
+
+
+def device_of_type(device_type: str) -> torch.device:
+    """Return this rank's device of a type: the current one, where there are several."""
+    if device_type == "cpu":
         return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+    return torch.device(device_type, torch.accelerator.current_device_index())
 
 
 def is_first_rank(mesh: DeviceMesh) -> bool:

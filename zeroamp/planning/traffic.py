@@ -121,8 +121,9 @@ def plan_traffic(plan: Plan, ranks: Ranks) -> Traffic:
             traffic.num_bytes[key] += sum(call.num_bytes(param, num_shards) for param in group.params)
     key = TrafficKey("all_reduce", torch.float64, STEP)
     traffic.calls[key] += 1
-    # With recovery, the number of ranks that failed.
-    traffic.num_bytes[key] += (num_statistics(plan) + plan.policy.recovery) * torch.float64.itemsize
+    # Several ranks compare a hash. With recovery, the number of ranks that failed is sent.
+    num_numbers = num_statistics(plan) + (not ranks.is_one) + plan.policy.recovery
+    traffic.num_bytes[key] += num_numbers * torch.float64.itemsize
     return traffic
 
 

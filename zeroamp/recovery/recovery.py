@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from zeroamp.hooks._torch.fsdp import release
 from zeroamp.hooks._torch.recovery import abandon
 from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective, notify
-from zeroamp.planning.mesh import device_of, process_group
+from zeroamp.planning.mesh import device_of
 from zeroamp.planning.traffic import num_statistics
 from zeroamp.policies.errors import PeerError, StepError
 from zeroamp.recovery.call_log import Call, CallLog, ZeroBuffers
@@ -42,7 +42,7 @@ class Recovery(Callback):
         state = wrap_state(train.model)
         self.calls = CallLog(state)
         self._state = state
-        self._world = process_group(state.mesh)
+        self._world = state.world
         self._callbacks = train.callbacks
         self._micro_batches = train.micro_batches
         self._micro_batches.remedy = (
@@ -100,7 +100,7 @@ class Recovery(Callback):
         """End the optimizer step after a failure on this rank: the other ranks raise in `on_statistics`."""
         # As many numbers as on the other ranks: the step's own, then the callbacks' statistics.
         numbers = [0.0] * num_statistics(self._state.plan)
-        for callback in self._callbacks:
+        for callback in self._callbacks.with_statistics():
             numbers += [1.0] if callback is self else [0.0] * len(callback.statistics())
         statistics = torch.tensor(numbers, dtype=torch.float64, device=device_of(self._state.mesh))
         dist.all_reduce(statistics, group=self._world)

@@ -58,6 +58,13 @@ class Callback:
 class Callbacks(list[Callback]):
     """The callbacks of one `TrainStep`."""
 
+    agreement: Callback | None = None
+    """Compares the ranks in each optimizer step. Not in the list, which is the caller's."""
+
+    def with_statistics(self) -> list[Callback]:
+        """Return those that add numbers to the step's all-reduce, in this order; `agreement` is the last."""
+        return [*self, *([] if self.agreement is None else [self.agreement])]
+
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         """Call `on_phase_begin` on entry and `on_phase_end` on exit, of the callbacks present on entry."""

@@ -37,6 +37,24 @@ def refuse_metric(scheduler: Scheduler | None) -> None:
         )
 
 
+def refuse_unusable(
+    optimizers: Sequence[torch.optim.Optimizer],
+    schedulers: Sequence[Scheduler | None],
+    parameters: list[nn.Parameter],
+) -> None:
+    """Raise StepError for optimizers and schedulers that a `TrainStep` cannot drive."""
+    if not optimizers:
+        raise StepError("TrainStep was given no optimizer. Pass one that holds parameters of the wrapped model.")
+    if len(schedulers) != len(optimizers):
+        found = f"{len(schedulers)} for {len(optimizers)} optimizers"
+        raise StepError(
+            f"TrainStep(scheduler=) has {found}. Pass one scheduler per optimizer, and None for those without."
+        )
+    for each in schedulers:
+        refuse_metric(each)
+    refuse_foreign(optimizers, parameters)
+
+
 def refuse_foreign(optimizers: Sequence[torch.optim.Optimizer], parameters: list[nn.Parameter]) -> None:
     """Raise StepError if an optimizer holds a parameter not in `parameters`, or two optimizers hold the same one."""
     holders: dict[int, int | None] = {id(parameter): None for parameter in parameters}

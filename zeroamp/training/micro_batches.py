@@ -17,6 +17,7 @@ from zeroamp.hooks._torch.fsdp import (
     modules_to_run,
     set_accumulation_dtype,
 )
+from zeroamp.hooks.collectives.issued import peer_lost
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import StepError
 from zeroamp.wrapping.state import WrapState, reshard
@@ -88,6 +89,8 @@ class MicroBatches:
                     modules_to_run(unit).clear()
                 for group in self._state.gradients:
                     group.end_backward()
+        except RuntimeError as error:
+            raise peer_lost(error, None, self._state.listeners) from error
         finally:
             if guard is not None:
                 guard.armed = False

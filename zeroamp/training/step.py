@@ -9,18 +9,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zeroamp.hooks.collectives.issued import peer_lost
 from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective, notify
-from zeroamp.planning.mesh import device_of, process_group, replicate_size
+from zeroamp.planning.mesh import device_of, replicate_size
 from zeroamp.policies.errors import StepError, describe
 from zeroamp.training import update
 from zeroamp.training.callbacks import Callbacks, tell_observers
-from zeroamp.training.checks import Scheduler, no_gradient, refuse_foreign, refuse_metric
+from zeroamp.training.checks import Scheduler, no_gradient, refuse_metric, refuse_unusable
 from zeroamp.training.extensions import attach_extensions, load
 from zeroamp.training.loss_scale import LossScaler
 from zeroamp.training.micro_batches import Failure, MicroBatches
 from zeroamp.training.norm import clip_factor, local_sum_of_squares, multiply_gradients
+from zeroamp.training.rank_agreement import Done, RankAgreement, description_of
 from zeroamp.training.step_report import StepReport, learning_rates, log_step
 from zeroamp.training.unused_parameters import UnusedParameters
+from zeroamp.wrapping.rank_agreement import Description, run_alike
 from zeroamp.wrapping.state import autocast_of, wrap_state
 
 if TYPE_CHECKING:
@@ -92,20 +95,18 @@ class TrainStep:
         """None unless `zeroamp.recovery` is true."""
         self._state = wrap_state(model)
         self._policy = self._state.plan.policy
-        self._world = process_group(self._state.mesh)
+        self._world = self._state.world
         self.micro_batches = MicroBatches(self._state)
         """The micro-batches of the current optimizer step."""
         self._unused = UnusedParameters(self._state)
-        if not self.optimizers:
-            raise StepError("TrainStep was given no optimizer. Pass one that holds parameters of the wrapped model.")
-        if len(self.schedulers) != len(self.optimizers):
-            found = f"{len(self.schedulers)} for {len(self.optimizers)} optimizers"
-            raise StepError(
-                f"TrainStep(scheduler=) has {found}. Pass one scheduler per optimizer, and None for those without."
-            )
-        for each in self.schedulers:
-            refuse_metric(each)
-        refuse_foreign(self.optimizers, self.micro_batches.parameters)
+        run_alike(
+            self._checked,
+            what="TrainStep",
+            remedy="Pass the same optimizers and schedulers on all ranks.",
+            error_type=StepError,
+            group=self._world,
+            device=device_of(self._state.mesh),
+        )
         is_float16 = self._policy.low_dtype == torch.float16
         self._scaler = LossScaler(self._policy.loss_scale, self._state.mesh.device_type, enabled=is_float16)
         self._loss_sum: torch.Tensor | None = None  # 0-D fp32: sum of this rank's losses that `backward` divided
@@ -115,6 +116,13 @@ class TrainStep:
         self._is_ended_by_caller: bool | None = None  # whether this optimizer step passes `is_last`
         self._clipped: _Clipped | None = None  # between clip_grad_norm and update
         attach_extensions(self, self._policy)
+        self._agreement: RankAgreement | None = None
+        if self._state.mesh.size() > 1:
+            self.callbacks.agreement = self._agreement = RankAgreement(self._state, self.optimizers)
+
+    def _checked(self) -> tuple[None, Description]:
+        refuse_unusable(self.optimizers, self.schedulers, self.micro_batches.parameters)
+        return None, description_of(self._state.root, self.optimizers, self.schedulers)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -203,6 +211,8 @@ class TrainStep:
         scaled = self._scaler.scale_loss(
             loss.float() / self._policy.gradient_accumulation_steps if divide else loss.float()
         )
+        if self._state.issued is not None:
+            self._state.issued.num_backwards += 1
         with self.micro_batches.noting("backward"), self.callbacks.phase("backward"):
             self.micro_batches.backward(scaled, is_last=is_last)
         detached = loss.detach().float().reshape(())
@@ -317,6 +327,9 @@ class TrainStep:
 
     def _clip(self, max_norm: float) -> "_Clipped":
         """Norm over all ranks, overflow check, unscale and clip in one pass."""
+        if self._agreement is not None:
+            done = (self.num_steps, self.num_skipped, self._num_divided, self._is_ended_by_caller)
+            self._agreement.done = Done(*done, max_norm, self._scaler.scale, self._state.root.training)
         try:
             with self._state.ranges.inside("norm"):
                 loss, squares = self._sum_over_ranks()
@@ -343,7 +356,7 @@ class TrainStep:
         with self.micro_batches.noting("step"):
             self.micro_batches.finish()
             statistics = self._local_statistics()
-            of_callbacks = [(callback, callback.statistics()) for callback in self.callbacks]
+            of_callbacks = [(callback, callback.statistics()) for callback in self.callbacks.with_statistics()]
             has_gradient = bool(self.micro_batches.with_gradient())
         if not has_gradient:
             error = no_gradient()
@@ -353,8 +366,12 @@ class TrainStep:
         more = [number for _, numbers in of_callbacks for number in numbers]
         usage = self._unused.usage()
         statistics = torch.cat([statistics, usage, *([statistics.new_tensor(more)] if more else [])])
-        dist.all_reduce(statistics, group=self._world)
-        notify(self._state.listeners, IssuedCollective("all_reduce", statistics, STEP, self._world))
+        issued = IssuedCollective("all_reduce", statistics, STEP, self._world)
+        try:
+            dist.all_reduce(statistics, group=self._world)
+        except RuntimeError as error:
+            raise peer_lost(error, issued, self._state.listeners) from error
+        notify(self._state.listeners, issued)
         start = 2 + len(usage)
         for callback, numbers in of_callbacks:
             if numbers:

@@ -4,7 +4,7 @@ FSDP2 shards what each rank holds and communicates nothing while it wraps. Ranks
 made of parts of different initialisations; at stage 0 and with HSDP, replicas would differ.
 """
 
-import hashlib
+import json
 
 import torch
 import torch.distributed as dist
@@ -15,28 +15,71 @@ from zeroamp.hooks._torch.fsdp import has_reduction_options
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import ConfigError, WrapError, describe
+from zeroamp.policies.json_values import flatten
 from zeroamp.policies.policy import Policy
+from zeroamp.policies.schema import Config, Honoured, iter_keys
+from zeroamp.version import __version__
+from zeroamp.wrapping.rank_agreement import Description
+
+_OF_ONE_RANK = (
+    *("tensorboard", "csv_monitor", "wandb", "comms_logger", "steps_per_print", "wall_clock_breakdown"),
+    *("zeroamp.ranges", "zeroamp.count_traffic"),
+)
+"""Blocks and keys of the config that change what a rank shows of itself, and nothing else."""
 
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def check_plans_agree(plan: Plan, mesh: DeviceMesh) -> None:
-    """Compare the parameter groups that the ranks of `mesh` planned. Ranks with other groups would wait for ever.
+def description_of(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> Description:
+    """Describe what `wrap_model` makes of its arguments, for the comparison of the ranks: see `run_alike`.
 
-    Raises:
-        WrapError: on all ranks.
+    Everything but values of parameters. Monitors may be set up on some ranks in other ways, native keys change nothing.
+    `mesh` is the one given.
     """
-    groups = [(group.name, list(map(str, group.key)), [p.fqn for p in group.params]) for group in plan.groups]
-    digest = int.from_bytes(hashlib.sha256(repr(groups).encode()).digest()[:7])  # fits int64, and so does its negative
-    bounds = torch.tensor([digest, -digest], dtype=torch.int64, device=mesh.device_type)
-    for axis in range(mesh.ndim):
-        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
-    if int(bounds[0]) != -int(bounds[1]):
-        raise WrapError(
-            "wrap_model got plans of units and dtypes that differ between ranks. Pass the same model, policy, "
-            'auto_wrap_policy and example inputs on all ranks. With safe modules "auto", pass one fixed '
-            "example_inputs."
-        )
+    policy = plan.policy
+    given = flatten(Policy(policy.config).to_config())
+    keys = dict.fromkeys((*(key.path for key in iter_keys(Config) if isinstance(key.key_class, Honoured)), *given))
+    config = {path: json.dumps(given.get(path)) for path in keys if not path.startswith(_OF_ONE_RANK)}
+    monitors = (policy.tensorboard, policy.csv_monitor, policy.wandb, policy.wall_clock_breakdown)
+    made = "made by wrap_model"
+    layout = made if mesh is None else f"{mesh.mesh.tolist()} over {mesh.mesh_dim_names} on {mesh.device_type}"
+    return {
+        "torch's version": torch.__version__,
+        "zeroamp's version": __version__,
+        **config,
+        "the use of a monitor": str(any(monitors)),
+        "the mesh": layout,
+        **_parameters(model, plan),
+        **{f"module {fqn or 'root'}": _structure(module) for fqn, module in model.named_modules()},
+        "the list of units": str([plan.modules_of(unit) for unit in (*plan.units, "")]),
+        "the run order of units": str(plan.run.forward_order() + plan.run.backward_order()),
+        "the list of fp32 modules and tensors": str([*plan.fp32_regions.modules, *plan.fp32_regions.tensors]),
+    }
+
+
+def _parameters(model: nn.Module, plan: Plan) -> Description:
+    """Describe every name of every parameter: shape, dtype, whether it is trained, its group, what it is tied to."""
+    group_of = {param.fqn: group for group in plan.groups for param in group.params}
+    first_name: dict[int, str] = {}
+    found = {}
+    for fqn, parameter in model.named_parameters(remove_duplicate=False):
+        first = first_name.setdefault(id(parameter), fqn)
+        if first != fqn:
+            found[fqn] = f"tied to {first}"
+            continue
+        group = group_of.get(fqn)
+        unshards = f", of {group.name} in {short_name(group.key.param)}" if group else ""
+        sends = f", reduced in {short_name(group.key.communication)}" if group else ""
+        use = "trained" if parameter.requires_grad else "frozen"
+        where = " on the meta device" if parameter.is_meta else ""
+        found[fqn] = f"{tuple(parameter.shape)} {short_name(parameter.dtype)}{where}, {use}{unshards}{sends}"
+    return found
+
+
+def _structure(module: nn.Module) -> str:
+    """Return a module's class; of torch's own modules their settings too, which another class may print per process."""
+    name = type(module).__name__
+    return f"{name}({module.extra_repr()})" if type(module).__module__.startswith("torch.nn.") else name
 
 
 def check_ranks_agree(model: nn.Module, mesh: DeviceMesh) -> None:

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -12,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroamp.hooks._torch.fsdp import release
 from zeroamp.hooks._torch.group_gradients import GroupGradients
+from zeroamp.hooks.collectives.issued import IssuedInStep
 from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
 from zeroamp.hooks.collectives.traffic import CollectiveListener, Traffic
 from zeroamp.hooks.guards import BackwardGuard
@@ -34,6 +36,8 @@ class WrapState:
     root: nn.Module
     plan: Plan
     mesh: DeviceMesh
+    world: dist.ProcessGroup | None = None
+    """A process group of all ranks of the mesh; None is the default group."""
     traffic: Traffic
     """What the collectives moved since it was last reset."""
     ranges: Ranges = field(default_factory=Ranges)
@@ -42,6 +46,8 @@ class WrapState:
     """Group name -> holder, for the groups that are not a unit's own."""
     listeners: list[CollectiveListener] = field(init=False)
     """Called after each collective that this rank issues: the counters first."""
+    issued: IssuedInStep | None = None
+    """The listener that a `TrainStep` on several ranks adds, to compare them."""
     root_forward: RootForward = field(default_factory=RootForward)
     """What runs around the root's forward."""
     communication: CommunicationWatch = field(init=False)

@@ -5,6 +5,7 @@ import time
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -12,15 +13,26 @@ from torch.distributed.fsdp import FSDPModule
 from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.hooks.observers.ranges import Ranges
 from zeroamp.hooks.typed_groups import typed_group_hooks
-from zeroamp.planning.mesh import device_of, is_first_rank, mesh_for_stage, ranks_of, refuse_partition, shard_device
-from zeroamp.planning.plan import build_plan
+from zeroamp.planning.mesh import (
+    current_device_type,
+    device_of,
+    device_of_type,
+    is_first_rank,
+    mesh_for_stage,
+    process_group,
+    ranks_of,
+    refuse_partition,
+    shard_device,
+)
+from zeroamp.planning.plan import Plan, build_plan
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.batch_sizes import check_batch_sizes
 from zeroamp.policies.errors import WrapError, describe
 from zeroamp.policies.policy import Policy
 from zeroamp.wrapping.attach import attach_hooks
-from zeroamp.wrapping.checks import check_device, check_plans_agree, check_ranks_agree, check_torch
+from zeroamp.wrapping.checks import check_device, check_ranks_agree, check_torch, description_of
 from zeroamp.wrapping.materialize import cast_buffers, materialize
+from zeroamp.wrapping.rank_agreement import Description, run_alike
 from zeroamp.wrapping.shard import shard_model
 from zeroamp.wrapping.state import WrapState, record_state, wrap_state
 from zeroamp.wrapping.summary import size_summary
@@ -53,12 +65,31 @@ def wrap_model(
         ConfigError: the policy does not fit the model or the device.
     """
     begin, name = time.perf_counter(), type(model).__name__
-    _refuse_unusable(model)
+    if mesh is None and not dist.is_initialized():
+        _refuse_unusable(model)
+        dist.init_process_group()
+    device_type = current_device_type() if mesh is None else mesh.device_type
+    world = None if mesh is None else process_group(mesh)
+
+    def planned() -> tuple[Plan, Description]:
+        _refuse_unusable(model)
+        check_torch(policy)
+        check_device(policy, device_type)
+        plan = build_plan(model, policy, auto_wrap_policy, example_inputs, device_type)
+        return plan, description_of(model, plan, mesh)
+
+    # Before anything else is communicated: ranks that differ would wait for each other, or abort in the backend.
+    plan = run_alike(
+        planned,
+        what="wrap_model",
+        remedy="Pass the same model, policy, mesh, auto_wrap_policy and example_inputs on all ranks.",
+        error_type=WrapError,
+        group=world,
+        device=device_of_type(device_type),
+    )
     mesh = mesh_for_stage(policy.stage, mesh, policy.dp_replicate_size)
     _check_fits(policy, mesh)
-    plan = build_plan(model, policy, auto_wrap_policy, example_inputs, mesh.device_type)
     check_ranks_agree(model, mesh)
-    check_plans_agree(plan, mesh)
     cast_buffers(model, plan)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     holders = shard_model(model, plan, mesh)
@@ -66,7 +97,7 @@ def wrap_model(
         materialize(model, mesh, device_of(mesh), shard_device(policy, mesh))
     traffic = Traffic(enabled=policy.count_traffic)
     ranges = Ranges(policy.ranges)
-    state = WrapState(root=model, plan=plan, mesh=mesh, traffic=traffic, ranges=ranges, holders=holders)
+    state = WrapState(root=model, plan=plan, mesh=mesh, world=world, traffic=traffic, ranges=ranges, holders=holders)
     attach_hooks(model, state)
     record_state(model, state)
     if logger.isEnabledFor(logging.INFO) and is_first_rank(mesh):
@@ -76,8 +107,6 @@ def wrap_model(
 
 
 def _check_fits(policy: Policy, mesh: DeviceMesh) -> None:
-    check_torch(policy)
-    check_device(policy, mesh.device_type)
     refuse_partition(policy, mesh)
     total, micro = policy.train_batch_size, policy.train_micro_batch_size_per_gpu
     check_batch_sizes(total, micro, policy.gradient_accumulation_steps, mesh.size())

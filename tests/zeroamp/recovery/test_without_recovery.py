@@ -46,7 +46,7 @@ def _attached(recovery):
     of_step = {key.collective: moved for key, moved in num_bytes.items() if key.group == "step"}
     assert of_step.keys() == {"all_reduce"}
     return Attached(
-        listeners=len(wrap_state(model).listeners) - 1,  # beside the counters of traffic
+        listeners=len(wrap_state(model).listeners) - 2,  # beside the counters of traffic and what compares ranks
         callbacks=len(step.callbacks),
         has_recovery=step.recovery is not None,
         snapshots=len(taken),
@@ -63,12 +63,12 @@ def _planned(model):
 @pytest.mark.parametrize(
     ("recovery", "expected"),
     [
-        (False, Attached(0, 0, False, 0, bytes_of_all_reduce=4 * 8, planned_bytes=4 * 8)),
-        (True, Attached(1, 1, True, NUM_STEPS, bytes_of_all_reduce=5 * 8, planned_bytes=5 * 8)),
+        (False, Attached(0, 0, False, 0, bytes_of_all_reduce=5 * 8, planned_bytes=5 * 8)),
+        (True, Attached(1, 1, True, NUM_STEPS, bytes_of_all_reduce=6 * 8, planned_bytes=6 * 8)),
     ],
     ids=["off", "on"],
 )
 def test_nothing_listens_and_nothing_is_copied_or_sent_where_it_is_off(ranks2, recovery, expected):
-    # The step's all-reduce in fp64: loss, sum of squares, and two numbers for the use of six parameters; with recovery,
-    # the number of ranks that failed.
+    # The step's all-reduce in fp64: loss, sum of squares, two numbers for the use of six parameters, and a hash that
+    # compares the ranks; with recovery, the number of ranks that failed.
     assert ranks2.run(_attached, recovery)[0] == expected

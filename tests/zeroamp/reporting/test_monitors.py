@@ -134,7 +134,7 @@ def _dropped(folder):
         recorder = weakref.ref(train.callbacks[0])
         del train
         gc.collect()
-        counts.append((len(state.listeners) - 1, len(state.communication._listeners), run.last.step))
+        counts.append((len(state.listeners) - 2, len(state.communication._listeners), run.last.step))
         del run
         gc.collect()
         counts.append(recorder() is None)

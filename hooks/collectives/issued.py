@@ -1,0 +1,112 @@
+"""What this rank issued since the last optimizer step: a count per collective and a hash of their order.
+
+It compares ranks (see `zeroamp/training/rank_agreement.py`) and says, where a collective failed, what was waited for.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+from zeroamp.hooks.collectives.traffic import STEP, Collective, CollectiveListener, IssuedCollective, ReduceOp
+from zeroamp.policies.dtypes import short_name
+from zeroamp.policies.errors import PeerError
+
+_MODULUS = 2**61 - 1  # a prime: the hash of a sequence is a polynomial in _BASE
+_BASE = 0x1F3D5B79A2C4E68
+
+
+class CallKey(NamedTuple):
+    """What two collectives have in common that count as the same."""
+
+    collective: Collective
+    group_name: str
+    dtype: torch.dtype
+    numel: int
+    """Elements of the unsharded tensor."""
+    op: ReduceOp
+
+    def __str__(self) -> str:
+        where = "the optimizer step" if self.group_name == STEP else self.group_name
+        return f"{self.collective} of {where} ({self.numel} elements, {short_name(self.dtype)})"
+
+
+@dataclass(slots=True)
+class IssuedInStep:
+    """A listener to the collectives of the parameter groups. Reads sizes only, never values."""
+
+    step: int = 1
+    """Number of the optimizer step that runs, counted from the first that was listened to."""
+    num_backwards: int = 0
+    """Backwards begun since the last optimizer step, also those that `zero_grad` discarded."""
+    calls: dict[CallKey, int] = field(default_factory=dict)
+    """Calls since the last optimizer step."""
+    order: int = 0
+    """Hash of the calls in their order, the same on ranks that issued the same."""
+    _codes: dict[CallKey, int] = field(default_factory=dict)
+    """Python's own hash of a string differs between processes."""
+
+    def on_collective(self, issued: IssuedCollective) -> None:
+        """Count one call."""
+        collective, tensor, group_name, _, op = issued
+        if group_name == STEP:
+            return
+        key = CallKey(collective, group_name, tensor.dtype, tensor.numel(), op)
+        code = self._codes.get(key)
+        if code is None:
+            self._codes[key] = code = crc32(f"{key} {op}".encode()) + 1
+        self.calls[key] = self.calls.get(key, 0) + 1
+        self.order = (self.order * _BASE + code) % _MODULUS
+
+    def end_step(self) -> None:
+        """Begin the next optimizer step. `calls` becomes another object."""
+        self.step += 1
+        self.num_backwards, self.order, self.calls = 0, 0, {}
+
+
+def peer_lost(
+    error: RuntimeError, issued: IssuedCollective | None, listeners: Sequence[CollectiveListener] = ()
+) -> Exception:
+    """Return the error for a collective that the backend ended, by its timeout or because a rank is gone.
+
+    `error` itself is returned if it is this rank's own: no memory, a device's error. `issued` is None for a collective
+    of FSDP2's own.
+    """
+    is_ours = not isinstance(error, dist.DistError) and "gloo" not in str(error)
+    if is_ours or isinstance(error, PeerError):
+        return error
+    what = "collective of FSDP2"
+    if issued is not None:
+        key = CallKey(issued.collective, issued.group_name, issued.tensor.dtype, issued.tensor.numel(), issued.op)
+        ranks = dist.get_process_group_ranks(issued.process_group)
+        what = f"{key} over ranks {', '.join(map(str, ranks))}"
+    step = next((listener for listener in listeners if isinstance(listener, IssuedInStep)), None)
+    place = ""
+    if step is not None and issued is not None and issued.group_name == STEP:
+        place = f" at the end of optimizer step {step.step - 1}"
+    elif step is not None:
+        last = f" after the {list(step.calls)[-1]}" if issued is None and step.calls else ""
+        place = f" in optimizer step {step.step}{last}, where {step.num_backwards} backwards had begun"
+    return PeerError(
+        f"Rank {dist.get_rank()} waited for the {what}{place}, and the process group ended it: {str(error).strip()}. "
+        "Another rank has ended or did not issue the same collective: look at its output, and check that all ranks run "
+        "the same modules, micro-batches and evaluations. Restart from the last checkpoint."
+    )
+
+
+class NamedWork(dist.Work):
+    """The work of an asynchronous collective, whose error says what was waited for."""
+
+    def __init__(self, work: dist.Work, issued: IssuedCollective, listeners: Sequence[CollectiveListener]) -> None:
+        super().__init__()
+        self._work, self._issued, self._listeners = work, issued, listeners
+
+    def wait(self, *arguments: object) -> bool:
+        """Wait for the collective."""
+        try:
+            return self._work.wait(*arguments)  # type: ignore[arg-type]
+        except RuntimeError as error:
+            raise peer_lost(error, self._issued, self._listeners) from error

@@ -1,0 +1,56 @@
+"""`IssuedInStep`: the hash of what a rank issued, and the error for a collective that the backend ended."""
+
+import torch
+import torch.distributed as dist
+
+from zeroamp.hooks.collectives.issued import IssuedInStep, peer_lost
+from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective
+from zeroamp.policies.errors import PeerError
+
+
+def _call(name="a", numel=4, dtype=torch.float32, collective="all_gather", op=dist.ReduceOp.SUM):
+    return IssuedCollective(collective, torch.empty(numel, dtype=dtype), name, None, op)
+
+
+def _hash(*calls):
+    issued = IssuedInStep()
+    for call in calls:
+        issued.on_collective(call)
+    return issued.order
+
+
+def test_the_hash_is_the_same_in_every_process():
+    assert _hash(_call(), _call("b")) == 2232652704913330768
+
+
+def test_every_property_of_a_call_and_the_order_change_the_hash():
+    variants = [
+        (),
+        (_call(),),
+        (_call(), _call()),
+        (_call("b"),),
+        (_call(numel=5),),
+        (_call(dtype=torch.bfloat16),),
+        (_call(collective="all_reduce"),),
+        (_call(collective="all_reduce", op=dist.ReduceOp.AVG),),
+        (_call(), _call("b")),
+        (_call("b"), _call()),
+    ]
+    assert len({_hash(*variant) for variant in variants}) == len(variants)
+
+
+def test_the_steps_own_collective_is_left_out_and_a_new_step_begins_empty():
+    issued = IssuedInStep()
+    issued.on_collective(_call(STEP))
+    assert (issued.order, issued.calls) == (0, {})
+    issued.on_collective(_call())
+    issued.num_backwards = 1
+    calls = issued.calls
+    issued.end_step()
+    assert (issued.step, issued.num_backwards, issued.order, issued.calls) == (2, 0, 0, {})
+    assert list(calls.values()) == [1], "what was issued is left to who holds it"
+
+
+def test_an_error_of_this_rank_itself_is_left_alone():
+    for error in (torch.OutOfMemoryError("no memory"), RuntimeError("shape"), PeerError("gloo")):
+        assert peer_lost(error, _call()) is error

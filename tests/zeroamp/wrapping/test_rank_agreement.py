@@ -1,0 +1,122 @@
+"""Ranks that differ before training: one error on all of them, which names what differs and on which rank."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.differences.kinds import CONFIG, HARMLESS, MODEL, OPTIMIZER
+from benchmarks.differences.training import train
+from zeroamp.policies.errors import ConfigError, StepError, WrapError
+from zeroamp.wrapping.rank_agreement import run_alike
+
+KINDS = {"config": CONFIG, "model": MODEL, "optimizer": OPTIMIZER, "harmless": HARMLESS}
+SHARED = ("accumulation count", "gradient clipping", "depth", "tying", "a frozen layer", "lr", "a scheduler")
+"""Kinds that are tried at every stage that they list; the others at the first."""
+
+
+def _all_kinds(what):
+    """Try kind after kind in one process group: return the error of each, as class and text."""
+    found = {}
+    for name, kind in KINDS[what].items():
+        for stage in kind.stages if name in SHARED else kind.stages[:1]:
+            try:
+                found[name, stage] = "", f"{train(kind, stage)} steps"
+            except Exception as error:
+                found[name, stage] = type(error).__name__, str(error)
+    return found
+
+
+@pytest.mark.parametrize("what", ["config", "model", "optimizer"])
+def test_each_kind_is_one_error_on_all_ranks_that_names_it(ranks2, what):
+    first, second = ranks2.run(_all_kinds, what)
+    assert first == second
+    wrong = {
+        run: (error, text)
+        for run, (error, text) in first.items()
+        if error != KINDS[what][run[0]].error or KINDS[what][run[0]].names not in text or "rank" not in text
+    }
+    assert wrong == {}
+
+
+def test_what_one_rank_shows_of_itself_may_differ(ranks2):
+    for found in ranks2.run(_all_kinds, "harmless"):
+        assert set(found.values()) == {("", "4 steps")}
+
+
+def _compared(case):
+    """Call `run_alike` on 4 ranks; return the error's class and text, or the result."""
+    rank = dist.get_rank()
+
+    def action():
+        if case == "two errors" and rank in (1, 2):
+            raise (ConfigError("x") if rank == 1 else OSError("y"))
+        if case == "one class" and rank > 0:
+            raise ConfigError(f"of {rank // 2}")
+        if case == "the same error":
+            raise OSError("full")
+        values = {
+            "equal": {"a": "1"},
+            "three values": {"a": "1", "b": str(max(rank - 1, 0))},
+            "absent on the first": {"a": "1", **({"b": "2"} if rank else {})},
+            "absent on the last": {"a": "1", **({"b": "2"} if rank < 3 else {})},
+            "order": {"a": "1", "b": "2"} if rank != 2 else {"b": "2", "a": "1"},
+            "many": {f"key {number}": str(rank == 3) for number in range(9)},
+        }
+        return rank, values.get(case, {})
+
+    try:
+        return run_alike(
+            action,
+            what="This",
+            remedy="Do that.",
+            error_type=WrapError,
+            group=None,
+            device=torch.device("cpu"),
+        )
+    except Exception as error:
+        return type(error), str(error)
+
+
+CASES = {
+    "three values": (
+        WrapError,
+        "This differs between ranks: b is 0 on ranks 0, 1, but 1 on rank 2 and 2 on rank 3. Do",
+    ),
+    "absent on the first": (WrapError, "b is absent on rank 0, but 2 on ranks 1, 2, 3."),
+    "absent on the last": (WrapError, "b is 2 on ranks 0, 1, 2, but absent on rank 3."),
+    "order": (WrapError, "number 1 in the order is a on ranks 0, 1, 3, but b on rank 2; number 2"),
+    "many": (WrapError, "key 3 is False on ranks 0, 1, 2, but True on rank 3; and 5 more. Do that."),
+    "two errors": (WrapError, "This failed on rank 1: x; rank 2: OSError: y"),
+    "one class": (ConfigError, "This failed on rank 1: of 0; ranks 2, 3: of 1"),
+    "the same error": (OSError, "full"),
+}
+
+
+def _all_cases():
+    return {case: _compared(case) for case in ("equal", *CASES)}
+
+
+def test_differences_and_errors_are_told_with_their_ranks(ranks4):
+    for rank, found in enumerate(ranks4.run(_all_cases)):
+        assert found.pop("equal") == rank
+        for case, (error_type, text) in found.items():
+            assert error_type is CASES[case][0], case
+            assert CASES[case][1] in text, text
+
+
+def _another_rank_is_alone_in_the_comparison():
+    """Rank 1 compares something else: what it sends is another digest, and both raise."""
+    what = "This" if dist.get_rank() == 0 else "That"
+    with pytest.raises(StepError, match="value is This on rank 0, but That on rank 1"):
+        run_alike(
+            lambda: (None, {"value": what}),
+            what=what,
+            remedy="",
+            error_type=StepError,
+            group=None,
+            device=torch.device("cpu"),
+        )
+
+
+def test_the_error_is_the_callers_class(ranks2):
+    ranks2.run(_another_rank_is_alone_in_the_comparison)

@@ -1,0 +1,196 @@
+"""What the ranks must have in common in training: compared when a `TrainStep` is built, and in every optimizer step.
+
+[Note: One number per step]
+Each rank hashes what it did since the last optimizer step to one integer below 2^53 / N, for N ranks. The step's
+all-reduce sums it in fp64, exactly. A rank that finds another sum than N times its own number knows that ranks differ.
+All ranks find this, but for a rank whose number happens to be the mean of all: numbers are 53 bits of a cryptographic
+hash, so of 2^50 steps with differing ranks this happens in one, and the others then wait for the timeout.
+"""
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import torch
+from torch import nn
+
+from zeroamp.hooks.collectives.issued import CallKey, IssuedInStep
+from zeroamp.planning.mesh import device_of
+from zeroamp.policies.errors import StepError
+from zeroamp.training.callbacks import Callback
+from zeroamp.training.checks import Scheduler, StatefulScheduler
+from zeroamp.wrapping.rank_agreement import Description, differences
+from zeroamp.wrapping.state import WrapState
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def description_of(
+    root: nn.Module, optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Scheduler | None]
+) -> Description:
+    """Describe what a `TrainStep` was given: classes, param groups with their FQNs, hyperparameters, scheduler state.
+
+    Hyperparameters that are tensors are read, which waits for the device.
+    """
+    fqns = {id(parameter): fqn for fqn, parameter in root.named_parameters()}
+    found: dict[str, str] = {"the number of optimizers": str(len(optimizers))}
+    for number, (optimizer, scheduler) in enumerate(zip(optimizers, schedulers, strict=True)):
+        name = f"optimizer {number}"
+        found[f"the class of {name}"] = _class(optimizer)
+        found[f"the number of param groups of {name}"] = str(len(optimizer.param_groups))
+        for index, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if key != "params":
+                    found[f"{key} of {name}, param group {index}"] = _text(value)
+            for position, parameter in enumerate(group["params"]):
+                fqn = fqns.get(id(parameter), "a parameter of another model")
+                held = ", ".join(optimizer.state[parameter]) if parameter in optimizer.state else "none"
+                found[f"the place of {fqn} in {name}"] = f"param group {index}, number {position}, with state: {held}"
+        found[f"the scheduler of {name}"] = _class(scheduler)
+        if isinstance(scheduler, StatefulScheduler):
+            for key, value in scheduler.state_dict().items():
+                found[f"{key} of the scheduler of {name}"] = _text(value)
+    return found
+
+
+def _class(value: object) -> str:
+    return "None" if value is None else f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _text(value: Any) -> str:
+    """Return a value as a text that is the same in every process; of an unknown object only its class."""
+    if isinstance(value, torch.Tensor):
+        return f"tensor({value.tolist()})" if value.numel() <= 16 else f"a tensor of {value.numel()} elements"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_text(held)}' for key, held in value.items())}}}"
+    return repr(value) if isinstance(value, _PLAIN) else _class(value)
+
+
+def _is_plain(value: object) -> bool:
+    return all(map(_is_plain, value)) if isinstance(value, tuple) else isinstance(value, _PLAIN)
+
+
+class Done(NamedTuple):
+    """What a `TrainStep` did in one optimizer step. The names of the fields are those in an error."""
+
+    steps_taken_before: int
+    steps_skipped_before: int
+    losses_divided_by_gradient_accumulation_steps: int
+    is_last_given_by_the_caller: bool | None
+    max_norm: float
+    loss_scale: float
+    training_mode_of_the_model: bool
+
+
+class _Facts(NamedTuple):
+    """What one rank did in one optimizer step, in plain values of Python. Nothing is read from a device."""
+
+    done: Done | None
+    num_backwards: int
+    hyperparameters: tuple[tuple[tuple[str, object], ...], ...]
+    """Of each param group of each optimizer: the plain values."""
+    is_trained: bytes
+    """One byte per parameter of the model: `requires_grad`."""
+    order: int
+    calls: dict[CallKey, int]
+    """Described by `order` in the hash, which costs less."""
+
+    def digest(self) -> int:
+        """Return 8 bytes of a hash that is the same in every process."""
+        text = repr((self.done, self.num_backwards, self.hyperparameters, crc32(self.is_trained), self.order))
+        return int.from_bytes(blake2b(text.encode(), digest_size=8).digest())
+
+
+class RankAgreement(Callback):
+    """Compares in every optimizer step what the ranks did: see [Note: One number per step].
+
+    On a CPU the ranks raise in the step. Elsewhere reading the result would make the host wait for the device, so it is
+    read in the next step.
+    """
+
+    def __init__(self, state: WrapState, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        if state.issued is None:
+            state.issued = IssuedInStep()
+            state.listeners.append(state.issued)
+        self.done: Done | None = None
+        """Set by `TrainStep` before the step's all-reduce."""
+        self._issued = state.issued
+        self._state = state
+        self._optimizers = optimizers
+        self._parameters = list(state.root.parameters())
+        self._num_ranks = state.mesh.size()
+        self._facts: _Facts | None = None  # those of the number that was last sent
+        self._late = None if state.mesh.device_type == "cpu" else _LateFlag(device_of(state.mesh))
+
+    def statistics(self) -> Sequence[float]:
+        """Return the number of this rank, and begin the next optimizer step."""
+        self._facts = _Facts(
+            done=self.done,
+            num_backwards=self._issued.num_backwards,
+            hyperparameters=tuple(
+                tuple((key, value) for key, value in group.items() if _is_plain(value))
+                for optimizer in self._optimizers
+                for group in optimizer.param_groups
+            ),
+            is_trained=bytes(parameter.requires_grad for parameter in self._parameters),
+            order=self._issued.order,
+            calls=self._issued.calls,
+        )
+        self._issued.end_step()
+        return (float(self._number(self._facts)),)
+
+    def _number(self, facts: _Facts) -> int:
+        return facts.digest() % (2**53 // self._num_ranks)
+
+    def on_statistics(self, sums: torch.Tensor, /) -> None:
+        """Compare the number with the sum.
+
+        Raises:
+            StepError: on all ranks, if ranks differed in this optimizer step; on a device, in the one before.
+        """
+        if self._facts is None:
+            raise AssertionError("expected statistics() before on_statistics()")
+        differs = sums[0] != self._num_ranks * self._number(self._facts)
+        if self._late is not None:
+            if (before := self._late.exchange(differs, self._facts)) is not None:
+                raise self._error("The optimizer step before this one", before, "Restart from a checkpoint before it.")
+        elif bool(differs):
+            raise self._error("This optimizer step", self._facts, "Nothing was updated in it.")
+
+    def _error(self, what: str, facts: _Facts, remedy: str) -> StepError:
+        found = differences(self._describe(facts), self._state.world)
+        return StepError(f"{what} {found} Run the same code with the same settings on all ranks. {remedy}")
+
+    def _describe(self, facts: _Facts) -> Description:
+        found = {"the number of backwards": str(facts.num_backwards)}
+        done = {} if facts.done is None else facts.done._asdict()
+        found |= {name.replace("_", " ").replace("max norm", "max_norm"): str(value) for name, value in done.items()}
+        for index, group in enumerate(facts.hyperparameters):
+            found |= {f"{key} of param group {index}": str(value) for key, value in group}
+        names = {id(parameter): fqn for fqn, parameter in self._state.root.named_parameters()}
+        for parameter, is_trained in zip(self._parameters, facts.is_trained, strict=True):
+            found[f"requires_grad of {names.get(id(parameter), 'a removed parameter')}"] = str(bool(is_trained))
+        return found | {f"the count of {key}": str(count) for key, count in facts.calls.items()}  # in their order
+
+
+class _LateFlag:
+    """Reads a flag of the device one step late, when the host need not wait for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._flag = torch.empty((), dtype=torch.bool, pin_memory=True)
+        self._copied = torch.Event(device)
+        self._facts: _Facts | None = None
+
+    def exchange(self, flag: torch.Tensor, facts: _Facts) -> _Facts | None:
+        """Return the facts of the step before if its flag was set, and begin to copy the flag of this step."""
+        before = self._facts
+        if before is not None:
+            self._copied.synchronize()
+            before = before if bool(self._flag) else None
+        self._flag.copy_(flag, non_blocking=True)
+        self._copied.record()
+        self._facts = facts
+        return before

@@ -1,0 +1,156 @@
+"""Compares what the ranks are about to do: one digest in one collective, and the difference in words if there is one.
+
+Ranks that differ train wrongly without an error, or wait for each other for ever. So each rank describes what must be
+equal on all ranks, as texts by key. Equal ranks pay one all-reduce of two integers.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from zeroamp.hooks.collectives.issued import peer_lost
+from zeroamp.hooks.collectives.traffic import IssuedCollective
+from zeroamp.policies.errors import ZeroAmpError
+
+T = TypeVar("T")
+Description = Mapping[str, str]
+"""What must be equal on all ranks: a name that fits into "... is ... on rank 0" -> its value. The order counts."""
+
+_NUM_NAMED = 4  # differences that an error names; the others often follow from them
+_LONGEST = 160  # characters of a value in an error
+_ERROR = "error"
+
+
+def run_alike(
+    action: Callable[[], tuple[T, Description]],
+    *,
+    what: str,
+    remedy: str,
+    error_type: type[ZeroAmpError],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> T:
+    """Call `action` on every rank of `group`, compare the descriptions that it returns, and return its result.
+
+    All ranks call this. `action` may raise on some of them, and must not communicate. `what` begins the text of an
+    error and `remedy` ends it. `device` is one that `group` can communicate from.
+
+    Raises:
+        PeerError: another rank did not come here.
+        Exception: what `action` raised, if it raised the same on all ranks.
+        ZeroAmpError: on all ranks, if it raised on some: their common class if there is one, else `error_type`.
+        error_type: on all ranks, if the descriptions differ. The text names what differs, and on which ranks.
+    """
+    try:
+        result, description = action()
+    except Exception as error:
+        if not _is_equal({_ERROR: _text(error)}, what, group, device):
+            _raise_errors(error, what, error_type, group)
+        raise
+    if not _is_equal(description, what, group, device):
+        _raise_errors(None, what, error_type, group)
+        raise error_type(f"{what} {differences(description, group)} {remedy}")
+    return result
+
+
+def _is_equal(description: Description, what: str, group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    if dist.get_world_size(group) == 1:
+        return True
+    text = repr(list(description.items())).encode()
+    digest = int.from_bytes(hashlib.sha256(text).digest()[:7])  # fits int64, and so does its negative
+    bounds = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
+    try:
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)  # the maximum of -x is minus the minimum of x
+    except RuntimeError as error:
+        raise peer_lost(error, IssuedCollective("all_reduce", bounds, what, group, dist.ReduceOp.MAX)) from error
+    return int(bounds[0]) == -int(bounds[1])
+
+
+def differences(description: Description, group: dist.ProcessGroup | None) -> str:
+    """Return a sentence about what differs between the ranks and on which, the same on all. All ranks call this.
+
+    Descriptions are compared with the first rank's, so that what is sent does not grow with the square of the ranks.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    of_rank: list[_Differing | None] = [None] * len(ranks)
+    try:
+        box: list[Description | None] = [description if dist.get_rank() == ranks[0] else None]
+        dist.broadcast_object_list(box, src=ranks[0], group=group)
+        dist.all_gather_object(of_rank, _differing(box[0] or {}, description), group=group)
+    except RuntimeError as error:
+        return f"differs between ranks, and they could not compare in what ({str(error).strip()})."
+    found = {rank: differing for rank, differing in zip(ranks, of_rank, strict=True) if differing is not None}
+    return _sentence(found)
+
+
+class _Differing(NamedTuple):
+    """In what one rank differs from the first."""
+
+    values: dict[str, tuple[str, str]]
+    """Name -> the first rank's value and this one's; the first few."""
+    num_differing: int
+
+
+def _differing(first: Description, own: Description) -> _Differing:
+    by_length = sorted((first, own), key=len, reverse=True)  # what one of them lacks is then named in its place
+    values = {
+        key: (_shortened(first.get(key)), _shortened(own.get(key)))
+        for key in dict.fromkeys((*by_length[0], *by_length[1]))
+        if first.get(key) != own.get(key)
+    }
+    if not values:
+        orders = zip(first, own, strict=True)
+        values = {f"number {place} in the order": pair for place, pair in enumerate(orders, 1) if pair[0] != pair[1]}
+    return _Differing(dict(list(values.items())[:_NUM_NAMED]), len(values))
+
+
+def _sentence(found: Mapping[int, _Differing]) -> str:
+    keys = list(dict.fromkeys(key for differing in found.values() for key in differing.values))[:_NUM_NAMED]
+    parts = []
+    for key in keys:
+        of_first = next(differing.values[key][0] for differing in found.values() if key in differing.values)
+        ranks_by_value: dict[str, list[int]] = {}
+        for rank, differing in found.items():
+            ranks_by_value.setdefault(differing.values.get(key, (of_first, of_first))[1], []).append(rank)
+        values = [f"{value} on {_ranks(ranks)}" for value, ranks in ranks_by_value.items()]
+        parts.append(f"{key} is {values[0]}, but {' and '.join(values[1:])}")
+    more = max(differing.num_differing for differing in found.values()) - len(keys)
+    more_text = f"; and {more} more" if more > 0 else ""
+    return f"differs between ranks: {'; '.join(parts) or 'the order of repeated calls'}{more_text}."
+
+
+def _raise_errors(
+    error: Exception | None, what: str, error_type: type[ZeroAmpError], group: dist.ProcessGroup | None
+) -> None:
+    """Raise one error on all ranks, if any of them has one."""
+    kind = type(error) if isinstance(error, ZeroAmpError) else error_type
+    mine = None if error is None else (_text(error), kind)
+    ranks = dist.get_process_group_ranks(group)
+    of_rank: list[tuple[str, type[ZeroAmpError]] | None] = [None] * len(ranks)
+    dist.all_gather_object(of_rank, mine, group=group)
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank, failed in zip(ranks, of_rank, strict=True):
+        if failed is not None:
+            ranks_by_text.setdefault(failed[0], []).append(rank)
+    kinds = {failed[1] for failed in of_rank if failed is not None}
+    if ranks_by_text:
+        text = "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in ranks_by_text.items())
+        raise (kinds.pop() if len(kinds) == 1 else error_type)(f"{what} failed on {text}") from error
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, ZeroAmpError) else f"{type(error).__name__}: {error}"
+
+
+def _shortened(value: str | None) -> str:
+    if value is None:
+        return "absent"
+    return value if len(value) <= _LONGEST else f"{value[: _LONGEST - 3]}..."
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"

@@ -44,7 +44,7 @@ from zeroamp.hooks.random_state import random_state
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import CheckpointError, describe
 from zeroamp.policies.numbers import is_integer
-from zeroamp.training.checks import Scheduler, StatefulScheduler, refuse_several
+from zeroamp.training.checks import Scheduler, StatefulScheduler, refuse_several, refuse_unsharded
 from zeroamp.training.step import TrainStep
 from zeroamp.version import __version__
 from zeroamp.wrapping.rank_group import RankGroup
@@ -109,8 +109,8 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: on all ranks, if any could not write. Nothing of the checkpoint is left then.
-        StepError: between the micro-batches of an optimizer step, after an exception without a `recover`, or there are
-            several optimizers.
+        StepError: between the micro-batches of an optimizer step, after an exception without a `recover`, there are
+            several optimizers, or a trainable parameter is not sharded.
     """
     state = wrap_state(model)
     refuse_several(train.optimizers, "save_checkpoint")
@@ -179,7 +179,7 @@ def take_snapshot(state: WrapState, train: TrainStep, extra: Any, ranks: RankGro
 
     Raises:
         CheckpointError: on all ranks, if any has something that cannot be saved.
-        StepError: between the micro-batches of an optimizer step.
+        StepError: between the micro-batches of an optimizer step, or a trainable parameter is not sharded.
     """
     counts = train.state_dict()  # raises on every rank: all are at the same micro-batch
     # After an evaluation at stage 1 or 2, the sharded parameters are not in their modules.
@@ -187,6 +187,7 @@ def take_snapshot(state: WrapState, train: TrainStep, extra: Any, ranks: RankGro
     snapshot = Snapshot()
 
     def collect() -> dict[str, str]:
+        refuse_unsharded(state.root)
         tensors, description = optimizer_state(train.optimizer, state.root)
         snapshot.tensors = {**model_tensors(state.root), **tensors}
         values = {"train": counts, "scheduler": _scheduler_state(train.scheduler), "optimizer": description}

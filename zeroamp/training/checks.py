@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from zeroamp.hooks._torch.fsdp import sharded_parameters
 from zeroamp.policies.errors import StepError
 
 
@@ -35,6 +36,22 @@ def refuse_metric(scheduler: Scheduler | None) -> None:
             "TrainStep(scheduler=) was given ReduceLROnPlateau, whose step needs a metric. Leave it out here, and "
             "call its step(metric) after each evaluation."
         )
+
+
+def refuse_unsharded(root: nn.Module) -> None:
+    """Raise StepError if a trainable parameter of the model is not the one that FSDP2 shards.
+
+    A module that was added after `wrap_model`, and a parameter that was replaced, would train apart on each rank.
+    Call with all groups resharded. A parameter without elements is not sharded, and needs no reduction.
+    """
+    sharded = {id(parameter) for parameter in sharded_parameters(root)}
+    for fqn, parameter in root.named_parameters():
+        if parameter.requires_grad and parameter.numel() > 0 and id(parameter) not in sharded:
+            raise StepError(
+                f"{fqn} is trainable, but not sharded: it was added or replaced after wrap_model, so that each rank "
+                "would train its own copy. Add modules and resize embeddings before wrap_model, or freeze it with "
+                "requires_grad_(False)."
+            )
 
 
 def refuse_foreign(optimizers: Sequence[torch.optim.Optimizer], parameters: list[nn.Parameter]) -> None:

@@ -14,7 +14,7 @@ from zeroamp.planning.mesh import device_of, process_group, replicate_size
 from zeroamp.policies.errors import StepError, describe
 from zeroamp.training import update
 from zeroamp.training.callbacks import Callbacks, tell_observers
-from zeroamp.training.checks import Scheduler, no_gradient, refuse_foreign, refuse_metric
+from zeroamp.training.checks import Scheduler, no_gradient, refuse_foreign, refuse_metric, refuse_unsharded
 from zeroamp.training.extensions import attach_extensions, load
 from zeroamp.training.loss_scale import LossScaler
 from zeroamp.training.micro_batches import Failure, MicroBatches
@@ -70,8 +70,9 @@ class TrainStep:
             scheduler: None, or one per optimizer, each a scheduler or None. Stepped after each update.
 
         Raises:
-            StepError: an optimizer holds parameters that are not the wrapped model's, two hold the same one, the
-                numbers of optimizers and schedulers differ, or a scheduler needs a metric.
+            StepError: an optimizer holds parameters that are not the wrapped model's, two hold the same one, a
+                trainable parameter is not sharded, the numbers of optimizers and schedulers differ, or a scheduler
+                needs a metric.
             WrapError: the model is not wrapped.
             ConfigError: a monitor of the config cannot be opened.
         """
@@ -103,7 +104,9 @@ class TrainStep:
             )
         for each in self.schedulers:
             refuse_metric(each)
+        refuse_unsharded(self._state.root)
         refuse_foreign(self.optimizers, self.micro_batches.parameters)
+        self._num_held = _num_held(self.optimizers)
         is_float16 = self._policy.low_dtype == torch.float16
         self._scaler = LossScaler(self._policy.loss_scale, self._state.mesh.device_type, enabled=is_float16)
         self._loss_sum: torch.Tensor | None = None  # 0-D fp32: sum of this rank's losses that `backward` divided
@@ -163,7 +166,8 @@ class TrainStep:
     def zero_grad(self) -> None:
         """Discard the current optimizer step and all gradients of this model.
 
-        Gradients that another loop's backward left on the model are discarded too.
+        Gradients that another model's backward left on this one are discarded too, and so is the optimizer step of
+        another `TrainStep` of this model.
         """
         self.micro_batches.refuse_after_failure("TrainStep.zero_grad")
         self.micro_batches.discard()
@@ -185,10 +189,13 @@ class TrainStep:
 
         Raises:
             StepError: `step` or `update` was not called since the last backward, None and a bool are mixed for
-                `is_last`, `loss` has more than one element, or `recover` was not called after an earlier failure.
+                `is_last`, `loss` has more than one element, or `recover` was not called after an earlier failure. Also
+                if there are gradients before the first backward of an optimizer step: call `zero_grad`.
         """
         self.micro_batches.refuse_after_failure("TrainStep.backward")
         is_last = self._is_last(is_last)
+        if self.is_between_steps:
+            self._begin()
         if loss.numel() != 1:
             found = f"a tensor of shape {tuple(loss.shape)}"
             raise StepError(describe("The loss given to TrainStep.backward", found, "a scalar", "Reduce it."))
@@ -210,6 +217,14 @@ class TrainStep:
         else:
             self._whole_loss = detached if self._whole_loss is None else self._whole_loss + detached
         self._is_stepped = False
+
+    def _begin(self) -> None:
+        """Check, and forget, what may have changed since the last optimizer step."""
+        self.micro_batches.refuse_other_gradients()
+        self._loss_sum, self._whole_loss, self._num_divided = None, None, 0  # another TrainStep's zero_grad keeps them
+        if self._num_held != (num_held := _num_held(self.optimizers)):
+            refuse_foreign(self.optimizers, self.micro_batches.parameters)
+            self._num_held = num_held
 
     def _is_last(self, is_last: bool | None) -> bool:
         if self._clipped is not None:
@@ -464,6 +479,11 @@ class TrainStep:
         if "loss_scale" in state:
             self._scaler.load_state_dict(state["loss_scale"])
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
+
+
+def _num_held(optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Return the number of parameters that the optimizers hold: `add_param_group` changes it."""
+    return sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
 
 
 def _only(values: tuple[T, ...], name: str) -> T:

@@ -1,8 +1,9 @@
 """`TrainStep`: one optimizer step of a wrapped model, from the backwards of its micro-batches to the update."""
 
+import logging
 import math
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective, notify
 from zeroamp.planning.mesh import device_of, process_group, replicate_size
+from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.errors import StepError, describe
 from zeroamp.training import update
 from zeroamp.training.callbacks import Callbacks, tell_observers
@@ -25,6 +27,7 @@ from zeroamp.wrapping.state import autocast_of, wrap_state
 if TYPE_CHECKING:
     from zeroamp.checkpoint.background import Saving
 
+logger = logging.getLogger("zeroamp")
 T = TypeVar("T")
 
 
@@ -114,6 +117,9 @@ class TrainStep:
         self._num_divided = 0
         self._is_stepped = True  # whether `step` was called since the last backward
         self._is_ended_by_caller: bool | None = None  # whether this optimizer step passes `is_last`
+        self._is_in_no_sync = False
+        self._was_in_no_sync = False  # of the last backward
+        self._has_warned = False  # of a loss in low precision
         self._clipped: _Clipped | None = None  # between clip_grad_norm and update
         attach_extensions(self, self._policy)
 
@@ -163,6 +169,23 @@ class TrainStep:
         """
         return autocast_of(self._state)
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside are not the last of their optimizer step: each gets `is_last=False`.
+
+        The first backward after it, without `is_last`, is the last one. As with DDP and accelerate::
+
+            with train.no_sync():
+                train.backward(loss_of(first), divide=False)
+            train.backward(loss_of(second), divide=False)
+            report = train.step()
+        """
+        outer, self._is_in_no_sync = self._is_in_no_sync, True
+        try:
+            yield
+        finally:
+            self._is_in_no_sync = outer
+
     def zero_grad(self) -> None:
         """Discard the current optimizer step and all gradients of this model.
 
@@ -183,7 +206,7 @@ class TrainStep:
             is_last: whether this is the last micro-batch of the optimizer step. With None, the config's
                 `gradient_accumulation_steps` decides, and `step` is called after each backward. With True or False, the
                 caller decides, and `step` is called after the last backward only. Do not mix None with True or False
-                in one optimizer step.
+                in one optimizer step. Inside `no_sync` None is False, and True is refused.
             divide: whether to divide the loss by the config's `gradient_accumulation_steps`. Pass False if the loss is
                 already normalised over all micro-batches, or if their number differs from the config's.
 
@@ -210,6 +233,8 @@ class TrainStep:
         )
         with self.micro_batches.noting("backward"), self.callbacks.phase("backward"):
             self.micro_batches.backward(scaled, is_last=is_last)
+        if loss.dtype in LOW_DTYPES and not self._has_warned:
+            self._warn_of_low_loss(loss.dtype)
         detached = loss.detach().float().reshape(())
         if divide:
             self._num_divided += 1
@@ -226,15 +251,31 @@ class TrainStep:
             refuse_foreign(self.optimizers, self.micro_batches.parameters)
             self._num_held = num_held
 
+    def _warn_of_low_loss(self, dtype: torch.dtype) -> None:
+        self._has_warned = True
+        how = "inside `with train.autocast():`, or " if self._policy.mode == "autocast" else ""
+        logger.warning(
+            "TrainStep.backward got a loss in %s, which is rounded more than one in fp32. Compute it %sfrom "
+            "logits.float().",
+            *(short_name(dtype), how),
+        )
+
     def _is_last(self, is_last: bool | None) -> bool:
         if self._clipped is not None:
             raise StepError("TrainStep.backward was called between clip_grad_norm() and update(). Call update() first.")
+        if self._is_in_no_sync and is_last:
+            raise StepError("TrainStep.backward got is_last=True inside no_sync(). Run the last backward after it.")
+        if self._is_in_no_sync:
+            is_last = False
+        elif self._was_in_no_sync and not self.is_between_steps and is_last is None:
+            is_last = True
+        self._was_in_no_sync = self._is_in_no_sync
         is_by_caller = is_last is not None
         if self.micro_batches.num_done > 0:
             if self._is_ended_by_caller != is_by_caller:
                 raise StepError(
                     "TrainStep.backward got is_last for some micro-batches of an optimizer step, but not for all. Pass "
-                    "it for each of them, or for none."
+                    "it for each of them, or for none; no_sync() counts as is_last=False."
                 )
             if self.micro_batches.is_complete or (not is_by_caller and not self._is_stepped):
                 raise StepError("TrainStep.backward was called twice without step() between. Call step() after it.")
@@ -298,7 +339,7 @@ class TrainStep:
     def update(self) -> StepReport:
         """Update the parameters after `clip_grad_norm`, step the schedulers, and discard the gradients.
 
-        If a gradient overflowed, neither parameters nor schedulers are updated.
+        If the step is skipped (see `StepReport.skipped`), neither parameters nor schedulers are updated.
 
         Raises:
             StepError: `clip_grad_norm` was not called before, or `recover` was not called after an earlier failure.
@@ -335,9 +376,8 @@ class TrainStep:
                 loss, squares = self._sum_over_ranks()
             scale = self._scaler.scale
             norm = squares.sqrt() / scale
-            skipped = self._scaler.overflowed(norm, self.num_steps) or (
-                self._policy.check_grad_overflow and not math.isfinite(float(norm))
-            )
+            skips = self._policy.skip_nonfinite_steps or self._policy.check_grad_overflow
+            skipped = self._scaler.overflowed(norm, self.num_steps) or (skips and not math.isfinite(float(norm)))
             if not skipped and (max_norm > 0 or scale != 1.0):
                 with self._state.ranges.inside("clip"):
                     factor = clip_factor(norm.float(), max_norm) / scale

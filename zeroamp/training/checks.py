@@ -80,8 +80,8 @@ def refuse_several(optimizers: Sequence[torch.optim.Optimizer], method: str) -> 
     """Raise StepError if there are several optimizers. `method`, named in the error, supports one only."""
     if len(optimizers) != 1:
         raise StepError(
-            f"{method} takes a TrainStep with one optimizer, but this one has {len(optimizers)}. Save and load their "
-            "states yourself: torch.distributed.checkpoint.state_dict.get_optimizer_state_dict takes several."
+            f"{method} takes a TrainStep with one optimizer, but this one has {len(optimizers)}. Load the model alone, "
+            "without the TrainStep."
         )
 
 

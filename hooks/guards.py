@@ -1,6 +1,8 @@
 """Guards that raise: a safe module that runs with autocast off, and a backward that bypasses `TrainStep`."""
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -25,14 +27,27 @@ def attach_safe_module_guard(module: nn.Module, fqn: str, device_type: str) -> R
 
 
 class BackwardGuard:
-    """Raises in a backward through the model's outputs unless `armed` (set by `TrainStep.backward`).
+    """Raises in a backward through the model's outputs, unless a `TrainStep.backward` of this process runs it.
 
     Attached only if the config sets a key that a plain `loss.backward(); optimizer.step()` would ignore.
     """
 
+    armed: ClassVar[bool] = False
+    """Whether a `TrainStep.backward` is running, of any model: the loss of a generator is computed by another one. The
+    gradients that it leaves on the other model are refused by that model's own `TrainStep`."""
+
     def __init__(self, reason: str) -> None:
         self.reason = reason
-        self.armed = False
+
+    @classmethod
+    @contextmanager
+    def let_pass(cls) -> Iterator[None]:
+        """Let the backwards inside the context pass."""
+        cls.armed = True
+        try:
+            yield
+        finally:
+            cls.armed = False
 
     def watch(self, output: object) -> None:
         """Watch the tensors in an output of the model, which stays unchanged.

@@ -39,6 +39,7 @@ __all__ = [
     "remove_fsdp",
     "separate_reductions",
     "set_accumulation_dtype",
+    "sharded_parameters",
     "timeout_of",
     "units_of",
     "unsharded_sums",
@@ -155,6 +156,13 @@ def discard_unsharded_gradients(unit: FSDPModule) -> None:
 def units_of(root: nn.Module) -> Iterator[FSDPModule]:
     """Yield the modules that carry FSDP2's state, holders included, in the order of the module tree."""
     return (module for module in root.modules() if isinstance(module, FSDPModule))
+
+
+def sharded_parameters(root: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the sharded parameters that FSDP2 holds; where one was replaced in its module, the one before."""
+    for unit in units_of(root):
+        for group in groups_of(unit._get_fsdp_state()):
+            yield from (parameter.sharded_param for parameter in group.fsdp_params)
 
 
 def groups_of(state: Any) -> list[Any]:

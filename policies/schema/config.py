@@ -53,6 +53,13 @@ class ZeroampBlock(Block):
         RangeMode,
         Honoured("names in traces: `profiler` while a torch profiler records, `nvtx` always, also as NVTX, or `off`"),
     ] = "profiler"
+    skip_nonfinite_steps: Annotated[
+        bool,
+        Honoured(
+            "in every mode, skip the steps whose gradient norm is inf or nan, as float16 always does. Each step then "
+            "reads the norm on the host, before the update"
+        ),
+    ] = False
     recovery: Annotated[
         bool,
         Honoured(

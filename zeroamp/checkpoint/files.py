@@ -28,7 +28,7 @@ from zeroamp.weights.files import MANIFEST
 METADATA = ".metadata"
 """Written by torch: where the shards of each tensor are."""
 VALUES = "train.pt"
-"""Step counts, scheduler and description of the optimizer, the same on all ranks."""
+"""Step counts, and one scheduler and one description per optimizer, the same on all ranks."""
 FORMAT = 1
 _DIGEST = "sha256"
 

@@ -26,7 +26,7 @@ from zeroamp.checkpoint.optimizer_state import check_optimizer_fits, load_optimi
 from zeroamp.hooks.random_state import set_random_state
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import CheckpointError, describe
-from zeroamp.training.checks import StatefulScheduler, refuse_several
+from zeroamp.training.checks import StatefulScheduler
 from zeroamp.training.step import TrainStep
 from zeroamp.weights.files import MANIFEST
 from zeroamp.wrapping.rank_group import RankGroup
@@ -70,7 +70,6 @@ def load_checkpoint(
     state = wrap_state(model)
     saving_of(state).abandon()
     if train is not None:
-        refuse_several(train.optimizers, "load_checkpoint")
         train.state_dict()  # raises between the micro-batches of an optimizer step
     ranks = RankGroup.for_saving(state.mesh)
     found = _find(Path(folder), ranks)
@@ -161,6 +160,9 @@ class _Load:
         for info in (metadata.storage_data or {}).values():
             self._check_listed(info.relative_path)
         self.values = self._read(VALUES)
+        for key in ("optimizer", "scheduler"):  # one value, not a list, in checkpoints of earlier versions
+            if not isinstance(self.values[key], list):
+                self.values[key] = [self.values[key]]
         self.own = self._read(rank_file(self.ranks.rank if self.is_same_size else 0))
         check_model_fits(self.state.root, metadata, self.own["extra_states"], str(self.path))
         self.tensors = model_tensors(self.state.root)
@@ -168,7 +170,8 @@ class _Load:
         if self.train is not None:
             self._check_training(self.train)
             parameters = {name.removeprefix(MODEL): tensor for name, tensor in self.tensors.items()}
-            self.tensors |= optimizer_targets(self.values["optimizer"], parameters, metadata, self.own["tensors"])
+            for description in self.values["optimizer"]:
+                self.tensors |= optimizer_targets(description, parameters, metadata, self.own["tensors"])
 
     def load_counts(self) -> None:
         """Load step counts and loss scale; another kind of loss scale is refused on all ranks."""
@@ -187,15 +190,24 @@ class _Load:
         return torch.load(self.path / name, map_location="cpu", weights_only=True)
 
     def _check_training(self, train: TrainStep) -> None:
-        where = str(self.path)
-        check_optimizer_fits(train.optimizer, self.values["optimizer"], self.state.root, where)
-        saved = "no scheduler" if self.values["scheduler"] is None else self.values["scheduler"]["class"]
-        ours = "no scheduler" if train.scheduler is None else type(train.scheduler).__name__
-        if saved != ours:
+        where, descriptions = str(self.path), self.values["optimizer"]
+        if len(descriptions) != len(train.optimizers):
+            count = f"{len(descriptions)} optimizer{'s' * (len(descriptions) > 1)}"
             raise CheckpointError(
-                f"{where} was saved with {saved}, but TrainStep has {ours}. Build TrainStep with the saved kind of "
-                "scheduler, or load the model alone: load_checkpoint(folder, model)."
+                f"{where} was saved with {count}, but TrainStep has {len(train.optimizers)}. Build TrainStep with as "
+                "many, or load the model alone: load_checkpoint(folder, model)."
             )
+        for index, optimizer in enumerate(train.optimizers):
+            name = "the optimizer" if len(descriptions) == 1 else f"optimizer {index}"
+            check_optimizer_fits(optimizer, descriptions[index], self.state.root, where, name)
+            saved, scheduler = self.values["scheduler"][index], train.schedulers[index]
+            was = "no scheduler" if saved is None else saved["class"]
+            ours = "no scheduler" if scheduler is None else type(scheduler).__name__
+            if was != ours:
+                raise CheckpointError(
+                    f"{where} was saved with {was}, but {name} of TrainStep has {ours}. Build TrainStep with the saved "
+                    "kind of scheduler, or load the model alone: load_checkpoint(folder, model)."
+                )
         differing = [name for name in self.own["tensors"] if not name.startswith(MODEL)]
         if differing and not self.is_same_size:
             raise CheckpointError(
@@ -229,9 +241,11 @@ class _Load:
             )
 
     def _finish_training(self, train: TrainStep) -> None:
-        load_optimizer(train.optimizer, self.values["optimizer"], self.tensors, self.state.root)
-        if isinstance(train.scheduler, StatefulScheduler):
-            train.scheduler.load_state_dict(self.values["scheduler"]["state"])
+        for optimizer, description in zip(train.optimizers, self.values["optimizer"], strict=True):
+            load_optimizer(optimizer, description, self.tensors, self.state.root)
+        for scheduler, saved in zip(train.schedulers, self.values["scheduler"], strict=True):
+            if isinstance(scheduler, StatefulScheduler):
+                scheduler.load_state_dict(saved["state"])
         saving = saving_of(self.state)
         saving.run, saving.serial = self.manifest.run, self.manifest.serial
         if self.is_same_size:

@@ -1,5 +1,6 @@
 """What a checkpoint holds of an optimizer: tensors by parameter name, and a description of plain values."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,12 +24,13 @@ def optimizer_state(
     parameter that was never updated has none.
 
     Raises:
-        CheckpointError: a parameter of the optimizer has no name in the model, or state is of a form that could not be
-            loaded again.
+        CheckpointError: a parameter of the optimizer has no name in the model, state is of a form that could not be
+            loaded again, or an optimizer inside of this one has state that this one does not show.
     """
     names = {id(value): name for name, value in state_by_name(root).items()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     _refuse_foreign_state(optimizer, parameters)
+    _refuse_inner_state(optimizer)
     tensors: dict[str, torch.Tensor] = {}
     kinds: dict[str, dict[str, Any]] = {}
     for parameter in parameters:
@@ -53,6 +55,28 @@ def _refuse_foreign_state(optimizer: torch.optim.Optimizer, parameters: list[tor
             f"The optimizer has state under {_short(foreign[0])}, which is no parameter of its groups. Save such state "
             "as `extra`."
         )
+
+
+def _refuse_inner_state(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a composite optimizer whose `state` lacks that of the optimizers inside: it would be lost."""
+    for inner in _inner_optimizers(list(vars(optimizer).values())):
+        for parameter, entries in inner.state.items():
+            if not entries.keys() <= optimizer.state.get(parameter, {}).keys():
+                raise CheckpointError(
+                    f"The optimizer {type(optimizer).__name__} holds an inner {type(inner).__name__}, whose state is "
+                    "not in its own `state`, so that a checkpoint would lose it. Pass the inner ones: "
+                    "TrainStep(model, [one, other])."
+                )
+
+
+def _inner_optimizers(values: list[Any]) -> Iterator[torch.optim.Optimizer]:
+    for value in values:
+        if isinstance(value, torch.optim.Optimizer):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _inner_optimizers(list(value))
+        elif type(value) is dict:
+            yield from _inner_optimizers(list(value.values()))
 
 
 def _kind_of(value: object, parameter: torch.Tensor, where: str) -> Any:
@@ -131,7 +155,11 @@ def _saved(metadata: Metadata, name: str) -> TensorStorageMetadata:
 def load_optimizer(
     optimizer: torch.optim.Optimizer, description: dict[str, Any], tensors: dict[str, torch.Tensor], root: nn.Module
 ) -> None:
-    """Load a described state with `Optimizer.load_state_dict`."""
+    """Load a described state with `Optimizer.load_state_dict`.
+
+    Raises:
+        CheckpointError: the optimizer does not have the state afterwards.
+    """
     names = {id(value): name for name, value in state_by_name(root).items()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state = {}
@@ -145,6 +173,11 @@ def load_optimizer(
     groups = _numbered_groups(optimizer, description["groups"])
     optimizer.load_state_dict({"state": state, "param_groups": groups})
     for number, entries in state.items():
+        if not entries.keys() <= optimizer.state.get(parameters[number], {}).keys():
+            raise CheckpointError(
+                f"{type(optimizer).__name__}.load_state_dict lost the state of {names[id(parameters[number])]}. If it "
+                "is made of several optimizers, pass these: TrainStep(model, [one, other])."
+            )
         _keep_dtypes(optimizer.state[parameters[number]], entries, parameters[number].device)
 
 
@@ -169,17 +202,17 @@ def _keep_dtypes(loaded: dict[str, Any], saved: dict[str, Any], device: torch.de
 
 
 def check_optimizer_fits(
-    optimizer: torch.optim.Optimizer, description: dict[str, Any], root: nn.Module, where: str
+    optimizer: torch.optim.Optimizer, description: dict[str, Any], root: nn.Module, where: str, ours_name: str
 ) -> None:
-    """Raise CheckpointError unless class and param groups of the optimizer are the saved ones."""
+    """Raise CheckpointError unless class and param groups of the optimizer, `ours_name`, are the saved ones."""
     names = {id(value): name for name, value in state_by_name(root).items()}
     ours = [sorted(_name_of(parameter, names) for parameter in group["params"]) for group in optimizer.param_groups]
     saved = [sorted(group["params"]) for group in description["groups"]]
     name = type(optimizer).__name__
     if name != description["class"]:
-        problem = f"has the state of {description['class']}, but the optimizer of TrainStep is {name}"
+        problem = f"has the state of {description['class']}, but {ours_name} of TrainStep is {name}"
     elif ours != saved:
-        problem = f"has other param groups than the optimizer of TrainStep: {_group_difference(saved, ours)}"
+        problem = f"has other param groups than {ours_name} of TrainStep: {_group_difference(saved, ours)}"
     else:
         return
     raise CheckpointError(

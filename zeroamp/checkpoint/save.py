@@ -44,7 +44,7 @@ from zeroamp.hooks.random_state import random_state
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import CheckpointError, describe
 from zeroamp.policies.numbers import is_integer
-from zeroamp.training.checks import Scheduler, StatefulScheduler, refuse_several
+from zeroamp.training.checks import Scheduler, StatefulScheduler, refuse_unsharded
 from zeroamp.training.step import TrainStep
 from zeroamp.version import __version__
 from zeroamp.wrapping.rank_group import RankGroup
@@ -89,9 +89,9 @@ def save_checkpoint(
 ) -> Path | Future[Path]:
     """Save all that training needs to go on, bit for bit, as `folder`/step_<step>. Every rank calls this.
 
-    That is: parameters, persistent buffers, optimizer, scheduler, loss scale, step counts, every rank's random states,
-    and `extra`. The folder must be on a file system that all ranks share. A checkpoint gets its name only when all of
-    it is on the disk, so `load_checkpoint` never takes half of one, whatever is killed.
+    That is: parameters, persistent buffers, optimizers, schedulers, loss scale, step counts, every rank's random
+    states, and `extra`. The folder must be on a file system that all ranks share. A checkpoint gets its name only when
+    all of it is on the disk, so `load_checkpoint` never takes half of one, whatever is killed.
 
     Args:
         folder: of the run's checkpoints; made if it is not there.
@@ -109,11 +109,10 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: on all ranks, if any could not write. Nothing of the checkpoint is left then.
-        StepError: between the micro-batches of an optimizer step, after an exception without a `recover`, or there are
-            several optimizers.
+        StepError: between the micro-batches of an optimizer step, after an exception without a `recover`, or a
+            trainable parameter is not sharded.
     """
     state = wrap_state(model)
-    refuse_several(train.optimizers, "save_checkpoint")
     train.micro_batches.refuse_after_failure("save_checkpoint")  # the state may be half updated
     saving = saving_of(state)
     if saving not in train.callbacks:
@@ -167,7 +166,7 @@ class Snapshot:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """For torch.distributed.checkpoint: sharded DTensors, and plain tensors that are the same on all ranks."""
     values: bytes = b""
-    """Step counts, scheduler, the description of the optimizer: the same on all ranks."""
+    """Step counts, schedulers, the descriptions of the optimizers: the same on all ranks."""
     own: bytes = b""
     """This rank's: random state, `extra`, modules' extra states, and plain tensors that differ between ranks."""
     files: dict[str, bytes] = field(default_factory=dict)
@@ -179,7 +178,7 @@ def take_snapshot(state: WrapState, train: TrainStep, extra: Any, ranks: RankGro
 
     Raises:
         CheckpointError: on all ranks, if any has something that cannot be saved.
-        StepError: between the micro-batches of an optimizer step.
+        StepError: between the micro-batches of an optimizer step, or a trainable parameter is not sharded.
     """
     counts = train.state_dict()  # raises on every rank: all are at the same micro-batch
     # After an evaluation at stage 1 or 2, the sharded parameters are not in their modules.
@@ -187,9 +186,15 @@ def take_snapshot(state: WrapState, train: TrainStep, extra: Any, ranks: RankGro
     snapshot = Snapshot()
 
     def collect() -> dict[str, str]:
-        tensors, description = optimizer_state(train.optimizer, state.root)
-        snapshot.tensors = {**model_tensors(state.root), **tensors}
-        values = {"train": counts, "scheduler": _scheduler_state(train.scheduler), "optimizer": description}
+        refuse_unsharded(state.root)
+        snapshot.tensors = model_tensors(state.root)
+        descriptions = []
+        for optimizer in train.optimizers:
+            tensors, description = optimizer_state(optimizer, state.root)
+            snapshot.tensors |= tensors
+            descriptions.append(description)
+        schedulers = [_scheduler_state(scheduler) for scheduler in train.schedulers]
+        values = {"train": counts, "scheduler": schedulers, "optimizer": descriptions}
         snapshot.values = _to_bytes(values, "The state of optimizer and scheduler")
         snapshot.files = export_files(state.root)
         return {name: _digest(tensor) for name, tensor in snapshot.tensors.items()}

@@ -44,6 +44,8 @@ class ObservedStep:
         policy, micro_batches = self._state.plan.policy, self._micro_batches
         num_micro_batches = policy.gradient_accumulation_steps
         is_last = micro_batches.num_done + 1 == num_micro_batches
+        if micro_batches.num_done == 0:
+            micro_batches.refuse_other_gradients()
         micro_batches.backward(self._scaler.scale_loss(loss.float() / num_micro_batches), is_last=is_last)
         if policy.stage < 2 and num_micro_batches > 1:
             if not is_last:

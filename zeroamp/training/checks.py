@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from zeroamp.hooks._torch.fsdp import sharded_parameters
 from zeroamp.policies.errors import StepError
 
 
@@ -40,6 +41,7 @@ def refuse_metric(scheduler: Scheduler | None) -> None:
 def refuse_unusable(
     optimizers: Sequence[torch.optim.Optimizer],
     schedulers: Sequence[Scheduler | None],
+    root: nn.Module,
     parameters: list[nn.Parameter],
 ) -> None:
     """Raise StepError for optimizers and schedulers that a `TrainStep` cannot drive."""
@@ -52,7 +54,24 @@ def refuse_unusable(
         )
     for each in schedulers:
         refuse_metric(each)
+    refuse_unsharded(root)
     refuse_foreign(optimizers, parameters)
+
+
+def refuse_unsharded(root: nn.Module) -> None:
+    """Raise StepError if a trainable parameter of the model is not the one that FSDP2 shards.
+
+    A module that was added after `wrap_model`, and a parameter that was replaced, would train apart on each rank.
+    Call with all groups resharded. A parameter without elements is not sharded, and needs no reduction.
+    """
+    sharded = {id(parameter) for parameter in sharded_parameters(root)}
+    for fqn, parameter in root.named_parameters():
+        if parameter.requires_grad and parameter.numel() > 0 and id(parameter) not in sharded:
+            raise StepError(
+                f"{fqn} is trainable, but not sharded: it was added or replaced after wrap_model, so that each rank "
+                "would train its own copy. Add modules and resize embeddings before wrap_model, or freeze it with "
+                "requires_grad_(False)."
+            )
 
 
 def refuse_foreign(optimizers: Sequence[torch.optim.Optimizer], parameters: list[nn.Parameter]) -> None:
@@ -81,8 +100,8 @@ def refuse_several(optimizers: Sequence[torch.optim.Optimizer], method: str) -> 
     """Raise StepError if there are several optimizers. `method`, named in the error, supports one only."""
     if len(optimizers) != 1:
         raise StepError(
-            f"{method} takes a TrainStep with one optimizer, but this one has {len(optimizers)}. Save and load their "
-            "states yourself: torch.distributed.checkpoint.state_dict.get_optimizer_state_dict takes several."
+            f"{method} takes a TrainStep with one optimizer, but this one has {len(optimizers)}. Load the model alone, "
+            "without the TrainStep."
         )
 
 

@@ -18,6 +18,7 @@ from zeroamp.hooks._torch.fsdp import (
     set_accumulation_dtype,
 )
 from zeroamp.hooks.collectives.issued import peer_lost
+from zeroamp.hooks.guards import BackwardGuard
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import StepError
 from zeroamp.wrapping.state import WrapState, reshard
@@ -65,6 +66,7 @@ class MicroBatches:
         # The root, not the model: `torch.compile` may have wrapped the model in another module.
         self._root = cast(FSDPModule, state.root)
         reshard(self.units)
+        self._fqns = [fqn for fqn, _ in state.root.named_parameters()]
         self.parameters = list(state.root.parameters())
         """The sharded parameters. `model.parameters()` yields unsharded ones while a group is unsharded."""
 
@@ -72,6 +74,7 @@ class MicroBatches:
         """Run the backward of one micro-batch. `loss` is already scaled and divided."""
         self._state.root_forward.reset()  # of a forward that a KeyboardInterrupt ended
         if self.num_done == 0:
+            self._state.open_step = self
             self._set_accumulation(torch.float32 if is_last else self._state.plan.policy.grad_accum_dtype)
         accumulator = self._state.shard_accumulator
         if accumulator is not None and self.num_done == 0 and is_last:
@@ -79,11 +82,8 @@ class MicroBatches:
         elif accumulator is not None:
             accumulator.watch(self.parameters)
         self._set_flags(is_last=is_last)
-        guard = self._state.guard
-        if guard is not None:
-            guard.armed = True
         try:
-            with self._state.ranges.inside("backward"):
+            with BackwardGuard.let_pass(), self._state.ranges.inside("backward"):
                 loss.backward()  # type: ignore[no-untyped-call]
                 for unit in self.units:
                     modules_to_run(unit).clear()
@@ -91,11 +91,28 @@ class MicroBatches:
                     group.end_backward()
         except RuntimeError as error:
             raise peer_lost(error, None, self._state.listeners) from error
-        finally:
-            if guard is not None:
-                guard.armed = False
         self.num_done += 1
         self.is_complete = is_last
+
+    def refuse_other_gradients(self) -> None:
+        """Raise StepError if there are gradients that the first backward of an optimizer step would add to.
+
+        Reads no device: a gradient is there, or not.
+        """
+        other = self._state.open_step
+        if other is not None and other is not self and other.num_done > 0:
+            raise StepError(
+                f"Another TrainStep of this model has run {other.num_done} micro-batch(es) of an optimizer step, whose "
+                "gradients are the same tensors. End that step first, or call zero_grad() of either to discard it."
+            )
+        accumulator = self._state.shard_accumulator
+        sums = accumulator.sums if accumulator is not None else {}
+        left = next((i for i, p in enumerate(self.parameters) if p.grad is not None or p in sums), None)
+        if left is not None:
+            raise StepError(
+                f"{self._fqns[left]} has a gradient before the first backward of an optimizer step. Another model's "
+                "backward left it, or one without TrainStep. Call train.zero_grad() first, which discards it."
+            )
 
     def _set_accumulation(self, dtype: torch.dtype) -> None:
         """Sum unsharded gradients in `dtype` in this optimizer step. Its micro-batches may differ from the config's."""
@@ -146,9 +163,14 @@ class MicroBatches:
         for group in self._state.gradients:
             group.reset()
         self.num_done, self.is_complete = 0, False
+        if self._state.open_step is self:
+            self._state.open_step = None
 
     def discard(self) -> None:
-        """Discard an optimizer step at any point, with all its sharded and unsharded gradients."""
+        """Discard an optimizer step at any point, with all sharded and unsharded gradients of the model."""
+        other = self._state.open_step
+        if other is not None and other is not self:
+            other.discard()
         self._state.root_forward.reset()
         if self.num_done > 0:
             for unit in self.units:

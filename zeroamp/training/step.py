@@ -1,8 +1,9 @@
 """`TrainStep`: one optimizer step of a wrapped model, from the backwards of its micro-batches to the update."""
 
+import logging
 import math
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -12,10 +13,11 @@ from torch import nn
 from zeroamp.hooks.collectives.issued import peer_lost
 from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective, notify
 from zeroamp.planning.mesh import device_of, replicate_size
+from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.errors import StepError, describe
 from zeroamp.training import update
 from zeroamp.training.callbacks import Callbacks, tell_observers
-from zeroamp.training.checks import Scheduler, no_gradient, refuse_metric, refuse_unusable
+from zeroamp.training.checks import Scheduler, no_gradient, refuse_foreign, refuse_metric, refuse_unusable
 from zeroamp.training.extensions import attach_extensions, load
 from zeroamp.training.loss_scale import LossScaler
 from zeroamp.training.micro_batches import Failure, MicroBatches
@@ -29,6 +31,7 @@ from zeroamp.wrapping.state import autocast_of, wrap_state
 if TYPE_CHECKING:
     from zeroamp.checkpoint.background import Saving
 
+logger = logging.getLogger("zeroamp")
 T = TypeVar("T")
 
 
@@ -74,8 +77,9 @@ class TrainStep:
             scheduler: None, or one per optimizer, each a scheduler or None. Stepped after each update.
 
         Raises:
-            StepError: an optimizer holds parameters that are not the wrapped model's, two hold the same one, the
-                numbers of optimizers and schedulers differ, or a scheduler needs a metric.
+            StepError: an optimizer holds parameters that are not the wrapped model's, two hold the same one, a
+                trainable parameter is not sharded, the numbers of optimizers and schedulers differ, or a scheduler
+                needs a metric.
             WrapError: the model is not wrapped.
             ConfigError: a monitor of the config cannot be opened.
         """
@@ -107,6 +111,7 @@ class TrainStep:
             group=self._world,
             device=device_of(self._state.mesh),
         )
+        self._num_held = _num_held(self.optimizers)
         is_float16 = self._policy.low_dtype == torch.float16
         self._scaler = LossScaler(self._policy.loss_scale, self._state.mesh.device_type, enabled=is_float16)
         self._loss_sum: torch.Tensor | None = None  # 0-D fp32: sum of this rank's losses that `backward` divided
@@ -114,6 +119,9 @@ class TrainStep:
         self._num_divided = 0
         self._is_stepped = True  # whether `step` was called since the last backward
         self._is_ended_by_caller: bool | None = None  # whether this optimizer step passes `is_last`
+        self._is_in_no_sync = False
+        self._was_in_no_sync = False  # of the last backward
+        self._has_warned = False  # of a loss in low precision
         self._clipped: _Clipped | None = None  # between clip_grad_norm and update
         attach_extensions(self, self._policy)
         self._agreement: RankAgreement | None = None
@@ -121,7 +129,7 @@ class TrainStep:
             self.callbacks.agreement = self._agreement = RankAgreement(self._state, self.optimizers)
 
     def _checked(self) -> tuple[None, Description]:
-        refuse_unusable(self.optimizers, self.schedulers, self.micro_batches.parameters)
+        refuse_unusable(self.optimizers, self.schedulers, self._state.root, self.micro_batches.parameters)
         return None, description_of(self._state.root, self.optimizers, self.schedulers)
 
     @property
@@ -170,10 +178,28 @@ class TrainStep:
         """
         return autocast_of(self._state)
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside are not the last of their optimizer step: each gets `is_last=False`.
+
+        The first backward after it, without `is_last`, is the last one. As with DDP and accelerate::
+
+            with train.no_sync():
+                train.backward(loss_of(first), divide=False)
+            train.backward(loss_of(second), divide=False)
+            report = train.step()
+        """
+        outer, self._is_in_no_sync = self._is_in_no_sync, True
+        try:
+            yield
+        finally:
+            self._is_in_no_sync = outer
+
     def zero_grad(self) -> None:
         """Discard the current optimizer step and all gradients of this model.
 
-        Gradients that another loop's backward left on the model are discarded too.
+        Gradients that another model's backward left on this one are discarded too, and so is the optimizer step of
+        another `TrainStep` of this model.
         """
         self.micro_batches.refuse_after_failure("TrainStep.zero_grad")
         self.micro_batches.discard()
@@ -189,16 +215,19 @@ class TrainStep:
             is_last: whether this is the last micro-batch of the optimizer step. With None, the config's
                 `gradient_accumulation_steps` decides, and `step` is called after each backward. With True or False, the
                 caller decides, and `step` is called after the last backward only. Do not mix None with True or False
-                in one optimizer step.
+                in one optimizer step. Inside `no_sync` None is False, and True is refused.
             divide: whether to divide the loss by the config's `gradient_accumulation_steps`. Pass False if the loss is
                 already normalised over all micro-batches, or if their number differs from the config's.
 
         Raises:
             StepError: `step` or `update` was not called since the last backward, None and a bool are mixed for
-                `is_last`, `loss` has more than one element, or `recover` was not called after an earlier failure.
+                `is_last`, `loss` has more than one element, or `recover` was not called after an earlier failure. Also
+                if there are gradients before the first backward of an optimizer step: call `zero_grad`.
         """
         self.micro_batches.refuse_after_failure("TrainStep.backward")
         is_last = self._is_last(is_last)
+        if self.is_between_steps:
+            self._begin()
         if loss.numel() != 1:
             found = f"a tensor of shape {tuple(loss.shape)}"
             raise StepError(describe("The loss given to TrainStep.backward", found, "a scalar", "Reduce it."))
@@ -215,6 +244,8 @@ class TrainStep:
             self._state.issued.num_backwards += 1
         with self.micro_batches.noting("backward"), self.callbacks.phase("backward"):
             self.micro_batches.backward(scaled, is_last=is_last)
+        if loss.dtype in LOW_DTYPES and not self._has_warned:
+            self._warn_of_low_loss(loss.dtype)
         detached = loss.detach().float().reshape(())
         if divide:
             self._num_divided += 1
@@ -223,15 +254,39 @@ class TrainStep:
             self._whole_loss = detached if self._whole_loss is None else self._whole_loss + detached
         self._is_stepped = False
 
+    def _begin(self) -> None:
+        """Check, and forget, what may have changed since the last optimizer step."""
+        self.micro_batches.refuse_other_gradients()
+        self._loss_sum, self._whole_loss, self._num_divided = None, None, 0  # another TrainStep's zero_grad keeps them
+        if self._num_held != (num_held := _num_held(self.optimizers)):
+            refuse_foreign(self.optimizers, self.micro_batches.parameters)
+            self._num_held = num_held
+
+    def _warn_of_low_loss(self, dtype: torch.dtype) -> None:
+        self._has_warned = True
+        how = "inside `with train.autocast():`, or " if self._policy.mode == "autocast" else ""
+        logger.warning(
+            "TrainStep.backward got a loss in %s, which is rounded more than one in fp32. Compute it %sfrom "
+            "logits.float().",
+            *(short_name(dtype), how),
+        )
+
     def _is_last(self, is_last: bool | None) -> bool:
         if self._clipped is not None:
             raise StepError("TrainStep.backward was called between clip_grad_norm() and update(). Call update() first.")
+        if self._is_in_no_sync and is_last:
+            raise StepError("TrainStep.backward got is_last=True inside no_sync(). Run the last backward after it.")
+        if self._is_in_no_sync:
+            is_last = False
+        elif self._was_in_no_sync and not self.is_between_steps and is_last is None:
+            is_last = True
+        self._was_in_no_sync = self._is_in_no_sync
         is_by_caller = is_last is not None
         if self.micro_batches.num_done > 0:
             if self._is_ended_by_caller != is_by_caller:
                 raise StepError(
                     "TrainStep.backward got is_last for some micro-batches of an optimizer step, but not for all. Pass "
-                    "it for each of them, or for none."
+                    "it for each of them, or for none; no_sync() counts as is_last=False."
                 )
             if self.micro_batches.is_complete or (not is_by_caller and not self._is_stepped):
                 raise StepError("TrainStep.backward was called twice without step() between. Call step() after it.")
@@ -295,7 +350,7 @@ class TrainStep:
     def update(self) -> StepReport:
         """Update the parameters after `clip_grad_norm`, step the schedulers, and discard the gradients.
 
-        If a gradient overflowed, neither parameters nor schedulers are updated.
+        If the step is skipped (see `StepReport.skipped`), neither parameters nor schedulers are updated.
 
         Raises:
             StepError: `clip_grad_norm` was not called before, or `recover` was not called after an earlier failure.
@@ -335,9 +390,8 @@ class TrainStep:
                 loss, squares = self._sum_over_ranks()
             scale = self._scaler.scale
             norm = squares.sqrt() / scale
-            skipped = self._scaler.overflowed(norm, self.num_steps) or (
-                self._policy.check_grad_overflow and not math.isfinite(float(norm))
-            )
+            skips = self._policy.skip_nonfinite_steps or self._policy.check_grad_overflow
+            skipped = self._scaler.overflowed(norm, self.num_steps) or (skips and not math.isfinite(float(norm)))
             if not skipped and (max_norm > 0 or scale != 1.0):
                 with self._state.ranges.inside("clip"):
                     factor = clip_factor(norm.float(), max_norm) / scale
@@ -484,6 +538,11 @@ class TrainStep:
         if "loss_scale" in state:
             self._scaler.load_state_dict(state["loss_scale"])
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
+
+
+def _num_held(optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """Return the number of parameters that the optimizers hold: `add_param_group` changes it."""
+    return sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
 
 
 def _only(values: tuple[T, ...], name: str) -> T:

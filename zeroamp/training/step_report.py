@@ -31,7 +31,7 @@ class StepReport:
     skipped: bool
     """Whether the update and the scheduler step were skipped, because a gradient was not finite.
 
-    Only in float16 and with `bf16.check_grad_overflow`."""
+    Only in float16, and with `zeroamp.skip_nonfinite_steps` or `bf16.check_grad_overflow`."""
     num_skipped: int = 0
     """Optimizer steps skipped so far, this one included: `TrainStep.num_skipped`."""
     is_scale_exhausted: bool = False

@@ -87,6 +87,7 @@ def _needs_train_step(policy: Policy) -> str:
         "gradient_accumulation_steps": policy.gradient_accumulation_steps > 1,
         "gradient_clipping": policy.gradient_clipping > 0,
         "check_grad_overflow": policy.check_grad_overflow,
+        "skip_nonfinite_steps": policy.skip_nonfinite_steps,
     }
     reasons = [f"{key} {getattr(policy, key)}" for key, applies in keys.items() if applies]
     return " and ".join([*reasons, "float16, which scales the loss"] if policy.low_dtype == torch.float16 else reasons)

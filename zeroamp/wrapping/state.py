@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,16 @@ from zeroamp.policies.errors import WrapError
 from zeroamp.wrapping.rank_group import RankGroup
 
 _ATTRIBUTE = "_zeroamp_state"
+
+
+class OpenStep(Protocol):
+    """An optimizer step of a model that has run a backward and has not ended."""
+
+    num_done: int
+    """Micro-batches run."""
+
+    def discard(self) -> None:
+        """Discard the optimizer step, with all its gradients."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,6 +70,9 @@ class WrapState:
     gradients: list[GroupGradients] = field(default_factory=list)
     """One entry per parameter group of FSDP2."""
     handles: list[RemovableHandle] = field(default_factory=list)
+    open_step: OpenStep | None = None
+    """The optimizer step that has gradients on this model now. Several `TrainStep`s of one model find each other by it.
+    """
     is_observed: bool = False
     """Whether what runs is an observed step, which leaves no trace: see `ledger/observed_step.py`."""
 

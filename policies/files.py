@@ -4,14 +4,15 @@ import errno
 import json
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 MAX_JSON_BYTES = 32 * 1024**2
 """The index of a model with 100,000 tensors has a third of it."""
 
 
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a regular file for reading.
 
     Opening a FIFO waits for a writer, a device may have no end, and opening one may already have an effect.

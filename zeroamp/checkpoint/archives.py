@@ -12,7 +12,7 @@ import pickletools
 import struct
 import zipfile
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import torch
 
@@ -83,7 +83,7 @@ class InertUnpickler(pickle.Unpickler):
             ValueError: `content` is no pickle, or asks for more room than it can fill.
         """
         for opcode, argument, _ in pickletools.genops(content):  # it also refuses lengths beyond the end
-            if opcode.name in ("PUT", "LONG_BINPUT") and argument > len(content):
+            if opcode.name in ("PUT", "LONG_BINPUT") and (argument or 0) > len(content):
                 raise ValueError(f"a pickle of {len(content)} bytes with {argument:,} objects to remember")
         super().__init__(io.BytesIO(content))
         self._persistent_load = persistent_load
@@ -103,7 +103,7 @@ class InertUnpickler(pickle.Unpickler):
         return self._persistent_load(pid)
 
 
-def load_archive(file: str | os.PathLike[str] | BinaryIO, where: str, *, mmap: bool = False) -> Any:
+def load_archive(file: str | os.PathLike[str] | IO[bytes], where: str, *, mmap: bool = False) -> Any:
     """Return what a file of `torch.save` holds: tensors on the CPU, and plain values.
 
     Args:
@@ -122,7 +122,7 @@ def load_archive(file: str | os.PathLike[str] | BinaryIO, where: str, *, mmap: b
         _inspect(file)
         return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:  # torch's text tells how to switch the check off
-        raise CheckpointError(f"{where} is not read: {_refused(file)}") from error
+        raise CheckpointError(f"{where} is not read: {_refused(unsafe_names(file))}") from error
     except Exception as error:  # whatever a hostile or damaged file makes the readers raise
         raise CheckpointError(
             f"{where} cannot be read as a file of torch.save ({type(error).__name__}: {error}). Copy it again, or load "
@@ -130,21 +130,25 @@ def load_archive(file: str | os.PathLike[str] | BinaryIO, where: str, *, mmap: b
         ) from error
 
 
-def _refused(file: str | os.PathLike[str] | BinaryIO) -> str:
+def unsafe_names(file: str | os.PathLike[str] | IO[bytes]) -> list[str]:
+    """Return what the pickle in a file of `torch.save` names besides tensors and plain values; none if unreadable."""
     try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-    except Exception:  # the scan for names fails where unpickling fails
-        names = []
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    except Exception:  # whatever a hostile or damaged file makes it raise
+        return []
+
+
+def _refused(names: list[str]) -> str:
     if not names:
         return "its pickle is of a form that torch.save does not write. Copy it again, or load another checkpoint."
     return (
-        f"it refers to {', '.join(sorted(names))}, besides tensors and plain values. Reading it could run any code: do "
-        "not load it unless you trust its author, and then allow these names around the call with "
+        f"it refers to {', '.join(names)}, besides tensors and plain values. Reading it could run any code: do not "
+        "load it unless you trust its author, and then allow these names around the call with "
         "torch.serialization.safe_globals([...])."
     )
 
 
-def _inspect(file: BinaryIO) -> None:
+def _inspect(file: IO[bytes]) -> None:
     """Leave the file at its start.
 
     Raises:
@@ -167,7 +171,7 @@ def _inspect(file: BinaryIO) -> None:
     file.seek(0)
 
 
-def _sizes(archive: zipfile.ZipFile, file: BinaryIO) -> dict[str, int]:
+def _sizes(archive: zipfile.ZipFile, file: IO[bytes]) -> dict[str, int]:
     """Return the number of bytes of each record."""
     num_bytes = file.seek(0, os.SEEK_END)
     records = archive.infolist()
@@ -185,7 +189,7 @@ def _sizes(archive: zipfile.ZipFile, file: BinaryIO) -> dict[str, int]:
     return sizes
 
 
-def _directory_start(file: BinaryIO, num_bytes: int) -> int:
+def _directory_start(file: IO[bytes], num_bytes: int) -> int:
     """Return where the directory begins according to the last bytes of a zip file, in which torch has no comment."""
     file.seek(-_END.size, os.SEEK_END)
     signature, start = _END.unpack(file.read(_END.size))

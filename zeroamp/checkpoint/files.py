@@ -1,4 +1,4 @@
-"""The files of one checkpoint: their names, durable writes, the manifest with their digests, and reading them safely.
+"""The files of one checkpoint: their names, and the manifest with their digests.
 
 zeroamp.json          the manifest: what the checkpoint is, and size and SHA-256 of every other file
 .metadata, *.distcp   of torch.distributed.checkpoint: the tensors, in shards
@@ -9,8 +9,6 @@ weights.json          how to export the weights without the model; for a transfo
 
 import hashlib
 import json
-import os
-import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -34,34 +32,6 @@ _DIGEST = "sha256"
 def rank_file(rank: int) -> str:
     """Return the name of the file with what one rank has of its own."""
     return f"rank_{rank:05d}.pt"
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Write a new file. When this returns, its content is on the disk."""
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Write the entries of a folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def replace_durably(path: Path, content: bytes) -> None:
-    """Replace a file by one rename. When this returns, the new content is on the disk."""
-    beside = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
-    try:
-        write_durably(beside, content)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
-    sync_folder(path.parent)
 
 
 class DamagedCheckpointError(CheckpointError):

@@ -9,7 +9,7 @@ import math
 import os
 from bisect import bisect_right, insort
 from collections.abc import Collection
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -123,7 +123,7 @@ class SafeReader(FileSystemReader):
         info = self.storage_data[index]
         where = f"{os.path.join(self._folder, info.relative_path)}, from byte {info.offset} on,"
         with open_regular(os.path.join(self._folder, info.relative_path)) as file:
-            chunk = load_archive(_Part(file, info.offset, info.length), where)
+            chunk = load_archive(io.BufferedReader(_Part(file, info.offset, info.length)), where)
         size, dtype = self._sizes[index], self._tensors[index.fqn].properties.dtype
         is_plain = isinstance(chunk, torch.Tensor) and (chunk.layout, chunk.device.type) == (torch.strided, "cpu")
         if not is_plain or (chunk.shape, chunk.dtype) != (size, dtype):
@@ -184,7 +184,7 @@ class _Place:
 class _Part(io.RawIOBase):
     """A part of a file, as a file that cannot be read beyond the part."""
 
-    def __init__(self, file: BinaryIO, start: int, length: int) -> None:
+    def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
         self._file, self._start, self._length = file, start, length
         if start + length > file.seek(0, os.SEEK_END):
             raise ValueError(f"it ends before byte {start + length}")
@@ -209,7 +209,7 @@ class _Part(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
         self._file.seek(self._start + self._position)
-        num_read = self._file.readinto(view[: max(0, self._length - self._position)])  # type: ignore[attr-defined]
+        num_read = self._file.readinto(view[: max(0, self._length - self._position)])
         self._position += num_read
         return int(num_read)
 

@@ -133,6 +133,8 @@ def load_archive(file: str | os.PathLike[str] | IO[bytes], where: str, *, mmap: 
 def unsafe_names(file: str | os.PathLike[str] | IO[bytes]) -> list[str]:
     """Return what the pickle in a file of `torch.save` names besides tensors and plain values; none if unreadable."""
     try:
+        if isinstance(file, str | os.PathLike):
+            open_regular(file).close()
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
     except Exception:  # whatever a hostile or damaged file makes it raise
         return []

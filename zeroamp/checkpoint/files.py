@@ -17,8 +17,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
 
-from zeroamp.policies.errors import CheckpointError
+from zeroamp.policies.errors import CheckpointError, some_of
 from zeroamp.policies.files import is_file_name, leads_out, open_regular, read_json
+from zeroamp.policies.numbers import is_integer
 from zeroamp.weights.files import MANIFEST
 
 METADATA = ".metadata"
@@ -96,11 +97,31 @@ def read_manifest(checkpoint: Path) -> Manifest:
         DamagedCheckpointError: it is missing or damaged.
         CheckpointError: it is of a newer format.
     """
+    try:
+        return _manifest_adapter().validate_json(json.dumps(_read_content(checkpoint)))
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        raise DamagedCheckpointError(_damage(checkpoint / MANIFEST, some_of(problems))) from error
+
+
+def read_serials(checkpoint: Path) -> tuple[int, int]:
+    """Return `serial` and `parent` of a manifest whose digest fits. Of a folder of thousands, all are read.
+
+    Raises:
+        CheckpointError: as `read_manifest`.
+    """
+    content = _read_content(checkpoint)
+    serial, parent = content.get("serial"), content.get("parent")
+    if not (is_integer(serial, at_least=0) and is_integer(parent, at_least=0)):
+        raise DamagedCheckpointError(_damage(checkpoint / MANIFEST, "serial and parent are no integers from 0 on"))
+    return serial, parent
+
+
+def _read_content(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / MANIFEST
     try:
-        content = read_json(path)
-        found = content.pop(_DIGEST)
-        is_whole = found == _digest(content)
+        content: dict[str, Any] = read_json(path)
+        is_whole = content.pop(_DIGEST) == _digest(content)
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise DamagedCheckpointError(_damage(path, f"{type(error).__name__}: {error}")) from error
     if not is_whole:
@@ -109,11 +130,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise CheckpointError(
             f"{path} must be of format {FORMAT}, but is of another one. Use the zeroamp that wrote it."
         )
-    try:
-        return _manifest_adapter().validate_json(json.dumps(content))
-    except ValidationError as error:
-        problems = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise DamagedCheckpointError(_damage(path, "; ".join(problems))) from error
+    return content
 
 
 @cache

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from zeroamp.checkpoint.files import DamagedCheckpointError, Manifest, read_manifest
+from zeroamp.checkpoint.files import DamagedCheckpointError, Manifest, read_serials
 from zeroamp.policies.errors import CheckpointError
 from zeroamp.policies.files import read_regular
 from zeroamp.weights import drafts
@@ -61,8 +61,8 @@ def find_checkpoints(root: Path) -> list[Path]:
     found = _places(root) if root.is_dir() else {}
     for path in (path for path, place in found.items() if place.serial == 0):
         logger.warning("The age of %s is unknown, because its %s is damaged.", path, MANIFEST)
-    newest = _pointed(root, found) or max((place.serial for place in found.values()), default=0)
-    line = _line(newest, found)
+    newest = _pointed(root, found) or _last_serial(found)
+    line = set(_line(newest, found))
 
     def order(path: Path) -> tuple[bool, bool, int, str]:
         serial = found[path].serial
@@ -84,20 +84,23 @@ def _places(root: Path) -> dict[Path, _Place]:
 
 def _place(path: Path) -> _Place:
     try:
-        manifest = read_manifest(path)
+        return _Place(*read_serials(path))
     except DamagedCheckpointError:
         return _Place(0, 0)
     except CheckpointError:  # of a newer format: newer than all
         return _Place(2**63, 0)
-    return _Place(manifest.serial, manifest.parent)
+
+
+def _last_serial(found: dict[Path, _Place]) -> int:
+    return max((place.serial for place in found.values()), default=0)
 
 
 def _line(serial: int, found: dict[Path, _Place]) -> list[Path]:
     """Return a checkpoint and those of its ancestors that exist, newest first."""
     by_serial = {place.serial: path for path, place in found.items() if place.serial > 0}
     line: list[Path] = []
-    while serial in by_serial and by_serial[serial] not in line:
-        line.append(by_serial[serial])
+    while serial in by_serial:  # each is taken out, so that damaged parents lead in no circle
+        line.append(by_serial.pop(serial))
         serial = found[line[-1]].parent
     return line
 
@@ -156,7 +159,8 @@ class Draft:
         `manifest` returns the manifest, given the serial. All other files of the draft are on the disk already.
         """
         with locked(self.root):
-            complete = manifest(max((place.serial for place in _places(self.root).values()), default=0) + 1)
+            places = _places(self.root)
+            complete = manifest(_last_serial(places) + 1)
             write_durably(self.path / MANIFEST, complete.to_json().encode())
             (self.path / WRITER).unlink()
             sync_to_disk(self.path)
@@ -170,7 +174,8 @@ class Draft:
                 raise
             self._unlock()
             if keep is not None:
-                _prune(self.root, complete.serial, keep)
+                places[target] = _Place(complete.serial, complete.parent)
+                _prune(_line(complete.serial, places)[keep:], keep)
         return target
 
     def discard(self) -> None:
@@ -208,8 +213,8 @@ def _free_name(root: Path, step: int) -> Path:
     return path
 
 
-def _prune(root: Path, serial: int, keep: int) -> None:
-    for path in _line(serial, _places(root))[keep:]:
+def _prune(paths: list[Path], keep: int) -> None:
+    for path in paths:
         removed = path.with_name(f"{_REMOVED}{path.name}-{uuid.uuid4().hex[:8]}")
         try:
             path.rename(removed)  # first, so that a kill during the removal leaves no half checkpoint

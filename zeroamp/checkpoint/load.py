@@ -110,14 +110,16 @@ def _find(folder: Path, ranks: RankGroup) -> tuple[Path, Manifest] | None:
 
 
 def _log_unreadable(paths: list[Path]) -> None:
-    """Log the checkpoints whose age is unknown: one of them might have been the newest."""
-    for path in paths:
+    """Log the checkpoints whose age is unknown, which come last: one of them might have been the newest."""
+    for path in reversed(paths):
         try:
             read_manifest(path)
         except DamagedCheckpointError as error:
             logger.warning(_DAMAGED, path, error)
         except CheckpointError:  # of a newer format, so its age is known
-            continue
+            return
+        else:
+            return
 
 
 def _candidates(folder: Path) -> list[Path]:

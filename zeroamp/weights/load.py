@@ -95,8 +95,8 @@ def _open(path: Path) -> Any:
 
     if leads_out(path, *_hub_blobs(path)):
         raise CheckpointError(
-            f"{path} must be a file of its folder, but is a link to {path.resolve()}. Copy the file into the folder, or "
-            "name the folder that has it."
+            f"{path} must be a file of its folder, but is a link to {path.resolve()}. Copy the file into the "
+            "folder, or name the folder that has it."
         )
     try:
         open_regular(path).close()
@@ -150,7 +150,7 @@ def _refuse_other_shapes(plan: dict[Path, list[tuple[str, Weight]]], folder: str
 
 
 def _refuse_out_of_range(plan: dict[Path, list[tuple[str, Weight]]], mesh: DeviceMesh) -> None:
-    """Raise CheckpointError if a finite value is infinite in the model's dtype. Reads the files of wider dtypes only."""
+    """Raise CheckpointError if a finite value is infinite in the model's dtype. Reads tensors of wider dtypes only."""
     for path, items in plan.items():
         with _open(path) as file:
             for name, weight in items:

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from zeroamp.ledger.tables import TableStyle, render
-from zeroamp.policies.errors import CheckpointError
+from zeroamp.policies.errors import CheckpointError, printable
 from zeroamp.policies.files import open_regular
 from zeroamp.reporting.files import new_figure, save_figure
 from zeroamp.reporting.step_record import PARTS, StepRecord
@@ -108,7 +108,7 @@ def table(runs: Sequence[SavedRun], style: TableStyle = "simple") -> str:
         for label in columns[0]
         if any(column[label] != "-" for column in columns)
     ]
-    return render(rows, style, names=names)
+    return printable(render(rows, style, names=names))
 
 
 def _summary(run: SavedRun) -> dict[str, str]:

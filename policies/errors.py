@@ -7,6 +7,10 @@ from collections.abc import Sequence
 class ZeroAmpError(Exception):
     """Base of everything zeroamp raises on purpose. The text says where, what was found, what is valid, what to do."""
 
+    def __str__(self) -> str:
+        """Return the text without control characters: a name in it may come from somebody else's file."""
+        return printable(super().__str__())
+
 
 class ConfigError(ZeroAmpError, ValueError):
     """A config key is unknown, has an impossible value, or contradicts another key. The text names the key."""
@@ -33,6 +37,13 @@ class PrecisionError(ZeroAmpError, RuntimeError):
 
 class CheckpointError(ZeroAmpError, RuntimeError):
     """A checkpoint cannot be written, or does not fit what it is loaded into. The text names the file or parameter."""
+
+
+def printable(text: str) -> str:
+    """Return `text` with all but printable characters and line breaks escaped, so that it cannot steer a terminal."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def describe(where: str, found: object, valid: str, remedy: str) -> str:

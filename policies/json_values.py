@@ -1,12 +1,12 @@
 """Reads a config: a mapping, or a JSON file."""
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from zeroamp.policies.errors import ConfigError, describe
+from zeroamp.policies.files import read_json
 
 _DEEPEST = 16  # levels; the schema has four
 _LARGEST = 2**63 - 1
@@ -27,12 +27,10 @@ def load_config(cfg: object) -> dict[str, Any]:
         raise ConfigError(describe("config", f"the {type(cfg).__name__} {cfg!r}", _VALID, "Pass one of them."))
     path = Path(cfg)
     try:
-        loaded = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_refuse_duplicates)
+        loaded = read_json(path)
     except OSError as error:
         raise ConfigError(f"config {str(path)!r} cannot be read ({error}). Check the path of the file.") from error
-    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, an endless number, or nested without end
-        if isinstance(error, ConfigError):
-            raise
+    except ValueError as error:  # not JSON, not UTF-8, an endless number, or nested without end
         raise ConfigError(f"config {str(path)!r} must hold a JSON object: {error}. Correct the file.") from error
     if not isinstance(loaded, dict):
         held = type(loaded).__name__
@@ -43,10 +41,10 @@ def load_config(cfg: object) -> dict[str, Any]:
 def json_object(mapping: Mapping[Any, Any], where: str) -> dict[str, Any]:
     """Copy a mapping and what is in it, so that nothing the caller changes later changes what was read."""
     for key in mapping:
-        if not isinstance(key, str) or "." in key or not key or not _is_text(key):
+        if not isinstance(key, str) or "." in key or not key or not key.isprintable():
             raise ConfigError(
-                f"{where} has the key {key!a}, but keys must be words without dots. Write the part after a dot as a "
-                "key of an inner object."
+                f"{where} has the key {key!a}, but keys must be words without dots and control characters. Write the "
+                "part after a dot as a key of an inner object."
             )
     prefix = "" if where == "config" else f"{where}."
     return {str(key): json_value(value, f"{prefix}{key}") for key, value in mapping.items()}
@@ -86,14 +84,6 @@ def _is_text(value: str) -> bool:
     except UnicodeEncodeError:  # half of a surrogate pair: it could not be printed in an error either
         return False
     return True
-
-
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise ConfigError(f"{key} is twice in one JSON object. Remove one of them.")
-    return dict(pairs)
 
 
 def flatten(cfg: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

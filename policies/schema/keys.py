@@ -167,8 +167,8 @@ Count = Annotated[int, Field(ge=0)]
 PositiveInt = Annotated[int, Field(ge=1)]
 """A whole number from 1 on, written as one."""
 
-Elements = Annotated[int, BeforeValidator(_whole), BeforeValidator(_refuse_bool), Field(ge=0)]
-"""A number of elements: whole, from 0 on; 5e8 is one too, as DeepSpeed's examples write it."""
+Elements = Annotated[int, BeforeValidator(_whole), BeforeValidator(_refuse_bool), Field(ge=0, le=2**63 - 1)]
+"""A number of elements: whole, from 0 on, of 64 bits; 5e8 is one too, as DeepSpeed's examples write it."""
 
 Dtype = Annotated[torch.dtype, PlainValidator(_dtype), PlainSerializer(short_name)]
 """A dtype by any of DeepSpeed's names for it; written as "fp32", "bf16" or "fp16"."""

@@ -10,6 +10,9 @@ from zeroamp.policies.errors import shown
 from zeroamp.policies.numbers import is_finite
 from zeroamp.policies.schema.keys import REMOVE_IT, Block, Number, nearest, refused
 
+LARGEST = 1e15
+"""No learning rate, ratio or number of steps is larger: products and quotients of them stay finite."""
+
 
 def typed_params(value: object, params: type[Block]) -> Block:
     """Check `value` against the block of its type; None is an empty block.
@@ -57,9 +60,9 @@ def known_type(value: object, known: Mapping[str, type[Block]], others: set[str]
 def _per_group(value: object) -> float | tuple[float, ...]:
     # Checked here and not by a union of types, whose members pydantic would write into the key's name.
     items = value if isinstance(value, list | tuple) and value else [value]
-    numbers = tuple(float(item) for item in items if is_finite(item) and item >= 0)
+    numbers = tuple(float(item) for item in items if is_finite(item) and 0 <= item <= LARGEST)
     if len(numbers) < len(items):
-        raise ValueError("a number from 0 on, or a list with one such number per param group")
+        raise ValueError("a number from 0 to 1e15, or a list with one such number per param group")
     return numbers if items is value else numbers[0]
 
 
@@ -69,8 +72,8 @@ def _fractions(value: float | tuple[float, ...]) -> float | tuple[float, ...]:
     return value
 
 
-NotNegative = Annotated[Number, Field(ge=0)]
-"""A number from 0 on."""
+NotNegative = Annotated[Number, Field(ge=0, le=LARGEST)]
+"""A number from 0 on, up to `LARGEST`."""
 
 PerGroup = Annotated[float | tuple[float, ...], BeforeValidator(_per_group)]
 """A number from 0 on; or a JSON list with one for each param group of the optimizer."""

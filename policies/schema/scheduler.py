@@ -3,10 +3,11 @@
 from typing import Annotated, Literal
 
 import torch
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 
 from zeroamp.policies.schema.keys import Block, Honoured, Number, PositiveInt, Unsupported
 from zeroamp.policies.schema.params import (
+    LARGEST,
     MomentumPerGroup,
     NotNegative,
     PerGroup,
@@ -24,6 +25,17 @@ WarmupType = Annotated[
     Literal["log", "linear"], Honoured("shape of the warm-up: the logarithm of the step, or the step")
 ]
 Stairs = Annotated[int, Field(ge=-1)]
+_SHORTEST = 1e-6
+
+
+def _no_sliver(value: float | None) -> float | None:
+    if value is not None and 0 < value < _SHORTEST:  # steps divided by it may be infinite
+        raise ValueError(f"0, or from {_SHORTEST} on")
+    return value
+
+
+PartSteps = Annotated[NotNegative, AfterValidator(_no_sliver)]
+"""Optimizer steps as DeepSpeed takes them, which may be a fraction; 0 is none."""
 
 
 class _DeepSpeedParams(Block):
@@ -75,22 +87,24 @@ class OneCycleParams(_DeepSpeedParams):
     decay_lr_rate: Annotated[
         NotNegative, Honoured("after the cycle: the learning rate is divided by 1 + this per decay_step_size steps")
     ] = 0.0
-    cycle_first_step_size: Annotated[Number, Field(gt=0), Honoured("steps of the way up")] = 2000.0
-    cycle_second_step_size: Annotated[NotNegative | None, Honoured("steps of the way down. Default: as many as up")] = (
+    cycle_first_step_size: Annotated[Number, Field(ge=_SHORTEST, le=LARGEST), Honoured("steps of the way up")] = 2000.0
+    cycle_second_step_size: Annotated[PartSteps | None, Honoured("steps of the way down. Default: as many as up")] = (
         None
     )
     cycle_first_stair_count: Annotated[Stairs, Honoured("stairs of the way up; 0 or -1: none")] = 0
     cycle_second_stair_count: Annotated[
         Stairs | None, Honoured("stairs of the way down; 0 or -1: none. Default: as many as up")
     ] = None
-    decay_step_size: Annotated[NotNegative, Honoured("steps of the decay's unit; 0: no decay")] = 0.0
+    decay_step_size: Annotated[PartSteps, Honoured("steps of the decay's unit; 0: no decay")] = 0.0
     cycle_momentum: Annotated[
         bool, Honoured("set betas to (momentum, 0.99) at every step; false for an optimizer without betas")
     ] = True
     cycle_min_mom: Annotated[MomentumPerGroup, Honoured("momentum at the top of the cycle, and at step 0")] = 0.8
     cycle_max_mom: Annotated[MomentumPerGroup, Honoured("momentum at both ends of the cycle")] = 0.9
     decay_mom_rate: Annotated[
-        Number, Honoured("after the cycle: the momentum is multiplied by 1 + this per decay_step_size steps")
+        Number,
+        Field(ge=-LARGEST, le=LARGEST),
+        Honoured("after the cycle: the momentum is multiplied by 1 + this per decay_step_size steps"),
     ] = 0.0
 
 
@@ -100,7 +114,7 @@ class LRRangeTestParams(_DeepSpeedParams):
     lr_range_test_min_lr: Annotated[PerGroup, Honoured("learning rate at the start")] = 1e-3
     lr_range_test_step_size: Annotated[PositiveInt, Honoured("steps of the unit of the rate")] = 2000
     lr_range_test_step_rate: Annotated[
-        Number, Field(ge=0), Honoured("the learning rate grows by this part of its start per unit")
+        NotNegative, Honoured("the learning rate grows by this part of its start per unit")
     ] = 1.0
     lr_range_test_staircase: Annotated[bool, Honoured("grow at the end of a unit, not at every step")] = False
 

@@ -69,7 +69,7 @@ def test_16_bit_weights_on_save_need_a_16_bit_precision():
 def test_a_key_twice_in_a_file_is_refused(tmp_path):
     path = tmp_path / "config.json"
     path.write_text('{"gradient_clipping": 1.0, "gradient_clipping": 2.0}')
-    with pytest.raises(ConfigError, match="gradient_clipping is twice .* Remove one"):
+    with pytest.raises(ConfigError, match="gradient_clipping is twice .* Correct the file"):
         policy_from_config(path)
 
 

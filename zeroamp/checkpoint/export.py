@@ -10,14 +10,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from zeroamp.checkpoint.files import Manifest, SafeReader, check_file, rank_file, read_manifest
+from zeroamp.checkpoint.files import Manifest, check_file, rank_file, read_manifest
 from zeroamp.checkpoint.folder import find_checkpoints, is_checkpoint
-from zeroamp.checkpoint.model_state import MODEL
+from zeroamp.checkpoint.model_state import MODEL, named_differences
+from zeroamp.checkpoint.reader import SafeReader
 from zeroamp.policies import policy_from_config
-from zeroamp.policies.errors import CheckpointError
+from zeroamp.policies.errors import CheckpointError, ZeroAmpError
+from zeroamp.policies.files import read_json
 from zeroamp.weights.export import (
     OneProcess,
     Source,
@@ -94,8 +97,8 @@ def export_checkpoint(
     manifest = read_manifest(path)
     for name, record in manifest.files.items():
         check_file(path / name, record)
-    saved = _Saved(path, manifest)
     try:
+        saved = _Saved(path, manifest)
         export_tensors(
             saved.sources,
             folder,
@@ -104,11 +107,21 @@ def export_checkpoint(
             saved.write_config,
             OneProcess(),
         )
+    except CheckpointError:
+        raise
     except OSError as error:
         raise CheckpointError(
             f"Cannot export into {os.fspath(folder)}: {error}. Make room, or name another folder."
         ) from error
+    except (Exception, CheckpointException) as error:  # whatever a file whose digest fits makes the readers raise
+        raise CheckpointError(f"Cannot export {path}: {_reason(error)}. Export another checkpoint.") from error
     return path
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, CheckpointException):  # its own text is a traceback
+        error = next(failure[0] for failure in error.failures.values())
+    return str(error) if isinstance(error, ZeroAmpError) else f"{type(error).__name__}: {error}"
 
 
 class _Saved:
@@ -122,14 +135,22 @@ class _Saved:
             )
         self._path = path
         self._config_names = [name for name in manifest.files if name in ("config.json", "generation_config.json")]
-        self._reader = SafeReader(path)
+        self._reader = SafeReader(path, manifest.files)
         # Buffers that differ between ranks: the first rank's, as everywhere.
-        own = torch.load(path / rank_file(0), map_location="cpu", weights_only=True, mmap=True)
-        self._own: dict[str, torch.Tensor] = own["tensors"]
+        self._own: dict[str, torch.Tensor] = self._reader.read_values(rank_file(0), mmap=True)["tensors"]
 
     def sources(self) -> list[Source]:
-        weights = json.loads((self._path / WEIGHTS).read_text(encoding="utf-8"))
-        return [self._source(entry, written) for entry in weights for written in entry["written"]]
+        weights = read_json(self._path / WEIGHTS)
+        sources = [self._source(entry, str(written)) for entry in weights for written in list(entry["written"])]
+        listed = {MODEL + entry["saved"] for entry in weights if entry["written"]}
+        saved = {name for name in self._reader.read_metadata().state_dict_metadata if name.startswith(MODEL)}
+        if listed != saved or len({source.name for source in sources}) < len(sources):
+            differing = named_differences("not in both", listed ^ saved) or ["a name is there twice"]
+            raise CheckpointError(
+                f"{self._path / WEIGHTS} must list every tensor of the checkpoint's model, each under names of its "
+                f"own, but does not: {differing[0]}. Export another checkpoint."
+            )
+        return sources
 
     def _source(self, entry: dict[str, Any], written: str) -> Source:
         name = MODEL + entry["saved"]
@@ -160,7 +181,7 @@ class _Saved:
 
     def write_config(self, folder: Path, dtype: torch.dtype) -> None:
         for name in self._config_names:
-            config = json.loads((self._path / name).read_text(encoding="utf-8"))
+            config = read_json(self._path / name)
             if name == "config.json":
                 config["dtype"] = str(dtype).removeprefix("torch.")
             (folder / name).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The files of one checkpoint: their names, durable writes, the manifest with their digests, and reading them safely.
+"""The files of one checkpoint: their names, and the manifest with their digests.
 
 zeroamp.json          the manifest: what the checkpoint is, and size and SHA-256 of every other file
 .metadata, *.distcp   of torch.distributed.checkpoint: the tensors, in shards
@@ -9,20 +9,17 @@ weights.json          how to export the weights without the model; for a transfo
 
 import hashlib
 import json
-import os
-import pickle
-import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-import torch
 from pydantic import AfterValidator, ConfigDict, TypeAdapter, ValidationError
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from zeroamp.policies.errors import CheckpointError
+from zeroamp.policies.errors import CheckpointError, some_of
+from zeroamp.policies.files import is_file_name, leads_out, open_regular, read_json
+from zeroamp.policies.numbers import is_integer
 from zeroamp.weights.files import MANIFEST
 
 METADATA = ".metadata"
@@ -38,40 +35,12 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.pt"
 
 
-def write_durably(path: Path, content: bytes) -> None:
-    """Write a new file. When this returns, its content is on the disk."""
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Write the entries of a folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def replace_durably(path: Path, content: bytes) -> None:
-    """Replace a file by one rename. When this returns, the new content is on the disk."""
-    beside = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
-    try:
-        write_durably(beside, content)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
-    sync_folder(path.parent)
-
-
 class DamagedCheckpointError(CheckpointError):
     """A file of a checkpoint is missing, cut short or changed. An earlier checkpoint may be whole."""
 
 
 def _file_name(name: str) -> str:
-    if name in ("", ".", "..") or "/" in name or "\0" in name:
+    if not is_file_name(name):
         raise ValueError("must be the name of a file in the checkpoint's own folder")
     return name
 
@@ -128,11 +97,31 @@ def read_manifest(checkpoint: Path) -> Manifest:
         DamagedCheckpointError: it is missing or damaged.
         CheckpointError: it is of a newer format.
     """
+    try:
+        return _manifest_adapter().validate_json(json.dumps(_read_content(checkpoint)))
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+        raise DamagedCheckpointError(_damage(checkpoint / MANIFEST, some_of(problems))) from error
+
+
+def read_serials(checkpoint: Path) -> tuple[int, int]:
+    """Return `serial` and `parent` of a manifest whose digest fits. Of a folder of thousands, all are read.
+
+    Raises:
+        CheckpointError: as `read_manifest`.
+    """
+    content = _read_content(checkpoint)
+    serial, parent = content.get("serial"), content.get("parent")
+    if not (is_integer(serial, at_least=0) and is_integer(parent, at_least=0)):
+        raise DamagedCheckpointError(_damage(checkpoint / MANIFEST, "serial and parent are no integers from 0 on"))
+    return serial, parent
+
+
+def _read_content(checkpoint: Path) -> dict[str, Any]:
     path = checkpoint / MANIFEST
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        found = content.pop(_DIGEST)
-        is_whole = found == _digest(content)
+        content: dict[str, Any] = read_json(path)
+        is_whole = content.pop(_DIGEST) == _digest(content)
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise DamagedCheckpointError(_damage(path, f"{type(error).__name__}: {error}")) from error
     if not is_whole:
@@ -141,21 +130,24 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise CheckpointError(
             f"{path} must be of format {FORMAT}, but is of another one. Use the zeroamp that wrote it."
         )
-    try:
-        return TypeAdapter(Manifest).validate_json(json.dumps(content))
-    except ValidationError as error:
-        problems = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise DamagedCheckpointError(_damage(path, "; ".join(problems))) from error
+    return content
+
+
+@cache
+def _manifest_adapter() -> TypeAdapter[Manifest]:
+    return TypeAdapter(Manifest)
 
 
 def record_file(path: Path) -> FileRecord:
     """Return size and digest of a file, for the manifest."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return FileRecord(num_bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
 
 
 def check_file(path: Path, record: FileRecord) -> None:
     """Raise DamagedCheckpointError unless the file is the recorded one, bit for bit."""
+    if leads_out(path):
+        raise DamagedCheckpointError(_damage(path, "a link that leads out of the checkpoint"))
     try:
         num_bytes = path.stat().st_size
         found = record_file(path) if num_bytes == record.num_bytes else None
@@ -169,72 +161,3 @@ def check_file(path: Path, record: FileRecord) -> None:
 
 def _damage(path: Path, found: str) -> str:
     return f"{path} is damaged: {found}. Load another checkpoint, or copy the file again."
-
-
-_METADATA_NAMES = {
-    "BytesStorageMetadata",
-    "ChunkStorageMetadata",
-    "Metadata",
-    "MetadataIndex",
-    "StorageMeta",
-    "TensorProperties",
-    "TensorStorageMetadata",
-    "_MEM_FORMAT_ENCODING",
-}
-_SAFE = {
-    *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA_NAMES),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),  # its name from Python 3.13 on
-}
-
-
-class SafeReader(FileSystemReader):
-    """Torch's reader, except that it unpickles `.metadata` with the classes of such metadata only.
-
-    Torch's own unpickles anything there. Both read tensors with `weights_only=True`. The file is read once.
-    """
-
-    _metadata: Metadata | None = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
-        """Return torch's description of the tensors in the checkpoint.
-
-        Raises:
-            CheckpointError: the file refers to anything that is not part of such metadata.
-        """
-        if self._metadata is not None:
-            return self._metadata
-        path = os.fspath(self.path / METADATA)  # type: ignore[operator]  # a path, for a file system
-        with open(path, "rb") as file:
-            try:
-                metadata = _MetadataUnpickler(file, path).load()
-            except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, ValueError) as error:
-                raise CheckpointError(_no_metadata(path, f"{type(error).__name__}: {error}")) from error
-        if not isinstance(metadata, Metadata):
-            raise CheckpointError(_no_metadata(path, f"a {type(metadata).__name__}"))
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        self._metadata = metadata
-        return metadata
-
-
-def _no_metadata(path: str, found: str) -> str:
-    return f"{path} must hold the metadata of torch.distributed.checkpoint, but holds {found}. Load another checkpoint."
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def __init__(self, file: Any, path: str) -> None:
-        super().__init__(file)
-        self._path = path
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if (module, name) in _SAFE or is_dtype:
-            return super().find_class(module, name)
-        raise CheckpointError(
-            f"{self._path} refers to {module}.{name}, which is no part of the metadata of "
-            "torch.distributed.checkpoint. Do not load it: reading it could run any code."
-        )

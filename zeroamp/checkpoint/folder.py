@@ -11,38 +11,40 @@ come last. If a writer was killed between the two, the parent is the newest; if 
 was published last.
 """
 
-import fcntl
 import logging
 import os
 import re
 import shutil
-import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from zeroamp.checkpoint.files import (
-    DamagedCheckpointError,
-    Manifest,
-    read_manifest,
+from zeroamp.checkpoint.files import DamagedCheckpointError, Manifest, read_serials
+from zeroamp.policies.errors import CheckpointError
+from zeroamp.policies.files import read_regular
+from zeroamp.weights import drafts
+from zeroamp.weights.drafts import (
+    WRITER,
+    has_writer,
+    make_draft,
+    make_folder,
     replace_durably,
-    sync_folder,
+    sync_to_disk,
+    unlock,
     write_durably,
 )
-from zeroamp.policies.errors import CheckpointError
 from zeroamp.weights.files import MANIFEST
 
 logger = logging.getLogger("zeroamp")
 
 LATEST = "latest"
+_MAX_POINTER_BYTES = 4096
 _PUBLISHED = re.compile(r"step_-?\d+(_\d+)?")
-_WRITER = ".writer"
 _DRAFT, _REMOVED = ".draft-", ".removed-"
 LOCK = ".lock"
-TIMEOUT_S = 60.0
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
@@ -59,8 +61,8 @@ def find_checkpoints(root: Path) -> list[Path]:
     found = _places(root) if root.is_dir() else {}
     for path in (path for path, place in found.items() if place.serial == 0):
         logger.warning("The age of %s is unknown, because its %s is damaged.", path, MANIFEST)
-    newest = _pointed(root, found) or max((place.serial for place in found.values()), default=0)
-    line = _line(newest, found)
+    newest = _pointed(root, found) or _last_serial(found)
+    line = set(_line(newest, found))
 
     def order(path: Path) -> tuple[bool, bool, int, str]:
         serial = found[path].serial
@@ -82,20 +84,23 @@ def _places(root: Path) -> dict[Path, _Place]:
 
 def _place(path: Path) -> _Place:
     try:
-        manifest = read_manifest(path)
+        return _Place(*read_serials(path))
     except DamagedCheckpointError:
         return _Place(0, 0)
     except CheckpointError:  # of a newer format: newer than all
         return _Place(2**63, 0)
-    return _Place(manifest.serial, manifest.parent)
+
+
+def _last_serial(found: dict[Path, _Place]) -> int:
+    return max((place.serial for place in found.values()), default=0)
 
 
 def _line(serial: int, found: dict[Path, _Place]) -> list[Path]:
     """Return a checkpoint and those of its ancestors that exist, newest first."""
     by_serial = {place.serial: path for path, place in found.items() if place.serial > 0}
     line: list[Path] = []
-    while serial in by_serial and by_serial[serial] not in line:
-        line.append(by_serial[serial])
+    while serial in by_serial:  # each is taken out, so that damaged parents lead in no circle
+        line.append(by_serial.pop(serial))
         serial = found[line[-1]].parent
     return line
 
@@ -108,8 +113,11 @@ def _pointed(root: Path, found: dict[Path, _Place]) -> int | None:
     the file may leave both serials out.
     """
     try:
-        words = (root / LATEST).read_text(encoding="utf-8").split()
-    except (OSError, UnicodeDecodeError):
+        words = read_regular(root / LATEST, _MAX_POINTER_BYTES).decode().split()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        logger.warning("%s is ignored: it cannot be read (%s).", root / LATEST, error)
         return None
     if len(words) in (1, 3):
         name, serials = words[len(words) // 2], {str(place.serial) for place in found.values()}
@@ -151,21 +159,23 @@ class Draft:
         `manifest` returns the manifest, given the serial. All other files of the draft are on the disk already.
         """
         with locked(self.root):
-            complete = manifest(max((place.serial for place in _places(self.root).values()), default=0) + 1)
+            places = _places(self.root)
+            complete = manifest(_last_serial(places) + 1)
             write_durably(self.path / MANIFEST, complete.to_json().encode())
-            (self.path / _WRITER).unlink()
-            sync_folder(self.path)
+            (self.path / WRITER).unlink()
+            sync_to_disk(self.path)
             target = _free_name(self.root, self.step)
             replace_durably(self.root / LATEST, f"{complete.serial} {target.name} {complete.parent}".encode())
             self.path.rename(target)
             try:
-                sync_folder(self.root)
+                sync_to_disk(self.root)
             except OSError:  # the save counts as failed, so the checkpoint must not be found
                 target.rename(self.path)
                 raise
             self._unlock()
             if keep is not None:
-                _prune(self.root, complete.serial, keep)
+                places[target] = _Place(complete.serial, complete.parent)
+                _prune(_line(complete.serial, places)[keep:], keep)
         return target
 
     def discard(self) -> None:
@@ -181,18 +191,12 @@ class Draft:
 
 def open_draft(root: Path, step: int) -> Draft:
     """Make an empty draft, and remove what killed writers left. The first rank alone calls this."""
-    root.mkdir(parents=True, exist_ok=True)
+    make_folder(root)
     with locked(root) as has_locks:
         if has_locks:
             _remove_leftovers(root)
         path = root / f"{_DRAFT}{_name(step)}-{uuid.uuid4().hex[:8]}"
-        path.mkdir()
-        try:
-            lock = os.open(path / _WRITER, os.O_CREAT | os.O_RDWR)
-        except OSError:
-            path.rmdir()
-            raise
-        try_lock(lock)
+        lock = make_draft(path)
     return Draft(root, path, step, lock)
 
 
@@ -203,14 +207,14 @@ def _name(step: int) -> str:
 def _free_name(root: Path, step: int) -> Path:
     """Return a free name for the checkpoint of a step: one of an earlier attempt at that step stays as it is."""
     path, attempt = root / _name(step), 1
-    while path.exists():
+    while os.path.lexists(path):
         attempt += 1
         path = root / f"{_name(step)}_{attempt}"
     return path
 
 
-def _prune(root: Path, serial: int, keep: int) -> None:
-    for path in _line(serial, _places(root))[keep:]:
+def _prune(paths: list[Path], keep: int) -> None:
+    for path in paths:
         removed = path.with_name(f"{_REMOVED}{path.name}-{uuid.uuid4().hex[:8]}")
         try:
             path.rename(removed)  # first, so that a kill during the removal leaves no half checkpoint
@@ -221,67 +225,16 @@ def _prune(root: Path, serial: int, keep: int) -> None:
 
 
 def _remove_leftovers(root: Path) -> None:
+    """Remove what killed writers left. What is of another kind, though of such a name, stays."""
     for path in root.iterdir():
-        is_abandoned = path.name.startswith(_DRAFT) and not _has_writer(path)
-        if is_abandoned or path.name.startswith(_REMOVED):
-            shutil.rmtree(path, ignore_errors=True)
+        if path.name.startswith((_DRAFT, _REMOVED)) and path.is_dir():
+            if path.name.startswith(_REMOVED) or not has_writer(path):
+                shutil.rmtree(path, ignore_errors=True)
         elif path.name.startswith(f".{LATEST}-"):
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                path.unlink()
 
 
-def _has_writer(draft: Path) -> bool:
-    """Return whether the process that opened the draft is alive: its lock ends with the process."""
-    try:
-        descriptor = os.open(draft / _WRITER, os.O_RDWR)
-    except FileNotFoundError:  # killed just before the rename, or just after the folder was made
-        return False
-    try:
-        return try_lock(descriptor) is not True
-    finally:
-        unlock(descriptor)
-
-
-def try_lock(descriptor: int) -> bool | None:
-    """Take the lock of a file. Returns whether it was free; None if the file system has no locks.
-
-    Without locks, leftovers are not removed and two writers of one folder may run at once. That costs space and order,
-    but never a checkpoint, because all names are unique.
-    """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
-
-
-def unlock(descriptor: int) -> None:
-    """Release a lock. Closing alone would leave it with a process that was forked meanwhile, such as a data loader."""
-    with suppress(OSError):  # of a file system without locks
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-    os.close(descriptor)
-
-
-@contextmanager
-def locked(root: Path) -> Iterator[bool]:
-    """Lock a folder against other writers. Yields whether the file system has locks.
-
-    It is locked for renames and removals only, never while data is written.
-
-    Raises:
-        CheckpointError: another process has locked it for more than a minute.
-    """
-    descriptor = os.open(root / LOCK, os.O_CREAT | os.O_RDWR)
-    try:
-        deadline = time.monotonic() + TIMEOUT_S
-        while (is_free := try_lock(descriptor)) is False:
-            if time.monotonic() > deadline:
-                raise CheckpointError(
-                    f"{root / LOCK} has been locked by another process for {TIMEOUT_S:.0f} s, though writers lock it "
-                    "for moments only. End that process, or save into another folder."
-                )
-            time.sleep(0.05)
-        yield is_free is True
-    finally:
-        unlock(descriptor)
+def locked(root: Path) -> AbstractContextManager[bool]:
+    """Lock a folder of checkpoints against other writers; see `drafts.locked`."""
+    return drafts.locked(root / LOCK)

@@ -15,7 +15,6 @@ from zeroamp.checkpoint.files import (
     VALUES,
     DamagedCheckpointError,
     Manifest,
-    SafeReader,
     check_file,
     rank_file,
     read_manifest,
@@ -23,12 +22,12 @@ from zeroamp.checkpoint.files import (
 from zeroamp.checkpoint.folder import find_checkpoints, is_checkpoint, is_checkpoint_name
 from zeroamp.checkpoint.model_state import MODEL, check_model_fits, load_extra_states, model_tensors
 from zeroamp.checkpoint.optimizer_state import check_optimizer_fits, load_optimizer, optimizer_targets
+from zeroamp.checkpoint.reader import SafeReader
 from zeroamp.hooks.random_state import set_random_state
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import CheckpointError, describe
 from zeroamp.training.checks import StatefulScheduler
 from zeroamp.training.step import TrainStep
-from zeroamp.weights.files import MANIFEST
 from zeroamp.wrapping.rank_group import RankGroup
 from zeroamp.wrapping.state import WrapState, reshard, wrap_state
 
@@ -110,14 +109,16 @@ def _find(folder: Path, ranks: RankGroup) -> tuple[Path, Manifest] | None:
 
 
 def _log_unreadable(paths: list[Path]) -> None:
-    """Log the checkpoints whose age is unknown: one of them might have been the newest."""
-    for path in paths:
+    """Log the checkpoints whose age is unknown, which come last: one of them might have been the newest."""
+    for path in reversed(paths):
         try:
             read_manifest(path)
         except DamagedCheckpointError as error:
             logger.warning(_DAMAGED, path, error)
         except CheckpointError:  # of a newer format, so its age is known
-            continue
+            return
+        else:
+            return
 
 
 def _candidates(folder: Path) -> list[Path]:
@@ -142,7 +143,7 @@ class _Load:
         self, path: Path, manifest: Manifest, state: WrapState, train: TrainStep | None, ranks: RankGroup
     ) -> None:
         self.path = path
-        self.reader = SafeReader(path)
+        self.reader = SafeReader(path, manifest.files)
         self.manifest = manifest
         self.state = state
         self.train = train
@@ -157,15 +158,14 @@ class _Load:
         """Read all but the tensors, compare with the model, and plan where the tensors go. Changes nothing."""
         reshard(self.state.root.modules())
         metadata = self.reader.read_metadata()
-        for info in (metadata.storage_data or {}).values():
-            self._check_listed(info.relative_path)
-        self.values = self._read(VALUES)
+        self.values = self.reader.read_values(VALUES)
         for key in ("optimizer", "scheduler"):  # one value, not a list, in checkpoints of earlier versions
             if not isinstance(self.values[key], list):
                 self.values[key] = [self.values[key]]
-        self.own = self._read(rank_file(self.ranks.rank if self.is_same_size else 0))
+        self.own = self.reader.read_values(rank_file(self.ranks.rank if self.is_same_size else 0))
         check_model_fits(self.state.root, metadata, self.own["extra_states"], str(self.path))
         self.tensors = model_tensors(self.state.root)
+        self._check_own()
         self.extra = self._extra(extra_rank)
         if self.train is not None:
             self._check_training(self.train)
@@ -173,21 +173,20 @@ class _Load:
             for description in self.values["optimizer"]:
                 self.tensors |= optimizer_targets(description, parameters, metadata, self.own["tensors"])
 
+    def _check_own(self) -> None:
+        """Refuse buffers of this rank's own that would be broadcast or cast into the model's."""
+        for name, tensor in self.own["tensors"].items():
+            ours = self.tensors.get(name)
+            if name.startswith(MODEL) and (ours is None or (tensor.shape, tensor.dtype) != (ours.shape, ours.dtype)):
+                raise CheckpointError(
+                    f"{self.path / rank_file(self.ranks.rank)} must hold buffers of the model, but {name} has shape "
+                    f"{list(tensor.shape)} and {tensor.dtype}. Load another checkpoint."
+                )
+
     def load_counts(self) -> None:
         """Load step counts and loss scale; another kind of loss scale is refused on all ranks."""
         if self.train is not None:
             self.train.load_state_dict(self.values["train"])
-
-    def _check_listed(self, name: str) -> None:
-        if name not in self.manifest.files:
-            raise CheckpointError(
-                f"{self.path / MANIFEST} must list every file of the checkpoint, but has no record of {name}. Load "
-                "another checkpoint."
-            )
-
-    def _read(self, name: str) -> Any:
-        self._check_listed(name)
-        return torch.load(self.path / name, map_location="cpu", weights_only=True)
 
     def _check_training(self, train: TrainStep) -> None:
         where, descriptions = str(self.path), self.values["optimizer"]
@@ -256,7 +255,7 @@ class _Load:
         saved_by = self.manifest.world_size
 
         def read(number: int) -> Any:
-            return self._read(rank_file(number))["extra"]
+            return self.reader.read_values(rank_file(number))["extra"]
 
         if rank is None and not self.is_same_size:
             first, *others = map(read, range(saved_by))

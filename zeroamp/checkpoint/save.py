@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
+from zeroamp.checkpoint.archives import load_archive, unsafe_names
 from zeroamp.checkpoint.background import saving_of
 from zeroamp.checkpoint.export import export_files
 from zeroamp.checkpoint.files import (
@@ -34,10 +35,8 @@ from zeroamp.checkpoint.files import (
     Manifest,
     rank_file,
     record_file,
-    sync_folder,
-    write_durably,
 )
-from zeroamp.checkpoint.folder import Draft, open_draft
+from zeroamp.checkpoint.folder import Draft, is_checkpoint_name, open_draft
 from zeroamp.checkpoint.model_state import extra_states, model_tensors
 from zeroamp.checkpoint.optimizer_state import OPTIMIZER, optimizer_state
 from zeroamp.hooks.random_state import random_state
@@ -47,6 +46,8 @@ from zeroamp.policies.numbers import is_integer
 from zeroamp.training.checks import Scheduler, StatefulScheduler, refuse_unsharded
 from zeroamp.training.step import TrainStep
 from zeroamp.version import __version__
+from zeroamp.weights.drafts import sync_to_disk, write_durably
+from zeroamp.weights.files import MANIFEST
 from zeroamp.wrapping.rank_group import RankGroup
 from zeroamp.wrapping.state import WrapState, reshard, wrap_state
 
@@ -141,6 +142,11 @@ def save_checkpoint(
 
 def _arguments(folder: Path, step: int, keep: int | None, train: TrainStep) -> dict[str, Any]:
     """Return what must be the same on all ranks."""
+    if is_checkpoint_name(folder.name) or os.path.lexists(folder / MANIFEST):
+        raise CheckpointError(
+            f"{folder} is a checkpoint, or has the name of one: load_checkpoint would not look for checkpoints in it. "
+            "Save into another folder."
+        )
     for name, value, least in (("step", step, 0), ("keep", 1 if keep is None else keep, 1)):
         if not is_integer(value, at_least=least):
             valid = f"an integer from {least} on"
@@ -254,15 +260,16 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def _to_bytes(content: dict[str, Any], where: str) -> bytes:
-    """Serialise `content`; refuse what `torch.load(weights_only=True)` could not read back."""
+    """Serialise `content`; refuse what `load_archive` could not read back."""
     file = io.BytesIO()
     try:
         torch.save(content, file)
-        torch.load(io.BytesIO(file.getvalue()), map_location="cpu", weights_only=True)
+        load_archive(io.BytesIO(file.getvalue()), where)
     except Exception as error:
+        found = ", ".join(unsafe_names(io.BytesIO(file.getvalue()))) or error
         raise CheckpointError(
             f"{where} must hold tensors, numbers, strings, None, and dicts, lists and tuples of them, but holds "
-            f"something that cannot be saved: {error}. Convert it."
+            f"something that cannot be saved: {found}. Convert it."
         ) from error
     return file.getvalue()
 
@@ -348,7 +355,7 @@ class _Save:
         names = [*self._own_files(), *(path.name for path in self.path.glob(f"__{self.ranks.rank}_*"))]
         if self.ranks.rank == 0:
             names.append(METADATA)
-        sync_folder(self.path)
+        sync_to_disk(self.path)
         return {name: record_file(self.path / name) for name in names}
 
     def _publish(self, records: list[dict[str, FileRecord]]) -> Path:

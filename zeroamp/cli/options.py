@@ -33,7 +33,10 @@ Verbosity = Annotated[
         "--verbose", "-v", count=True, show_default=False, help="Log more to stderr; twice: an error's traceback too."
     ),
 ]
-_MODEL_HELP = "A folder with a transformers config.json, or package.module:factory, or path/to/file.py:factory."
+_MODEL_HELP = (
+    "A folder with a transformers config.json, or package.module:factory, or path/to/file.py:factory. A factory is "
+    "imported and called: it runs that code."
+)
 Model = Annotated[str, typer.Option("--model", metavar="FOLDER_OR_FACTORY", help=_MODEL_HELP, show_default=False)]
 OptionalModel = Annotated[str | None, typer.Option("--model", metavar="FOLDER_OR_FACTORY", help=_MODEL_HELP)]
 

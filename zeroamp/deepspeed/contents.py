@@ -1,5 +1,6 @@
 """What a DeepSpeed checkpoint holds, by name: from the files of all its ranks to mapped tensors and numbers."""
 
+import reprlib
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -120,8 +121,8 @@ def _refuse_parallel(model: Entries) -> None:
     for key, size in sizes.items():
         if not (size is None or (isinstance(size, int) and size == 1)):
             raise CheckpointError(
-                f"{model.file}: {key} is {size}: the model is split over ranks. Only checkpoints with data parallelism "
-                f"alone are read. {CONVERT}"
+                f"{model.file}: {key} is {reprlib.repr(size)}: the model is split over ranks. Only checkpoints with "
+                f"data parallelism alone are read. {CONVERT}"
             )
 
 
@@ -132,7 +133,7 @@ def _stage(optimizers: list[Entries]) -> int:
     stage: Any = optimizers[0].values.get("zero_stage", 1)
     stage = stage.args[0] if isinstance(stage, Inert) and stage.args else stage
     if not (isinstance(stage, int) and stage in (1, 2, 3)):
-        raise unreadable(f"{optimizers[0].file}: zero_stage", repr(stage), "1, 2 or 3")
+        raise unreadable(f"{optimizers[0].file}: zero_stage", reprlib.repr(stage), "1, 2 or 3")
     return stage
 
 
@@ -146,8 +147,9 @@ def _flats(optimizers: list[Entries], stage: int) -> Flats:
             for count in (counts if isinstance(counts, list) else [counts])
         ):
             raise CheckpointError(
-                f"{optimizer.file}: partition_count is {counts}, but there are files of {len(optimizers)} ranks. Copy "
-                "the files of all ranks here, and of this checkpoint only. If the model has experts: " + CONVERT
+                f"{optimizer.file}: partition_count is {reprlib.repr(counts)}, but there are files of "
+                f"{len(optimizers)} ranks. Copy the files of all ranks here, and of this checkpoint only. If the model "
+                f"has experts: {CONVERT}"
             )
         if len(flat) != len(flats[0]):
             raise unreadable(f"{optimizer.file}: {key}", f"{len(flat)} groups", f"{len(flats[0])} groups, as of rank 0")
@@ -165,7 +167,7 @@ def _tensors(entries: Entries, key: str) -> list[torch.Tensor]:
 
 def _shapes(model: Entries, shapes: dict[str, Any]) -> Shapes:
     if not all(isinstance(shape, torch.Size) for shape in shapes.values()):
-        raise unreadable(f"{model.file}: param_shapes", repr(shapes)[:80], "names with shapes")
+        raise unreadable(f"{model.file}: param_shapes", reprlib.repr(shapes), "names with shapes")
     return {file_name(str(name)): tuple(shape) for name, shape in shapes.items()}
 
 
@@ -178,7 +180,7 @@ def _place(groups: list[Shapes], flats: Flats, optimizers: list[Entries], stage:
     paddings = optimizers[0].optional("param_alignment_paddings", list) if optimizers else None
     if paddings is not None and [len(padding) for padding in paddings] != [len(shapes) for shapes in groups]:
         where = f"{optimizers[0].file}: param_alignment_paddings"
-        raise unreadable(where, repr(paddings)[:80], "one number per parameter")
+        raise unreadable(where, reprlib.repr(paddings), "one number per parameter")
     return place_stretches(groups, paddings, flats)
 
 
@@ -289,7 +291,7 @@ def _step(optimizer: Entries, state: dict[str, Any], group: dict[str, Any]) -> f
     """Return the number of steps. It is in the state, or in the param group for DeepSpeed's older FusedAdam."""
     step = state.get("step", group.get("step", optimizer.values.get("base_optimizer_state_step")))
     if not isinstance(step, (int, float, torch.Tensor)) or (isinstance(step, torch.Tensor) and step.numel() != 1):
-        raise unreadable(f"{optimizer.file}: step", repr(step)[:80], "a number")
+        raise unreadable(f"{optimizer.file}: step", reprlib.repr(step), "a number")
     return float(step)
 
 

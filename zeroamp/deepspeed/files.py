@@ -5,12 +5,11 @@
     FOLDER/TAG/zero_pp_rank_R_mp_rank_00_model_states.pt   stage 3: one per rank
     FOLDER/TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt   stages 1 to 3: one per rank
 
-The files are pickles. `torch.load(weights_only=True)` builds tensors and plain containers only, and the few classes of
-DeepSpeed in them are replaced, by name, with `Inert`.
+The files are pickles. `load_archive` builds tensors and plain containers only, and the few classes of DeepSpeed in them
+are replaced, by name, with `Inert`.
 """
 
 import os
-import pickle
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +17,13 @@ from typing import Any, TypeVar
 
 import torch
 
+from zeroamp.checkpoint.archives import load_archive, unsafe_names
 from zeroamp.policies.errors import CheckpointError, describe, some_of
+from zeroamp.policies.files import leads_out, read_regular
 
 T = TypeVar("T")
 
+_MAX_TAG_BYTES = 4096
 DEEPSPEED_CLASSES = (
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -152,11 +154,13 @@ def find_files(folder: str | os.PathLike[str], tag: str | None) -> CheckpointFil
 def _tag_folder(folder: Path, tag: str | None) -> Path:
     if tag is None:
         latest = folder / "latest"
-        if not latest.is_file():
+        try:
+            tag = read_regular(latest, _MAX_TAG_BYTES).decode(errors="replace").strip()
+        except OSError as error:
             raise CheckpointError(
-                f'{latest}, which names the newest tag, does not exist. Pass the tag: tag="global_step100".'
-            )
-        tag = latest.read_text(encoding="utf-8", errors="replace").strip()
+                f"{latest}, which names the newest tag, cannot be read ({error.strerror}). Pass the tag: "
+                'tag="global_step100".'
+            ) from error
     tags = sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
     if tag not in tags:
         raise CheckpointError(f"{folder} has no checkpoint {tag!r}. Pass one of its tags: {some_of(tags) or 'none'}.")
@@ -183,22 +187,16 @@ def read_file(path: Path) -> Entries:
             `DEEPSPEED_CLASSES`. Such a class is not imported.
     """
     inert: list[Any] = [(Inert, name) for name in DEEPSPEED_CLASSES]
-    try:
-        with torch.serialization.safe_globals(inert):
-            found = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-            values = {} if found else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{path} is not read: its pickle is not {_PLAIN} ({error}). {CONVERT}") from error
-    except Exception as error:  # whatever a hostile or damaged file makes the reader raise
-        raise CheckpointError(
-            f"{path} cannot be read as a file of torch.save ({type(error).__name__}: {error}). Copy it again."
-        ) from error
-    if found:
-        raise CheckpointError(
-            f"{path} is not read: besides {_PLAIN}, it refers to {', '.join(sorted(found))}. They were not imported. "
-            f"{CONVERT} If they are of your own client state and you trust the file, allow them around the call: "
-            "torch.serialization.safe_globals([...])."
-        )
+    if leads_out(path):
+        raise CheckpointError(f"{path} is a link that leads out of its folder. Copy the file into the folder.")
+    with torch.serialization.safe_globals(inert):
+        if found := unsafe_names(path):
+            raise CheckpointError(
+                f"{path} is not read: besides {_PLAIN}, it refers to {', '.join(found)}. They were not imported. "
+                f"{CONVERT} If they are of your own client state and you trust the file, allow them around the call: "
+                "torch.serialization.safe_globals([...])."
+            )
+        values = load_archive(path, str(path), mmap=True)
     if not isinstance(values, dict):
         raise unreadable(str(path), f"a {type(values).__name__}", "a dict")
     return Entries(str(path), values)

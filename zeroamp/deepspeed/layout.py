@@ -90,7 +90,18 @@ class StoredTensor:
 
 def whole(tensor: torch.Tensor) -> StoredTensor:
     """Return a tensor that a file holds in one piece."""
-    return StoredTensor(tuple(tensor.shape), (Piece(0, tensor.numel(), tensor.reshape(-1)),))
+    return StoredTensor(tuple(tensor.shape), (Piece(0, tensor.numel(), flattened(tensor)),))
+
+
+def flattened(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor, 1-D.
+
+    Raises:
+        CheckpointError: there are more than its storage has, as after `expand`: a copy would take any amount of memory.
+    """
+    if tensor.layout != torch.strided or tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
+        raise unreadable("A tensor", f"one of shape {list(tensor.shape)} by {tensor.layout}", "stored in full")
+    return tensor.reshape(-1)
 
 
 def place_stretches(
@@ -159,7 +170,7 @@ def place_frozen(shape: tuple[int, ...], parts: list[torch.Tensor]) -> StoredTen
         needed = place.end - place.begin
         _check_length(f"A frozen parameter at rank {place.rank}", parts[place.rank].numel(), needed, None)
     return StoredTensor(
-        shape, tuple(Piece(p.begin, p.end, parts[p.rank].reshape(-1)[: p.end - p.begin]) for p in places)
+        shape, tuple(Piece(p.begin, p.end, flattened(parts[p.rank])[: p.end - p.begin]) for p in places)
     )
 
 

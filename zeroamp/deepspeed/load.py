@@ -13,7 +13,7 @@ from zeroamp.deepspeed.contents import Contents, find, read_contents
 from zeroamp.deepspeed.files import find_files
 from zeroamp.deepspeed.layout import StoredTensor, fill, whole
 from zeroamp.deepspeed.training import Training, plan_training
-from zeroamp.policies.errors import CheckpointError, some_of
+from zeroamp.policies.errors import CheckpointError, printable, some_of
 from zeroamp.training.checks import refuse_several
 from zeroamp.training.step import TrainStep
 from zeroamp.weights.model_weights import Weight, find_weights
@@ -56,8 +56,7 @@ def load_deepspeed_checkpoint(
     weight_decay; step counters, loss scale and the scheduler of `scheduler_from_config` go on from DeepSpeed's.
 
     Stage and number of ranks may differ from those of the save. Files are mapped, and each rank copies its shards, so
-    no rank holds a full model. DeepSpeed is not needed, and pickles are read with `torch.load(weights_only=True)`, so
-    no code in them is run.
+    no rank holds a full model. DeepSpeed is not needed, and no code in the pickles is run.
 
     Args:
         folder: the folder that DeepSpeed was given, which all ranks can read; it holds a folder per tag.
@@ -86,7 +85,7 @@ def load_deepspeed_checkpoint(
 
     ranks.run(apply)
     if ranks.rank == 0:
-        logger.info("Loaded %s. Not loaded: %s.", loaded.path, "; ".join(loaded.not_loaded) or "nothing")
+        logger.info("Loaded %s. Not loaded: %s.", loaded.path, printable("; ".join(loaded.not_loaded)) or "nothing")
     return loaded
 
 

@@ -1,5 +1,6 @@
 """From a DeepSpeed checkpoint to a `TrainStep`: optimizer state, param groups, counters, loss scale, scheduler."""
 
+import reprlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -143,7 +144,7 @@ def _plan_groups(plan: Training, moments: Moments, stored_names: list[list[str]]
 def _plain(key: str, value: Any) -> float | tuple[float, ...]:
     values = value if isinstance(value, (list, tuple)) else [value]
     if not all(isinstance(v, (int, float)) or (isinstance(v, torch.Tensor) and v.numel() == 1) for v in values):
-        raise unreadable(f"{key} of the saved param groups", repr(value)[:80], "a number, or several")
+        raise unreadable(f"{key} of the saved param groups", reprlib.repr(value), "a number, or several")
     return tuple(map(float, values)) if values is value else float(value)
 
 
@@ -152,9 +153,9 @@ def _refuse_flags(index: int, group: dict[str, Any], number: int, saved: dict[st
         ours = group.get(key, default)
         if key in saved and ours is not None and bool(saved[key]) != bool(ours):
             raise CheckpointError(
-                f"optimizer.param_groups[{index}]: {key} must be {saved[key]}, as in the saved group {number}, but is "
-                f"{ours}. Build the optimizer as the saved one was built (AdamW decouples the weight decay, Adam does "
-                "not), or leave out train to load the weights alone."
+                f"optimizer.param_groups[{index}]: {key} must be {reprlib.repr(saved[key])}, as in the saved group "
+                f"{number}, but is {ours}. Build the optimizer as the saved one was built (AdamW decouples the weight "
+                "decay, Adam does not), or leave out train to load the weights alone."
             )
 
 
@@ -173,7 +174,7 @@ def _plan_loss_scale(plan: Training, contents: Contents) -> None:
     }
     values = {ours: fields.get(theirs) for ours, theirs in keys.items()}
     if not all(isinstance(value, (int, float)) for value in values.values()):
-        raise unreadable("loss_scaler", repr(values), "four numbers")
+        raise unreadable("loss_scaler", reprlib.repr(values), "four numbers")
     if plan.step_state["loss_scale"]["kind"] != "dynamic":
         plan.not_loaded.append(f"the dynamic loss scale {values['scale']:g}: the config has none")
         return

@@ -11,12 +11,14 @@ from statistics import median
 from typing import Any
 
 from zeroamp.ledger.tables import TableStyle, render
-from zeroamp.policies.errors import CheckpointError
+from zeroamp.policies.errors import CheckpointError, printable
+from zeroamp.policies.files import open_regular
 from zeroamp.reporting.files import new_figure, save_figure
 from zeroamp.reporting.step_record import PARTS, StepRecord
 
 logger = logging.getLogger("zeroamp")
 
+_MAX_LINE_BYTES = 16 * 1024**2
 NUM_WARM_UP = 1
 """Steps that are left out of medians where there are more: the first one allocates."""
 
@@ -48,8 +50,9 @@ def read_run(path: str | os.PathLike[str]) -> SavedRun:
     path = Path(path)
     run = SavedRun(name=path.stem)
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            unreadable = [number for number, line in enumerate(file, start=1) if not _read_line(run, line)]
+        with open_regular(path) as file:
+            lines = iter(lambda: file.readline(_MAX_LINE_BYTES), b"")
+            unreadable = [number for number, line in enumerate(lines, start=1) if not _read_line(run, line)]
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}. Name a file that RunReport wrote.") from error
     run.num_unreadable = len(unreadable)
@@ -61,17 +64,17 @@ def read_run(path: str | os.PathLike[str]) -> SavedRun:
     return run
 
 
-def _read_line(run: SavedRun, line: str) -> bool:
+def _read_line(run: SavedRun, line: bytes) -> bool:
     """Add what a line says, if it is one of a RunReport; return whether it is."""
     try:
-        values = json.loads(line)
+        values = json.loads(line.decode(errors="replace"))
         kind = values["kind"]
         record = StepRecord.from_json(values) if kind == "step" else None
         if kind == "header" and not isinstance(values.get("plan", {}), dict):
             raise TypeError("a header whose plan is none")
         if kind == "warning" and not isinstance(values.get("name", ""), str):
             raise TypeError("a warning whose name is none")
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return False
     if kind == "header":
         run.headers.append(values)
@@ -105,7 +108,7 @@ def table(runs: Sequence[SavedRun], style: TableStyle = "simple") -> str:
         for label in columns[0]
         if any(column[label] != "-" for column in columns)
     ]
-    return render(rows, style, names=names)
+    return printable(render(rows, style, names=names))
 
 
 def _summary(run: SavedRun) -> dict[str, str]:

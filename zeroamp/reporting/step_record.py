@@ -107,10 +107,15 @@ class StepRecord:
 
 def _is_of_kind(name: str, value: Any, *, can_be_none: bool) -> bool:
     if name == "traffic_bytes":
-        return isinstance(value, Mapping) and all(isinstance(each, int) for each in value.values())
+        return isinstance(value, Mapping) and all(_is_number(each, int) for each in value.values())
     if name == "lr":
         return isinstance(value, list)
-    return isinstance(value, int if name == "step" else int | float) or (value is None and can_be_none)
+    return _is_number(value, int if name == "step" else int | float) or (value is None and can_be_none)
+
+
+def _is_number(value: Any, kind: Any) -> bool:
+    # JSON has integers of any length, which are no floats.
+    return isinstance(value, kind) and (isinstance(value, float) or abs(value) < 2**63)
 
 
 def _to_json(value: Any) -> Any:

@@ -10,6 +10,7 @@ import copy
 import hashlib
 import logging
 import os
+import re
 import shutil
 import sys
 import uuid
@@ -30,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.dtypes import DTYPE_BY_NAME, short_name
 from zeroamp.policies.errors import CheckpointError, describe
+from zeroamp.weights.drafts import has_writer, locked, make_draft, make_folder, sync_to_disk, unlock
 from zeroamp.weights.files import (
     MANIFEST,
     TensorSpec,
@@ -46,6 +48,7 @@ from zeroamp.wrapping.state import wrap_state
 
 T = TypeVar("T")
 logger = logging.getLogger("zeroamp")
+_NUM_DIGITS = 8  # of the random end of a draft's name
 
 
 def export_hf(
@@ -227,7 +230,7 @@ def _plan(sources: list[Source], files: list[WeightFile], folder: Path, dtype: t
         raise CheckpointError(f"Cannot export into {folder}: it is a file. Name a folder, or a path that is free.")
     if (folder / MANIFEST).exists():
         raise CheckpointError(f"Cannot export into {folder}: it is a checkpoint. Name another folder for the export.")
-    suffix = f"draft-{uuid.uuid4().hex[:8]}"
+    suffix = f"draft-{uuid.uuid4().hex[:_NUM_DIGITS]}"
     found = {s.name: overflow(s.local, s.written_dtype(dtype)) for s in sources if s.local is not None}
     return _Plan(
         folder=folder,
@@ -263,10 +266,14 @@ def _write(
     ranks: RankGroup | OneProcess,
 ) -> None:
     draft = plan.draft
+    is_complete = False
+    locks: list[int] = []  # the first rank's, while the export runs
 
     def begin() -> None:
-        draft.mkdir(parents=True)
+        locks.append(_open_draft(draft))
         write_config(draft, plan.dtype)
+        for path in draft.iterdir():
+            sync_to_disk(path)
 
     try:
         ranks.on_first(begin)
@@ -277,11 +284,25 @@ def _write(
             for file in some if ranks.rank == 0 else ():
                 logger.info("Wrote %s: %d tensors, %d bytes.", file.name, len(file.tensors), file.num_bytes)
         ranks.on_first(lambda: write_index(files, draft))
-    except BaseException:
-        if ranks.rank == 0:
+        is_complete = True
+        ranks.on_first(lambda: publish(draft, plan.folder))
+    finally:
+        for lock in locks:
+            unlock(lock)
+        if locks and not is_complete:
             shutil.rmtree(draft, ignore_errors=True)
-        raise
-    ranks.on_first(lambda: publish(draft, plan.folder))
+
+
+def _open_draft(path: Path) -> int:
+    """Make an empty draft and return its lock. Remove the drafts of killed exports to the same place."""
+    make_folder(path.parent)
+    of_place = re.compile(re.escape(path.name[:-_NUM_DIGITS]) + rf"[0-9a-f]{{{_NUM_DIGITS}}}")
+    with locked(path.parent) as has_locks:
+        for other in path.parent.iterdir() if has_locks else ():
+            # One without a lock is complete: it could not be moved, and the error said where it is.
+            if of_place.fullmatch(other.name) and other.is_dir() and has_writer(other) is False:
+                shutil.rmtree(other, ignore_errors=True)
+        return make_draft(path)
 
 
 def _refuse_unshared(draft: Path) -> None:
@@ -318,14 +339,14 @@ def overflow(tensor: torch.Tensor, dtype: torch.dtype) -> float | None:
     return float(largest) if largest.to(dtype).isinf() else None
 
 
-def refuse_overflows(overflows: dict[str, float], dtype: torch.dtype) -> None:
+def refuse_overflows(overflows: dict[str, float], dtype: torch.dtype, remedy: str | None = None) -> None:
     """Raise CheckpointError unless `overflows`, largest magnitudes by parameter, is empty."""
     if not overflows:
         return
     name, largest = next(iter(overflows.items()))
     more = f" {len(overflows) - 1} more parameters have such a value." if len(overflows) > 1 else ""
-    remedy = 'dtype="bf16" or dtype="fp32"' if dtype == torch.float16 else 'dtype="fp32"'
+    wider = 'dtype="bf16" or dtype="fp32"' if dtype == torch.float16 else 'dtype="fp32"'
     raise CheckpointError(
         f"{name} has a value of magnitude {largest:g}, but the largest number of {short_name(dtype)} is "
-        f"{torch.finfo(dtype).max:g}.{more} Export with {remedy}."
+        f"{torch.finfo(dtype).max:g}.{more} {remedy or f'Export with {wider}.'}"
     )

@@ -9,15 +9,17 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 
 from zeroamp.policies.errors import CheckpointError, describe
+from zeroamp.policies.files import is_file_name, read_json
 from zeroamp.policies.numbers import is_integer
+from zeroamp.weights.drafts import WRITER, sync_to_disk, write_durably
 
 MANIFEST = "zeroamp.json"
 """A folder with this file is a checkpoint: no export is written into one."""
@@ -107,6 +109,7 @@ def write_files(
         path = folder / files[mine].name
         safetensors_torch().save_file(retained, path, metadata={"format": "pt"})
         path.chmod(folder.stat().st_mode & 0o666)  # safetensors makes it readable by its owner only
+        sync_to_disk(path)
 
 
 def write_index(files: Sequence[WeightFile], folder: Path) -> None:
@@ -117,14 +120,15 @@ def write_index(files: Sequence[WeightFile], folder: Path) -> None:
         "metadata": {"total_size": sum(file.num_bytes for file in files)},
         "weight_map": {spec.name: file.name for file in files for spec in file.tensors},
     }
-    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    write_durably(folder / INDEX, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
 
 
 def publish(draft: Path, folder: Path) -> None:
     """Move the files of a draft to their place.
 
     A folder that does not exist yet is made by one rename. In one that exists, the weights of an earlier export are
-    removed before the new ones are moved, so that a crash never leaves a mixture of both. Other files stay.
+    removed before the new ones are moved, so that a crash never leaves a mixture of both. Other files stay. When this
+    returns, all is on the disk.
 
     Args:
         draft: complete; inside `folder` where that exists, else beside it, on the same file system.
@@ -133,17 +137,26 @@ def publish(draft: Path, folder: Path) -> None:
     Raises:
         CheckpointError: a file could not be moved; the text names the folder of the others.
     """
+    writer = draft / WRITER
     try:
+        sync_to_disk(draft)
         if draft.parent != folder:
+            writer.unlink(missing_ok=True)
             draft.rename(folder)
-            return
-        for path in folder.iterdir():
-            if _FILE_NAME.fullmatch(path.name):
-                path.unlink()
-        for path in sorted(draft.iterdir(), key=_place):
-            os.replace(path, folder / path.name)
-        draft.rmdir()
+        else:
+            for path in folder.iterdir():
+                if _FILE_NAME.fullmatch(path.name):
+                    path.unlink()
+            for path in sorted(draft.iterdir(), key=_place):
+                if path != writer:
+                    os.replace(path, folder / path.name)
+            writer.unlink(missing_ok=True)
+            draft.rmdir()
+            sync_to_disk(folder)
+        sync_to_disk(folder.parent)
     except OSError as error:
+        with suppress(OSError):
+            writer.unlink()  # so that no later export removes the draft
         raise CheckpointError(
             f"The export could not be moved into {folder}: {error}. The other files are in {str(draft)!r}: move them."
         ) from error
@@ -168,14 +181,15 @@ def safetensors_torch() -> ModuleType:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Return the file of every tensor in an index file.
+    """Return the file of every tensor in an index file: names of files in the index's own folder.
 
     Raises:
         CheckpointError: the file cannot be read as an index.
     """
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-        weight_map = {str(name): str(file) for name, file in content["weight_map"].items()}
+        weight_map: dict[str, str] = dict(read_json(path)["weight_map"].items())
+        if outside := next((name for name in weight_map.values() if not is_file_name(name)), None):
+            raise ValueError(f"{outside!a} is not the name of a file in its folder")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f'{path} must be an index, {{"weight_map": {{tensor: file}}}}, but cannot be read '

@@ -1,5 +1,6 @@
 """`load_hf`: safetensors files into a wrapped model, each rank reading its own slices."""
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,18 @@ from torch.distributed.tensor import DTensor
 
 from zeroamp.planning.mesh import shard_size
 from zeroamp.policies.errors import CheckpointError, some_of
+from zeroamp.policies.files import leads_out, open_regular
+from zeroamp.weights.export import overflow, refuse_overflows
 from zeroamp.weights.files import INDEX, SINGLE_FILE, read_index, safetensors_torch
 from zeroamp.weights.model_weights import Weight, computed_buffers, find_weights, first_row
 from zeroamp.wrapping.rank_group import RankGroup
 from zeroamp.wrapping.state import wrap_state
 
 _NUM_NAMES = 5  # names in an error, of thousands
+_LARGEST = {"F64": torch.finfo(torch.float64).max, "F32": torch.finfo(torch.float32).max,
+            "BF16": torch.finfo(torch.bfloat16).max, "F16": torch.finfo(torch.float16).max}  # fmt: skip
+"""Safetensors' name of a dtype -> its largest number."""
+_KEEP_RANGE = "Build the model in a dtype that has the value, or correct the files."
 _OTHER_LAYOUT = (
     "Where the architecture's files have another layout than its model, load it with transformers' from_pretrained "
     "before wrap_model instead."
@@ -36,9 +43,10 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         folder: with `model.safetensors`, or `model.safetensors.index.json` and the files it names.
 
     Raises:
-        CheckpointError: on all ranks. With the model unchanged: there are no such files, or their names, shapes or
-            kinds of number are not the model's (the first few are named, the others counted). With the model filled in
-            part: a file cannot be read to its end, or a tied parameter has two values.
+        CheckpointError: on all ranks. With the model unchanged: there are no such files, one is a link that leads
+            elsewhere than into a hub's cache, their names, shapes or kinds of number are not the model's (the first few
+            are named, the others counted), or a finite value would be infinite in the model's dtype. With the model
+            filled in part: a file cannot be read to its end, or a tied parameter has two values.
         WrapError: the model is not wrapped.
     """
     state = wrap_state(model)
@@ -57,15 +65,16 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     with torch.no_grad():
         ranks = RankGroup.for_saving(state.mesh)
         ranks.run(check)
+        ranks.run(lambda: _refuse_out_of_range(plan, state.mesh))
         ranks.run(lambda: _fill(plan, state.mesh))
 
 
 def _files_by_name(folder: Path) -> dict[str, Path]:
     """Return the file of every tensor in the folder."""
     index, single = folder / INDEX, folder / SINGLE_FILE
-    if index.is_file():
+    if index.exists():
         return {name: folder / file for name, file in read_index(index).items()}
-    if single.is_file():
+    if single.exists():
         with _open(single) as file:
             return dict.fromkeys(file.keys(), single)
     needed = f"{folder} must be a folder with {SINGLE_FILE}, or with {INDEX} and its files"
@@ -84,12 +93,24 @@ def _open(path: Path) -> Any:
     safetensors_torch()
     from safetensors import SafetensorError, safe_open  # an extra: training needs none
 
+    if leads_out(path, *_hub_blobs(path)):
+        raise CheckpointError(
+            f"{path} must be a file of its folder, but is a link to {path.resolve()}. Copy the file into the "
+            "folder, or name the folder that has it."
+        )
     try:
+        open_regular(path).close()
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{path} cannot be read as a safetensors file ({type(error).__name__}: {error}). Get the file again."
         ) from error
+
+
+def _hub_blobs(path: Path) -> list[Path]:
+    """Return where the files of a hub's cache are, REPO/blobs, if `path` is a link REPO/snapshots/REVISION/NAME."""
+    snapshots = path.parent.parent
+    return [snapshots.parent / "blobs"] if snapshots.name == "snapshots" else []
 
 
 def _refuse_other_names(
@@ -126,6 +147,22 @@ def _refuse_other_shapes(plan: dict[Path, list[tuple[str, Weight]]], folder: str
         if problems:
             found = some_of(problems, _NUM_NAMES)
             raise CheckpointError(f"{folder} must have the {what} of the model, but {found}. {_OTHER_LAYOUT}")
+
+
+def _refuse_out_of_range(plan: dict[Path, list[tuple[str, Weight]]], mesh: DeviceMesh) -> None:
+    """Raise CheckpointError if a finite value is infinite in the model's dtype. Reads tensors of wider dtypes only."""
+    for path, items in plan.items():
+        with _open(path) as file:
+            for name, weight in items:
+                dtype = weight.tensor.dtype
+                if _LARGEST.get(file.get_slice(name).get_dtype(), 0.0) <= _largest(dtype):
+                    continue
+                largest = overflow(_read(file, name, weight.tensor, mesh), dtype)
+                refuse_overflows({} if largest is None else {name: largest}, dtype, _KEEP_RANGE)
+
+
+def _largest(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).max if dtype.is_floating_point else math.inf
 
 
 def _fill(plan: dict[Path, list[tuple[str, Weight]]], mesh: DeviceMesh) -> None:

@@ -1,0 +1,212 @@
+"""Reads files of `torch.save` that anybody may have written: runs no code, and takes no more memory than the file has.
+
+`torch.load(weights_only=True)` runs no code, but believes what a file says of sizes: records may be compressed a
+thousandfold, and a pickle may ask for a buffer of any length. So the archive is looked at first, then its pickle is
+read with inert classes in place of all that it names.
+"""
+
+import io
+import os
+import pickle
+import pickletools
+import struct
+import zipfile
+from collections.abc import Callable
+from typing import IO, Any
+
+import torch
+
+from zeroamp.policies.errors import CheckpointError
+from zeroamp.policies.files import open_regular
+
+_ELEMENT_BYTES = {
+    "Bool": 1,
+    "Byte": 1,
+    "Char": 1,
+    "QInt8": 1,
+    "QUInt8": 1,
+    "Untyped": 1,
+    "BFloat16": 2,
+    "Half": 2,
+    "Short": 2,
+    "Float": 4,
+    "Int": 4,
+    "QInt32": 4,
+    "ComplexFloat": 8,
+    "Double": 8,
+    "Long": 8,
+    "ComplexDouble": 16,
+}
+"""Class of a storage, without its last word -> bytes of an element."""
+
+
+class Inert:
+    """Replaces whatever a pickle names. It stores its arguments and its state, and does nothing."""
+
+    name = ""
+    """Module and name of what it replaces."""
+    args: tuple[Any, ...]
+    state: Any = None
+
+    def __new__(cls, *args: Any) -> "Inert":
+        """Store the arguments.
+
+        Raises:
+            ValueError: of the real class, the call would take room that no file fills.
+        """
+        module, _, last = cls.name.rpartition(".")
+        is_of_torch = module.partition(".")[0] == "torch" and last.endswith(("Tensor", "Storage"))
+        if is_of_torch or (last == "bytearray" and any(isinstance(argument, int) for argument in args)):
+            raise ValueError(f"a call of {cls.name}")
+        if last == "_rebuild_from_type_v2" and isinstance(args[0], type):  # calls its first argument
+            args[0](*args[2])
+        self = super().__new__(cls)
+        self.args = args
+        return self
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def _ignore(self, *_: Any) -> None:
+        """Take an element, as a container does."""
+
+    __setitem__ = append = extend = add = _ignore
+
+
+class InertUnpickler(pickle.Unpickler):
+    """Unpickles with `Inert` in place of every class and function."""
+
+    def __init__(self, content: bytes, persistent_load: Callable[[Any], Any] | None = None) -> None:
+        """`persistent_load` is called with each persistent id.
+
+        Raises:
+            ValueError: `content` is no pickle, or asks for more room than it can fill.
+        """
+        for opcode, argument, _ in pickletools.genops(content):  # it also refuses lengths beyond the end
+            if opcode.name in ("PUT", "LONG_BINPUT") and (argument or 0) > len(content):
+                raise ValueError(f"a pickle of {len(content)} bytes with {argument:,} objects to remember")
+        super().__init__(io.BytesIO(content))
+        self._persistent_load = persistent_load
+        self._found: dict[str, Any] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a new class, so that a pickle that changes it changes nothing else."""
+        full = f"{module}.{name}"
+        if full not in self._found:
+            self._found[full] = type(name, (Inert,), {"name": full})
+        return self._found[full]
+
+    def persistent_load(self, pid: Any) -> Any:
+        """Pass on the id of a tensor's storage."""
+        if self._persistent_load is None:
+            raise pickle.UnpicklingError("a persistent id")
+        return self._persistent_load(pid)
+
+
+def load_archive(file: str | os.PathLike[str] | IO[bytes], where: str, *, mmap: bool = False) -> Any:
+    """Return what a file of `torch.save` holds: tensors on the CPU, and plain values.
+
+    Args:
+        file: a path, or an open file.
+        where: its name, for errors.
+        mmap: map tensors from the file of a path instead of reading them.
+
+    Raises:
+        CheckpointError: it is no such file, or could run code or take more memory than it has bytes.
+    """
+    try:
+        if isinstance(file, str | os.PathLike):
+            with open_regular(file) as opened:
+                _inspect(opened)
+                return torch.load(file if mmap else opened, map_location="cpu", weights_only=True, mmap=mmap)
+        _inspect(file)
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:  # torch's text tells how to switch the check off
+        raise CheckpointError(f"{where} is not read: {_refused(unsafe_names(file))}") from error
+    except Exception as error:  # whatever a hostile or damaged file makes the readers raise
+        raise CheckpointError(
+            f"{where} cannot be read as a file of torch.save ({type(error).__name__}: {error}). Copy it again, or load "
+            "another checkpoint."
+        ) from error
+
+
+def unsafe_names(file: str | os.PathLike[str] | IO[bytes]) -> list[str]:
+    """Return what the pickle in a file of `torch.save` names besides tensors and plain values; none if unreadable."""
+    try:
+        if isinstance(file, str | os.PathLike):
+            open_regular(file).close()
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    except Exception:  # whatever a hostile or damaged file makes it raise
+        return []
+
+
+def _refused(names: list[str]) -> str:
+    if not names:
+        return "its pickle is of a form that torch.save does not write. Copy it again, or load another checkpoint."
+    return (
+        f"it refers to {', '.join(names)}, besides tensors and plain values. Reading it could run any code: do not "
+        "load it unless you trust its author, and then allow these names around the call with "
+        "torch.serialization.safe_globals([...])."
+    )
+
+
+def _inspect(file: IO[bytes]) -> None:
+    """Leave the file at its start.
+
+    Raises:
+        ValueError: its records are compressed, overlap or are not what its pickle says they are.
+    """
+    with zipfile.ZipFile(file) as archive:
+        sizes = _sizes(archive, file)
+        (name,) = (name for name in sizes if name.partition("/")[2] == "data.pkl")
+        root = name.removesuffix("data.pkl")
+        content = archive.read(name)
+
+    def check_storage(pid: Any) -> Inert:
+        _, storage, key, _, num_elements = pid
+        num_bytes = num_elements * _ELEMENT_BYTES[storage.name.rpartition(".")[2].removesuffix("Storage")]
+        if sizes.get(f"{root}data/{key}") != num_bytes:
+            raise ValueError(f"record data/{key} should have {num_bytes} bytes")
+        return Inert()
+
+    InertUnpickler(content, check_storage).load()
+    file.seek(0)
+
+
+def _sizes(archive: zipfile.ZipFile, file: IO[bytes]) -> dict[str, int]:
+    """Return the number of bytes of each record."""
+    num_bytes = file.seek(0, os.SEEK_END)
+    records = archive.infolist()
+    sizes = {record.filename: record.file_size for record in records}
+    if archive.start_dir != _directory_start(file, num_bytes):
+        raise ValueError("two directories")  # torch might use the other one
+    if any(
+        (record.compress_type, record.compress_size) != (zipfile.ZIP_STORED, record.file_size) for record in records
+    ):
+        raise ValueError("compressed records")
+    if sum(sizes.values()) > num_bytes or len({name.casefold() for name in sizes}) < len(records):
+        raise ValueError("records that overlap")
+    if len({name.partition("/")[0] for name in sizes}) != 1:
+        raise ValueError("records outside of its folder")
+    return sizes
+
+
+def _directory_start(file: IO[bytes], num_bytes: int) -> int:
+    """Return where the directory begins according to the last bytes of a zip file, in which torch has no comment."""
+    file.seek(-_END.size, os.SEEK_END)
+    signature, start = _END.unpack(file.read(_END.size))
+    if signature != b"PK\5\6":
+        raise ValueError("a comment at its end")
+    file.seek(max(0, num_bytes - _END.size - _LOCATOR.size - _END_64.size))
+    signature_64, start_64 = _END_64.unpack(file.read(_END_64.size))
+    locator, place = _LOCATOR.unpack(file.read(_LOCATOR.size))
+    if locator != b"PK\6\7":
+        return int(start)
+    if signature_64 != b"PK\6\6" or place != num_bytes - _END.size - _LOCATOR.size - _END_64.size:
+        raise ValueError("two ends")
+    return int(start_64)
+
+
+_END = struct.Struct("<4s12xI2x")
+_LOCATOR = struct.Struct("<4s4xQ4x")
+_END_64 = struct.Struct("<4s44xQ")

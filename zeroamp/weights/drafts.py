@@ -1,0 +1,126 @@
+"""Drafts: folders that are written under another name and get their own by one rename. Also durable writes and locks.
+
+A draft holds a file whose lock its writer has. The lock ends with the process, so the next writer knows which drafts a
+killed one left.
+"""
+
+import fcntl
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from zeroamp.policies.errors import CheckpointError
+
+WRITER = ".writer"
+TIMEOUT_S = 60.0
+
+
+def sync_to_disk(path: Path) -> None:
+    """Write the content of a file, or the entries of a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Write a new file. When this returns, its content is on the disk."""
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_durably(path: Path, content: bytes) -> None:
+    """Replace a file by one rename. When this returns, the new content is on the disk."""
+    beside = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        write_durably(beside, content)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+    sync_to_disk(path.parent)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder, and those above it, unless they exist. When this returns, all are on the disk."""
+    for folder in reversed([folder for folder in path.parents if not folder.exists()]):
+        folder.mkdir(exist_ok=True)
+        sync_to_disk(folder.parent)
+    if not path.is_dir():
+        path.mkdir()
+        sync_to_disk(path.parent)
+
+
+def make_draft(path: Path) -> int:
+    """Make an empty draft. Returns the descriptor of its lock, for `unlock`."""
+    path.mkdir()
+    try:
+        lock = os.open(path / WRITER, os.O_CREAT | os.O_RDWR)
+    except OSError:
+        path.rmdir()
+        raise
+    try_lock(lock)
+    return lock
+
+
+def has_writer(draft: Path) -> bool | None:
+    """Return whether the process that made a draft is alive; None if the draft has no file to lock any more."""
+    try:
+        descriptor = os.open(draft / WRITER, os.O_RDWR)
+    except FileNotFoundError:  # killed just before the rename, or just after the folder was made
+        return None
+    try:
+        return try_lock(descriptor) is not True
+    finally:
+        unlock(descriptor)
+
+
+def try_lock(descriptor: int) -> bool | None:
+    """Take the lock of a file. Returns whether it was free; None if the file system has no locks.
+
+    Without locks, leftovers are not removed and two writers of one folder may run at once. That costs space and order,
+    but never a checkpoint, because all names are unique.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def unlock(descriptor: int) -> None:
+    """Release a lock. Closing alone would leave it with a process that was forked meanwhile, such as a data loader."""
+    with suppress(OSError):  # of a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[bool]:
+    """Lock a folder, or a file that is made where there is none. Yields whether the file system has locks.
+
+    It is locked for renames and removals only, never while data is written.
+
+    Raises:
+        CheckpointError: another process has locked it for more than a minute.
+    """
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_CREAT | os.O_RDWR)
+    try:
+        deadline = time.monotonic() + TIMEOUT_S
+        while (is_free := try_lock(descriptor)) is False:
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"{path} has been locked by another process for {TIMEOUT_S:.0f} s, though writers lock it "
+                    "for moments only. End that process, or save into another folder."
+                )
+            time.sleep(0.05)
+        yield is_free is True
+    finally:
+        unlock(descriptor)

@@ -15,7 +15,7 @@ from zeroamp.hooks.collectives.traffic import ReduceOp
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.safe_parameters import Precision
 from zeroamp.policies.accumulation import accumulation_dtype, sharded_accumulation, unsharded_accumulation
-from zeroamp.policies.dtypes import short_name
+from zeroamp.policies.dtypes import short_name, stored_dtype
 from zeroamp.policies.policy import Policy
 
 PER_OP = "per op"
@@ -103,7 +103,7 @@ def param_dtypes(parameter: nn.Parameter, policy: Policy, precision: Precision) 
     A parameter that is stored in another dtype than fp32 is frozen: it is all-gathered as it is stored, which is
     smaller.
     """
-    stored = parameter.dtype
+    stored = stored_dtype(parameter)
     is_low = precision.is_low and stored == torch.float32
     param = policy.gather_dtype if is_low else stored
     computes_in = {"low": policy.gather_dtype, "fp32": torch.float32, "as stored": stored}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from zeroamp.policies.dtypes import short_name
+from zeroamp.policies.dtypes import short_name, stored_dtype
 from zeroamp.policies.errors import WrapError
 
 
@@ -67,10 +67,10 @@ def refuse_unusable(use: ParameterUses) -> None:
     parameter, fqn = use.parameter, use.fqns[0]
     if parameter.dim() == 0:
         raise WrapError(f"{fqn} has no dimension that FSDP2 could shard. Make it 1-D with one element.")
-    if parameter.requires_grad and parameter.dtype != torch.float32:
+    if parameter.requires_grad and stored_dtype(parameter) != torch.float32:
         raise WrapError(
-            f"{fqn} is trainable, so it must be stored in fp32, but is stored in {short_name(parameter.dtype)}. Call "
-            "model.float() before wrap_model, or freeze it. The config decides what is all-gathered in low precision."
+            f"{fqn} is trainable, so it must be stored in fp32, bf16 or fp16, but is stored in "
+            f"{short_name(parameter.dtype)}. Call .float() on its module before wrap_model, or freeze it."
         )
 
 

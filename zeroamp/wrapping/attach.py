@@ -17,7 +17,7 @@ from zeroamp.hooks._torch.fsdp import (
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
 from zeroamp.hooks.collectives.reduce_scatter import ReceiveBuffers
 from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
-from zeroamp.hooks.guards import BackwardGuard, attach_safe_module_guard
+from zeroamp.hooks.guards import BackwardGuard, attach_safe_module_guard, refuse_casts
 from zeroamp.hooks.observers.ranges import UnitRanges
 from zeroamp.hooks.precision.autocast import enter_autocast, refuse_autocast, warn_of_other_autocast
 from zeroamp.hooks.precision.fp32_regions import Fp32Region
@@ -54,6 +54,9 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     if policy.ranges != "off":
         for fqn in (fqn for unit in ("", *state.plan.units) for fqn in state.plan.modules_of(unit)):
             state.handles += UnitRanges(state.ranges, fqn).attach(model.get_submodule(fqn))
+    stored = list(dict.fromkeys(param.dtypes.stored for param in state.plan.params))
+    for fqn in ("", *(fqn for unit in state.plan.units for fqn in state.plan.modules_of(unit))):
+        refuse_casts(model.get_submodule(fqn), fqn, stored)
     _attach_root_forward(model, state)
     # Under autocast fp32 may come out of a region: the ops after it cast as they need.
     output_dtype = None if policy.mode == "autocast" else policy.low_dtype

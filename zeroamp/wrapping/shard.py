@@ -15,6 +15,7 @@ from zeroamp.planning.mesh import device_of, ranks_of
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.schedule import live_units, reshards_after_forward
 from zeroamp.policies.policy import Offload
+from zeroamp.wrapping.master_weights import store
 
 logger = logging.getLogger("zeroamp")
 
@@ -26,6 +27,7 @@ def shard_model(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, FSD
         The holders of the groups that are not a unit's own, by group name.
     """
     for param in plan.empty_params:  # FSDP2 moves only what it shards
+        store(model, [param], mesh)
         empty = model.get_parameter(param.fqn)
         empty.data = empty.data.to(device_of(mesh))
     live = live_units(plan)
@@ -36,6 +38,7 @@ def shard_model(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, FSD
         if group.kind == "unit":
             own_groups[group.unit] = group
             continue
+        store(model, group.params, mesh)
         holders[group.name] = shard_typed_group(
             model,
             group.name,
@@ -47,6 +50,7 @@ def shard_model(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, FSD
             offload_policy=offload,
         )
     for unit in (*plan.units, ""):
+        store(model, own_groups[unit].params if unit in own_groups else (), mesh)
         reshard = _reshard_after_forward("unit", unit, plan, live)
         _shard_unit(model, unit, own_groups.get(unit), plan, mesh, reshard, offload)
     _check_sharded(model)

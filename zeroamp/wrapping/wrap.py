@@ -20,6 +20,7 @@ from zeroamp.policies.errors import WrapError, describe
 from zeroamp.policies.policy import Policy
 from zeroamp.wrapping.attach import attach_hooks
 from zeroamp.wrapping.checks import check_device, check_plans_agree, check_ranks_agree, check_torch
+from zeroamp.wrapping.master_weights import describe_master_weights
 from zeroamp.wrapping.materialize import cast_buffers, materialize
 from zeroamp.wrapping.shard import shard_model
 from zeroamp.wrapping.state import WrapState, record_state, wrap_state
@@ -42,6 +43,7 @@ def wrap_model(
 
     Args:
         model: on any device; parameters on the meta device are materialised and initialised without a full copy.
+            Trainable parameters in bf16 or fp16 are sharded in fp32 (master weights). Frozen ones stay as stored.
         policy: from `policy_from_config`.
         mesh: 1-D (shard) or 2-D (replicate, shard) for HSDP; all ranks in one axis by default.
         auto_wrap_policy: which modules are units, see `zeroamp.policies.find_units`.
@@ -59,6 +61,8 @@ def wrap_model(
     plan = build_plan(model, policy, auto_wrap_policy, example_inputs, mesh.device_type)
     check_ranks_agree(model, mesh)
     check_plans_agree(plan, mesh)
+    if is_first_rank(mesh) and (line := describe_master_weights(model)):
+        logger.info("%s", line)
     cast_buffers(model, plan)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     holders = shard_model(model, plan, mesh)

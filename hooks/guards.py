@@ -55,7 +55,7 @@ def allow_casts(module: nn.Module) -> None:
 class BackwardGuard:
     """Raises in a backward through the model's outputs unless `armed` (set by `TrainStep.backward`).
 
-    Attached only if the config sets a key that a plain `loss.backward(); optimizer.step()` would ignore.
+    Attached only if a plain `loss.backward(); optimizer.step()` would ignore a key of the config, or parameters.
     """
 
     def __init__(self, reason: str) -> None:
@@ -76,6 +76,6 @@ class BackwardGuard:
     def _check(self, _grad: torch.Tensor) -> None:
         if not self.armed:
             raise StepError(
-                f"loss.backward() was called, but the config has {self.reason}, which a plain backward leaves out. "
+                f"loss.backward() was called, but {self.reason}, which a plain backward leaves out. "
                 "Call zeroamp.TrainStep(model, optimizer).backward(loss), then .step()."
             )

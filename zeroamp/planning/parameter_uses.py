@@ -65,8 +65,6 @@ def innermost_common(chains: Sequence[tuple[str, ...]]) -> str:
 def refuse_unusable(use: ParameterUses) -> None:
     """Raise WrapError for a parameter that cannot be sharded, or trained as it is stored."""
     parameter, fqn = use.parameter, use.fqns[0]
-    if parameter.dim() == 0:
-        raise WrapError(f"{fqn} has no dimension that FSDP2 could shard. Make it 1-D with one element.")
     if parameter.requires_grad and stored_dtype(parameter) != torch.float32:
         raise WrapError(
             f"{fqn} is trainable, so it must be stored in fp32, bf16 or fp16, but is stored in "

@@ -24,6 +24,9 @@ from zeroamp.planning.schedule import Schedule
 from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.policy import Policy
 
+REPLICATED_BYTES = 2 * torch.float64.itemsize
+"""Of a 0-D parameter in the step's all-reduce: its gradient, and whether there is one."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupCollective:
@@ -71,6 +74,11 @@ def padded_numel(param: ParamPlan, num_shards: int | None) -> int:
     return -(-rows // num_shards) * num_shards * math.prod(rest)
 
 
+def local_numel(param: ParamPlan, num_shards: int) -> int:
+    """Return the elements of a parameter that a rank holds, padding included."""
+    return param.numel if param.group_key.is_replicated else padded_numel(param, num_shards) // num_shards
+
+
 def group_collectives(
     group: GroupPlan, plan: Plan, ranks: Ranks, *, all_gathers: int = 1, reductions: int = 1
 ) -> Iterator[GroupCollective]:
@@ -110,11 +118,16 @@ def plan_traffic(plan: Plan, ranks: Ranks) -> Traffic:
     traffic.calls[key] += 1
     # The mean loss, the sum of squares and, with recovery, the number of ranks that failed.
     traffic.num_bytes[key] += (2 + plan.policy.recovery) * torch.float64.itemsize
+    if plan.replicated is not None:
+        traffic.num_bytes[key] += len(plan.replicated.params) * REPLICATED_BYTES
     return traffic
 
 
 def param_memory(param: ParamPlan, policy: Policy, num_shards: int) -> Memory:
-    """Return what one rank holds for a parameter. See `Memory` for the formulas."""
+    """Return what one rank holds for a parameter. See `Memory` for the formulas; a 0-D one has no unsharded copy."""
+    if param.group_key.is_replicated:
+        size = param.dtypes.stored.itemsize
+        return Memory(stored=size, unsharded=0, gradient=size if param.is_trainable else 0)
     padded = padded_numel(param, num_shards)
     stored = padded // num_shards * param.dtypes.stored.itemsize
     accumulates = policy.stage < 2 and policy.gradient_accumulation_steps > 1

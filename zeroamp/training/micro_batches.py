@@ -20,6 +20,7 @@ from zeroamp.hooks._torch.fsdp import (
 )
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import StepError
+from zeroamp.training.replicated import ReplicatedGradients
 from zeroamp.wrapping.state import WrapState, reshard
 
 Where = Literal["forward", "evaluation", "backward", "step", "the training loop", "optimizer.step", "recovery"]
@@ -69,13 +70,12 @@ class MicroBatches:
         self._names = list(named)
         self.parameters = list(named.values())
         """The sharded parameters. `model.parameters()` yields unsharded ones while a group is unsharded."""
-        self._refuse_low_shards()
+        self.replicated = ReplicatedGradients(self.parameters)
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """Run the backward of one micro-batch. `loss` is already scaled and divided."""
         self._state.root_forward.reset()  # of a forward that a KeyboardInterrupt ended
         if self.num_done == 0:
-            self._refuse_low_shards()
             self._set_accumulation(torch.float32 if is_last else self._state.plan.policy.grad_accum_dtype)
         accumulator = self._state.shard_accumulator
         if accumulator is not None and self.num_done == 0 and is_last:
@@ -97,7 +97,7 @@ class MicroBatches:
         self.num_done += 1
         self.is_complete = is_last
 
-    def _refuse_low_shards(self) -> None:
+    def refuse_low_shards(self) -> None:
         """Raise StepError for a parameter that was unfrozen or cast after `wrap_model`, so that it has no fp32 shards.
 
         Takes about 0.3 µs per parameter. FSDP2 would train in the low dtype, or fail without a name.

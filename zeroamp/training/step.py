@@ -103,6 +103,7 @@ class TrainStep:
             )
         for each in self.schedulers:
             refuse_metric(each)
+        self.micro_batches.refuse_low_shards()
         refuse_foreign(self.optimizers, self.micro_batches.parameters)
         is_float16 = self._policy.low_dtype == torch.float16
         self._scaler = LossScaler(self._policy.loss_scale, self._state.mesh.device_type, enabled=is_float16)
@@ -189,6 +190,8 @@ class TrainStep:
         """
         self.micro_batches.refuse_after_failure("TrainStep.backward")
         is_last = self._is_last(is_last)
+        if self.micro_batches.num_done == 0:
+            self.micro_batches.refuse_low_shards()
         if loss.numel() != 1:
             found = f"a tensor of shape {tuple(loss.shape)}"
             raise StepError(describe("The loss given to TrainStep.backward", found, "a scalar", "Reduce it."))
@@ -349,8 +352,10 @@ class TrainStep:
                 callback.on_no_gradient(error)
             raise error
         more = [number for _, numbers in of_callbacks for number in numbers]
-        if more:
-            statistics = torch.cat([statistics, statistics.new_tensor(more)])
+        replicated = self.micro_batches.replicated
+        of_replicated = replicated.statistics(statistics.device)
+        if more or of_replicated:
+            statistics = torch.cat([statistics, statistics.new_tensor(more), *of_replicated])
         dist.all_reduce(statistics, group=self._world)
         notify(self._state.listeners, IssuedCollective("all_reduce", statistics, STEP, self._world))
         start = 2
@@ -358,7 +363,8 @@ class TrainStep:
             if numbers:
                 callback.on_statistics(statistics[start : start + len(numbers)])
                 start += len(numbers)
-        return statistics[0], statistics[1]
+        loss, squares = statistics[0], statistics[1]
+        return loss, squares + replicated.set_means(statistics, self._state.mesh.size()) if of_replicated else squares
 
     def _local_statistics(self) -> torch.Tensor:
         """Return this rank's part of the mean loss and of the sum of squares, 1-D fp64 of 2 elements.
@@ -370,7 +376,8 @@ class TrainStep:
         device = device_of(mesh)  # the collective runs here; loss and shards may be elsewhere
         losses = ((self._loss_sum, self._num_divided), (self._whole_loss, 1))
         parts = [loss.to(device, torch.float64) / (n * mesh.size()) for loss, n in losses if loss is not None]
-        squares = local_sum_of_squares(self.micro_batches.with_gradient(), device) / replicate_size(mesh)
+        sharded = self.micro_batches.replicated.sharded(self.micro_batches.with_gradient())
+        squares = local_sum_of_squares(sharded, device) / replicate_size(mesh)
         return torch.stack([sum(parts[1:], parts[0]), squares])
 
     def _update(self, clipped: "_Clipped") -> StepReport:

@@ -26,7 +26,6 @@ from zeroamp.hooks.root_forward import reshard_after_no_grad
 from zeroamp.hooks.typed_groups import attach_typed_group
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.accumulation import sharded_accumulation
-from zeroamp.policies.policy import Policy
 from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES, resolve_safe_classes
 from zeroamp.wrapping.collectives import attach_collectives
 from zeroamp.wrapping.prefetch import attach_prefetch
@@ -78,21 +77,26 @@ def _attach_root_forward(model: nn.Module, state: WrapState) -> None:
         forward.add("autocast", enter_autocast(device_type, policy.gather_dtype))
     elif policy.external_autocast == "error":
         forward.add("outer autocast", refuse_autocast(device_type, policy.mode))
-    if reasons := _needs_train_step(policy):
+    if reasons := _needs_train_step(state.plan):
         state.guard = BackwardGuard(reasons)
         forward.on_output(state.guard.watch)
     state.handles += forward.attach(model)
 
 
-def _needs_train_step(policy: Policy) -> str:
-    """Return, as text, the config keys that a plain `loss.backward(); optimizer.step()` would ignore, or ""."""
+def _needs_train_step(plan: Plan) -> str:
+    """Return, as text, what a plain `loss.backward(); optimizer.step()` would ignore, or ""."""
+    policy = plan.policy
     keys = {
         "gradient_accumulation_steps": policy.gradient_accumulation_steps > 1,
         "gradient_clipping": policy.gradient_clipping > 0,
         "check_grad_overflow": policy.check_grad_overflow,
     }
     reasons = [f"{key} {getattr(policy, key)}" for key, applies in keys.items() if applies]
-    return " and ".join([*reasons, "float16, which scales the loss"] if policy.low_dtype == torch.float16 else reasons)
+    if policy.low_dtype == torch.float16:
+        reasons.append("float16, which scales the loss")
+    if plan.replicated is not None:
+        return f"the model has the 0-D parameter {plan.replicated.params[0].fqn}, averaged over ranks by the step"
+    return f"the config has {' and '.join(reasons)}" if reasons else ""
 
 
 def _guard_safe_modules(model: nn.Module, state: WrapState) -> None:

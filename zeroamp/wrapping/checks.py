@@ -26,7 +26,7 @@ def check_plans_agree(plan: Plan, mesh: DeviceMesh) -> None:
     Raises:
         WrapError: on all ranks.
     """
-    groups = [(group.name, list(map(str, group.key)), [p.fqn for p in group.params]) for group in plan.groups]
+    groups = [(group.name, list(map(str, group.key)), [p.fqn for p in group.params]) for group in plan.all_groups]
     digest = int.from_bytes(hashlib.sha256(repr(groups).encode()).digest()[:7])  # fits int64, and so does its negative
     bounds = torch.tensor([digest, -digest], dtype=torch.int64, device=mesh.device_type)
     for axis in range(mesh.ndim):

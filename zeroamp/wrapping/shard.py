@@ -26,10 +26,12 @@ def shard_model(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, FSD
     Returns:
         The holders of the groups that are not a unit's own, by group name.
     """
-    for param in plan.empty_params:  # FSDP2 moves only what it shards
-        store(model, [param], mesh)
-        empty = model.get_parameter(param.fqn)
-        empty.data = empty.data.to(device_of(mesh))
+    unsharded = plan.empty_params if plan.replicated is None else (*plan.empty_params, *plan.replicated.params)
+    store(model, unsharded, mesh)
+    for param in unsharded:  # FSDP2 moves only what it shards
+        parameter = model.get_parameter(param.fqn)
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(device_of(mesh))
     live = live_units(plan)
     offload = offload_policy(plan.policy.offload, mesh.device_type)
     holders: dict[str, FSDPModule] = {}
@@ -59,7 +61,7 @@ def shard_model(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, FSD
 
 def _check_sharded(model: nn.Module) -> None:
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.numel() > 0 and not isinstance(parameter, DTensor):
+        if parameter.numel() > 0 and parameter.dim() > 0 and not isinstance(parameter, DTensor):
             raise AssertionError(f"expected {fqn} to be sharded, got a {type(parameter).__name__}")
 
 

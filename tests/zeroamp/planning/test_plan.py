@@ -173,13 +173,6 @@ def test_a_trainable_parameter_in_fp64_is_refused():
         plan(model)
 
 
-def test_a_parameter_without_dimensions_is_refused():
-    model = meta(Llama, tied=True)
-    model.temperature = nn.Parameter(torch.zeros((), device="meta"))
-    with pytest.raises(zeroamp.WrapError, match="temperature .*Make it 1-D"):
-        plan(model)
-
-
 def test_safe_modules_that_own_nothing_are_refused():
     cfg = {**config(), "torch_autocast": {"enabled": True, "dtype": "bf16", "lower_precision_safe_modules": ["Conv1d"]}}
     with pytest.raises(zeroamp.ConfigError, match="lower_precision_safe_modules.*Conv1d.*Llama"):

@@ -61,6 +61,8 @@ def param_precisions(
         if not dtype.is_floating_point:
             reason = f"{short_name(dtype)} is no floating-point dtype"
             yield Precision(is_low=False, compute="as stored", reason=reason)
+        elif hasattr(use.parameter, "quant_state"):  # of bitsandbytes: packed words, in any dtype
+            yield Precision(is_low=False, compute="as stored", reason="quantized: its bits are no numbers")
         elif use.parameter.dim() == 0:
             yield Precision(is_low=False, compute="per op", reason="0-D: each rank holds it whole, in fp32")
         else:

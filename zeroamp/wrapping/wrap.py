@@ -19,7 +19,7 @@ from zeroamp.policies.batch_sizes import check_batch_sizes
 from zeroamp.policies.errors import WrapError, describe
 from zeroamp.policies.policy import Policy
 from zeroamp.wrapping.attach import attach_hooks
-from zeroamp.wrapping.checks import check_device, check_plans_agree, check_ranks_agree, check_torch
+from zeroamp.wrapping.checks import check_all_gather, check_device, check_plans_agree, check_ranks_agree, check_torch
 from zeroamp.wrapping.master_weights import describe_master_weights
 from zeroamp.wrapping.materialize import cast_buffers, materialize
 from zeroamp.wrapping.shard import shard_model
@@ -59,6 +59,7 @@ def wrap_model(
     mesh = mesh_for_stage(policy.stage, mesh, policy.dp_replicate_size)
     _check_fits(policy, mesh)
     plan = build_plan(model, policy, auto_wrap_policy, example_inputs, mesh.device_type)
+    check_all_gather(model, mesh)
     check_ranks_agree(model, mesh)
     check_plans_agree(plan, mesh)
     if is_first_rank(mesh) and (line := describe_master_weights(model)):

@@ -1,6 +1,6 @@
-"""Guards that raise: a safe module that runs with autocast off, and a backward that bypasses `TrainStep`."""
+"""Guards that raise: safe modules with autocast off, backwards that bypass `TrainStep`, casts of a wrapped model."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -9,7 +9,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zeroamp.hooks.tensors import tensors_in
-from zeroamp.policies.errors import PrecisionError, StepError
+from zeroamp.policies.dtypes import short_name
+from zeroamp.policies.errors import PrecisionError, StepError, WrapError
 
 
 def attach_safe_module_guard(module: nn.Module, fqn: str, device_type: str) -> RemovableHandle:
@@ -26,10 +27,36 @@ def attach_safe_module_guard(module: nn.Module, fqn: str, device_type: str) -> R
     return module.register_forward_pre_hook(check)
 
 
+def refuse_casts(module: nn.Module, fqn: str, dtypes: Collection[torch.dtype]) -> None:
+    """Raise WrapError where `module.to(dtype)` and the like would cast shards in `dtypes`, before anything is changed.
+
+    All such methods call `_apply` with a function of one tensor. It is tried on an empty tensor of each dtype.
+    """
+    apply = module._apply
+
+    def apply_unless_cast(function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        for stored in dtypes:
+            if (dtype := function(torch.empty(0, dtype=stored)).dtype) != stored:
+                raise WrapError(
+                    f"{fqn or 'The model'} was cast from {short_name(stored)} to {short_name(dtype)} after wrap_model. "
+                    "The shards must stay as they are stored: cast the model before wrap_model, or after "
+                    "zeroamp.unwrap_model."
+                )
+        applied: nn.Module = apply(function, recurse)  # type: ignore[no-untyped-call]
+        return applied
+
+    module._apply = apply_unless_cast  # type: ignore[method-assign]
+
+
+def allow_casts(module: nn.Module) -> None:
+    """Undo `refuse_casts`."""
+    vars(module).pop("_apply", None)
+
+
 class BackwardGuard:
     """Raises in a backward through the model's outputs, unless a `TrainStep.backward` of this process runs it.
 
-    Attached only if the config sets a key that a plain `loss.backward(); optimizer.step()` would ignore.
+    Attached only if a plain `loss.backward(); optimizer.step()` would ignore a key of the config, or parameters.
     """
 
     armed: ClassVar[bool] = False
@@ -63,6 +90,6 @@ class BackwardGuard:
     def _check(self, _grad: torch.Tensor) -> None:
         if not self.armed:
             raise StepError(
-                f"loss.backward() was called, but the config has {self.reason}, which a plain backward leaves out. "
+                f"loss.backward() was called, but {self.reason}, which a plain backward leaves out. "
                 "Call zeroamp.TrainStep(model, optimizer).backward(loss), then .step()."
             )

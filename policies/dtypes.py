@@ -3,6 +3,7 @@
 import torch
 
 LOW_DTYPES = (torch.bfloat16, torch.float16)
+"""A trainable parameter in one of these gets fp32 master weights."""
 
 DTYPE_BY_NAME = {
     "fp32": torch.float32,
@@ -17,6 +18,14 @@ DTYPE_BY_NAME = {
 """Every spelling that DeepSpeed's `DtypeEnum` accepts, but int8: no precision mode computes in it."""
 
 _SHORT_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+
+
+def stored_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """Return the dtype that `wrap_model` stores a parameter in: fp32 for a trainable one in bf16 or fp16, else its own.
+
+    The fp32 shards are the master weights, which the optimizer updates.
+    """
+    return torch.float32 if parameter.requires_grad and parameter.dtype in LOW_DTYPES else parameter.dtype
 
 
 def short_name(dtype: torch.dtype) -> str:

@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from zeroamp.policies.dtypes import short_name
+from zeroamp.policies.dtypes import short_name, stored_dtype
 from zeroamp.policies.errors import some_of
 
 Extent = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -36,7 +36,7 @@ class ParameterRecord:
 
     def safety(self, dtype: torch.dtype, *, with_backward: bool) -> tuple[bool, str]:
         """Return whether gathering the parameter in `dtype` leaves the run as it was, bit by bit, and why."""
-        storage = self.parameter.dtype
+        storage = stored_dtype(self.parameter)
         if storage == dtype:
             return True, f"safe: stored in {short_name(dtype)}"
         if not storage.is_floating_point:

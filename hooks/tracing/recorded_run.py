@@ -13,6 +13,7 @@ from zeroamp.hooks.random_state import preserved_random_state
 from zeroamp.hooks.tensors import tensors_in
 from zeroamp.hooks.tracing.fake_run import Replacements, tensors_replaced
 from zeroamp.hooks.tracing.use_recorder import UseRecorder
+from zeroamp.policies.dtypes import stored_dtype
 
 
 def record_run(
@@ -29,7 +30,8 @@ def record_run(
 
     The model is left as it was: parameters, buffers, gradients, attributes, random states, autocast's cache. In the
     run its tensors are on `device_type`, wherever they are now: without memory (`fake`), or as copies. Parameters
-    named in `low` are in `dtype` there, as if they had been gathered so.
+    are in the dtype in which `wrap_model` stores them; those named in `low` are in `dtype`, as if they had been
+    gathered so.
 
     Without a usable device, fake tensors can run a forward of "cuda" but no backward; the record says so.
     """
@@ -38,7 +40,8 @@ def record_run(
     low_ids = {id(parameters[name]) for name in low}
 
     def make(tensor: torch.Tensor) -> torch.Tensor:
-        return replacement(tensor, dtype if id(tensor) in low_ids else tensor.dtype, device_type, fake)
+        stored = stored_dtype(tensor) if isinstance(tensor, nn.Parameter) else tensor.dtype
+        return replacement(tensor, dtype if id(tensor) in low_ids else stored, device_type, fake)
 
     with run_context(device_type, fake=fake), tensors_replaced(model, replacements := Replacements(make)):
         for name, parameter in parameters.items():

@@ -105,17 +105,22 @@ class _GroupMemory(GroupListener):
         self._receive_buffers: Counter[torch.dtype] = Counter()  # communication dtype -> bytes, in this backward
         self._partitions: set[str] = set()  # groups that are sharded over a partition
         writer.add("parameters", sum(sizes.shard for sizes in self._sizes.values()))
+        replicated = plan.replicated.params if plan.replicated is not None else ()
+        self._replicated = {param.fqn for param in replicated}
+        writer.add("parameters", sum(param.dtypes.stored.itemsize for param in replicated))
 
     def micro_batch(self, events: Iterable[Event], *, is_first: bool, is_last: bool) -> None:
         self._writer.phase = "forward"
         for event in events:
-            if isinstance(event, Change):
+            if isinstance(event, Change) and event.param in self._replicated:
+                self._writer.add("gradients", event.num_bytes * is_first)  # autograd adds the later ones to the first
+            elif isinstance(event, Change):
                 if event.kind == "unsharded gradients":
                     self._raw[self._group_of[event.param]] += event.num_bytes
                 self._writer.add(event.kind, event.num_bytes)
             elif isinstance(event, Mark):
                 self._reach(event, is_last)
-            elif isinstance(event, GradientReady) and not is_first:
+            elif isinstance(event, GradientReady) and not is_first and event.param not in self._replicated:
                 self._accumulate(event)
         self._replay.end_micro_batch(is_last=is_last)
         self._writer.add("communication buffers", -self._receive_buffers.total())

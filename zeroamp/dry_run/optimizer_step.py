@@ -12,7 +12,7 @@ from zeroamp.hooks.random_state import preserved_random_state
 from zeroamp.hooks.tensors import tensors_in
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.traffic import padded_numel
+from zeroamp.planning.traffic import local_numel
 from zeroamp.training.optimizers import optimizer_from_config
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -45,7 +45,7 @@ def optimizer_costs(
     num_shards = ranks.shards(plan.policy) or 1
     with preserved_random_state("cpu"), torch.inference_mode(False), FakeTensorMode():
         shards = [
-            nn.Parameter(torch.empty(padded_numel(param, num_shards) // num_shards, dtype=param.dtypes.stored))
+            nn.Parameter(torch.empty(local_numel(param, num_shards), dtype=param.dtypes.stored))
             for param in plan.params
             if param.is_trainable
         ]

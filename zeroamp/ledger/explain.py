@@ -92,7 +92,7 @@ class Ledger:
                 **({"modules": self._modules(group.unit)} if self.plan.merged else {}),
                 **cells(row, columns),
             }
-            for row, group in zip(self._rows().groups, self.plan.groups, strict=True)
+            for row, group in zip(self._rows().groups, self.plan.all_groups, strict=True)
         ]
 
     def parameter_rows(self) -> list[dict[str, Any]]:
@@ -165,7 +165,7 @@ class Ledger:
         merged = f" ({num_modules} modules)" if self.plan.merged else ""
         return (
             f"zeroamp: mode {policy.mode}, ZeRO stage {policy.stage}, {len(units)} units{merged} below the root, "
-            f"{len(self.plan.groups)} groups, {sum(group.numel for group in self.plan.groups):,} parameters"
+            f"{len(self.plan.all_groups)} groups, {sum(group.numel for group in self.plan.all_groups):,} parameters"
         )
 
     def _notes(self) -> str:

@@ -129,5 +129,5 @@ def observed_units(plan: Plan) -> dict[str, list[str]]:
 
 
 def is_sharded(parameter: nn.Parameter) -> bool:
-    """Whether a parameter of a wrapped model is in its sharded form; those without elements are in no other."""
-    return isinstance(parameter, DTensor) or parameter.numel() == 0
+    """Whether a parameter of a wrapped model is in its sharded form; 0-D ones and empty ones are in no other."""
+    return isinstance(parameter, DTensor) or parameter.numel() == 0 or parameter.dim() == 0

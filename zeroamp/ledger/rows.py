@@ -14,7 +14,7 @@ from zeroamp.planning.group_dtypes import GroupDtypes, ParamDtypes, group_dtypes
 from zeroamp.planning.groups import GroupPlan, ParamPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.traffic import param_memory, plan_traffic, step_collectives
+from zeroamp.planning.traffic import REPLICATED_BYTES, param_memory, plan_traffic, step_collectives
 from zeroamp.policies.dtypes import short_name
 
 KEYS = {"stored": "storage", "param": "gather", "communication": "wire"}
@@ -49,13 +49,13 @@ class LedgerRows:
 def ledger_rows(plan: Plan, ranks: Ranks) -> LedgerRows:
     """Return the rows of `plan`."""
     costs = _costs(plan, ranks)
-    on_ranks = {group.name: group_dtypes(group.key, plan.policy, ranks) for group in plan.groups}
+    on_ranks = {group.name: group_dtypes(group.key, plan.policy, ranks) for group in plan.all_groups}
     traffic = plan_traffic(plan, ranks)
     return LedgerRows(
         summary=_summary(plan, on_ranks, costs),
         classes=_classes(plan, on_ranks, costs),
-        groups=[_group_row(group, on_ranks, costs) for group in plan.groups],
-        parameters=[_param_row(param, group, on_ranks, costs) for group in plan.groups for param in group.params],
+        groups=[_group_row(group, on_ranks, costs) for group in plan.all_groups],
+        parameters=[_param_row(param, group, on_ranks, costs) for group in plan.all_groups for param in group.params],
         traffic=[
             {**_names(key._asdict()), "calls": calls, "bytes": traffic.num_bytes[key]}
             for key, calls in traffic.calls.items()
@@ -67,14 +67,15 @@ def _costs(plan: Plan, ranks: Ranks) -> Costs:
     """Return the five columns of bytes of every parameter, by FQN."""
     schedule, num_shards = step_schedule(plan), ranks.shards(plan.policy)
     costs: Costs = {}
-    for group in plan.groups:
+    for group in plan.all_groups:
         calls = list(step_collectives(group, plan, ranks, schedule))
         for param in group.params:
             memory = None if num_shards is None else param_memory(param, plan.policy, num_shards)
             held = (None, None, None) if memory is None else (memory.stored, memory.unsharded, memory.gradient)
             costs[param.fqn] = {
                 PER_STEP[0]: sum(call.num_bytes(param, num_shards) for call in calls if not call.is_of_gradients),
-                PER_STEP[1]: sum(call.num_bytes(param, num_shards) for call in calls if call.is_of_gradients),
+                PER_STEP[1]: sum(call.num_bytes(param, num_shards) for call in calls if call.is_of_gradients)
+                + (REPLICATED_BYTES if param.group_key.is_replicated else 0),
                 **dict(zip(PER_RANK, held, strict=True)),
             }
     return costs
@@ -89,7 +90,7 @@ def _totals(params: Iterable[ParamPlan], costs: Costs) -> Row:
 
 def _summary(plan: Plan, on_ranks: OnRanks, costs: Costs) -> list[Row]:
     pairs: dict[tuple[str, str], list[ParamPlan]] = {}
-    for group in plan.groups:
+    for group in plan.all_groups:
         pair = group.key.param, on_ranks[group.name].between_ranks
         pairs.setdefault((short_name(pair[0]), short_name(pair[1])), []).extend(group.params)
     return [
@@ -107,7 +108,7 @@ def _summary(plan: Plan, on_ranks: OnRanks, costs: Costs) -> list[Row]:
 
 def _classes(plan: Plan, on_ranks: OnRanks, costs: Costs) -> list[Row]:
     kinds: dict[tuple[tuple[str, ...], ParamDtypes], list[ParamPlan]] = {}
-    for group in plan.groups:
+    for group in plan.all_groups:
         for param in group.params:
             dtypes = on_ranks[group.name].on_these_ranks(param.dtypes)
             kinds.setdefault((param.owner_classes, dtypes), []).append(param)

@@ -93,7 +93,7 @@ class Verification:
             for pair in pairs
             for what in ("expected", "observed")
         ]
-        total = sum(len(group.params) for group in self.plan.groups)
+        total = sum(len(group.params) for group in self.plan.all_groups)
         traffic = "those planned" if self.is_traffic_as_planned else "not those planned: modules run in another order"
         return (
             f"zeroamp: {total} parameters, {self.num_micro_batches} micro-batches: every dtype is the expected one\n"
@@ -118,7 +118,7 @@ class Verification:
                     "promised": expected_dtypes(param.dtypes, group, self.plan, self.ranks),
                     "observed": self._observed((param,)),
                 }
-                for group in self.plan.groups
+                for group in self.plan.all_groups
                 for param in group.params
             ],
         }
@@ -130,7 +130,7 @@ class Verification:
                 "promised": expected_dtypes(group.dtypes, group, self.plan, self.ranks),
                 "observed": self._observed(group.params),
             }
-            for group in self.plan.groups
+            for group in self.plan.all_groups
         ]
 
     def _observed(self, params: tuple[ParamPlan, ...]) -> dict[str, list[str]]:
@@ -163,7 +163,7 @@ def find_differences(plan: Plan, ranks: Ranks, observed: Seen) -> list[Differenc
             observed=name,
             where=where,
         )
-        for group in plan.groups
+        for group in plan.all_groups
         for param in group.params
         for boundary, expected in expected_dtypes(param.dtypes, group, plan, ranks).items()
         for name, where in observed[param.fqn].get(boundary, {}).items()
@@ -179,7 +179,7 @@ def see_collectives(traffic: Traffic, plan: Plan, observed: dict[str, dict[str, 
     calls: dict[str, dict[str, str]] = {}
     for key in traffic.calls:
         calls.setdefault(key.group, {})[key.collective] = short_name(key.dtype)
-    for group in plan.groups:
+    for group in plan.all_groups:
         of_group = calls.get(group.name, {})
         is_scattered = bool({"reduce_scatter", "all_to_all"} & of_group.keys())
         for collective, name in of_group.items():

@@ -14,7 +14,7 @@ from zeroamp.hooks.tensors import tensors_in
 from zeroamp.hooks.tracing.recorded_run import can_run_backward, record_run
 from zeroamp.hooks.tracing.use_recorder import UseRecorder
 from zeroamp.planning.example_inputs import example_arguments
-from zeroamp.policies.dtypes import LOW_DTYPES
+from zeroamp.policies.dtypes import LOW_DTYPES, stored_dtype
 from zeroamp.policies.errors import ConfigError, WrapError, describe
 from zeroamp.policies.safe_modules import KEY
 
@@ -163,7 +163,7 @@ def _refuse_dtype_reads(tracer: _Tracer, recorder: UseRecorder, found: dict[str,
     readers = {
         name: record.dtype_read_in
         for name, record in recorder.records.items()
-        if found[name][0] and record.dtype_read_in is not None and record.parameter.dtype != tracer.dtype
+        if found[name][0] and record.dtype_read_in is not None and stored_dtype(record.parameter) != tracer.dtype
     }
     if not readers:
         return

@@ -15,7 +15,7 @@ from zeroamp.hooks.collectives.traffic import ReduceOp
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.safe_parameters import Precision
 from zeroamp.policies.accumulation import accumulation_dtype, sharded_accumulation, unsharded_accumulation
-from zeroamp.policies.dtypes import short_name
+from zeroamp.policies.dtypes import short_name, stored_dtype
 from zeroamp.policies.policy import Policy
 
 PER_OP = "per op"
@@ -55,6 +55,8 @@ class GroupKey(NamedTuple):
     stored: torch.dtype
     param: torch.dtype
     communication: torch.dtype
+    is_replicated: bool = False
+    """Whether the parameters are 0-D: held whole by every rank, with gradients in the step's all-reduce."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +108,9 @@ def param_dtypes(parameter: nn.Parameter, policy: Policy, precision: Precision) 
     A parameter that is stored in another dtype than fp32 is frozen: it is all-gathered as it is stored, which is
     smaller.
     """
-    stored = parameter.dtype
+    stored = stored_dtype(parameter)
+    if parameter.dim() == 0:
+        return _replicated_dtypes(stored, is_trained=parameter.requires_grad)
     is_low = precision.is_low and stored == torch.float32
     param = policy.gather_dtype if is_low else stored
     computes_in = {"low": policy.gather_dtype, "fp32": torch.float32, "as stored": stored}
@@ -123,6 +127,20 @@ def param_dtypes(parameter: nn.Parameter, policy: Policy, precision: Precision) 
         optimizer=stored if is_trained else None,
     )
     return dtypes, GroupKey(stored, param, communication)
+
+
+def _replicated_dtypes(stored: torch.dtype, *, is_trained: bool) -> tuple[ParamDtypes, GroupKey]:
+    """Return the dtypes of a 0-D parameter: as stored in every mode, summed over micro-batches in fp32."""
+    dtypes = ParamDtypes(
+        stored=stored,
+        param=stored,
+        compute=PER_OP,
+        gradient=stored if is_trained else None,
+        communication=torch.float64 if is_trained else None,
+        accumulate=torch.float32 if is_trained else None,
+        optimizer=stored if is_trained else None,
+    )
+    return dtypes, GroupKey(stored, stored, torch.float64, is_replicated=True)
 
 
 def unit_key(policy: Policy) -> GroupKey:
@@ -143,6 +161,21 @@ def group_dtypes(key: GroupKey, policy: Policy, ranks: Ranks) -> GroupDtypes:
 
     Where the number of ranks is not known, it is taken for more than one, and no shards are averaged over replicas.
     """
+    if key.is_replicated:
+        return GroupDtypes(
+            stored=key.stored,
+            param=key.param,
+            unsharded_accumulate=torch.float32,
+            communication=key.communication,
+            reduce=key.communication,
+            sharded_accumulate=torch.float32,
+            replica=None,
+            replica_once=True,
+            all_gathers=False,
+            reduction=None,
+            reduction_op=dist.ReduceOp.SUM,
+            replica_op=dist.ReduceOp.SUM,
+        )
     num_shards = ranks.shards(policy)
     sums_in_fp32 = policy.reduce_accumulate_dtype == "fp32"
     # gloo and NCCL average fp16 by summing first: replicas of an fp16 shard would overflow.

@@ -19,7 +19,9 @@ from zeroamp.planning.group_dtypes import GroupKey, ParamDtypes
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.policy import Policy
 
-GroupKind = Literal["unit", "typed", "model-wide"]
+GroupKind = Literal["unit", "typed", "model-wide", "replicated"]
+REPLICATED = "replicated"
+"""Name of the group of 0-D parameters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +64,8 @@ class GroupPlan:
     kind: GroupKind
     """"unit": FSDP2's own group of a unit. "typed": a further group of that unit, for another dtype or for parameters
     that inner units share. "model-wide": small fp32 parameters of all units, and with them the root's that would else
-    be a typed group, unsharded once per optimizer step at the root."""
+    be a typed group, unsharded once per optimizer step at the root. "replicated": 0-D parameters, which every rank
+    holds whole; not one of `Plan.groups`."""
     unit: str
     params: tuple[ParamPlan, ...]
 

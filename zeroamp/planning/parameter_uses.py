@@ -5,8 +5,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
-from zeroamp.policies.dtypes import short_name
+from zeroamp.policies.dtypes import short_name, stored_dtype
 from zeroamp.policies.errors import WrapError
 
 
@@ -27,6 +29,11 @@ class ParameterUses:
             for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
             if parameter is self.parameter
         ]
+
+
+def has_own_storage_class(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter is made of a tensor subclass; a subclass of `nn.Parameter` holds a plain tensor."""
+    return not issubclass(type(parameter), nn.Parameter)
 
 
 def find_uses(
@@ -65,12 +72,22 @@ def innermost_common(chains: Sequence[tuple[str, ...]]) -> str:
 def refuse_unusable(use: ParameterUses) -> None:
     """Raise WrapError for a parameter that cannot be sharded, or trained as it is stored."""
     parameter, fqn = use.parameter, use.fqns[0]
-    if parameter.dim() == 0:
-        raise WrapError(f"{fqn} has no dimension that FSDP2 could shard. Make it 1-D with one element.")
-    if parameter.requires_grad and parameter.dtype != torch.float32:
+    if isinstance(parameter, DTensor):
         raise WrapError(
-            f"{fqn} is trainable, so it must be stored in fp32, but is stored in {short_name(parameter.dtype)}. Call "
-            "model.float() before wrap_model, or freeze it. The config decides what is all-gathered in low precision."
+            f"{fqn} is a DTensor of placements {parameter.placements}: tensor parallelism is not supported. Pass a "
+            "model of plain parameters, without parallelize_module or a tp_plan."
+        )
+    if is_lazy(parameter):
+        raise WrapError(f"{fqn} has no shape yet. Run one forward of the model before wrap_model.")
+    if has_own_storage_class(parameter) and not hasattr(parameter, "fsdp_pre_all_gather"):
+        raise WrapError(
+            f"{fqn} is a {type(parameter).__name__}, a tensor subclass that does not tell FSDP2 how to all-gather it "
+            "(fsdp_pre_all_gather). Wrap a model of plain parameters, and convert it afterwards if the subclass allows."
+        )
+    if parameter.requires_grad and stored_dtype(parameter) != torch.float32:
+        raise WrapError(
+            f"{fqn} is trainable, so it must be stored in fp32, bf16 or fp16, but is stored in "
+            f"{short_name(parameter.dtype)}. Call .float() on its module before wrap_model, or freeze it."
         )
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from zeroamp.planning.fp32_regions import Fp32Regions, find_fp32_regions
 from zeroamp.planning.fsdp_units import plan_units
 from zeroamp.planning.group_dtypes import param_dtypes
-from zeroamp.planning.groups import GroupPlan, ParamPlan, group_params
+from zeroamp.planning.groups import REPLICATED, GroupPlan, ParamPlan, group_params
 from zeroamp.planning.parameter_uses import ParameterUses, find_uses, innermost_common, refuse_unusable
 from zeroamp.planning.run_order import UnitRun, run_order
 from zeroamp.planning.safe_parameters import Precision, param_precisions
@@ -36,6 +36,8 @@ class Plan:
     """The order in which the units run, as far as the module tree can tell."""
     empty_params: tuple[ParamPlan, ...] = ()
     """Parameters without elements: in no group, since there is nothing to shard and FSDP2 cannot reduce them."""
+    replicated: GroupPlan | None = None
+    """The 0-D parameters, which FSDP2 cannot shard: every rank holds them whole. None if there are none."""
     merged: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
     """Unit -> the FQNs of its modules, for the units that `reduce_bucket_size` made of several."""
 
@@ -43,9 +45,14 @@ class Plan:
     """Modules and tensors that stay in fp32 in every mode."""
 
     @property
+    def all_groups(self) -> tuple[GroupPlan, ...]:
+        """The groups that FSDP2 shards, and the replicated one."""
+        return self.groups if self.replicated is None else (*self.groups, self.replicated)
+
+    @property
     def params(self) -> tuple[ParamPlan, ...]:
-        """All parameters, group by group."""
-        return tuple(param for group in self.groups for param in group.params)
+        """All parameters, group by group, the replicated ones last."""
+        return tuple(param for group in self.all_groups for param in group.params)
 
     def modules_of(self, unit: str) -> tuple[str, ...]:
         """Return the FQNs of a unit's modules: itself, unless it is a merged one. "" is the root."""
@@ -92,14 +99,17 @@ def build_plan(
         refuse_unusable(use)
     precisions = param_precisions(model, policy, uses, regions, example_inputs, device_type)
     params = list(_plan_params(policy, uses, precisions))
+    sharded = [param for param in params if param.numel > 0 and param.shape]
+    replicated = tuple(param for param in params if not param.shape)
     plan = Plan(
         policy=policy,
         units=units,
         merged=merged,
         fp32_regions=regions,
-        groups=tuple(group_params((param for param in params if param.numel > 0), policy)),
+        groups=tuple(group_params(sharded, policy)),
         run=run_order(model, units, merged),
         empty_params=tuple(param for param in params if param.numel == 0),
+        replicated=GroupPlan(name=REPLICATED, kind="replicated", unit="", params=replicated) if replicated else None,
     )
     _warn_of_large_gathers(plan)
     return plan

@@ -13,7 +13,7 @@ from zeroamp.planning.fp32_regions import KEY as FP32_KEY
 from zeroamp.planning.fp32_regions import Fp32Regions
 from zeroamp.planning.mesh import current_device_type
 from zeroamp.planning.parameter_uses import ParameterUses
-from zeroamp.policies.dtypes import short_name
+from zeroamp.policies.dtypes import short_name, stored_dtype
 from zeroamp.policies.errors import ConfigError, describe
 from zeroamp.policies.policy import Policy
 from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES, KEY, resolve_safe_classes, unsafe_owner
@@ -57,10 +57,14 @@ def param_precisions(
     else:
         defaults = _by_class(model, policy.lower_precision_safe_modules, uses)
     for use, default in zip(uses, defaults, strict=True):
-        dtype = use.parameter.dtype
+        dtype = stored_dtype(use.parameter)
         if not dtype.is_floating_point:
             reason = f"{short_name(dtype)} is no floating-point dtype"
             yield Precision(is_low=False, compute="as stored", reason=reason)
+        elif hasattr(use.parameter, "quant_state"):  # of bitsandbytes: packed words, in any dtype
+            yield Precision(is_low=False, compute="as stored", reason="quantized: its bits are no numbers")
+        elif use.parameter.dim() == 0:
+            yield Precision(is_low=False, compute="per op", reason="0-D: each rank holds it whole, in fp32")
         else:
             yield _in_fp32(use, regions, policy) or default
 
@@ -77,7 +81,7 @@ def _in_fp32(use: ParameterUses, regions: Fp32Regions, policy: Policy) -> Precis
             f"{FP32_KEY}: {pattern!r} keeps {use.fqns[0]} in fp32 but not {outside}, which is the same parameter. In "
             f"mode {policy.mode} each parameter has one dtype: name all owners of a tied parameter, or none."
         )
-    if use.parameter.dtype.itemsize < torch.float32.itemsize:
+    if stored_dtype(use.parameter).itemsize < torch.float32.itemsize:
         raise ConfigError(
             f"{FP32_KEY}: {pattern!r} keeps {use.fqns[0]} in fp32, but it is stored in "
             f"{short_name(use.parameter.dtype)}. Call .float() on its module before wrap_model."

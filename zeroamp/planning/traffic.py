@@ -25,7 +25,10 @@ from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.policy import Policy
 
 PARAMETERS_PER_NUMBER = 3
-"""In the step's all-reduce, one fp64 number counts the ranks that used each of so many parameters."""
+"""In the step's all-reduce, one fp64 number counts the ranks that used each of so many sharded parameters."""
+
+REPLICATED_BYTES = 2 * torch.float64.itemsize
+"""Of a 0-D parameter in the step's all-reduce: its gradient, and whether there is one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +77,11 @@ def padded_numel(param: ParamPlan, num_shards: int | None) -> int:
         return param.numel
     rows, *rest = param.shape
     return -(-rows // num_shards) * num_shards * math.prod(rest)
+
+
+def local_numel(param: ParamPlan, num_shards: int) -> int:
+    """Return the elements of a parameter that a rank holds, padding included."""
+    return param.numel if param.group_key.is_replicated else padded_numel(param, num_shards) // num_shards
 
 
 def group_collectives(
@@ -130,13 +138,18 @@ def plan_traffic(plan: Plan, ranks: Ranks) -> Traffic:
 def num_statistics(plan: Plan) -> int:
     """Return how many fp64 numbers `TrainStep` sums over ranks in an optimizer step, without those of callbacks.
 
-    They are the mean loss, the sum of squares, and which parameters were used.
+    They are the mean loss, the sum of squares, which sharded parameters were used, and the 0-D parameters' gradients.
     """
-    return 2 + math.ceil(len(plan.params) / PARAMETERS_PER_NUMBER)
+    num_sharded = sum(len(group.params) for group in plan.groups)
+    num_replicated = 0 if plan.replicated is None else len(plan.replicated.params)
+    return 2 + math.ceil(num_sharded / PARAMETERS_PER_NUMBER) + num_replicated * REPLICATED_BYTES // torch.float64.itemsize
 
 
 def param_memory(param: ParamPlan, policy: Policy, num_shards: int) -> Memory:
-    """Return what one rank holds for a parameter. See `Memory` for the formulas."""
+    """Return what one rank holds for a parameter. See `Memory` for the formulas; a 0-D one has no unsharded copy."""
+    if param.group_key.is_replicated:
+        size = param.dtypes.stored.itemsize
+        return Memory(stored=size, unsharded=0, gradient=size if param.is_trainable else 0)
     padded = padded_numel(param, num_shards)
     stored = padded // num_shards * param.dtypes.stored.itemsize
     accumulates = policy.stage < 2 and policy.gradient_accumulation_steps > 1

@@ -21,6 +21,7 @@ from zeroamp.hooks.collectives.issued import peer_lost
 from zeroamp.hooks.guards import BackwardGuard
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import StepError
+from zeroamp.training.replicated import ReplicatedGradients
 from zeroamp.wrapping.state import WrapState, reshard
 
 Where = Literal["forward", "evaluation", "backward", "step", "the training loop", "optimizer.step", "recovery"]
@@ -66,9 +67,11 @@ class MicroBatches:
         # The root, not the model: `torch.compile` may have wrapped the model in another module.
         self._root = cast(FSDPModule, state.root)
         reshard(self.units)
-        self._fqns = [fqn for fqn, _ in state.root.named_parameters()]
-        self.parameters = list(state.root.parameters())
+        named = dict(state.root.named_parameters())
+        self._fqns = list(named)
+        self.parameters = list(named.values())
         """The sharded parameters. `model.parameters()` yields unsharded ones while a group is unsharded."""
+        self.replicated = ReplicatedGradients(self.parameters)
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """Run the backward of one micro-batch. `loss` is already scaled and divided."""
@@ -113,6 +116,18 @@ class MicroBatches:
                 f"{self._fqns[left]} has a gradient before the first backward of an optimizer step. Another model's "
                 "backward left it, or one without TrainStep. Call train.zero_grad() first, which discards it."
             )
+
+    def refuse_low_shards(self) -> None:
+        """Raise StepError for a parameter that was unfrozen or cast after `wrap_model`, so that it has no fp32 shards.
+
+        Takes about 0.3 µs per parameter. FSDP2 would train in the low dtype, or fail without a name.
+        """
+        for name, parameter in zip(self._fqns, self.parameters, strict=True):
+            if parameter.dtype != torch.float32 and parameter.requires_grad:
+                raise StepError(
+                    f"{name} is trainable, but its shards are in {short_name(parameter.dtype)} instead of fp32: it was "
+                    "unfrozen or cast after wrap_model. Unfreeze it before wrap_model, and do not cast a wrapped model."
+                )
 
     def _set_accumulation(self, dtype: torch.dtype) -> None:
         """Sum unsharded gradients in `dtype` in this optimizer step. Its micro-batches may differ from the config's."""

@@ -129,6 +129,7 @@ class TrainStep:
             self.callbacks.agreement = self._agreement = RankAgreement(self._state, self.optimizers)
 
     def _checked(self) -> tuple[None, Description]:
+        self.micro_batches.refuse_low_shards()
         refuse_unusable(self.optimizers, self.schedulers, self._state.root, self.micro_batches.parameters)
         return None, description_of(self._state.root, self.optimizers, self.schedulers)
 
@@ -257,6 +258,7 @@ class TrainStep:
     def _begin(self) -> None:
         """Check, and forget, what may have changed since the last optimizer step."""
         self.micro_batches.refuse_other_gradients()
+        self.micro_batches.refuse_low_shards()
         self._loss_sum, self._whole_loss, self._num_divided = None, None, 0  # another TrainStep's zero_grad keeps them
         if self._num_held != (num_held := _num_held(self.optimizers)):
             refuse_foreign(self.optimizers, self.micro_batches.parameters)
@@ -418,21 +420,24 @@ class TrainStep:
                 callback.on_no_gradient(error)
             raise error
         more = [number for _, numbers in of_callbacks for number in numbers]
-        usage = self._unused.usage()
-        statistics = torch.cat([statistics, usage, *([statistics.new_tensor(more)] if more else [])])
+        usage, replicated = self._unused.usage(), self.micro_batches.replicated
+        own = [statistics, usage, *replicated.statistics(statistics.device)]
+        statistics = torch.cat([*own, *([statistics.new_tensor(more)] if more else [])])
         issued = IssuedCollective("all_reduce", statistics, STEP, self._world)
         try:
             dist.all_reduce(statistics, group=self._world)
         except RuntimeError as error:
             raise peer_lost(error, issued, self._state.listeners) from error
         notify(self._state.listeners, issued)
-        start = 2 + len(usage)
+        start = sum(map(len, own))
+        of_replicated = statistics[2 + len(usage) : start]
         for callback, numbers in of_callbacks:
             if numbers:
                 callback.on_statistics(statistics[start : start + len(numbers)])
                 start += len(numbers)
         self._unused.discard_gradients(statistics[2 : 2 + len(usage)])
-        return statistics[0], statistics[1]
+        loss, squares = statistics[0], statistics[1]
+        return loss, squares + replicated.set_means(of_replicated, self._state.mesh.size()) if own[2:] else squares
 
     def _local_statistics(self) -> torch.Tensor:
         """Return this rank's part of the mean loss and of the sum of squares, 1-D fp64 of 2 elements.
@@ -444,7 +449,8 @@ class TrainStep:
         device = device_of(mesh)  # the collective runs here; loss and shards may be elsewhere
         losses = ((self._loss_sum, self._num_divided), (self._whole_loss, 1))
         parts = [loss.to(device, torch.float64) / (n * mesh.size()) for loss, n in losses if loss is not None]
-        squares = local_sum_of_squares(self.micro_batches.with_gradient(), device) / replicate_size(mesh)
+        sharded = self.micro_batches.replicated.sharded(self.micro_batches.with_gradient())
+        squares = local_sum_of_squares(sharded, device) / replicate_size(mesh)
         return torch.stack([sum(parts[1:], parts[0]), squares])
 
     def _update(self, clipped: "_Clipped") -> StepReport:

@@ -26,10 +26,28 @@ ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 def step(optimizer: torch.optim.Optimizer) -> None:
     """Call `optimizer.step()`, on plain shards if that gives the same bits: see [Note: The same bits, sooner]."""
     if not works_on_shards(optimizer):
-        optimizer.step()
+        with _kinds_apart(optimizer):
+            optimizer.step()
         return
     with _on_shards(optimizer):
         optimizer.step()
+
+
+@contextmanager
+def _kinds_apart(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Move replicated parameters to param groups of their own: foreach kernels refuse them beside sharded ones."""
+    own = [(group, group["params"]) for group in optimizer.param_groups]
+    try:
+        for group, params in own:
+            replicated = [parameter for parameter in params if not isinstance(parameter, DTensor)]
+            if 0 < len(replicated) < len(params):
+                optimizer.param_groups.append({**group, "params": replicated})
+                group["params"] = [parameter for parameter in params if isinstance(parameter, DTensor)]
+        yield
+    finally:
+        del optimizer.param_groups[len(own) :]
+        for group, params in own:
+            group["params"] = params
 
 
 def works_on_shards(optimizer: torch.optim.Optimizer) -> bool:

@@ -17,7 +17,7 @@ from zeroamp.hooks._torch.group_gradients import follow_gradients
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
 from zeroamp.hooks.collectives.reduce_scatter import ReceiveBuffers
 from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
-from zeroamp.hooks.guards import BackwardGuard, attach_safe_module_guard
+from zeroamp.hooks.guards import BackwardGuard, attach_safe_module_guard, refuse_casts
 from zeroamp.hooks.observers.ranges import UnitRanges
 from zeroamp.hooks.precision.autocast import enter_autocast, refuse_autocast, warn_of_other_autocast
 from zeroamp.hooks.precision.fp32_regions import Fp32Region
@@ -26,7 +26,6 @@ from zeroamp.hooks.root_forward import reshard_after_no_grad
 from zeroamp.hooks.typed_groups import attach_typed_group
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.accumulation import sharded_accumulation
-from zeroamp.policies.policy import Policy
 from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES, resolve_safe_classes
 from zeroamp.wrapping.collectives import attach_collectives
 from zeroamp.wrapping.prefetch import attach_prefetch
@@ -54,6 +53,9 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     if policy.ranges != "off":
         for fqn in (fqn for unit in ("", *state.plan.units) for fqn in state.plan.modules_of(unit)):
             state.handles += UnitRanges(state.ranges, fqn).attach(model.get_submodule(fqn))
+    stored = list(dict.fromkeys(param.dtypes.stored for param in state.plan.params))
+    for fqn in ("", *(fqn for unit in state.plan.units for fqn in state.plan.modules_of(unit))):
+        refuse_casts(model.get_submodule(fqn), fqn, stored)
     _attach_root_forward(model, state)
     # Under autocast fp32 may come out of a region: the ops after it cast as they need.
     output_dtype = None if policy.mode == "autocast" else policy.low_dtype
@@ -75,14 +77,15 @@ def _attach_root_forward(model: nn.Module, state: WrapState) -> None:
         forward.add("autocast", enter_autocast(device_type, policy.gather_dtype))
     elif policy.external_autocast == "error":
         forward.add("outer autocast", refuse_autocast(device_type, policy.mode))
-    if reasons := _needs_train_step(policy):
+    if reasons := _needs_train_step(state.plan):
         state.guard = BackwardGuard(reasons)
         forward.on_output(state.guard.watch)
     state.handles += forward.attach(model)
 
 
-def _needs_train_step(policy: Policy) -> str:
-    """Return, as text, the config keys that a plain `loss.backward(); optimizer.step()` would ignore, or ""."""
+def _needs_train_step(plan: Plan) -> str:
+    """Return, as text, what a plain `loss.backward(); optimizer.step()` would ignore, or ""."""
+    policy = plan.policy
     keys = {
         "gradient_accumulation_steps": policy.gradient_accumulation_steps > 1,
         "gradient_clipping": policy.gradient_clipping > 0,
@@ -90,7 +93,11 @@ def _needs_train_step(policy: Policy) -> str:
         "skip_nonfinite_steps": policy.skip_nonfinite_steps,
     }
     reasons = [f"{key} {getattr(policy, key)}" for key, applies in keys.items() if applies]
-    return " and ".join([*reasons, "float16, which scales the loss"] if policy.low_dtype == torch.float16 else reasons)
+    if policy.low_dtype == torch.float16:
+        reasons.append("float16, which scales the loss")
+    if plan.replicated is not None:
+        return f"the model has the 0-D parameter {plan.replicated.params[0].fqn}, averaged over ranks by the step"
+    return f"the config has {' and '.join(reasons)}" if reasons else ""
 
 
 def _guard_safe_modules(model: nn.Module, state: WrapState) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroamp.hooks._torch.fsdp import has_reduction_options
+from zeroamp.planning.parameter_uses import has_own_storage_class
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import ConfigError, WrapError, describe
@@ -59,7 +60,7 @@ def description_of(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> Des
 
 def _parameters(model: nn.Module, plan: Plan) -> Description:
     """Describe every name of every parameter: shape, dtype, whether it is trained, its group, what it is tied to."""
-    group_of = {param.fqn: group for group in plan.groups for param in group.params}
+    group_of = {param.fqn: group for group in plan.all_groups for param in group.params}
     first_name: dict[int, str] = {}
     found = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
@@ -110,6 +111,21 @@ def _checksum(parameter: nn.Parameter) -> torch.Tensor:
     """Return the sum of the bits, read as integers: 0-D int64, on the CPU, so that it can be stacked."""
     data = parameter.detach().reshape(-1)
     return data.view(_INTEGER_OF_SIZE[data.element_size()]).sum(dtype=torch.int64).cpu()
+
+
+def check_all_gather(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Raise WrapError for a parameter that makes its own all-gather inputs, such as float8 ones, where gloo runs it.
+
+    gloo has no float8 dtypes.
+    """
+    if dist.get_backend(mesh.get_group(mesh.ndim - 1)) != "gloo":
+        return
+    for fqn, parameter in model.named_parameters():
+        if has_own_storage_class(parameter):
+            raise WrapError(
+                f"{fqn} is a {type(parameter).__name__}, which all-gathers data of its own dtype (fsdp_pre_all_gather)."
+                " That needs NCCL, but this process group is gloo. Leave the conversion out here."
+            )
 
 
 def check_torch(policy: Policy) -> None:

@@ -15,6 +15,7 @@ from zeroamp.planning.mesh import device_of, ranks_of
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.schedule import live_units, reshards_after_forward
 from zeroamp.policies.policy import Offload
+from zeroamp.wrapping.master_weights import store
 
 logger = logging.getLogger("zeroamp")
 
@@ -25,9 +26,12 @@ def shard_model(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, FSD
     Returns:
         The holders of the groups that are not a unit's own, by group name.
     """
-    for param in plan.empty_params:  # FSDP2 moves only what it shards
-        empty = model.get_parameter(param.fqn)
-        empty.data = empty.data.to(device_of(mesh))
+    unsharded = plan.empty_params if plan.replicated is None else (*plan.empty_params, *plan.replicated.params)
+    store(model, unsharded, mesh)
+    for param in unsharded:  # FSDP2 moves only what it shards
+        parameter = model.get_parameter(param.fqn)
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(device_of(mesh))
     live = live_units(plan)
     offload = offload_policy(plan.policy.offload, mesh.device_type)
     holders: dict[str, FSDPModule] = {}
@@ -36,6 +40,7 @@ def shard_model(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, FSD
         if group.kind == "unit":
             own_groups[group.unit] = group
             continue
+        store(model, group.params, mesh)
         holders[group.name] = shard_typed_group(
             model,
             group.name,
@@ -47,6 +52,7 @@ def shard_model(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, FSD
             offload_policy=offload,
         )
     for unit in (*plan.units, ""):
+        store(model, own_groups[unit].params if unit in own_groups else (), mesh)
         reshard = _reshard_after_forward("unit", unit, plan, live)
         _shard_unit(model, unit, own_groups.get(unit), plan, mesh, reshard, offload)
     _check_sharded(model)
@@ -55,7 +61,7 @@ def shard_model(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, FSD
 
 def _check_sharded(model: nn.Module) -> None:
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.numel() > 0 and not isinstance(parameter, DTensor):
+        if parameter.numel() > 0 and parameter.dim() > 0 and not isinstance(parameter, DTensor):
             raise AssertionError(f"expected {fqn} to be sharded, got a {type(parameter).__name__}")
 
 

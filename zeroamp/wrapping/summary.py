@@ -20,10 +20,10 @@ def size_summary(plan: Plan, ranks: Ranks, *, name: str, seconds: float) -> str:
     policy = plan.policy
     numel = sum(param.numel for param in plan.params)
     trainable = sum(param.numel for param in plan.params if param.is_trainable)
-    memory = [_memory(group, plan, ranks) for group in plan.groups]
+    memory = [_memory(group, plan, ranks) for group in plan.all_groups]
     stored, unsharded, gradients = (sum(column) for column in zip(*memory, strict=True)) if memory else (0, 0, 0)
     largest = max((unsharded_of_group for _, unsharded_of_group, _ in memory), default=0)
-    kinds = Counter((g.kind, short_name(g.key.param), short_name(g.key.communication)) for g in plan.groups)
+    kinds = Counter((g.kind, short_name(g.key.param), short_name(g.key.communication)) for g in plan.all_groups)
     groups = ", ".join(f"{n} {kind} {param}/{communication}" for (kind, param, communication), n in kinds.items())
     modules = sum(len(plan.modules_of(unit)) for unit in plan.units)
     merged = f", merged of {modules} modules" if plan.merged else ""

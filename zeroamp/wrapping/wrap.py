@@ -30,7 +30,8 @@ from zeroamp.policies.batch_sizes import check_batch_sizes
 from zeroamp.policies.errors import WrapError, describe
 from zeroamp.policies.policy import Policy
 from zeroamp.wrapping.attach import attach_hooks
-from zeroamp.wrapping.checks import check_device, check_ranks_agree, check_torch, description_of
+from zeroamp.wrapping.checks import check_all_gather, check_device, check_ranks_agree, check_torch, description_of
+from zeroamp.wrapping.master_weights import describe_master_weights
 from zeroamp.wrapping.materialize import cast_buffers, materialize
 from zeroamp.wrapping.rank_agreement import Description, run_alike
 from zeroamp.wrapping.shard import shard_model
@@ -54,6 +55,7 @@ def wrap_model(
 
     Args:
         model: on any device; parameters on the meta device are materialised and initialised without a full copy.
+            Trainable parameters in bf16 or fp16 are sharded in fp32 (master weights). Frozen ones stay as stored.
         policy: from `policy_from_config`.
         mesh: 1-D (shard) or 2-D (replicate, shard) for HSDP; all ranks in one axis by default.
         auto_wrap_policy: which modules are units, see `zeroamp.policies.find_units`.
@@ -89,7 +91,10 @@ def wrap_model(
     )
     mesh = mesh_for_stage(policy.stage, mesh, policy.dp_replicate_size)
     _check_fits(policy, mesh)
+    check_all_gather(model, mesh)
     check_ranks_agree(model, mesh)
+    if is_first_rank(mesh) and (line := describe_master_weights(model)):
+        logger.info("%s", line)
     cast_buffers(model, plan)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     holders = shard_model(model, plan, mesh)

@@ -166,15 +166,10 @@ def test_a_parameter_without_elements_is_in_no_group():
     assert "nothing" not in {param.fqn for param in built.params}
 
 
-def test_trainable_low_precision_storage_is_refused():
-    with pytest.raises(zeroamp.WrapError, match=r"embed.weight .*bf16.*model.float"):
-        plan(meta(Llama, tied=True).bfloat16())
-
-
-def test_a_parameter_without_dimensions_is_refused():
+def test_a_trainable_parameter_in_fp64_is_refused():
     model = meta(Llama, tied=True)
-    model.temperature = nn.Parameter(torch.zeros((), device="meta"))
-    with pytest.raises(zeroamp.WrapError, match="temperature .*Make it 1-D"):
+    model.blocks[1].out.double()
+    with pytest.raises(zeroamp.WrapError, match=r"blocks.1.out.weight .*in fp32, bf16 or fp16, but .*fp64.* \.float"):
         plan(model)
 
 

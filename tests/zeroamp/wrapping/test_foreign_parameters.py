@@ -1,0 +1,97 @@
+"""Parameters that are no plain tensors: refused by name, or all-gathered as stored."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
+
+import zeroamp
+from tests.models.small import ThreeUnits, build
+from tests.processes.ranks import RankError
+from tests.processes.training import config, policy
+from zeroamp.planning.plan import build_plan
+
+
+class OwnAllGather(TwoTensor):
+    """As float8 weights are: a subclass with FSDP2's extension."""
+
+    def fsdp_pre_all_gather(self, mesh):
+        raise AssertionError("not reached")
+
+
+def _replace_weight(model, make):
+    linear = model.layers[1]
+    linear.weight = nn.Parameter(make(linear.weight.detach()))
+
+
+def _tensor_parallel(on_meta):
+    mesh = init_device_mesh("cpu", (2,))
+    with torch.device("meta" if on_meta else "cpu"):
+        model = ThreeUnits()
+    if on_meta:
+        _replace_weight(model, lambda weight: DTensor.from_local(weight[:4], mesh, [Shard(0)], run_check=False))
+    else:
+        _replace_weight(model, lambda weight: distribute_tensor(weight, mesh, [Shard(0)]))
+    zeroamp.wrap_model(model, policy(config(3)))
+
+
+@pytest.mark.parametrize("on_meta", [True, False])
+def test_a_tensor_parallel_parameter_is_refused(ranks2, on_meta):
+    text = r"WrapError: layers\.1\.weight is a DTensor of placements .*tensor parallelism is not supported"
+    with pytest.raises(RankError, match=f"--- rank 0[\\s\\S]*{text}[\\s\\S]*--- rank 1[\\s\\S]*{text}"):
+        ranks2.run(_tensor_parallel, on_meta)
+
+
+def _own_all_gather():
+    torch.manual_seed(0)
+    model = ThreeUnits()
+    _replace_weight(model, lambda weight: OwnAllGather(weight, weight.clone()))
+    zeroamp.wrap_model(model, policy(config(3)))
+
+
+def test_a_subclass_with_its_own_all_gather_is_refused_on_gloo(ranks2):
+    text = r"WrapError: layers\.1\.weight is a OwnAllGather.*needs NCCL, but this process group is gloo"
+    with pytest.raises(RankError, match=f"--- rank 0[\\s\\S]*{text}[\\s\\S]*--- rank 1[\\s\\S]*{text}"):
+        ranks2.run(_own_all_gather)
+
+
+def test_other_subclasses_and_lazy_parameters_are_refused():
+    model = build("llama_tied")
+    model.head.weight = model.embed.weight = nn.Parameter(TwoTensor(*[model.head.weight.detach()] * 2))
+    with pytest.raises(zeroamp.WrapError, match="embed.weight is a TwoTensor, a tensor subclass"):
+        build_plan(model, policy(config(3)))
+    with pytest.raises(zeroamp.WrapError, match=r"0\.weight has no shape yet\. Run one forward"):
+        build_plan(nn.Sequential(nn.LazyLinear(4)), policy(config(3)))
+
+
+class Packed(nn.Linear):
+    """Four 8-bit numbers in each fp32 word of its weight, as QLoRA with fp32 storage has them."""
+
+    def __init__(self):
+        super().__init__(16, 8, bias=False)
+        words = torch.arange(8 * 16 * 4, dtype=torch.int32).to(torch.uint8).view(torch.float32).view(8, 16)
+        self.weight = nn.Parameter(words, requires_grad=False)
+        self.weight.quant_state = "of bitsandbytes"
+        self.seen = None
+
+    def forward(self, x):
+        self.seen = self.weight.detach().clone().view(torch.uint8)
+        return x
+
+
+def _packed(options):
+    model = nn.Sequential(Packed(), nn.Linear(16, 16))
+    torch.manual_seed(0)
+    for parameter in model[1].parameters():
+        nn.init.normal_(parameter)
+    expected = model[0].weight.detach().clone().view(torch.uint8)
+    zeroamp.wrap_model(model, policy(config(3, **options)), auto_wrap_policy={"Linear"})
+    model(torch.ones(2, 16)).sum().backward()
+    return torch.equal(model[0].seen, expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": None, "bf16": {"enabled": True}}], ids=["autocast", "bf16"])
+def test_quantized_words_are_gathered_as_stored(ranks2, options):
+    assert ranks2.run(_packed, options) == [True, True]

@@ -1,0 +1,53 @@
+"""Gradients of replicated (0-D) parameters: averaged over all ranks in the step's all-reduce.
+
+FSDP2 shards dimension 0, which a 0-D parameter has not, so every rank holds and updates it whole. Autograd sums its
+gradient over the micro-batches of an optimizer step, in fp32. The mean over ranks needs no collective of its own: two
+fp64 numbers per parameter ride in the step's all-reduce, the gradient and whether there is one. fp64 holds the sum of
+two fp32 numbers so exactly that on 2 ranks its rounding to fp32 is that of an fp32 sum.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+
+class ReplicatedGradients:
+    """The gradients of a model's replicated parameters. A model without any pays nothing for it."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take all parameters of a wrapped model, in the order that all ranks have."""
+        self._parameters = [parameter for parameter in parameters if parameter.dim() == 0]
+
+    def sharded(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+        """Return those of `parameters` that are not replicated."""
+        return [parameter for parameter in parameters if parameter.dim() > 0] if self._parameters else parameters
+
+    def statistics(self, device: torch.device) -> list[torch.Tensor]:
+        """Return what to append to the statistics of the step: this rank's gradients and 1 or 0 for each, 1-D fp64."""
+        if not self._parameters:
+            return []
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        gradients = [zero if p.grad is None else p.grad.to(torch.float64) for p in self._parameters]
+        is_used = [float(p.grad is not None) for p in self._parameters]
+        return [torch.stack(gradients), torch.tensor(is_used, dtype=torch.float64, device=device)]
+
+    @torch.no_grad()
+    def set_means(self, statistics: torch.Tensor, num_ranks: int) -> torch.Tensor:
+        """Set the gradients to their means over ranks. Return the sum of their squares, 0-D fp64.
+
+        A parameter that this rank did not use, and another did, gets a gradient too; one that no rank used keeps None.
+        Only a rank with an unused parameter waits for the device.
+
+        Args:
+            statistics: the sums over ranks of what `statistics` returned, 1-D fp64.
+            num_ranks: the ranks of the sum.
+        """
+        squares = statistics.new_zeros(())
+        sums, num_used = statistics.tensor_split(2)
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is None and (not parameter.requires_grad or num_used[index] == 0):
+                continue
+            parameter.grad = (sums[index] / num_ranks).to(parameter.dtype)  # 0-D fp32
+            squares = squares + parameter.grad.double().square()
+        return squares

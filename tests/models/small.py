@@ -213,6 +213,39 @@ class HfLlama(nn.Module):
         return LlamaForCausalLM(hf_llama_config())
 
 
+class Rotated(nn.Module):
+    """A block that takes tables in whatever dtype they come, as rotary embeddings do."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+        self.gate, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, *, tables):
+        self.seen.append((x.dtype, tables["cos"].dtype, tables["at"].dtype))
+        h = self.gate(x * tables["cos"] + x.roll(1, -1) * tables["sin"])
+        return x + self.out(F.silu(h))
+
+
+class MakesFp32(nn.Module):
+    """Makes fp32 tensors in its forward, adds one to the activations, and hands others to its blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Rotated() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens):
+        at = torch.arange(tokens.shape[1])
+        angles = at[:, None] / 10 ** (torch.arange(WIDTH) / WIDTH)  # fp32
+        x = self.embed(tokens) + angles.sin()
+        for block in self.blocks:
+            x = block(x, tables={"cos": angles.cos(), "sin": angles.sin(), "at": at})
+        logits = self.head(x.to(self.head.weight.dtype))  # the root's own module: not a unit
+        return F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+
 MODELS = {
     "llama_tied": lambda: Llama(tied=True),
     "llama_untied": lambda: Llama(tied=False),
@@ -221,11 +254,12 @@ MODELS = {
     "hf_llama": HfLlama,
     "moe": Moe,
 }
+MORE_MODELS = {"makes_fp32": MakesFp32}
 
 
 def build(name, seed=0):
     torch.manual_seed(seed)
-    return MODELS[name]().train()
+    return (MODELS | MORE_MODELS)[name]().train()
 
 
 def batch(name, index, size=2):

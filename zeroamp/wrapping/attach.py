@@ -21,6 +21,7 @@ from zeroamp.hooks.guards import BackwardGuard, attach_safe_module_guard
 from zeroamp.hooks.observers.ranges import UnitRanges
 from zeroamp.hooks.precision.autocast import enter_autocast, refuse_autocast, warn_of_other_autocast
 from zeroamp.hooks.precision.fp32_regions import Fp32Region
+from zeroamp.hooks.precision.input_casts import cast_inputs
 from zeroamp.hooks.precision.shared_casts import SharedCasts, linears_that_may_share
 from zeroamp.hooks.root_forward import reshard_after_no_grad
 from zeroamp.hooks.typed_groups import attach_typed_group
@@ -36,6 +37,7 @@ from zeroamp.wrapping.state import WrapState
 def attach_hooks(model: nn.Module, state: WrapState) -> None:
     """Register everything that runs beside FSDP2's own hooks. See each hook for why its place works."""
     policy = state.plan.policy
+    state.handles += cast_unit_inputs(model, state.plan)
     buffers = ReceiveBuffers()
     for group in state.plan.groups:
         unit = [model.get_submodule(fqn) for fqn in state.plan.modules_of(group.unit)]
@@ -101,6 +103,20 @@ def _guard_safe_modules(model: nn.Module, state: WrapState) -> None:
         if not isinstance(model.get_submodule(fqn), classes):
             continue
         state.handles.append(attach_safe_module_guard(model.get_submodule(fqn), fqn, state.mesh.device_type))
+
+
+def cast_unit_inputs(model: nn.Module, plan: Plan) -> list[RemovableHandle]:
+    """Let the modules of units cast their inputs where the mode says so; return the hooks' handles.
+
+    Modules of the plan that the model does not have are left out.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    fqns = [fqn for unit in ("", *plan.units) for fqn in plan.modules_of(unit) if fqn in modules]
+    return [
+        modules[fqn].register_forward_pre_hook(cast_inputs(dtype), with_kwargs=True)
+        for fqn in fqns
+        if (dtype := plan.input_dtype(fqn)) is not None
+    ]
 
 
 def share_casts(model: nn.Module, plan: Plan, device_type: str) -> list[RemovableHandle]:

@@ -246,6 +246,43 @@ class MakesFp32(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
 
 
+class SkipBlock(nn.Module):
+    """A unit that reads its input once, or twice (`residual`), and a skip once."""
+
+    def __init__(self, residual):
+        super().__init__()
+        self.residual = residual
+        self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, skip=None):
+        h = F.silu(self.out(self.norm(x)))
+        h = h if skip is None else h * skip
+        return x + h if self.residual else h
+
+
+class Skips(nn.Module):
+    """UNet-like: the output of each of the first units feeds the next unit, one of the last, and a side unit."""
+
+    def __init__(self, residual):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.down, self.up, self.side = (
+            nn.ModuleList(SkipBlock(residual and is_down) for _ in range(3)) for is_down in (True, False, False)
+        )
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        skips, total = [], 0
+        for down, side in zip(self.down, self.side, strict=True):
+            skips.append(x)
+            total = total + side(x)
+            x = down(x)
+        for up in self.up:
+            x = up(x, skips.pop())
+        return F.cross_entropy(self.head(x + total).float().flatten(0, 1), tokens.flatten())
+
+
 MODELS = {
     "llama_tied": lambda: Llama(tied=True),
     "llama_untied": lambda: Llama(tied=False),
@@ -254,7 +291,11 @@ MODELS = {
     "hf_llama": HfLlama,
     "moe": Moe,
 }
-MORE_MODELS = {"makes_fp32": MakesFp32}
+MORE_MODELS = {
+    "makes_fp32": MakesFp32,
+    "skips": lambda: Skips(residual=False),
+    "residual_skips": lambda: Skips(residual=True),
+}
 
 
 def build(name, seed=0):

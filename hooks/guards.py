@@ -1,13 +1,16 @@
-"""Guards that raise: a safe module that runs with autocast off, and a backward that bypasses `TrainStep`."""
+"""Guards that raise: a module called outside of the root's forward, a safe module that runs with autocast off, and a
+backward that bypasses `TrainStep`.
+"""
 
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from zeroamp.hooks.tensors import tensors_in
-from zeroamp.policies.errors import PrecisionError, StepError
+from zeroamp.policies.errors import PrecisionError, StepError, WrapError
 
 
 def attach_safe_module_guard(module: nn.Module, fqn: str, device_type: str) -> RemovableHandle:
@@ -17,11 +20,32 @@ def attach_safe_module_guard(module: nn.Module, fqn: str, device_type: str) -> R
         if not torch.is_autocast_enabled(device_type):
             raise PrecisionError(
                 f"{fqn} (a {type(module).__name__}) ran with autocast off, but its parameters are all-gathered in "
-                "low precision. Leave its class out of torch_autocast.lower_precision_safe_modules: its parameters "
-                "then stay fp32."
+                "low precision. Where it ran outside of the model's forward, as in generate of an encoder-decoder, "
+                'call zeroamp.register_forward_method(model, "generate") first. Where the model switches autocast off, '
+                "leave its class out of torch_autocast.lower_precision_safe_modules: its parameters then stay fp32."
             )
 
     return module.register_forward_pre_hook(check)
+
+
+def attach_sharded_guard(root: nn.Module, fqn: str, parameter: str) -> RemovableHandle:
+    """Raise before a forward of the module `fqn` while `parameter` is sharded, one that it owns or that is inside it.
+
+    For a parameter that only the root's forward unshards, or that of a unit around the module.
+    """
+    owner_fqn, _, name = parameter.rpartition(".")
+    owner = root.get_submodule(owner_fqn)
+
+    def check(_module: nn.Module, _args: Any) -> None:
+        if not torch.compiler.is_compiling() and isinstance(owner._parameters[name], DTensor):
+            raise WrapError(
+                f"{fqn} was called outside of the model's forward, where {parameter} is sharded. Call it in a method "
+                'of the model, and register that method: zeroamp.register_forward_method(model, "generate"), for '
+                "example."
+            )
+
+    # First: a unit that FSDP2 sees before the root would be taken for the root.
+    return root.get_submodule(fqn).register_forward_pre_hook(check, prepend=True)
 
 
 class BackwardGuard:

@@ -1,13 +1,15 @@
 """Checks the arguments of `TrainStep`: the scheduler's interface, and which optimizers and schedulers are refused."""
 
 from collections.abc import Sequence
+from inspect import Parameter, signature
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zeroamp.policies.errors import StepError
+from zeroamp.policies.dtypes import short_name
+from zeroamp.policies.errors import StepError, describe
 
 
 class Scheduler(Protocol):
@@ -57,6 +59,37 @@ def refuse_foreign(optimizers: Sequence[torch.optim.Optimizer], parameters: list
                         "optimizer."
                     )
                 holders[id(parameter)] = number
+
+
+def refuse_low_precision(root: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    """Raise StepError if a trainable parameter is not stored in fp32. `parameters` are those of `root`, sharded."""
+    for index in [index for index, parameter in enumerate(parameters) if parameter.dtype is not torch.float32]:
+        if parameters[index].requires_grad:
+            fqn = [fqn for fqn, _ in root.named_parameters()][index]  # by place: a unit may be unsharded now
+            raise StepError(
+                f"{fqn} is trainable but stored in {short_name(parameters[index].dtype)}: it was unfrozen or cast "
+                "after wrap_model. What is trained is stored in fp32. Set requires_grad before wrap_model, or freeze "
+                "it again."
+            )
+
+
+def refuse_output(loss: object) -> None:
+    """Raise StepError for a loss that is no tensor: a model's whole output, say."""
+    if not isinstance(loss, torch.Tensor):
+        found = f"a {type(loss).__name__}"
+        raise StepError(describe("The loss given to TrainStep.backward", found, "a tensor", "Pass output.loss."))
+
+
+def refuse_closures(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise StepError for an optimizer whose step needs a closure, which runs forward and backward again."""
+    for optimizer in optimizers:
+        closure = signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is Parameter.empty:
+            raise StepError(
+                f"TrainStep was given {type(optimizer).__name__}, whose step needs a closure that runs forward and "
+                "backward several times. Call optimizer.step(closure) in a loop without TrainStep: docs/recipes.md has "
+                "the lines."
+            )
 
 
 def refuse_several(optimizers: Sequence[torch.optim.Optimizer], method: str) -> None:

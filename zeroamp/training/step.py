@@ -14,7 +14,15 @@ from zeroamp.planning.mesh import device_of, process_group, replicate_size
 from zeroamp.policies.errors import StepError, describe
 from zeroamp.training import update
 from zeroamp.training.callbacks import Callbacks, tell_observers
-from zeroamp.training.checks import Scheduler, no_gradient, refuse_foreign, refuse_metric
+from zeroamp.training.checks import (
+    Scheduler,
+    no_gradient,
+    refuse_closures,
+    refuse_foreign,
+    refuse_low_precision,
+    refuse_metric,
+    refuse_output,
+)
 from zeroamp.training.extensions import attach_extensions, load
 from zeroamp.training.loss_scale import LossScaler
 from zeroamp.training.micro_batches import Failure, MicroBatches
@@ -71,7 +79,7 @@ class TrainStep:
 
         Raises:
             StepError: an optimizer holds parameters that are not the wrapped model's, two hold the same one, the
-                numbers of optimizers and schedulers differ, or a scheduler needs a metric.
+                numbers of optimizers and schedulers differ, a scheduler needs a metric, or an optimizer a closure.
             WrapError: the model is not wrapped.
             ConfigError: a monitor of the config cannot be opened.
         """
@@ -104,6 +112,7 @@ class TrainStep:
         for each in self.schedulers:
             refuse_metric(each)
         refuse_foreign(self.optimizers, self.micro_batches.parameters)
+        refuse_closures(self.optimizers)
         is_float16 = self._policy.low_dtype == torch.float16
         self._scaler = LossScaler(self._policy.loss_scale, self._state.mesh.device_type, enabled=is_float16)
         self._loss_sum: torch.Tensor | None = None  # 0-D fp32: sum of this rank's losses that `backward` divided
@@ -185,10 +194,12 @@ class TrainStep:
 
         Raises:
             StepError: `step` or `update` was not called since the last backward, None and a bool are mixed for
-                `is_last`, `loss` has more than one element, or `recover` was not called after an earlier failure.
+                `is_last`, `loss` is no tensor of one element, a trainable parameter is not stored in fp32, or
+                `recover` was not called after an earlier failure.
         """
         self.micro_batches.refuse_after_failure("TrainStep.backward")
         is_last = self._is_last(is_last)
+        refuse_output(loss)
         if loss.numel() != 1:
             found = f"a tensor of shape {tuple(loss.shape)}"
             raise StepError(describe("The loss given to TrainStep.backward", found, "a scalar", "Reduce it."))
@@ -197,6 +208,8 @@ class TrainStep:
                 f"The loss given to TrainStep.backward ({loss.dtype}) needs no gradient. It must depend on trainable "
                 "parameters of the wrapped model: compute it with gradients on, and do not detach it."
             )
+        if self.is_between_steps:
+            refuse_low_precision(self._state.root, self.micro_batches.parameters)
         # In fp32: a float16 loss times its scale would overflow.
         scaled = self._scaler.scale_loss(
             loss.float() / self._policy.gradient_accumulation_steps if divide else loss.float()
@@ -222,7 +235,10 @@ class TrainStep:
                     "it for each of them, or for none."
                 )
             if self.micro_batches.is_complete or (not is_by_caller and not self._is_stepped):
-                raise StepError("TrainStep.backward was called twice without step() between. Call step() after it.")
+                raise StepError(
+                    "TrainStep.backward was called twice without step() between. Call step() after it. Several losses "
+                    "of one micro-batch are added, for one backward: backward(loss + other_loss)."
+                )
         self._is_ended_by_caller = is_by_caller
         if is_last is not None:
             return is_last

@@ -1,5 +1,6 @@
 """Attaches zeroamp's hooks to a model that FSDP2 has sharded."""
 
+from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -17,20 +18,21 @@ from zeroamp.hooks._torch.fsdp import (
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
 from zeroamp.hooks.collectives.reduce_scatter import ReceiveBuffers
 from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
-from zeroamp.hooks.guards import BackwardGuard, attach_safe_module_guard
+from zeroamp.hooks.guards import BackwardGuard, attach_safe_module_guard, attach_sharded_guard
 from zeroamp.hooks.observers.ranges import UnitRanges
 from zeroamp.hooks.precision.autocast import enter_autocast, refuse_autocast, warn_of_other_autocast
 from zeroamp.hooks.precision.fp32_regions import Fp32Region
 from zeroamp.hooks.precision.input_casts import cast_inputs
 from zeroamp.hooks.precision.shared_casts import SharedCasts, linears_that_may_share
 from zeroamp.hooks.root_forward import reshard_after_no_grad
-from zeroamp.hooks.typed_groups import attach_typed_group
+from zeroamp.hooks.typed_groups import Holder, attach_typed_group
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.accumulation import sharded_accumulation
 from zeroamp.policies.policy import Policy
 from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES, resolve_safe_classes
 from zeroamp.wrapping.collectives import attach_collectives
 from zeroamp.wrapping.prefetch import attach_prefetch
+from zeroamp.wrapping.refused_calls import refuse_calls
 from zeroamp.wrapping.state import WrapState
 
 
@@ -57,6 +59,8 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
         for fqn in (fqn for unit in ("", *state.plan.units) for fqn in state.plan.modules_of(unit)):
             state.handles += UnitRanges(state.ranges, fqn).attach(model.get_submodule(fqn))
     _attach_root_forward(model, state)
+    state.handles += _guard_calls_from_outside(model, state.plan)
+    state.handles += refuse_calls(model)
     # Under autocast fp32 may come out of a region: the ops after it cast as they need.
     output_dtype = None if policy.mode == "autocast" else policy.low_dtype
     for fqn in state.plan.fp32_regions.modules:
@@ -92,6 +96,22 @@ def _needs_train_step(policy: Policy) -> str:
     }
     reasons = [f"{key} {getattr(policy, key)}" for key, applies in keys.items() if applies]
     return " and ".join([*reasons, "float16, which scales the loss"] if policy.low_dtype == torch.float16 else reasons)
+
+
+def _guard_calls_from_outside(model: nn.Module, plan: Plan) -> Iterator[RemovableHandle]:
+    """Guard the modules that a user may call by themselves, units and those around or beside units."""
+    units = {fqn: unit for unit in plan.units for fqn in plan.modules_of(unit)}
+    inside_units = tuple(f"{fqn}." for fqn in units)
+    for fqn, module in model.named_modules():
+        if fqn and not fqn.startswith(inside_units) and not isinstance(module, Holder):
+            prefix = f"{fqn}."
+            for group in plan.groups:
+                if any(f"{other}.".startswith(prefix) for other in plan.modules_of(group.unit)):
+                    continue  # unsharded by a hook of this module, or of one inside
+                names = (name for param in group.params for name in (param.fqn, *param.aliases))
+                if (name := next((name for name in names if name.startswith(prefix)), None)) is not None:
+                    yield attach_sharded_guard(model, fqn, name)
+                    break
 
 
 def _guard_safe_modules(model: nn.Module, state: WrapState) -> None:

@@ -3,12 +3,12 @@
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.hooks import RemovableHandle
 
 from zeroamp.hooks._torch.fsdp import release
 from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
@@ -24,6 +24,13 @@ from zeroamp.policies.errors import WrapError
 from zeroamp.wrapping.rank_group import RankGroup
 
 _ATTRIBUTE = "_zeroamp_state"
+
+
+class Removable(Protocol):
+    """What `unwrap_model` removes: a hook's handle, for example."""
+
+    def remove(self) -> None:
+        """Undo it."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,7 +54,7 @@ class WrapState:
     guard: BackwardGuard | None = None
     fp32_regions: list[Fp32Region] = field(default_factory=list)
     shard_accumulator: ShardAccumulator | None = None
-    handles: list[RemovableHandle] = field(default_factory=list)
+    handles: list[Removable] = field(default_factory=list)
     is_observed: bool = False
     """Whether what runs is an observed step, which leaves no trace: see `ledger/observed_step.py`."""
 

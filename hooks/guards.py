@@ -20,9 +20,10 @@ def attach_safe_module_guard(module: nn.Module, fqn: str, device_type: str) -> R
         if not torch.is_autocast_enabled(device_type):
             raise PrecisionError(
                 f"{fqn} (a {type(module).__name__}) ran with autocast off, but its parameters are all-gathered in "
-                "low precision. Where it ran outside of the model's forward, as in generate of an encoder-decoder, "
-                'call zeroamp.register_forward_method(model, "generate") first. Where the model switches autocast off, '
-                "leave its class out of torch_autocast.lower_precision_safe_modules: its parameters then stay fp32."
+                "low precision. Outside of the model's forward, call it under train.autocast(), or in a method of the "
+                'model that is registered: zeroamp.register_forward_method(model, "generate"), for example. Where the '
+                "model switches autocast off, leave its class out of torch_autocast.lower_precision_safe_modules: its "
+                "parameters then stay fp32."
             )
 
     return module.register_forward_pre_hook(check)

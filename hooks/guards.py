@@ -1,15 +1,17 @@
-"""Guards that raise: safe modules with autocast off, backwards that bypass `TrainStep`, casts of a wrapped model."""
+"""Guards that raise: modules called outside of the root's forward, safe modules with autocast off, and backwards that
+bypass `TrainStep`.
+"""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from zeroamp.hooks.tensors import tensors_in
-from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import PrecisionError, StepError, WrapError
 
 
@@ -20,37 +22,33 @@ def attach_safe_module_guard(module: nn.Module, fqn: str, device_type: str) -> R
         if not torch.is_autocast_enabled(device_type):
             raise PrecisionError(
                 f"{fqn} (a {type(module).__name__}) ran with autocast off, but its parameters are all-gathered in "
-                "low precision. Leave its class out of torch_autocast.lower_precision_safe_modules: its parameters "
-                "then stay fp32."
+                "low precision. Outside of the model's forward, call it under train.autocast(), or in a method of the "
+                'model that is registered: zeroamp.register_forward_method(model, "generate"), for example. Where the '
+                "model switches autocast off, leave its class out of torch_autocast.lower_precision_safe_modules: its "
+                "parameters then stay fp32."
             )
 
     return module.register_forward_pre_hook(check)
 
 
-def refuse_casts(module: nn.Module, fqn: str, dtypes: Collection[torch.dtype]) -> None:
-    """Raise WrapError where `module.to(dtype)` and the like would cast shards in `dtypes`, before anything is changed.
+def attach_sharded_guard(root: nn.Module, fqn: str, parameter: str) -> RemovableHandle:
+    """Raise before a forward of the module `fqn` while `parameter` is sharded, one that it owns or that is inside it.
 
-    All such methods call `_apply` with a function of one tensor. It is tried on an empty tensor of each dtype.
+    For a parameter that only the root's forward unshards, or that of a unit around the module.
     """
-    apply = module._apply
+    owner_fqn, _, name = parameter.rpartition(".")
+    owner = root.get_submodule(owner_fqn)
 
-    def apply_unless_cast(function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        for stored in dtypes:
-            if (dtype := function(torch.empty(0, dtype=stored)).dtype) != stored:
-                raise WrapError(
-                    f"{fqn or 'The model'} was cast from {short_name(stored)} to {short_name(dtype)} after wrap_model. "
-                    "The shards must stay as they are stored: cast the model before wrap_model, or after "
-                    "zeroamp.unwrap_model."
-                )
-        applied: nn.Module = apply(function, recurse)  # type: ignore[no-untyped-call]
-        return applied
+    def check(_module: nn.Module, _args: Any) -> None:
+        if not torch.compiler.is_compiling() and isinstance(owner._parameters[name], DTensor):
+            raise WrapError(
+                f"{fqn} was called outside of the model's forward, where {parameter} is sharded. Call it in a method "
+                'of the model, and register that method: zeroamp.register_forward_method(model, "generate"), for '
+                "example."
+            )
 
-    module._apply = apply_unless_cast  # type: ignore[method-assign]
-
-
-def allow_casts(module: nn.Module) -> None:
-    """Undo `refuse_casts`."""
-    vars(module).pop("_apply", None)
+    # First: a unit that FSDP2 sees before the root would be taken for the root.
+    return root.get_submodule(fqn).register_forward_pre_hook(check, prepend=True)
 
 
 class BackwardGuard:

@@ -16,7 +16,7 @@ A forward inside a forward (`generate` calls the model) is not outermost.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import wraps
@@ -133,9 +133,17 @@ class RootForward:
             root.register_forward_hook(lambda _module, _args, _output: self._leave(), prepend=False, always_call=True),
         ]
 
-    def register_method(self, root: nn.Module, name: str, groups: list[tuple[PreForward, PostForward]]) -> None:
-        """Let `root.name(...)` run as `forward` does. `groups` are the hooks of the typed groups of the root.
+    def register_method(
+        self,
+        root: nn.Module,
+        name: str,
+        *,
+        pre_forwards: Sequence[PreForward],
+        groups: Sequence[tuple[PreForward, PostForward]],
+    ) -> None:
+        """Let `root.name(...)` run as `forward` does.
 
+        `groups` are the hooks of the typed groups of the root, `pre_forwards` its other hooks, which come first.
         Builds on FSDP2's `register_fsdp_forward_method`, which handles neither typed groups nor this list.
         """
         method = getattr(root, name)
@@ -143,7 +151,7 @@ class RootForward:
 
         @wraps(method)
         def inside(*args: Any, **kwargs: Any) -> Any:
-            for pre_forward, _ in groups:
+            for pre_forward in (*pre_forwards, *(before for before, _ in groups)):
                 args, kwargs = pre_forward(root, args, kwargs)
             output = method(*args, **kwargs)
             self._see_output(output)

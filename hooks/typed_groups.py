@@ -142,14 +142,10 @@ def _merged_hooks(holder: FSDPModule, unit: Sequence[nn.Module]) -> tuple[PreFor
     return before, after
 
 
-def group_policy(
-    param_dtype: torch.dtype, accumulate: torch.dtype, *, cast_forward_inputs: bool = False
-) -> MixedPrecisionPolicy:
+def group_policy(param_dtype: torch.dtype, accumulate: torch.dtype) -> MixedPrecisionPolicy:
     """Return FSDP2's policy for a group: dtype of the all-gather, and of the unsharded sum over micro-batches.
 
     The communication dtype is not in it: `GroupReduceScatter` casts on the way into the reduction. `reduce_dtype` is
-    always set, because what None means changed in torch 2.15.
+    always set, because what None means changed in torch 2.15. Inputs are cast by `cast_inputs`.
     """
-    return MixedPrecisionPolicy(
-        param_dtype=param_dtype, reduce_dtype=accumulate, cast_forward_inputs=cast_forward_inputs
-    )
+    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=accumulate, cast_forward_inputs=False)

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 # The base classes of custom collectives: their setters are public, the classes are exported nowhere up to 2.15.
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.utils import _apply_to_tensors as map_tensors
 
 __all__ = [
     "AllGather",
@@ -33,6 +34,7 @@ __all__ = [
     "groups_of",
     "has_reduction_options",
     "keep_reduction_inputs",
+    "map_tensors",
     "modules_to_run",
     "reduce_scatter",
     "release",

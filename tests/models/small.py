@@ -238,6 +238,76 @@ class HfSiglip(nn.Module):
         return SiglipModel(SiglipConfig(**_towers()))
 
 
+class Rotated(nn.Module):
+    """A block that takes tables in whatever dtype they come, as rotary embeddings do."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+        self.gate, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, *, tables):
+        self.seen.append((x.dtype, tables["cos"].dtype, tables["at"].dtype))
+        h = self.gate(x * tables["cos"] + x.roll(1, -1) * tables["sin"])
+        return x + self.out(F.silu(h))
+
+
+class MakesFp32(nn.Module):
+    """Makes fp32 tensors in its forward, adds one to the activations, and hands others to its blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Rotated() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens):
+        at = torch.arange(tokens.shape[1])
+        angles = at[:, None] / 10 ** (torch.arange(WIDTH) / WIDTH)  # fp32
+        x = self.embed(tokens) + angles.sin()
+        for block in self.blocks:
+            x = block(x, tables={"cos": angles.cos(), "sin": angles.sin(), "at": at})
+        logits = self.head(x.to(self.head.weight.dtype))  # the root's own module: not a unit
+        return F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten())
+
+
+class SkipBlock(nn.Module):
+    """A unit that reads its input once, or twice (`residual`), and a skip once."""
+
+    def __init__(self, residual):
+        super().__init__()
+        self.residual = residual
+        self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, skip=None):
+        h = F.silu(self.out(self.norm(x)))
+        h = h if skip is None else h * skip
+        return x + h if self.residual else h
+
+
+class Skips(nn.Module):
+    """UNet-like: the output of each of the first units feeds the next unit, one of the last, and a side unit."""
+
+    def __init__(self, residual):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.down, self.up, self.side = (
+            nn.ModuleList(SkipBlock(residual and is_down) for _ in range(3)) for is_down in (True, False, False)
+        )
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        skips, total = [], 0
+        for down, side in zip(self.down, self.side, strict=True):
+            skips.append(x)
+            total = total + side(x)
+            x = down(x)
+        for up in self.up:
+            x = up(x, skips.pop())
+        return F.cross_entropy(self.head(x + total).float().flatten(0, 1), tokens.flatten())
+
+
 MODELS = {
     "llama_tied": lambda: Llama(tied=True),
     "llama_untied": lambda: Llama(tied=False),
@@ -245,6 +315,11 @@ MODELS = {
     "encoder": Encoder,
     "hf_llama": HfLlama,
     "moe": Moe,
+}
+MORE_MODELS = {
+    "makes_fp32": MakesFp32,
+    "skips": lambda: Skips(residual=False),
+    "residual_skips": lambda: Skips(residual=True),
 }
 
 
@@ -254,7 +329,7 @@ CONTRASTIVE = {"clip": HfClip, "siglip": HfSiglip}
 
 def build(name, seed=0):
     torch.manual_seed(seed)
-    return (MODELS | CONTRASTIVE)[name]().train()
+    return (MODELS | MORE_MODELS | CONTRASTIVE)[name]().train()
 
 
 def batch(name, index, size=2):

@@ -32,7 +32,7 @@ from zeroamp.hooks.tracing.recorded_run import replacement, run_context
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.errors import ConfigError
 from zeroamp.training.loss import LossFunction, loss_of
-from zeroamp.wrapping.attach import share_casts
+from zeroamp.wrapping.attach import cast_unit_inputs, share_casts
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def trace_micro_batch(
         torch.enable_grad(),
         tensors_replaced(model, fakes),
     ):
-        args, kwargs = _cast_inputs(fakes.of(arguments), plan)
+        args, kwargs = fakes.of(arguments)
         constant = [*tensors_in((args, kwargs)), *_tensors_beside_parameters(model)]
         fake_parameters = {fqn: fakes.of(parameter) for fqn, parameter in parameters.items()}
         recorder = EventRecorder([*fake_parameters.values(), *constant])
@@ -105,19 +105,6 @@ def trace_micro_batch(
             for handle in handles:
                 handle.remove()
         return MicroBatch(tuple(recorder.events), sum(sizes.values()))
-
-
-def _cast_inputs(arguments: Arguments, plan: Plan) -> Arguments:
-    """Cast floating inputs as FSDP2's root does in the modes that compute in a low precision throughout."""
-    if plan.policy.mode not in ("bf16", "fp16"):
-        return arguments
-
-    def cast(value: Any) -> Any:
-        is_floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(plan.policy.gather_dtype) if is_floating else value
-
-    result: Arguments = tree_map(cast, arguments)
-    return result
 
 
 def _tensors_beside_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
@@ -148,7 +135,7 @@ def _mark_units(
     for fqn in plan.fp32_regions.modules:
         if fqn in present:
             Fp32Region(model.get_submodule(fqn), device_type, output_dtype)  # undone by `tensors_replaced`
-    return handles + share_casts(model, plan, device_type)
+    return handles + cast_unit_inputs(model, plan) + share_casts(model, plan, device_type)
 
 
 def _mark_unit(

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from zeroamp.planning.fp32_regions import Fp32Regions, find_fp32_regions
@@ -57,6 +58,14 @@ class Plan:
     def modules_of(self, unit: str) -> tuple[str, ...]:
         """Return the FQNs of a unit's modules: itself, unless it is a merged one. "" is the root."""
         return self.merged.get(unit, (unit,))
+
+    def input_dtype(self, module: str) -> torch.dtype | None:
+        """Return the dtype to which a unit's module casts its floating-point inputs; None: it takes them as they come.
+
+        In modes bf16 and fp16 all units do, as under FSDP2's own policy, except for those in fp32 regions.
+        """
+        is_low = self.policy.mode in ("bf16", "fp16") and self.fp32_regions.pattern_of(module) is None
+        return self.policy.low_dtype if is_low else None
 
     def unit_numels(self) -> dict[str, int]:
         """Return the elements that are all-gathered when a unit runs, of every unit and the root.

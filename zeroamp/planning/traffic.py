@@ -142,7 +142,9 @@ def num_statistics(plan: Plan) -> int:
     """
     num_sharded = sum(len(group.params) for group in plan.groups)
     num_replicated = 0 if plan.replicated is None else len(plan.replicated.params)
-    return 2 + math.ceil(num_sharded / PARAMETERS_PER_NUMBER) + num_replicated * REPLICATED_BYTES // torch.float64.itemsize
+    return (
+        2 + math.ceil(num_sharded / PARAMETERS_PER_NUMBER) + num_replicated * REPLICATED_BYTES // torch.float64.itemsize
+    )
 
 
 def param_memory(param: ParamPlan, policy: Policy, num_shards: int) -> Memory:

@@ -1,6 +1,7 @@
 """Checks the arguments of `TrainStep`: the scheduler's interface, and which optimizers and schedulers are refused."""
 
 from collections.abc import Sequence
+from inspect import Parameter, signature
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.fsdp import sharded_parameters
-from zeroamp.policies.errors import StepError
+from zeroamp.policies.errors import StepError, describe
 
 
 class Scheduler(Protocol):
@@ -56,6 +57,7 @@ def refuse_unusable(
         refuse_metric(each)
     refuse_unsharded(root)
     refuse_foreign(optimizers, parameters)
+    refuse_closures(optimizers)
 
 
 def refuse_unsharded(root: nn.Module) -> None:
@@ -94,6 +96,25 @@ def refuse_foreign(optimizers: Sequence[torch.optim.Optimizer], parameters: list
                         "optimizer."
                     )
                 holders[id(parameter)] = number
+
+
+def refuse_output(loss: object) -> None:
+    """Raise StepError for a loss that is no tensor: a model's whole output, say."""
+    if not isinstance(loss, torch.Tensor):
+        found = f"a {type(loss).__name__}"
+        raise StepError(describe("The loss given to TrainStep.backward", found, "a tensor", "Pass output.loss."))
+
+
+def refuse_closures(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise StepError for an optimizer whose step needs a closure, which runs forward and backward again."""
+    for optimizer in optimizers:
+        closure = signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is Parameter.empty:
+            raise StepError(
+                f"TrainStep was given {type(optimizer).__name__}, whose step needs a closure that runs forward and "
+                "backward several times. Call optimizer.step(closure) in a loop without TrainStep: docs/recipes.md has "
+                "the lines."
+            )
 
 
 def refuse_several(optimizers: Sequence[torch.optim.Optimizer], method: str) -> None:

@@ -17,7 +17,14 @@ from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.errors import StepError, describe
 from zeroamp.training import update
 from zeroamp.training.callbacks import Callbacks, tell_observers
-from zeroamp.training.checks import Scheduler, no_gradient, refuse_foreign, refuse_metric, refuse_unusable
+from zeroamp.training.checks import (
+    Scheduler,
+    no_gradient,
+    refuse_foreign,
+    refuse_metric,
+    refuse_output,
+    refuse_unusable,
+)
 from zeroamp.training.extensions import attach_extensions, load
 from zeroamp.training.loss_scale import LossScaler
 from zeroamp.training.micro_batches import Failure, MicroBatches
@@ -78,8 +85,8 @@ class TrainStep:
 
         Raises:
             StepError: an optimizer holds parameters that are not the wrapped model's, two hold the same one, a
-                trainable parameter is not sharded, the numbers of optimizers and schedulers differ, or a scheduler
-                needs a metric.
+                trainable parameter is not sharded, the numbers of optimizers and schedulers differ, a scheduler needs a
+                metric, or an optimizer a closure.
             WrapError: the model is not wrapped.
             ConfigError: a monitor of the config cannot be opened.
         """
@@ -222,13 +229,15 @@ class TrainStep:
 
         Raises:
             StepError: `step` or `update` was not called since the last backward, None and a bool are mixed for
-                `is_last`, `loss` has more than one element, or `recover` was not called after an earlier failure. Also
-                if there are gradients before the first backward of an optimizer step: call `zero_grad`.
+                `is_last`, `loss` is no tensor of one element, a trainable parameter is not stored in fp32, or
+                `recover` was not called after an earlier failure. Also if there are gradients before the first backward
+                of an optimizer step: call `zero_grad`.
         """
         self.micro_batches.refuse_after_failure("TrainStep.backward")
         is_last = self._is_last(is_last)
         if self.is_between_steps:
             self._begin()
+        refuse_output(loss)
         if loss.numel() != 1:
             found = f"a tensor of shape {tuple(loss.shape)}"
             raise StepError(describe("The loss given to TrainStep.backward", found, "a scalar", "Reduce it."))
@@ -291,7 +300,10 @@ class TrainStep:
                     "it for each of them, or for none; no_sync() counts as is_last=False."
                 )
             if self.micro_batches.is_complete or (not is_by_caller and not self._is_stepped):
-                raise StepError("TrainStep.backward was called twice without step() between. Call step() after it.")
+                raise StepError(
+                    "TrainStep.backward was called twice without step() between. Call step() after it. Several losses "
+                    "of one micro-batch are added, for one backward: backward(loss + other_loss)."
+                )
         self._is_ended_by_caller = is_by_caller
         if is_last is not None:
             return is_last

@@ -76,12 +76,13 @@ def export_hf(
         max_shard_bytes: of the tensors of one file; a larger tensor has a file of its own.
 
     Raises:
-        CheckpointError: on all ranks, before anything is written where it can be known: the ranks pass different
-            arguments, a finite value would be infinite in `dtype`, safetensors is not installed; or a rank cannot
-            write.
+        CheckpointError: on all ranks, before anything is written where it can be known: the model has adapters of peft,
+            the ranks pass different arguments, a finite value would be infinite in `dtype`, safetensors is not
+            installed; or a rank cannot write.
         WrapError: the model is not wrapped.
     """
     state = wrap_state(model)
+    _refuse_adapters(state.root)
     with torch.no_grad():
         export_tensors(
             lambda: _sources(find_weights(state.root), state.mesh),
@@ -91,6 +92,18 @@ def export_hf(
             partial(save_config, state.root),
             RankGroup.for_saving(state.mesh),
         )
+
+
+def _refuse_adapters(root: nn.Module) -> None:
+    """Raise CheckpointError if modules are of peft: `from_pretrained` knows neither their names nor the adapters."""
+    for fqn, module in root.named_modules():
+        if any(cls.__module__.partition(".")[0] == "peft" for cls in type(module).__mro__):
+            raise CheckpointError(
+                f"export_hf cannot write {type(root).__name__}: {fqn or 'the model'} is of peft, and from_pretrained "
+                "does not know the names of adapters and of what they wrap. To save the adapters alone, pass "
+                "save_pretrained a full state_dict: docs/recipes.md has the lines. To save merged weights, call "
+                "zeroamp.unwrap_model(model).merge_and_unload() and save_pretrained."
+            )
 
 
 def _sources(weights: list[Weight], mesh: DeviceMesh) -> list["Source"]:

@@ -1,5 +1,6 @@
 """Attaches zeroamp's hooks to a model that FSDP2 has sharded."""
 
+from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -17,24 +18,27 @@ from zeroamp.hooks._torch.group_gradients import follow_gradients
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
 from zeroamp.hooks.collectives.reduce_scatter import ReceiveBuffers
 from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
-from zeroamp.hooks.guards import BackwardGuard, attach_safe_module_guard, refuse_casts
+from zeroamp.hooks.guards import BackwardGuard, attach_safe_module_guard, attach_sharded_guard
 from zeroamp.hooks.observers.ranges import UnitRanges
 from zeroamp.hooks.precision.autocast import enter_autocast, refuse_autocast, warn_of_other_autocast
 from zeroamp.hooks.precision.fp32_regions import Fp32Region
+from zeroamp.hooks.precision.input_casts import cast_inputs
 from zeroamp.hooks.precision.shared_casts import SharedCasts, linears_that_may_share
 from zeroamp.hooks.root_forward import reshard_after_no_grad
-from zeroamp.hooks.typed_groups import attach_typed_group
+from zeroamp.hooks.typed_groups import Holder, attach_typed_group
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.accumulation import sharded_accumulation
 from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES, resolve_safe_classes
 from zeroamp.wrapping.collectives import attach_collectives
 from zeroamp.wrapping.prefetch import attach_prefetch
+from zeroamp.wrapping.refused_calls import refuse_calls
 from zeroamp.wrapping.state import WrapState
 
 
 def attach_hooks(model: nn.Module, state: WrapState) -> None:
     """Register everything that runs beside FSDP2's own hooks. See each hook for why its place works."""
     policy = state.plan.policy
+    state.handles += cast_unit_inputs(model, state.plan)
     buffers = ReceiveBuffers()
     for group in state.plan.groups:
         unit = [model.get_submodule(fqn) for fqn in state.plan.modules_of(group.unit)]
@@ -53,10 +57,9 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     if policy.ranges != "off":
         for fqn in (fqn for unit in ("", *state.plan.units) for fqn in state.plan.modules_of(unit)):
             state.handles += UnitRanges(state.ranges, fqn).attach(model.get_submodule(fqn))
-    stored = list(dict.fromkeys(param.dtypes.stored for param in state.plan.params))
-    for fqn in ("", *(fqn for unit in state.plan.units for fqn in state.plan.modules_of(unit))):
-        refuse_casts(model.get_submodule(fqn), fqn, stored)
     _attach_root_forward(model, state)
+    state.handles += _guard_calls_from_outside(model, state.plan)
+    state.handles += refuse_calls(model)
     # Under autocast fp32 may come out of a region: the ops after it cast as they need.
     output_dtype = None if policy.mode == "autocast" else policy.low_dtype
     for fqn in state.plan.fp32_regions.modules:
@@ -100,6 +103,22 @@ def _needs_train_step(plan: Plan) -> str:
     return f"the config has {' and '.join(reasons)}" if reasons else ""
 
 
+def _guard_calls_from_outside(model: nn.Module, plan: Plan) -> Iterator[RemovableHandle]:
+    """Guard the modules that a user may call by themselves, units and those around or beside units."""
+    units = {fqn: unit for unit in plan.units for fqn in plan.modules_of(unit)}
+    inside_units = tuple(f"{fqn}." for fqn in units)
+    for fqn, module in model.named_modules():
+        if fqn and not fqn.startswith(inside_units) and not isinstance(module, Holder):
+            prefix = f"{fqn}."
+            for group in plan.groups:
+                if any(f"{other}.".startswith(prefix) for other in plan.modules_of(group.unit)):
+                    continue  # unsharded by a hook of this module, or of one inside
+                names = (name for param in group.params for name in (param.fqn, *param.aliases))
+                if (name := next((name for name in names if name.startswith(prefix)), None)) is not None:
+                    yield attach_sharded_guard(model, fqn, name)
+                    break
+
+
 def _guard_safe_modules(model: nn.Module, state: WrapState) -> None:
     low = [param for param in state.plan.params if param.dtypes.param != param.dtypes.stored]
     # A traced run that found a parameter safe may have found it outside autocast, cast by the model itself.
@@ -109,6 +128,20 @@ def _guard_safe_modules(model: nn.Module, state: WrapState) -> None:
         if not isinstance(model.get_submodule(fqn), classes):
             continue
         state.handles.append(attach_safe_module_guard(model.get_submodule(fqn), fqn, state.mesh.device_type))
+
+
+def cast_unit_inputs(model: nn.Module, plan: Plan) -> list[RemovableHandle]:
+    """Let the modules of units cast their inputs where the mode says so; return the hooks' handles.
+
+    Modules of the plan that the model does not have are left out.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    fqns = [fqn for unit in ("", *plan.units) for fqn in plan.modules_of(unit) if fqn in modules]
+    return [
+        modules[fqn].register_forward_pre_hook(cast_inputs(dtype), with_kwargs=True)
+        for fqn in fqns
+        if (dtype := plan.input_dtype(fqn)) is not None
+    ]
 
 
 def share_casts(model: nn.Module, plan: Plan, device_type: str) -> list[RemovableHandle]:

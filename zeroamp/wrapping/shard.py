@@ -76,23 +76,20 @@ def _shard_unit(
 ) -> None:
     modules = [model.get_submodule(fqn) for fqn in plan.modules_of(unit)]
     own = {id(model.get_parameter(param.fqn)) for param in group.params} if group else set()
-    # At the root only: inner modules get what the model hands them, rotary embeddings in fp32 for example.
-    casts_inputs = unit == "" and plan.policy.mode in ("bf16", "fp16")
     fully_shard(
         # One module is given as such: FSDP2 hooks a list of one in another way, and refuses it as the root.
         cast(nn.Module, modules if len(modules) > 1 else modules[0]),
         mesh=mesh,
-        # A unit without parameters of its own still casts inputs, where it is the root.
-        mp_policy=_mp_policy(group.key if group else unit_key(plan.policy), plan, mesh, casts_inputs=casts_inputs),
+        mp_policy=_mp_policy(group.key if group else unit_key(plan.policy), plan, mesh),
         reshard_after_forward=reshard_after_forward,
         offload_policy=offload,
         ignored_params={p for module in modules for p in module.parameters() if id(p) not in own},
     )
 
 
-def _mp_policy(key: GroupKey, plan: Plan, mesh: DeviceMesh, *, casts_inputs: bool = False) -> MixedPrecisionPolicy:
+def _mp_policy(key: GroupKey, plan: Plan, mesh: DeviceMesh) -> MixedPrecisionPolicy:
     dtypes = group_dtypes(key, plan.policy, ranks_of(mesh))
-    return group_policy(dtypes.param, dtypes.unsharded_accumulate, cast_forward_inputs=casts_inputs)
+    return group_policy(dtypes.param, dtypes.unsharded_accumulate)
 
 
 def _reshard_after_forward(kind: GroupKind, unit: str, plan: Plan, live: set[str]) -> bool | int:

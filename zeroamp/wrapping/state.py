@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.hooks import RemovableHandle
 
 from zeroamp.hooks._torch.fsdp import release
 from zeroamp.hooks._torch.group_gradients import GroupGradients
@@ -38,6 +37,13 @@ class OpenStep(Protocol):
 
     def discard(self) -> None:
         """Discard the optimizer step, with all its gradients."""
+
+
+class Removable(Protocol):
+    """What `unwrap_model` removes: a hook's handle, for example."""
+
+    def remove(self) -> None:
+        """Undo it."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -69,7 +75,7 @@ class WrapState:
     """Those whose own group is all-reduced over replicas in the last micro-batch only."""
     gradients: list[GroupGradients] = field(default_factory=list)
     """One entry per parameter group of FSDP2."""
-    handles: list[RemovableHandle] = field(default_factory=list)
+    handles: list[Removable] = field(default_factory=list)
     open_step: OpenStep | None = None
     """The optimizer step that has gradients on this model now. Several `TrainStep`s of one model find each other by it.
     """

@@ -7,7 +7,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.fsdp import remove_fsdp
-from zeroamp.hooks.guards import allow_casts
 from zeroamp.hooks.typed_groups import Holder
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import WrapError
@@ -65,6 +64,4 @@ def _remove_hooks(state: WrapState) -> None:
         region.remove()
     if state.shard_accumulator is not None:
         state.shard_accumulator.forget()
-    for module in state.root.modules():
-        allow_casts(module)
     state.root_forward.restore_methods(state.root)

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.hooks.observers.ranges import Ranges
+from zeroamp.hooks.precision.input_casts import cast_inputs
 from zeroamp.hooks.typed_groups import typed_group_hooks
 from zeroamp.planning.mesh import (
     current_device_type,
@@ -126,7 +127,13 @@ def register_forward_method(model: nn.Module, method_name: str) -> None:
     """
     state = wrap_state(model)
     at_root = [holder for group in state.plan.groups if not group.unit and (holder := state.holders.get(group.name))]
-    state.root_forward.register_method(model, method_name, [typed_group_hooks(holder) for holder in at_root])
+    dtype = state.plan.input_dtype("")
+    state.root_forward.register_method(
+        model,
+        method_name,
+        pre_forwards=[cast_inputs(dtype)] if dtype is not None else [],
+        groups=[typed_group_hooks(holder) for holder in at_root],
+    )
 
 
 def _refuse_unusable(model: object) -> None:

@@ -61,6 +61,13 @@ MODES = [
 ]
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_units_that_cast_their_inputs(ranks2, checkpointing):
+    for stage in (0, 1, 2, 3):
+        options = {"stage": stage, "threshold": 0, "dtype": None, "bf16": {"enabled": True}}
+        check(ranks2.run(measured_step, "makes_fp32", options, checkpointing))
+
+
 @pytest.mark.parametrize("mode", slow_but(MODES, *MODES[:3]), ids=str)
 def test_other_modes(ranks2, mode):
     for stage in (0, 1, 2, 3):

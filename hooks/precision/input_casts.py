@@ -1,0 +1,33 @@
+"""Casts the floating-point inputs of a unit to the dtype of the modes bf16 and fp16.
+
+FSDP2's own `cast_forward_inputs` casts to the dtype of the unit's own group, which is another one where a unit has fp32
+parameters only. Up to torch 2.12 it also leaves out all modules of a merged unit but the first.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroamp.hooks._torch.dispatch import untraced
+from zeroamp.hooks._torch.fsdp import PreForward, map_tensors
+
+
+def cast_inputs(dtype: torch.dtype) -> PreForward:
+    """Return a forward pre-hook, with kwargs, that casts a module's floating-point inputs to `dtype`.
+
+    Register it after FSDP2's own pre-hook, which moves the root's inputs to the device. It casts the same containers as
+    FSDP2 does, dataclasses included.
+    """
+    cast = partial(_cast, dtype)
+
+    @untraced
+    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return map_tensors(cast, args), map_tensors(cast, kwargs)
+
+    return before
+
+
+def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -1,0 +1,201 @@
+"""What a wrapped model cannot do: each call is an error that names what to do, and leaves the model as it was."""
+
+import copy
+import warnings
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import zeroamp
+from tests.models.architectures import IDS, t5
+from tests.models.small import VOCAB, Llama, batch, build, loss_of
+from tests.processes.training import config, wrapped
+
+
+def _model(name="llama_untied"):
+    model = wrapped(name, config(3))
+    return model, zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+def _step(name, model, train, index=0):
+    train.backward(loss_of(model, batch(name, 2 * index + dist.get_rank())))
+    return train.step().loss
+
+
+def _raised(error, call):
+    try:
+        call()
+    except error as raised:
+        return str(raised)
+    raise AssertionError(f"expected {error.__name__}, got none")
+
+
+def _calls(name, model):
+    """Name -> (a call that a wrapped model cannot do, what its error says)."""
+    calls = {
+        "deepcopy": (lambda: copy.deepcopy(model), "docs/recipes.md"),
+        "AveragedModel": (lambda: AveragedModel(model), "average the shards"),
+        "load": (lambda: model.load_state_dict(build(name).state_dict()), "set_model_state_dict"),
+        "cast": (lambda: model.to(torch.bfloat16), "is stored in fp32 and was to be cast to bf16"),
+        "half": (model.half, "cast to fp16 after wrap_model"),
+    }
+    if name == "hf_llama":
+        calls |= {
+            "resize": (lambda: model.resize_token_embeddings(VOCAB + 8), "before wrap_model"),
+            "save": (lambda: model.save_pretrained("nowhere"), "zeroamp.export_hf"),
+            "cast a unit": (model.model.layers[0].double, "model.layers.0.self_attn.q_proj.weight is stored"),
+        }
+    return calls
+
+
+def _refused(name):
+    model, train = _model(name)
+    losses = [_step(name, model, train)]
+    texts = {kind: (_raised(zeroamp.WrapError, call), says) for kind, (call, says) in _calls(name, model).items()}
+    model.load_state_dict(model.state_dict())  # of shards
+    model.to("cpu").float()  # changes nothing
+    losses.append(_step(name, model, train, 1))
+    undisturbed, its_train = _model(name)
+    expected = [_step(name, undisturbed, its_train, index) for index in (0, 1)]
+    assert losses == expected
+    plain = zeroamp.unwrap_model(model)
+    assert copy.deepcopy(plain).half() is not plain
+    return texts
+
+
+@pytest.mark.parametrize("name", ["llama_untied", "hf_llama"])
+def test_a_refused_call_says_what_to_do_and_leaves_the_model_as_it_was(ranks2, name):
+    for texts in ranks2.run(_refused, name):
+        assert [kind for kind, (text, says) in texts.items() if says not in text] == []
+
+
+def _called_from_outside():
+    model, train = _model()
+    x = torch.randn(2, 5, 32)
+    texts = [_raised(zeroamp.WrapError, lambda: model.blocks[0](x))]  # before the root's first forward
+    _step("llama_untied", model, train)
+    texts += [_raised(zeroamp.WrapError, partial(module, x)) for module in (model.blocks[1], model.norm)]
+    model.hidden = lambda tokens: model.blocks[0](model.embed(tokens))
+    zeroamp.register_forward_method(model, "hidden")
+    with torch.no_grad():
+        hidden = model.hidden(batch("llama_untied", 0))
+    assert hidden.shape == (2, 12, 32)
+    loss = loss_of(model, batch("llama_untied", 2 + dist.get_rank()))
+    with train.autocast():  # between forward and backward the root's own parameters are unsharded
+        assert torch.isfinite(model.head(x)).all()
+    train.backward(loss)
+    return texts
+
+
+def test_a_module_called_outside_of_the_forward_is_named_with_the_parameter_that_is_sharded(ranks2):
+    for texts in ranks2.run(_called_from_outside):
+        assert [text.split()[0] for text in texts] == ["blocks.0", "blocks.1", "norm"]
+        assert "blocks.0.norm1.weight is sharded" in texts[0]
+        assert all("zeroamp.register_forward_method(model," in text for text in texts)
+
+
+def _generate():
+    torch.manual_seed(0)
+    model = zeroamp.wrap_model(t5()[0], zeroamp.policy_from_config(config(3)))
+
+    def generate():
+        with torch.no_grad():
+            return model.generate(IDS, max_new_tokens=3, min_new_tokens=3)
+
+    sharded = _raised(zeroamp.WrapError, generate)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # T5's blocks return a view
+        model(input_ids=IDS, labels=IDS)  # leaves the root unsharded
+    without_autocast = _raised(zeroamp.PrecisionError, generate)
+    zeroamp.register_forward_method(model, "generate")
+    return sharded, without_autocast, generate()
+
+
+def test_generate_of_an_encoder_decoder_works_once_it_is_registered_and_says_so_before(ranks2):
+    for *texts, generated in ranks2.run(_generate):
+        assert all('zeroamp.register_forward_method(model, "generate")' in text for text in texts)
+        torch.manual_seed(0)
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(generated, t5()[0].generate(IDS, max_new_tokens=3, min_new_tokens=3))
+
+
+def _store_first_block_in_bf16(model: Llama):
+    model.blocks[0].requires_grad_(False).to(torch.bfloat16)
+
+
+def _unfrozen(how):
+    model = wrapped("llama_untied", config(3), prepare_before=_store_first_block_in_bf16)
+    train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters()))
+    _step("llama_untied", model, train)
+    if how == "unfrozen":
+        model.blocks[0].requires_grad_(True)
+    else:
+        model.blocks[1].qkv.to(torch.bfloat16)  # no unit: FSDP2 does not see it
+    text = _raised(zeroamp.StepError, lambda: _step("llama_untied", model, train))
+    if how == "unfrozen":
+        model.blocks[0].requires_grad_(False)
+        train.zero_grad()
+        _step("llama_untied", model, train)
+    return text
+
+
+@pytest.mark.parametrize(("how", "fqn"), [("unfrozen", "blocks.0.norm1.weight"), ("cast", "blocks.1.qkv.weight")])
+def test_a_trainable_parameter_that_is_not_stored_in_fp32_is_named(ranks2, how, fqn):
+    for text in ranks2.run(_unfrozen, how):
+        assert text.startswith(f"{fqn} is trainable but stored in bf16")
+        assert "before wrap_model" in text
+
+
+def _train_step():
+    model, train = _model("hf_llama")
+    inputs = batch("hf_llama", dist.get_rank())
+    output = model(input_ids=inputs, labels=inputs)
+    texts = [_raised(zeroamp.StepError, lambda: train.backward(output))]
+    train.backward(output.loss)
+    texts.append(_raised(zeroamp.StepError, lambda: train.backward(output.loss)))
+    train.step()
+    texts.append(
+        _raised(zeroamp.StepError, lambda: zeroamp.TrainStep(model, torch.optim.LBFGS(list(model.parameters()))))
+    )
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(train.optimizer)
+    texts.append(_raised(zeroamp.StepError, lambda: zeroamp.TrainStep(model, train.optimizer, plateau)))
+    return texts
+
+
+def test_what_a_train_step_cannot_do_is_refused_with_the_remedy(ranks2):
+    for texts in ranks2.run(_train_step):
+        for text, says in zip(
+            texts, ["Pass output.loss", "backward(loss + other_loss)", "docs/recipes.md", "step(metric)"], strict=True
+        ):
+            assert says in text
+
+
+class _Lora(nn.Module):
+    """A layer of peft, without peft."""
+
+    __module__ = "peft.tuners.lora.layer"
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer, self.lora = base, nn.Linear(base.in_features, base.out_features)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora(x)
+
+
+def _with_adapters(folder):
+    model = build("llama_untied")
+    model.blocks[0].out = _Lora(model.blocks[0].out)
+    zeroamp.wrap_model(model, zeroamp.policy_from_config(config(3)))
+    return _raised(zeroamp.CheckpointError, lambda: zeroamp.export_hf(model, folder))
+
+
+def test_an_export_of_adapters_is_refused_before_anything_is_written(ranks2, tmp_path):
+    for text in ranks2.run(_with_adapters, tmp_path / "out"):
+        assert "blocks.0.out is of peft" in text
+        assert "merge_and_unload" in text
+    assert not (tmp_path / "out").exists()

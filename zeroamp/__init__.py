@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from zeroamp.planning.plan import Plan as Plan
     from zeroamp.planning.plan import build_plan as build_plan
     from zeroamp.policies import Policy as Policy
+    from zeroamp.policies import open_auto_keys as open_auto_keys
     from zeroamp.policies import policy_from_config as policy_from_config
     from zeroamp.policies.errors import CheckpointError as CheckpointError
     from zeroamp.policies.errors import ConfigError as ConfigError
@@ -93,6 +94,7 @@ _HOMES = {
     "load_checkpoint": "zeroamp.checkpoint.load",
     "load_deepspeed_checkpoint": "zeroamp.deepspeed.load",
     "load_hf": "zeroamp.weights.load",
+    "open_auto_keys": "zeroamp.policies",
     "optimizer_from_config": "zeroamp.training.optimizers",
     "plan_run": "zeroamp.dry_run.run_plan",
     "policy_from_config": "zeroamp.policies",

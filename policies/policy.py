@@ -270,8 +270,8 @@ def _refuse_change(_: Policy, name: str, *_value: object) -> None:
 
 
 # Those of a frozen dataclass with slots raise a bare TypeError for every name that is not a field.
-Policy.__setattr__ = _refuse_change  # type: ignore[method-assign]
-Policy.__delattr__ = _refuse_change  # type: ignore[method-assign]
+Policy.__setattr__ = _refuse_change  # type: ignore[method-assign, assignment]
+Policy.__delattr__ = _refuse_change  # type: ignore[method-assign, assignment]
 
 
 def policy_from_config(

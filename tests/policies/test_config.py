@@ -341,9 +341,7 @@ def test_a_key_whose_value_another_one_holds_can_be_changed_and_taken_out(cfg, c
 def test_replace_takes_dtypes_and_says_which_blocks_have_enabled():
     policy = policy_from_config({"torch_autocast": AUTOCAST})
     assert policy.replace(torch_autocast__dtype=torch.float16).low_dtype == torch.float16
-    with pytest.raises(
-        ConfigError, match=r"^enabled is a key of several blocks: torch_autocast, bf16.*as in bf16=True"
-    ):
+    with pytest.raises(ConfigError, match=r"^enabled is a key of several blocks: .*, bf16, .* as in bf16=True"):
         policy.replace(enabled=True)
 
 

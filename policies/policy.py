@@ -168,6 +168,7 @@ class Policy:
     dp_replicate_size = _Key(lambda config: config.zeroamp.dp_replicate_size)
     count_traffic = _Key(lambda config: config.zeroamp.count_traffic is not False)
     ranges = _Key(lambda config: config.zeroamp.ranges)
+    sync_module_states = _Key(lambda config: config.zeroamp.sync_module_states)
     recovery = _Key(lambda config: config.zeroamp.recovery)
     share_casts = _Key(lambda config: config.zeroamp.share_casts)
     reduce_scatter_input_buffers = _Key(lambda config: config.zeroamp.reduce_scatter_input_buffers)

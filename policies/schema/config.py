@@ -66,6 +66,13 @@ class ZeroampBlock(Block):
     dp_replicate_size: Annotated[
         PositiveInt, Honoured("HSDP: replicas, each sharded over its part of the ranks, where no mesh is passed")
     ] = 1
+    sync_module_states: Annotated[
+        bool,
+        Honoured(
+            "`wrap_model` broadcasts the first rank's parameters and buffers. Off, parameters that differ between "
+            "ranks are an error"
+        ),
+    ] = False
     count_traffic: Annotated[
         bool | None,
         Honoured("count calls and bytes of every collective (`zeroamp.traffic(model)`). Default: true; same results"),

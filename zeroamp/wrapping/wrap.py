@@ -19,6 +19,7 @@ from zeroamp.policies.batch_sizes import check_batch_sizes
 from zeroamp.policies.errors import WrapError, describe
 from zeroamp.policies.policy import Policy
 from zeroamp.wrapping.attach import attach_hooks
+from zeroamp.wrapping.broadcast import broadcast_module_states
 from zeroamp.wrapping.checks import check_device, check_plans_agree, check_ranks_agree, check_torch
 from zeroamp.wrapping.materialize import cast_buffers, materialize
 from zeroamp.wrapping.shard import shard_model
@@ -58,8 +59,11 @@ def wrap_model(
     mesh = mesh_for_stage(policy.stage, mesh, policy.dp_replicate_size)
     _check_fits(policy, mesh)
     plan = build_plan(model, policy, auto_wrap_policy, example_inputs, mesh.device_type)
-    check_ranks_agree(model, mesh)
     check_plans_agree(plan, mesh)
+    if policy.sync_module_states:
+        broadcast_module_states(model, mesh)
+    else:
+        check_ranks_agree(model, mesh)
     cast_buffers(model, plan)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     holders = shard_model(model, plan, mesh)

@@ -35,6 +35,7 @@ __all__ = [
     "has_reduction_options",
     "keep_reduction_inputs",
     "modules_to_run",
+    "parameter_pairs",
     "reduce_scatter",
     "release",
     "remove_fsdp",
@@ -108,6 +109,13 @@ def unsharded_sums(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, torch.Tenso
                 total = parameter._unsharded_param.grad if total is None else total
                 if total is not None:
                     yield parameter.sharded_param, total
+
+
+def parameter_pairs(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, nn.Parameter | None]]:
+    """Yield (sharded parameter, the one that modules hold while it is unsharded); None before the first unshard."""
+    for group in groups_of(unit._get_fsdp_state()):
+        for parameter in group.fsdp_params:
+            yield parameter.sharded_param, getattr(parameter, "_unsharded_param", None)
 
 
 def set_accumulation_dtype(unit: FSDPModule, dtype: torch.dtype) -> bool:

@@ -65,7 +65,8 @@ def start_process_group() -> None:
                 "each process would train by itself. Start the script with torchrun, or call "
                 "torch.distributed.init_process_group first."
             )
-    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]  # public, in torch's documentation
+    dist.init_process_group(store=store, rank=0, world_size=1)
     atexit.register(_destroy_process_group)
     num_devices = torch.accelerator.device_count()
     level = logging.WARNING if num_devices > 1 else logging.INFO

@@ -201,6 +201,7 @@ class TrainStep:
         scaled = self._scaler.scale_loss(
             loss.float() / self._policy.gradient_accumulation_steps if divide else loss.float()
         )
+        self._state.gradient_scale = self._scaler.scale if is_last else None
         with self.micro_batches.noting("backward"), self.callbacks.phase("backward"):
             self.micro_batches.backward(scaled, is_last=is_last)
         detached = loss.detach().float().reshape(())
@@ -327,6 +328,7 @@ class TrainStep:
                 with self._state.ranges.inside("clip"):
                     factor = clip_factor(norm.float(), max_norm) / scale
                     multiply_gradients(self.micro_batches.with_gradient(), factor)
+                self._state.gradient_scale = 1.0
         except BaseException:  # after any error, the next backward begins a new optimizer step
             self._finish()
             raise
@@ -413,6 +415,7 @@ class TrainStep:
     def _forget(self) -> None:
         self._clipped, self._is_ended_by_caller, self._is_stepped = None, None, True
         self._loss_sum, self._whole_loss, self._num_divided = None, None, 0
+        self._state.gradient_scale = 1.0
 
     def recover(self) -> int:
         """Continue training after an exception. Call this on every rank that raised, outside of the except block.

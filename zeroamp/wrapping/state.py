@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
-from zeroamp.hooks._torch.fsdp import release
+from zeroamp.hooks._torch.fsdp import parameter_pairs, release, units_of
 from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
 from zeroamp.hooks.collectives.traffic import CollectiveListener, Traffic
 from zeroamp.hooks.guards import BackwardGuard
@@ -20,10 +21,12 @@ from zeroamp.hooks.precision.fp32_regions import Fp32Region
 from zeroamp.hooks.root_forward import RootForward
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.accumulation import unsharded_accumulation
-from zeroamp.policies.errors import WrapError
+from zeroamp.policies.errors import StepError, WrapError
 from zeroamp.wrapping.rank_group import RankGroup
 
 _ATTRIBUTE = "_zeroamp_state"
+_roots: "WeakSet[nn.Module]" = WeakSet()
+"""The wrapped models of this process."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -50,6 +53,9 @@ class WrapState:
     handles: list[RemovableHandle] = field(default_factory=list)
     is_observed: bool = False
     """Whether what runs is an observed step, which leaves no trace: see `ledger/observed_step.py`."""
+    gradient_scale: float | None = 1.0
+    """The factor that the gradients of the shards are multiplied by: the loss scale, and 1 once it is divided out. None
+    between the micro-batches of an optimizer step, when they are not complete."""
 
     accumulates_in: torch.dtype = field(init=False)
     """The dtype in which FSDP2 sums unsharded gradients now."""
@@ -64,8 +70,10 @@ def record_state(model: nn.Module, state: WrapState | None) -> None:
     """Set `state` on the wrapped root. With None, remove it."""
     if state is None:
         delattr(model, _ATTRIBUTE)
+        _roots.discard(model)
     else:
         setattr(model, _ATTRIBUTE, state)
+        _roots.add(model)
 
 
 def wrap_state(model: nn.Module) -> WrapState:
@@ -81,6 +89,25 @@ def wrap_state(model: nn.Module) -> WrapState:
             "returned."
         )
     return state
+
+
+def owner_of(parameter: nn.Parameter) -> tuple[WrapState, nn.Parameter]:
+    """Return the state of the wrapped model that has a parameter, sharded or unsharded, and the sharded parameter.
+
+    Raises:
+        StepError: no wrapped model has it.
+    """
+    for root in list(_roots):
+        for unit in units_of(root):
+            for pair in parameter_pairs(unit):
+                if any(parameter is each for each in pair):
+                    return wrap_state(root), pair[0]
+        if any(parameter is each for each in root.parameters()):  # not sharded: it has no elements
+            return wrap_state(root), parameter
+    raise StepError(
+        f"A parameter of shape {tuple(parameter.shape)} is not one of a wrapped model. Pass one that "
+        "model.named_parameters() yields after wrap_model."
+    )
 
 
 def autocast_of(state: WrapState) -> AbstractContextManager[object]:

@@ -73,8 +73,8 @@ def modules_to_run(module: FSDPModule) -> set[nn.Module]:
     """Return the set in which FSDP2 keeps which modules of a group of several have yet to run in this forward.
 
     Newer versions finish, at the end of the root's forward, the states whose set is not empty by then. On 2.11 it must
-    be cleared after a backward that is not the last of a window: of a group of which only some modules were recomputed
-    there, the next forward would take the first module for a later one.
+    be cleared after a backward that is not the last of an optimizer step: of a group of which only some modules were
+    recomputed there, the next forward would take the first module for a later one.
     """
     waiting: set[nn.Module] = module._get_fsdp_state()._modules_to_run_forward
     return waiting

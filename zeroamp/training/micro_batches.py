@@ -91,7 +91,7 @@ class MicroBatches:
             if guard is not None:
                 guard.armed = False
         self.num_done += 1
-        self.is_complete = is_last
+        self.is_complete, self._state.is_in_step = is_last, True
 
     def _set_accumulation(self, dtype: torch.dtype) -> None:
         """Sum unsharded gradients in `dtype` in this optimizer step. Its micro-batches may differ from the config's."""
@@ -139,7 +139,7 @@ class MicroBatches:
             self._state.shard_accumulator.drop()
         for parameter in self.parameters:  # also those that no optimizer holds
             parameter.grad = None
-        self.num_done, self.is_complete = 0, False
+        self.num_done, self.is_complete, self._state.is_in_step = 0, False, False
 
     def discard(self) -> None:
         """Discard an optimizer step at any point, with all its sharded and unsharded gradients."""
@@ -164,9 +164,15 @@ class MicroBatches:
         """Record an exception, unless one is recorded already."""
         if self.failure is None:
             self.failure = Failure(where=where, text=describe_error(error))
+            self._state.is_in_step = False
 
     def refuse_after_failure(self, method: str) -> None:
-        """Raise StepError if a failure is recorded. `method` is the caller's name in the error."""
+        """Raise StepError if a failure is recorded, or `unwrap_model` was called. The error names `method`."""
+        if self._state.is_unwrapped:
+            raise StepError(
+                f"{method} was called after unwrap_model, which left this TrainStep without its shards. Call "
+                "wrap_model again, then build another optimizer and TrainStep."
+            )
         if self.failure is not None:
             remedy = self.remedy if self.failure.can_be_recovered else RESTART
             raise StepError(f"{method} was called after an earlier failure in {self.failure}. {remedy}")

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
+from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -85,8 +86,7 @@ class TrainStep:
         """Optimizer steps taken."""
         self.num_skipped = 0
         """Optimizer steps skipped because a gradient was not finite."""
-        self.callbacks = Callbacks()
-        """Called at every optimizer step, in the order of the list. See `zeroamp.Callback`."""
+        self._callbacks = Callbacks()
         self.recovery: Recovery | None = None
         """None unless `zeroamp.recovery` is true."""
         self._state = wrap_state(model)
@@ -146,6 +146,18 @@ class TrainStep:
         """The background save of a checkpoint. `train.saving.wait()`, on every rank, waits until it has ended."""
         saving: Saving = load("TrainStep.saving")(self._state)
         return saving
+
+    @property
+    def callbacks(self) -> Callbacks:
+        """Called at every optimizer step, in the order of the list. See `zeroamp.Callback`."""
+        return self._callbacks
+
+    @callbacks.setter
+    def callbacks(self, _: object) -> None:
+        raise StepError(
+            "TrainStep.callbacks was set, which would drop the callbacks of the config (monitors, recovery, saving). "
+            "Call train.callbacks.append(callback) for each of yours."
+        )
 
     @property
     def is_between_steps(self) -> bool:
@@ -274,8 +286,8 @@ class TrainStep:
             PeerError: another rank failed in this optimizer step (with `zeroamp.recovery`). Nothing was updated.
         """
         self.micro_batches.refuse_after_failure("TrainStep.clip_grad_norm")
-        if max_norm is not None and not max_norm >= 0:
-            raise StepError(describe("max_norm", max_norm, "a number from 0 on, or None", "0 does not clip."))
+        if max_norm is not None and not (isinstance(max_norm, Real | torch.Tensor) and max_norm >= 0):
+            raise StepError(describe("max_norm", repr(max_norm), "a number from 0 on, or None", "0 does not clip."))
         self._refuse_incomplete("clip_grad_norm")
         with self.callbacks.phase("optimizer"):
             self._clipped = self._clip(self._policy.gradient_clipping if max_norm is None else max_norm)

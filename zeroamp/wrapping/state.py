@@ -56,6 +56,10 @@ class WrapState:
     gradient_scale: float | None = 1.0
     """The factor that the gradients of the shards are multiplied by: the loss scale, and 1 once it is divided out. None
     between the micro-batches of an optimizer step, when they are not complete."""
+    is_in_step: bool = False
+    """Whether an optimizer step of a `TrainStep` has run a backward and has not ended or failed."""
+    is_unwrapped: bool = False
+    """Whether `unwrap_model` has undone the wrap."""
 
     accumulates_in: torch.dtype = field(init=False)
     """The dtype in which FSDP2 sums unsharded gradients now."""

@@ -107,12 +107,17 @@ def _reduction_rows() -> Iterator[dict[str, str]]:
         }
 
 
+def _note(key: Key) -> str:
+    other = None if isinstance(key.key_class, Unsupported) else key.key_class.other_name
+    return key.key_class.note + (f". Also named `{other}`" if other else "")
+
+
 def _row(key: Key, heading: str) -> dict[str, str]:
-    return {"key": f"`{key.path}`", heading: key.key_class.note}
+    return {"key": f"`{key.path}`", heading: _note(key)}
 
 
 def _honoured_row(key: Key) -> dict[str, str]:
-    return {"key": f"`{key.path}`", "default": _json(key.default), "meaning": key.key_class.note}
+    return {"key": f"`{key.path}`", "default": _json(key.default), "meaning": _note(key)}
 
 
 def _unsupported_row(key: Key) -> dict[str, str]:

@@ -3,16 +3,24 @@
 Arguments fill an `"auto"` as those of accelerate and transformers do for DeepSpeed.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from zeroamp.policies.errors import ConfigError, describe, shown, some_of
-from zeroamp.policies.json_values import flatten, json_value, nest
+from zeroamp.policies.json_values import flatten, json_value, load_config, nest
 from zeroamp.policies.numbers import is_integer
-from zeroamp.policies.schema import Config, Honoured, iter_keys
+from zeroamp.policies.schema import Config, Honoured, Native, iter_keys
 from zeroamp.policies.schema.keys import nearest
 
 AUTO = "auto"
+
+OTHER_NAMES = {
+    f"{key.path.rpartition('.')[0]}.{key.key_class.other_name}": key.path
+    for key in iter_keys(Config)
+    if isinstance(key.key_class, Honoured | Native) and key.key_class.other_name
+}
+"""Second name of a key, by its path -> the path of the key."""
 
 OWN_AUTO = ("torch_autocast.lower_precision_safe_modules", "data_types.keep_in_fp32_modules")
 """Keys to which "auto" is a value of its own."""
@@ -29,17 +37,70 @@ DERIVED: dict[str, dict[str, Callable[[Any], Any]]] = {
 """Arguments that fill keys of other names: transformers' rules for its own arguments."""
 
 
+def rename_keys(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `flat`, values by path, with every key under its first name.
+
+    Raises:
+        ConfigError: a key is there under both names, with different values.
+    """
+    renamed = {path: value for path, value in flat.items() if path not in OTHER_NAMES}
+    for path in (path for path in flat if path in OTHER_NAMES):
+        first = OTHER_NAMES[path]
+        if renamed.setdefault(first, flat[path]) != flat[path]:
+            raise ConfigError(
+                f"{path} is {shown(flat[path])}, but {first}, another name of the same key, is {shown(flat[first])}. "
+                "Remove one of them."
+            )
+    return renamed
+
+
+def open_auto_keys(cfg: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, tuple[str, ...]]:
+    """Return the keys of a config that are "auto" and wait for an argument of `policy_from_config`.
+
+    For loaders that know many values and must pass only those that are open: an argument that fills no key is an error.
+
+    ```python
+    known = {"bf16": True, "gradient_clipping": 1.0, "hidden_size": model.config.hidden_size}
+    wanted = {name for names in zeroamp.open_auto_keys(cfg).values() for name in names}
+    policy = zeroamp.policy_from_config(cfg, **{name: known[name] for name in wanted & known.keys()})
+    ```
+
+    Args:
+        cfg: a mapping, or the path of a JSON file.
+
+    Returns:
+        The path of each open key with dots -> the names of the arguments that fill it: the path itself, the short name,
+        and the arguments that it can be derived from ("hidden_size", "lr").
+
+    Raises:
+        ConfigError: the config cannot be read. Its values are not checked here.
+    """
+    flat = rename_keys(flatten(load_config(cfg)))
+    return {path: _argument_names(path) for path in flat if _is_open(path, flat)}
+
+
+def _argument_names(path: str) -> tuple[str, ...]:
+    derived = (name for name, rules in DERIVED.items() if path in rules)
+    return path, _short_name(path), *derived
+
+
+def _short_name(path: str) -> str:
+    block, _, last = path.rpartition(".")
+    return block.replace(".", "__") if last == "enabled" else last
+
+
 def fill_auto(cfg: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `cfg` with each "auto" replaced by the argument of its name.
+    """Return `cfg` with each "auto" replaced by the argument of its name, and every key under its first name.
 
     An argument is named by the key's path with dots (or with `__` for each dot), by its last part, or, for
     `block.enabled`, by the block. It fills every "auto" that it names. One that names a key with another value must
     agree with it.
 
     Raises:
-        ConfigError: an "auto" is left, or an argument names no key of the config or disagrees with one.
+        ConfigError: an "auto" is left, a key is there under two names, or an argument names no key of the config or
+            disagrees with one.
     """
-    flat = flatten(cfg)
+    flat = rename_keys(flatten(cfg))
     filled = dict(flat)
     for name, given in arguments.items():
         value = json_value(given, f"the argument {name}")
@@ -68,6 +129,11 @@ def _is_open(path: str, flat: Mapping[str, Any]) -> bool:
 
 
 def _names(argument: str, path: str) -> bool:
+    others = (other for other, first in OTHER_NAMES.items() if first == path)
+    return any(_is_name(argument, each) for each in (path, *others))
+
+
+def _is_name(argument: str, path: str) -> bool:
     path_of_enabled, _, last = path.rpartition(".")
     if last == "enabled" and argument == path_of_enabled:
         return True
@@ -88,6 +154,10 @@ def path_of_key(name: str, value: object) -> str:
             return min(named, key=len)
     if name in paths:
         return name
+    if name == "enabled":
+        honoured = (key.path for key in keys if isinstance(key.key_class, Honoured))
+        enabled = [path.removesuffix(".enabled") for path in honoured if path.endswith(".enabled")]
+        raise ConfigError(f"enabled is a key of several blocks: {some_of(enabled)}. Name the block, as in bf16=True.")
     named = [key.path for key in keys if isinstance(key.key_class, Honoured) and _names(name, key.path)]
     if len(named) > 1:
         raise ConfigError(f"{name} is the name of several keys: {some_of(named)}. Write the path of one.")
@@ -98,8 +168,7 @@ def path_of_key(name: str, value: object) -> str:
 
 
 def _left(path: str) -> str:
-    block, _, last = path.rpartition(".")
-    name = block.replace(".", "__") if last == "enabled" else last
+    name = _short_name(path)
     return (
         f'{path} is "auto", but no argument fills it. '
         f"Pass it: policy_from_config(cfg, {name}=...), or --auto {name}=... on the command line."

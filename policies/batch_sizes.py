@@ -5,7 +5,8 @@ import os
 from zeroamp.policies.errors import ConfigError, describe, shown
 from zeroamp.policies.numbers import is_integer
 
-_TOTAL, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_TOTAL, _MICRO, _STEPS = BATCH_SIZES
 
 
 def resolve_batch_sizes(

@@ -5,6 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import ConfigError, describe
 from zeroamp.policies.files import read_json
 
@@ -51,7 +54,7 @@ def json_object(mapping: Mapping[Any, Any], where: str) -> dict[str, Any]:
 
 
 def json_value(value: Any, where: str) -> Any:
-    """Copy one value of the config; NumPy's float64 is a float, an enum's member its value.
+    """Copy one value of the config; NumPy's float64 is a float, an enum's member its value, a torch.dtype its name.
 
     Raises:
         ConfigError: it is nothing that JSON has, or beyond what a number or a text can be here.
@@ -72,6 +75,8 @@ def json_value(value: Any, where: str) -> Any:
         return float(value)
     if isinstance(value, str) and _is_text(value):
         return str.__str__(value)
+    if isinstance(value, torch.dtype):
+        return short_name(value)
     kind = "an integer of more than 64 bits" if isinstance(value, int) else f"a {type(value).__name__}"
     kind = "a text that is no Unicode" if isinstance(value, str) else kind
     remedy = "Write a plain Python value; of NumPy and torch scalars, value.item()."

@@ -28,6 +28,13 @@ Mode = Literal["autocast", "bf16", "fp16", "fp32"]
 
 MONITORS = ("tensorboard", "csv_monitor", "wandb")
 
+HELD_BY = {
+    "gradient_accumulation_dtype": "data_types.grad_accum_dtype",
+    "comms_logger.enabled": "zeroamp.count_traffic",
+    "zero_optimization.offload_param": "zero_optimization.offload_optimizer",
+}
+"""Key or block -> the one of the same meaning that holds its value in the normal form."""
+
 _T = TypeVar("_T")
 _B = TypeVar("_B", bound=Block)
 

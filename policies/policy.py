@@ -17,13 +17,14 @@ from typing import Any, Generic, Literal, TypeVar, overload
 
 import torch
 
-from zeroamp.policies.auto_values import fill_auto, path_of_key
-from zeroamp.policies.batch_sizes import data_parallel_ranks
+from zeroamp.policies.auto_values import fill_auto, path_of_key, rename_keys
+from zeroamp.policies.batch_sizes import BATCH_SIZES, data_parallel_ranks
 from zeroamp.policies.conflicts import check_policy
+from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.json_values import flatten, json_value, load_config, nest
 from zeroamp.policies.loss_scale import NO_LOSS_SCALE, LossScale
+from zeroamp.policies.normalise import HELD_BY, low_dtype_of, mode_of, normalised
 from zeroamp.policies.normalise import Mode as Mode
-from zeroamp.policies.normalise import low_dtype_of, mode_of, normalised
 from zeroamp.policies.render import render_report, to_config
 from zeroamp.policies.schema import Config, validate
 from zeroamp.policies.schema.config import RangeMode as RangeMode
@@ -97,7 +98,8 @@ class Policy:
         """Return the policy of this config with other values for some keys: `policy.replace(stage=2)`.
 
         A key is named as the arguments of `policy_from_config` are: by its path with dots (or with `__` for each), its
-        last part, or, for `block.enabled`, the block. None takes a key out. All checks run again.
+        last part, or, for `block.enabled`, the block. None takes a key out. Batch sizes that were derived are derived
+        again, for the same number of ranks. All checks run again.
 
         Raises:
             ConfigError: no key, or more than one, has the name; a value is impossible; or two keys contradict each
@@ -107,13 +109,23 @@ class Policy:
         named = {path for path, _ in self.given}
         for name, value in changes.items():
             path = path_of_key(name, value)
-            flat = {other: held for other, held in flat.items() if not f"{other}.".startswith(f"{path}.")}
-            flat |= {} if value is None else flatten({path: json_value(value, path)})
-            named |= {other for other in flat if f"{other}.".startswith(f"{path}.")}
+            replaced = [path, *(held for key, held in HELD_BY.items() if _overlap(key, path) and not _any(held, named))]
+            flat = {other: held for other, held in flat.items() if not any(_is_in(other, each) for each in replaced)}
+            flat |= {} if value is None else rename_keys(flatten({path: json_value(value, path)}))
+            named |= {other for other in flat if _is_in(other, path)}
+        flat = {path: value for path, value in flat.items() if path in named or path not in BATCH_SIZES}
         given = tuple((path, value) for path, value in flat.items() if path in named)
-        return Policy(validate(nest(flat)), given)
+        return Policy(validate(nest(flat)), given, num_ranks=self._num_ranks)
 
     __replace__ = replace
+
+    @property
+    def _num_ranks(self) -> int | None:
+        """The ranks that the batch sizes were derived for; where these do not tell, those of the environment."""
+        total, micro = self.train_batch_size, self.train_micro_batch_size_per_gpu
+        if total is None or micro is None:
+            return data_parallel_ranks(None)
+        return total // (micro * self.gradient_accumulation_steps)
 
     def __str__(self) -> str:
         """Return the config as JSON, defaults written out."""
@@ -157,6 +169,7 @@ class Policy:
     count_traffic = _Key(lambda config: config.zeroamp.count_traffic is not False)
     ranges = _Key(lambda config: config.zeroamp.ranges)
     skip_nonfinite_steps = _Key(lambda config: config.zeroamp.skip_nonfinite_steps)
+    sync_module_states = _Key(lambda config: config.zeroamp.sync_module_states)
     recovery = _Key(lambda config: config.zeroamp.recovery)
     share_casts = _Key(lambda config: config.zeroamp.share_casts)
     reduce_scatter_input_buffers = _Key(lambda config: config.zeroamp.reduce_scatter_input_buffers)
@@ -239,6 +252,28 @@ class Policy:
     def wandb(self) -> WandbBlock | None:
         """The run of Weights & Biases that `TrainStep` logs to; None: none."""
         return self.config.wandb if self.config.wandb.enabled else None
+
+
+def _is_in(path: str, block: str) -> bool:
+    """Return whether a key is `block`, or in it."""
+    return f"{path}.".startswith(f"{block}.")
+
+
+def _overlap(path: str, other: str) -> bool:
+    return _is_in(path, other) or _is_in(other, path)
+
+
+def _any(block: str, paths: set[str]) -> bool:
+    return any(_is_in(path, block) for path in paths)
+
+
+def _refuse_change(_: Policy, name: str, *_value: object) -> None:
+    raise ConfigError(f"policy.{name} was set, but a Policy is frozen. policy.replace({name}=...) returns another one.")
+
+
+# Those of a frozen dataclass with slots raise a bare TypeError for every name that is not a field.
+Policy.__setattr__ = _refuse_change  # type: ignore[method-assign, assignment]
+Policy.__delattr__ = _refuse_change  # type: ignore[method-assign, assignment]
 
 
 def policy_from_config(

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from zeroamp.planning.plan import Plan as Plan
     from zeroamp.planning.plan import build_plan as build_plan
     from zeroamp.policies import Policy as Policy
+    from zeroamp.policies import open_auto_keys as open_auto_keys
     from zeroamp.policies import policy_from_config as policy_from_config
     from zeroamp.policies.errors import CheckpointError as CheckpointError
     from zeroamp.policies.errors import ConfigError as ConfigError
@@ -47,6 +48,12 @@ if TYPE_CHECKING:
     from zeroamp.reporting.saved_runs import read_run as read_run
     from zeroamp.reporting.step_record import StepRecord as StepRecord
     from zeroamp.training.callbacks import Callback as Callback
+    from zeroamp.training.full_tensors import full_gradient as full_gradient
+    from zeroamp.training.full_tensors import full_optimizer_state as full_optimizer_state
+    from zeroamp.training.full_tensors import full_parameter as full_parameter
+    from zeroamp.training.full_tensors import set_full_gradient as set_full_gradient
+    from zeroamp.training.full_tensors import set_full_optimizer_state as set_full_optimizer_state
+    from zeroamp.training.full_tensors import set_full_parameter as set_full_parameter
     from zeroamp.training.optimizers import optimizer_from_config as optimizer_from_config
     from zeroamp.training.schedulers import scheduler_from_config as scheduler_from_config
     from zeroamp.training.step import TrainStep as TrainStep
@@ -89,10 +96,14 @@ _HOMES = {
     "explain": "zeroamp.ledger.explain",
     "export_checkpoint": "zeroamp.checkpoint.export",
     "export_hf": "zeroamp.weights.export",
+    "full_gradient": "zeroamp.training.full_tensors",
+    "full_optimizer_state": "zeroamp.training.full_tensors",
+    "full_parameter": "zeroamp.training.full_tensors",
     "latest_checkpoint": "zeroamp.checkpoint.folder",
     "load_checkpoint": "zeroamp.checkpoint.load",
     "load_deepspeed_checkpoint": "zeroamp.deepspeed.load",
     "load_hf": "zeroamp.weights.load",
+    "open_auto_keys": "zeroamp.policies",
     "optimizer_from_config": "zeroamp.training.optimizers",
     "plan_run": "zeroamp.dry_run.run_plan",
     "policy_from_config": "zeroamp.policies",
@@ -101,6 +112,9 @@ _HOMES = {
     "register_forward_method": "zeroamp.wrapping.wrap",
     "save_checkpoint": "zeroamp.checkpoint.save",
     "scheduler_from_config": "zeroamp.training.schedulers",
+    "set_full_gradient": "zeroamp.training.full_tensors",
+    "set_full_optimizer_state": "zeroamp.training.full_tensors",
+    "set_full_parameter": "zeroamp.training.full_tensors",
     "traffic": "zeroamp.ledger.explain",
     "unwrap_model": "zeroamp.wrapping.unwrap",
     "wrap_model": "zeroamp.wrapping.wrap",

@@ -36,6 +36,7 @@ __all__ = [
     "keep_reduction_inputs",
     "map_tensors",
     "modules_to_run",
+    "parameter_pairs",
     "reduce_scatter",
     "release",
     "remove_fsdp",
@@ -73,8 +74,8 @@ def modules_to_run(module: FSDPModule) -> set[nn.Module]:
     """Return the set in which FSDP2 keeps which modules of a group of several have yet to run in this forward.
 
     Newer versions finish, at the end of the root's forward, the states whose set is not empty by then. On 2.11 it must
-    be cleared after a backward that is not the last of a window: of a group of which only some modules were recomputed
-    there, the next forward would take the first module for a later one.
+    be cleared after a backward that is not the last of an optimizer step: of a group of which only some modules were
+    recomputed there, the next forward would take the first module for a later one.
     """
     waiting: set[nn.Module] = module._get_fsdp_state()._modules_to_run_forward
     return waiting
@@ -109,6 +110,13 @@ def unsharded_sums(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, torch.Tenso
                 total = parameter._unsharded_param.grad if total is None else total
                 if total is not None:
                     yield parameter.sharded_param, total
+
+
+def parameter_pairs(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, nn.Parameter | None]]:
+    """Yield (sharded parameter, the one that modules hold while it is unsharded); None before the first unshard."""
+    for group in groups_of(unit._get_fsdp_state()):
+        for parameter in group.fsdp_params:
+            yield parameter.sharded_param, getattr(parameter, "_unsharded_param", None)
 
 
 def set_accumulation_dtype(unit: FSDPModule, dtype: torch.dtype) -> bool:

@@ -2,8 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
+from zeroamp.policies.errors import shown
 from zeroamp.policies.schema.instruments import (
     ActivationCheckpointingBlock,
     CheckpointBlock,
@@ -14,7 +15,18 @@ from zeroamp.policies.schema.instruments import (
     TimersBlock,
     WandbBlock,
 )
-from zeroamp.policies.schema.keys import Block, Count, Dtype, Honoured, Native, Number, PositiveInt, Unsupported
+from zeroamp.policies.schema.keys import (
+    Block,
+    Count,
+    Dtype,
+    Honoured,
+    Native,
+    Number,
+    PositiveInt,
+    Steps,
+    Unsupported,
+    refused,
+)
 from zeroamp.policies.schema.optimizer import OptimizerBlock
 from zeroamp.policies.schema.precision import Bf16Block, DataTypesBlock, Fp16Block, TorchAutocastBlock
 from zeroamp.policies.schema.scheduler import SchedulerBlock
@@ -23,6 +35,15 @@ from zeroamp.policies.schema.zero import ZeroOptimizationBlock
 _SUMS_IN_FP32 = "Remove it: gradients are summed in fp32 and divided after, so that nothing over- or underflows before."
 _NO_SUCH_FEATURE = "Remove it: zeroamp has no such feature, and would otherwise ignore the block."
 _GONE = "Remove it: DeepSpeed 0.19.8 has removed it too."
+
+
+def _no_deepcompile(block: object) -> object:
+    if isinstance(block, dict) and block.get("deepcompile", False) is not False:
+        raise refused(
+            f"must not have deepcompile {shown(block['deepcompile'])}: there is no DeepCompile. Call torch.compile on "
+            "the model's blocks before wrap_model."
+        )
+    return block
 
 
 RangeMode = Literal["profiler", "nvtx", "off"]
@@ -45,6 +66,13 @@ class ZeroampBlock(Block):
     dp_replicate_size: Annotated[
         PositiveInt, Honoured("HSDP: replicas, each sharded over its part of the ranks, where no mesh is passed")
     ] = 1
+    sync_module_states: Annotated[
+        bool,
+        Honoured(
+            "`wrap_model` broadcasts the first rank's parameters and buffers. Off, parameters that differ between "
+            "ranks are an error"
+        ),
+    ] = False
     count_traffic: Annotated[
         bool | None,
         Honoured("count calls and bytes of every collective (`zeroamp.traffic(model)`). Default: true; same results"),
@@ -121,9 +149,11 @@ class Config(Block):
     optimizer: OptimizerBlock | None = None
     scheduler: SchedulerBlock | None = None
     steps_per_print: Annotated[
-        Count | None,
+        Steps | None,
         Honoured(
-            "optimizer steps between two log lines of `TrainStep` (logger zeroamp, INFO, first rank). Default: none", 10
+            "optimizer steps between two log lines of `TrainStep` (logger zeroamp, INFO, first rank); 0 and infinity: "
+            "none. Default: none",
+            10,
         ),
     ] = None
     wall_clock_breakdown: Annotated[
@@ -145,6 +175,16 @@ class Config(Block):
     use_data_before_expert_parallelism: Annotated[bool, Native("there is no expert parallelism")] = False
     log_level: Annotated[str | None, Native('set it with logging.getLogger("zeroamp")')] = None
     vocabulary_size: Annotated[Count | None, Native("DeepSpeed only warns where it does not divide")] = None
+    aio: Annotated[object, Native("only NVMe offload reads it, which is refused by its device")] = None
+    compile: Annotated[
+        object,
+        AfterValidator(_no_deepcompile),
+        Native("compiles nothing in DeepSpeed either, but for `deepcompile`, which is refused; use torch.compile"),
+    ] = None
+    comms_config: Annotated[object, Native("DeepSpeed reads comms_logger, not this key of LLaMA-Factory")] = None
+    monitor_config: Annotated[
+        object, Native("DeepSpeed reads tensorboard, csv_monitor and wandb, not this key of LLaMA-Factory")
+    ] = None
 
     memory_breakdown: Annotated[bool, Unsupported("Use torch.cuda.memory_summary() or its snapshot.")] = False
     dump_state: Annotated[bool, Unsupported("Print policy.report() and zeroamp.explain(model).")] = False
@@ -163,11 +203,9 @@ class Config(Block):
     disable_python_gc: Annotated[bool, Unsupported("Call gc.disable() yourself.")] = False
     dataloader_drop_last: Annotated[bool, Unsupported("Give it to your DataLoader: zeroamp has none.")] = False
 
-    aio: Annotated[object, Unsupported("Remove it: only NVMe offload reads it.", (None,))] = None
     amp: Annotated[object, Unsupported("Write torch_autocast: it is what replaced Apex AMP.")] = None
     autotuning: Annotated[object, Unsupported(_NO_SUCH_FEATURE)] = None
     bfloat16: Annotated[object, Unsupported("Write bf16.")] = None
-    compile: Annotated[object, Unsupported("Call torch.compile on the model's blocks before wrap_model.")] = None
     compression_training: Annotated[object, Unsupported(_GONE)] = None
     curriculum_learning: Annotated[object, Unsupported(_GONE)] = None
     data_efficiency: Annotated[object, Unsupported(_NO_SUCH_FEATURE)] = None

@@ -35,6 +35,8 @@ class Honoured:
     """What it does, where that is not plain from its name or differs from DeepSpeed."""
     deepspeed_default: Any = SAME
     """DeepSpeed 0.19.8's default, where ours is another."""
+    other_name: str | None = None
+    """A second name of the key, in the same block. `rename_keys` replaces it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class Native:
 
     note: str
     """Why it changes nothing."""
+    other_name: str | None = None
+    """A second name of the key, in the same block. `rename_keys` replaces it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,11 +154,16 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _or_never(value: object) -> object:
+    # accelerate writes steps_per_print as JSON's Infinity.
+    return 0 if isinstance(value, float) and value == float("inf") else value
+
+
 def _dtype(value: object) -> torch.dtype:
     if isinstance(value, torch.dtype) and value in DTYPE_BY_NAME.values():
         return value
-    if isinstance(value, str) and value in DTYPE_BY_NAME:
-        return DTYPE_BY_NAME[value]
+    if isinstance(value, str) and value.removeprefix("torch.") in DTYPE_BY_NAME:
+        return DTYPE_BY_NAME[value.removeprefix("torch.")]
     raise refused(f"must be one of {', '.join(DTYPE_BY_NAME)}, but is {shown(value)}. Change the value.")
 
 
@@ -170,8 +179,11 @@ PositiveInt = Annotated[int, Field(ge=1)]
 Elements = Annotated[int, BeforeValidator(_whole), BeforeValidator(_refuse_bool), Field(ge=0, le=2**63 - 1)]
 """A number of elements: whole, from 0 on, of 64 bits; 5e8 is one too, as DeepSpeed's examples write it."""
 
+Steps = Annotated[int, BeforeValidator(_or_never), BeforeValidator(_whole), BeforeValidator(_refuse_bool), Field(ge=0)]
+"""A number of steps between two events: whole, from 0 on, 2e3 too. 0 and infinity are never."""
+
 Dtype = Annotated[torch.dtype, PlainValidator(_dtype), PlainSerializer(short_name)]
-"""A dtype by any of DeepSpeed's names for it; written as "fp32", "bf16" or "fp16"."""
+"""A dtype by any of DeepSpeed's names for it, with or without "torch."; written as "fp32", "bf16" or "fp16"."""
 
 Names = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
 """A list of strings; one string is not taken for a list of its characters."""

@@ -16,13 +16,8 @@ from zeroamp.policies.schema.keys import (
     Unsupported,
 )
 
-_NO_NVME = "Remove it: there is no NVMe offload; device cpu is there."
 _NVME_ONLY = "only NVMe offload reads it, which is refused by its device"
 _QUANTIZED = "Remove it: there is no quantized communication. Safe parameters are all-gathered and reduced in 16 bits."
-
-
-def _renamed(name: str) -> Unsupported:
-    return Unsupported(f"Write {name}.", (None,))
 
 
 def _only_int(value: object) -> object:
@@ -42,7 +37,7 @@ class OffloadParamBlock(Block):
 
     device: Annotated[Device, Honoured("`cpu`: shards, gradients and optimizer state live there. Stage 3")] = "none"
     pin_memory: Annotated[bool, Honoured("page-locked memory, where there is an accelerator")] = True
-    nvme_path: Annotated[str | None, Unsupported(_NO_NVME, (None,))] = None
+    nvme_path: Annotated[str | None, Native(_NVME_ONLY)] = None
     buffer_count: Annotated[Count, Native(_NVME_ONLY)] = 5
     buffer_size: Annotated[Elements, Native(_NVME_ONLY)] = 100_000_000
     max_in_cpu: Annotated[Elements, Native(_NVME_ONLY)] = 1_000_000_000
@@ -53,7 +48,7 @@ class OffloadOptimizerBlock(Block):
 
     device: Annotated[Device, Honoured("`cpu`: shards, gradients and optimizer state live there")] = "none"
     pin_memory: Annotated[bool, Honoured("page-locked memory, where there is an accelerator")] = True
-    nvme_path: Annotated[str | None, Unsupported(_NO_NVME, (None,))] = None
+    nvme_path: Annotated[str | None, Native(_NVME_ONLY)] = None
     buffer_count: Annotated[Count, Native(_NVME_ONLY)] = 4
     pipeline_read: Annotated[bool, Native(_NVME_ONLY)] = False
     pipeline_write: Annotated[bool, Native(_NVME_ONLY)] = False
@@ -90,7 +85,8 @@ class ZeroOptimizationBlock(Block):
         Elements,
         Honoured(
             "smaller fp32 parameters of low-precision units, and the root's own, are all-gathered "
-            "once per step, in one group, at every stage"
+            "once per step, in one group, at every stage",
+            other_name="param_persistence_threshold",
         ),
     ] = 100_000
     stage3_max_live_parameters: Annotated[
@@ -99,6 +95,7 @@ class ZeroOptimizationBlock(Block):
             "stage 3: elements that may stay unsharded from forward to backward; the last units do "
             "while they fit together. Default: none",
             1_000_000_000,
+            other_name="max_live_parameters",
         ),
     ] = 0
     stage3_prefetch_bucket_size: Annotated[
@@ -107,6 +104,7 @@ class ZeroOptimizationBlock(Block):
             "stage 3: elements to unshard ahead; a unit starts the all-gathers of those after it "
             "while they fit together. Default: as FSDP2 does, one unit ahead in the backward",
             50_000_000,
+            other_name="prefetch_bucket_size",
         ),
     ] = 0
     reduce_bucket_size: Annotated[
@@ -128,7 +126,11 @@ class ZeroOptimizationBlock(Block):
     offload_optimizer: OffloadOptimizerBlock | None = None
     leaf_module: LeafModuleBlock | None = None
     stage3_gather_16bit_weights_on_model_save: Annotated[
-        bool, Honoured("`export_hf` writes the low dtype, where its caller names none; at every stage. Default: fp32")
+        bool,
+        Honoured(
+            "`export_hf` writes the low dtype, where its caller names none; at every stage. Default: fp32",
+            other_name="gather_16bit_weights_on_model_save",
+        ),
     ] = False
     ignore_unused_parameters: Annotated[
         bool, Unsupported("Remove it: a parameter that no rank used keeps grad None.", (True,))
@@ -146,14 +148,21 @@ class ZeroOptimizationBlock(Block):
         1_000_000_000
     )
     stage3_model_persistence_threshold: Annotated[
-        Elements, Native("the persistent group is bounded by the size of its parameters alone")
+        Elements,
+        Native("the persistent group is bounded by the size of its parameters alone", "model_persistence_threshold"),
     ] = 2**63 - 1
     stage3_max_reuse_distance: Annotated[
-        Elements, Native("units release after use; see stage3_max_live_parameters")
+        Elements, Native("units release after use; see stage3_max_live_parameters", "max_reuse_distance")
     ] = 1_000_000_000
-    stage3_module_granularity_threshold: Annotated[Count, Native("auto_wrap_policy and leaf_module choose units")] = 0
-    stage3_use_all_reduce_for_fetch_params: Annotated[bool, Native("parameters are always all-gathered")] = False
-    stage3_allgather_sequential: Annotated[bool, Native("see stage3_prefetch_bucket_size")] = False
+    stage3_module_granularity_threshold: Annotated[
+        Count, Native("auto_wrap_policy and leaf_module choose units", "module_granularity_threshold")
+    ] = 0
+    stage3_use_all_reduce_for_fetch_params: Annotated[
+        bool, Native("parameters are always all-gathered", "use_all_reduce_for_fetch_params")
+    ] = False
+    stage3_allgather_sequential: Annotated[bool, Native("see stage3_prefetch_bucket_size", "allgather_sequential")] = (
+        False
+    )
     memory_efficient_linear: Annotated[bool, Native("autograd saves the unsharded weight, which FSDP2 frees")] = True
     override_module_apply: Annotated[bool, Native("meta-device models are initialised after sharding")] = True
     pipeline_loading_checkpoint: Annotated[bool, Native("there are no pipeline stages")] = False
@@ -180,14 +189,3 @@ class ZeroOptimizationBlock(Block):
         object, Unsupported("Pass a 2-D mesh (replicate, shard) to wrap_model.")
     ] = None
     zeropp_loco_param: Annotated[object, Unsupported(_QUANTIZED)] = None
-
-    # DeepSpeed takes these by their short names too.
-    prefetch_bucket_size: Annotated[object, _renamed("stage3_prefetch_bucket_size")] = None
-    param_persistence_threshold: Annotated[object, _renamed("stage3_param_persistence_threshold")] = None
-    model_persistence_threshold: Annotated[object, _renamed("stage3_model_persistence_threshold")] = None
-    max_live_parameters: Annotated[object, _renamed("stage3_max_live_parameters")] = None
-    max_reuse_distance: Annotated[object, _renamed("stage3_max_reuse_distance")] = None
-    gather_16bit_weights_on_model_save: Annotated[object, _renamed("stage3_gather_16bit_weights_on_model_save")] = None
-    module_granularity_threshold: Annotated[object, _renamed("stage3_module_granularity_threshold")] = None
-    use_all_reduce_for_fetch_params: Annotated[object, _renamed("stage3_use_all_reduce_for_fetch_params")] = None
-    allgather_sequential: Annotated[object, _renamed("stage3_allgather_sequential")] = None

@@ -4,6 +4,7 @@ What DeepSpeed 0.19.8 accepts silently or answers with a cryptic text, and more.
 """
 
 import pytest
+import torch
 
 from zeroamp import ConfigError, policy_from_config
 
@@ -96,10 +97,24 @@ BAD = [
     ({"optimizer": {"type": "AdamW", "lr": 0.001}}, "optimizer.lr", "is a key of neither", "optimizer.params.lr"),
     ({"scheduler": {"type": "OneCycle"}}, "scheduler.params.cycle_min_lr", "is missing", "Add it"),
     (
-        {"zero_optimization": {"max_live_parameters": 5}},
+        {"zero_optimization": {"max_live_parameters": 5, "stage3_max_live_parameters": 6}},
         "zero_optimization.max_live_parameters",
         "is 5",
-        "Write stage3_max_live_parameters",
+        "is 6. Remove one of them",
+    ),
+    (
+        {"compile": {"backend": "inductor", "deepcompile": True}},
+        "compile",
+        "deepcompile true",
+        "Call torch.compile on",
+    ),
+    ({"steps_per_print": float("nan")}, "steps_per_print", "is NaN", "Change the value"),
+    ({"torch_autocast": {"enabled": True, "dtype": torch.int8}}, "torch_autocast.dtype", 'is "int8"', "Change the"),
+    (
+        {"torch_autocast": {"enabled": True, "dtype": "torch.torch.bfloat16"}},
+        "torch_autocast.dtype",
+        'is "torch.torch.bfloat16"',
+        "Change the value",
     ),
     ({"bf16": {"enabled": "auto"}}, "bf16.enabled", 'is "auto"', "Pass it: policy_from_config(cfg,"),
     ({"\ud800": 1}, "config", "'\\ud800'", "Write the part after a dot as a key of an"),

@@ -303,3 +303,52 @@ def test_replace_takes_honoured_keys_by_their_last_part_and_blocks_at_any_depth(
     with pytest.raises(ConfigError, match="^mode is no key"):  # not comet.mode, which changes nothing
         policy.replace(mode="fp16")
     assert policy.replace(offload_optimizer={"device": "cpu"}).offload == Offload(to_cpu=True)
+
+
+def test_replace_derives_the_batch_sizes_again_that_were_derived():
+    policy = policy_from_config({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}, world_size=2)
+    changed = policy.replace(gradient_accumulation_steps=5)
+    assert (policy.train_batch_size, changed.train_batch_size) == (12, 20)
+    assert "train_batch_size" not in dict(changed.given)
+    policy = policy_from_config({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2}, world_size=2)
+    changed = policy.replace(train_micro_batch_size_per_gpu=3)
+    assert (policy.gradient_accumulation_steps, changed.gradient_accumulation_steps) == (3, 2)
+    assert changed.replace(stage=2).replace(stage=0) == changed
+    removed = policy.replace(train_batch_size=None)
+    assert (removed.train_batch_size, removed.gradient_accumulation_steps) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "change", "expected"),
+    [
+        ({"gradient_accumulation_dtype": "bf16"}, {"gradient_accumulation_dtype": None}, {}),
+        ({}, {"gradient_accumulation_dtype": "bf16"}, {"gradient_accumulation_dtype": "bf16"}),
+        ({"comms_logger": {"enabled": False}}, {"comms_logger": None}, {}),
+        ({}, {"comms_logger": False}, {"zeroamp": {"count_traffic": False}}),
+        ({"zeroamp": {"count_traffic": False}}, {"comms_logger": None}, {"zeroamp": {"count_traffic": False}}),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+            {"offload_param": None},
+            {"zero_optimization": {"stage": 3}},
+        ),
+    ],
+    ids=str,
+)
+def test_a_key_whose_value_another_one_holds_can_be_changed_and_taken_out(cfg, change, expected):
+    assert policy_from_config(cfg).replace(**change) == policy_from_config(expected)
+
+
+def test_replace_takes_dtypes_and_says_which_blocks_have_enabled():
+    policy = policy_from_config({"torch_autocast": AUTOCAST})
+    assert policy.replace(torch_autocast__dtype=torch.float16).low_dtype == torch.float16
+    with pytest.raises(ConfigError, match=r"^enabled is a key of several blocks: .*, bf16, .* as in bf16=True"):
+        policy.replace(enabled=True)
+
+
+@pytest.mark.parametrize("name", ["stage", "config", "no_such_key"])
+def test_a_policy_is_frozen_and_says_what_to_call(name):
+    policy = policy_from_config({})
+    with pytest.raises(ConfigError, match=rf"^policy\.{name} was set, but a Policy is frozen. policy.replace\({name}="):
+        setattr(policy, name, 1)
+    with pytest.raises(ConfigError, match=f"^policy.{name}"):
+        delattr(policy, name)

@@ -1,1 +1,1 @@
-"""A training run before it runs: memory, bytes on the wire and time of one optimizer step, from shapes alone."""
+"""A training run before it runs: memory, bytes between ranks and time of one optimizer step, from shapes alone."""

@@ -97,6 +97,7 @@ def _summary(plan: Plan, on_ranks: OnRanks, costs: Costs) -> list[Row]:
         {
             "gather": param,
             "wire": communication,
+            "communication": communication,
             "params": len(params),
             "elements": sum(p.numel for p in params),
             "bytes_per_gather": sum(p.numel * p.dtypes.param.itemsize for p in params),
@@ -152,8 +153,12 @@ def _param_row(param: ParamPlan, group: GroupPlan, on_ranks: OnRanks, costs: Cos
 
 
 def dtype_names(dtypes: ParamDtypes) -> dict[str, str | None]:
-    """Return the seven dtypes by their short names; None where a frozen parameter has none."""
-    return _names({KEYS.get(column.name, column.name): getattr(dtypes, column.name) for column in fields(dtypes)})
+    """Return the seven dtypes by their short names; None where a frozen parameter has none.
+
+    The communication dtype is there twice: "wire" is its former key.
+    """
+    names = {KEYS.get(column.name, column.name): getattr(dtypes, column.name) for column in fields(dtypes)}
+    return _names({**names, "communication": dtypes.communication})
 
 
 def _names(cells: dict[str, Any]) -> Row:

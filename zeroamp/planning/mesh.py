@@ -1,5 +1,8 @@
 """The device mesh of each ZeRO stage."""
 
+import atexit
+import logging
+import os
 from dataclasses import dataclass
 from typing import cast
 
@@ -11,7 +14,9 @@ from torch.distributed.tensor import DTensor
 from zeroamp.policies.errors import ConfigError, WrapError, describe
 from zeroamp.policies.policy import Policy, Stage
 
+logger = logging.getLogger("zeroamp")
 REPLICATE, SHARD = "replicate", "shard"
+_SIZES_OF_LAUNCHERS = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def mesh_for_stage(stage: Stage, mesh: DeviceMesh | None, num_replicas: int = 1) -> DeviceMesh:
@@ -19,15 +24,15 @@ def mesh_for_stage(stage: Stage, mesh: DeviceMesh | None, num_replicas: int = 1)
 
     Stage 0 shards over one rank and replicates over all, so it needs the shape (N, 1). Stages 1 to 3 take the given
     mesh, or all ranks in one axis, or in two where the config asks for more than one replica. Without a process group
-    one is initialised from the environment, as FSDP2 does.
+    one is initialised: see `start_process_group`.
 
     Raises:
-        WrapError: the mesh has another number of axes than the stage can use.
+        WrapError: the mesh has another number of axes than the stage can use, or a process group cannot be made.
         ConfigError: `num_replicas` does not divide the ranks, or the mesh has another number of them.
     """
     if mesh is None:
         if not dist.is_initialized():
-            dist.init_process_group()
+            start_process_group()
         shape = mesh_shape(stage, dist.get_world_size(), num_replicas)
         return init_device_mesh(current_device_type(), shape, mesh_dim_names=(REPLICATE, SHARD)[-len(shape) :])
     _refuse_unusable(stage, mesh)
@@ -39,6 +44,38 @@ def mesh_for_stage(stage: Stage, mesh: DeviceMesh | None, num_replicas: int = 1)
         groups = [mesh.get_group(), alone]
         return DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh.view(-1, 1), mesh_dim_names=(REPLICATE, SHARD))
     return mesh
+
+
+def start_process_group() -> None:
+    """Initialise the default process group: from torchrun's environment, as FSDP2 does; without it, a world of one.
+
+    The group has the default backends: gloo, and NCCL (or the like) for an accelerator. That of a world of one is
+    destroyed when the program ends.
+
+    Raises:
+        WrapError: the environment has no RANK, but that of another launcher with several processes.
+    """
+    if "RANK" in os.environ:
+        dist.init_process_group()
+        return
+    for name in _SIZES_OF_LAUNCHERS:
+        if os.environ.get(name, "1") != "1":
+            raise WrapError(
+                f"wrap_model found no process group and no RANK in the environment, but {name} is {os.environ[name]}: "
+                "each process would train by itself. Start the script with torchrun, or call "
+                "torch.distributed.init_process_group first."
+            )
+    store = dist.HashStore()  # type: ignore[attr-defined]  # public, in torch's documentation
+    dist.init_process_group(store=store, rank=0, world_size=1)
+    atexit.register(_destroy_process_group)
+    num_devices = torch.accelerator.device_count()
+    level = logging.WARNING if num_devices > 1 else logging.INFO
+    logger.log(level, "no RANK in the environment: a world of one process. Start with torchrun to train on several.")
+
+
+def _destroy_process_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def mesh_shape(stage: Stage, num_ranks: int, num_replicas: int = 1) -> tuple[int, ...]:

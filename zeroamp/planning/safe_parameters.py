@@ -74,16 +74,16 @@ def _in_fp32(use: ParameterUses, regions: Fp32Regions, policy: Policy) -> Precis
     patterns = [regions.pattern_of(fqn) for fqn in use.fqns]
     if not any(patterns):
         return None
-    pattern = next(filter(None, patterns))
+    kept, pattern = next((fqn, each) for fqn, each in zip(use.fqns, patterns, strict=True) if each is not None)
     if policy.mode != "autocast" and not all(patterns):
         outside = use.fqns[patterns.index(None)]
         raise ConfigError(
-            f"{FP32_KEY}: {pattern!r} keeps {use.fqns[0]} in fp32 but not {outside}, which is the same parameter. In "
+            f"{FP32_KEY}: {pattern!r} keeps {kept} in fp32 but not {outside}, which is the same parameter. In "
             f"mode {policy.mode} each parameter has one dtype: name all owners of a tied parameter, or none."
         )
     if stored_dtype(use.parameter).itemsize < torch.float32.itemsize:
         raise ConfigError(
-            f"{FP32_KEY}: {pattern!r} keeps {use.fqns[0]} in fp32, but it is stored in "
+            f"{FP32_KEY}: {pattern!r} keeps {kept} in fp32, but it is stored in "
             f"{short_name(use.parameter.dtype)}. Call .float() on its module before wrap_model."
         )
     is_named_itself = use.fqns[0] in regions.tensors

@@ -176,8 +176,8 @@ def _check_is_possible(train: "TrainStep") -> None:
     recorder = existing_recorder(train)
     if recorder is not None and recorder.figures is not None:
         raise StepError(
-            "RunReport: another RunReport is open on this TrainStep, which has one at a time. Close the other one "
-            "first, or read its file while it grows."
+            "RunReport was constructed while another RunReport is open on this TrainStep, which has one at a time. "
+            "Close the other one first, or read its file while it grows."
         )
 
 

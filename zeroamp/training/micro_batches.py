@@ -178,6 +178,10 @@ class MicroBatches:
         for group in self._state.gradients:
             group.reset()
         self.num_done, self.is_complete = 0, False
+        self._close()
+
+    def _close(self) -> None:
+        """Let other `TrainStep`s of the model begin."""
         if self._state.open_step is self:
             self._state.open_step = None
 
@@ -207,9 +211,15 @@ class MicroBatches:
         """Record an exception, unless one is recorded already."""
         if self.failure is None:
             self.failure = Failure(where=where, text=describe_error(error))
+            self._close()
 
     def refuse_after_failure(self, method: str) -> None:
-        """Raise StepError if a failure is recorded. `method` is the caller's name in the error."""
+        """Raise StepError if a failure is recorded, or `unwrap_model` was called. The error names `method`."""
+        if self._state.is_unwrapped:
+            raise StepError(
+                f"{method} was called after unwrap_model, which left this TrainStep without its shards. Call "
+                "wrap_model again, then build another optimizer and TrainStep."
+            )
         if self.failure is not None:
             remedy = self.remedy if self.failure.can_be_recovered else RESTART
             raise StepError(f"{method} was called after an earlier failure in {self.failure}. {remedy}")

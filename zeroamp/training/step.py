@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -100,8 +101,7 @@ class TrainStep:
         """Optimizer steps taken."""
         self.num_skipped = 0
         """Optimizer steps skipped because a gradient was not finite."""
-        self.callbacks = Callbacks()
-        """Called at every optimizer step, in the order of the list. See `zeroamp.Callback`."""
+        self._callbacks = Callbacks()
         self.recovery: Recovery | None = None
         """None unless `zeroamp.recovery` is true."""
         self._state = wrap_state(model)
@@ -172,6 +172,18 @@ class TrainStep:
         """The background save of a checkpoint. `train.saving.wait()`, on every rank, waits until it has ended."""
         saving: Saving = load("TrainStep.saving")(self._state)
         return saving
+
+    @property
+    def callbacks(self) -> Callbacks:
+        """Called at every optimizer step, in the order of the list. See `zeroamp.Callback`."""
+        return self._callbacks
+
+    @callbacks.setter
+    def callbacks(self, _: object) -> None:
+        raise StepError(
+            "TrainStep.callbacks was set, which would drop the callbacks of the config (monitors, recovery, saving). "
+            "Call train.callbacks.append(callback) for each of yours."
+        )
 
     @property
     def is_between_steps(self) -> bool:
@@ -252,6 +264,7 @@ class TrainStep:
         )
         if self._state.issued is not None:
             self._state.issued.num_backwards += 1
+        self._state.gradient_scale = self._scaler.scale if is_last else None
         with self.micro_batches.noting("backward"), self.callbacks.phase("backward"):
             self.micro_batches.backward(scaled, is_last=is_last)
         if loss.dtype in LOW_DTYPES and not self._has_warned:
@@ -354,8 +367,8 @@ class TrainStep:
             PeerError: another rank failed in this optimizer step (with `zeroamp.recovery`). Nothing was updated.
         """
         self.micro_batches.refuse_after_failure("TrainStep.clip_grad_norm")
-        if max_norm is not None and not max_norm >= 0:
-            raise StepError(describe("max_norm", max_norm, "a number from 0 on, or None", "0 does not clip."))
+        if max_norm is not None and not _is_limit(max_norm):
+            raise StepError(describe("max_norm", repr(max_norm), "a number from 0 on, or None", "0 does not clip."))
         self._refuse_incomplete("clip_grad_norm")
         with self.callbacks.phase("optimizer"):
             self._clipped = self._clip(self._policy.gradient_clipping if max_norm is None else max_norm)
@@ -410,6 +423,7 @@ class TrainStep:
                 with self._state.ranges.inside("clip"):
                     factor = clip_factor(norm.float(), max_norm) / scale
                     multiply_gradients(self.micro_batches.with_gradient(), factor)
+                self._state.gradient_scale = 1.0
         except BaseException:  # after any error, the next backward begins a new optimizer step
             self._finish()
             raise
@@ -505,6 +519,7 @@ class TrainStep:
     def _forget(self) -> None:
         self._clipped, self._is_ended_by_caller, self._is_stepped = None, None, True
         self._loss_sum, self._whole_loss, self._num_divided = None, None, 0
+        self._state.gradient_scale = 1.0
 
     def recover(self) -> int:
         """Continue training after an exception. Call this on every rank that raised, outside of the except block.
@@ -556,6 +571,10 @@ class TrainStep:
         if "loss_scale" in state:
             self._scaler.load_state_dict(state["loss_scale"])
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
+
+
+def _is_limit(value: object) -> bool:
+    return isinstance(value, Real | torch.Tensor) and bool(float(value) >= 0)
 
 
 def _num_held(optimizers: Sequence[torch.optim.Optimizer]) -> int:

@@ -103,7 +103,8 @@ def check_ranks_agree(model: nn.Module, mesh: DeviceMesh) -> None:
     if len(differing) > 0:
         raise WrapError(
             f"{named[int(differing[0])][0]} has values that differ between ranks ({len(differing)} parameters do). "
-            "Call torch.manual_seed with one seed on all ranks before building the model, or load one checkpoint."
+            "Call torch.manual_seed with one seed on all ranks before building the model, load one checkpoint, or set "
+            "zeroamp.sync_module_states to true: all ranks then get the first rank's values."
         )
 
 

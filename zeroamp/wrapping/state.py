@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from zeroamp.hooks._torch.fsdp import release
+from zeroamp.hooks._torch.fsdp import parameter_pairs, release, units_of
 from zeroamp.hooks._torch.group_gradients import GroupGradients
 from zeroamp.hooks.collectives.issued import IssuedInStep
 from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
@@ -23,10 +24,12 @@ from zeroamp.hooks.precision.fp32_regions import Fp32Region
 from zeroamp.hooks.root_forward import RootForward
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.accumulation import unsharded_accumulation
-from zeroamp.policies.errors import WrapError
+from zeroamp.policies.errors import StepError, WrapError
 from zeroamp.wrapping.rank_group import RankGroup
 
 _ATTRIBUTE = "_zeroamp_state"
+_roots: "WeakSet[nn.Module]" = WeakSet()
+"""The wrapped models of this process."""
 
 
 class OpenStep(Protocol):
@@ -81,9 +84,19 @@ class WrapState:
     """
     is_observed: bool = False
     """Whether what runs is an observed step, which leaves no trace: see `ledger/observed_step.py`."""
+    gradient_scale: float | None = 1.0
+    """The factor that the gradients of the shards are multiplied by: the loss scale, and 1 once it is divided out. None
+    between the micro-batches of an optimizer step, when they are not complete."""
+    is_unwrapped: bool = False
+    """Whether `unwrap_model` has undone the wrap."""
 
     accumulates_in: torch.dtype = field(init=False)
     """The dtype in which FSDP2 sums unsharded gradients now."""
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether an optimizer step of a `TrainStep` has run a backward and has not ended."""
+        return self.open_step is not None and self.open_step.num_done > 0
 
     def __post_init__(self) -> None:
         self.accumulates_in = unsharded_accumulation(self.plan.policy)
@@ -95,8 +108,10 @@ def record_state(model: nn.Module, state: WrapState | None) -> None:
     """Set `state` on the wrapped root. With None, remove it."""
     if state is None:
         delattr(model, _ATTRIBUTE)
+        _roots.discard(model)
     else:
         setattr(model, _ATTRIBUTE, state)
+        _roots.add(model)
 
 
 def wrap_state(model: nn.Module) -> WrapState:
@@ -112,6 +127,25 @@ def wrap_state(model: nn.Module) -> WrapState:
             "returned."
         )
     return state
+
+
+def owner_of(parameter: nn.Parameter) -> tuple[WrapState, nn.Parameter]:
+    """Return the state of the wrapped model that has a parameter, sharded or unsharded, and the sharded parameter.
+
+    Raises:
+        StepError: no wrapped model has it.
+    """
+    for root in list(_roots):
+        for unit in units_of(root):
+            for pair in parameter_pairs(unit):
+                if any(parameter is each for each in pair):
+                    return wrap_state(root), pair[0]
+        if any(parameter is each for each in root.parameters()):  # not sharded: it has no elements
+            return wrap_state(root), parameter
+    raise StepError(
+        f"A parameter of shape {tuple(parameter.shape)} is not one of a wrapped model. Pass one that "
+        "model.named_parameters() yields after wrap_model."
+    )
 
 
 def autocast_of(state: WrapState) -> AbstractContextManager[object]:

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from zeroamp.hooks._torch.fsdp import remove_fsdp
 from zeroamp.hooks.typed_groups import Holder
 from zeroamp.planning.mesh import device_of
-from zeroamp.policies.errors import WrapError
+from zeroamp.policies.errors import StepError, WrapError
 from zeroamp.wrapping.state import WrapState, record_state, reshard, wrap_state
 
 
@@ -29,12 +29,18 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
     Raises:
         WrapError: `model` is not wrapped, or inference mode is on.
+        StepError: an optimizer step has begun and not ended.
     """
     state = wrap_state(model)
     if torch.is_inference_mode_enabled():
         raise WrapError(
             "unwrap_model was called inside torch.inference_mode(), where parameters are made that cannot be trained. "
             "Call it outside."
+        )
+    if state.is_in_step:
+        raise StepError(
+            "unwrap_model was called in the middle of an optimizer step, whose gradients would be lost. Call it after "
+            "step() returned a report, or call TrainStep.zero_grad() first."
         )
     root = state.root
     reshard(root.modules())
@@ -54,6 +60,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
             if isinstance(child, Holder):
                 delattr(module, name)
     record_state(root, None)
+    state.is_unwrapped = True
     return root
 
 

@@ -24,6 +24,7 @@ from zeroamp.planning.mesh import (
     ranks_of,
     refuse_partition,
     shard_device,
+    start_process_group,
 )
 from zeroamp.planning.plan import Plan, build_plan
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
@@ -31,6 +32,7 @@ from zeroamp.policies.batch_sizes import check_batch_sizes
 from zeroamp.policies.errors import WrapError, describe
 from zeroamp.policies.policy import Policy
 from zeroamp.wrapping.attach import attach_hooks
+from zeroamp.wrapping.broadcast import broadcast_module_states
 from zeroamp.wrapping.checks import check_all_gather, check_device, check_ranks_agree, check_torch, description_of
 from zeroamp.wrapping.master_weights import describe_master_weights
 from zeroamp.wrapping.materialize import cast_buffers, materialize
@@ -52,7 +54,8 @@ def wrap_model(
     """Shard `model` in place with FSDP2 according to `policy`. Returns the same object, now an `FSDPModule`.
 
     Build the optimizer after this call: the parameters become sharded DTensors. The first rank logs sizes and the time
-    that it took (logger "zeroamp", level INFO).
+    that it took (logger "zeroamp", level INFO). Without a process group one is initialised from torchrun's environment;
+    in a plain `python script.py`, one of this process alone.
 
     Args:
         model: on any device; parameters on the meta device are materialised and initialised without a full copy.
@@ -70,7 +73,7 @@ def wrap_model(
     begin, name = time.perf_counter(), type(model).__name__
     if mesh is None and not dist.is_initialized():
         _refuse_unusable(model)
-        dist.init_process_group()
+        start_process_group()
     device_type = current_device_type() if mesh is None else mesh.device_type
     world = None if mesh is None else process_group(mesh)
 
@@ -93,7 +96,10 @@ def wrap_model(
     mesh = mesh_for_stage(policy.stage, mesh, policy.dp_replicate_size)
     _check_fits(policy, mesh)
     check_all_gather(model, mesh)
-    check_ranks_agree(model, mesh)
+    if policy.sync_module_states:
+        broadcast_module_states(model, mesh)
+    else:
+        check_ranks_agree(model, mesh)
     if is_first_rank(mesh) and (line := describe_master_weights(model)):
         logger.info("%s", line)
     cast_buffers(model, plan)

@@ -100,6 +100,8 @@ def test_the_dict_has_the_rows_of_the_tables_with_none_for_no_dtype():
     assert (frozen["gather"], frozen["gradient"], frozen["wire"], frozen["optimizer"]) == ("bf16", None, None, None)
     group = next(row for row in as_dict["groups"] if row["group"] == "blocks.1")  # all of it is frozen
     assert (group["unit"], group["gather"], group["wire"]) == ("blocks.1", "bf16", None)
+    for table in ("summary", "classes", "groups", "parameters"):
+        assert all(row["communication"] == row["wire"] for row in as_dict[table])
 
 
 def test_the_summary_of_the_dict_counts_bytes():
@@ -107,6 +109,7 @@ def test_the_summary_of_the_dict_counts_bytes():
     assert summary[0] == {
         "gather": "bf16",
         "wire": "bf16",
+        "communication": "bf16",
         "params": 15,
         "elements": 30_816,
         "bytes_per_gather": 61_632,

@@ -337,3 +337,21 @@ def test_a_failure_between_norm_and_update_ends_the_training_on_all_ranks(ranks2
     assert failed == ["a log that cannot be written"]
     assert "optimizer.step (between clip_grad_norm() and update())" in healthy[0]
     assert "last checkpoint" in healthy[0]
+
+
+def _bad_arguments():
+    model = wrapped(NAME, config(3))
+    train = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters()))
+    train.backward(loss_of(model, batch(NAME, 0)))
+    for max_norm in ("1", float("nan"), [1.0], -1):
+        with pytest.raises(zeroamp.StepError, match="^max_norm must be a number from 0 on, or None, but is "):
+            train.clip_grad_norm(max_norm)
+    callback = zeroamp.Callback()
+    with pytest.raises(zeroamp.StepError, match=r"^TrainStep.callbacks was set.* train.callbacks.append\(callback\)"):
+        train.callbacks = [callback]
+    train.callbacks.append(callback)
+    return train.callbacks == [callback] and bool(train.clip_grad_norm(torch.tensor(1.0)) > 0)
+
+
+def test_a_norm_that_is_no_number_and_other_callbacks_are_refused(ranks2):
+    assert ranks2.run(_bad_arguments) == [True, True]

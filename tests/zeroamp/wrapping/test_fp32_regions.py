@@ -268,3 +268,11 @@ def test_no_mode_casts_buffers_unless_asked(ranks2, mode):
     assert ranks2.run(_buffers, mode, "auto", None)[0] == (torch.float32, True)
     assert ranks2.run(_buffers, mode, "auto", "bf16")[0] == (torch.bfloat16, True)
     assert ranks2.run(_buffers, mode, ["offset"], "bf16")[0] == (torch.float32, True)
+
+
+@pytest.mark.parametrize("pattern", ["embed", "head"])
+def test_a_pattern_that_cuts_through_a_tied_parameter_names_both_of_its_fqns(pattern):
+    policy = zeroamp.policy_from_config({"bf16": {"enabled": True}, "data_types": {"keep_in_fp32_modules": [pattern]}})
+    other = {"embed": "head", "head": "embed"}[pattern]
+    with pytest.raises(zeroamp.ConfigError, match=f"keeps {pattern}.weight in fp32 but not {other}.weight, which is"):
+        zeroamp.build_plan(Llama(tied=True), policy)

@@ -110,3 +110,50 @@ def _not_wrapped():
 def test_a_model_that_is_not_wrapped_is_refused(ranks2):
     with pytest.raises(AssertionError, match="WrapError: .*Linear.* not wrapped.*wrap_model"):
         ranks2.run(_not_wrapped)
+
+
+def _in_the_middle(accumulation):
+    name = "llama_tied"
+    model = wrapped(name, config(3, accumulation=accumulation))
+    train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters()))
+    train.backward(loss_of(model, batch(name, 0)))  # the last micro-batch, or not
+    with pytest.raises(zeroamp.StepError) as middle:
+        zeroamp.unwrap_model(model)
+    train.zero_grad()
+    model = zeroamp.unwrap_model(model)
+    loss = loss_of(model, batch(name, 0))
+    texts = [str(middle.value)]
+    for call in (lambda: train.backward(loss), train.step, train.clip_grad_norm, train.update, train.zero_grad):
+        with pytest.raises(zeroamp.StepError) as after:
+            call()
+        texts.append(str(after.value))
+    return texts
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_it_is_refused_in_the_middle_of_an_optimizer_step_and_the_train_step_after_it(ranks2, accumulation):
+    for middle, *after in ranks2.run(_in_the_middle, accumulation):
+        assert middle.startswith("unwrap_model was called in the middle of an optimizer step")
+        assert "TrainStep.zero_grad()" in middle
+        methods = ("backward", "step", "clip_grad_norm", "update", "zero_grad")
+        for method, text in zip(methods, after, strict=True):
+            assert text.startswith(f"TrainStep.{method} was called after unwrap_model")
+
+
+def _after_a_failure():
+    name = "llama_tied"
+    model = wrapped(name, config(3))
+    train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters()))
+    loss = loss_of(model, batch(name, 0))
+    loss.register_hook(_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train.backward(loss)
+    return isinstance(zeroamp.unwrap_model(model), FSDPModule)
+
+
+def _interrupt(_):
+    raise KeyboardInterrupt
+
+
+def test_after_a_failure_the_model_can_be_had(ranks2):
+    assert ranks2.run(_after_a_failure) == [False, False]

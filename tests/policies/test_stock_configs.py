@@ -1,0 +1,208 @@
+"""Configs as other projects ship them for DeepSpeed load with the arguments that their loaders have."""
+
+import json
+
+import pytest
+import torch
+
+from zeroamp import ConfigError, open_auto_keys, policy_from_config
+
+AUTO_BATCH = dict.fromkeys(
+    ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"
+)
+AUTO_STEP = {**AUTO_BATCH, "gradient_clipping": "auto"}
+SCALE = {"loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}
+AUTO_FP16 = {"enabled": "auto", "initial_scale_power": 16, **SCALE}
+AUTO_SIZES = dict.fromkeys(
+    ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"), "auto"
+)
+STAGE3 = {
+    "stage": 3,
+    "contiguous_gradients": True,
+    "sub_group_size": 1e9,
+    **AUTO_SIZES,
+    "stage3_max_live_parameters": 1e9,
+    "stage3_max_reuse_distance": 1e9,
+    "stage3_gather_16bit_weights_on_model_save": True,
+}
+NOT_OFFLOADED = {"device": "none", "pin_memory": True}
+STOCK = {
+    "LLaMA-Factory z3": {
+        **AUTO_STEP,
+        "zero_allow_untested_optimizer": True,
+        "fp16": AUTO_FP16,
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {**STAGE3, "overlap_comm": False},
+        "comms_config": {"verbose": False},
+        "monitor_config": {"enabled": True, "tag": "DeepSpeedMonitor", "csv_monitor": {"enabled": False}},
+    },
+    "axolotl zero3_bf16": {
+        **AUTO_STEP,
+        "bf16": {"enabled": True},
+        "wall_clock_breakdown": False,
+        "zero_optimization": {
+            "stage": 3,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
+            "sub_group_size": 0,
+            "reduce_bucket_size": "auto",
+            "prefetch_bucket_size": "auto",
+            "param_persistence_threshold": "auto",
+            "max_live_parameters": 0,
+            "max_reuse_distance": 0,
+            "gather_16bit_weights_on_model_save": True,
+        },
+    },
+    "axolotl zero1_torch_compile": {
+        **AUTO_STEP,
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto", "auto_cast": False, "initial_scale_power": 32, **SCALE},
+        "wall_clock_breakdown": False,
+        "compile": {"disable": False, "backend": "inductor"},
+        "zero_optimization": {"stage": 1, "overlap_comm": True},
+    },
+    "ms-swift zero3": {
+        **AUTO_STEP,
+        "fp16": AUTO_FP16,
+        "bf16": {"enabled": "auto"},
+        "steps_per_print": 2000,
+        "wall_clock_breakdown": False,
+        "zero_optimization": {
+            **STAGE3,
+            "offload_optimizer": NOT_OFFLOADED,
+            "offload_param": NOT_OFFLOADED,
+            "overlap_comm": True,
+            "zero_quantized_weights": False,
+            "zero_quantized_gradients": False,
+        },
+    },
+    "transformers zero3": {
+        **AUTO_STEP,
+        "fp16": AUTO_FP16,
+        "bf16": {"enabled": "auto"},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+        },
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+        },
+        "steps_per_print": 1e5,
+        "wall_clock_breakdown": False,
+        "zero_optimization": {
+            **STAGE3,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True, "nvme_path": "/local_nvme"},
+            "offload_param": {"device": "cpu", "pin_memory": True, "nvme_path": "/local_nvme"},
+            "overlap_comm": True,
+        },
+        "aio": {"block_size": 262144, "queue_depth": 32, "thread_count": 1},
+    },
+}
+KNOWN = {
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 1.0,
+    "bf16": True,
+    "fp16": False,
+    "hidden_size": 64,
+    "lr": 1e-4,
+    "betas": [0.9, 0.999],
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+    "warmup_min_lr": 0.0,
+    "warmup_num_steps": 10,
+}
+"""What a loader knows of a run, whatever the config asks for."""
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_a_stock_config_loads_from_a_file_with_the_open_keys_filled(tmp_path, name):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(STOCK[name]))
+    wanted = {argument for arguments in open_auto_keys(path).values() for argument in arguments}
+    policy = policy_from_config(path, world_size=2, **{key: KNOWN[key] for key in wanted & KNOWN.keys()})
+    assert policy == policy_from_config(json.loads(str(policy)), world_size=2)
+    assert policy.mode == "bf16"
+    assert policy.train_batch_size == 16
+    if policy.stage == 3:
+        sizes = policy.reduce_bucket_size, policy.prefetch_bucket_size, policy.param_persistence_threshold
+        assert sizes == (64 * 64, int(0.9 * 64 * 64), 640)
+        assert policy.gather_16bit_weights_on_save
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("LLaMA-Factory z3", "comms_config.verbose"),
+        ("LLaMA-Factory z3", "monitor_config.csv_monitor.enabled"),
+        ("axolotl zero1_torch_compile", "compile.backend"),
+        ("transformers zero3", "zero_optimization.offload_param.nvme_path"),
+        ("transformers zero3", "aio.queue_depth"),
+    ],
+)
+def test_what_deepspeed_ignores_has_a_line_in_the_report(name, key):
+    cfg = {**STOCK[name], **dict.fromkeys(AUTO_BATCH), "optimizer": None, "scheduler": None}
+    policy = policy_from_config(cfg, gradient_clipping=1.0, bf16=True, fp16=False, **(
+        {"hidden_size": 64} if cfg["zero_optimization"]["stage"] == 3 else {}
+    ))  # fmt: skip
+    (line,) = [line for line in policy.report().splitlines() if line.startswith(f"{key} ")]
+    assert " native " in line
+
+
+def test_a_second_name_is_the_key_itself():
+    long = policy_from_config({"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 5}})
+    short = policy_from_config({"zero_optimization": {"stage": 3, "max_live_parameters": 5}})
+    assert short == long
+    assert dict(short.given)["zero_optimization.stage3_max_live_parameters"] == 5
+    both = {"stage": 3, "max_live_parameters": 5, "stage3_max_live_parameters": 5}
+    assert policy_from_config({"zero_optimization": both}) == long
+    assert long.replace(zero_optimization={"stage": 3, "max_live_parameters": 5}) == long
+    opened = policy_from_config(
+        {"zero_optimization": {"stage": 3, "max_live_parameters": "auto"}}, max_live_parameters=5
+    )
+    assert opened == long
+
+
+@pytest.mark.parametrize("dtype", ["torch.bfloat16", torch.bfloat16, "bf16"], ids=repr)
+def test_a_dtype_by_any_of_its_names(dtype):
+    policy = policy_from_config({"torch_autocast": {"enabled": True, "dtype": dtype}, "communication_data_type": dtype,
+                                 "zero_optimization": {"stage": 2}})  # fmt: skip
+    assert (policy.low_dtype, policy.communication_data_type) == (torch.bfloat16, torch.bfloat16)
+    assert policy_from_config(json.loads(str(policy))) == policy
+
+
+@pytest.mark.parametrize("steps", [float("inf"), 0, None])
+def test_an_infinite_number_of_steps_between_prints_is_never(tmp_path, steps):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"steps_per_print": steps}))
+    assert policy_from_config(path) == policy_from_config({})
+    assert policy_from_config({"steps_per_print": 2e3}).steps_per_print == 2000
+
+
+def test_open_auto_keys_lists_what_fills_each_and_not_what_is_auto_by_itself():
+    cfg = {
+        "bf16": {"enabled": "auto"},
+        "gradient_clipping": 1.0,
+        "data_types": {"keep_in_fp32_modules": "auto"},
+        "zero_optimization": {"prefetch_bucket_size": "auto"},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}},
+    }
+    assert open_auto_keys(cfg) == {
+        "bf16.enabled": ("bf16.enabled", "bf16"),
+        "scheduler.params.warmup_max_lr": ("scheduler.params.warmup_max_lr", "warmup_max_lr", "lr"),
+        "zero_optimization.stage3_prefetch_bucket_size": (
+            "zero_optimization.stage3_prefetch_bucket_size",
+            "stage3_prefetch_bucket_size",
+            "hidden_size",
+        ),
+    }
+    for names in open_auto_keys(cfg).values():
+        for name in names:
+            with pytest.raises(ConfigError) as caught:
+                policy_from_config(cfg, **{name: 8})
+            assert f"argument {name} is" not in str(caught.value)  # it fills its key; others are open
+    assert open_auto_keys({}) == {}
+    with pytest.raises(ConfigError, match="cannot be read"):
+        open_auto_keys("nowhere.json")

@@ -1,0 +1,65 @@
+"""A script that no launcher started trains in one process."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.processes.launch import ROOT
+
+SCRIPT = """
+import logging
+import torch
+import zeroamp
+
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+torch.manual_seed(0)
+plain = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+model.load_state_dict(plain.state_dict())
+cfg = {"zero_optimization": {"stage": STAGE}, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+model = zeroamp.wrap_model(model, zeroamp.policy_from_config(cfg))
+train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+x = torch.randn(3, 4)
+for _ in range(3):
+    train.backward(model(x).float().square().mean())
+    train.step()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = plain(x).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+ours = [parameter.full_tensor() for parameter in model.parameters()]
+print("same bits:", all(map(torch.equal, ours, plain.parameters())))
+"""
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_NUM_TASKS")
+
+
+def _run(stage, **environment):
+    inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", SCRIPT.replace("STAGE", str(stage))],
+        check=False, capture_output=True, text=True, cwd=ROOT, timeout=240,
+        env={**inherited, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **environment},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_plain_script_trains_like_plain_torch_and_ends_cleanly(stage):
+    done = _run(stage)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "same bits: True\n"
+    assert done.stderr.count("a world of one process") == 1
+    assert "rror" not in done.stderr
+    assert "destroy" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
+def test_one_of_several_processes_without_a_rank_is_an_error(name):
+    done = _run(3, **{name: "2"})
+    assert done.returncode != 0
+    found = f"found no process group and no RANK in the environment, but {name} is 2"
+    assert f"WrapError: wrap_model {found}" in done.stderr
+    assert "Start the script with torchrun" in done.stderr

@@ -1,0 +1,156 @@
+"""Whole parameters, gradients and optimizer state of a wrapped model: read them, and set them.
+
+All functions are collective: every rank calls them, for the same parameters in the same order. A parameter may be given
+as `model.named_parameters()` yields it at any time: sharded, or unsharded in the middle of an optimizer step.
+"""
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from zeroamp.planning.mesh import device_of, local_part
+from zeroamp.policies.errors import StepError, describe, some_of
+from zeroamp.wrapping.state import WrapState, owner_of, reshard
+
+
+def full_parameter(parameter: nn.Parameter) -> torch.Tensor:
+    """Return a copy of the whole parameter, in the dtype of the sharded one (fp32 for trainable ones).
+
+    It is on the mesh's device, and needs no gradient.
+
+    Raises:
+        StepError: the parameter is not one of a wrapped model.
+    """
+    state, sharded = owner_of(parameter)
+    return _whole(sharded, state)
+
+
+def set_full_parameter(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Set the whole parameter. Call it between two optimizer steps.
+
+    Args:
+        parameter: of a wrapped model.
+        value: of the parameter's shape, on any device. It is cast to the parameter's dtype. The first rank's is taken.
+
+    Raises:
+        StepError: the parameter is not one of a wrapped model, the shape differs, or an optimizer step has begun.
+    """
+    state, sharded = owner_of(parameter)
+    if state.gradient_scale is None:
+        raise StepError(
+            "set_full_parameter was called between the micro-batches of an optimizer step, whose forwards would use "
+            "two values. Call it between two optimizer steps."
+        )
+    _fill(sharded, value, state, "set_full_parameter")
+    reshard(state.root.modules())  # unsharded copies hold the old value
+
+
+def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    """Return a copy of the whole gradient: averaged over ranks, summed over micro-batches, without the loss scale.
+
+    It is valid after the last backward of an optimizer step and before its update; before `clip_grad_norm`, not clipped
+    yet. It has the dtype of the sharded parameter and is on the mesh's device. None: the parameter has no gradient.
+
+    Raises:
+        StepError: the parameter is not one of a wrapped model, or the last micro-batch has not run.
+    """
+    state, sharded = owner_of(parameter)
+    gradient, scale = _gradient(sharded, state, "full_gradient")
+    if gradient is None:
+        return None
+    whole = _whole(gradient, state)
+    return whole if scale == 1.0 else whole.div_(scale)
+
+
+def set_full_gradient(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Set the whole gradient. It is valid when `full_gradient` is, for a parameter that has a gradient.
+
+    Args:
+        parameter: of a wrapped model.
+        value: what `full_gradient` should return, of the parameter's shape, on any device. The first rank's is taken.
+
+    Raises:
+        StepError: as `full_gradient`; or the shape differs, or the parameter has no gradient.
+    """
+    state, sharded = owner_of(parameter)
+    gradient, scale = _gradient(sharded, state, "set_full_gradient")
+    if gradient is None:
+        raise StepError(
+            f"set_full_gradient was given a parameter of shape {tuple(sharded.shape)} without a gradient. Call it "
+            "after the last backward of an optimizer step, for a parameter that the loss depends on."
+        )
+    _fill(gradient, value if scale == 1.0 else value.to(gradient.dtype) * scale, state, "set_full_gradient")
+
+
+def full_optimizer_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str) -> torch.Tensor:
+    """Return a copy of a part of the optimizer's state of a parameter, whole: "exp_avg", "momentum_buffer", "step".
+
+    Raises:
+        StepError: the parameter is not one of a wrapped model, or the optimizer has no such tensor, as before its first
+            step.
+    """
+    state, sharded = owner_of(parameter)
+    return _whole(_entry(optimizer, sharded, key, "full_optimizer_state"), state)
+
+
+def set_full_optimizer_state(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str, value: torch.Tensor
+) -> None:
+    """Set a part of the optimizer's state of a parameter. Call it between two optimizer steps.
+
+    Args:
+        optimizer: that has state of the parameter already.
+        parameter: of a wrapped model.
+        key: the optimizer's name of the part.
+        value: of the shape that `full_optimizer_state` returns, on any device. The first rank's is taken.
+
+    Raises:
+        StepError: as `full_optimizer_state`; or the shape differs.
+    """
+    state, sharded = owner_of(parameter)
+    _fill(_entry(optimizer, sharded, key, "set_full_optimizer_state"), value, state, "set_full_optimizer_state")
+
+
+def _gradient(sharded: nn.Parameter, state: WrapState, method: str) -> tuple[torch.Tensor | None, float]:
+    """Return the gradient, as a shard, and the factor that it is multiplied by."""
+    if state.gradient_scale is None:
+        raise StepError(
+            f"{method} was called before the last micro-batch of an optimizer step, when gradients are not complete. "
+            "Call it after the last backward and before the update."
+        )
+    if state.shard_accumulator is not None:
+        state.shard_accumulator.flush()
+    return sharded.grad, state.gradient_scale
+
+
+def _entry(optimizer: torch.optim.Optimizer, sharded: nn.Parameter, key: str, method: str) -> torch.Tensor:
+    entries = optimizer.state.get(sharded, {})
+    value = entries.get(key)
+    if not isinstance(value, torch.Tensor):
+        tensors = [name for name, held in entries.items() if isinstance(held, torch.Tensor)]
+        raise StepError(
+            f'{method} found no tensor "{key}" in the state of {type(optimizer).__name__} for a parameter of shape '
+            f"{tuple(sharded.shape)}, which has {some_of(tensors) or 'none'}. An optimizer makes its state in its "
+            "first step, for parameters with a gradient."
+        )
+    return value
+
+
+@torch.no_grad()
+def _whole(tensor: torch.Tensor, state: WrapState) -> torch.Tensor:
+    """Return a copy of all of a tensor, on the device of the mesh."""
+    on_device = tensor.detach().to(device_of(state.mesh))  # an offloaded shard is on the CPU
+    whole = on_device.full_tensor() if isinstance(on_device, DTensor) else on_device
+    is_shared = whole.untyped_storage().data_ptr() == local_part(tensor).untyped_storage().data_ptr()
+    return whole.clone() if is_shared else whole
+
+
+@torch.no_grad()
+def _fill(tensor: torch.Tensor, value: torch.Tensor, state: WrapState, method: str) -> None:
+    """Copy the first rank's `value` into `tensor`, of which each rank holds a shard."""
+    if value.shape != tensor.shape:
+        found, valid = f"of shape {tuple(value.shape)}", f"of the whole shape, {tuple(tensor.shape)}"
+        raise StepError(describe(f"{method}(value=)", found, valid, "Pass the whole tensor, on every rank."))
+    whole = value.detach().to(device_of(state.mesh), tensor.dtype).contiguous()
+    placements = tensor.placements if isinstance(tensor, DTensor) else None
+    local_part(tensor).copy_(local_part(distribute_tensor(whole, state.mesh, placements)))

@@ -1,0 +1,29 @@
+"""`zeroamp.sync_module_states`: before a model is sharded, all ranks get the values of the first one."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeroamp.planning.mesh import device_of
+
+
+@torch.no_grad()
+def broadcast_module_states(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Set all parameters and buffers to the values of the first rank of `mesh`, in place. All ranks call this.
+
+    Tensors are broadcast one by one, as bytes; one that the mesh's device does not hold is copied there for as long.
+    Tensors on the meta device are left out: parameters are initialised later, alike everywhere.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not tensor.is_meta and tensor.numel() > 0:
+            _broadcast(tensor, mesh)
+
+
+def _broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
+    # The tensor's own memory, if it is contiguous and on the device.
+    flat = tensor.detach().to(device_of(mesh)).contiguous().reshape(-1)
+    for axis in range(mesh.ndim):  # from (0, 0) to all (i, 0), and from these to all (i, j)
+        dist.broadcast(flat.view(torch.uint8), group=mesh.get_group(axis), group_src=0)
+    if flat.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+        tensor.detach().copy_(flat.view(tensor.shape))

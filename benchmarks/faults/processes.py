@@ -22,6 +22,11 @@ from benchmarks.faults.moments import Board, Moments, Strike
 
 GRACE_S = 15.0
 """How much longer than the timeout of its collectives a rank may take to end, on a busy machine."""
+_CONNECTING = ("start: ", "load: begins")
+"""Moments after which ranks connect a process group: the one of training, and the one of saving and loading."""
+_TIMEOUTS_TO_CONNECT = 1 + 5
+"""gloo waits one timeout for the address of a peer and five for the connection to it (`Pair::waitUntilConnected`). A
+rank that dies between the two leaves the others waiting for so long."""
 
 _TERMINATED = "terminate called without an active exception\n"
 
@@ -121,7 +126,8 @@ class Start:
         total_s = 60 + self.job.timeout_s
         while len(self.endings) < len(self.pids):
             first = min((ending.at_s for ending in self.endings.values()), default=self.begun_s + total_s)
-            bound = first + self.job.timeout_s + GRACE_S
+            is_connecting = any(self.board.read(rank).startswith(_CONNECTING) for rank in self._running())
+            bound = first + self.job.timeout_s * (_TIMEOUTS_TO_CONNECT if is_connecting else 1) + GRACE_S
             limit = bound if until_s is None else min(bound, until_s)
             self._collect(limit - time.monotonic())
             running = [self.pids[rank] for rank in self._running()]

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.faults import cable, disk, kills
+from benchmarks.faults import cable, disk, folders, kills, restarts
 from benchmarks.faults.attempt import Attempt, Kind, Runs
 from benchmarks.faults.disk import NotPossibleHereError
 from benchmarks.faults.processes import ForkedRank
@@ -25,6 +25,12 @@ from benchmarks.faults.record import write_record
 
 _OTHERS: dict[str, Kind] = {
     "hanging rank": kills.stopped,
+    "SIGTERM": kills.terminated,
+    "SIGTERM handled": kills.preempted,
+    "export": kills.exporting,
+    "resharding": folders.resharded,
+    "torchrun": restarts.restarted,
+    "foreign files": folders.shared_with_strangers,
     "cable": cable.cut,
     "two writers": kills.two_writers,
     "disk full": disk.full,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.job import NUM_RANKS, Job, Log, run_rank
+from benchmarks.faults.job import Job, Log, run_rank
 from benchmarks.faults.moments import Board, Moments, Strike
 
 GRACE_S = 15.0
@@ -192,11 +192,11 @@ class Place:
         self.num_starts += 1
         name = f"start{self.num_starts}"
         init_method = init_method or f"file://{self.reports / name}.store"
-        board = Board(NUM_RANKS)
-        paths = [self.reports / f"{name}_rank{rank}.log" for rank in range(NUM_RANKS)]
+        board = Board(job.num_ranks)
+        paths = [self.reports / f"{name}_rank{rank}.log" for rank in range(job.num_ranks)]
         pids = []
         begun_s = time.monotonic()
-        for rank in range(NUM_RANKS):
+        for rank in range(job.num_ranks):
             board.write(rank, False, "start: forked")
             pid = os.fork()
             if pid == 0:
@@ -214,9 +214,14 @@ def _run(
     output = os.open(path.with_suffix(".out"), os.O_CREAT | os.O_WRONLY)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    log = Log(path)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     before(rank)
+    run_logged(job, rank, init_method, folder, path, moments)
+
+
+def run_logged(job: Job, rank: int, init_method: str, folder: Path, path: Path, moments: Moments) -> None:
+    """Run a rank that logs to `path`, and end the process with the exit status of its run."""
+    log = Log(path)
     try:
         run_rank(job, rank, init_method, folder, log, moments)
     except BaseException as error:

@@ -57,7 +57,8 @@ def _torchrun(attempt: Attempt, strikes: list[Strike]) -> tuple[int, str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--monitor-interval", "0.1"]
     command += ["--nproc-per-node", str(attempt.job.num_ranks), "--max-restarts", str(len(strikes))]
     command += ["-m", "benchmarks.faults.restarts", str(reports / "spec.json")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # With torchrun's own store the ranks of a restart may read the addresses of those that have died.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with (reports / "torchrun.out").open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True

@@ -2,8 +2,8 @@
 
     python -m benchmarks.fault_campaign --kills 100 --others 5 --seed 0 --out FOLDER
 
-FOLDER gets `faults.json`, with every attempt, and `faults.md`. Kinds of faults that this machine or user cannot make
-are listed with the reason.
+FOLDER gets `faults.json`, with every attempt, and `faults.md`, also if the campaign is ended early by SIGTERM. Kinds of
+faults that this machine or user cannot make are listed with the reason.
 """
 
 import argparse
@@ -17,14 +17,20 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.faults import cable, disk, kills
+from benchmarks.faults import cable, disk, folders, kills, restarts
 from benchmarks.faults.attempt import Attempt, Kind, Runs
 from benchmarks.faults.disk import NotPossibleHereError
-from benchmarks.faults.processes import ForkedRank
+from benchmarks.faults.processes import ForkedRank, at_end
 from benchmarks.faults.record import write_record
 
 _OTHERS: dict[str, Kind] = {
     "hanging rank": kills.stopped,
+    "SIGTERM": kills.terminated,
+    "SIGTERM handled": kills.preempted,
+    "export": kills.exporting,
+    "resharding": folders.resharded,
+    "torchrun": restarts.restarted,
+    "foreign files": folders.shared_with_strangers,
     "cable": cable.cut,
     "two writers": kills.two_writers,
     "disk full": disk.full,
@@ -50,8 +56,11 @@ def main() -> None:
     runs = Runs(root, arguments.seed, arguments.timeout_s)
     skipped = _impossible()
     kinds = _KINDS if arguments.only is None else {arguments.only: _KINDS[arguments.only]}
-    attempts = [*_kill(runs, kinds, arguments.kills), *_try_others(runs, kinds, skipped, arguments.others)]
-    write_record(arguments.out, attempts, skipped, time.monotonic() - begun_s)
+    attempts: list[Attempt] = []
+    with at_end(lambda: write_record(arguments.out, attempts, skipped, time.monotonic() - begun_s)):
+        both = (_kill(runs, kinds, arguments.kills), _try_others(runs, kinds, skipped, arguments.others))
+        for pair in itertools.zip_longest(*both):
+            attempts.extend(attempt for attempt in pair if attempt is not None)
     num_losses = sum(len(attempt.losses) for attempt in attempts)
     if num_losses:
         sys.exit(f"{num_losses} losses; what they left is in {root}")
@@ -80,9 +89,10 @@ def _kill(runs: Runs, kinds: dict[str, Kind], num_kills: int) -> Iterator[Attemp
 
 
 def _try_others(runs: Runs, kinds: dict[str, Kind], skipped: dict[str, str], times: int) -> Iterator[Attempt]:
-    for name, kind in kinds.items():
-        if name in _OTHERS and name not in skipped:
-            yield from (_try(name, kind, runs) for _ in range(times))
+    """Make so many attempts of every other kind, in turn."""
+    names = [name for name in kinds if name in _OTHERS and name not in skipped]
+    for _ in range(times):
+        yield from (_try(name, kinds[name], runs) for name in names)
 
 
 def _try(name: str, kind: Kind, runs: Runs) -> Attempt:

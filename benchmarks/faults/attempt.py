@@ -2,13 +2,16 @@
 
 import random
 import shutil
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.job import NUM_RANKS, Job
-from benchmarks.faults.moments import PASSAGES, Phase, Strike
+from safetensors.numpy import load_file
+
+from benchmarks.faults.job import EXPORT, Job, tensors_digest
+from benchmarks.faults.moments import NUM_EXPORT_PASSAGES, PASSAGES, Phase, Strike
 from benchmarks.faults.processes import Ending, Place, Start
 from zeroamp.checkpoint.files import check_file, read_manifest
 from zeroamp.policies.errors import CheckpointError
@@ -48,6 +51,12 @@ class Attempt:
     """Checkpoints that some rank knew to be saved, and their steps."""
     damaged: set[str] = field(default_factory=set)
     """Checkpoints that we broke ourselves."""
+    foreign: set[str] = field(default_factory=set)
+    """Names in the folder of what somebody else put there."""
+    states: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """Step -> digests of the states that were to be saved there, of jobs that log them."""
+    exports: list[str] = field(default_factory=list)
+    """Digests of the weights that were to be exported."""
     shares_folder: bool = False
     """Whether another job saves there, too."""
 
@@ -63,13 +72,19 @@ class Attempt:
         for rank, ending in enumerate(endings):
             self._check_rank(rank, ending, newest, is_struck=rank in start.struck)
         self._check_published()
+        if self.job.exports:
+            self._check_exported()
         survivors = [ending for rank, ending in enumerate(endings) if rank not in start.struck]
         if start.board.struck_s:
             self.moments += [ending.where for rank, ending in enumerate(endings) if rank in start.struck]
             self.survivors_s += [ending.at_s - start.board.struck_s for ending in survivors]
+        self.tell(endings)
+        return endings
+
+    def tell(self, endings: list[Ending]) -> None:
+        """Add one start to the story."""
         how = ", ".join(_how(ending) for ending in endings)
         self.story.append(f"from step {_loaded(endings)} to {_last_step(endings)} ({how})")
-        return endings
 
     def run(self, strike: Strike | None = None, **more: Any) -> list[Ending]:
         """`start` and `end`."""
@@ -82,10 +97,10 @@ class Attempt:
             self.losses.append(f"does not run to the end: {[ending.error for ending in endings]}")
             return
         has_saved = any(ending.of("saved") for ending in endings)
-        left = [path.name for path in self.place.folder.glob(".*") if path.name != ".lock"]
+        left = {path.name for path in self.place.folder.glob(".*")} - {".lock"} - self.foreign
         if has_saved and left and not self.shares_folder:
-            self.losses.append(f"left in the folder: {left}")
-        whole = [path for path in self.place.folder.glob("step_*") if path.name not in self.damaged]
+            self.losses.append(f"left in the folder: {sorted(left)}")
+        whole = self._published()
         if self.job.keep is not None and len(whole) > self.job.keep and not self.shares_folder:
             self.losses.append(f"{len(whole)} checkpoints are left")
 
@@ -109,25 +124,46 @@ class Attempt:
         has_ended = ending.was_hanging or ending.status in (0, 1) or ending.was_aborted_after_error
         if not is_struck and not has_ended:
             self.losses.append(f"rank {rank} ended with {ending.status}: {ending.output[-500:]}")
+        self.check_log(rank, ending, newest)
+
+    def check_log(self, rank: int, ending: Ending, newest: int) -> None:
+        """Check what a rank reports against the oracle and what was known to be saved, up to the step `newest`."""
         loaded = ending.of("loaded")
         if loaded is not None and not self.shares_folder:
-            behind = loaded["step"] < newest
-            self.lost(behind, f"rank {rank} resumed at step {loaded['step']}, though {newest} was saved")
+            step = loaded["step"]
+            self.lost(step < newest, f"rank {rank} resumed at step {step}, though {newest} was saved")
+            differs = step > 0 and self.job.logs_state and loaded["state"] not in self.states[step]
+            self.lost(differs, f"rank {rank} loaded another state of step {step} than was saved")
         for entry in ending.log:
             if entry["event"] == "step":
-                expected = self.oracle.steps[rank][entry["step"]]
+                expected = self.oracle.steps[rank].get(entry["step"])
                 self.lost(entry != expected, f"rank {rank}: {entry} instead of {expected}")
+            elif entry["event"] == "state":
+                self.states[entry["step"]].add(entry["state"])
+            elif entry["event"] == "exporting" and rank == 0:  # whose buffers are written
+                self.exports.append(entry["digest"])
             elif entry["event"] == "saved":
                 self.saved[entry["name"]] = entry["step"]
         finished = ending.of("finished")
-        if finished is not None and finished["num_steps"] == len(self.oracle.steps[rank]):
+        if finished is not None and finished["num_steps"] == self.job.num_steps:
             differs = finished["digest"] != self.oracle.digests[rank]
             self.lost(differs, f"rank {rank}: other parameters at the end")
 
+    def exported(self) -> str | None:
+        """Return a digest of the tensors in the export, None if there is no export."""
+        path = self.place.folder.with_name(EXPORT) / "model.safetensors"
+        return tensors_digest(load_file(path)) if path.exists() else None
+
+    def _check_exported(self) -> None:
+        try:
+            digest = self.exported()
+        except Exception as error:
+            self.losses.append(f"an export that cannot be read: {error}")
+        else:
+            self.lost(digest not in (None, *self.exports), "an export of other weights")
+
     def _check_published(self) -> None:
-        for path in self.place.folder.glob("step_*"):
-            if path.name in self.damaged:
-                continue
+        for path in self._published():
             try:
                 for name, record in read_manifest(path).files.items():
                     check_file(path / name, record)
@@ -136,6 +172,11 @@ class Attempt:
         if self.job.keep is None:
             gone = [name for name in self.saved if not (self.place.folder / name).is_dir()]
             self.lost(bool(gone), f"saved, and not there any more: {gone}")
+
+    def _published(self) -> list[Path]:
+        """Return the checkpoints in the folder that must be whole."""
+        others = self.damaged | self.foreign
+        return [path for path in self.place.folder.glob("step_*") if path.name not in others]
 
 
 def _how(ending: Ending) -> str:
@@ -157,7 +198,7 @@ class Runs:
         self.random = random.Random(seed)
         self._timeout_s = timeout_s
         self._root = root
-        self._oracles: dict[tuple[int, int, int], Oracle] = {}
+        self._oracles: dict[tuple[int, ...], Oracle] = {}
         self._decks: dict[Phase, list[int]] = {}
         self._num_places = 0
         self._has_losses = False
@@ -176,10 +217,15 @@ class Runs:
             for path in self._root.iterdir():
                 shutil.rmtree(path)
 
+    def several(self) -> int:
+        """Draw a number of ranks of which one can fail and another notice."""
+        return self.random.choice((2, 2, 3, 4))
+
     def job(self, **fields: Any) -> Job:
         """Draw a job, but for some fields."""
         choice = self.random.choice
         drawn: dict[str, Any] = {
+            "num_ranks": choice((1, 2, 2, 3, 4)),
             "stage": choice((0, 1, 2, 3)),
             "accumulation": choice((1, 2)),
             "async_": choice((False, True)),
@@ -195,22 +241,26 @@ class Runs:
 
     def oracle(self, job: Job) -> Oracle:
         """Return what a run without faults and without checkpoints computes."""
-        key = (job.stage, job.accumulation, job.num_steps)
+        key = (job.num_ranks, job.stage, job.accumulation, job.num_steps)
         if key not in self._oracles:
-            start = self.place().start(replace(job, save_every=0))
-            endings = start.wait()
-            self._oracles[key] = Oracle(
-                steps=[{e["step"]: e for e in ending.log if e["event"] == "step"} for ending in endings],
-                digests=[_digest(ending) for ending in endings],
-                seconds=max(ending.at_s for ending in endings) - start.begun_s,
-            )
+            self._oracles[key] = self.faultless(replace(job, save_every=0, exports=False), self.place())
         return self._oracles[key]
+
+    def faultless(self, job: Job, place: Place) -> Oracle:
+        """Return what a job computes without faults, from the newest checkpoint of a place on if there is one."""
+        start = place.start(job)
+        endings = start.wait()
+        return Oracle(
+            steps=[{e["step"]: e for e in ending.log if e["event"] == "step"} for ending in endings],
+            digests=[_digest(ending) for ending in endings],
+            seconds=max(ending.at_s for ending in endings) - start.begun_s,
+        )
 
     def strike(self, job: Job, phase: Phase | None = None, **fields: Any) -> Strike:
         """Draw a moment of a phase, or of any, on a rank that has some."""
         phase = phase or self.random.choice(list(PASSAGES))
         return Strike(
-            rank=0 if phase == "publish" else self.random.randrange(NUM_RANKS),
+            rank=0 if phase == "publish" else self.random.randrange(job.num_ranks),
             phase=phase,
             step=0 if phase == "load" else self.random.randint(1, job.num_steps),
             passage=self._passage(phase),
@@ -221,7 +271,8 @@ class Runs:
     def _passage(self, phase: Phase) -> int:
         """Draw a moment that was not drawn yet, as long as there is one: some are hit only by one of all."""
         if not self._decks.get(phase):
-            self._decks[phase] = self.random.sample(range(1, PASSAGES[phase] + 1), PASSAGES[phase])
+            num_passages = PASSAGES.get(phase, NUM_EXPORT_PASSAGES)
+            self._decks[phase] = self.random.sample(range(1, num_passages + 1), num_passages)
         return self._decks[phase].pop()
 
 

@@ -25,7 +25,7 @@ _NUM_STEPS = 30
 
 def cut(runs: Runs) -> Attempt:
     """Cut the cable in mid-training. Both ends must fail in time, naming a collective; then the run goes on."""
-    job = runs.job(num_steps=_NUM_STEPS)
+    job = runs.job(num_ranks=2, num_steps=_NUM_STEPS)
     attempt = runs.attempt("cable between two hosts cut", job)
     with _two_hosts() as hosts:
         start = attempt.start(before=hosts.enter, init_method=hosts.init_method)

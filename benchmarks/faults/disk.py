@@ -12,13 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.faults.attempt import Attempt, Runs
-from benchmarks.faults.job import NUM_RANKS
 from benchmarks.faults.processes import at_end
 from zeroamp import latest_checkpoint
 
 _CLONE_NEWNS, _MS_REC_PRIVATE = 0x20000, 0x44000
 _LARGE = "64m"
-FILES = (".metadata", "__0_0.distcp", "__1_0.distcp", "train.pt", "rank_00000.pt", "rank_00001.pt", "zeroamp.json")
 DAMAGES = ("truncated", "bit-flipped", "missing")
 
 
@@ -87,9 +85,9 @@ def _checkpoint_bytes(runs: Runs, attempt: Attempt) -> int:
 
 def file_too_large(runs: Runs) -> Attempt:
     """Let one rank of both run into a limit: the other has to hear of it."""
-    job = runs.job(save_every=1)
+    job = runs.job(num_ranks=2, save_every=1)  # of more, a file would be smaller than the limit
     attempt = runs.attempt("file size limit on one rank", job)
-    victim = runs.random.randrange(NUM_RANKS)
+    victim = runs.random.randrange(job.num_ranks)
     limit = runs.random.randrange(_SMALLEST_LIMIT, _checkpoint_bytes(runs, attempt) // 4)
 
     def lower(rank: int) -> None:
@@ -154,7 +152,7 @@ def _damage_newest(how: str, runs: Runs, attempt: Attempt) -> Path:
     newest = latest_checkpoint(attempt.place.folder)
     if newest is None:
         raise AssertionError("expected a checkpoint, got none")
-    path = newest / runs.random.choice(FILES)
+    path = runs.random.choice(sorted(newest.iterdir()))
     _damage(how, path, runs)
     attempt.damaged.add(newest.name)
     attempt.moments.append(f"{how} {path.name}")

@@ -10,6 +10,7 @@ import logging
 import os
 import random
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +25,8 @@ from torch.distributed.tensor import DTensor
 import zeroamp
 from benchmarks.faults.moments import Moments
 
-NUM_RANKS = 2
+EXPORT = "export"
+"""The folder of the export, beside that of the checkpoints."""
 _WIDTH, _BATCH = 24, 4
 
 
@@ -34,6 +36,7 @@ class Job:
 
     stage: int
     accumulation: int
+    num_ranks: int = 2
     num_steps: int = 6
     save_every: int = 1
     """0: never; else also at the end."""
@@ -41,13 +44,19 @@ class Job:
     keep: int | None = None
     goes_on: bool = False
     """After a save that failed, whether training continues; `ballast` in the folder is removed then."""
+    handles_sigterm: bool = False
+    """Whether SIGTERM asks for a last save (`zeroamp.Preemption`) instead of ending the rank."""
+    logs_state: bool = False
+    """Whether digests of all parameters and optimizer states are logged where they are saved and loaded."""
+    exports: bool = False
+    """Whether the run ends with an export for `from_pretrained`, beside the folder of the checkpoints."""
     timeout_s: float = 20.0
     """Of every collective."""
 
     def __str__(self) -> str:
         saves = f"saves every {self.save_every}{' in the background' if self.async_ else ''}"
         keep = "all" if self.keep is None else self.keep
-        return f"stage {self.stage}, accumulation {self.accumulation}, {saves}, keeps {keep}"
+        return f"ranks {self.num_ranks}, stage {self.stage}, accumulation {self.accumulation}, {saves}, keeps {keep}"
 
 
 class _Block(nn.Module):
@@ -93,23 +102,32 @@ def run_rank(job: Job, rank: int, init_method: str, folder: Path, log: Log, mome
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     moments.watch_system()
     timeout = timedelta(seconds=job.timeout_s)
-    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=NUM_RANKS, timeout=timeout)
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=job.num_ranks, timeout=timeout)
     model, train = _prepare(job, rank)
     moments.watch_model(model, train.optimizer)
-    moments.enter("load")
-    extra = zeroamp.load_checkpoint(folder, model, train, missing_ok=True)
-    position = 0 if extra is None else extra["position"]
-    log.write(event="loaded", step=train.num_steps, position=position)
-    saves = _Saves(job, folder, model, train, log)
-    while train.num_steps < job.num_steps:
-        moments.begin_step(train.num_steps + 1)
-        position = _one_step(rank, position, model, train, log, moments)
-        moments.enter("save")
-        saves.after_step(position)
-    saves.finish()
-    moments.enter("end")
-    log.write(event="finished", num_steps=train.num_steps, digest=_digest(model))
-    dist.destroy_process_group()
+    preemption = zeroamp.Preemption(model) if job.handles_sigterm else None
+    with preemption or nullcontext():
+        moments.enter("load")
+        extra = zeroamp.load_checkpoint(folder, model, train, missing_ok=True)
+        position = 0 if extra is None else extra["position"]
+        log.write(event="loaded", step=train.num_steps, position=position, state=_state_digest(job, model, train))
+        saves = _Saves(job, folder, model, train, log)
+        while train.num_steps < job.num_steps:
+            moments.begin_step(train.num_steps + 1)
+            position = _one_step(rank, position, model, train, log, moments)
+            moments.enter("save")
+            is_preempted = preemption is not None and preemption.is_requested()
+            saves.after_step(position, is_last=is_preempted)
+            if is_preempted:
+                saves.finish()
+                log.write(event="preempted", step=train.num_steps)
+                return
+        saves.finish()
+        if job.exports:
+            _export(folder.with_name(EXPORT), model, log, moments)
+        moments.enter("end")
+        log.write(event="finished", num_steps=train.num_steps, digest=_digest(model))
+        dist.destroy_process_group()
 
 
 def _prepare(job: Job, rank: int) -> tuple[nn.Module, zeroamp.TrainStep]:
@@ -132,7 +150,7 @@ def _one_step(rank: int, position: int, model: nn.Module, train: zeroamp.TrainSt
     """Run one accumulation window, log its bits, and return the position in the data after it."""
     losses, report = [], None
     while report is None:
-        generator = torch.Generator().manual_seed(position * NUM_RANKS + rank)
+        generator = torch.Generator().manual_seed(position * dist.get_world_size() + rank)
         inputs = torch.randn(_BATCH, _WIDTH, generator=generator) * (1 + random.random() + np.random.rand())
         moments.enter("forward")
         loss = model(inputs)
@@ -157,11 +175,14 @@ class _Saves:
     log: Log
     pending: Future[Path] | None = None
 
-    def after_step(self, position: int) -> None:
+    def after_step(self, position: int, *, is_last: bool) -> None:
         self._look(wait=False)
         step = self.train.num_steps
-        if not self.job.save_every or (step % self.job.save_every and step != self.job.num_steps):
+        is_due = self.job.save_every and not step % self.job.save_every
+        if not is_due and not is_last and (not self.job.save_every or step != self.job.num_steps):
             return
+        if self.job.logs_state:
+            self.log.write(event="state", step=step, state=_state_digest(self.job, self.model, self.train))
         extra, keep = {"position": position}, self.job.keep
         try:
             saved = zeroamp.save_checkpoint(
@@ -192,10 +213,43 @@ class _Saves:
             self.pending = None
 
 
+def _export(target: Path, model: nn.Module, log: Log, moments: Moments) -> None:
+    """Export, and log before it what will be in the file."""
+    tensors = {name: _whole(value) for name, value in model.state_dict().items()}  # buffers: the first rank's count
+    log.write(event="exporting", digest=tensors_digest({name: value.numpy() for name, value in tensors.items()}))
+    moments.enter("export")
+    zeroamp.export_hf(model, target)
+    log.write(event="exported")
+
+
+def tensors_digest(arrays: dict[str, np.ndarray]) -> str:
+    """Return a digest of arrays by name."""
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        digest.update(name.encode() + arrays[name].tobytes())
+    return digest.hexdigest()
+
+
+def _state_digest(job: Job, model: nn.Module, train: zeroamp.TrainStep) -> str | None:
+    """Return a digest of what resharding may not change, the same on all ranks: parameters and optimizer states."""
+    if not job.logs_state:
+        return None
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        state = train.optimizer.state.get(parameter, {})
+        values = (value for _, value in sorted(state.items()) if isinstance(value, torch.Tensor))
+        for value in (parameter.detach(), *values):
+            digest.update(_whole(value).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
 def _digest(model: nn.Module) -> str:
     """Return a digest of all parameters, whole, and of this rank's buffers."""
     digest = hashlib.sha256()
     for value in model.state_dict().values():
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        digest.update(whole.numpy().tobytes())
+        digest.update(_whole(value).numpy().tobytes())
     return digest.hexdigest()

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 from benchmarks.faults.attempt import Attempt, Runs
-from benchmarks.faults.job import NUM_RANKS
+from benchmarks.faults.job import EXPORT
 from benchmarks.faults.moments import PASSAGES, Phase
 
 _SAVING = 1.5
@@ -32,7 +32,7 @@ def at_any_time(runs: Runs) -> Attempt:
     attempt = runs.attempt("kill -9 at any time", job)
     start = attempt.start()
     start.wait(time.monotonic() + runs.random.uniform(0, attempt.oracle.seconds * _SAVING))
-    ranks = list(range(NUM_RANKS)) if runs.random.random() < 0.2 else [runs.random.randrange(NUM_RANKS)]
+    ranks = list(range(job.num_ranks)) if runs.random.random() < 0.2 else [runs.random.randrange(job.num_ranks)]
     for rank in ranks:
         start.kill(rank)
     attempt.end(start)
@@ -42,7 +42,7 @@ def at_any_time(runs: Runs) -> Attempt:
 
 def stopped(runs: Runs) -> Attempt:
     """Stop one rank: it keeps its connections and locks, but does nothing. Kill it when the others have ended."""
-    job = runs.job()
+    job = runs.job(num_ranks=runs.several())
     attempt = runs.attempt("a rank that hangs (SIGSTOP)", job)
     attempt.run(replace(runs.strike(job), signal=signal.SIGSTOP))
     attempt.finish()
@@ -54,18 +54,59 @@ def two_writers(runs: Runs) -> Attempt:
     job = runs.job()
     place = runs.place()
     doomed = runs.attempt("two writers, one killed", job, place)
-    alike = runs.job(stage=job.stage, accumulation=job.accumulation)  # whose checkpoints lead to the same bits
+    # whose checkpoints lead to the same bits
+    alike = runs.job(num_ranks=job.num_ranks, stage=job.stage, accumulation=job.accumulation)
     other = runs.attempt("", alike, replace(runs.place(), folder=place.folder))
     doomed.shares_folder = other.shares_folder = True
     starts = [doomed.start(), other.start()]
     starts[0].wait(time.monotonic() + runs.random.uniform(0, doomed.oracle.seconds * 2 * _SAVING))
-    starts[0].kill(runs.random.randrange(NUM_RANKS))
+    starts[0].kill(runs.random.randrange(job.num_ranks))
     doomed.end(starts[0])
     endings = other.end(starts[1])
     other.lost(not all(ending.is_finished for ending in endings), "the other job does not finish")
     doomed.finish()
     doomed.losses += other.losses
     return doomed
+
+
+def terminated(runs: Runs) -> Attempt:
+    """Send SIGTERM to a rank that does not handle it, as to any program that is to end."""
+    job = runs.job()
+    attempt = runs.attempt("SIGTERM, not handled", job)
+    attempt.run(replace(runs.strike(job), signal=signal.SIGTERM))
+    attempt.finish()
+    return attempt
+
+
+def preempted(runs: Runs) -> Attempt:
+    """Send SIGTERM to a rank of a job that handles it: all ranks save after the step and end, and nothing is lost."""
+    job = runs.job(handles_sigterm=True, save_every=runs.random.choice((0, 1, 2)))
+    attempt = runs.attempt("SIGTERM, a last save", job)
+    strike = runs.strike(job, runs.random.choice(("load", "forward", "backward", "step", "save")))
+    endings = attempt.run(replace(strike, signal=signal.SIGTERM, torn=None))
+    for rank, ending in enumerate(endings):
+        is_whole = ending.status == 0 and (ending.is_finished or ending.of("preempted") is not None)
+        attempt.lost(not is_whole, f"rank {rank} ended with {ending.status}: {ending.output[-500:]}")
+    last = max((entry["step"] for ending in endings if (entry := ending.of("preempted"))), default=None)
+    attempt.lost(last is not None and last not in attempt.saved.values(), f"step {last} is not saved")
+    attempt.finish()
+    return attempt
+
+
+def exporting(runs: Runs) -> Attempt:
+    """Kill a rank while it exports: an export of that name is the one before or the new one, and whole."""
+    job = runs.job(exports=True, save_every=2)
+    attempt = runs.attempt("kill -9 in export", job)
+    if runs.random.random() < 0.5:
+        attempt.run(num_steps=runs.random.randint(1, job.num_steps - 1))  # leaves an earlier export
+    attempt.run(runs.strike(job, "export"))
+    attempt.finish()
+    last = attempt.exports[-1] if attempt.exports else None
+    attempt.lost(attempt.exported() != last, "the export does not hold the trained weights")
+    root = attempt.place.folder.parent
+    left = [path.name for path in (*root.glob(".*"), *(root / EXPORT).glob(".*"))]
+    attempt.lost(bool(left), f"left beside the export: {left}")
+    return attempt
 
 
 KILLS = {f"kill {phase}": functools.partial(at_moment, phase) for phase in PASSAGES} | {"kill any time": at_any_time}

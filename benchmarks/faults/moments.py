@@ -14,14 +14,17 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-Phase = Literal["start", "load", "forward", "backward", "step", "save", "publish", "end"]
+Phase = Literal["start", "load", "forward", "backward", "step", "save", "publish", "export", "end"]
 PASSAGES: dict[Phase, int] = {"load": 19, "forward": 25, "backward": 13, "step": 5, "save": 30, "publish": 35}
-"""How many moments a phase of the job has, at least about: of one step, one save, one load."""
+"""How many moments a phase of every job has, at least about: of one step, one save, one load."""
+NUM_EXPORT_PASSAGES = 24
+"""Moments of an export, which not every job has."""
 MANIFEST = "zeroamp.json"
 _FILE_OPS = ("mkdir", "fsync", "rename", "replace", "unlink", "rmdir")
 _COLLECTIVES = ("all_reduce", "all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list")
@@ -40,7 +43,7 @@ class Strike:
     passage: int
     """Which of the moments of this phase it is from there on, from 1 on."""
     signal: int = signal.SIGKILL
-    """SIGKILL, or SIGSTOP: a rank that is there, but does nothing any more."""
+    """SIGKILL, SIGTERM, or SIGSTOP: a rank that is there, but does nothing any more."""
     torn: float | None = None
     """Before an fsync: which part of the file is on the disk when the rank dies."""
 
@@ -48,8 +51,14 @@ class Strike:
 class Board:
     """Memory in which each rank says where it is; the parent reads it when the rank is dead."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self._memory = mmap.mmap(-1, 2 * num_ranks * _SLOT_BYTES + _TIME.size)
+    def __init__(self, num_ranks: int, path: Path | None = None) -> None:
+        """Make the memory, of this process and its forks; or of all processes that name the same file."""
+        num_bytes = 2 * num_ranks * _SLOT_BYTES + _TIME.size
+        descriptor = -1
+        if path is not None:
+            descriptor = os.open(path, os.O_CREAT | os.O_RDWR)
+            os.ftruncate(descriptor, num_bytes)
+        self._memory = mmap.mmap(descriptor, num_bytes)
 
     def write(self, rank: int, in_background: bool, text: str) -> None:
         """Say where the main thread or the background of a rank is."""

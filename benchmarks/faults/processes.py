@@ -17,11 +17,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.job import NUM_RANKS, Job, Log, run_rank
+from benchmarks.faults.job import Job, Log, run_rank
 from benchmarks.faults.moments import Board, Moments, Strike
 
 GRACE_S = 15.0
 """How much longer than the timeout of its collectives a rank may take to end, on a busy machine."""
+_CONNECTING = ("start: ", "load: begins")
+"""Moments after which ranks connect a process group: the one of training, and the one of saving and loading."""
+_TIMEOUTS_TO_CONNECT = 1 + 5
+"""gloo waits one timeout for the address of a peer and five for the connection to it (`Pair::waitUntilConnected`). A
+rank that dies between the two leaves the others waiting for so long."""
 
 _TERMINATED = "terminate called without an active exception\n"
 
@@ -121,7 +126,8 @@ class Start:
         total_s = 60 + self.job.timeout_s
         while len(self.endings) < len(self.pids):
             first = min((ending.at_s for ending in self.endings.values()), default=self.begun_s + total_s)
-            bound = first + self.job.timeout_s + GRACE_S
+            is_connecting = any(self.board.read(rank).startswith(_CONNECTING) for rank in self._running())
+            bound = first + self.job.timeout_s * (_TIMEOUTS_TO_CONNECT if is_connecting else 1) + GRACE_S
             limit = bound if until_s is None else min(bound, until_s)
             self._collect(limit - time.monotonic())
             running = [self.pids[rank] for rank in self._running()]
@@ -186,11 +192,11 @@ class Place:
         self.num_starts += 1
         name = f"start{self.num_starts}"
         init_method = init_method or f"file://{self.reports / name}.store"
-        board = Board(NUM_RANKS)
-        paths = [self.reports / f"{name}_rank{rank}.log" for rank in range(NUM_RANKS)]
+        board = Board(job.num_ranks)
+        paths = [self.reports / f"{name}_rank{rank}.log" for rank in range(job.num_ranks)]
         pids = []
         begun_s = time.monotonic()
-        for rank in range(NUM_RANKS):
+        for rank in range(job.num_ranks):
             board.write(rank, False, "start: forked")
             pid = os.fork()
             if pid == 0:
@@ -208,9 +214,14 @@ def _run(
     output = os.open(path.with_suffix(".out"), os.O_CREAT | os.O_WRONLY)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    log = Log(path)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     before(rank)
+    run_logged(job, rank, init_method, folder, path, moments)
+
+
+def run_logged(job: Job, rank: int, init_method: str, folder: Path, path: Path, moments: Moments) -> None:
+    """Run a rank that logs to `path`, and end the process with the exit status of its run."""
+    log = Log(path)
     try:
         run_rank(job, rank, init_method, folder, log, moments)
     except BaseException as error:

@@ -62,7 +62,7 @@ def _table(attempts: list[Attempt]) -> str:
     rows = []
     for kind in dict.fromkeys(attempt.kind for attempt in attempts):
         ours = [attempt for attempt in attempts if attempt.kind == kind]
-        starts = sum(len(attempt.story) for attempt in ours)
+        starts = sum(text.startswith("from step") for attempt in ours for text in attempt.story)
         slowest = max((s for attempt in ours for s in attempt.survivors_s), default=None)
         bound = "" if slowest is None else f"{slowest:.1f}"
         rows.append([kind, len(ours), starts, bound, sum(len(attempt.losses) for attempt in ours)])

@@ -367,11 +367,10 @@ class TrainStep:
             PeerError: another rank failed in this optimizer step (with `zeroamp.recovery`). Nothing was updated.
         """
         self.micro_batches.refuse_after_failure("TrainStep.clip_grad_norm")
-        if max_norm is not None and not _is_limit(max_norm):
-            raise StepError(describe("max_norm", repr(max_norm), "a number from 0 on, or None", "0 does not clip."))
+        limit = self._policy.gradient_clipping if max_norm is None else _limit(max_norm)
         self._refuse_incomplete("clip_grad_norm")
         with self.callbacks.phase("optimizer"):
-            self._clipped = self._clip(self._policy.gradient_clipping if max_norm is None else max_norm)
+            self._clipped = self._clip(limit)
         return self._clipped.norm
 
     def update(self) -> StepReport:
@@ -573,8 +572,11 @@ class TrainStep:
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
 
 
-def _is_limit(value: object) -> bool:
-    return isinstance(value, Real | torch.Tensor) and bool(float(value) >= 0)
+def _limit(max_norm: object) -> float:
+    limit = float(max_norm) if isinstance(max_norm, Real | torch.Tensor) else math.nan
+    if not limit >= 0:
+        raise StepError(describe("max_norm", repr(max_norm), "a number from 0 on, or None", "0 does not clip."))
+    return limit
 
 
 def _num_held(optimizers: Sequence[torch.optim.Optimizer]) -> int:

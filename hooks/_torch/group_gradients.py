@@ -11,7 +11,6 @@ was first used, or unfrozen, in the last micro-batch has a gradient in its own d
 From torch 2.15 on, autograd itself sums in the dtype of accumulation.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -36,10 +35,15 @@ class GroupGradients:
         self._pre_forward_of_fsdp, self._post_backward_of_fsdp = group.pre_forward, group.post_backward
         group.pre_forward, group.post_backward = self._pre_forward, self._post_backward
 
-    def usage(self) -> Iterator[tuple[nn.Parameter, bool]]:
-        """Yield each sharded parameter, and whether it had a gradient on this rank since `reset`."""
-        for index, parameter in enumerate(self._group.fsdp_params):
-            yield parameter.sharded_param, index in self._used
+    @property
+    def used(self) -> frozenset[int]:
+        """The positions in `parameters` of those that had a gradient on this rank since `reset`."""
+        return frozenset(self._used)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The sharded parameters of the group."""
+        return [parameter.sharded_param for parameter in self._group.fsdp_params]
 
     def end_backward(self) -> None:
         """Forget forwards whose backward did not run. Call after each backward of the root."""

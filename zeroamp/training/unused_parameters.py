@@ -14,6 +14,7 @@ from torch import nn
 
 from zeroamp.planning.mesh import device_of, is_first_rank
 from zeroamp.planning.traffic import PARAMETERS_PER_NUMBER
+from zeroamp.policies.errors import some_of
 from zeroamp.wrapping.state import WrapState
 
 logger = logging.getLogger("zeroamp")
@@ -26,24 +27,30 @@ class UnusedParameters:
 
     def __init__(self, state: WrapState) -> None:
         self._state = state
-        self._unused: dict[nn.Parameter, int] = {}  # by this rank, in this optimizer step -> position
-        self._sent: tuple[list[float], torch.Tensor] = ([], torch.empty(0))
+        self._used: list[frozenset[int]] | None = None  # by this rank in the last optimizer step, of each group
+        self._unused: dict[nn.Parameter, int] = {}  # by this rank -> position among all parameters
+        self._sent = torch.empty(0)
         self._has_logged = False
 
     def usage(self) -> torch.Tensor:
         """Return this rank's part of the numbers: 1-D fp64, on the device. See [Note: One number for three parameters].
 
-        A step with the same usage as the one before copies nothing to the device.
+        A step with the same usage as the one before builds nothing and copies nothing to the device.
         """
-        usage = [pair for group in self._state.gradients for pair in group.usage()]
+        used = [group.used for group in self._state.gradients]
+        if used != self._used:
+            self._used = used
+            self._send()
+        return self._sent
+
+    def _send(self) -> None:
+        groups = zip(self._state.gradients, self._used or (), strict=True)
+        usage = [(p, index in used) for group, used in groups for index, p in enumerate(group.parameters)]
         self._unused = {parameter: index for index, (parameter, is_used) in enumerate(usage) if not is_used}
         starts = range(0, len(usage), PARAMETERS_PER_NUMBER)
         parts = [usage[start : start + PARAMETERS_PER_NUMBER] for start in starts]
-        numbers = [float(sum(used * _BASE**place for place, (_, used) in enumerate(part))) for part in parts]
-        if self._sent[0] != numbers:
-            device = device_of(self._state.mesh)
-            self._sent = numbers, torch.tensor(numbers, dtype=torch.float64, device=device)
-        return self._sent[1]
+        numbers = [sum(is_used * _BASE**place for place, (_, is_used) in enumerate(part)) for part in parts]
+        self._sent = torch.tensor(numbers, dtype=torch.float64, device=device_of(self._state.mesh))
 
     def discard_gradients(self, sums: torch.Tensor) -> None:
         """Set `grad` to None on the parameters that no rank used. `sums` are all ranks' numbers, 1-D fp64.
@@ -57,19 +64,16 @@ class UnusedParameters:
                 place, offset = divmod(index, PARAMETERS_PER_NUMBER)
                 if numbers[place] // _BASE**offset % _BASE == 0:
                     parameter.grad = None
-        if self._unused and not self._has_logged:
+        if not self._has_logged and any(p.requires_grad and p.grad is None for p in self._unused):
+            self._has_logged = True
             self._log()
 
     def _log(self) -> None:
-        named = self._state.root.named_parameters()
-        names = [fqn for fqn, p in named if p in self._unused and p.requires_grad and p.grad is None]
-        if names:
-            self._has_logged = True
-            if is_first_rank(self._state.mesh):
-                shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-                logger.warning(
-                    "%d trainable parameters had no gradient on any rank in an optimizer step: %s. They keep grad None "
-                    "and are not updated in such a step. This is logged once.",
-                    len(names),
-                    shown,
-                )
+        if is_first_rank(self._state.mesh):
+            named = self._state.root.named_parameters()
+            names = [fqn for fqn, p in named if p in self._unused and p.requires_grad and p.grad is None]
+            logger.warning(
+                "%d trainable parameters had no gradient on any rank in an optimizer step: %s. They keep grad None and "
+                "are not updated in such a step. This is logged once.",
+                *(len(names), some_of(names)),
+            )

@@ -1,8 +1,8 @@
 """The benchmarks beside the peers: what they count and write, on the tiny model. No time is asserted."""
 
 import importlib.util
-import math
 import json
+import math
 from unittest import mock
 
 import pytest

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeroamp.hooks.collectives.issued import CallKey, IssuedInStep
+from zeroamp.hooks.collectives.issued import IssuedInStep
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import StepError
 from zeroamp.training.callbacks import Callback
@@ -91,12 +91,12 @@ class _Facts(NamedTuple):
 
     done: Done | None
     num_backwards: int
-    hyperparameters: tuple[tuple[tuple[str, object], ...], ...]
+    hyperparameters: list[list[tuple[str, object]]]
     """Of each param group of each optimizer: the plain values."""
     is_trained: bytes
     """One byte per parameter of the model: `requires_grad`."""
     order: int
-    calls: dict[CallKey, int]
+    calls: dict[int, int]
     """Described by `order` in the hash, which costs less."""
 
     def digest(self) -> int:
@@ -132,12 +132,12 @@ class RankAgreement(Callback):
         self._facts = _Facts(
             done=self.done,
             num_backwards=self._issued.num_backwards,
-            hyperparameters=tuple(
-                tuple((key, value) for key, value in group.items() if _is_plain(value))
+            hyperparameters=[
+                [(key, value) for key, value in group.items() if type(value) in _PLAIN or _is_plain(value)]
                 for optimizer in self._optimizers
                 for group in optimizer.param_groups
-            ),
-            is_trained=bytes(parameter.requires_grad for parameter in self._parameters),
+            ],
+            is_trained=bytes([parameter.requires_grad for parameter in self._parameters]),
             order=self._issued.order,
             calls=self._issued.calls,
         )
@@ -177,7 +177,8 @@ class RankAgreement(Callback):
         names = {id(parameter): fqn for fqn, parameter in self._state.root.named_parameters()}
         for parameter, is_trained in zip(self._parameters, facts.is_trained, strict=True):
             found[f"requires_grad of {names.get(id(parameter), 'a removed parameter')}"] = str(bool(is_trained))
-        return found | {f"the count of {key}": str(count) for key, count in facts.calls.items()}  # in their order
+        calls = {f"the count of {self._issued.names[code]}": str(count) for code, count in facts.calls.items()}
+        return found | calls  # in the order of the first ones
 
 
 class _LateFlag:

@@ -13,7 +13,7 @@ from tests.processes.training import config
 from zeroamp.dry_run.checks import ranks_at
 
 NUM_RANKS = 6  # pads some parameters
-STATISTICS = 2 * 16 * 5 / 6  # bytes of the step's own all-reduce, which only zeroamp has
+STATISTICS = 2 * 24 * 5 / 6  # bytes of the step's own all-reduce, which only zeroamp has
 
 
 def _plan(stage, **options):

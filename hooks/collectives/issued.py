@@ -18,6 +18,8 @@ from zeroamp.policies.errors import PeerError
 _MODULUS = 2**61 - 1  # a prime: the hash of a sequence is a polynomial in _BASE
 _BASE = 0x1F3D5B79A2C4E68
 
+_GLOO = ("gloo/", "Application timeout caused pair closure")  # gloo raises plain RuntimeErrors
+
 
 class CallKey(NamedTuple):
     """What two collectives have in common that count as the same."""
@@ -79,8 +81,8 @@ def peer_lost(
     `error` itself is returned if it is this rank's own: no memory, a device's error. `issued` is None for a collective
     of FSDP2's own.
     """
-    is_ours = not isinstance(error, dist.DistError) and "gloo" not in str(error)
-    if is_ours or isinstance(error, PeerError):
+    is_of_backend = isinstance(error, dist.DistError) or any(words in str(error) for words in _GLOO)
+    if not is_of_backend or isinstance(error, PeerError):
         return error
     what = "collective of FSDP2"
     if issued is not None:

@@ -18,6 +18,8 @@ from zeroamp.policies.errors import PeerError
 _MODULUS = 2**61 - 1  # a prime: the hash of a sequence is a polynomial in _BASE
 _BASE = 0x1F3D5B79A2C4E68
 
+_GLOO = ("gloo/", "Application timeout caused pair closure")  # gloo raises plain RuntimeErrors
+
 
 class CallKey(NamedTuple):
     """What two collectives have in common that count as the same."""
@@ -42,23 +44,27 @@ class IssuedInStep:
     """Number of the optimizer step that runs, counted from the first that was listened to."""
     num_backwards: int = 0
     """Backwards begun since the last optimizer step, also those that `zero_grad` discarded."""
-    calls: dict[CallKey, int] = field(default_factory=dict)
-    """Calls since the last optimizer step."""
+    calls: dict[int, int] = field(default_factory=dict)
+    """Calls since the last optimizer step, by a code, in the order of the first ones."""
     order: int = 0
     """Hash of the calls in their order, the same on ranks that issued the same."""
-    _codes: dict[CallKey, int] = field(default_factory=dict)
-    """Python's own hash of a string differs between processes."""
+    names: dict[int, CallKey] = field(default_factory=dict)
+    """Code -> what it stands for. A CRC: Python's own hash of a string differs between processes."""
+    _codes: dict[tuple[Collective, str, torch.dtype, int, int], int] = field(default_factory=dict)
+    """With the id of the op, whose own hash takes as long as all the rest; `names` keeps it alive."""
 
     def on_collective(self, issued: IssuedCollective) -> None:
         """Count one call."""
         collective, tensor, group_name, _, op = issued
         if group_name == STEP:
             return
-        key = CallKey(collective, group_name, tensor.dtype, tensor.numel(), op)
-        code = self._codes.get(key)
+        seen = collective, group_name, tensor.dtype, tensor.numel(), id(op)
+        code = self._codes.get(seen)
         if code is None:
-            self._codes[key] = code = crc32(f"{key} {op}".encode()) + 1
-        self.calls[key] = self.calls.get(key, 0) + 1
+            key = CallKey(*seen[:4], op)
+            self._codes[seen] = code = crc32(f"{key} {op}".encode()) + 1
+            self.names[code] = key
+        self.calls[code] = self.calls.get(code, 0) + 1
         self.order = (self.order * _BASE + code) % _MODULUS
 
     def end_step(self) -> None:
@@ -75,8 +81,8 @@ def peer_lost(
     `error` itself is returned if it is this rank's own: no memory, a device's error. `issued` is None for a collective
     of FSDP2's own.
     """
-    is_ours = not isinstance(error, dist.DistError) and "gloo" not in str(error)
-    if is_ours or isinstance(error, PeerError):
+    is_of_backend = isinstance(error, dist.DistError) or any(words in str(error) for words in _GLOO)
+    if not is_of_backend or isinstance(error, PeerError):
         return error
     what = "collective of FSDP2"
     if issued is not None:
@@ -88,7 +94,7 @@ def peer_lost(
     if step is not None and issued is not None and issued.group_name == STEP:
         place = f" at the end of optimizer step {step.step - 1}"
     elif step is not None:
-        last = f" after the {list(step.calls)[-1]}" if issued is None and step.calls else ""
+        last = f" after the {step.names[list(step.calls)[-1]]}" if issued is None and step.calls else ""
         place = f" in optimizer step {step.step}{last}, where {step.num_backwards} backwards had begun"
     return PeerError(
         f"Rank {dist.get_rank()} waited for the {what}{place}, and the process group ended it: {str(error).strip()}. "

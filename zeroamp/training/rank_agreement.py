@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from zeroamp.hooks.collectives.issued import CallKey, IssuedInStep
+from zeroamp.hooks.collectives.issued import IssuedInStep
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import StepError
 from zeroamp.training.callbacks import Callback
@@ -90,12 +91,12 @@ class _Facts(NamedTuple):
 
     done: Done | None
     num_backwards: int
-    hyperparameters: tuple[tuple[tuple[str, object], ...], ...]
+    hyperparameters: list[list[tuple[str, object]]]
     """Of each param group of each optimizer: the plain values."""
     is_trained: bytes
     """One byte per parameter of the model: `requires_grad`."""
     order: int
-    calls: dict[CallKey, int]
+    calls: dict[int, int]
     """Described by `order` in the hash, which costs less."""
 
     def digest(self) -> int:
@@ -123,6 +124,7 @@ class RankAgreement(Callback):
         self._parameters = list(state.root.parameters())
         self._num_ranks = state.mesh.size()
         self._facts: _Facts | None = None  # those of the number that was last sent
+        self._sums = dist.get_backend(state.world) != "fake"  # torch's backend of one rank that stands for many
         self._late = None if state.mesh.device_type == "cpu" else _LateFlag(device_of(state.mesh))
 
     def statistics(self) -> Sequence[float]:
@@ -130,12 +132,12 @@ class RankAgreement(Callback):
         self._facts = _Facts(
             done=self.done,
             num_backwards=self._issued.num_backwards,
-            hyperparameters=tuple(
-                tuple((key, value) for key, value in group.items() if _is_plain(value))
+            hyperparameters=[
+                [(key, value) for key, value in group.items() if type(value) in _PLAIN or _is_plain(value)]
                 for optimizer in self._optimizers
                 for group in optimizer.param_groups
-            ),
-            is_trained=bytes(parameter.requires_grad for parameter in self._parameters),
+            ],
+            is_trained=bytes([parameter.requires_grad for parameter in self._parameters]),
             order=self._issued.order,
             calls=self._issued.calls,
         )
@@ -153,11 +155,13 @@ class RankAgreement(Callback):
         """
         if self._facts is None:
             raise AssertionError("expected statistics() before on_statistics()")
-        differs = sums[0] != self._num_ranks * self._number(self._facts)
+        if not self._sums:
+            return
+        expected = self._num_ranks * self._number(self._facts)
         if self._late is not None:
-            if (before := self._late.exchange(differs, self._facts)) is not None:
+            if (before := self._late.exchange(sums[0] != expected, self._facts)) is not None:
                 raise self._error("The optimizer step before this one", before, "Restart from a checkpoint before it.")
-        elif bool(differs):
+        elif sums.numpy()[0] != expected:  # the host's own memory: no operation, and nothing to wait for
             raise self._error("This optimizer step", self._facts, "Nothing was updated in it.")
 
     def _error(self, what: str, facts: _Facts, remedy: str) -> StepError:
@@ -173,7 +177,8 @@ class RankAgreement(Callback):
         names = {id(parameter): fqn for fqn, parameter in self._state.root.named_parameters()}
         for parameter, is_trained in zip(self._parameters, facts.is_trained, strict=True):
             found[f"requires_grad of {names.get(id(parameter), 'a removed parameter')}"] = str(bool(is_trained))
-        return found | {f"the count of {key}": str(count) for key, count in facts.calls.items()}  # in their order
+        calls = {f"the count of {self._issued.names[code]}": str(count) for code, count in facts.calls.items()}
+        return found | calls  # in the order of the first ones
 
 
 class _LateFlag:

@@ -54,3 +54,18 @@ def test_the_steps_own_collective_is_left_out_and_a_new_step_begins_empty():
 def test_an_error_of_this_rank_itself_is_left_alone():
     for error in (torch.OutOfMemoryError("no memory"), RuntimeError("shape"), PeerError("gloo")):
         assert peer_lost(error, _call()) is error
+
+
+def test_an_error_of_the_backend_names_the_collective_and_the_place(monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    issued = IssuedInStep(step=3, num_backwards=2)
+    errors = [RuntimeError("[gloo/transport/tcp/pair.cc:1] Timed out"), dist.DistBackendError("NCCL timeout")]
+    for error in (*errors, RuntimeError("Application timeout caused pair closure")):
+        text = str(peer_lost(error, None, [issued]))
+        assert "the collective of FSDP2 in optimizer step 3, where 2 backwards had begun" in text
+        assert str(error) in text
+        issued.on_collective(_call())
+        assert "in optimizer step 3 after the all_gather of a (4 elements, fp32)" in str(
+            peer_lost(error, None, [issued])
+        )
+        issued.calls.clear()

@@ -123,7 +123,7 @@ def _documented(code, folder):
     finally:
         os.chdir(before)
     take_steps(names["train"], 1)  # after the end of the `with`
-    return names["train"].callbacks
+    return list(names["train"].callbacks)
 
 
 def test_the_example_of_the_docs_runs(ranks2, tmp_path):

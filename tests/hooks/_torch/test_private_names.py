@@ -29,7 +29,7 @@ PRIVATE = {
         *("torch.distributed.fsdp._fully_shard._fsdp_api", "_get_fsdp_state", "_set_unshard_async_op"),
         *("_fsdp_param_group", "_fsdp_param_groups", "_to_sharded", "_unsharded_param", "_modules_to_run_forward"),
         *("_pre_forward", "_post_forward", "_root_post_backward_final_callback", "_get_backend", "_timeout"),
-        "_reduce_dtype",
+        *("_reduce_dtype", "_lazy_init"),
         # Of `remove_fsdp`:
         *("_pre_forward_hook_handle", "_post_forward_hook_handle", "_post_load_hook_handle"),
         *("_module_to_pre_save_state_dict_hook_handle", "_module_to_pre_load_state_dict_hook_handle"),

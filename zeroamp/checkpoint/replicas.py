@@ -42,7 +42,7 @@ def checksum(tensor: torch.Tensor, *, chunk: int = _CHUNK) -> torch.Tensor:
     bits = tensor.detach().contiguous().reshape(-1).view(_INTEGERS[tensor.dtype.itemsize])
     weights = 2 * torch.arange(min(chunk, bits.numel()), device=bits.device) + 1  # int64
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for part in bits.split(chunk):
+    for part in bits.split(chunk):  # type: ignore[no-untyped-call]
         total = total * _FACTOR + (part * weights[: part.numel()]).sum()
     return total
 

@@ -29,6 +29,7 @@ __all__ = [
     "communication_methods",
     "complete_accumulation",
     "discard_unsharded_gradients",
+    "divide_factor",
     "forward_hooks",
     "gather_in_background",
     "groups_of",
@@ -125,6 +126,14 @@ def set_accumulation_dtype(unit: FSDPModule, dtype: torch.dtype) -> bool:
             parameter.reduce_dtype = None if dtype == computed else dtype  # as FSDP2 has it: None is "as computed"
             group._reduce_dtype = parameter.reduce_dtype
     return True
+
+
+def divide_factor(unit: FSDPModule) -> float | None:
+    """Return what `set_gradient_divide_factor` set for `unit`'s own groups; None, the mean over ranks, if nothing."""
+    for group in groups_of(unit._get_fsdp_state()):
+        factor: float | None = group.gradient_divide_factor
+        return factor
+    return None
 
 
 def init_unsharded(root: FSDPModule) -> None:

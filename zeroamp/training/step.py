@@ -16,7 +16,14 @@ from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.errors import StepError, describe
 from zeroamp.training import update
 from zeroamp.training.callbacks import Callbacks, tell_observers
-from zeroamp.training.checks import Scheduler, no_gradient, refuse_foreign, refuse_metric, refuse_unsharded
+from zeroamp.training.checks import (
+    Scheduler,
+    no_gradient,
+    refuse_different_factors,
+    refuse_foreign,
+    refuse_metric,
+    refuse_unsharded,
+)
 from zeroamp.training.extensions import attach_extensions, load
 from zeroamp.training.loss_scale import LossScaler
 from zeroamp.training.micro_batches import Failure, MicroBatches
@@ -108,6 +115,7 @@ class TrainStep:
         for each in self.schedulers:
             refuse_metric(each)
         refuse_unsharded(self._state.root)
+        refuse_different_factors(self._state.group_modules())
         refuse_foreign(self.optimizers, self.micro_batches.parameters)
         self._num_held = _num_held(self.optimizers)
         is_float16 = self._policy.low_dtype == torch.float16

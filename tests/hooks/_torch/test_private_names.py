@@ -50,7 +50,7 @@ OF_PRIVATE_CLASSES = {
     *("fsdp_params", "sharded_param", "unsharded_param", "unsharded_accumulated_grad", "wait_for_unshard"),
     *("mesh_info", "shard_process_group", "reduce_scatter_process_group", "post_backward", "device_handle"),
     *("all_gather_work", "all_gather_event", "all_gather_state", "reduce_scatter_state", "post_forward_order"),
-    *("all_states", "iter_forward_root", "post_backward_final_callback_queued"),
+    *("all_states", "iter_forward_root", "post_backward_final_callback_queued", "gradient_divide_factor"),
 }
 """Names of FSDP2's private classes that begin with none."""
 
@@ -76,6 +76,7 @@ def _missing_of_fsdp():
     there |= {name: hasattr(parameter, name) for name in of_parameters}
     groups = ["shard_process_group", *["reduce_scatter_process_group"] * _fsdp.has_reduction_options()]
     there |= {name: hasattr(group.mesh_info, name) for name in groups}
+    there["gradient_divide_factor"] = _fsdp.divide_factor(module) is None
     there["_timeout"] = isinstance(_fsdp.timeout_of(dist.group.WORLD, "cpu"), timedelta)
     return [name for name, is_there in there.items() if not is_there]
 

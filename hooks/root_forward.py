@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass, field
 from functools import wraps
 from types import FrameType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.utils.hooks import RemovableHandle
 
 from zeroamp.hooks._torch.dispatch import untraced
-from zeroamp.hooks._torch.fsdp import PostForward, PreForward, release
+from zeroamp.hooks._torch.fsdp import PostForward, PreForward, init_unsharded, release
 
 Place = Literal["report", "outer autocast", "recovery", "autocast", "reshard"]
 PLACES: tuple[Place, ...] = get_args(Place)
@@ -219,11 +219,16 @@ def reshard_after_no_grad(root: nn.Module) -> Around:
     After a forward without gradients no backward comes: an optimizer step would update shards behind stale unsharded
     copies, and an optimizer built at that moment would hold the copies and train nothing. An all-gather that was
     started ahead of a unit that then did not run is released too: a later forward would take it for current.
+    Before a forward in `torch.inference_mode`, groups that were never unsharded are unsharded once, outside of it.
     """
     units = [module for module in root.modules() if isinstance(module, FSDPModule)]
 
     @contextmanager
     def around() -> Iterator[None]:
+        if torch.is_inference_mode_enabled():
+            # Unsharded parameters that FSDP2 makes inside would be inference tensors, which cannot be trained later.
+            with torch.inference_mode(False):
+                init_unsharded(cast(FSDPModule, root))
         try:
             yield
         finally:

@@ -168,6 +168,7 @@ class Policy:
     dp_replicate_size = _Key(lambda config: config.zeroamp.dp_replicate_size)
     count_traffic = _Key(lambda config: config.zeroamp.count_traffic is not False)
     ranges = _Key(lambda config: config.zeroamp.ranges)
+    reduce = _Key(lambda config: config.zeroamp.reduce)
     skip_nonfinite_steps = _Key(lambda config: config.zeroamp.skip_nonfinite_steps)
     sync_module_states = _Key(lambda config: config.zeroamp.sync_module_states)
     recovery = _Key(lambda config: config.zeroamp.recovery)

@@ -29,10 +29,12 @@ __all__ = [
     "all_gather",
     "communication_methods",
     "discard_unsharded_gradients",
+    "divide_factor",
     "forward_hooks",
     "gather_in_background",
     "groups_of",
     "has_reduction_options",
+    "init_unsharded",
     "keep_reduction_inputs",
     "map_tensors",
     "modules_to_run",
@@ -132,6 +134,27 @@ def set_accumulation_dtype(unit: FSDPModule, dtype: torch.dtype) -> bool:
             parameter.reduce_dtype = None if dtype == computed else dtype  # as FSDP2 has it: None is "as computed"
             group._reduce_dtype = parameter.reduce_dtype
     return True
+
+
+def divide_factor(unit: FSDPModule) -> float | None:
+    """Return what `set_gradient_divide_factor` set for `unit`'s own groups; None, the mean over ranks, if nothing."""
+    for group in groups_of(unit._get_fsdp_state()):
+        factor: float | None = group.gradient_divide_factor
+        return factor
+    return None
+
+
+def init_unsharded(root: FSDPModule) -> None:
+    """Unshard and reshard the groups that were never unsharded, so that FSDP2 makes their unsharded parameters now.
+
+    FSDP2 makes them in the first all-gather, and uses the same tensors in all later ones.
+    """
+    root._get_fsdp_state()._lazy_init()
+    for unit in units_of(cast(nn.Module, root)):
+        parameters = [p for group in groups_of(unit._get_fsdp_state()) for p in group.fsdp_params]
+        if not all(hasattr(parameter, "_unsharded_param") for parameter in parameters):
+            unit.unshard()
+            unit.reshard()
 
 
 def remove_fsdp(root: nn.Module) -> None:

@@ -11,10 +11,15 @@ A native sum of fp16 can overflow before it is divided, and dividing first can u
 reductions, divide by about sqrt(N) before and by the rest after: equal gradients on N ranks may then be as large as
 65504 / sqrt(N) and as small as sqrt(N) x 2^-24. A sum in fp32 needs neither. (With float16
 accumulation at stages 0 and 1, FSDP2 always divides this way itself, and calls with SUM.)
+
+[Note: Divide factor]
+With `set_gradient_divide_factor(factor)` FSDP2 asks for PREMUL_SUM, which only NCCL has. Here the sum is divided by
+the factor, fp16 in two parts as above. A sum that is not divided (`zeroamp.reduce` "sum": factor 1) overflows fp16 as
+soon as its own value does: the loss scale then falls.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -75,6 +80,8 @@ class GroupReduceScatter(ReduceScatter):
     op: ReduceOp = dist.ReduceOp.AVG
     """What the backend's reduce-scatter is issued with. Where it is SUM and FSDP2 asks for AVG, see
     [Note: Dividing fp16]."""
+    divide_factor: Callable[[], float | None] = lambda: None
+    """Returns what `set_gradient_divide_factor` set: see [Note: Divide factor]."""
     world_size: int
     """Ranks of the mesh axis that shards."""
     is_replicated: bool = False
@@ -121,14 +128,18 @@ class GroupReduceScatter(ReduceScatter):
         """Reduce `input_tensor` (unsharded, communication dtype) into `output_tensor` (this rank's shard)."""
         if async_op:
             raise AssertionError("expected FSDP2 to reduce on its own stream, got async_op=True")
+        divide_by: float = 1 if op == dist.ReduceOp.SUM else group.size()
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise AssertionError(f"expected SUM or AVG, got {op}")
+            factor = self.divide_factor()  # see [Note: Divide factor]
+            if factor is None:
+                raise AssertionError(f"expected SUM, AVG or a divide factor, got {op}")
+            op, divide_by = dist.ReduceOp.SUM, factor
         sent, total = short_name(self.communication_dtype), short_name(output_tensor.dtype)
         with self.ranges.inside("reduce_scatter", f"{self.group_name} {sent}, sum {total}"):
             if self.collective == "all_to_all":
-                self._sum_in_rank_order(output_tensor, input_tensor, group, op)
+                self._sum_in_rank_order(output_tensor, input_tensor, group, divide_by)
             else:
-                self._reduce_scatter(output_tensor, input_tensor, group, op)
+                self._reduce_scatter(output_tensor, input_tensor, group, op, divide_by)
         self._begin_all_reduce()
 
     def end_all_reduce(self) -> None:
@@ -140,7 +151,7 @@ class GroupReduceScatter(ReduceScatter):
             self._all_reduce = self.ranges.open("all_reduce", f"{self.group_name} {short_name(self.reduce_dtype)}")
 
     def _sum_in_rank_order(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, divide_by: float
     ) -> None:
         # See [Note: Summing in fp32].
         received = self.buffers.like(input_tensor)  # one chunk from every rank, communication dtype
@@ -155,14 +166,20 @@ class GroupReduceScatter(ReduceScatter):
             output_tensor.copy_(chunks[0])
             for chunk in chunks[1:]:
                 output_tensor.add_(chunk)  # promotes to fp32
-            if op == dist.ReduceOp.AVG:
-                output_tensor.div_(group.size())
+            if divide_by != 1:
+                output_tensor.div_(divide_by)
 
     def _reduce_scatter(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        divide_by: float,
     ) -> None:
-        divides_here = op == dist.ReduceOp.AVG and self.op == dist.ReduceOp.SUM  # see [Note: Dividing fp16]
-        before = 2 ** math.ceil(math.log2(group.size()) / 2) if divides_here else 1
+        divides_here = self.op == dist.ReduceOp.SUM or op == dist.ReduceOp.SUM
+        is_float16 = input_tensor.dtype == torch.float16  # see [Note: Dividing fp16]
+        before = 2 ** math.ceil(math.log2(divide_by) / 2) if divides_here and is_float16 and divide_by > 1 else 1
         if before > 1:
             input_tensor.div_(before)
         reduced = output_tensor
@@ -177,5 +194,5 @@ class GroupReduceScatter(ReduceScatter):
         notify(self.listeners, issued)
         if reduced is not output_tensor:
             output_tensor.copy_(reduced)
-        if divides_here:
-            output_tensor.div_(group.size() / before)
+        if divides_here and divide_by != 1:
+            output_tensor.div_(divide_by / before)

@@ -81,6 +81,12 @@ class ZeroampBlock(Block):
         RangeMode,
         Honoured("names in traces: `profiler` while a torch profiler records, `nvtx` always, also as NVTX, or `off`"),
     ] = "profiler"
+    reduce: Annotated[
+        Literal["mean", "sum"],
+        Honoured(
+            "whether gradients are averaged or summed over ranks; `sum` for a loss that is normalised over all ranks"
+        ),
+    ] = "mean"
     skip_nonfinite_steps: Annotated[
         bool,
         Honoured(
@@ -191,7 +197,7 @@ class Config(Block):
     prescale_gradients: Annotated[bool, Unsupported(_SUMS_IN_FP32)] = False
     gradient_predivide_factor: Annotated[Number, Unsupported(_SUMS_IN_FP32, (1.0,))] = 1.0
     gradient_allreduce_op: Annotated[
-        Literal["mean", "sum"], Unsupported("Multiply the loss by the number of ranks.", ("mean",))
+        Literal["mean", "sum"], Unsupported('Write "zeroamp": {"reduce": "sum"}.', ("mean",))
     ] = "mean"
     seq_parallel_communication_data_type: Annotated[
         object, Unsupported("Remove it: there is no sequence parallelism.", (None, "fp32", "float32"))

@@ -39,6 +39,7 @@ from zeroamp.checkpoint.files import (
 from zeroamp.checkpoint.folder import Draft, is_checkpoint_name, open_draft
 from zeroamp.checkpoint.model_state import extra_states, model_tensors
 from zeroamp.checkpoint.optimizer_state import OPTIMIZER, optimizer_state
+from zeroamp.checkpoint.replicas import checksums, refuse_different_replicas
 from zeroamp.hooks.random_state import random_state
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import CheckpointError, describe
@@ -109,7 +110,8 @@ def save_checkpoint(
         The checkpoint's path; with `async_` a future of it.
 
     Raises:
-        CheckpointError: on all ranks, if any could not write. Nothing of the checkpoint is left then.
+        CheckpointError: on all ranks, if any could not write, or ranks that hold the same shard (stage 0, HSDP) differ
+            in it. Nothing of the checkpoint is left then.
         StepError: between the micro-batches of an optimizer step, after an exception without a `recover`, or a
             trainable parameter is not sharded.
     """
@@ -183,7 +185,7 @@ def take_snapshot(state: WrapState, train: TrainStep, extra: Any, ranks: RankGro
     """Return the present state of training, with the live tensors.
 
     Raises:
-        CheckpointError: on all ranks, if any has something that cannot be saved.
+        CheckpointError: on all ranks, if any has something that cannot be saved, or replicas of a shard differ.
         StepError: between the micro-batches of an optimizer step, or a trainable parameter is not sharded.
     """
     counts = train.state_dict()  # raises on every rank: all are at the same micro-batch
@@ -191,7 +193,7 @@ def take_snapshot(state: WrapState, train: TrainStep, extra: Any, ranks: RankGro
     reshard(state.root.modules())
     snapshot = Snapshot()
 
-    def collect() -> dict[str, str]:
+    def collect() -> tuple[dict[str, str], dict[str, int]]:
         refuse_unsharded(state.root)
         snapshot.tensors = model_tensors(state.root)
         descriptions = []
@@ -203,9 +205,12 @@ def take_snapshot(state: WrapState, train: TrainStep, extra: Any, ranks: RankGro
         values = {"train": counts, "scheduler": schedulers, "optimizer": descriptions}
         snapshot.values = _to_bytes(values, "The state of optimizer and scheduler")
         snapshot.files = export_files(state.root)
-        return {name: _digest(tensor) for name, tensor in snapshot.tensors.items()}
+        digests = {name: _digest(tensor) for name, tensor in snapshot.tensors.items()}
+        return digests, checksums(snapshot.tensors, state.mesh)
 
-    differing = _differing(ranks.run(collect))
+    digests, sums = zip(*ranks.run(collect), strict=True)
+    differing = _differing(list(digests))
+    refuse_different_replicas(list(sums), state.mesh)
 
     def pack() -> None:
         content = {
@@ -251,7 +256,7 @@ def _scheduler_state(scheduler: Scheduler | None) -> dict[str, Any] | None:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    """Return dtype, shape and digest of a plain tensor, "sharded" for a sharded one, whose parts differ anyway."""
+    """Return dtype, shape and digest of a plain tensor, "sharded" for a sharded one, see `replicas.checksums`."""
     if isinstance(tensor, DTensor):
         return "sharded"
     content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

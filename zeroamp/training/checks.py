@@ -1,14 +1,15 @@
 """Checks the arguments of `TrainStep`: the scheduler's interface, and which optimizers and schedulers are refused."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from inspect import Parameter, signature
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from zeroamp.hooks._torch.fsdp import sharded_parameters
+from zeroamp.hooks._torch.fsdp import divide_factor, sharded_parameters
 from zeroamp.policies.errors import StepError, describe
 
 
@@ -73,6 +74,19 @@ def refuse_unsharded(root: nn.Module) -> None:
                 f"{fqn} is trainable, but not sharded: it was added or replaced after wrap_model, so that each rank "
                 "would train its own copy. Add modules and resize embeddings before wrap_model, or freeze it with "
                 "requires_grad_(False)."
+            )
+
+
+def refuse_different_factors(holders: Mapping[str, FSDPModule]) -> None:
+    """Raise StepError if groups divide their gradients by different factors. `holders` is by group name."""
+    factors = {name: divide_factor(holder) for name, holder in holders.items()}
+    first = next(iter(factors), "")
+    for name, factor in factors.items():
+        if factor != factors[first]:
+            raise StepError(
+                f"set_gradient_divide_factor: {name} divides its gradients by {factor}, but {first} by "
+                f"{factors[first]} (None: the number of ranks). Call it on each FSDPModule of model.modules(), which "
+                'includes typed groups, or set "zeroamp": {"reduce": "sum"} instead.'
             )
 
 

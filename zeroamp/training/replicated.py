@@ -33,21 +33,21 @@ class ReplicatedGradients:
         return [torch.stack(gradients), torch.tensor(is_used, dtype=torch.float64, device=device)]
 
     @torch.no_grad()
-    def set_means(self, statistics: torch.Tensor, num_ranks: int) -> torch.Tensor:
-        """Set the gradients to their means over ranks. Return the sum of their squares, 0-D fp64.
+    def set_gradients(self, statistics: torch.Tensor, divide_factor: float) -> torch.Tensor:
+        """Set the gradients to the sums over ranks, divided. Return the sum of their squares, 0-D fp64.
 
         A parameter that this rank did not use, and another did, gets a gradient too; one that no rank used keeps None.
         Only a rank with an unused parameter waits for the device.
 
         Args:
             statistics: the sums over ranks of what `statistics` returned, 1-D fp64.
-            num_ranks: the ranks of the sum.
+            divide_factor: the number of ranks, or FSDP2's gradient divide factor.
         """
         squares = statistics.new_zeros(())
         sums, num_used = statistics.tensor_split(2)
         for index, parameter in enumerate(self._parameters):
             if parameter.grad is None and (not parameter.requires_grad or num_used[index] == 0):
                 continue
-            parameter.grad = (sums[index] / num_ranks).to(parameter.dtype)  # 0-D fp32
+            parameter.grad = (sums[index] / divide_factor).to(parameter.dtype)  # 0-D fp32
             squares = squares + parameter.grad.double().square()
         return squares

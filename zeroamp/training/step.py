@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zeroamp.hooks._torch.fsdp import divide_factor
 from zeroamp.hooks.collectives.issued import peer_lost
 from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective, notify
 from zeroamp.planning.mesh import device_of, replicate_size
@@ -21,6 +22,7 @@ from zeroamp.training.callbacks import Callbacks, tell_observers
 from zeroamp.training.checks import (
     Scheduler,
     no_gradient,
+    refuse_different_factors,
     refuse_foreign,
     refuse_metric,
     refuse_output,
@@ -137,6 +139,7 @@ class TrainStep:
 
     def _checked(self) -> tuple[None, Description]:
         self.micro_batches.refuse_low_shards()
+        refuse_different_factors(self._state.group_modules)
         refuse_unusable(self.optimizers, self.schedulers, self._state.root, self.micro_batches.parameters)
         return None, description_of(self._state.root, self.optimizers, self.schedulers)
 
@@ -462,7 +465,15 @@ class TrainStep:
                 start += len(numbers)
         self._unused.discard_gradients(statistics[2 : 2 + len(usage)])
         loss, squares = statistics[0], statistics[1]
-        return loss, squares + replicated.set_means(of_replicated, self._state.mesh.size()) if own[2:] else squares
+        if own[2:]:
+            squares = squares + replicated.set_gradients(of_replicated, self._divide_factor())
+        return loss, squares
+
+    def _divide_factor(self) -> float:
+        """Return what sums of gradients over ranks are divided by."""
+        factors = (divide_factor(module) for module in self._state.group_modules.values())
+        factor = next(factors, 1.0 if self._policy.reduce == "sum" else None)
+        return self._state.mesh.size() if factor is None else factor
 
     def _local_statistics(self) -> torch.Tensor:
         """Return this rank's part of the mean loss and of the sum of squares, 1-D fp64 of 2 elements.

@@ -29,7 +29,7 @@ PRIVATE = {
         *("torch.distributed.fsdp._fully_shard._fsdp_api", "_get_fsdp_state", "_set_unshard_async_op"),
         *("_fsdp_param_group", "_fsdp_param_groups", "_to_sharded", "_unsharded_param", "_modules_to_run_forward"),
         *("_pre_forward", "_post_forward", "_root_post_backward_final_callback", "_get_backend", "_timeout"),
-        *("_reduce_dtype", "_apply_to_tensors"),
+        *("_reduce_dtype", "_apply_to_tensors", "_lazy_init"),
         # Of `remove_fsdp`:
         *("_pre_forward_hook_handle", "_post_forward_hook_handle", "_post_load_hook_handle"),
         *("_module_to_pre_save_state_dict_hook_handle", "_module_to_pre_load_state_dict_hook_handle"),
@@ -52,7 +52,7 @@ OF_PRIVATE_CLASSES = {
     *("mesh_info", "shard_process_group", "reduce_scatter_process_group", "post_backward", "device_handle"),
     *("all_gather_work", "all_gather_event", "all_gather_state", "reduce_scatter_state", "post_forward_order"),
     *("pre_forward", "reduce_grads", "all_reduce_grads"),
-    *("all_states", "iter_forward_root", "post_backward_final_callback_queued"),
+    *("all_states", "iter_forward_root", "post_backward_final_callback_queued", "gradient_divide_factor"),
 }
 """Names of FSDP2's private classes that begin with none."""
 
@@ -81,6 +81,7 @@ def _missing_of_fsdp():
     there |= {name: hasattr(parameter, name) for name in of_parameters}
     groups = ["shard_process_group", *["reduce_scatter_process_group"] * _fsdp.has_reduction_options()]
     there |= {name: hasattr(group.mesh_info, name) for name in groups}
+    there["gradient_divide_factor"] = _fsdp.divide_factor(module) is None
     there["_timeout"] = isinstance(_fsdp.timeout_of(dist.group.WORLD, "cpu"), timedelta)
     return [name for name, is_there in there.items() if not is_there]
 

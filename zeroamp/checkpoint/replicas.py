@@ -1,0 +1,67 @@
+"""Compares the replicas of sharded tensors before a save, which stores only one of them.
+
+At stage 0 and with HSDP, several ranks hold the same shard. torch.distributed.checkpoint writes parts of a tensor from
+different replicas, so replicas that have diverged would be saved as a mixture.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from zeroamp.planning.mesh import local_part, replicate_size
+from zeroamp.policies.errors import CheckpointError
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 2**22
+_FACTOR = 6364136223846793005  # odd, so that no chunk's sum is lost modulo 2^64
+
+
+def checksums(tensors: Mapping[str, torch.Tensor], mesh: DeviceMesh) -> dict[str, int]:
+    """Return a checksum of this rank's shard of each DTensor, by name; none if the mesh has no replicas.
+
+    Waits for the device. Reads each shard once, with 64 MiB of temporary memory at most.
+    """
+    if replicate_size(mesh) == 1:
+        return {}
+    sums = {name: checksum(local_part(tensor)) for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    return {name: int(total) for name, total in sums.items()}
+
+
+@torch.no_grad()
+def checksum(tensor: torch.Tensor, *, chunk: int = _CHUNK) -> torch.Tensor:
+    """Return a number that changes with any bit of a tensor and with the order of its elements: 0-D int64.
+
+    Modulo 2^64, in chunks c: total = total x factor + sum over i of bits(c[i]) x (2i + 1). Of a tensor subclass with
+    inner tensors, the sums of these are added up.
+    """
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return torch.stack([checksum(getattr(tensor, name), chunk=chunk) for name in names]).sum()
+    bits = tensor.detach().contiguous().reshape(-1).view(_INTEGERS[tensor.dtype.itemsize])
+    weights = 2 * torch.arange(min(chunk, bits.numel()), device=bits.device) + 1  # int64
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for part in bits.split(chunk):  # type: ignore[no-untyped-call]
+        total = total * _FACTOR + (part * weights[: part.numel()]).sum()
+    return total
+
+
+def refuse_different_replicas(of_ranks: list[dict[str, int]], mesh: DeviceMesh) -> None:
+    """Raise CheckpointError if two ranks that hold the same shard have another checksum of a tensor.
+
+    Args:
+        of_ranks: what `checksums` returned, of the mesh's ranks in ascending order.
+        mesh: 1-D, or 2-D (replicate, shard).
+    """
+    order = {rank: index for index, rank in enumerate(sorted(mesh.mesh.flatten().tolist()))}
+    for name in of_ranks[0]:
+        for replicas in mesh.mesh.t().tolist() if mesh.ndim == 2 else ():
+            values = [of_ranks[order[rank]][name] for rank in replicas]
+            others = [rank for rank, value in zip(replicas, values, strict=True) if value != values[0]]
+            if others:
+                raise CheckpointError(
+                    f"{name} must be the same on ranks {', '.join(map(str, replicas))}, which are replicas, but "
+                    f"differs on {', '.join(map(str, others))}. A rank was updated apart, outside of TrainStep or with "
+                    "other settings. Load the last checkpoint."
+                )

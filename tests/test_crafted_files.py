@@ -11,7 +11,7 @@ from tests.processes.launch import module
 @pytest.mark.timeout(600)
 def test_no_crafted_file_is_accepted_run_or_given_memory(tmp_path):
     module("benchmarks.crafted_files", "--every", 9, "--out", tmp_path, timeout_s=580)
-    endings = json.loads((tmp_path / "crafted_files.json").read_text())
+    endings = [json.loads(line) for line in (tmp_path / "crafted_files.jsonl").read_text().splitlines()]
     assert len(endings) > 60
     assert {ending["reader"] for ending in endings} >= {
         "load_checkpoint", "export_checkpoint", "latest_checkpoint", "load_hf", "load_deepspeed_checkpoint",

@@ -2,7 +2,7 @@
 
     python -m benchmarks.crafted_files --out FOLDER [--only WORD] [--every N]
 
-Every variant is read in a process of its own, a rank of a world of one. FOLDER gets `crafted_files.json` and
+Every variant is read in a process of its own, a rank of a world of one. FOLDER gets `crafted_files.jsonl` and
 `crafted_files.md`. Right is: a CheckpointError (of configs a ConfigError) without control characters in its text, or
 the good files' values; no code was run, no more than `MAX_MIB` was taken, within `TIMEOUT_S`.
 """
@@ -59,8 +59,8 @@ def variants() -> list[Variant]:
     return list(chain(checkpoints.variants(), others.variants()))
 
 
-def run(chosen: list[Variant]) -> list[Ending]:
-    """Read each variant."""
+def run(chosen: list[Variant], told: Callable[[Ending], object]) -> list[Ending]:
+    """Read each variant, and tell how it ended."""
     root = Path(tempfile.mkdtemp(prefix="crafted-"))
     logging.getLogger("zeroamp").addHandler(logging.NullHandler())
     gc.freeze()
@@ -68,7 +68,11 @@ def run(chosen: list[Variant]) -> list[Ending]:
         (root / "good").mkdir()
         if _forked(lambda: make_good(root / "good"), root / "made", 120) != 0:
             raise AssertionError(f"expected the good files, got {(root / 'made').read_text()}")
-        return [_ending(variant, root) for variant in chosen]
+        endings = []
+        for variant in chosen:
+            endings.append(_ending(variant, root))
+            told(endings[-1])
+        return endings
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
@@ -160,11 +164,12 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     chosen = [v for v in variants() if arguments.only in f"{v.reader}: {v.name}"][:: arguments.every]
-    endings = run(chosen)
-    emit("crafted_files", _markdown(endings), arguments.out)
     if arguments.out is not None:
-        content = json.dumps([asdict(ending) for ending in endings], indent=1)
-        (arguments.out / "crafted_files.json").write_text(content)
+        arguments.out.mkdir(parents=True, exist_ok=True)
+    path = Path(os.devnull) if arguments.out is None else arguments.out / "crafted_files.jsonl"
+    with path.open("w") as file:
+        endings = run(chosen, lambda ending: print(json.dumps(asdict(ending)), file=file, flush=True))
+    emit("crafted_files", _markdown(endings), arguments.out)
     if not all(ending.is_right for ending in endings):
         sys.exit("some variants ended wrongly")
 

@@ -123,23 +123,31 @@ def _states(name: str, change: Callable[[Any, Path], Any]) -> Craft:
         from zeroamp.deepspeed.files import DEEPSPEED_CLASSES
 
         path = folder / TAG / name
-        values = _Loaded(path, DEEPSPEED_CLASSES).values
+        inert: list[Any] = [(_Nothing, each) for each in DEEPSPEED_CLASSES]
+        with torch.serialization.safe_globals(inert):
+            values = _without_objects(torch.load(path, weights_only=True))
         other = change(values, folder)
         put(f"{TAG}/{name}", saved(values if other is None else other))(folder)
 
     return craft
 
 
-class _Loaded:
-    """A file of DeepSpeed, without its classes: the changes that are tried need none of them."""
+class _Nothing:
+    """Takes the place of DeepSpeed's objects: the changes that are tried need none of them."""
 
-    def __init__(self, path: Path, classes: tuple[str, ...]) -> None:
-        def nothing(*_: Any) -> None:
-            return None
+    def __new__(cls, *_: Any) -> "_Nothing":
+        return super().__new__(cls)
 
-        inert: list[Any] = [(nothing, name) for name in classes]
-        with torch.serialization.safe_globals(inert):
-            self.values = torch.load(path, weights_only=True)
+    def __setstate__(self, _: Any) -> None:
+        """Store nothing."""
+
+
+def _without_objects(value: Any) -> Any:
+    if isinstance(value, _Nothing):
+        return None
+    if type(value) in (list, tuple):
+        return type(value)(map(_without_objects, value))
+    return {key: _without_objects(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _module(name: str, make: Callable[[], Any]) -> Craft:

@@ -141,7 +141,8 @@ def special(name: str, kind: str) -> Callable[[Path], None]:
         elif kind == "socket":
             here = os.getcwd()
             os.chdir(path.parent)  # names of sockets are short
-            socket.socket(socket.AF_UNIX).bind(path.name)
+            with socket.socket(socket.AF_UNIX) as bound:
+                bound.bind(path.name)
             os.chdir(here)
         elif kind == "folder":
             path.mkdir()

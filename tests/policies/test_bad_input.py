@@ -3,10 +3,12 @@
 What DeepSpeed 0.19.8 accepts silently or answers with a cryptic text, and more.
 """
 
+import os
+
 import pytest
 import torch
 
-from zeroamp import ConfigError, policy_from_config
+from zeroamp import CheckpointError, ConfigError, policy_from_config
 
 AUTOCAST = {"enabled": True, "dtype": "bfloat16"}
 
@@ -318,3 +320,49 @@ def test_every_bad_key_has_a_line():
         policy_from_config({"scheduler": {"type": "OneCycle"}, "gradient_clipping": -1})
     keys = [line.split()[0] for line in str(caught.value).splitlines()]
     assert keys == ["gradient_clipping", "scheduler.params.cycle_min_lr", "scheduler.params.cycle_max_lr"]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "reduce_bucket_size",
+        "allgather_bucket_size",
+        "stage3_prefetch_bucket_size",
+        "stage3_param_persistence_threshold",
+        "stage3_max_live_parameters",
+        "stage3_max_reuse_distance",
+        "sub_group_size",
+    ],
+)
+def test_a_number_of_elements_of_more_than_64_bits_is_refused_by_name(key):
+    for value in (1e19, 1e308):
+        with pytest.raises(
+            ConfigError, match=rf"zero_optimization\.{key} must be at most 9223372036854775807, but is 1e"
+        ):
+            policy_from_config({"zero_optimization": {"stage": 3, key: value}})
+    policy_from_config({"zero_optimization": {"stage": 3, key: 5e8}})
+
+
+@pytest.mark.parametrize("block", ["zero_optimization", "fp16", None])
+def test_no_key_or_value_reaches_the_terminal_as_an_escape(block):
+    for cfg in ({"\x1b]0;owned\x07": 1}, {"enabled": "\x1b[31m"}, {"\x9b2J": {"a": 1}}, {"a\u202eb": 1}):
+        with pytest.raises(ConfigError) as raised:
+            policy_from_config({block: cfg} if block else cfg)
+        assert all(character.isprintable() or character == "\n" for character in str(raised.value))
+
+
+def test_a_name_in_any_error_is_printed_without_control_characters():
+    assert str(CheckpointError("a\x1b[31mb\x07\u202e\nc é")) == "a\\x1b[31mb\\x07\\u202e\nc é"
+    assert str(ConfigError("plain")) == "plain"
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["fifo", "device", "levels", "size"])
+def test_a_config_that_is_no_regular_file_or_has_no_end_is_refused(tmp_path, kind):
+    path = tmp_path / "config.json"
+    if kind in ("fifo", "device"):
+        {"fifo": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero")}[kind](path)
+    else:
+        path.write_text('{"a":' * 100_000 if kind == "levels" else '{"a": "' + "x" * 40 * 1024**2 + '"}')
+    with pytest.raises(ConfigError, match=r"config\.json' (cannot be read|must hold a JSON object)"):
+        policy_from_config(path)

@@ -129,3 +129,16 @@ def test_the_default_of_an_unsupported_key_asks_for_nothing(block):
     for key in iter_keys(block):
         if isinstance(key.key_class, Unsupported):
             assert key.default in key.key_class.off, key.path
+
+
+@pytest.mark.parametrize("value", [1e308, 5e-324, 1e16])
+@pytest.mark.parametrize(
+    "key", ["cycle_first_step_size", "cycle_second_step_size", "decay_step_size", "cycle_max_lr", "decay_lr_rate"]
+)
+def test_numbers_whose_products_or_quotients_are_infinite_are_refused_by_name(key, value):
+    params = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-2, key: value}
+    if value < 1 and not key.endswith("step_size"):
+        policy_from_config({"scheduler": {"type": "OneCycle", "params": params}})
+        return
+    with pytest.raises(ConfigError, match=rf"scheduler\.params\.{key} must be "):
+        policy_from_config({"scheduler": {"type": "OneCycle", "params": params}})

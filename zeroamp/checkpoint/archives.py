@@ -135,6 +135,8 @@ def unsafe_names(file: str | os.PathLike[str] | IO[bytes]) -> list[str]:
     try:
         if isinstance(file, str | os.PathLike):
             open_regular(file).close()
+        else:
+            file.seek(0)
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
     except Exception:  # whatever a hostile or damaged file makes it raise
         return []

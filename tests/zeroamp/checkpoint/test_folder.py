@@ -278,3 +278,74 @@ def test_a_writer_that_did_not_come_to_the_rename_leaves_the_line_that_it_was_on
             publish(tmp_path, 3, parent=1)
     assert (tmp_path / "latest").read_text() == "3 step_00000003 1"
     assert order(tmp_path)[0] == "step_00000001"
+
+
+@pytest.mark.timeout(20)
+def test_what_others_left_neither_hides_checkpoints_nor_fails_a_save(tmp_path, caplog):
+    publish(tmp_path, 1)
+    (tmp_path / ".draft-x").write_text("a file")
+    os.mkfifo(tmp_path / ".draft-y")
+    (tmp_path / ".removed-x").write_text("a file")
+    (tmp_path / ".latest-x").mkdir()
+    (tmp_path / "step_00000002").symlink_to("nowhere")
+    (tmp_path / "latest").unlink()
+    os.mkfifo(tmp_path / "latest")
+    assert order(tmp_path) == ["step_00000001"]
+    assert "latest is ignored: it cannot be read" in caplog.text
+    assert publish(tmp_path, 2).name == "step_00000002_2"
+    assert (tmp_path / "latest").read_text() == "2 step_00000002_2 1"
+    assert (tmp_path / ".draft-x").read_text() == "a file"
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+def test_a_manifest_that_is_no_regular_file_is_damage(tmp_path, kind):
+    for step in (1, 2):
+        publish(tmp_path, step)
+    path = tmp_path / "step_00000002" / MANIFEST
+    path.unlink()
+    {"fifo": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero")}[kind](path)
+    assert order(tmp_path) == ["step_00000001", "step_00000002"]
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        read_manifest(tmp_path / "step_00000002")
+
+
+def _num_calls(action):
+    """Return how many functions of Python an action calls: its own work, whatever the machine does besides."""
+    num_calls = 0
+
+    def count(_, event, __):
+        nonlocal num_calls
+        num_calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return num_calls
+
+
+def test_the_work_grows_with_the_number_of_checkpoints_and_not_with_its_square(tmp_path):
+    """The line of ancestors is looked for among all; pruning and publishing read each manifest once."""
+    calls = {}
+    for num_checkpoints in (50, 200):
+        root = tmp_path / str(num_checkpoints)
+        root.mkdir()
+        for serial in range(1, num_checkpoints + 1):
+            (root / f"step_{serial:08d}").mkdir()
+            content = manifest(step=serial, serial=serial, parent=serial - 1).to_json()
+            (root / f"step_{serial:08d}" / MANIFEST).write_text(content)
+        calls[num_checkpoints] = (
+            _num_calls(lambda root=root: find_checkpoints(root)),
+            _num_calls(lambda root=root, n=num_checkpoints: publish(root, n + 1, keep=n + 1, parent=n)),
+        )
+    for few, many in zip(*calls.values(), strict=True):
+        assert many < 4.5 * few
+
+
+def test_damaged_parents_that_lead_in_a_circle_end(tmp_path):
+    for step in (1, 2):
+        publish(tmp_path, step)
+    rewrite_manifest(tmp_path / "step_00000001", lambda content: content.update(parent=2))
+    assert order(tmp_path) == ["step_00000002", "step_00000001"]

@@ -212,3 +212,23 @@ def _alone(folder, async_):
     loaded = Training(Case(group_size=1), seed=7)
     loaded.load(folder)
     assert differences(loaded.state(), state) == []
+
+
+def _into_a_checkpoint(folder):
+    training = Training(Case()).run(0, 1)
+    named = folder / "step_5"
+    inside = training.save(folder / "run")
+    if dist.get_rank() == 0:
+        (folder / "renamed").symlink_to(inside)
+    dist.barrier()
+    errors = [error_of(training.save, path) for path in (named, inside, folder / "renamed")]
+    return errors, named.exists(), sorted(path.name for path in inside.iterdir())
+
+
+def test_a_folder_that_is_a_checkpoint_or_has_the_name_of_one_is_refused(ranks2, tmp_path):
+    for errors, exists, names in ranks2.run(_into_a_checkpoint, tmp_path):
+        assert not exists
+        assert "zeroamp.json" in names
+        assert not [name for name in names if "step" in name or "draft" in name]
+        for error in errors:
+            assert re.search("CheckpointError: .* has the name of one: .*Save into another folder", error)

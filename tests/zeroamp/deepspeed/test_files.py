@@ -7,9 +7,12 @@ import shutil
 import pytest
 import torch
 
+from benchmarks.crafted import checkpoints
+from benchmarks.crafted.variant import special
 from tests.zeroamp.deepspeed.cases import DATA
 from zeroamp import CheckpointError
 from zeroamp.deepspeed.files import Entries, Inert, find_files, read_file
+from zeroamp.deepspeed.layout import whole
 
 
 class Calls:
@@ -146,3 +149,31 @@ def test_the_tag_is_the_callers_or_the_latest(tmp_path):
     (tmp_path / "tag" / "mp_rank_00_model_states.pt").unlink()
     with pytest.raises(CheckpointError, match="mp_rank_00_model_states.pt .*has no files"):
         find_files(tmp_path, "tag")
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("kind", ["fifo", "device", "link out"])
+def test_only_regular_files_of_the_folder_are_read(tmp_path, kind):
+    special("file.pt", kind)(tmp_path)
+    with pytest.raises(CheckpointError, match=r"file\.pt.*(not a regular file|leads out of its folder)"):
+        read_file(tmp_path / "file.pt")
+    (tmp_path / "tag").mkdir()
+    special("latest", "fifo" if kind == "link out" else kind)(tmp_path)
+    with pytest.raises(CheckpointError, match="latest, .*cannot be read .*not a regular file"):
+        find_files(tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    "name", ["a call of bytearray(2**30)", "such a call by a rebuild function", "records that overlap"]
+)
+def test_a_file_that_would_take_more_memory_than_it_has_bytes_is_refused(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(checkpoints, "BOMB_BYTES", 4 * 1024**2)
+    (tmp_path / "file.pt").write_bytes(checkpoints.ARCHIVES[name](tmp_path))
+    with pytest.raises(CheckpointError, match=r"file\.pt cannot be read"):
+        read_file(tmp_path / "file.pt")
+
+
+def test_a_tensor_of_more_elements_than_its_storage_is_not_copied():
+    with pytest.raises(CheckpointError, match=r"stored in full, but is one of shape \[1099511627776\]"):
+        whole(torch.ones(1).expand(2**40))
+    assert whole(torch.arange(6).view(2, 3).T).pieces[0].values.tolist() == [0, 3, 1, 4, 2, 5]

@@ -1,5 +1,7 @@
 """What is read of a run that went back to a checkpoint, or began again: every step once."""
 
+import json
+import os
 import random
 
 import pytest
@@ -9,6 +11,7 @@ import zeroamp
 from tests.processes.training import config, wrapped
 from tests.zeroamp.reporting.records import record, write_run
 from tests.zeroamp.reporting.runs import NAME, take_steps
+from zeroamp.reporting.saved_runs import table
 
 OVERFLOWING = config(3, dtype="float16", fp16={"initial_scale_power": 20, "hysteresis": 1})
 
@@ -54,3 +57,41 @@ def test_a_run_that_began_again_skipped_its_steps_once(ranks2, tmp_path):
     assert [each.skipped for each in run.records] == skipped
     assert run.records[-1].num_skipped == num_skipped
     assert len(run.headers) == 2
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+def test_only_a_regular_file_is_read(tmp_path, kind):
+    path = tmp_path / "run.jsonl"
+    {"fifo": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero")}[kind](path)
+    with pytest.raises(zeroamp.CheckpointError, match="not a regular file"):
+        zeroamp.read_run(path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[" * 100_000,
+        '{"kind":' * 100_000,
+        json.dumps({**record(2).to_json(), "loss": 10**4000}),
+        json.dumps({**record(2).to_json(), "traffic_bytes": {"all-gather": 10**4000}}),
+        json.dumps({**record(2).to_json(), "lr": [[1]]}),
+        "x" * 17 * 1024**2,
+    ],
+    ids=["lists", "objects", "loss", "bytes", "lr", "long"],
+)
+def test_a_line_that_no_run_wrote_is_left_out(tmp_path, line):
+    path = write_run(tmp_path / "run.jsonl", [record(1)])
+    path.write_text(f"{path.read_text()}{line}\n{json.dumps(record(2).to_json())}\n")
+    run = zeroamp.read_run(path)
+    assert [each.step for each in run.records] == [1, 2]
+    assert run.num_unreadable >= 1
+    assert "loss, last" in table([run])
+
+
+def test_no_text_of_a_file_reaches_the_terminal_as_an_escape(tmp_path):
+    path = write_run(tmp_path / "run.jsonl", [record(1)], device="\x1b]0;owned\x07", plan={"mode": "\x1b[31m"})
+    path.write_text(path.read_text() + json.dumps({"kind": "warning", "name": "\x1b[2J", "text": ""}) + "\n")
+    text = table([zeroamp.read_run(path)])
+    assert "\x1b" not in text
+    assert "\\x1b[2J" in text

@@ -1,6 +1,7 @@
 """`load_hf`: what is in the files is in the shards, bit for bit, and nothing else was read."""
 
 import json
+import os
 import re
 
 import pytest
@@ -307,3 +308,68 @@ def test_a_model_trains_after_it_was_loaded_as_one_that_was_built_so(ranks2, tmp
     norms = ranks2.run(_trains_after_loading, tmp_path)
     hf_llama(True).save_pretrained(tmp_path)
     assert norms[0] != ranks2.run(_trains_after_loading, tmp_path)[0]
+
+
+def _index_of(folder, tensors, file):
+    folder.mkdir(exist_ok=True)
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, str(file))}))
+
+
+@pytest.mark.parametrize("file", ["../outside.safetensors", "absolute", "a/../../outside.safetensors", ".."])
+def test_an_index_that_leads_out_of_its_folder_is_refused(ranks2, tmp_path, tensors, file):
+    save_file(tensors, tmp_path / "outside.safetensors")
+    _index_of(tmp_path / "in", tensors, tmp_path / "outside.safetensors" if file == "absolute" else file)
+    text, unchanged = refusal(ranks2, tmp_path / "in")
+    assert unchanged
+    assert "is not the name of a file in its folder" in text
+
+
+def test_a_link_out_of_the_folder_is_refused_unless_it_leads_into_the_hubs_cache(ranks2, tmp_path, tensors):
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0a1b"
+    snapshot.mkdir(parents=True)
+    blobs = tmp_path / "models--a--b" / "blobs"
+    blobs.mkdir()
+    save_file(tensors, blobs / "ffff")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/ffff")
+    expected = full_parameters(hf_llama(True))
+    by_rank = ranks2.run(_load_llama, snapshot, True, 3)
+    assert all(same_bits(parameters, expected) == [] for parameters, _, _ in by_rank)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "model.safetensors").symlink_to(blobs / "ffff")
+    text, unchanged = refusal(ranks2, tmp_path / "in")
+    assert unchanged
+    assert re.search("model.safetensors .*is a link to .*ffff. Copy the file", text)
+
+
+def _wide(folder, value, dtype):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 6)
+    tensors = {"weight": torch.ones(6, 4, dtype=dtype), "bias": torch.ones(6, dtype=dtype)}
+    tensors["weight"][5, 3] = value  # in the rows of the last rank
+    if dist.get_rank() == 0:
+        save_file(tensors, folder / "model.safetensors")
+    dist.barrier()
+    model = zeroamp.wrap_model(model, policy(config(3)))
+    before = full_parameters(model)
+    try:
+        zeroamp.load_hf(model, folder)
+    except zeroamp.CheckpointError as error:
+        return str(error), same_bits(full_parameters(model), before) == []
+    return None, torch.equal(full_parameters(model)["weight"].double(), tensors["weight"])
+
+
+def test_a_finite_float64_that_fp32_does_not_hold_is_refused_with_the_model_unchanged(ranks2, tmp_path):
+    for text, unchanged in ranks2.run(_wide, tmp_path, 1e300, torch.float64):
+        assert unchanged
+        assert re.search(r"weight has a value of magnitude 1e\+300, .*fp32 is 3.40282e\+38.* correct the files", text)
+    assert ranks2.run(_wide, tmp_path, float("inf"), torch.float64) == [(None, True)] * 2
+    assert ranks2.run(_wide, tmp_path, 0.5, torch.float64) == [(None, True)] * 2
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["model.safetensors", INDEX])
+def test_a_fifo_among_the_files_is_refused(ranks2, tmp_path, tensors, name):
+    os.mkfifo(tmp_path / name)
+    text, unchanged = refusal(ranks2, tmp_path)
+    assert unchanged
+    assert "not a regular file" in text

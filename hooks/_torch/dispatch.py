@@ -14,6 +14,7 @@ from torch.autograd import Variable, profiler
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import flop_registry
 
 __all__ = [
     "FakeTensorMode",
@@ -21,6 +22,7 @@ __all__ = [
     "TorchDispatchMode",
     "at_end_of_backward",
     "backward_id",
+    "count_op_flops",
     "is_in_backward",
     "is_profiling",
     "is_view_op",
@@ -62,6 +64,20 @@ def run_op(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
     if not is_grouped_mm or not isinstance(args[0], FakeTensor) or {a.dtype for a in args[:2]} != {torch.float32}:
         return func(*args, **kwargs)
     return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).float()
+
+
+def count_op_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Return the FLOPs of an op by torch's registry, 2 per multiply-add; 0 for ops that are no products.
+
+    The registry lacks `_grouped_mm`, the product of transformers' experts: of 2-D or 3-D `a` and `b`, where each row of
+    a 2-D `a`, or column of a 2-D `b` beside a 3-D `a`, belongs to one group.
+    """
+    if func.overloadpacket.__name__ == "_grouped_mm":
+        a, b = args[:2]
+        rows = a[0] if a.dim() == 3 and b.dim() == 2 else a
+        return 2 * int(rows.numel() * b.shape[-1])
+    formula = flop_registry.get(func.overloadpacket)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
 def is_profiling() -> bool:

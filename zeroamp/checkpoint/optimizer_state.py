@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 
 from zeroamp.checkpoint.model_state import named_differences, state_by_name
+from zeroamp.checkpoint.subclass_state import build_subclass, describe_subclass, subclass_part
 from zeroamp.policies.errors import CheckpointError, describe
 
 OPTIMIZER = "optimizer."
@@ -20,8 +21,8 @@ def optimizer_state(
     """Return the tensors of an optimizer's state by name in the checkpoint, and a description of everything else.
 
     Tensors that are like their parameter are sharded DTensors. The description has the class, the param groups with
-    names for parameters, and for each parameter what its state consists of: "sharded", "plain", or ["value", it]. A
-    parameter that was never updated has none.
+    names for parameters, and for each parameter what its state consists of: "sharded", "plain", ["value", it], or the
+    description of a tensor subclass. A parameter that was never updated has none.
 
     Raises:
         CheckpointError: a parameter of the optimizer has no name in the model, state is of a form that could not be
@@ -36,7 +37,13 @@ def optimizer_state(
     for parameter in parameters:
         fqn = _name_of(parameter, names)
         for key, value in optimizer.state.get(parameter, {}).items():
-            kind = _kind_of(value, parameter, f"The optimizer's state {key!r} of {fqn}")
+            where = f"The optimizer's state {key!r} of {fqn}"
+            if (local := subclass_part(value)) is not None:
+                parts, kind = describe_subclass(local, where)
+                tensors |= {f"{OPTIMIZER}{fqn}.{key}.{name}": part for name, part in parts.items()}
+                kinds.setdefault(fqn, {})[key] = kind
+                continue
+            kind = _kind_of(value, parameter, where)
             if isinstance(value, torch.Tensor):
                 tensors[f"{OPTIMIZER}{fqn}.{key}"] = value.detach()
             kinds.setdefault(fqn, {})[key] = kind
@@ -139,10 +146,15 @@ def optimizer_targets(
             if kind == "sharded":
                 dtype = _saved(metadata, name).properties.dtype
                 targets[name] = torch.empty_like(parameters[fqn].detach(), dtype=dtype)
-            elif kind == "plain" and name not in own:
+            plain = [name] if kind == "plain" else [f"{name}.{part}" for part in _parts(kind)]
+            for name in (name for name in plain if name not in own):
                 saved = _saved(metadata, name)
                 targets[name] = torch.empty(saved.size, dtype=saved.properties.dtype)
     return targets
+
+
+def _parts(kind: Any) -> list[str]:
+    return kind["parts"] if isinstance(kind, dict) else []
 
 
 def _saved(metadata: Metadata, name: str) -> TensorStorageMetadata:
@@ -167,7 +179,7 @@ def load_optimizer(
         fqn = names[id(parameter)]
         if fqn in description["state"]:
             state[number] = {
-                key: tensors[f"{OPTIMIZER}{fqn}.{key}"] if isinstance(kind, str) else kind[1]
+                key: _loaded(kind, f"{fqn}.{key}", tensors, parameter)
                 for key, kind in description["state"][fqn].items()
             }
     groups = _numbered_groups(optimizer, description["groups"])
@@ -179,6 +191,13 @@ def load_optimizer(
                 "is made of several optimizers, pass these: TrainStep(model, [one, other])."
             )
         _keep_dtypes(optimizer.state[parameters[number]], entries, parameters[number].device)
+
+
+def _loaded(kind: Any, name: str, tensors: dict[str, torch.Tensor], parameter: torch.Tensor) -> Any:
+    if isinstance(kind, dict):
+        parts = {part: tensors[f"{OPTIMIZER}{name}.{part}"] for part in kind["parts"]}
+        return build_subclass(kind, parts, parameter, f"The optimizer's state {name}")
+    return tensors[f"{OPTIMIZER}{name}"] if isinstance(kind, str) else kind[1]
 
 
 def _numbered_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:

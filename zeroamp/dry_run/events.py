@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
-from zeroamp.hooks._torch.dispatch import TorchDispatchMode, is_view_op, storage_key
+from zeroamp.hooks._torch.dispatch import TorchDispatchMode, count_op_flops, is_view_op, run_op, storage_key
 from zeroamp.hooks.tensors import tensors_in
 from zeroamp.planning.fsdp_replay import Replay
 
@@ -142,7 +141,7 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an op. Of a group norm with fp32 weights, fake tensors have the input's gradient in fp32; kernels do not."""
-    result = func(*args, **kwargs)
+    result = run_op(func, args, kwargs)
     if func.overloadpacket.__name__ == "native_group_norm_backward" and result[0] is not None:
         return (result[0].to(args[1].dtype), *result[1:])
     return result
@@ -160,5 +159,4 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         query, key = args[1:3] if is_backward else args[:2]
         batch, heads, num_queries, width = query.shape
         return (5 if is_backward else 2) * 2 * int(batch * heads * num_queries * key.shape[2] * width)
-    formula = flop_registry.get(packet)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+    return count_op_flops(func, args, kwargs, result)

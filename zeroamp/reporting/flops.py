@@ -6,9 +6,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import flop_registry
 
-from zeroamp.hooks._torch.dispatch import TorchDispatchMode
+from zeroamp.hooks._torch.dispatch import TorchDispatchMode, count_op_flops, run_op
 from zeroamp.hooks.tensors import tensors_in
 from zeroamp.hooks.tracing.fake_run import Replacements, tensors_replaced
 from zeroamp.hooks.tracing.recorded_run import replacement, run_context
@@ -74,8 +73,7 @@ class ModelFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run the op and count it."""
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        formula = flop_registry.get(func.overloadpacket)
-        if formula is not None and not (self.is_in_backward and torch.is_grad_enabled()):
-            self.total += int(formula(*args, **kwargs, out_val=out))
+        out = run_op(func, args, kwargs)
+        if not (self.is_in_backward and torch.is_grad_enabled()):
+            self.total += count_op_flops(func, args, kwargs, out)
         return out

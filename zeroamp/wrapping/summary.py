@@ -2,6 +2,9 @@
 
 from collections import Counter
 
+import torch
+
+from zeroamp.planning.group_dtypes import PER_OP
 from zeroamp.planning.groups import GroupPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
@@ -9,6 +12,8 @@ from zeroamp.planning.traffic import param_memory
 from zeroamp.policies.dtypes import short_name
 
 MIB = 1024**2
+UNCAST_FRACTION = 0.1
+"""Of the trainable elements: with more of them in fp32 in spite of autocast, `wrap_model` warns."""
 
 
 def size_summary(plan: Plan, ranks: Ranks, *, name: str, seconds: float) -> str:
@@ -39,6 +44,24 @@ def size_summary(plan: Plan, ranks: Ranks, *, name: str, seconds: float) -> str:
         f"  groups, as all-gathered/reduced: {groups}",
     ]
     return "\n".join(lines)
+
+
+def describe_uncast_experts(plan: Plan) -> str | None:
+    """Return a warning where autocast leaves more than a tenth of the trainable elements, experts of MoE, in fp32."""
+    trained = [param for param in plan.params if param.is_trainable]
+    experts = [
+        param
+        for param in trained
+        if len(param.shape) == 3 and param.dtypes.param == torch.float32 and param.dtypes.compute == PER_OP
+    ]
+    share = sum(param.numel for param in experts) / max(1, sum(param.numel for param in trained))
+    if plan.policy.mode != "autocast" or share <= UNCAST_FRACTION:
+        return None
+    return (
+        f"{share:.0%} of the trainable elements are 3-D parameters that stay in fp32, such as {experts[0].fqn}: they "
+        "are all-gathered and reduced in fp32, and computed in fp32 by ops that autocast does not cast "
+        '(torch._grouped_mm of MoE experts). Mode "bf16" runs them in low precision.'
+    )
 
 
 def _memory(group: GroupPlan, plan: Plan, ranks: Ranks) -> tuple[int, int, int]:

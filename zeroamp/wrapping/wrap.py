@@ -39,7 +39,7 @@ from zeroamp.wrapping.materialize import cast_buffers, materialize
 from zeroamp.wrapping.rank_agreement import Description, run_alike
 from zeroamp.wrapping.shard import shard_model
 from zeroamp.wrapping.state import WrapState, record_state, wrap_state
-from zeroamp.wrapping.summary import size_summary
+from zeroamp.wrapping.summary import describe_uncast_experts, size_summary
 
 logger = logging.getLogger("zeroamp")
 
@@ -112,6 +112,8 @@ def wrap_model(
     state = WrapState(root=model, plan=plan, mesh=mesh, world=world, traffic=traffic, ranges=ranges, holders=holders)
     attach_hooks(model, state)
     record_state(model, state)
+    if is_first_rank(mesh) and (warning := describe_uncast_experts(plan)):
+        logger.warning("%s", warning)
     if logger.isEnabledFor(logging.INFO) and is_first_rank(mesh):
         seconds = time.perf_counter() - begin
         logger.info("%s", size_summary(plan, ranks_of(mesh), name=name, seconds=seconds))

@@ -108,12 +108,11 @@ def _guard_calls_from_outside(model: nn.Module, plan: Plan) -> Iterator[Removabl
     around_units = {"", *(outer for fqn in units for outer in modules_around(fqn))}
     guarded: dict[str, str] = {}
     for group in plan.groups:
-        unsharded_at = [f"{fqn}." for fqn in plan.modules_of(group.unit)]
+        unsharding = {fqn for module in plan.modules_of(group.unit) for fqn in (*modules_around(module), module)}
         for name in (name for param in group.params for name in (param.fqn, *param.aliases)):
             for fqn in modules_around(name):
-                is_callable = fqn not in guarded and fqn.rpartition(".")[0] in around_units
-                if is_callable and not any(module.startswith(f"{fqn}.") for module in unsharded_at):
-                    guarded[fqn] = name
+                if fqn not in unsharding and fqn.rpartition(".")[0] in around_units:
+                    guarded.setdefault(fqn, name)
     for fqn, name in guarded.items():
         yield attach_sharded_guard(model, fqn, name)
 

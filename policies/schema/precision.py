@@ -47,7 +47,7 @@ class Fp16Block(Block):
     enabled: Annotated[
         bool, Honoured("all-gather and compute in float16; sharded parameters and optimizer state stay fp32")
     ] = False
-    auto_cast: Annotated[bool, Native("inputs of the model, positional and keyword, are always cast")] = False
+    auto_cast: Annotated[bool, Native("inputs of the model and of its units are always cast")] = False
     loss_scale: Annotated[
         Number, Field(ge=0, le=2.0**127), Honoured("0: dynamic; else a fixed scale, above 1. Float16 autocast too")
     ] = 0.0

@@ -29,7 +29,7 @@ class Fp32Regions:
         """Return the pattern that keeps the parameter, buffer or module `fqn` in fp32, or None."""
         if fqn in self.tensors:
             return self.tensors[fqn]
-        return next((self.modules[outer] for outer in (*_outer(fqn), fqn) if outer in self.modules), None)
+        return next((self.modules[outer] for outer in (*modules_around(fqn), fqn) if outer in self.modules), None)
 
 
 def find_fp32_regions(model: nn.Module, policy: Policy) -> Fp32Regions:
@@ -94,10 +94,10 @@ def _matches_name(fqn: str, pattern: str) -> bool:
 
 
 def _is_inside(fqn: str, modules: Container[str]) -> bool:
-    return any(outer in modules for outer in _outer(fqn))
+    return any(outer in modules for outer in modules_around(fqn))
 
 
-def _outer(fqn: str) -> Iterator[str]:
-    """Yield the FQNs of the modules around `fqn`, outermost first, without the root."""
+def modules_around(fqn: str) -> Iterator[str]:
+    """Yield the FQNs of the modules around a module or tensor, outermost first, without the root."""
     parts = fqn.split(".")
     yield from (".".join(parts[:depth]) for depth in range(1, len(parts)))

@@ -25,7 +25,8 @@ from zeroamp.hooks.precision.fp32_regions import Fp32Region
 from zeroamp.hooks.precision.input_casts import cast_inputs
 from zeroamp.hooks.precision.shared_casts import SharedCasts, linears_that_may_share
 from zeroamp.hooks.root_forward import reshard_after_no_grad
-from zeroamp.hooks.typed_groups import Holder, attach_typed_group
+from zeroamp.hooks.typed_groups import attach_typed_group
+from zeroamp.planning.fp32_regions import modules_around
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.accumulation import sharded_accumulation
 from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES, resolve_safe_classes
@@ -104,19 +105,21 @@ def _needs_train_step(plan: Plan) -> str:
 
 
 def _guard_calls_from_outside(model: nn.Module, plan: Plan) -> Iterator[RemovableHandle]:
-    """Guard the modules that a user may call by themselves, units and those around or beside units."""
-    units = {fqn: unit for unit in plan.units for fqn in plan.modules_of(unit)}
-    inside_units = tuple(f"{fqn}." for fqn in units)
-    for fqn, module in model.named_modules():
-        if fqn and not fqn.startswith(inside_units) and not isinstance(module, Holder):
-            prefix = f"{fqn}."
-            for group in plan.groups:
-                if any(f"{other}.".startswith(prefix) for other in plan.modules_of(group.unit)):
-                    continue  # unsharded by a hook of this module, or of one inside
-                names = (name for param in group.params for name in (param.fqn, *param.aliases))
-                if (name := next((name for name in names if name.startswith(prefix)), None)) is not None:
-                    yield attach_sharded_guard(model, fqn, name)
-                    break
+    """Guard units, the modules around them, and those beside either: what a user may call by itself.
+
+    Each is guarded by one of its parameters that no hook on the module, or on one inside, unshards.
+    """
+    units = [fqn for unit in plan.units for fqn in plan.modules_of(unit)]
+    around_units = {"", *(outer for fqn in units for outer in modules_around(fqn))}
+    guarded: dict[str, str] = {}
+    for group in plan.groups:
+        unsharding = {fqn for module in plan.modules_of(group.unit) for fqn in (*modules_around(module), module)}
+        for name in (name for param in group.params for name in (param.fqn, *param.aliases)):
+            for fqn in modules_around(name):
+                if fqn not in unsharding and fqn.rpartition(".")[0] in around_units:
+                    guarded.setdefault(fqn, name)
+    for fqn, name in guarded.items():
+        yield attach_sharded_guard(model, fqn, name)
 
 
 def _guard_safe_modules(model: nn.Module, state: WrapState) -> None:

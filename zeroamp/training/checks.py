@@ -1,13 +1,14 @@
 """Checks the arguments of `TrainStep`: the scheduler's interface, and which optimizers and schedulers are refused."""
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zeroamp.policies.errors import StepError
+from zeroamp.policies.errors import StepError, describe
 
 
 class Scheduler(Protocol):
@@ -35,6 +36,12 @@ def refuse_metric(scheduler: Scheduler | None) -> None:
             "TrainStep(scheduler=) was given ReduceLROnPlateau, whose step needs a metric. Leave it out here, and "
             "call its step(metric) after each evaluation."
         )
+
+
+def refuse_norm(max_norm: object) -> None:
+    """Raise StepError unless `max_norm` is None, or a number from 0 on (a 0-D tensor counts)."""
+    if max_norm is not None and not (isinstance(max_norm, Real | torch.Tensor) and float(max_norm) >= 0):
+        raise StepError(describe("max_norm", repr(max_norm), "a number from 0 on, or None", "0 does not clip."))
 
 
 def refuse_foreign(optimizers: Sequence[torch.optim.Optimizer], parameters: list[nn.Parameter]) -> None:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
-from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -15,7 +14,7 @@ from zeroamp.planning.mesh import device_of, process_group, replicate_size
 from zeroamp.policies.errors import StepError, describe
 from zeroamp.training import update
 from zeroamp.training.callbacks import Callbacks, tell_observers
-from zeroamp.training.checks import Scheduler, no_gradient, refuse_foreign, refuse_metric
+from zeroamp.training.checks import Scheduler, no_gradient, refuse_foreign, refuse_metric, refuse_norm
 from zeroamp.training.extensions import attach_extensions, load
 from zeroamp.training.loss_scale import LossScaler
 from zeroamp.training.micro_batches import Failure, MicroBatches
@@ -286,8 +285,7 @@ class TrainStep:
             PeerError: another rank failed in this optimizer step (with `zeroamp.recovery`). Nothing was updated.
         """
         self.micro_batches.refuse_after_failure("TrainStep.clip_grad_norm")
-        if max_norm is not None and not (isinstance(max_norm, Real | torch.Tensor) and max_norm >= 0):
-            raise StepError(describe("max_norm", repr(max_norm), "a number from 0 on, or None", "0 does not clip."))
+        refuse_norm(max_norm)
         self._refuse_incomplete("clip_grad_norm")
         with self.callbacks.phase("optimizer"):
             self._clipped = self._clip(self._policy.gradient_clipping if max_norm is None else max_norm)

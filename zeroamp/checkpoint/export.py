@@ -4,6 +4,7 @@ import json
 import os
 import tempfile
 import warnings
+from collections.abc import Container
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,15 +36,15 @@ from zeroamp.weights.model_weights import find_weights
 WEIGHTS = "weights.json"
 
 
-def export_files(root: nn.Module) -> dict[str, bytes]:
-    """Return the small files, by name, that `export_checkpoint` needs.
+def export_files(root: nn.Module, excluded: Container[str] = ()) -> dict[str, bytes]:
+    """Return the small files, by name, that `export_checkpoint` needs, for a checkpoint without those in `excluded`.
 
     `weights.json` lists for each of the model's tensors its name in the checkpoint, its names in an export, and whether
     it is a parameter. There are no files if the model's state holds more than parameters and buffers, because
     safetensors cannot hold such a model.
     """
     try:
-        weights = find_weights(root)
+        weights = [weight for weight in find_weights(root) if weight.names[0] not in excluded]
     except CheckpointError:
         return {}
     if any(name.rpartition(".")[2] == "_extra_state" for weight in weights for name in weight.names):

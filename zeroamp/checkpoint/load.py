@@ -41,6 +41,8 @@ def load_checkpoint(
     model: nn.Module,
     train: TrainStep | None = None,
     *,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
     missing_ok: bool = False,
     extra_rank: int | None = None,
 ) -> Any:
@@ -56,7 +58,12 @@ def load_checkpoint(
     Args:
         folder: of a run, where a damaged checkpoint is logged and the one before it is loaded; or one checkpoint.
         model: what `wrap_model` returned.
-        train: its training step, between two optimizer steps. None loads the model alone.
+        train: its training step, between two optimizer steps. None loads the model alone: step counts, loss scale and
+            random states too stay as they are.
+        load_optimizer_states: False leaves the optimizer as it is; its class and param groups may be others. Step
+            counts, loss scale and random states are those of the checkpoint.
+        load_lr_scheduler_states: False leaves the scheduler as it is; it may be another one, or none. If only the
+            scheduler is loaded, it sets its learning rates in the optimizer.
         missing_ok: return None if there is no checkpoint. If there are only damaged ones, that is an error in any case.
         extra_rank: the rank whose `extra` is returned; None: this rank's own.
 
@@ -78,6 +85,7 @@ def load_checkpoint(
         raise CheckpointError(f"{os.fspath(folder)} holds no checkpoint that save_checkpoint wrote. {_PATH}")
     path, manifest = found
     loading = _Load(path, manifest, state, train, ranks)
+    loading.has_optimizer, loading.has_scheduler = load_optimizer_states, load_lr_scheduler_states
     ranks.run(lambda: loading.prepare(extra_rank))
     ranks.run(loading.load_counts)
     ranks.run(loading.read_tensors)
@@ -148,6 +156,8 @@ class _Load:
         self.state = state
         self.train = train
         self.ranks = ranks
+        self.has_optimizer = self.has_scheduler = True
+        """Whether the state of the optimizer, of the scheduler, is loaded."""
         self.is_same_size = manifest.world_size == ranks.num_ranks
         self.extra: Any = None
         self.tensors: dict[str, torch.Tensor] = {}
@@ -163,12 +173,14 @@ class _Load:
             if not isinstance(self.values[key], list):
                 self.values[key] = [self.values[key]]
         self.own = self.reader.read_values(rank_file(self.ranks.rank if self.is_same_size else 0))
-        check_model_fits(self.state.root, metadata, self.own["extra_states"], str(self.path))
-        self.tensors = model_tensors(self.state.root)
+        excluded = self.values.get("excluded", [])  # earlier versions saved all parameters
+        check_model_fits(self.state.root, metadata, self.own["extra_states"], str(self.path), excluded)
+        self.tensors = model_tensors(self.state.root, excluded)
         self._check_own()
         self.extra = self._extra(extra_rank)
         if self.train is not None:
             self._check_training(self.train)
+        if self.train is not None and self.has_optimizer:
             parameters = {name.removeprefix(MODEL): tensor for name, tensor in self.tensors.items()}
             for description in self.values["optimizer"]:
                 self.tensors |= optimizer_targets(description, parameters, metadata, self.own["tensors"])
@@ -198,16 +210,17 @@ class _Load:
             )
         for index, optimizer in enumerate(train.optimizers):
             name = "the optimizer" if len(descriptions) == 1 else f"optimizer {index}"
-            check_optimizer_fits(optimizer, descriptions[index], self.state.root, where, name)
+            if self.has_optimizer:
+                check_optimizer_fits(optimizer, descriptions[index], self.state.root, where, name)
             saved, scheduler = self.values["scheduler"][index], train.schedulers[index]
             was = "no scheduler" if saved is None else saved["class"]
             ours = "no scheduler" if scheduler is None else type(scheduler).__name__
-            if was != ours:
+            if self.has_scheduler and was != ours:
                 raise CheckpointError(
                     f"{where} was saved with {was}, but {name} of TrainStep has {ours}. Build TrainStep with the saved "
-                    "kind of scheduler, or load the model alone: load_checkpoint(folder, model)."
+                    "kind of scheduler, or leave its state out: load_checkpoint(..., load_lr_scheduler_states=False)."
                 )
-        differing = [name for name in self.own["tensors"] if not name.startswith(MODEL)]
+        differing = [name for name in self.own["tensors"] if self.has_optimizer and not name.startswith(MODEL)]
         if differing and not self.is_same_size:
             raise CheckpointError(
                 f"{where} has optimizer state that differs between its {self.manifest.world_size} ranks "
@@ -224,7 +237,7 @@ class _Load:
         for name, tensor in self.own["tensors"].items():
             if name.startswith(MODEL):
                 self.tensors[name].copy_(tensor)
-            else:
+            elif self.has_optimizer:
                 self.tensors[name] = tensor
         load_extra_states(self.state.root, self.own["extra_states"])
         if self.train is not None:
@@ -240,11 +253,15 @@ class _Load:
             )
 
     def _finish_training(self, train: TrainStep) -> None:
-        for optimizer, description in zip(train.optimizers, self.values["optimizer"], strict=True):
+        descriptions = self.values["optimizer"] if self.has_optimizer else ()
+        for optimizer, description in zip(train.optimizers, descriptions, strict=self.has_optimizer):
             load_optimizer(optimizer, description, self.tensors, self.state.root)
-        for scheduler, saved in zip(train.schedulers, self.values["scheduler"], strict=True):
-            if isinstance(scheduler, StatefulScheduler):
+        pairs = zip(train.optimizers, train.schedulers, self.values["scheduler"], strict=True)
+        for optimizer, scheduler, saved in pairs:
+            if self.has_scheduler and isinstance(scheduler, StatefulScheduler):
                 scheduler.load_state_dict(saved["state"])
+                if not self.has_optimizer:
+                    _set_learning_rates(optimizer, scheduler)
         saving = saving_of(self.state)
         saving.run, saving.serial = self.manifest.run, self.manifest.serial
         if self.is_same_size:
@@ -271,6 +288,16 @@ class _Load:
             valid = f"from 0 to {saved_by - 1}, the ranks that saved {self.path}"
             raise CheckpointError(describe("extra_rank", rank, valid, "Pass one of them."))
         return read(rank)
+
+
+def _set_learning_rates(optimizer: torch.optim.Optimizer, scheduler: object) -> None:
+    """Set the learning rates of an optimizer whose state was not loaded: schedulers compute the next ones from them."""
+    if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+        for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -4,7 +4,7 @@ Names are `model.<fqn>`, without the parts that torch.compile puts in. A paramet
 is saved once, under its first name.
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,8 +39,14 @@ def _is_tensor(key: str, value: object) -> bool:
     return isinstance(value, torch.Tensor) and key.rpartition(".")[2] != _EXTRA_STATE
 
 
-def model_tensors(root: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the model's tensors by name in the checkpoint, detached but not copied.
+def frozen_names(root: nn.Module) -> list[str]:
+    """Return the names of the parameters that need no gradient."""
+    state = state_by_name(root).items()
+    return [name for name, value in state if isinstance(value, nn.Parameter) and not value.requires_grad]
+
+
+def model_tensors(root: nn.Module, excluded: Container[str] = ()) -> dict[str, torch.Tensor]:
+    """Return the model's tensors but for those named in `excluded`, by name in the checkpoint, detached, not copied.
 
     Raises:
         CheckpointError: a tensor is no parameter or buffer, so that nothing could be loaded into it.
@@ -53,7 +59,7 @@ def model_tensors(root: nn.Module) -> dict[str, torch.Tensor]:
                 f"{name} must be a parameter or a buffer, but is a tensor that a module made for its state_dict(). "
                 "Register it as a buffer, or use get_extra_state()."
             )
-    return {MODEL + name: value.detach() for name, value in tensors.items()}
+    return {MODEL + name: value.detach() for name, value in tensors.items() if name not in excluded}
 
 
 def extra_states(root: nn.Module) -> dict[str, Any]:
@@ -67,14 +73,24 @@ def load_extra_states(root: nn.Module, saved: dict[str, Any]) -> None:
     root.load_state_dict({keys[name]: value for name, value in saved.items()}, strict=False)
 
 
-def check_model_fits(root: nn.Module, metadata: Metadata, saved_extra: Iterable[str], where: str) -> None:
-    """Raise CheckpointError unless the model's tensors and extra states are the saved ones: names, shapes, dtypes."""
+def check_model_fits(
+    root: nn.Module, metadata: Metadata, saved_extra: Iterable[str], where: str, excluded: Sequence[str] = ()
+) -> None:
+    """Raise CheckpointError unless the model's tensors and extra states are the saved ones: names, shapes, dtypes.
+
+    `excluded` are frozen parameters that the save left out. They must be in the model, and frozen there.
+    """
+    if trained := sorted(set(excluded) - set(frozen_names(root))):
+        raise CheckpointError(
+            f"{where} was saved with exclude_frozen_parameters, without {some_of(trained, _NUM_NAMED)}, which the "
+            "model does not have or trains. Freeze them as they were, or load a checkpoint that has them."
+        )
     saved = {
         name: (tuple(entry.size), entry.properties.dtype)
         for name, entry in metadata.state_dict_metadata.items()
         if name.startswith(MODEL) and isinstance(entry, TensorStorageMetadata)
     }
-    found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in model_tensors(root).items()}
+    found = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in model_tensors(root, excluded).items()}
     extra, found_extra = set(saved_extra), extra_states(root).keys()
     differences = [
         *named_differences("only in the checkpoint", (saved.keys() - found.keys()) | (extra - found_extra)),

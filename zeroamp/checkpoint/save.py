@@ -12,6 +12,7 @@ Each line is a `RankGroup.run`: an error of one rank is raised on all ranks, and
 import io
 import os
 import uuid
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -37,7 +38,7 @@ from zeroamp.checkpoint.files import (
     record_file,
 )
 from zeroamp.checkpoint.folder import Draft, is_checkpoint_name, open_draft
-from zeroamp.checkpoint.model_state import extra_states, model_tensors
+from zeroamp.checkpoint.model_state import extra_states, frozen_names, model_tensors
 from zeroamp.checkpoint.optimizer_state import OPTIMIZER, optimizer_state
 from zeroamp.checkpoint.replicas import checksums, refuse_different_replicas
 from zeroamp.hooks.random_state import random_state
@@ -63,6 +64,7 @@ def save_checkpoint(
     extra: Any = None,
     async_: Literal[False] = False,
     keep: int | None = None,
+    exclude_frozen_parameters: bool = False,
 ) -> Path: ...
 
 
@@ -76,6 +78,7 @@ def save_checkpoint(
     extra: Any = None,
     async_: bool,
     keep: int | None = None,
+    exclude_frozen_parameters: bool = False,
 ) -> Path | Future[Path]: ...
 
 
@@ -88,6 +91,7 @@ def save_checkpoint(
     extra: Any = None,
     async_: bool = False,
     keep: int | None = None,
+    exclude_frozen_parameters: bool = False,
 ) -> Path | Future[Path]:
     """Save all that training needs to go on, bit for bit, as `folder`/step_<step>. Every rank calls this.
 
@@ -105,6 +109,8 @@ def save_checkpoint(
             waits for the first. If it fails, `TrainStep.step` raises the error, on all ranks in the same step.
         keep: how many checkpoints of this run to retain, this one included; older ones are removed once it is on the
             disk. Those that this one does not descend from, by saving and loading, are never removed. None: all.
+        exclude_frozen_parameters: leave out parameters that need no gradient, such as the base of adapters. A load
+            leaves the model's own values there, and refuses a model in which one of them is trained.
 
     Returns:
         The checkpoint's path; with `async_` a future of it.
@@ -123,11 +129,12 @@ def save_checkpoint(
     saving.abandon()
     ranks = RankGroup.for_saving(state.mesh)
     step = train.num_steps if step is None else step
-    _check_same(ranks.run(lambda: _arguments(Path(folder), step, keep, train)))
+    excluded = frozen_names(state.root) if exclude_frozen_parameters else []
+    _check_same(ranks.run(lambda: {**_arguments(Path(folder), step, keep, train), "frozen parameters": excluded}))
     checkpoint = _Save(
         folder=Path(folder),
         step=step,
-        snapshot=take_snapshot(state, train, extra, ranks),
+        snapshot=take_snapshot(state, train, extra, ranks, excluded),
         ranks=ranks,
         state=state,
         run=saving.run or uuid.uuid4().hex,
@@ -181,8 +188,10 @@ class Snapshot:
     """With these, the weights can be exported without the model."""
 
 
-def take_snapshot(state: WrapState, train: TrainStep, extra: Any, ranks: RankGroup) -> Snapshot:
-    """Return the present state of training, with the live tensors.
+def take_snapshot(
+    state: WrapState, train: TrainStep, extra: Any, ranks: RankGroup, excluded: Sequence[str] = ()
+) -> Snapshot:
+    """Return the present state of training, with the live tensors but for the parameters named in `excluded`.
 
     Raises:
         CheckpointError: on all ranks, if any has something that cannot be saved, or replicas of a shard differ.
@@ -195,16 +204,17 @@ def take_snapshot(state: WrapState, train: TrainStep, extra: Any, ranks: RankGro
 
     def collect() -> tuple[dict[str, str], dict[str, int]]:
         refuse_unsharded(state.root)
-        snapshot.tensors = model_tensors(state.root)
+        snapshot.tensors = model_tensors(state.root, excluded)
         descriptions = []
         for optimizer in train.optimizers:
             tensors, description = optimizer_state(optimizer, state.root)
             snapshot.tensors |= tensors
             descriptions.append(description)
         schedulers = [_scheduler_state(scheduler) for scheduler in train.schedulers]
-        values = {"train": counts, "scheduler": schedulers, "optimizer": descriptions}
+        values: dict[str, Any] = {"train": counts, "scheduler": schedulers, "optimizer": descriptions}
+        values |= {"excluded": list(excluded)} if excluded else {}
         snapshot.values = _to_bytes(values, "The state of optimizer and scheduler")
-        snapshot.files = export_files(state.root)
+        snapshot.files = export_files(state.root, excluded)
         digests = {name: _digest(tensor) for name, tensor in snapshot.tensors.items()}
         return digests, checksums(snapshot.tensors, state.mesh)
 

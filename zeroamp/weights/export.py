@@ -57,6 +57,7 @@ def export_hf(
     dtype: str | torch.dtype | None = None,
     *,
     max_shard_bytes: int = 5 * 1000**3,
+    exclude_frozen_parameters: bool = False,
 ) -> None:
     """Write the weights of a wrapped model to `folder` as safetensors that `from_pretrained` reads. All ranks call it.
 
@@ -74,6 +75,7 @@ def export_hf(
             where it sets `stage3_gather_16bit_weights_on_model_save`, else fp32. Buffers keep their dtype, and the
             first rank's values are written.
         max_shard_bytes: of the tensors of one file; a larger tensor has a file of its own.
+        exclude_frozen_parameters: leave out parameters that need no gradient.
 
     Raises:
         CheckpointError: on all ranks, before anything is written where it can be known: the model has adapters of peft,
@@ -83,9 +85,13 @@ def export_hf(
     """
     state = wrap_state(model)
     _refuse_adapters(state.root)
+
+    def is_written(weight: Weight) -> bool:
+        return not (exclude_frozen_parameters and weight.is_parameter and not weight.tensor.requires_grad)
+
     with torch.no_grad():
         export_tensors(
-            lambda: _sources(find_weights(state.root), state.mesh),
+            lambda: _sources([weight for weight in find_weights(state.root) if is_written(weight)], state.mesh),
             folder,
             lambda: export_dtype(dtype, state.plan.policy.export_dtype),
             max_shard_bytes,

@@ -12,9 +12,6 @@ pytest.importorskip("transformers", reason="most of the models are transformers'
 
 FAST = ("Llama", "ResNet", "CLIP", "LLaVA", "GNN")
 NOT_EXACT = {
-    "CLIP": "a scalar parameter is refused",
-    "LLaVA": "parameters that no rank used are decayed",
-    "GNN": "parameters that no rank used are decayed",
     "UNet": "an activation that feeds several units: autograd adds in another order",
 }
 

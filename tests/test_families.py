@@ -12,7 +12,6 @@ pytest.importorskip("transformers", reason="most of the models are transformers'
 
 FAST = ("Llama", "ResNet", "CLIP", "LLaVA", "GNN")
 NOT_EXACT = {
-    "CLIP": "a scalar parameter is refused",
     "UNet": "an activation that feeds several units: autograd adds in another order",
 }
 

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.faults.job import Job, Log, run_rank
 from benchmarks.faults.moments import Board, Moments, Strike
 
-GRACE_S = 15.0
+GRACE_S = 60.0
 """How much longer than the timeout of its collectives a rank may take to end, on a busy machine."""
 _CONNECTING = ("start: ", "load: begins")
 """Moments after which ranks connect a process group: the one of training, and the one of saving and loading."""

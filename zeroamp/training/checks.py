@@ -65,11 +65,12 @@ def refuse_unsharded(root: nn.Module) -> None:
     """Raise StepError if a trainable parameter of the model is not the one that FSDP2 shards.
 
     A module that was added after `wrap_model`, and a parameter that was replaced, would train apart on each rank.
-    Call with all groups resharded. A parameter without elements is not sharded, and needs no reduction.
+    Call with all groups resharded. A 0-D parameter is replicated, and one without elements needs no reduction.
     """
     sharded = {id(parameter) for parameter in sharded_parameters(root)}
     for fqn, parameter in root.named_parameters():
-        if parameter.requires_grad and parameter.numel() > 0 and id(parameter) not in sharded:
+        is_sharded = id(parameter) in sharded or parameter.dim() == 0 or parameter.numel() == 0
+        if parameter.requires_grad and not is_sharded:
             raise StepError(
                 f"{fqn} is trainable, but not sharded: it was added or replaced after wrap_model, so that each rank "
                 "would train its own copy. Add modules and resize embeddings before wrap_model, or freeze it with "

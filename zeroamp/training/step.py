@@ -115,7 +115,7 @@ class TrainStep:
         for each in self.schedulers:
             refuse_metric(each)
         refuse_unsharded(self._state.root)
-        refuse_different_factors(self._state.group_modules())
+        refuse_different_factors(self._state.root)
         refuse_foreign(self.optimizers, self.micro_batches.parameters)
         self._num_held = _num_held(self.optimizers)
         is_float16 = self._policy.low_dtype == torch.float16

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -72,14 +72,6 @@ class WrapState:
         self.accumulates_in = unsharded_accumulation(self.plan.policy)
         self.listeners = [self.traffic]
         self.communication = CommunicationWatch(self.root)
-
-    def group_modules(self) -> dict[str, FSDPModule]:
-        """Return, by group name, the module with the group's FSDP2 state: its holder, or the unit's first module."""
-        units = {group.name: self.plan.modules_of(group.unit)[0] for group in self.plan.groups}
-        return {
-            name: self.holders.get(name) or cast(FSDPModule, self.root.get_submodule(fqn))
-            for name, fqn in units.items()
-        }
 
 
 def record_state(model: nn.Module, state: WrapState | None) -> None:

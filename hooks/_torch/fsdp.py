@@ -30,6 +30,7 @@ __all__ = [
     "communication_methods",
     "discard_unsharded_gradients",
     "divide_factor",
+    "divide_factors",
     "forward_hooks",
     "gather_in_background",
     "groups_of",
@@ -142,6 +143,13 @@ def divide_factor(unit: FSDPModule) -> float | None:
         factor: float | None = group.gradient_divide_factor
         return factor
     return None
+
+
+def divide_factors(root: nn.Module) -> Iterator[tuple[str, float | None]]:
+    """Yield (FQN, factor) of each module that carries FSDP2 groups; see `divide_factor`."""
+    for fqn, module in root.named_modules():
+        if isinstance(module, FSDPModule) and groups_of(module._get_fsdp_state()):
+            yield fqn, divide_factor(module)
 
 
 def init_unsharded(root: FSDPModule) -> None:

@@ -1,15 +1,14 @@
 """Checks the arguments of `TrainStep`: the scheduler's interface, and which optimizers and schedulers are refused."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from inspect import Parameter, signature
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from zeroamp.hooks._torch.fsdp import divide_factor, sharded_parameters
+from zeroamp.hooks._torch.fsdp import divide_factors, sharded_parameters
 from zeroamp.policies.errors import StepError, describe
 
 
@@ -78,9 +77,9 @@ def refuse_unsharded(root: nn.Module) -> None:
             )
 
 
-def refuse_different_factors(holders: Mapping[str, FSDPModule]) -> None:
-    """Raise StepError if groups divide their gradients by different factors. `holders` is by group name."""
-    factors = {name: divide_factor(holder) for name, holder in holders.items()}
+def refuse_different_factors(root: nn.Module) -> None:
+    """Raise StepError if groups divide their gradients by different factors."""
+    factors = dict(divide_factors(root))
     first = next(iter(factors), "")
     for name, factor in factors.items():
         if factor != factors[first]:

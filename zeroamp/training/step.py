@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeroamp.hooks._torch.fsdp import divide_factor
+from zeroamp.hooks._torch.fsdp import divide_factors
 from zeroamp.hooks.collectives.issued import peer_lost
 from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective, notify
 from zeroamp.planning.mesh import device_of, replicate_size
@@ -139,7 +139,7 @@ class TrainStep:
 
     def _checked(self) -> tuple[None, Description]:
         self.micro_batches.refuse_low_shards()
-        refuse_different_factors(self._state.group_modules)
+        refuse_different_factors(self._state.root)
         refuse_unusable(self.optimizers, self.schedulers, self._state.root, self.micro_batches.parameters)
         return None, description_of(self._state.root, self.optimizers, self.schedulers)
 
@@ -471,7 +471,7 @@ class TrainStep:
 
     def _divide_factor(self) -> float:
         """Return what sums of gradients over ranks are divided by."""
-        factors = (divide_factor(module) for module in self._state.group_modules.values())
+        factors = (factor for _, factor in divide_factors(self._state.root))
         factor = next(factors, 1.0 if self._policy.reduce == "sum" else None)
         return self._state.mesh.size() if factor is None else factor
 

@@ -23,7 +23,6 @@ def attach_collectives(module: FSDPModule, group: GroupPlan, state: WrapState, b
     output. Listeners hear of it after it was issued.
     """
     mesh, listeners = state.mesh, state.listeners
-    state.group_modules[group.name] = module
     dtypes = group_dtypes(group.key, state.plan.policy, ranks_of(mesh))
     module.set_custom_all_gather(GroupAllGather(group_name=group.name, listeners=listeners, ranges=state.ranges))
     reduction = GroupReduceScatter(

@@ -74,8 +74,6 @@ class WrapState:
     guard: BackwardGuard | None = None
     fp32_regions: list[Fp32Region] = field(default_factory=list)
     shard_accumulator: ShardAccumulator | None = None
-    group_modules: dict[str, FSDPModule] = field(default_factory=dict)
-    """Group name -> the module with the group's FSDP2 state: its holder, or the unit's first module."""
     all_reduced_once: list[FSDPModule] = field(default_factory=list)
     """Those whose own group is all-reduced over replicas in the last micro-batch only."""
     gradients: list[GroupGradients] = field(default_factory=list)

@@ -134,9 +134,10 @@ def unsafe_names(file: str | os.PathLike[str] | IO[bytes]) -> list[str]:
     """Return what the pickle in a file of `torch.save` names besides tensors and plain values; none if unreadable."""
     try:
         if isinstance(file, str | os.PathLike):
-            open_regular(file).close()
+            with open_regular(file) as opened:
+                _inspect(opened)  # torch's scan reads the pickle whole, whatever it is compressed to
         else:
-            file.seek(0)
+            _inspect(file)
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
     except Exception:  # whatever a hostile or damaged file makes it raise
         return []

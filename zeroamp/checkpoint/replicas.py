@@ -4,12 +4,14 @@ At stage 0 and with HSDP, several ranks hold the same shard. torch.distributed.c
 different replicas, so replicas that have diverged would be saved as a mixture.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from zeroamp.checkpoint.model_state import MODEL
 from zeroamp.planning.mesh import local_part, replicate_size
 from zeroamp.policies.errors import CheckpointError
 
@@ -65,3 +67,14 @@ def refuse_different_replicas(of_ranks: list[dict[str, int]], mesh: DeviceMesh) 
                     f"differs on {', '.join(map(str, others))}. A rank was updated apart, outside of TrainStep or with "
                     "other settings. Load the last checkpoint."
                 )
+
+
+def refuse_different_scalars(differing: Sequence[str], root: nn.Module) -> None:
+    """Raise CheckpointError if a 0-D parameter, which every rank holds whole, is among the tensors that differ."""
+    scalars = {MODEL + fqn for fqn, parameter in root.named_parameters() if parameter.dim() == 0}
+    name = next((name for name in differing if name in scalars), None)
+    if name is not None:
+        raise CheckpointError(
+            f"{name} must be the same on all ranks, but differs. A rank was updated apart, outside of TrainStep or "
+            "with other settings. Load the last checkpoint."
+        )

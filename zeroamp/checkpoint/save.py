@@ -40,7 +40,7 @@ from zeroamp.checkpoint.files import (
 from zeroamp.checkpoint.folder import Draft, is_checkpoint_name, open_draft
 from zeroamp.checkpoint.model_state import extra_states, frozen_names, model_tensors
 from zeroamp.checkpoint.optimizer_state import OPTIMIZER, optimizer_state
-from zeroamp.checkpoint.replicas import checksums, refuse_different_replicas
+from zeroamp.checkpoint.replicas import checksums, refuse_different_replicas, refuse_different_scalars
 from zeroamp.hooks.random_state import random_state
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import CheckpointError, describe
@@ -221,6 +221,7 @@ def take_snapshot(
     digests, sums = zip(*ranks.run(collect), strict=True)
     differing = _differing(list(digests))
     refuse_different_replicas(list(sums), state.mesh)
+    refuse_different_scalars(differing, state.root)
 
     def pack() -> None:
         content = {

@@ -215,6 +215,20 @@ def _loaded(folder, stage, mesh_shape=None):
     return full_parameters(step.model), _advance(step, 2, 4)
 
 
+def _saved_apart(folder):
+    step = _training(3)
+    _advance(step, 0, 1)
+    with torch.no_grad():
+        step.model.scale.add_(dist.get_rank())
+    zeroamp.save_checkpoint(folder, step.model, step)
+
+
+def test_values_that_differ_between_ranks_are_not_saved(ranks2, tmp_path):
+    with pytest.raises(RankError, match=r"CheckpointError: model\.scale must be the same on all ranks"):
+        ranks2.run(_saved_apart, tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_run_goes_on_from_a_checkpoint(ranks2, tmp_path, stage):
     saved, expected = ranks2.run(_saved, tmp_path)[0]

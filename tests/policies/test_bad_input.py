@@ -203,7 +203,7 @@ BAD = [
     ({"gradient_clipping": float("inf")}, "gradient_clipping", "is Infinity", "Change the value"),
     ({"gradient_clipping": -1}, "gradient_clipping", "is -1", "Change the value"),
     ({"prescale_gradients": True}, "prescale_gradients", "is true", "Remove it: gradients are summed"),
-    ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op", 'is "sum"', "Multiply the loss by the number of ranks"),
+    ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op", 'is "sum"', 'Write "zeroamp": {"reduce": "sum"}'),
     ({"amp": {"enabled": True}}, "amp", 'is {"enabled": true}', "Write torch_autocast"),
     ({"fp32_allreduce": True}, "fp32_allreduce", "is true", 'Write "communication_data_type"'),
     ({"sparse_gradients": True}, "sparse_gradients", "is true", "Remove it: DeepSpeed 0.19.8 has"),

@@ -252,6 +252,7 @@ OTHER_VALUES = {
     "fp16.loss_scale": 8.0,
     "zeroamp.reduce_accumulate_dtype": "native",
     "zeroamp.external_autocast": "allow",
+    "zeroamp.reduce": "sum",
     "zeroamp.ranges": "off",
     **{f"{name}.job_name": "run" for name in ("tensorboard", "csv_monitor")},
 }

@@ -182,7 +182,9 @@ class TrainStep:
         return self._callbacks
 
     @callbacks.setter
-    def callbacks(self, _: object) -> None:
+    def callbacks(self, callbacks: object) -> None:
+        if callbacks is self._callbacks:  # train.callbacks += [...]
+            return
         raise StepError(
             "TrainStep.callbacks was set, which would drop the callbacks of the config (monitors, recovery, saving). "
             "Call train.callbacks.append(callback) for each of yours."

@@ -109,14 +109,15 @@ def _guard_calls_from_outside(model: nn.Module, plan: Plan) -> Iterator[Removabl
 
     Each is guarded by one of its parameters that no hook on the module, or on one inside, unshards.
     """
+    modules = dict(model.named_modules(remove_duplicate=False))  # a module may have several names
     units = [fqn for unit in plan.units for fqn in plan.modules_of(unit)]
     around_units = {"", *(outer for fqn in units for outer in modules_around(fqn))}
     guarded: dict[str, str] = {}
     for group in plan.groups:
-        unsharding = {fqn for module in plan.modules_of(group.unit) for fqn in (*modules_around(module), module)}
+        unsharding = {modules[fqn] for unit in plan.modules_of(group.unit) for fqn in (*modules_around(unit), unit)}
         for name in (name for param in group.params for name in (param.fqn, *param.aliases)):
             for fqn in modules_around(name):
-                if fqn not in unsharding and fqn.rpartition(".")[0] in around_units:
+                if modules[fqn] not in unsharding and fqn.rpartition(".")[0] in around_units:
                     guarded.setdefault(fqn, name)
     for fqn, name in guarded.items():
         yield attach_sharded_guard(model, fqn, name)

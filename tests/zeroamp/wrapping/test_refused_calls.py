@@ -146,7 +146,7 @@ def _unfrozen(how):
 @pytest.mark.parametrize(("how", "fqn"), [("unfrozen", "blocks.0.norm1.weight"), ("cast", "blocks.1.qkv.weight")])
 def test_a_trainable_parameter_that_is_not_stored_in_fp32_is_named(ranks2, how, fqn):
     for text in ranks2.run(_unfrozen, how):
-        assert text.startswith(f"{fqn} is trainable but stored in bf16")
+        assert text.startswith(f"{fqn} is trainable, but its shards are in bf16")
         assert "before wrap_model" in text
 
 

@@ -215,7 +215,6 @@ _DEEPSPEED: dict[str, Craft] = {
     ),
 }
 
-_HEADER = json.dumps({"kind": "header", "world_size": 1, "device": "cpu", "plan": {}})
 _STEP = {"kind": "step", "step": 1, "loss": 1.0, "grad_norm": 1.0}
 _REPORTS: dict[str, Craft] = {
     **{kind: special("run.jsonl", kind) for kind in ("fifo", "socket", "device", "folder", "empty", "gone")},

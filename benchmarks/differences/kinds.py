@@ -1,7 +1,9 @@
 """The kinds of differences."""
 
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -284,7 +286,7 @@ def _freeze_most(run: Run) -> None:
 
 
 def _checkpoint(run: Run) -> None:
-    zeroamp.save_checkpoint("/tmp/rank-differences", run.model, run.train)
+    zeroamp.save_checkpoint(Path(tempfile.gettempdir()) / "rank-differences", run.model, run.train)
 
 
 def _at_step(names: str, step: Callable[[Run], None], **more: Any) -> Kind:
@@ -332,5 +334,3 @@ HARMLESS = {
 }
 
 KINDS = {**CONFIG, **MODEL, **OPTIMIZER, **STEP, **WAITING, **HARMLESS}
-IN_TIME = {name: kind for name, kind in KINDS.items() if name not in WAITING}
-"""Kinds that end without waiting for the timeout: the ranks stay alive."""

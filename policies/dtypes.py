@@ -5,6 +5,9 @@ import torch
 LOW_DTYPES = (torch.bfloat16, torch.float16)
 """A trainable parameter in one of these gets fp32 master weights."""
 
+INTEGER_BY_NUM_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element -> the integer dtype in which its bits are summed for a checksum."""
+
 DTYPE_BY_NAME = {
     "fp32": torch.float32,
     "float32": torch.float32,

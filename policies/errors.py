@@ -46,6 +46,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
+def error_text(error: BaseException) -> str:
+    """Return the text of one of zeroamp's errors, which is complete; of another error, its class and text."""
+    return str(error) if isinstance(error, ZeroAmpError) else f"{type(error).__name__}: {error}"
+
+
 def describe(where: str, found: object, valid: str, remedy: str) -> str:
     """Return an error's text: the place, what is valid there, what was found, and what to do.
 

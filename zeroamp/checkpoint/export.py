@@ -20,7 +20,7 @@ from zeroamp.checkpoint.folder import find_checkpoints, is_checkpoint
 from zeroamp.checkpoint.model_state import MODEL, named_differences
 from zeroamp.checkpoint.reader import SafeReader
 from zeroamp.policies import policy_from_config
-from zeroamp.policies.errors import CheckpointError, ZeroAmpError
+from zeroamp.policies.errors import CheckpointError, error_text
 from zeroamp.policies.files import read_json
 from zeroamp.weights.export import (
     OneProcess,
@@ -122,7 +122,7 @@ def export_checkpoint(
 def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException):  # its own text is a traceback
         error = next(failure[0] for failure in error.failures.values())
-    return str(error) if isinstance(error, ZeroAmpError) else f"{type(error).__name__}: {error}"
+    return error_text(error)
 
 
 class _Saved:

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from zeroamp.checkpoint.model_state import MODEL
 from zeroamp.planning.mesh import local_part, replicate_size
+from zeroamp.policies.dtypes import INTEGER_BY_NUM_BYTES
 from zeroamp.policies.errors import CheckpointError
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 2**22
 _FACTOR = 6364136223846793005  # odd, so that no chunk's sum is lost modulo 2^64
 
@@ -41,7 +41,7 @@ def checksum(tensor: torch.Tensor, *, chunk: int = _CHUNK) -> torch.Tensor:
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         return torch.stack([checksum(getattr(tensor, name), chunk=chunk) for name in names]).sum()
-    bits = tensor.detach().contiguous().reshape(-1).view(_INTEGERS[tensor.dtype.itemsize])
+    bits = tensor.detach().contiguous().reshape(-1).view(INTEGER_BY_NUM_BYTES[tensor.dtype.itemsize])
     weights = 2 * torch.arange(min(chunk, bits.numel()), device=bits.device) + 1  # int64
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for part in bits.split(chunk):  # type: ignore[no-untyped-call]

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeroamp.hooks._torch.fsdp import has_reduction_options
 from zeroamp.planning.parameter_uses import has_own_storage_class
 from zeroamp.planning.plan import Plan
-from zeroamp.policies.dtypes import short_name
+from zeroamp.policies.dtypes import INTEGER_BY_NUM_BYTES, short_name
 from zeroamp.policies.errors import ConfigError, WrapError, describe
 from zeroamp.policies.json_values import flatten
 from zeroamp.policies.policy import Policy
@@ -27,8 +27,6 @@ _OF_ONE_RANK = (
     *("zeroamp.ranges", "zeroamp.count_traffic"),
 )
 """Blocks and keys of the config that change what a rank shows of itself, and nothing else."""
-
-_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def description_of(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> Description:
@@ -111,7 +109,7 @@ def check_ranks_agree(model: nn.Module, mesh: DeviceMesh) -> None:
 def _checksum(parameter: nn.Parameter) -> torch.Tensor:
     """Return the sum of the bits, read as integers: 0-D int64, on the CPU, so that it can be stacked."""
     data = parameter.detach().reshape(-1)
-    return data.view(_INTEGER_OF_SIZE[data.element_size()]).sum(dtype=torch.int64).cpu()
+    return data.view(INTEGER_BY_NUM_BYTES[data.element_size()]).sum(dtype=torch.int64).cpu()
 
 
 def check_all_gather(model: nn.Module, mesh: DeviceMesh) -> None:

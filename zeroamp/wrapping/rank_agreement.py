@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from zeroamp.hooks.collectives.issued import peer_lost
 from zeroamp.hooks.collectives.traffic import IssuedCollective
-from zeroamp.policies.errors import ZeroAmpError
+from zeroamp.policies.errors import ZeroAmpError, error_text
 
 T = TypeVar("T")
 Description = Mapping[str, str]
@@ -47,7 +47,7 @@ def run_alike(
     try:
         result, description = action()
     except Exception as error:
-        if not _is_equal({_ERROR: _text(error)}, what, group, device):
+        if not _is_equal({_ERROR: error_text(error)}, what, group, device):
             _raise_errors(error, what, error_type, group)
         raise
     if not _is_equal(description, what, group, device):
@@ -127,7 +127,7 @@ def _raise_errors(
 ) -> None:
     """Raise one error on all ranks, if any of them has one."""
     kind = type(error) if isinstance(error, ZeroAmpError) else error_type
-    mine = None if error is None else (_text(error), kind)
+    mine = None if error is None else (error_text(error), kind)
     ranks = dist.get_process_group_ranks(group)
     of_rank: list[tuple[str, type[ZeroAmpError]] | None] = [None] * len(ranks)
     dist.all_gather_object(of_rank, mine, group=group)
@@ -139,10 +139,6 @@ def _raise_errors(
     if ranks_by_text:
         text = "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in ranks_by_text.items())
         raise (kinds.pop() if len(kinds) == 1 else error_type)(f"{what} failed on {text}") from error
-
-
-def _text(error: Exception) -> str:
-    return str(error) if isinstance(error, ZeroAmpError) else f"{type(error).__name__}: {error}"
 
 
 def _shortened(value: str | None) -> str:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroamp.hooks._torch.fsdp import timeout_of
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
-from zeroamp.policies.errors import CheckpointError, ZeroAmpError
+from zeroamp.policies.errors import CheckpointError, ZeroAmpError, error_text
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException
@@ -176,4 +176,4 @@ def _checkpoint_exception() -> "type[CheckpointException]":
 def _text(error: BaseException) -> str:
     if isinstance(error, _checkpoint_exception()):  # all ranks have it already, and its own text is a traceback
         return "; ".join(f"rank {rank}: {_text(wrapped)}" for rank, (wrapped, _) in sorted(error.failures.items()))
-    return str(error) if isinstance(error, ZeroAmpError) else f"{type(error).__name__}: {error}"
+    return error_text(error)

@@ -27,6 +27,7 @@ __all__ = [
     "PreForward",
     "ReduceScatter",
     "all_gather",
+    "can_be_sharded",
     "communication_methods",
     "discard_unsharded_gradients",
     "divide_factor",
@@ -45,7 +46,6 @@ __all__ = [
     "remove_fsdp",
     "separate_reductions",
     "set_accumulation_dtype",
-    "sharded_parameters",
     "timeout_of",
     "units_of",
     "unsharded_sums",
@@ -115,11 +115,20 @@ def unsharded_sums(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, torch.Tenso
                     yield parameter.sharded_param, total
 
 
-def parameter_pairs(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, nn.Parameter | None]]:
-    """Yield (sharded parameter, the one that modules hold while it is unsharded); None before the first unshard."""
-    for group in groups_of(unit._get_fsdp_state()):
-        for parameter in group.fsdp_params:
-            yield parameter.sharded_param, getattr(parameter, "_unsharded_param", None)
+def parameter_pairs(root: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter | None]]:
+    """Yield (sharded parameter, unsharded parameter) of all groups; the second is None before the first unshard.
+
+    If a parameter was replaced in its module, FSDP2 still holds, and this yields, the one that it replaced.
+    """
+    for unit in units_of(root):
+        for group in groups_of(unit._get_fsdp_state()):
+            for parameter in group.fsdp_params:
+                yield parameter.sharded_param, getattr(parameter, "_unsharded_param", None)
+
+
+def can_be_sharded(parameter: nn.Parameter) -> bool:
+    """Return whether FSDP2 can shard a parameter: not a 0-D one, nor one without elements."""
+    return parameter.dim() > 0 and parameter.numel() > 0
 
 
 def set_accumulation_dtype(unit: FSDPModule, dtype: torch.dtype) -> bool:
@@ -197,13 +206,6 @@ def discard_unsharded_gradients(unit: FSDPModule) -> None:
 def units_of(root: nn.Module) -> Iterator[FSDPModule]:
     """Yield the modules that carry FSDP2's state, holders included, in the order of the module tree."""
     return (module for module in root.modules() if isinstance(module, FSDPModule))
-
-
-def sharded_parameters(root: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the sharded parameters that FSDP2 holds; where one was replaced in its module, the one before."""
-    for unit in units_of(root):
-        for group in groups_of(unit._get_fsdp_state()):
-            yield from (parameter.sharded_param for parameter in group.fsdp_params)
 
 
 def groups_of(state: Any) -> list[Any]:

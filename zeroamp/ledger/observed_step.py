@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from zeroamp.hooks._torch.fsdp import unsharded_sums
+from zeroamp.hooks._torch.fsdp import can_be_sharded, unsharded_sums
 from zeroamp.hooks.observers.dtypes import Observations
 from zeroamp.hooks.random_state import preserved_random_state
 from zeroamp.planning.plan import Plan
@@ -129,5 +129,5 @@ def observed_units(plan: Plan) -> dict[str, list[str]]:
 
 
 def is_sharded(parameter: nn.Parameter) -> bool:
-    """Whether a parameter of a wrapped model is in its sharded form; 0-D ones and empty ones are in no other."""
-    return isinstance(parameter, DTensor) or parameter.numel() == 0 or parameter.dim() == 0
+    """Return whether a parameter of a wrapped model is sharded now, or is one that FSDP2 cannot shard."""
+    return isinstance(parameter, DTensor) or not can_be_sharded(parameter)

@@ -1,14 +1,16 @@
 """Checks the arguments of `TrainStep`: the scheduler's interface, and which optimizers and schedulers are refused."""
 
+import math
 from collections.abc import Sequence
 from inspect import Parameter, signature
+from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zeroamp.hooks._torch.fsdp import divide_factors, sharded_parameters
+from zeroamp.hooks._torch.fsdp import can_be_sharded, divide_factors, parameter_pairs
 from zeroamp.policies.errors import StepError, describe
 
 
@@ -66,10 +68,9 @@ def refuse_unsharded(root: nn.Module) -> None:
     A module that was added after `wrap_model`, and a parameter that was replaced, would train apart on each rank.
     Call with all groups resharded. A 0-D parameter is replicated, and one without elements needs no reduction.
     """
-    sharded = {id(parameter) for parameter in sharded_parameters(root)}
+    sharded = {id(parameter) for parameter, _ in parameter_pairs(root)}
     for fqn, parameter in root.named_parameters():
-        is_sharded = id(parameter) in sharded or parameter.dim() == 0 or parameter.numel() == 0
-        if parameter.requires_grad and not is_sharded:
+        if parameter.requires_grad and can_be_sharded(parameter) and id(parameter) not in sharded:
             raise StepError(
                 f"{fqn} is trainable, but not sharded: it was added or replaced after wrap_model, so that each rank "
                 "would train its own copy. Add modules and resize embeddings before wrap_model, or freeze it with "
@@ -112,11 +113,26 @@ def refuse_foreign(optimizers: Sequence[torch.optim.Optimizer], parameters: list
                 holders[id(parameter)] = number
 
 
-def refuse_output(loss: object) -> None:
-    """Raise StepError for a loss that is no tensor: a model's whole output, say."""
+def refuse_loss(loss: object) -> None:
+    """Raise StepError for a loss that is not a tensor (a model's whole output), has several elements or no gradient."""
+    where = "The loss given to TrainStep.backward"
     if not isinstance(loss, torch.Tensor):
-        found = f"a {type(loss).__name__}"
-        raise StepError(describe("The loss given to TrainStep.backward", found, "a tensor", "Pass output.loss."))
+        raise StepError(describe(where, f"a {type(loss).__name__}", "a tensor", "Pass output.loss."))
+    if loss.numel() != 1:
+        raise StepError(describe(where, f"a tensor of shape {tuple(loss.shape)}", "a scalar", "Reduce it."))
+    if not loss.requires_grad:
+        raise StepError(
+            f"{where} ({loss.dtype}) needs no gradient. It must depend on trainable parameters of the wrapped model: "
+            "compute it with gradients on, and do not detach it."
+        )
+
+
+def checked_max_norm(max_norm: object) -> float:
+    """Return `max_norm` as a float. Raise StepError unless it is a number or a tensor of one element, from 0 on."""
+    limit = float(max_norm) if isinstance(max_norm, Real | torch.Tensor) else math.nan
+    if not limit >= 0:
+        raise StepError(describe("max_norm", repr(max_norm), "a number from 0 on, or None", "0 does not clip."))
+    return limit
 
 
 def refuse_closures(optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from zeroamp.hooks.collectives.issued import IssuedInStep
@@ -124,7 +123,6 @@ class RankAgreement(Callback):
         self._parameters = list(state.root.parameters())
         self._num_ranks = state.mesh.size()
         self._facts: _Facts | None = None  # those of the number that was last sent
-        self._sums = dist.get_backend(state.world) != "fake"  # torch's backend of one rank that stands for many
         self._late = None if state.mesh.device_type == "cpu" else _LateFlag(device_of(state.mesh))
 
     def statistics(self) -> Sequence[float]:
@@ -155,8 +153,6 @@ class RankAgreement(Callback):
         """
         if self._facts is None:
             raise AssertionError("expected statistics() before on_statistics()")
-        if not self._sums:
-            return
         expected = self._num_ranks * self._number(self._facts)
         if self._late is not None:
             if (before := self._late.exchange(sums[0] != expected, self._facts)) is not None:

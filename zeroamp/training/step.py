@@ -4,7 +4,6 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -16,16 +15,17 @@ from zeroamp.hooks.collectives.issued import peer_lost
 from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective, notify
 from zeroamp.planning.mesh import device_of, replicate_size
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
-from zeroamp.policies.errors import StepError, describe
+from zeroamp.policies.errors import StepError
 from zeroamp.training import update
 from zeroamp.training.callbacks import Callbacks, tell_observers
 from zeroamp.training.checks import (
     Scheduler,
+    checked_max_norm,
     no_gradient,
     refuse_different_factors,
     refuse_foreign,
+    refuse_loss,
     refuse_metric,
-    refuse_output,
     refuse_unusable,
 )
 from zeroamp.training.extensions import attach_extensions, load
@@ -254,15 +254,7 @@ class TrainStep:
         is_last = self._is_last(is_last)
         if self.is_between_steps:
             self._begin()
-        refuse_output(loss)
-        if loss.numel() != 1:
-            found = f"a tensor of shape {tuple(loss.shape)}"
-            raise StepError(describe("The loss given to TrainStep.backward", found, "a scalar", "Reduce it."))
-        if not loss.requires_grad:
-            raise StepError(
-                f"The loss given to TrainStep.backward ({loss.dtype}) needs no gradient. It must depend on trainable "
-                "parameters of the wrapped model: compute it with gradients on, and do not detach it."
-            )
+        refuse_loss(loss)
         # In fp32: a float16 loss times its scale would overflow.
         scaled = self._scaler.scale_loss(
             loss.float() / self._policy.gradient_accumulation_steps if divide else loss.float()
@@ -372,7 +364,7 @@ class TrainStep:
             PeerError: another rank failed in this optimizer step (with `zeroamp.recovery`). Nothing was updated.
         """
         self.micro_batches.refuse_after_failure("TrainStep.clip_grad_norm")
-        limit = self._policy.gradient_clipping if max_norm is None else _limit(max_norm)
+        limit = self._policy.gradient_clipping if max_norm is None else checked_max_norm(max_norm)
         self._refuse_incomplete("clip_grad_norm")
         with self.callbacks.phase("optimizer"):
             self._clipped = self._clip(limit)
@@ -583,13 +575,6 @@ class TrainStep:
         if "loss_scale" in state:
             self._scaler.load_state_dict(state["loss_scale"])
         self.num_steps, self.num_skipped = state["num_steps"], state["num_skipped"]
-
-
-def _limit(max_norm: object) -> float:
-    limit = float(max_norm) if isinstance(max_norm, Real | torch.Tensor) else math.nan
-    if not limit >= 0:
-        raise StepError(describe("max_norm", repr(max_norm), "a number from 0 on, or None", "0 does not clip."))
-    return limit
 
 
 def _num_held(optimizers: Sequence[torch.optim.Optimizer]) -> int:

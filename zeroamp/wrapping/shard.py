@@ -1,6 +1,7 @@
 """Applies FSDP2 to a model according to a `Plan`: typed groups, units, root."""
 
 import logging
+from collections.abc import Iterable
 from typing import cast
 
 from torch import nn
@@ -8,14 +9,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from zeroamp.hooks._torch.fsdp import can_be_sharded
 from zeroamp.hooks.typed_groups import group_policy, shard_typed_group
 from zeroamp.planning.group_dtypes import GroupKey, group_dtypes, unit_key
-from zeroamp.planning.groups import GroupKind, GroupPlan
+from zeroamp.planning.groups import GroupKind, GroupPlan, ParamPlan
 from zeroamp.planning.mesh import device_of, ranks_of
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.schedule import live_units, reshards_after_forward
 from zeroamp.policies.policy import Offload
-from zeroamp.wrapping.master_weights import store
 
 logger = logging.getLogger("zeroamp")
 
@@ -27,7 +28,7 @@ def shard_model(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, FSD
         The holders of the groups that are not a unit's own, by group name.
     """
     unsharded = plan.empty_params if plan.replicated is None else (*plan.empty_params, *plan.replicated.params)
-    store(model, unsharded, mesh)
+    _store(model, unsharded, mesh)
     for param in unsharded:  # FSDP2 moves only what it shards
         parameter = model.get_parameter(param.fqn)
         if not parameter.is_meta:
@@ -40,7 +41,7 @@ def shard_model(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, FSD
         if group.kind == "unit":
             own_groups[group.unit] = group
             continue
-        store(model, group.params, mesh)
+        _store(model, group.params, mesh)
         holders[group.name] = shard_typed_group(
             model,
             group.name,
@@ -52,16 +53,30 @@ def shard_model(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, FSD
             offload_policy=offload,
         )
     for unit in (*plan.units, ""):
-        store(model, own_groups[unit].params if unit in own_groups else (), mesh)
+        _store(model, own_groups[unit].params if unit in own_groups else (), mesh)
         reshard = _reshard_after_forward("unit", unit, plan, live)
         _shard_unit(model, unit, own_groups.get(unit), plan, mesh, reshard, offload)
     _check_sharded(model)
     return holders
 
 
+def _store(model: nn.Module, params: Iterable[ParamPlan], mesh: DeviceMesh) -> None:
+    """Cast parameters to the dtype in which they are stored. Call before the `fully_shard` that shards them.
+
+    Called group by group, so that at most one group is unsharded in fp32 at a time. The cast runs on the device of
+    `mesh`, to which FSDP2 would move the parameters next. Parameters on the meta device stay there.
+    """
+    for param in params:
+        parameter = model.get_parameter(param.fqn)
+        if parameter.dtype != param.dtypes.stored:
+            device = parameter.device if parameter.is_meta else device_of(mesh)
+            parameter.grad = None  # of the old dtype; sharding discards gradients anyway
+            parameter.data = parameter.data.to(device, param.dtypes.stored)
+
+
 def _check_sharded(model: nn.Module) -> None:
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.numel() > 0 and parameter.dim() > 0 and not isinstance(parameter, DTensor):
+        if can_be_sharded(parameter) and not isinstance(parameter, DTensor):
             raise AssertionError(f"expected {fqn} to be sharded, got a {type(parameter).__name__}")
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from zeroamp.hooks._torch.fsdp import parameter_pairs, release, units_of
+from zeroamp.hooks._torch.fsdp import parameter_pairs, release
 from zeroamp.hooks._torch.group_gradients import GroupGradients
 from zeroamp.hooks.collectives.issued import IssuedInStep
 from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
@@ -136,11 +136,10 @@ def owner_of(parameter: nn.Parameter) -> tuple[WrapState, nn.Parameter]:
         StepError: no wrapped model has it.
     """
     for root in list(_roots):
-        for unit in units_of(root):
-            for pair in parameter_pairs(unit):
-                if any(parameter is each for each in pair):
-                    return wrap_state(root), pair[0]
-        if any(parameter is each for each in root.parameters()):  # not sharded: it has no elements
+        for pair in parameter_pairs(root):
+            if any(parameter is each for each in pair):
+                return wrap_state(root), pair[0]
+        if any(parameter is each for each in root.parameters()):  # not sharded: 0-D, or without elements
             return wrap_state(root), parameter
     raise StepError(
         f"A parameter of shape {tuple(parameter.shape)} is not one of a wrapped model. Pass one that "

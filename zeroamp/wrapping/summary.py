@@ -3,13 +3,14 @@
 from collections import Counter
 
 import torch
+from torch import nn
 
 from zeroamp.planning.group_dtypes import PER_OP
 from zeroamp.planning.groups import GroupPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.traffic import param_memory
-from zeroamp.policies.dtypes import short_name
+from zeroamp.policies.dtypes import short_name, stored_dtype
 
 MIB = 1024**2
 UNCAST_FRACTION = 0.1
@@ -44,6 +45,19 @@ def size_summary(plan: Plan, ranks: Ranks, *, name: str, seconds: float) -> str:
         f"  groups, as all-gathered/reduced: {groups}",
     ]
     return "\n".join(lines)
+
+
+def describe_master_weights(model: nn.Module) -> str | None:
+    """Return a line about the parameters that get fp32 master weights; None if there are none. Call before sharding."""
+    low = [parameter for parameter in model.parameters() if stored_dtype(parameter) != parameter.dtype]
+    if not low:
+        return None
+    numel = sum(parameter.numel() for parameter in low)
+    dtypes = " and ".join(sorted({short_name(parameter.dtype) for parameter in low}))
+    return (
+        f"{len(low)} trainable parameters stored in {dtypes} ({sum(p.nbytes for p in low) / MIB:,.1f} MiB) become fp32 "
+        f"master weights ({numel * torch.float32.itemsize / MIB:,.1f} MiB over all shards)"
+    )
 
 
 def describe_uncast_experts(plan: Plan) -> str | None:

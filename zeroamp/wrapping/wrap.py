@@ -34,12 +34,11 @@ from zeroamp.policies.policy import Policy
 from zeroamp.wrapping.attach import attach_hooks
 from zeroamp.wrapping.broadcast import broadcast_module_states
 from zeroamp.wrapping.checks import check_all_gather, check_device, check_ranks_agree, check_torch, description_of
-from zeroamp.wrapping.master_weights import describe_master_weights
 from zeroamp.wrapping.materialize import cast_buffers, materialize
 from zeroamp.wrapping.rank_agreement import Description, run_alike
 from zeroamp.wrapping.shard import shard_model
 from zeroamp.wrapping.state import WrapState, record_state, wrap_state
-from zeroamp.wrapping.summary import describe_uncast_experts, size_summary
+from zeroamp.wrapping.summary import describe_master_weights, describe_uncast_experts, size_summary
 
 logger = logging.getLogger("zeroamp")
 

@@ -317,12 +317,16 @@ _VALUES: dict[str, Craft] = {
     "train.pt: empty": _values(TRAIN, lambda *_: {}),
     "train.pt: a call": _values(TRAIN, lambda _, folder: {"train": harm(folder)}),
     "train.pt: state of a parameter that is none": _values(
-        TRAIN, lambda v, _: v["optimizer"]["state"].update(none={"exp_avg": "sharded"})
+        TRAIN, lambda v, _: v["optimizer"][0]["state"].update(none={"exp_avg": "sharded"})
     ),
-    "train.pt: state that is a number": _values(TRAIN, lambda v, _: v["optimizer"].update(state=3)),
-    "train.pt: another optimizer": _values(TRAIN, lambda v, _: v["optimizer"].update({"class": "SGD"})),
-    "train.pt: no param groups": _values(TRAIN, lambda v, _: v["optimizer"].update(groups=[])),
-    "train.pt: a scheduler": _values(TRAIN, lambda v, _: v.update(scheduler={"class": "X", "state": {}})),
+    "train.pt: state that is a number": _values(TRAIN, lambda v, _: v["optimizer"][0].update(state=3)),
+    "train.pt: another optimizer": _values(TRAIN, lambda v, _: v["optimizer"][0].update({"class": "SGD"})),
+    "train.pt: no param groups": _values(TRAIN, lambda v, _: v["optimizer"][0].update(groups=[])),
+    "train.pt: a scheduler": _values(TRAIN, lambda v, _: v.update(scheduler=[{"class": "X", "state": {}}])),
+    "train.pt: an optimizer more": _values(TRAIN, lambda v, _: v["optimizer"].append(v["optimizer"][0])),
+    "train.pt: optimizers that are numbers": _values(TRAIN, lambda v, _: v.update(optimizer=[3])),
+    "train.pt: no list of optimizers": _values(TRAIN, lambda v, _: v.update(optimizer=3)),
+    "train.pt: no schedulers": _values(TRAIN, lambda v, _: v.update(scheduler=[])),
     "train.pt: counts that are text": _values(TRAIN, lambda v, _: v.update(train="many")),
     "rank: a list": _values(RANK, lambda *_: [1]),
     "rank: a call in extra": _values(RANK, lambda v, folder: v.update(extra=harm(folder))),
@@ -464,7 +468,7 @@ def variants() -> Iterator[Variant]:
     yield Variant(
         reader="load_checkpoint",
         name="values that no repr should print",
-        craft=_values(TRAIN, lambda v, _: v["optimizer"].update(state=doubled(40))),
+        craft=_values(TRAIN, lambda v, _: v["optimizer"][0].update(state=doubled(40))),
     )
     yield Variant(
         reader="load_checkpoint",

@@ -203,7 +203,7 @@ _DEEPSPEED: dict[str, Craft] = {
         _OPTIM_0, lambda v, _: v["optimizer_state_dict"].update(single_partition_of_fp32_groups=[torch.zeros(1)] * 2)
     ),
     "a partition less": _states(
-        _OPTIM_0, lambda v, _: v["optimizer_state_dict"]["single_partition_of_fp32_groups"].pop() and None
+        _OPTIM_0, lambda v, _: v["optimizer_state_dict"]["single_partition_of_fp32_groups"].clear()
     ),
     "a number of partitions that no repr should print": _states(
         _OPTIM_0, lambda v, _: v["optimizer_state_dict"].update(partition_count=doubled(40))

@@ -122,7 +122,7 @@ def load_archive(file: str | os.PathLike[str] | IO[bytes], where: str, *, mmap: 
         _inspect(file)
         return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:  # torch's text explains how to switch the check off
-        raise CheckpointError(f"{where} was not read: {_refused(unsafe_names(file))}") from error
+        raise CheckpointError(f"{where} is not read: {_refused(unsafe_names(file))}") from error
     except Exception as error:  # whatever a hostile or damaged file makes the readers raise
         raise CheckpointError(
             f"{where} cannot be read as a file of torch.save ({type(error).__name__}: {error}). Copy it again, or load "

@@ -88,6 +88,6 @@ class BackwardGuard:
     def _check(self, _grad: torch.Tensor) -> None:
         if not self.armed:
             raise StepError(
-                f"loss.backward() was called, but {self.reason}, which a plain backward leaves out. "
+                f"loss.backward() was called, but {self.reason}, which a plain backward ignores. "
                 "Call zeroamp.TrainStep(model, optimizer).backward(loss), then .step()."
             )

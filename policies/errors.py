@@ -47,7 +47,7 @@ def printable(text: str) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Return the text of one of zeroamp's errors, which is complete; of another error, its class and text."""
+    """Return an error's class and text, or the text alone if the error is one of zeroamp's."""
     return str(error) if isinstance(error, ZeroAmpError) else f"{type(error).__name__}: {error}"
 
 

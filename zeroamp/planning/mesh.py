@@ -70,7 +70,9 @@ def start_process_group() -> None:
     atexit.register(_destroy_process_group)
     num_devices = torch.accelerator.device_count()
     level = logging.WARNING if num_devices > 1 else logging.INFO
-    logger.log(level, "no RANK in the environment: a world of one process. Start with torchrun to train on several.")
+    logger.log(
+        level, "Made a world of one process: the environment has no RANK. Start with torchrun to train on several."
+    )
 
 
 def _destroy_process_group() -> None:

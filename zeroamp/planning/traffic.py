@@ -148,7 +148,7 @@ def num_statistics(plan: Plan) -> int:
 
 
 def param_memory(param: ParamPlan, policy: Policy, num_shards: int) -> Memory:
-    """Return what one rank holds for a parameter. See `Memory` for the formulas; a 0-D one has no unsharded copy."""
+    """Return the bytes that one rank holds for a parameter, by the formulas of `Memory`; 0-D ones are not unsharded."""
     if param.group_key.is_replicated:
         size = param.dtypes.stored.itemsize
         return Memory(stored=size, unsharded=0, gradient=size if param.is_trainable else 0)

@@ -113,7 +113,7 @@ def _checksum(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def check_all_gather(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise WrapError for a parameter that makes its own all-gather inputs, such as float8 ones, where gloo runs it.
+    """Raise WrapError for a parameter that makes its own all-gather inputs (float8) if the process group is gloo.
 
     gloo has no float8 dtypes.
     """

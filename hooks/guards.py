@@ -32,9 +32,9 @@ def attach_safe_module_guard(module: nn.Module, fqn: str, device_type: str) -> R
 
 
 def attach_sharded_guard(root: nn.Module, fqn: str, parameter: str) -> RemovableHandle:
-    """Raise before a forward of the module `fqn` while `parameter` is sharded, one that it owns or that is inside it.
+    """Raise before a forward of the module `fqn` while `parameter`, its own or of a module inside, is sharded.
 
-    For a parameter that only the root's forward unshards, or that of a unit around the module.
+    Only the root's forward, or that of a unit around the module, unshards `parameter`.
     """
     owner_fqn, _, name = parameter.rpartition(".")
     owner = root.get_submodule(owner_fqn)
@@ -58,8 +58,8 @@ class BackwardGuard:
     """
 
     armed: ClassVar[bool] = False
-    """Whether a `TrainStep.backward` is running, of any model: the loss of a generator is computed by another one. The
-    gradients that it leaves on the other model are refused by that model's own `TrainStep`."""
+    """Whether a `TrainStep.backward` of any model is running: a generator's loss also runs through the discriminator,
+    whose own `TrainStep` then refuses the gradients that this backward leaves there."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -67,7 +67,7 @@ class BackwardGuard:
     @classmethod
     @contextmanager
     def let_pass(cls) -> Iterator[None]:
-        """Let the backwards inside the context pass."""
+        """Do not raise for backwards inside the context."""
         cls.armed = True
         try:
             yield
@@ -88,6 +88,6 @@ class BackwardGuard:
     def _check(self, _grad: torch.Tensor) -> None:
         if not self.armed:
             raise StepError(
-                f"loss.backward() was called, but {self.reason}, which a plain backward leaves out. "
+                f"loss.backward() was called, but {self.reason}, which a plain backward ignores. "
                 "Call zeroamp.TrainStep(model, optimizer).backward(loss), then .step()."
             )

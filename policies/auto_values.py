@@ -20,7 +20,7 @@ OTHER_NAMES = {
     for key in iter_keys(Config)
     if isinstance(key.key_class, Honoured | Native) and key.key_class.other_name
 }
-"""Second name of a key, by its path -> the path of the key."""
+"""Path of a key under its second name -> the path of the key."""
 
 OWN_AUTO = ("torch_autocast.lower_precision_safe_modules", "data_types.keep_in_fp32_modules")
 """Keys to which "auto" is a value of its own."""
@@ -41,7 +41,7 @@ def rename_keys(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return `flat`, values by path, with every key under its first name.
 
     Raises:
-        ConfigError: a key is there under both names, with different values.
+        ConfigError: the config has a key under both names, with different values.
     """
     renamed = {path: value for path, value in flat.items() if path not in OTHER_NAMES}
     for path in (path for path in flat if path in OTHER_NAMES):
@@ -57,7 +57,7 @@ def rename_keys(flat: Mapping[str, Any]) -> dict[str, Any]:
 def open_auto_keys(cfg: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, tuple[str, ...]]:
     """Return the keys of a config that are "auto" and wait for an argument of `policy_from_config`.
 
-    For loaders that know many values and must pass only those that are open: an argument that fills no key is an error.
+    Pass only these arguments: one that fills no key is an error. A loader that has many values selects them so:
 
     ```python
     known = {"bf16": True, "gradient_clipping": 1.0, "hidden_size": model.config.hidden_size}
@@ -97,8 +97,8 @@ def fill_auto(cfg: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str,
     agree with it.
 
     Raises:
-        ConfigError: an "auto" is left, a key is there under two names, or an argument names no key of the config or
-            disagrees with one.
+        ConfigError: an "auto" is left, the config has a key under two names, or an argument names no key of the config
+            or disagrees with one.
     """
     flat = rename_keys(flatten(cfg))
     filled = dict(flat)

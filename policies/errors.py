@@ -8,7 +8,7 @@ class ZeroAmpError(Exception):
     """Base of everything zeroamp raises on purpose. The text says where, what was found, what is valid, what to do."""
 
     def __str__(self) -> str:
-        """Return the text without control characters: a name in it may come from somebody else's file."""
+        """Return the text without control characters: it may contain a name from an untrusted file."""
         return printable(super().__str__())
 
 
@@ -25,7 +25,7 @@ class StepError(ZeroAmpError, RuntimeError):
 
 
 class PeerError(StepError):
-    """Another rank failed. The text names the rank and its error, or the collective that this rank waited in for it.
+    """Another rank failed. The text names that rank and its error, or the collective in which this rank waited for it.
 
     With `zeroamp.recovery`, all ranks discarded the optimizer step and may go on.
     """
@@ -47,7 +47,7 @@ def printable(text: str) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Return the text of one of zeroamp's errors, which is complete; of another error, its class and text."""
+    """Return an error's class and text, or the text alone if the error is one of zeroamp's."""
     return str(error) if isinstance(error, ZeroAmpError) else f"{type(error).__name__}: {error}"
 
 

@@ -1,4 +1,4 @@
-"""Reads files that anybody may have written: regular ones only, of bounded size, under names that stay in a folder."""
+"""Reads untrusted files: only regular files of bounded size, under names that stay in a folder."""
 
 import errno
 import json
@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 MAX_JSON_BYTES = 32 * 1024**2
-"""The index of a model with 100,000 tensors has a third of it."""
+"""Three times the index of a model with 100,000 tensors."""
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a regular file for reading.
 
-    Opening a FIFO waits for a writer, a device may have no end, and opening one may already have an effect.
+    Other kinds are refused: opening a FIFO waits for a writer, and opening a device may have an effect.
 
     Raises:
-        OSError: it cannot be opened, or is anything but a regular file.
+        OSError: the file cannot be opened, or is not a regular file.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
@@ -29,7 +29,7 @@ def read_regular(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     """Return the content of a regular file.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or has more than `max_bytes`.
+        OSError: the file cannot be read, is not a regular file, or has more than `max_bytes`.
     """
     with open_regular(path) as file:
         content = file.read(max_bytes + 1)
@@ -39,11 +39,11 @@ def read_regular(path: str | os.PathLike[str], max_bytes: int) -> bytes:
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """Return what a JSON file of at most `MAX_JSON_BYTES` holds.
+    """Return the content of a JSON file of at most `MAX_JSON_BYTES`.
 
     Raises:
         OSError: as `read_regular`.
-        ValueError: it is not JSON in UTF-8, is nested too deeply, or has a key twice in one object.
+        ValueError: the content is not JSON in UTF-8, is nested too deeply, or has a key twice in one object.
     """
     try:
         return json.loads(read_regular(path, MAX_JSON_BYTES).decode(), object_pairs_hook=_once_each)
@@ -61,10 +61,10 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def is_file_name(name: object) -> bool:
-    """Return whether `name` is the name of a file, and not a path that may lead out of its folder."""
+    """Return whether `name` is a printable file name, not a path that may lead out of its folder."""
     return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and name.isprintable()
 
 
 def leads_out(path: Path, *folders: Path) -> bool:
-    """Return whether symbolic links lead from `path` out of its folder, and into none of `folders` either."""
+    """Return whether symbolic links lead from `path` to a place outside of its folder and of `folders`."""
     return not any(path.resolve().is_relative_to(folder.resolve()) for folder in (path.parent, *folders))

@@ -33,7 +33,7 @@ HELD_BY = {
     "comms_logger.enabled": "zeroamp.count_traffic",
     "zero_optimization.offload_param": "zero_optimization.offload_optimizer",
 }
-"""Key or block -> the one of the same meaning that holds its value in the normal form."""
+"""Key or block -> the key or block of the same meaning that has its value in the normal form."""
 
 _T = TypeVar("_T")
 _B = TypeVar("_B", bound=Block)

@@ -98,7 +98,7 @@ class Policy:
         """Return the policy of this config with other values for some keys: `policy.replace(stage=2)`.
 
         A key is named as the arguments of `policy_from_config` are: by its path with dots (or with `__` for each), its
-        last part, or, for `block.enabled`, the block. None takes a key out. Batch sizes that were derived are derived
+        last part, or, for `block.enabled`, the block. None removes a key. Batch sizes that were derived are derived
         again, for the same number of ranks. All checks run again.
 
         Raises:
@@ -121,7 +121,7 @@ class Policy:
 
     @property
     def _num_ranks(self) -> int | None:
-        """The ranks that the batch sizes were derived for; where these do not tell, those of the environment."""
+        """The number of ranks that the batch sizes imply, or else the environment's."""
         total, micro = self.train_batch_size, self.train_micro_batch_size_per_gpu
         if total is None or micro is None:
             return data_parallel_ranks(None)
@@ -256,7 +256,7 @@ class Policy:
 
 
 def _is_in(path: str, block: str) -> bool:
-    """Return whether a key is `block`, or in it."""
+    """Return whether a key is `block` itself, or in that block."""
     return f"{path}.".startswith(f"{block}.")
 
 
@@ -272,7 +272,7 @@ def _refuse_change(_: Policy, name: str, *_value: object) -> None:
     raise ConfigError(f"policy.{name} was set, but a Policy is frozen. policy.replace({name}=...) returns another one.")
 
 
-# Those of a frozen dataclass with slots raise a bare TypeError for every name that is not a field.
+# The methods of a frozen dataclass with slots raise a TypeError without a text for names that are not fields.
 Policy.__setattr__ = _refuse_change  # type: ignore[method-assign, assignment]
 Policy.__delattr__ = _refuse_change  # type: ignore[method-assign, assignment]
 

@@ -67,10 +67,10 @@ def run_op(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def count_op_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Return the FLOPs of an op by torch's registry, 2 per multiply-add; 0 for ops that are no products.
+    """Return the FLOPs of an op by torch's registry, 2 per multiply-add; 0 for ops that are not in the registry.
 
-    The registry lacks `_grouped_mm`, the product of transformers' experts: of 2-D or 3-D `a` and `b`, where each row of
-    a 2-D `a`, or column of a 2-D `b` beside a 3-D `a`, belongs to one group.
+    `_grouped_mm`, which multiplies transformers' experts, is not in the registry and is counted here. `a` and `b` are
+    2-D or 3-D. Each row of a 2-D `a` belongs to one group, and so does each column of a 2-D `b` beside a 3-D `a`.
     """
     if func.overloadpacket.__name__ == "_grouped_mm":
         a, b = args[:2]

@@ -147,7 +147,7 @@ def set_accumulation_dtype(unit: FSDPModule, dtype: torch.dtype) -> bool:
 
 
 def divide_factor(unit: FSDPModule) -> float | None:
-    """Return what `set_gradient_divide_factor` set for `unit`'s own groups; None, the mean over ranks, if nothing."""
+    """Return the factor that `set_gradient_divide_factor` set for `unit`'s own groups; None stands for the mean."""
     for group in groups_of(unit._get_fsdp_state()):
         factor: float | None = group.gradient_divide_factor
         return factor
@@ -162,9 +162,9 @@ def divide_factors(root: nn.Module) -> Iterator[tuple[str, float | None]]:
 
 
 def init_unsharded(root: FSDPModule) -> None:
-    """Unshard and reshard the groups that were never unsharded, so that FSDP2 makes their unsharded parameters now.
+    """Unshard and reshard the groups that were never unsharded, so that FSDP2 creates their unsharded parameters now.
 
-    FSDP2 makes them in the first all-gather, and uses the same tensors in all later ones.
+    FSDP2 creates these tensors in the first all-gather, and reuses them in all later ones.
     """
     root._get_fsdp_state()._lazy_init()
     for unit in units_of(cast(nn.Module, root)):

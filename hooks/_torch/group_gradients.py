@@ -7,7 +7,7 @@ group whose unit did not run reduces nothing. FSDP2's own flag (torch 2.13) redu
 
 [Note: One dtype per reduction]
 FSDP2 reduces gradients of one dtype. Earlier micro-batches leave sums in the dtype of accumulation. A parameter that
-was first used, or unfrozen, in the last micro-batch has a gradient in its own dtype, which is cast to that of the sums.
+was first used, or unfrozen, in the last micro-batch has a gradient in its own dtype: it is cast to the sums' dtype.
 From torch 2.15 on, autograd itself sums in the dtype of accumulation.
 """
 
@@ -37,7 +37,7 @@ class GroupGradients:
 
     @property
     def used(self) -> frozenset[int]:
-        """The positions in `parameters` of those that had a gradient on this rank since `reset`."""
+        """Positions in `parameters` of the parameters that had a gradient on this rank since `reset`."""
         return frozenset(self._used)
 
     @property
@@ -46,11 +46,11 @@ class GroupGradients:
         return [parameter.sharded_param for parameter in self._group.fsdp_params]
 
     def end_backward(self) -> None:
-        """Forget forwards whose backward did not run. Call after each backward of the root."""
+        """Discard the count of forwards whose backward did not run. Call after each backward of the root."""
         self._num_forwards = 0
 
     def reset(self) -> None:
-        """Forget the optimizer step, and release its partial sums over shards."""
+        """Begin another optimizer step: clear `used`, and release the partial sums over shards."""
         self._num_forwards, self._is_pending = 0, False
         self._used.clear()
         self._group._partial_reduce_output = None
@@ -61,7 +61,7 @@ class GroupGradients:
         return self._pre_forward_of_fsdp(*args)
 
     def _follow_requires_grad(self) -> None:
-        """Set `requires_grad` of both forms of a parameter after one of them was changed.
+        """Copy a change of `requires_grad` between the sharded and the unsharded parameter.
 
         Between micro-batches at stages 0 to 2, `model.parameters()` yields unsharded parameters. FSDP2 copies the flag
         of the sharded one only.
@@ -77,7 +77,7 @@ class GroupGradients:
     def _post_backward(self, *unused: Any) -> Any:
         group = self._group
         if not all(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params):
-            return None  # never unsharded: the unit has not run yet, which FSDP2 does not expect without a reduction
+            return None  # never unsharded: the unit has not run yet. FSDP2 fails on it if the backward does not reduce
         ran = self._num_forwards > 0
         self._num_forwards -= ran
         used = [index for index, parameter in enumerate(group.fsdp_params) if _has_gradient(parameter)]
@@ -91,13 +91,13 @@ class GroupGradients:
 
 
 def follow_gradients(root: nn.Module) -> list[GroupGradients]:
-    """Follow the gradients of all parameter groups of a root. Call once, after `fully_shard` of all units."""
+    """Attach a `GroupGradients` to each parameter group of a root. Call once, after `fully_shard` of all units."""
     groups = {id(group): group for unit in units_of(root) for group in groups_of(unit._get_fsdp_state())}
     return [GroupGradients(group) for group in groups.values()]  # the modules of a merged unit share theirs
 
 
 def _has_gradient(parameter: Any) -> bool:
-    """Whether this rank has an unsharded gradient of a parameter, from this micro-batch or from an earlier one."""
+    """Return whether this rank has an unsharded gradient of a parameter, of this micro-batch or of an earlier one."""
     return parameter.unsharded_accumulated_grad is not None or parameter._unsharded_param.grad is not None
 
 
@@ -120,5 +120,5 @@ def _complete(parameters: list[Any]) -> None:
 
 
 def _autograd_sums(parameter: Any) -> bool:
-    """Whether `unsharded_accumulated_grad` is a property of autograd's own sum: from torch 2.15 on."""
+    """Return whether `unsharded_accumulated_grad` reads the sum that autograd itself makes: from torch 2.15 on."""
     return isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property)

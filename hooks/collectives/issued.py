@@ -1,6 +1,6 @@
 """What this rank issued since the last optimizer step: a count per collective and a hash of their order.
 
-It compares ranks (see `zeroamp/training/rank_agreement.py`) and says, where a collective failed, what was waited for.
+`zeroamp/training/rank_agreement.py` compares ranks with it. If a collective fails, the error names that collective.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ _GLOO = ("gloo/", "Application timeout caused pair closure")  # gloo raises plai
 
 
 class CallKey(NamedTuple):
-    """What two collectives have in common that count as the same."""
+    """Kind, group, dtype, size and op of a collective. Calls with equal keys are counted together."""
 
     collective: Collective
     group_name: str
@@ -38,20 +38,21 @@ class CallKey(NamedTuple):
 
 @dataclass(slots=True)
 class IssuedInStep:
-    """A listener to the collectives of the parameter groups. Reads sizes only, never values."""
+    """Counts the collectives of the parameter groups. Reads sizes and dtypes, never values."""
 
     step: int = 1
-    """Number of the optimizer step that runs, counted from the first that was listened to."""
+    """Number of the current optimizer step. The first one after this object was built is 1."""
     num_backwards: int = 0
-    """Backwards begun since the last optimizer step, also those that `zero_grad` discarded."""
+    """Backwards begun since the last optimizer step, including those that `zero_grad` discarded."""
     calls: dict[int, int] = field(default_factory=dict)
-    """Calls since the last optimizer step, by a code, in the order of the first ones."""
+    """Code of a `CallKey` -> calls since the last optimizer step. Codes are in the order of their first call."""
     order: int = 0
     """Hash of the calls in their order, the same on ranks that issued the same."""
     names: dict[int, CallKey] = field(default_factory=dict)
-    """Code -> what it stands for. A CRC: Python's own hash of a string differs between processes."""
+    """Code -> the key. Codes are CRCs, because Python's hash of a string differs between processes."""
     _codes: dict[tuple[Collective, str, torch.dtype, int, int], int] = field(default_factory=dict)
-    """With the id of the op, whose own hash takes as long as all the rest; `names` keeps it alive."""
+    """Collective, group, dtype, size and id of the op -> code. Hashing the op would take as long as all the rest.
+    `names` retains the op, so that no other object gets its id."""
 
     def on_collective(self, issued: IssuedCollective) -> None:
         """Count one call."""
@@ -68,7 +69,7 @@ class IssuedInStep:
         self.order = (self.order * _BASE + code) % _MODULUS
 
     def end_step(self) -> None:
-        """Begin the next optimizer step. `calls` becomes another object."""
+        """Begin the next optimizer step, with a new dict for `calls`."""
         self.step += 1
         self.num_backwards, self.order, self.calls = 0, 0, {}
 
@@ -76,10 +77,10 @@ class IssuedInStep:
 def peer_lost(
     error: RuntimeError, issued: IssuedCollective | None, listeners: Sequence[CollectiveListener] = ()
 ) -> Exception:
-    """Return the error for a collective that the backend ended, by its timeout or because a rank is gone.
+    """Return a PeerError for a collective that the backend ended, by its timeout or because another rank ended.
 
-    `error` itself is returned if it is this rank's own: no memory, a device's error. `issued` is None for a collective
-    of FSDP2's own.
+    Returns `error` unchanged if it comes from this rank (out of memory, a device's error). `issued` is None for a
+    collective that FSDP2 issued.
     """
     is_of_backend = isinstance(error, dist.DistError) or any(words in str(error) for words in _GLOO)
     if not is_of_backend or isinstance(error, PeerError):
@@ -98,13 +99,13 @@ def peer_lost(
         place = f" in optimizer step {step.step}{last}, where {step.num_backwards} backwards had begun"
     return PeerError(
         f"Rank {dist.get_rank()} waited for the {what}{place}, and the process group ended it: {str(error).strip()}. "
-        "Another rank has ended or did not issue the same collective: look at its output, and check that all ranks run "
+        "Another rank has ended or did not issue the same collective. Read its output, and check that all ranks run "
         "the same modules, micro-batches and evaluations. Restart from the last checkpoint."
     )
 
 
 class NamedWork(dist.Work):
-    """The work of an asynchronous collective, whose error says what was waited for."""
+    """Wraps the work of an asynchronous collective, so that its error names the collective."""
 
     def __init__(self, work: dist.Work, issued: IssuedCollective, listeners: Sequence[CollectiveListener]) -> None:
         super().__init__()

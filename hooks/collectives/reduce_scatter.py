@@ -13,9 +13,9 @@ reductions, divide by about sqrt(N) before and by the rest after: equal gradient
 accumulation at stages 0 and 1, FSDP2 always divides this way itself, and calls with SUM.)
 
 [Note: Divide factor]
-With `set_gradient_divide_factor(factor)` FSDP2 asks for PREMUL_SUM, which only NCCL has. Here the sum is divided by
-the factor, fp16 in two parts as above. A sum that is not divided (`zeroamp.reduce` "sum": factor 1) overflows fp16 as
-soon as its own value does: the loss scale then falls.
+With `set_gradient_divide_factor(factor)` FSDP2 passes PREMUL_SUM, which only NCCL has. Here the sum is divided by the
+factor instead, fp16 in two parts as above. With `zeroamp.reduce` "sum" (factor 1) nothing is divided: fp16 overflows
+as soon as the sum exceeds its range, and the loss scale then falls.
 """
 
 import math
@@ -81,7 +81,7 @@ class GroupReduceScatter(ReduceScatter):
     """What the backend's reduce-scatter is issued with. Where it is SUM and FSDP2 asks for AVG, see
     [Note: Dividing fp16]."""
     divide_factor: Callable[[], float | None] = lambda: None
-    """Returns what `set_gradient_divide_factor` set: see [Note: Divide factor]."""
+    """Returns the factor that `set_gradient_divide_factor` set: see [Note: Divide factor]."""
     world_size: int
     """Ranks of the mesh axis that shards."""
     is_replicated: bool = False

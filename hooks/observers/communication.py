@@ -50,7 +50,7 @@ class CommunicationWatch:
             setattr(owner, name, self._around(getattr(owner, name)))
 
     def remove(self, listener: CommunicationListener) -> None:
-        """Call it no longer. After the last one, the methods are back as they were."""
+        """Stop calling `listener`. After the last listener is removed, the methods are restored."""
         self._listeners = tuple(other for other in self._listeners if other is not listener)
         if self._listeners:
             return

@@ -1,7 +1,7 @@
 """Casts the floating-point inputs of a unit to the dtype of the modes bf16 and fp16.
 
-FSDP2's own `cast_forward_inputs` casts to the dtype of the unit's own group, which is another one where a unit has fp32
-parameters only. Up to torch 2.12 it also leaves out all modules of a merged unit but the first.
+FSDP2's `cast_forward_inputs` casts to the dtype of the unit's own group. That is fp32 where a unit has fp32 parameters
+only. Up to torch 2.12, FSDP2 casts the inputs of a merged unit's first module only.
 """
 
 from functools import partial
@@ -17,8 +17,8 @@ from zeroamp.hooks._torch.fsdp import PreForward, map_tensors
 def cast_inputs(dtype: torch.dtype) -> PreForward:
     """Return a forward pre-hook, with kwargs, that casts a module's floating-point inputs to `dtype`.
 
-    Register it after FSDP2's own pre-hook, which moves the root's inputs to the device. It casts the same containers as
-    FSDP2 does, dataclasses included.
+    Register the hook after FSDP2's own pre-hook, which moves the root's inputs to the device. The hook casts tensors in
+    the same containers as FSDP2 does, dataclasses included.
     """
     cast = partial(_cast, dtype)
 

@@ -11,7 +11,7 @@ from zeroamp.policies.numbers import is_finite
 from zeroamp.policies.schema.keys import REMOVE_IT, Block, Number, nearest, refused
 
 LARGEST = 1e15
-"""No learning rate, ratio or number of steps is larger: products and quotients of them stay finite."""
+"""Largest learning rate, ratio or number of steps: products and quotients of two of them are finite."""
 
 
 def typed_params(value: object, params: type[Block]) -> Block:

@@ -28,13 +28,13 @@ Stairs = Annotated[int, Field(ge=-1)]
 _SHORTEST = 1e-6
 
 
-def _no_sliver(value: float | None) -> float | None:
+def _not_tiny(value: float | None) -> float | None:
     if value is not None and 0 < value < _SHORTEST:  # steps divided by it may be infinite
         raise ValueError(f"0, or from {_SHORTEST} on")
     return value
 
 
-PartSteps = Annotated[NotNegative, AfterValidator(_no_sliver)]
+PartSteps = Annotated[NotNegative, AfterValidator(_not_tiny)]
 """Optimizer steps as DeepSpeed takes them, which may be a fraction; 0 is none."""
 
 

@@ -1,8 +1,8 @@
-"""Reads files of `torch.save` that anybody may have written: runs no code, and takes no more memory than the file has.
+"""Reads untrusted files of `torch.save`: runs no code, and takes no more memory than the file has bytes.
 
-`torch.load(weights_only=True)` runs no code, but believes what a file says of sizes: records may be compressed a
-thousandfold, and a pickle may ask for a buffer of any length. So the archive is looked at first, then its pickle is
-read with inert classes in place of all that it names.
+`torch.load(weights_only=True)` runs no code, but does not check sizes: records may be compressed a thousandfold, and a
+pickle may allocate a buffer of any length. So the archive's records are checked first. Then its pickle is read with
+inert classes in place of all that it names. `torch.load` comes last.
 """
 
 import io
@@ -44,7 +44,7 @@ class Inert:
     """Replaces whatever a pickle names. It stores its arguments and its state, and does nothing."""
 
     name = ""
-    """Module and name of what it replaces."""
+    """Module and name of the class or function that it replaces."""
     args: tuple[Any, ...]
     state: Any = None
 
@@ -52,7 +52,7 @@ class Inert:
         """Store the arguments.
 
         Raises:
-            ValueError: of the real class, the call would take room that no file fills.
+            ValueError: the call of the real class would allocate memory that the file does not fill.
         """
         module, _, last = cls.name.rpartition(".")
         is_of_torch = module.partition(".")[0] == "torch" and last.endswith(("Tensor", "Storage"))
@@ -80,9 +80,9 @@ class InertUnpickler(pickle.Unpickler):
         """`persistent_load` is called with each persistent id.
 
         Raises:
-            ValueError: `content` is no pickle, or asks for more room than it can fill.
+            ValueError: `content` is not a pickle, or would allocate more memory than it can fill.
         """
-        for opcode, argument, _ in pickletools.genops(content):  # it also refuses lengths beyond the end
+        for opcode, argument, _ in pickletools.genops(content):  # also refuses lengths beyond the end
             if opcode.name in ("PUT", "LONG_BINPUT") and (argument or 0) > len(content):
                 raise ValueError(f"a pickle of {len(content)} bytes with {argument:,} objects to remember")
         super().__init__(io.BytesIO(content))
@@ -90,7 +90,7 @@ class InertUnpickler(pickle.Unpickler):
         self._found: dict[str, Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a new class, so that a pickle that changes it changes nothing else."""
+        """Return an `Inert` class of this pickle alone: a pickle may change its classes."""
         full = f"{module}.{name}"
         if full not in self._found:
             self._found[full] = type(name, (Inert,), {"name": full})
@@ -112,7 +112,7 @@ def load_archive(file: str | os.PathLike[str] | IO[bytes], where: str, *, mmap: 
         mmap: map tensors from the file of a path instead of reading them.
 
     Raises:
-        CheckpointError: it is no such file, or could run code or take more memory than it has bytes.
+        CheckpointError: the file is not one of torch.save, or could run code or take more memory than it has bytes.
     """
     try:
         if isinstance(file, str | os.PathLike):
@@ -121,7 +121,7 @@ def load_archive(file: str | os.PathLike[str] | IO[bytes], where: str, *, mmap: 
                 return torch.load(file if mmap else opened, map_location="cpu", weights_only=True, mmap=mmap)
         _inspect(file)
         return torch.load(file, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:  # torch's text tells how to switch the check off
+    except pickle.UnpicklingError as error:  # torch's text explains how to switch the check off
         raise CheckpointError(f"{where} is not read: {_refused(unsafe_names(file))}") from error
     except Exception as error:  # whatever a hostile or damaged file makes the readers raise
         raise CheckpointError(
@@ -131,7 +131,7 @@ def load_archive(file: str | os.PathLike[str] | IO[bytes], where: str, *, mmap: 
 
 
 def unsafe_names(file: str | os.PathLike[str] | IO[bytes]) -> list[str]:
-    """Return what the pickle in a file of `torch.save` names besides tensors and plain values; none if unreadable."""
+    """Return the names in the pickle of a file of `torch.save` besides tensors and plain values; [] if unreadable."""
     try:
         if isinstance(file, str | os.PathLike):
             with open_regular(file) as opened:
@@ -145,19 +145,18 @@ def unsafe_names(file: str | os.PathLike[str] | IO[bytes]) -> list[str]:
 
 def _refused(names: list[str]) -> str:
     if not names:
-        return "its pickle is of a form that torch.save does not write. Copy it again, or load another checkpoint."
+        return "torch.save does not write such a pickle. Copy the file again, or load another checkpoint."
     return (
-        f"it refers to {', '.join(names)}, besides tensors and plain values. Reading it could run any code: do not "
-        "load it unless you trust its author, and then allow these names around the call with "
-        "torch.serialization.safe_globals([...])."
+        f"it refers to {', '.join(names)}, besides tensors and plain values. Reading it could run any code. If you "
+        "trust its author, allow these names around the call with torch.serialization.safe_globals([...])."
     )
 
 
 def _inspect(file: IO[bytes]) -> None:
-    """Leave the file at its start.
+    """Check the records of an archive, and leave the file at its start.
 
     Raises:
-        ValueError: its records are compressed, overlap or are not what its pickle says they are.
+        ValueError: records are compressed or overlap, or their sizes are not those in the pickle.
     """
     with zipfile.ZipFile(file) as archive:
         sizes = _sizes(archive, file)
@@ -195,7 +194,7 @@ def _sizes(archive: zipfile.ZipFile, file: IO[bytes]) -> dict[str, int]:
 
 
 def _directory_start(file: IO[bytes], num_bytes: int) -> int:
-    """Return where the directory begins according to the last bytes of a zip file, in which torch has no comment."""
+    """Return where the directory begins, by the last bytes of a zip file. Files of torch have no comment there."""
     file.seek(-_END.size, os.SEEK_END)
     signature, start = _END.unpack(file.read(_END.size))
     if signature != b"PK\5\6":

@@ -105,7 +105,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def read_serials(checkpoint: Path) -> tuple[int, int]:
-    """Return `serial` and `parent` of a manifest whose digest fits. Of a folder of thousands, all are read.
+    """Return `serial` and `parent` of a manifest whose digest fits, faster than `read_manifest`.
 
     Raises:
         CheckpointError: as `read_manifest`.

@@ -99,7 +99,7 @@ def _line(serial: int, found: dict[Path, _Place]) -> list[Path]:
     """Return a checkpoint and those of its ancestors that exist, newest first."""
     by_serial = {place.serial: path for path, place in found.items() if place.serial > 0}
     line: list[Path] = []
-    while serial in by_serial:  # each is taken out, so that damaged parents lead in no circle
+    while serial in by_serial:  # removes each one, so that damaged parents cannot form a cycle
         line.append(by_serial.pop(serial))
         serial = found[line[-1]].parent
     return line
@@ -225,7 +225,7 @@ def _prune(paths: list[Path], keep: int) -> None:
 
 
 def _remove_leftovers(root: Path) -> None:
-    """Remove what killed writers left. What is of another kind, though of such a name, stays."""
+    """Remove the drafts of killed writers. Files and folders of another kind stay, even under such names."""
     for path in root.iterdir():
         if path.name.startswith((_DRAFT, _REMOVED)) and path.is_dir():
             if path.name.startswith(_REMOVED) or not has_writer(path):

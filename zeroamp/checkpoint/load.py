@@ -58,8 +58,8 @@ def load_checkpoint(
     Args:
         folder: of a run, where a damaged checkpoint is logged and the one before it is loaded; or one checkpoint.
         model: what `wrap_model` returned.
-        train: its training step, between two optimizer steps. None loads the model alone: step counts, loss scale and
-            random states too stay as they are.
+        train: its training step, between two optimizer steps. None loads the model alone, and leaves step counts, loss
+            scale and random states as they are.
         load_optimizer_states: False leaves the optimizer as it is; its class and param groups may be others. Step
             counts, loss scale and random states are those of the checkpoint.
         load_lr_scheduler_states: False leaves the scheduler as it is; it may be another one, or none. If only the
@@ -117,7 +117,7 @@ def _find(folder: Path, ranks: RankGroup) -> tuple[Path, Manifest] | None:
 
 
 def _log_unreadable(paths: list[Path]) -> None:
-    """Log the checkpoints whose age is unknown, which come last: one of them might have been the newest."""
+    """Log the checkpoints of unknown age, at the end of `paths`: one of them might have been the newest."""
     for path in reversed(paths):
         try:
             read_manifest(path)
@@ -186,7 +186,7 @@ class _Load:
                 self.tensors |= optimizer_targets(description, parameters, metadata, self.own["tensors"])
 
     def _check_own(self) -> None:
-        """Refuse buffers of this rank's own that would be broadcast or cast into the model's."""
+        """Refuse buffers of this rank whose shape or dtype is not the model's: a copy would broadcast or cast them."""
         for name, tensor in self.own["tensors"].items():
             ours = self.tensors.get(name)
             if name.startswith(MODEL) and (ours is None or (tensor.shape, tensor.dtype) != (ours.shape, ours.dtype)):

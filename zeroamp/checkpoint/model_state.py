@@ -46,7 +46,7 @@ def frozen_names(root: nn.Module) -> list[str]:
 
 
 def model_tensors(root: nn.Module, excluded: Container[str] = ()) -> dict[str, torch.Tensor]:
-    """Return the model's tensors but for those named in `excluded`, by name in the checkpoint, detached, not copied.
+    """Return the model's tensors except those named in `excluded`: by name in the checkpoint, detached, not copied.
 
     Raises:
         CheckpointError: a tensor is no parameter or buffer, so that nothing could be loaded into it.
@@ -82,8 +82,8 @@ def check_model_fits(
     """
     if trained := sorted(set(excluded) - set(frozen_names(root))):
         raise CheckpointError(
-            f"{where} was saved with exclude_frozen_parameters, without {some_of(trained, _NUM_NAMED)}, which the "
-            "model does not have or trains. Freeze them as they were, or load a checkpoint that has them."
+            f"{where} was saved with exclude_frozen_parameters, without {some_of(trained, _NUM_NAMED)}, but the "
+            "model trains these or lacks them. Freeze them as in the save, or load a checkpoint that has them."
         )
     saved = {
         name: (tuple(entry.size), entry.properties.dtype)

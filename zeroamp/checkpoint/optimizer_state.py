@@ -26,7 +26,7 @@ def optimizer_state(
 
     Raises:
         CheckpointError: a parameter of the optimizer has no name in the model, state is of a form that could not be
-            loaded again, or an optimizer inside of this one has state that this one does not show.
+            loaded again, or an inner optimizer has state that is not in `optimizer.state`.
     """
     names = {id(value): name for name, value in state_by_name(root).items()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -65,7 +65,7 @@ def _refuse_foreign_state(optimizer: torch.optim.Optimizer, parameters: list[tor
 
 
 def _refuse_inner_state(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse a composite optimizer whose `state` lacks that of the optimizers inside: it would be lost."""
+    """Refuse an optimizer of several inner ones whose state is not in its own `state`: a save would lose it."""
     for inner in _inner_optimizers(list(vars(optimizer).values())):
         for parameter, entries in inner.state.items():
             if not entries.keys() <= optimizer.state.get(parameter, {}).keys():
@@ -187,8 +187,8 @@ def load_optimizer(
     for number, entries in state.items():
         if not entries.keys() <= optimizer.state.get(parameters[number], {}).keys():
             raise CheckpointError(
-                f"{type(optimizer).__name__}.load_state_dict lost the state of {names[id(parameters[number])]}. If it "
-                "is made of several optimizers, pass these: TrainStep(model, [one, other])."
+                f"{type(optimizer).__name__}.load_state_dict lost the state of {names[id(parameters[number])]}. If "
+                "it holds several optimizers, pass the inner ones: TrainStep(model, [one, other])."
             )
         _keep_dtypes(optimizer.state[parameters[number]], entries, parameters[number].device)
 

@@ -1,7 +1,7 @@
-"""`SafeReader`: the tensors of a checkpoint, from files that anybody may have written.
+"""`SafeReader`: reads the tensors of a checkpoint from untrusted files.
 
-`.metadata` says for every tensor its shape and dtype and the chunks that it is saved in, and for every chunk the file
-and the bytes in it. Torch's reader believes all of that: where chunks leave gaps, the caller's memory stays as it was.
+`.metadata` has the shape, dtype and chunks of every tensor, and for every chunk its file and the bytes in it. Torch's
+reader checks none of that: where chunks leave gaps, the caller's tensor would stay as it was.
 """
 
 import io
@@ -31,9 +31,9 @@ from zeroamp.policies.files import open_regular, read_regular
 from zeroamp.weights.files import MANIFEST
 
 _MAX_METADATA_BYTES = 1024**3
-"""Some 150 bytes are of one chunk: enough for 1,000 tensors in 7,000 chunks each."""
+"""A chunk takes some 150 bytes: enough for 1,000 tensors in 7,000 chunks each."""
 _MAX_DIMS = 64
-"""Of torch's tensors."""
+"""Most dimensions of a tensor in torch."""
 _OF_METADATA = {
     "BytesStorageMetadata",
     "ChunkStorageMetadata",
@@ -54,11 +54,11 @@ _KNOWN = {
 
 
 class SafeReader(FileSystemReader):
-    """Torch's reader, except that it believes no file.
+    """Torch's reader, with checks of everything that it reads.
 
-    `.metadata` is read with inert classes in place of its own, and refused unless the chunks of every tensor fill it
-    exactly, from files of the manifest. A chunk is refused unless it is a tensor of the size and dtype that `.metadata`
-    gives it. The file is read once.
+    Reads `.metadata` once, with inert classes in place of its own. Refuses it unless the chunks of every tensor fill
+    the tensor exactly and are in files of the manifest. Refuses a chunk unless it is a tensor of the size and dtype
+    that `.metadata` has for it.
     """
 
     def __init__(self, path: str | os.PathLike[str], files: Collection[str]) -> None:
@@ -74,7 +74,7 @@ class SafeReader(FileSystemReader):
         """Return torch's description of the tensors in the checkpoint.
 
         Raises:
-            CheckpointError: the file cannot be read, holds anything else, or contradicts itself.
+            CheckpointError: the file cannot be read, has other content, or contradicts itself.
         """
         if self._metadata is None:
             path = os.path.join(self._folder, METADATA)
@@ -91,7 +91,7 @@ class SafeReader(FileSystemReader):
         return self._metadata
 
     def read_values(self, name: str, *, mmap: bool = False) -> Any:
-        """Return what one of the checkpoint's own files of `torch.save` holds; `mmap` maps its tensors.
+        """Return the content of one of the checkpoint's own files of `torch.save`; `mmap` maps its tensors.
 
         Raises:
             CheckpointError: the manifest does not list it, or it cannot be read.
@@ -143,10 +143,10 @@ class SafeReader(FileSystemReader):
             )
 
     def _checked(self, content: Any) -> Metadata:
-        """Return torch's classes with what `.metadata` holds, checked.
+        """Return the checked content of `.metadata` in torch's classes.
 
         Raises:
-            Exception: of any kind, if it is not as torch writes it.
+            Exception: of any kind, if torch would not write such content.
         """
         fields = _fields(content, "Metadata")
         places = {_index(index): _fields(info, "_StorageInfo") for index, info in fields["storage_data"].items()}
@@ -228,8 +228,8 @@ class _MetadataUnpickler(InertUnpickler):
         if isinstance(dtype, torch.dtype):
             return dtype
         raise CheckpointError(
-            f"{self._path} refers to {module}.{name}, which is no part of the metadata of "
-            "torch.distributed.checkpoint. Do not load it: reading it could run any code."
+            f"{self._path} refers to {module}.{name}, which is not part of the metadata of "
+            "torch.distributed.checkpoint. Reading it could run any code. Load another checkpoint."
         )
 
 

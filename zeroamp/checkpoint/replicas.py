@@ -1,4 +1,4 @@
-"""Compares the replicas of sharded tensors before a save, which stores only one of them.
+"""Compares the replicas of sharded tensors before a save, which stores only one replica of each shard.
 
 At stage 0 and with HSDP, several ranks hold the same shard. torch.distributed.checkpoint writes parts of a tensor from
 different replicas, so replicas that have diverged would be saved as a mixture.
@@ -21,7 +21,7 @@ _FACTOR = 6364136223846793005  # odd, so that no chunk's sum is lost modulo 2^64
 
 
 def checksums(tensors: Mapping[str, torch.Tensor], mesh: DeviceMesh) -> dict[str, int]:
-    """Return a checksum of this rank's shard of each DTensor, by name; none if the mesh has no replicas.
+    """Return a checksum of this rank's shard of each DTensor, by name; {} if the mesh has no replicas.
 
     Waits for the device. Reads each shard once, with 64 MiB of temporary memory at most.
     """
@@ -35,8 +35,8 @@ def checksums(tensors: Mapping[str, torch.Tensor], mesh: DeviceMesh) -> dict[str
 def checksum(tensor: torch.Tensor, *, chunk: int = _CHUNK) -> torch.Tensor:
     """Return a number that changes with any bit of a tensor and with the order of its elements: 0-D int64.
 
-    Modulo 2^64, in chunks c: total = total x factor + sum over i of bits(c[i]) x (2i + 1). Of a tensor subclass with
-    inner tensors, the sums of these are added up.
+    Modulo 2^64, for each chunk c: total = total x factor + sum over i of bits(c[i]) x (2i + 1). For a tensor subclass
+    with inner tensors, it is the sum of their checksums.
     """
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
@@ -50,7 +50,7 @@ def checksum(tensor: torch.Tensor, *, chunk: int = _CHUNK) -> torch.Tensor:
 
 
 def refuse_different_replicas(of_ranks: list[dict[str, int]], mesh: DeviceMesh) -> None:
-    """Raise CheckpointError if two ranks that hold the same shard have another checksum of a tensor.
+    """Raise CheckpointError if two ranks that hold the same shard have different checksums of it.
 
     Args:
         of_ranks: what `checksums` returned, of the mesh's ranks in ascending order.
@@ -64,7 +64,7 @@ def refuse_different_replicas(of_ranks: list[dict[str, int]], mesh: DeviceMesh) 
             if others:
                 raise CheckpointError(
                     f"{name} must be the same on ranks {', '.join(map(str, replicas))}, which are replicas, but "
-                    f"differs on {', '.join(map(str, others))}. A rank was updated apart, outside of TrainStep or with "
+                    f"differs on {', '.join(map(str, others))}. A rank was updated outside of TrainStep, or with "
                     "other settings. Load the last checkpoint."
                 )
 
@@ -75,6 +75,6 @@ def refuse_different_scalars(differing: Sequence[str], root: nn.Module) -> None:
     name = next((name for name in differing if name in scalars), None)
     if name is not None:
         raise CheckpointError(
-            f"{name} must be the same on all ranks, but differs. A rank was updated apart, outside of TrainStep or "
-            "with other settings. Load the last checkpoint."
+            f"{name} must be the same on all ranks, but differs. A rank was updated outside of TrainStep, or with "
+            "other settings. Load the last checkpoint."
         )

@@ -191,7 +191,7 @@ class Snapshot:
 def take_snapshot(
     state: WrapState, train: TrainStep, extra: Any, ranks: RankGroup, excluded: Sequence[str] = ()
 ) -> Snapshot:
-    """Return the present state of training, with the live tensors but for the parameters named in `excluded`.
+    """Return the present state of training, with the live tensors except the parameters named in `excluded`.
 
     Raises:
         CheckpointError: on all ranks, if any has something that cannot be saved, or replicas of a shard differ.
@@ -267,7 +267,7 @@ def _scheduler_state(scheduler: Scheduler | None) -> dict[str, Any] | None:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    """Return dtype, shape and digest of a plain tensor, "sharded" for a sharded one, see `replicas.checksums`."""
+    """Return dtype, shape and digest of a plain tensor; "sharded" for a DTensor: see `replicas.checksums`."""
     if isinstance(tensor, DTensor):
         return "sharded"
     content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

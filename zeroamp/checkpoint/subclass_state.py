@@ -1,6 +1,6 @@
-"""Optimizer state in tensor subclasses, such as torchao's 8-bit states: saved by inner tensors, loaded in its class.
+"""Saves and loads optimizer state in tensor subclasses, such as torchao's 8-bit states, by its inner tensors.
 
-Scales are per block of this rank's shard, so the inner tensors belong to a rank: as many ranks must load them.
+A scale belongs to a block of one rank's shard, so a run must load the inner tensors on as many ranks as saved them.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from zeroamp.policies.errors import CheckpointError
 
 
 def subclass_part(value: object) -> torch.Tensor | None:
-    """Return this rank's part of a value of the state if it is of a subclass that holds other tensors, else None."""
+    """Return this rank's part of a state value whose class holds other tensors; None for any other value."""
     with torch.no_grad():
         local = local_part(value) if isinstance(value, torch.Tensor) else None
     return local if hasattr(type(local), "__tensor_flatten__") else None
@@ -24,7 +24,7 @@ def describe_subclass(local: torch.Tensor, where: str) -> tuple[dict[str, torch.
     """Return the inner tensors by attribute, and the description to build the tensor from: class, parts and context.
 
     Raises:
-        CheckpointError: the class is not one that torch loads (`torch.serialization.add_safe_globals`).
+        CheckpointError: torch may not load the class (`torch.serialization.add_safe_globals`).
     """
     name = f"{type(local).__module__}.{type(local).__qualname__}"
     _class_of(name, where)
@@ -50,12 +50,12 @@ def build_subclass(
 
 
 def _class_of(name: str, where: str) -> Any:
-    """Return a class by its name, among those that torch may build from files: a file names no other."""
+    """Return a class by its name. Only classes that torch may build from files are found."""
     known = [entry[0] if isinstance(entry, tuple) else entry for entry in torch.serialization.get_safe_globals()]
     for cls in known:
         if f"{cls.__module__}.{cls.__qualname__}" == name and hasattr(cls, "__tensor_unflatten__"):
             return cls
     raise CheckpointError(
         f"{where} is a {name}, which torch.serialization.get_safe_globals() does not list. Import the optimizer's "
-        "package before; of a class of your own, call torch.serialization.add_safe_globals."
+        "package first. For a class of your own, call torch.serialization.add_safe_globals."
     )

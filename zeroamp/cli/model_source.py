@@ -1,7 +1,7 @@
 """From the text of `--model` to a module on the meta device: shapes, classes and names, no weights.
 
-A folder with a transformers `config.json`, or a factory: `package.module:factory` or `path/to/file.py:factory`. A
-factory is imported and called, which runs its code.
+The text names a folder with a transformers `config.json`, or a factory: `package.module:factory` or
+`path/to/file.py:factory`. A factory is imported and called, which runs its code.
 """
 
 import importlib

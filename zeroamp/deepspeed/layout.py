@@ -97,7 +97,7 @@ def flattened(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of a tensor, 1-D.
 
     Raises:
-        CheckpointError: there are more than its storage has, as after `expand`: a copy would take any amount of memory.
+        CheckpointError: the storage has fewer elements, as after `expand`: a copy would take any amount of memory.
     """
     if tensor.layout != torch.strided or tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
         raise unreadable("A tensor", f"one of shape {list(tensor.shape)} by {tensor.layout}", "stored in full")

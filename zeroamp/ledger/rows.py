@@ -155,7 +155,7 @@ def _param_row(param: ParamPlan, group: GroupPlan, on_ranks: OnRanks, costs: Cos
 def dtype_names(dtypes: ParamDtypes) -> dict[str, str | None]:
     """Return the seven dtypes by their short names; None where a frozen parameter has none.
 
-    The communication dtype is there twice: "wire" is its former key.
+    The communication dtype has two keys: "communication", and its former key "wire".
     """
     names = {KEYS.get(column.name, column.name): getattr(dtypes, column.name) for column in fields(dtypes)}
     return _names({**names, "communication": dtypes.communication})

@@ -56,7 +56,7 @@ class GroupKey(NamedTuple):
     param: torch.dtype
     communication: torch.dtype
     is_replicated: bool = False
-    """Whether the parameters are 0-D: held whole by every rank, with gradients in the step's all-reduce."""
+    """Whether the parameters are 0-D: every rank holds them whole, and the step's all-reduce sums their gradients."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,8 +79,9 @@ class GroupDtypes:
     replica: torch.dtype | None
     """Of the all-reduce over replicas; None where there is none."""
     replica_once: bool
-    """Whether that all-reduce runs once per optimizer step, on the sum of the micro-batches. Else it follows each
-    reduction: FSDP2 would sum the micro-batches in `reduce`, where `sharded_accumulate` is another dtype."""
+    """Whether the all-reduce over replicas runs once per optimizer step, on the sum of the micro-batches. Else it
+    follows each reduction, because FSDP2 would sum the micro-batches in `reduce` although `sharded_accumulate` differs.
+    """
     all_gathers: bool
     """Whether parameters are all-gathered: not where one rank holds them whole."""
     reduction: Reduction | None
@@ -130,7 +131,7 @@ def param_dtypes(parameter: nn.Parameter, policy: Policy, precision: Precision) 
 
 
 def _replicated_dtypes(stored: torch.dtype, *, is_trained: bool) -> tuple[ParamDtypes, GroupKey]:
-    """Return the dtypes of a 0-D parameter: as stored in every mode, summed over micro-batches in fp32."""
+    """Return the dtypes of a 0-D parameter: used as stored in every mode, its gradient accumulated in fp32."""
     dtypes = ParamDtypes(
         stored=stored,
         param=stored,

@@ -49,11 +49,11 @@ def mesh_for_stage(stage: Stage, mesh: DeviceMesh | None, num_replicas: int = 1)
 def start_process_group() -> None:
     """Initialise the default process group: from torchrun's environment, as FSDP2 does; without it, a world of one.
 
-    The group has the default backends: gloo, and NCCL (or the like) for an accelerator. That of a world of one is
+    The group has the default backends: gloo, and NCCL (or the like) for an accelerator. The group of a world of one is
     destroyed when the program ends.
 
     Raises:
-        WrapError: the environment has no RANK, but that of another launcher with several processes.
+        WrapError: the environment has no RANK, but another launcher's variables name several processes.
     """
     if "RANK" in os.environ:
         dist.init_process_group()
@@ -70,7 +70,9 @@ def start_process_group() -> None:
     atexit.register(_destroy_process_group)
     num_devices = torch.accelerator.device_count()
     level = logging.WARNING if num_devices > 1 else logging.INFO
-    logger.log(level, "no RANK in the environment: a world of one process. Start with torchrun to train on several.")
+    logger.log(
+        level, "Made a world of one process: the environment has no RANK. Start with torchrun to train on several."
+    )
 
 
 def _destroy_process_group() -> None:
@@ -187,7 +189,7 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def device_of_type(device_type: str) -> torch.device:
-    """Return this rank's device of a type: the current one, where there are several."""
+    """Return this rank's device of a type: the current one, if there are several."""
     if device_type == "cpu":
         return torch.device("cpu")
     return torch.device(device_type, torch.accelerator.current_device_index())

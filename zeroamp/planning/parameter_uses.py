@@ -32,7 +32,7 @@ class ParameterUses:
 
 
 def has_own_storage_class(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter is made of a tensor subclass; a subclass of `nn.Parameter` holds a plain tensor."""
+    """Return whether a parameter is a tensor subclass. Subclasses of `nn.Parameter` hold plain tensors: False."""
     return not issubclass(type(parameter), nn.Parameter)
 
 

@@ -47,7 +47,7 @@ class Plan:
 
     @property
     def all_groups(self) -> tuple[GroupPlan, ...]:
-        """The groups that FSDP2 shards, and the replicated one."""
+        """The groups that FSDP2 shards, then the replicated group if there is one."""
         return self.groups if self.replicated is None else (*self.groups, self.replicated)
 
     @property
@@ -60,9 +60,9 @@ class Plan:
         return self.merged.get(unit, (unit,))
 
     def input_dtype(self, module: str) -> torch.dtype | None:
-        """Return the dtype to which a unit's module casts its floating-point inputs; None: it takes them as they come.
+        """Return the dtype to which a unit's module casts its floating-point inputs; None if it does not cast.
 
-        In modes bf16 and fp16 all units do, as under FSDP2's own policy, except for those in fp32 regions.
+        In modes bf16 and fp16 all units cast, as under FSDP2's own policy, except units in fp32 regions.
         """
         is_low = self.policy.mode in ("bf16", "fp16") and self.fp32_regions.pattern_of(module) is None
         return self.policy.low_dtype if is_low else None

@@ -18,7 +18,7 @@ class Schedule:
     all_gathers: Mapping[str, int]
     reductions: Mapping[str, int]
     last_reductions: Mapping[str, int]
-    """Those of `reductions` that are in the last micro-batch."""
+    """The part of `reductions` that runs in the last micro-batch."""
     order: Sequence[tuple[Kind, str]]
     """The same calls with their groups' names, in the order in which they are issued."""
 

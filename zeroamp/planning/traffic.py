@@ -25,10 +25,10 @@ from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.policy import Policy
 
 PARAMETERS_PER_NUMBER = 3
-"""In the step's all-reduce, one fp64 number counts the ranks that used each of so many sharded parameters."""
+"""Sharded parameters per fp64 number of the step's all-reduce: it counts the ranks that used each of them."""
 
 REPLICATED_BYTES = 2 * torch.float64.itemsize
-"""Of a 0-D parameter in the step's all-reduce: its gradient, and whether there is one."""
+"""Bytes of a 0-D parameter in the step's all-reduce: its gradient, and whether there is one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +43,7 @@ class GroupCollective:
     num_parts: int = 1
     """The tensor that is moved is this part of the unsharded one: 1, or the shards for the all-reduce over replicas."""
     is_in_last_only: bool = False
-    """Whether it is part of the reductions in the last micro-batch only."""
+    """Whether the call runs in the last micro-batch only."""
 
     @property
     def is_of_gradients(self) -> bool:
@@ -87,7 +87,7 @@ def local_numel(param: ParamPlan, num_shards: int) -> int:
 def group_collectives(
     group: GroupPlan, plan: Plan, ranks: Ranks, *, all_gathers: int = 1, reductions: int = 1, last_reductions: int = 1
 ) -> Iterator[GroupCollective]:
-    """Yield what a group calls in so many all-gathers and reductions. `last_reductions` are some of `reductions`."""
+    """Yield the collectives of a group for these numbers of runs. `reductions` include `last_reductions`."""
     dtypes, num_shards = group_dtypes(group.key, plan.policy, ranks), ranks.shards(plan.policy)
     if dtypes.all_gathers and all_gathers:
         yield GroupCollective(collective="all_gather", dtype=dtypes.param, calls=all_gathers)
@@ -138,7 +138,7 @@ def plan_traffic(plan: Plan, ranks: Ranks) -> Traffic:
 def num_statistics(plan: Plan) -> int:
     """Return how many fp64 numbers `TrainStep` sums over ranks in an optimizer step, without those of callbacks.
 
-    They are the mean loss, the sum of squares, which sharded parameters were used, and the 0-D parameters' gradients.
+    These are the mean loss, the sum of squares, the usage of sharded parameters, and the 0-D parameters' gradients.
     """
     num_sharded = sum(len(group.params) for group in plan.groups)
     num_replicated = 0 if plan.replicated is None else len(plan.replicated.params)
@@ -148,7 +148,7 @@ def num_statistics(plan: Plan) -> int:
 
 
 def param_memory(param: ParamPlan, policy: Policy, num_shards: int) -> Memory:
-    """Return what one rank holds for a parameter. See `Memory` for the formulas; a 0-D one has no unsharded copy."""
+    """Return the bytes that one rank holds for a parameter, by the formulas of `Memory`; 0-D ones are not unsharded."""
     if param.group_key.is_replicated:
         size = param.dtypes.stored.itemsize
         return Memory(stored=size, unsharded=0, gradient=size if param.is_trainable else 0)

@@ -59,10 +59,10 @@ class Callbacks(list[Callback]):
     """The callbacks of one `TrainStep`."""
 
     agreement: Callback | None = None
-    """Compares the ranks in each optimizer step. Not in the list, which is the caller's."""
+    """Compares the ranks in each optimizer step. It is not in the list, so the caller cannot remove it."""
 
     def with_statistics(self) -> list[Callback]:
-        """Return those that add numbers to the step's all-reduce, in this order; `agreement` is the last."""
+        """Return all callbacks, `agreement` last: the order of their numbers in the step's all-reduce."""
         return [*self, *([] if self.agreement is None else [self.agreement])]
 
     @contextmanager

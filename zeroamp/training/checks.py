@@ -1,4 +1,4 @@
-"""Checks the arguments of `TrainStep`: the scheduler's interface, and which optimizers and schedulers are refused."""
+"""Checks the arguments of `TrainStep` and its methods: optimizers, schedulers, parameters, losses, norms."""
 
 import math
 from collections.abc import Sequence
@@ -65,15 +65,15 @@ def refuse_unusable(
 def refuse_unsharded(root: nn.Module) -> None:
     """Raise StepError if a trainable parameter of the model is not the one that FSDP2 shards.
 
-    A module that was added after `wrap_model`, and a parameter that was replaced, would train apart on each rank.
-    Call with all groups resharded. A 0-D parameter is replicated, and one without elements needs no reduction.
+    If a module was added or a parameter replaced after `wrap_model`, each rank would train its own copy. 0-D parameters
+    are replicated, and parameters without elements need no reduction. Call this with all groups resharded.
     """
     sharded = {id(parameter) for parameter, _ in parameter_pairs(root)}
     for fqn, parameter in root.named_parameters():
         if parameter.requires_grad and can_be_sharded(parameter) and id(parameter) not in sharded:
             raise StepError(
-                f"{fqn} is trainable, but not sharded: it was added or replaced after wrap_model, so that each rank "
-                "would train its own copy. Add modules and resize embeddings before wrap_model, or freeze it with "
+                f"{fqn} is trainable, but not sharded: it was added or replaced after wrap_model, so each rank would "
+                "train its own copy. Add modules and resize embeddings before wrap_model, or freeze it with "
                 "requires_grad_(False)."
             )
 
@@ -136,14 +136,14 @@ def checked_max_norm(max_norm: object) -> float:
 
 
 def refuse_closures(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise StepError for an optimizer whose step needs a closure, which runs forward and backward again."""
+    """Raise StepError for an optimizer whose step needs a closure. The closure would run forward and backward again."""
     for optimizer in optimizers:
         closure = signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is Parameter.empty:
             raise StepError(
                 f"TrainStep was given {type(optimizer).__name__}, whose step needs a closure that runs forward and "
                 "backward several times. Call optimizer.step(closure) in a loop without TrainStep: docs/recipes.md has "
-                "the lines."
+                "an example."
             )
 
 

@@ -1,4 +1,4 @@
-"""Whole parameters, gradients and optimizer state of a wrapped model: read them, and set them.
+"""Reads and sets whole parameters, gradients and optimizer state of a wrapped model.
 
 All functions are collective: every rank calls them, for the same parameters in the same order. A parameter may be given
 as `model.named_parameters()` yields it at any time: sharded, or unsharded in the middle of an optimizer step.
@@ -16,7 +16,7 @@ from zeroamp.wrapping.state import WrapState, owner_of, reshard
 def full_parameter(parameter: nn.Parameter) -> torch.Tensor:
     """Return a copy of the whole parameter, in the dtype of the sharded one (fp32 for trainable ones).
 
-    It is on the mesh's device, and needs no gradient.
+    The copy is on the mesh's device, and needs no gradient.
 
     Raises:
         StepError: the parameter is not one of a wrapped model.
@@ -30,7 +30,7 @@ def set_full_parameter(parameter: nn.Parameter, value: torch.Tensor) -> None:
 
     Args:
         parameter: of a wrapped model.
-        value: of the parameter's shape, on any device. It is cast to the parameter's dtype. The first rank's is taken.
+        value: of the parameter's shape, on any device, cast to the parameter's dtype. The first rank's value is used.
 
     Raises:
         StepError: the parameter is not one of a wrapped model, the shape differs, or an optimizer step has begun.
@@ -48,8 +48,8 @@ def set_full_parameter(parameter: nn.Parameter, value: torch.Tensor) -> None:
 def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """Return a copy of the whole gradient: averaged over ranks, summed over micro-batches, without the loss scale.
 
-    It is valid after the last backward of an optimizer step and before its update; before `clip_grad_norm`, not clipped
-    yet. It has the dtype of the sharded parameter and is on the mesh's device. None: the parameter has no gradient.
+    Call this after the last backward of an optimizer step and before its update. Before `clip_grad_norm` the gradient
+    is not clipped. It has the dtype of the sharded parameter and is on the mesh's device. None: there is no gradient.
 
     Raises:
         StepError: the parameter is not one of a wrapped model, or the last micro-batch has not run.
@@ -63,11 +63,12 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
 
 
 def set_full_gradient(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Set the whole gradient. It is valid when `full_gradient` is, for a parameter that has a gradient.
+    """Set the whole gradient of a parameter that has one. Call this when `full_gradient` may be called.
 
     Args:
         parameter: of a wrapped model.
-        value: what `full_gradient` should return, of the parameter's shape, on any device. The first rank's is taken.
+        value: the gradient that `full_gradient` returns next: the parameter's shape, any device. The first rank's value
+            is used.
 
     Raises:
         StepError: as `full_gradient`; or the shape differs, or the parameter has no gradient.
@@ -83,7 +84,7 @@ def set_full_gradient(parameter: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def full_optimizer_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str) -> torch.Tensor:
-    """Return a copy of a part of the optimizer's state of a parameter, whole: "exp_avg", "momentum_buffer", "step".
+    """Return a whole copy of one tensor of a parameter's optimizer state: "exp_avg", "momentum_buffer", "step".
 
     Raises:
         StepError: the parameter is not one of a wrapped model, or the optimizer has no such tensor, as before its first
@@ -96,13 +97,13 @@ def full_optimizer_state(optimizer: torch.optim.Optimizer, parameter: nn.Paramet
 def set_full_optimizer_state(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str, value: torch.Tensor
 ) -> None:
-    """Set a part of the optimizer's state of a parameter. Call it between two optimizer steps.
+    """Set one tensor of a parameter's optimizer state. Call this between two optimizer steps.
 
     Args:
-        optimizer: that has state of the parameter already.
+        optimizer: one that already has state of the parameter.
         parameter: of a wrapped model.
-        key: the optimizer's name of the part.
-        value: of the shape that `full_optimizer_state` returns, on any device. The first rank's is taken.
+        key: the optimizer's name of the tensor.
+        value: of the shape that `full_optimizer_state` returns, on any device. The first rank's value is used.
 
     Raises:
         StepError: as `full_optimizer_state`; or the shape differs.
@@ -112,7 +113,7 @@ def set_full_optimizer_state(
 
 
 def _gradient(sharded: nn.Parameter, state: WrapState, method: str) -> tuple[torch.Tensor | None, float]:
-    """Return the gradient, as a shard, and the factor that it is multiplied by."""
+    """Return the sharded gradient, and the factor that it is multiplied by (the loss scale, or 1)."""
     if state.gradient_scale is None:
         raise StepError(
             f"{method} was called before the last micro-batch of an optimizer step, when gradients are not complete. "
@@ -130,15 +131,15 @@ def _entry(optimizer: torch.optim.Optimizer, sharded: nn.Parameter, key: str, me
         tensors = [name for name, held in entries.items() if isinstance(held, torch.Tensor)]
         raise StepError(
             f'{method} found no tensor "{key}" in the state of {type(optimizer).__name__} for a parameter of shape '
-            f"{tuple(sharded.shape)}, which has {some_of(tensors) or 'none'}. An optimizer makes its state in its "
-            "first step, for parameters with a gradient."
+            f"{tuple(sharded.shape)}, which has {some_of(tensors) or 'none'}. An optimizer creates its state in "
+            "its first step, for parameters with a gradient."
         )
     return value
 
 
 @torch.no_grad()
 def _whole(tensor: torch.Tensor, state: WrapState) -> torch.Tensor:
-    """Return a copy of all of a tensor, on the device of the mesh."""
+    """Return a copy of the whole tensor, on the device of the mesh."""
     on_device = tensor.detach().to(device_of(state.mesh))  # an offloaded shard is on the CPU
     whole = on_device.full_tensor() if isinstance(on_device, DTensor) else on_device
     is_shared = whole.untyped_storage().data_ptr() == local_part(tensor).untyped_storage().data_ptr()

@@ -100,27 +100,27 @@ class MicroBatches:
     def refuse_other_gradients(self) -> None:
         """Raise StepError if there are gradients that the first backward of an optimizer step would add to.
 
-        Reads no device: a gradient is there, or not.
+        Does not wait for the device: only whether `grad` is None is read.
         """
         other = self._state.open_step
         if other is not None and other is not self and other.num_done > 0:
             raise StepError(
-                f"Another TrainStep of this model has run {other.num_done} micro-batch(es) of an optimizer step, whose "
-                "gradients are the same tensors. End that step first, or call zero_grad() of either to discard it."
+                f"Another TrainStep of this model has run {other.num_done} micro-batch(es) of an optimizer step, and "
+                "both use the same gradients. End that step first, or call zero_grad() of either to discard it."
             )
         accumulator = self._state.shard_accumulator
         sums = accumulator.sums if accumulator is not None else {}
         left = next((i for i, p in enumerate(self.parameters) if p.grad is not None or p in sums), None)
         if left is not None:
             raise StepError(
-                f"{self._fqns[left]} has a gradient before the first backward of an optimizer step. Another model's "
-                "backward left it, or one without TrainStep. Call train.zero_grad() first, which discards it."
+                f"{self._fqns[left]} has a gradient before the first backward of an optimizer step. A backward of "
+                "another model, or one without TrainStep, left it. Call train.zero_grad() first, which discards it."
             )
 
     def refuse_low_shards(self) -> None:
-        """Raise StepError for a parameter that was unfrozen or cast after `wrap_model`, so that it has no fp32 shards.
+        """Raise StepError for a trainable parameter without fp32 shards: it was unfrozen or cast after `wrap_model`.
 
-        Takes about 0.3 µs per parameter. FSDP2 would train in the low dtype, or fail without a name.
+        Takes about 0.3 µs per parameter. FSDP2 would train it in the low dtype, or raise without naming it.
         """
         for name, parameter in zip(self._fqns, self.parameters, strict=True):
             if parameter.dtype != torch.float32 and parameter.requires_grad:
@@ -181,7 +181,7 @@ class MicroBatches:
         self._close()
 
     def _close(self) -> None:
-        """Let other `TrainStep`s of the model begin."""
+        """Allow other `TrainStep`s of the model to begin an optimizer step."""
         if self._state.open_step is self:
             self._state.open_step = None
 

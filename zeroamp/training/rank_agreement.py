@@ -1,10 +1,10 @@
-"""What the ranks must have in common in training: compared when a `TrainStep` is built, and in every optimizer step.
+"""Compares the ranks when a `TrainStep` is built, and in every optimizer step.
 
 [Note: One number per step]
 Each rank hashes what it did since the last optimizer step to one integer below 2^53 / N, for N ranks. The step's
-all-reduce sums it in fp64, exactly. A rank that finds another sum than N times its own number knows that ranks differ.
-All ranks find this, but for a rank whose number happens to be the mean of all: numbers are 53 bits of a cryptographic
-hash, so of 2^50 steps with differing ranks this happens in one, and the others then wait for the timeout.
+all-reduce sums it in fp64, exactly. If the sum is not N times a rank's own number, the ranks differ, and this rank
+raises. A rank does not see the difference if its number happens to be the mean of all numbers. Numbers are 53 bits of
+a cryptographic hash, so this happens in one of 2^50 steps with differing ranks. The others then wait for the timeout.
 """
 
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ def _class(value: object) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a value as a text that is the same in every process; of an unknown object only its class."""
+    """Return a text of a value that is the same in every process. For an unknown object it is the class."""
     if isinstance(value, torch.Tensor):
         return f"tensor({value.tolist()})" if value.numel() <= 16 else f"a tensor of {value.numel()} elements"
     if isinstance(value, list | tuple):
@@ -74,7 +74,7 @@ def _is_plain(value: object) -> bool:
 
 
 class Done(NamedTuple):
-    """What a `TrainStep` did in one optimizer step. The names of the fields are those in an error."""
+    """What a `TrainStep` did in one optimizer step. Errors use the names of the fields."""
 
     steps_taken_before: int
     steps_skipped_before: int
@@ -86,17 +86,17 @@ class Done(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    """What one rank did in one optimizer step, in plain values of Python. Nothing is read from a device."""
+    """What one rank did in one optimizer step, as plain Python values. Reads nothing from a device."""
 
     done: Done | None
     num_backwards: int
     hyperparameters: list[list[tuple[str, object]]]
-    """Of each param group of each optimizer: the plain values."""
+    """The plain values of each param group of each optimizer."""
     is_trained: bytes
     """One byte per parameter of the model: `requires_grad`."""
     order: int
     calls: dict[int, int]
-    """Described by `order` in the hash, which costs less."""
+    """Calls by their code. The hash has `order` in their place, which takes less time."""
 
     def digest(self) -> int:
         """Return 8 bytes of a hash that is the same in every process."""
@@ -107,8 +107,8 @@ class _Facts(NamedTuple):
 class RankAgreement(Callback):
     """Compares in every optimizer step what the ranks did: see [Note: One number per step].
 
-    On a CPU the ranks raise in the step. Elsewhere reading the result would make the host wait for the device, so it is
-    read in the next step.
+    On a CPU the ranks raise in the same step. On other devices the result is read in the next step: reading it at once
+    would make the host wait for the device.
     """
 
     def __init__(self, state: WrapState, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -122,11 +122,11 @@ class RankAgreement(Callback):
         self._optimizers = optimizers
         self._parameters = list(state.root.parameters())
         self._num_ranks = state.mesh.size()
-        self._facts: _Facts | None = None  # those of the number that was last sent
+        self._facts: _Facts | None = None  # behind the number that was last sent
         self._late = None if state.mesh.device_type == "cpu" else _LateFlag(device_of(state.mesh))
 
     def statistics(self) -> Sequence[float]:
-        """Return the number of this rank, and begin the next optimizer step."""
+        """Return this rank's number for the step that ends, and begin the next one."""
         self._facts = _Facts(
             done=self.done,
             num_backwards=self._issued.num_backwards,
@@ -157,7 +157,7 @@ class RankAgreement(Callback):
         if self._late is not None:
             if (before := self._late.exchange(sums[0] != expected, self._facts)) is not None:
                 raise self._error("The optimizer step before this one", before, "Restart from a checkpoint before it.")
-        elif sums.numpy()[0] != expected:  # the host's own memory: no operation, and nothing to wait for
+        elif sums.numpy()[0] != expected:  # host memory: runs no op
             raise self._error("This optimizer step", self._facts, "Nothing was updated in it.")
 
     def _error(self, what: str, facts: _Facts, remedy: str) -> StepError:
@@ -174,11 +174,11 @@ class RankAgreement(Callback):
         for parameter, is_trained in zip(self._parameters, facts.is_trained, strict=True):
             found[f"requires_grad of {names.get(id(parameter), 'a removed parameter')}"] = str(bool(is_trained))
         calls = {f"the count of {self._issued.names[code]}": str(count) for code, count in facts.calls.items()}
-        return found | calls  # in the order of the first ones
+        return found | calls  # in the order of their first call
 
 
 class _LateFlag:
-    """Reads a flag of the device one step late, when the host need not wait for it."""
+    """Reads a flag of the device one step later, so that the host need not wait for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._flag = torch.empty((), dtype=torch.bool, pin_memory=True)

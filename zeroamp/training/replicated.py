@@ -1,9 +1,9 @@
 """Gradients of replicated (0-D) parameters: averaged over all ranks in the step's all-reduce.
 
-FSDP2 shards dimension 0, which a 0-D parameter has not, so every rank holds and updates it whole. Autograd sums its
-gradient over the micro-batches of an optimizer step, in fp32. The mean over ranks needs no collective of its own: two
-fp64 numbers per parameter ride in the step's all-reduce, the gradient and whether there is one. fp64 holds the sum of
-two fp32 numbers so exactly that on 2 ranks its rounding to fp32 is that of an fp32 sum.
+FSDP2 shards dimension 0, which a 0-D parameter does not have, so every rank holds and updates the whole parameter.
+Autograd sums its gradient over the micro-batches of an optimizer step, in fp32. The mean over ranks needs no collective
+of its own: the step's all-reduce has two more fp64 numbers per parameter, the gradient and whether there is one. On 2
+ranks the fp64 sum, rounded to fp32, is the same as an fp32 sum.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from torch import nn
 
 
 class ReplicatedGradients:
-    """The gradients of a model's replicated parameters. A model without any pays nothing for it."""
+    """Averages the gradients of a model's replicated parameters. Costs nothing if a model has none."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         """Take all parameters of a wrapped model, in the order that all ranks have."""
@@ -24,7 +24,7 @@ class ReplicatedGradients:
         return [parameter for parameter in parameters if parameter.dim() > 0] if self._parameters else parameters
 
     def statistics(self, device: torch.device) -> list[torch.Tensor]:
-        """Return what to append to the statistics of the step: this rank's gradients and 1 or 0 for each, 1-D fp64."""
+        """Return this rank's gradients, and 1 or 0 for each, to append to the step's statistics: 1-D fp64."""
         if not self._parameters:
             return []
         zero = torch.zeros((), dtype=torch.float64, device=device)
@@ -36,8 +36,8 @@ class ReplicatedGradients:
     def set_gradients(self, statistics: torch.Tensor, divide_factor: float) -> torch.Tensor:
         """Set the gradients to the sums over ranks, divided. Return the sum of their squares, 0-D fp64.
 
-        A parameter that this rank did not use, and another did, gets a gradient too; one that no rank used keeps None.
-        Only a rank with an unused parameter waits for the device.
+        A parameter that any rank used gets a gradient on all ranks. A parameter that no rank used keeps None. Only a
+        rank with an unused parameter waits for the device.
 
         Args:
             statistics: the sums over ranks of what `statistics` returned, 1-D fp64.

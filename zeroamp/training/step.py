@@ -186,7 +186,7 @@ class TrainStep:
         if callbacks is self._callbacks:  # train.callbacks += [...]
             return
         raise StepError(
-            "TrainStep.callbacks was set, which would drop the callbacks of the config (monitors, recovery, saving). "
+            "TrainStep.callbacks was set, which would remove the callbacks of the config (monitors, recovery, saving). "
             "Call train.callbacks.append(callback) for each of yours."
         )
 
@@ -205,9 +205,9 @@ class TrainStep:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside are not the last of their optimizer step: each gets `is_last=False`.
+        """Give each backward inside the context `is_last=False`, as for DDP and accelerate.
 
-        The first backward after it, without `is_last`, is the last one. As with DDP and accelerate::
+        The first backward after the context, without `is_last`, is the last one of its optimizer step::
 
             with train.no_sync():
                 train.backward(loss_of(first), divide=False)
@@ -275,10 +275,10 @@ class TrainStep:
         self._is_stepped = False
 
     def _begin(self) -> None:
-        """Check, and forget, what may have changed since the last optimizer step."""
+        """Check what the caller may have changed since the last optimizer step, and clear the sums of losses."""
         self.micro_batches.refuse_other_gradients()
         self.micro_batches.refuse_low_shards()
-        self._loss_sum, self._whole_loss, self._num_divided = None, None, 0  # another TrainStep's zero_grad keeps them
+        self._loss_sum, self._whole_loss, self._num_divided = None, None, 0  # another TrainStep's zero_grad leaves them
         if self._num_held != (num_held := _num_held(self.optimizers)):
             refuse_foreign(self.optimizers, self.micro_batches.parameters)
             self._num_held = num_held
@@ -464,7 +464,7 @@ class TrainStep:
         return loss, squares
 
     def _divide_factor(self) -> float:
-        """Return what sums of gradients over ranks are divided by."""
+        """Return the number that sums of gradients over ranks are divided by."""
         factors = (factor for _, factor in divide_factors(self._state.root))
         factor = next(factors, 1.0 if self._policy.reduce == "sum" else None)
         return self._state.mesh.size() if factor is None else factor

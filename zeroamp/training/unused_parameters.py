@@ -1,10 +1,10 @@
-"""Which parameters no rank used in an optimizer step: they keep `grad` None, as in one process.
+"""Finds the parameters that no rank used in an optimizer step. Their `grad` stays None, as in one process.
 
 [Note: One number for three parameters]
-A rank tracks which parameters had a gradient on it. For the others it must know whether another rank had one: their
-reduced gradient is then the mean with zeros, and else it is discarded. So the numbers of ranks that used each parameter
-are added to the step's all-reduce, three in each fp64 number: 3 x 17 bits, for fewer than 2^17 ranks. Only a rank with
-unused parameters reads them.
+Each rank tracks which parameters had a gradient on it. If another rank used a parameter that this rank did not, the
+reduced gradient is the mean with zeros; if no rank used it, the gradient is discarded. So the step's all-reduce also
+counts the ranks that used each parameter. Each fp64 number has three counts of 17 bits, for fewer than 2^17 ranks. Only
+a rank with unused parameters reads the counts.
 """
 
 import logging
@@ -33,9 +33,9 @@ class UnusedParameters:
         self._has_logged = False
 
     def usage(self) -> torch.Tensor:
-        """Return this rank's part of the numbers: 1-D fp64, on the device. See [Note: One number for three parameters].
+        """Return this rank's part of the counts: 1-D fp64, on the device. See [Note: One number for three parameters].
 
-        A step with the same usage as the one before builds nothing and copies nothing to the device.
+        If the usage is the same as in the step before, nothing is built or copied to the device.
         """
         used = [group.used for group in self._state.gradients]
         if used != self._used:
@@ -53,7 +53,7 @@ class UnusedParameters:
         self._sent = torch.tensor(numbers, dtype=torch.float64, device=device_of(self._state.mesh))
 
     def discard_gradients(self, sums: torch.Tensor) -> None:
-        """Set `grad` to None on the parameters that no rank used. `sums` are all ranks' numbers, 1-D fp64.
+        """Set `grad` to None on the parameters that no rank used. `sums` are the counts over all ranks, 1-D fp64.
 
         Waits for the device if this rank left a parameter unused whose group was reduced.
         """

@@ -26,7 +26,7 @@ ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 def step(optimizer: torch.optim.Optimizer) -> None:
     """Call `optimizer.step()`, on plain shards if that gives the same bits: see [Note: The same bits, sooner]."""
     if not works_on_shards(optimizer):
-        with _kinds_apart(optimizer):
+        with _replicated_apart(optimizer):
             optimizer.step()
         return
     with _on_shards(optimizer):
@@ -34,8 +34,8 @@ def step(optimizer: torch.optim.Optimizer) -> None:
 
 
 @contextmanager
-def _kinds_apart(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Move replicated parameters to param groups of their own: foreach kernels refuse them beside sharded ones."""
+def _replicated_apart(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Move replicated parameters to param groups of their own: foreach kernels refuse a mixture with DTensors."""
     own = [(group, group["params"]) for group in optimizer.param_groups]
     try:
         for group, params in own:

@@ -1,7 +1,7 @@
-"""Drafts: folders that are written under another name and get their own by one rename. Also durable writes and locks.
+"""Drafts (folders that are written under another name and then renamed), durable writes, and locks.
 
-A draft holds a file whose lock its writer has. The lock ends with the process, so the next writer knows which drafts a
-killed one left.
+The writer of a draft locks a file in it. The lock ends with the writer's process, so the next writer can tell the
+drafts of killed processes from those in progress.
 """
 
 import fcntl
@@ -47,7 +47,7 @@ def replace_durably(path: Path, content: bytes) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder, and those above it, unless they exist. When this returns, all are on the disk."""
+    """Make a folder and its parents, unless they exist. When this returns, all of them are on the disk."""
     for folder in reversed([folder for folder in path.parents if not folder.exists()]):
         folder.mkdir(exist_ok=True)
         sync_to_disk(folder.parent)
@@ -69,7 +69,7 @@ def make_draft(path: Path) -> int:
 
 
 def has_writer(draft: Path) -> bool | None:
-    """Return whether the process that made a draft is alive; None if the draft has no file to lock any more."""
+    """Return whether the process that made a draft is alive; None if the draft has no lock file."""
     try:
         descriptor = os.open(draft / WRITER, os.O_RDWR)
     except FileNotFoundError:  # killed just before the rename, or just after the folder was made
@@ -96,7 +96,7 @@ def try_lock(descriptor: int) -> bool | None:
 
 
 def unlock(descriptor: int) -> None:
-    """Release a lock. Closing alone would leave it with a process that was forked meanwhile, such as a data loader."""
+    """Release a lock. If it were only closed, a process forked meanwhile, such as a data loader, would retain it."""
     with suppress(OSError):  # of a file system without locks
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
@@ -104,12 +104,12 @@ def unlock(descriptor: int) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[bool]:
-    """Lock a folder, or a file that is made where there is none. Yields whether the file system has locks.
+    """Lock a folder, or a file, which is made if it does not exist. Yields whether the file system has locks.
 
-    It is locked for renames and removals only, never while data is written.
+    Writers hold this lock for renames and removals only, never while they write data.
 
     Raises:
-        CheckpointError: another process has locked it for more than a minute.
+        CheckpointError: another process has held the lock for more than a minute.
     """
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_CREAT | os.O_RDWR)
     try:
@@ -117,8 +117,8 @@ def locked(path: Path) -> Iterator[bool]:
         while (is_free := try_lock(descriptor)) is False:
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"{path} has been locked by another process for {TIMEOUT_S:.0f} s, though writers lock it "
-                    "for moments only. End that process, or save into another folder."
+                    f"Another process has locked {path} for {TIMEOUT_S:.0f} s, but writers hold this lock for moments "
+                    "only. End that process, or save into another folder."
                 )
             time.sleep(0.05)
         yield is_free is True

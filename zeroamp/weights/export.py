@@ -78,9 +78,9 @@ def export_hf(
         exclude_frozen_parameters: leave out parameters that need no gradient.
 
     Raises:
-        CheckpointError: on all ranks, before anything is written where it can be known: the model has adapters of peft,
-            the ranks pass different arguments, a finite value would be infinite in `dtype`, safetensors is not
-            installed; or a rank cannot write.
+        CheckpointError: on all ranks. Before anything is written: the model has adapters of peft, the ranks pass
+            different arguments, a finite value would be infinite in `dtype`, or safetensors is not installed. Later: a
+            rank cannot write.
         WrapError: the model is not wrapped.
     """
     state = wrap_state(model)
@@ -101,13 +101,13 @@ def export_hf(
 
 
 def _refuse_adapters(root: nn.Module) -> None:
-    """Raise CheckpointError if modules are of peft: `from_pretrained` knows neither their names nor the adapters."""
+    """Raise CheckpointError for modules of peft: `from_pretrained` can load neither their names nor the adapters."""
     for fqn, module in root.named_modules():
         if any(cls.__module__.partition(".")[0] == "peft" for cls in type(module).__mro__):
             raise CheckpointError(
                 f"export_hf cannot write {type(root).__name__}: {fqn or 'the model'} is of peft, and from_pretrained "
                 "does not know the names of adapters and of what they wrap. To save the adapters alone, pass "
-                "save_pretrained a full state_dict: docs/recipes.md has the lines. To save merged weights, call "
+                "save_pretrained a full state_dict: docs/recipes.md has an example. To save merged weights, call "
                 "zeroamp.unwrap_model(model).merge_and_unload() and save_pretrained."
             )
 
@@ -318,7 +318,7 @@ def _open_draft(path: Path) -> int:
     of_place = re.compile(re.escape(path.name[:-_NUM_DIGITS]) + rf"[0-9a-f]{{{_NUM_DIGITS}}}")
     with locked(path.parent) as has_locks:
         for other in path.parent.iterdir() if has_locks else ():
-            # One without a lock is complete: it could not be moved, and the error said where it is.
+            # A draft without a lock is complete: moving it failed, and the error named its folder.
             if of_place.fullmatch(other.name) and other.is_dir() and has_writer(other) is False:
                 shutil.rmtree(other, ignore_errors=True)
         return make_draft(path)

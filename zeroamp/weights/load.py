@@ -43,10 +43,10 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         folder: with `model.safetensors`, or `model.safetensors.index.json` and the files it names.
 
     Raises:
-        CheckpointError: on all ranks. With the model unchanged: there are no such files, one is a link that leads
-            elsewhere than into a hub's cache, their names, shapes or kinds of number are not the model's (the first few
-            are named, the others counted), or a finite value would be infinite in the model's dtype. With the model
-            filled in part: a file cannot be read to its end, or a tied parameter has two values.
+        CheckpointError: on all ranks. The model is unchanged if there are no such files, a file is a link out of the
+            folder (links into a hub's cache are followed), names, shapes or kinds of number are not the model's (the
+            first few are named, the others counted), or a finite value would be infinite in the model's dtype. The
+            model is filled in part if a file cannot be read to its end, or a tied parameter has two values.
         WrapError: the model is not wrapped.
     """
     state = wrap_state(model)
@@ -108,7 +108,7 @@ def _open(path: Path) -> Any:
 
 
 def _hub_blobs(path: Path) -> list[Path]:
-    """Return where the files of a hub's cache are, REPO/blobs, if `path` is a link REPO/snapshots/REVISION/NAME."""
+    """Return [REPO/blobs], the files of a hub's cache, if `path` is a link REPO/snapshots/REVISION/NAME; else []."""
     snapshots = path.parent.parent
     return [snapshots.parent / "blobs"] if snapshots.name == "snapshots" else []
 
@@ -150,7 +150,7 @@ def _refuse_other_shapes(plan: dict[Path, list[tuple[str, Weight]]], folder: str
 
 
 def _refuse_out_of_range(plan: dict[Path, list[tuple[str, Weight]]], mesh: DeviceMesh) -> None:
-    """Raise CheckpointError if a finite value is infinite in the model's dtype. Reads tensors of wider dtypes only."""
+    """Raise CheckpointError if a finite value would be infinite in the model's dtype. Reads tensors of wider dtypes."""
     for path, items in plan.items():
         with _open(path) as file:
             for name, weight in items:

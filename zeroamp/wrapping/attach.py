@@ -88,7 +88,7 @@ def _attach_root_forward(model: nn.Module, state: WrapState) -> None:
 
 
 def _needs_train_step(plan: Plan) -> str:
-    """Return, as text, what a plain `loss.backward(); optimizer.step()` would ignore, or ""."""
+    """Return, as text, what a plain `loss.backward(); optimizer.step()` would ignore; "" if nothing."""
     policy = plan.policy
     keys = {
         "gradient_accumulation_steps": policy.gradient_accumulation_steps > 1,
@@ -105,9 +105,9 @@ def _needs_train_step(plan: Plan) -> str:
 
 
 def _guard_calls_from_outside(model: nn.Module, plan: Plan) -> Iterator[RemovableHandle]:
-    """Guard units, the modules around them, and those beside either: what a user may call by itself.
+    """Guard the modules that a user may call by themselves: units, modules around units, and siblings of either.
 
-    Each is guarded by one of its parameters that no hook on the module, or on one inside, unshards.
+    The guard of a module checks one of its parameters that no hook on the module, or on a module inside, unshards.
     """
     modules = dict(model.named_modules(remove_duplicate=False))  # a module may have several names
     units = [fqn for unit in plan.units for fqn in plan.modules_of(unit)]
@@ -135,7 +135,7 @@ def _guard_safe_modules(model: nn.Module, state: WrapState) -> None:
 
 
 def cast_unit_inputs(model: nn.Module, plan: Plan) -> list[RemovableHandle]:
-    """Let the modules of units cast their inputs where the mode says so; return the hooks' handles.
+    """Register hooks that cast the inputs of units in modes bf16 and fp16; return their handles.
 
     Modules of the plan that the model does not have are left out.
     """

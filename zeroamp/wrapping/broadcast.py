@@ -1,4 +1,4 @@
-"""`zeroamp.sync_module_states`: before a model is sharded, all ranks get the values of the first one."""
+"""`zeroamp.sync_module_states`: broadcasts the first rank's parameters and buffers before the model is sharded."""
 
 import torch
 import torch.distributed as dist
@@ -12,8 +12,8 @@ from zeroamp.planning.mesh import device_of
 def broadcast_module_states(model: nn.Module, mesh: DeviceMesh) -> None:
     """Set all parameters and buffers to the values of the first rank of `mesh`, in place. All ranks call this.
 
-    Tensors are broadcast one by one, as bytes; one that the mesh's device does not hold is copied there for as long.
-    Tensors on the meta device are left out: parameters are initialised later, alike everywhere.
+    Tensors are broadcast one by one, as bytes. A tensor that is not on the mesh's device is copied there meanwhile.
+    Tensors on the meta device are left out: they are initialised later, with the same values on all ranks.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta and tensor.numel() > 0:
@@ -21,7 +21,7 @@ def broadcast_module_states(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
-    # The tensor's own memory, if it is contiguous and on the device.
+    # No copy if the tensor is contiguous and on the device.
     flat = tensor.detach().to(device_of(mesh)).contiguous().reshape(-1)
     for axis in range(mesh.ndim):  # from (0, 0) to all (i, 0), and from these to all (i, j)
         dist.broadcast(flat.view(torch.uint8), group=mesh.get_group(axis), group_src=0)

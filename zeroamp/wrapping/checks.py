@@ -26,14 +26,14 @@ _OF_ONE_RANK = (
     *("tensorboard", "csv_monitor", "wandb", "comms_logger", "steps_per_print", "wall_clock_breakdown"),
     *("zeroamp.ranges", "zeroamp.count_traffic"),
 )
-"""Blocks and keys of the config that change what a rank shows of itself, and nothing else."""
+"""Blocks and keys of the config that change only what a rank logs and records."""
 
 
 def description_of(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> Description:
-    """Describe what `wrap_model` makes of its arguments, for the comparison of the ranks: see `run_alike`.
+    """Describe the plan and the arguments of `wrap_model`, for the comparison of the ranks: see `run_alike`.
 
-    Everything but values of parameters. Monitors may be set up on some ranks in other ways, native keys change nothing.
-    `mesh` is the one given.
+    Leaves out values of parameters, keys that change nothing, and settings of monitors, which may differ between ranks.
+    `mesh` is the caller's.
     """
     policy = plan.policy
     given = flatten(Policy(policy.config).to_config())
@@ -57,7 +57,7 @@ def description_of(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> Des
 
 
 def _parameters(model: nn.Module, plan: Plan) -> Description:
-    """Describe every name of every parameter: shape, dtype, whether it is trained, its group, what it is tied to."""
+    """Describe each parameter under each of its names: shape, dtype, `requires_grad`, group, the one it is tied to."""
     group_of = {param.fqn: group for group in plan.all_groups for param in group.params}
     first_name: dict[int, str] = {}
     found = {}
@@ -76,7 +76,7 @@ def _parameters(model: nn.Module, plan: Plan) -> Description:
 
 
 def _structure(module: nn.Module) -> str:
-    """Return a module's class; of torch's own modules their settings too, which another class may print per process."""
+    """Return a module's class, and the settings of torch's own modules. Other classes may print text per process."""
     name = type(module).__name__
     return f"{name}({module.extra_repr()})" if type(module).__module__.startswith("torch.nn.") else name
 
@@ -113,7 +113,7 @@ def _checksum(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def check_all_gather(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise WrapError for a parameter that makes its own all-gather inputs, such as float8 ones, where gloo runs it.
+    """Raise WrapError for a parameter that makes its own all-gather inputs (float8) if the process group is gloo.
 
     gloo has no float8 dtypes.
     """

@@ -1,7 +1,7 @@
-"""Compares what the ranks are about to do: one digest in one collective, and the difference in words if there is one.
+"""Compares the ranks before they train: one digest in one collective, and an error that names what differs.
 
-Ranks that differ train wrongly without an error, or wait for each other for ever. So each rank describes what must be
-equal on all ranks, as texts by key. Equal ranks pay one all-reduce of two integers.
+Ranks that differ would train wrongly without an error, or wait for each other for ever. So each rank describes, as text
+by name, what must be equal on all ranks. If the ranks are equal, this costs one all-reduce of two integers.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from zeroamp.policies.errors import ZeroAmpError, error_text
 
 T = TypeVar("T")
 Description = Mapping[str, str]
-"""What must be equal on all ranks: a name that fits into "... is ... on rank 0" -> its value. The order counts."""
+"""Name -> value, of what must be equal on all ranks, in the same order. Errors read "<name> is <value> on rank 0"."""
 
 _NUM_NAMED = 4  # differences that an error names; the others often follow from them
 _LONGEST = 160  # characters of a value in an error
@@ -35,13 +35,13 @@ def run_alike(
 ) -> T:
     """Call `action` on every rank of `group`, compare the descriptions that it returns, and return its result.
 
-    All ranks call this. `action` may raise on some of them, and must not communicate. `what` begins the text of an
-    error and `remedy` ends it. `device` is one that `group` can communicate from.
+    All ranks call this. `action` may raise on some ranks, and must not communicate. An error's text begins with `what`
+    and ends with `remedy`. `group` communicates from `device`.
 
     Raises:
-        PeerError: another rank did not come here.
-        Exception: what `action` raised, if it raised the same on all ranks.
-        ZeroAmpError: on all ranks, if it raised on some: their common class if there is one, else `error_type`.
+        PeerError: another rank did not call this.
+        Exception: the error of `action`, if all ranks raised the same one.
+        ZeroAmpError: on all ranks, if `action` raised on some. It has their common class, or else `error_type`.
         error_type: on all ranks, if the descriptions differ. The text names what differs, and on which ranks.
     """
     try:
@@ -70,9 +70,9 @@ def _is_equal(description: Description, what: str, group: dist.ProcessGroup | No
 
 
 def differences(description: Description, group: dist.ProcessGroup | None) -> str:
-    """Return a sentence about what differs between the ranks and on which, the same on all. All ranks call this.
+    """Return a sentence that names what differs and on which ranks, the same on all ranks. All ranks call this.
 
-    Descriptions are compared with the first rank's, so that what is sent does not grow with the square of the ranks.
+    Each rank compares its description with the first rank's, and sends the differences only.
     """
     ranks = dist.get_process_group_ranks(group)
     of_rank: list[_Differing | None] = [None] * len(ranks)
@@ -87,15 +87,15 @@ def differences(description: Description, group: dist.ProcessGroup | None) -> st
 
 
 class _Differing(NamedTuple):
-    """In what one rank differs from the first."""
+    """The differences between one rank and the first."""
 
     values: dict[str, tuple[str, str]]
-    """Name -> the first rank's value and this one's; the first few."""
+    """Name -> the first rank's value and this rank's, for the first `_NUM_NAMED` differences."""
     num_differing: int
 
 
 def _differing(first: Description, own: Description) -> _Differing:
-    by_length = sorted((first, own), key=len, reverse=True)  # what one of them lacks is then named in its place
+    by_length = sorted((first, own), key=len, reverse=True)  # an absent name then comes in its place
     values = {
         key: (_shortened(first.get(key)), _shortened(own.get(key)))
         for key in dict.fromkeys((*by_length[0], *by_length[1]))
@@ -125,7 +125,7 @@ def _sentence(found: Mapping[int, _Differing]) -> str:
 def _raise_errors(
     error: Exception | None, what: str, error_type: type[ZeroAmpError], group: dist.ProcessGroup | None
 ) -> None:
-    """Raise one error on all ranks, if any of them has one."""
+    """Raise the same error on all ranks, if any rank has one."""
     kind = type(error) if isinstance(error, ZeroAmpError) else error_type
     mine = None if error is None else (error_text(error), kind)
     ranks = dist.get_process_group_ranks(group)

@@ -1,7 +1,7 @@
-"""Calls on a wrapped model that would fail inside torch, or train in another precision: errors that say what to do.
+"""Refuses calls on a wrapped model that would fail inside torch, or that would train in another precision.
 
-An attribute of an instance hides the method of its class, so a wrapped model has these for what it cannot do. They are
-removed by `unwrap_model`. Nothing here runs in a forward or in an optimizer step.
+A method set on an instance hides the method of its class. `wrap_model` sets methods that raise on the model, and
+`unwrap_model` removes them. None of them runs in a forward or in an optimizer step.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from zeroamp.wrapping.state import Removable
 _REFUSED = {
     "__deepcopy__": (
         "copy.deepcopy cannot copy a wrapped model, and torch.optim.swa_utils.AveragedModel calls it. For an average "
-        "of the weights (EMA), average the shards: docs/recipes.md has the lines. For a second model, build and wrap "
+        "of the weights (EMA), average the shards: docs/recipes.md has an example. For a second model, build and wrap "
         "one."
     ),
     "resize_token_embeddings": (
@@ -29,7 +29,7 @@ _REFUSED = {
         "wrap_model. To change a wrapped model, call zeroamp.unwrap_model(model) first, and wrap it again."
     ),
 }
-"""Method of a model -> the text of the error that a call on a wrapped model raises."""
+"""Method of a model -> the text of the error that it raises on a wrapped model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,12 @@ class _Shadow:
     name: str
 
     def remove(self) -> None:
-        """Let the method of the class show again."""
+        """Restore the method of the class."""
         vars(self.module).pop(self.name, None)
 
 
 def refuse_calls(model: nn.Module) -> Iterator[Removable]:
-    """Replace what a wrapped model cannot do by errors; yield what undoes it."""
+    """Replace the methods that a wrapped model cannot run by ones that raise. Yield what undoes each replacement."""
     for name, text in _REFUSED.items():
         yield from _shadow(model, name, partial(_raising, text))
     yield from _shadow(model, "save_pretrained", _save_pretrained)
@@ -56,7 +56,7 @@ def refuse_calls(model: nn.Module) -> Iterator[Removable]:
 
 
 def _shadow(module: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[_Shadow]:
-    """Hide a method by what `make` makes of it, unless the module lacks it or the user put his own on the instance."""
+    """Replace a method by `make(method)`, unless the module has none, or the user set one on the instance."""
     if hasattr(module, name) and name not in vars(module):
         setattr(module, name, make(getattr(module, name)))
         yield _Shadow(module, name)
@@ -78,7 +78,7 @@ def _save_pretrained(method: Callable[..., Any]) -> Callable[..., Any]:
             raise WrapError(
                 "save_pretrained was called on a wrapped model, whose parameters are sharded. Call "
                 "zeroamp.export_hf(model, folder) on all ranks: from_pretrained reads what it writes. For a model with "
-                "adapters, pass save_pretrained a full state_dict: docs/recipes.md has the lines."
+                "adapters, pass save_pretrained a full state_dict: docs/recipes.md has an example."
             )
         return method(*args, **kwargs)
 
@@ -96,7 +96,7 @@ def _same_dtypes(unit: nn.Module, fqn: str, apply: Callable[..., Any]) -> Callab
                 raise WrapError(
                     f"{fqn + '.' if fqn else ''}{name} is stored in {short_name(dtype)} and was to be cast to "
                     f"{short_name(other)} after wrap_model. The config decides the dtype in which a model computes and "
-                    "communicates: set bf16, fp16 or torch_autocast there. What is frozen may be cast before "
+                    "communicates: set bf16, fp16 or torch_autocast there. Frozen parameters may be cast before "
                     "wrap_model. zeroamp.export_hf(model, folder, dtype) writes weights in another dtype."
                 )
         return apply(fn, *args, **kwargs)
@@ -105,7 +105,7 @@ def _same_dtypes(unit: nn.Module, fqn: str, apply: Callable[..., Any]) -> Callab
 
 
 def _refuse_unsharded(module: nn.Module, state_dict: Any, prefix: str, *_args: Any) -> None:
-    """Raise before plain tensors are copied into sharded parameters, as a `load_state_dict` pre-hook."""
+    """Raise if `load_state_dict` would copy plain tensors into sharded parameters. Runs as its pre-hook."""
     for name, parameter in module.named_parameters():
         value = state_dict.get(prefix + name)
         if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):

@@ -75,18 +75,17 @@ class WrapState:
     fp32_regions: list[Fp32Region] = field(default_factory=list)
     shard_accumulator: ShardAccumulator | None = None
     all_reduced_once: list[FSDPModule] = field(default_factory=list)
-    """Those whose own group is all-reduced over replicas in the last micro-batch only."""
+    """The modules whose own group is all-reduced over replicas in the last micro-batch only."""
     gradients: list[GroupGradients] = field(default_factory=list)
     """One entry per parameter group of FSDP2."""
     handles: list[Removable] = field(default_factory=list)
     open_step: OpenStep | None = None
-    """The optimizer step that has gradients on this model now. Several `TrainStep`s of one model find each other by it.
-    """
+    """The optimizer step that has gradients on this model now. Other `TrainStep`s of the model read it."""
     is_observed: bool = False
     """Whether what runs is an observed step, which leaves no trace: see `ledger/observed_step.py`."""
     gradient_scale: float | None = 1.0
-    """The factor that the gradients of the shards are multiplied by: the loss scale, and 1 once it is divided out. None
-    between the micro-batches of an optimizer step, when they are not complete."""
+    """The factor that the gradients of the shards are multiplied by: the loss scale, or 1 after the unscaling. None
+    between the micro-batches of an optimizer step, when the gradients are not complete."""
     is_unwrapped: bool = False
     """Whether `unwrap_model` has undone the wrap."""
 
@@ -130,10 +129,10 @@ def wrap_state(model: nn.Module) -> WrapState:
 
 
 def owner_of(parameter: nn.Parameter) -> tuple[WrapState, nn.Parameter]:
-    """Return the state of the wrapped model that has a parameter, sharded or unsharded, and the sharded parameter.
+    """Return the state of the wrapped model that a sharded or unsharded parameter is of, and the sharded parameter.
 
     Raises:
-        StepError: no wrapped model has it.
+        StepError: no wrapped model has the parameter.
     """
     for root in list(_roots):
         for pair in parameter_pairs(root):

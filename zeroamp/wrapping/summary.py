@@ -14,7 +14,7 @@ from zeroamp.policies.dtypes import short_name, stored_dtype
 
 MIB = 1024**2
 UNCAST_FRACTION = 0.1
-"""Of the trainable elements: with more of them in fp32 in spite of autocast, `wrap_model` warns."""
+"""`wrap_model` warns if autocast leaves more than this fraction of the trainable elements in fp32, as 3-D tensors."""
 
 
 def size_summary(plan: Plan, ranks: Ranks, *, name: str, seconds: float) -> str:
@@ -61,7 +61,7 @@ def describe_master_weights(model: nn.Module) -> str | None:
 
 
 def describe_uncast_experts(plan: Plan) -> str | None:
-    """Return a warning where autocast leaves more than a tenth of the trainable elements, experts of MoE, in fp32."""
+    """Return a warning if autocast leaves MoE experts of more than `UNCAST_FRACTION` of the elements in fp32."""
     trained = [param for param in plan.params if param.is_trainable]
     experts = [
         param

@@ -53,8 +53,8 @@ def wrap_model(
     """Shard `model` in place with FSDP2 according to `policy`. Returns the same object, now an `FSDPModule`.
 
     Build the optimizer after this call: the parameters become sharded DTensors. The first rank logs sizes and the time
-    that it took (logger "zeroamp", level INFO). Without a process group one is initialised from torchrun's environment;
-    in a plain `python script.py`, one of this process alone.
+    that it took (logger "zeroamp", level INFO). If there is no process group, this call initialises one from torchrun's
+    environment, or, in a plain `python script.py`, one of this process alone.
 
     Args:
         model: on any device; parameters on the meta device are materialised and initialised without a full copy.

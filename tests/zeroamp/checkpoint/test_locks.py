@@ -13,7 +13,7 @@ def test_a_lock_held_for_too_long_is_an_error_that_names_it(tmp_path, monkeypatc
     monkeypatch.setattr(drafts, "TIMEOUT_S", 0.1)
     with locked(tmp_path) as has_locks:
         assert has_locks
-        with pytest.raises(CheckpointError, match=r"\.lock .*another process.*0 s.*another folder"):
+        with pytest.raises(CheckpointError, match=r"^Another process .*\.lock .*0 s.*another folder"):
             locked(tmp_path).__enter__()
     with locked(tmp_path):
         pass

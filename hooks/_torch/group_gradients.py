@@ -31,6 +31,7 @@ class GroupGradients:
         self._num_forwards = 0  # with gradients on, whose backward has not ended
         self._is_pending = False  # a backward ended without a reduction
         self._used: set[int] = set()  # positions in `fsdp_params`
+        self._completed: set[int] = set()  # positions of those that were reduced as zeros
         self._trains = [parameter.sharded_param.requires_grad for parameter in group.fsdp_params]
         self._pre_forward_of_fsdp, self._post_backward_of_fsdp = group.pre_forward, group.post_backward
         group.pre_forward, group.post_backward = self._pre_forward, self._post_backward
@@ -45,6 +46,15 @@ class GroupGradients:
         """The sharded parameters of the group."""
         return [parameter.sharded_param for parameter in self._group.fsdp_params]
 
+    def only_zeros(self) -> list[nn.Parameter]:
+        """Return the sharded parameters whose gradients since `reset` are zeros of this class on this rank."""
+        return [self._group.fsdp_params[index].sharded_param for index in self._completed - self._used]
+
+    def use(self, parameter: nn.Parameter) -> None:
+        """Count a sharded parameter of the group as used, after its gradient was set by hand."""
+        places = (index for index, each in enumerate(self._group.fsdp_params) if each.sharded_param is parameter)
+        self._used.update(places)
+
     def end_backward(self) -> None:
         """Discard the count of forwards whose backward did not run. Call after each backward of the root."""
         self._num_forwards = 0
@@ -53,6 +63,7 @@ class GroupGradients:
         """Begin another optimizer step: clear `used`, and release the partial sums over shards."""
         self._num_forwards, self._is_pending = 0, False
         self._used.clear()
+        self._completed.clear()
         self._group._partial_reduce_output = None
 
     def _pre_forward(self, *args: Any) -> Any:
@@ -86,7 +97,7 @@ class GroupGradients:
             self._is_pending |= ran or bool(used)
         elif ran or used or self._is_pending or (group._partial_reduce_output is not None and group.all_reduce_grads):
             self._is_pending = False
-            _complete(group.fsdp_params)
+            self._completed.update(_complete(group.fsdp_params))
         return self._post_backward_of_fsdp(*unused)
 
 
@@ -101,22 +112,25 @@ def _has_gradient(parameter: Any) -> bool:
     return parameter.unsharded_accumulated_grad is not None or parameter._unsharded_param.grad is not None
 
 
-def _complete(parameters: list[Any]) -> None:
-    """Set a gradient of one dtype on each trainable parameter. See the notes above."""
+def _complete(parameters: list[Any]) -> list[int]:
+    """Set a gradient of one dtype on each trainable parameter; return the positions of zeros. See the notes above."""
     sums = (parameter.unsharded_accumulated_grad for parameter in parameters if not _autograd_sums(parameter))
     dtype = next((total.dtype for total in sums if total is not None), None)
-    for parameter in parameters:
+    zeros = []
+    for index, parameter in enumerate(parameters):
         unsharded = parameter._unsharded_param
         if _has_gradient(parameter):
             gradient = unsharded.grad
         elif unsharded.requires_grad:
             gradient = torch.zeros_like(unsharded, dtype=dtype or getattr(unsharded, "grad_dtype", None))
+            zeros.append(index)
         else:
             continue
         if dtype is None:
             unsharded.grad = gradient
         elif parameter.unsharded_accumulated_grad is None:
             parameter.unsharded_accumulated_grad, unsharded.grad = gradient.to(dtype), None
+    return zeros
 
 
 def _autograd_sums(parameter: Any) -> bool:

@@ -39,6 +39,11 @@ class ShardAccumulator:
             handle.remove()
         self._handles.clear()
 
+    def discard(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Release the sums of these parameters."""
+        for parameter in parameters:
+            self._sums.pop(parameter, None)
+
     def drop(self) -> None:
         """Release the sums of an optimizer step that is discarded."""
         self._sums.clear()

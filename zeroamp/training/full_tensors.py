@@ -52,7 +52,8 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     is not clipped. It has the dtype of the sharded parameter and is on the mesh's device. None: there is no gradient.
 
     Raises:
-        StepError: the parameter is not one of a wrapped model, or the last micro-batch has not run.
+        StepError: the parameter is not one of a wrapped model, the last micro-batch has not run, or a 0-D parameter is
+            given before `clip_grad_norm`.
     """
     state, sharded = owner_of(parameter)
     gradient, scale = _gradient(sharded, state, "full_gradient")
@@ -80,6 +81,8 @@ def set_full_gradient(parameter: nn.Parameter, value: torch.Tensor) -> None:
             f"set_full_gradient was given a parameter of shape {tuple(sharded.shape)} without a gradient. Call it "
             "after the last backward of an optimizer step, for a parameter that the loss depends on."
         )
+    for group in state.gradients:
+        group.use(sharded)  # a value that was set counts, also where no rank used the parameter
     _fill(gradient, value if scale == 1.0 else value.to(gradient.dtype) * scale, state, "set_full_gradient")
 
 
@@ -118,6 +121,11 @@ def _gradient(sharded: nn.Parameter, state: WrapState, method: str) -> tuple[tor
         raise StepError(
             f"{method} was called before the last micro-batch of an optimizer step, when gradients are not complete. "
             "Call it after the last backward and before the update."
+        )
+    if sharded.dim() == 0 and not state.is_summed:
+        raise StepError(
+            f"{method} was given a 0-D parameter before clip_grad_norm(), which averages its gradient over ranks. Call "
+            "it between clip_grad_norm() and update()."
         )
     if state.shard_accumulator is not None:
         state.shard_accumulator.flush()

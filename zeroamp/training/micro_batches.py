@@ -109,6 +109,12 @@ class MicroBatches:
                 "both use the same gradients. End that step first, or call zero_grad() of either to discard it."
             )
         accumulator = self._state.shard_accumulator
+        # torch.autograd.grad through the model, for gradients of inputs, reduced zeros.
+        zeros = [parameter for group in self._state.gradients for parameter in group.only_zeros()]
+        for parameter in zeros:
+            parameter.grad = None
+        if accumulator is not None:
+            accumulator.discard(zeros)
         sums = accumulator.sums if accumulator is not None else {}
         left = next((i for i, p in enumerate(self.parameters) if p.grad is not None or p in sums), None)
         if left is not None:
@@ -177,7 +183,7 @@ class MicroBatches:
             parameter.grad = None
         for group in self._state.gradients:
             group.reset()
-        self.num_done, self.is_complete = 0, False
+        self.num_done, self.is_complete, self._state.is_summed = 0, False, False
         self._close()
 
     def _close(self) -> None:

@@ -36,7 +36,7 @@ from zeroamp.training.rank_agreement import Done, RankAgreement, description_of
 from zeroamp.training.step_report import StepReport, learning_rates, log_step
 from zeroamp.training.unused_parameters import UnusedParameters
 from zeroamp.wrapping.rank_agreement import Description, run_alike
-from zeroamp.wrapping.state import autocast_of, wrap_state
+from zeroamp.wrapping.state import autocast_of, reshard, wrap_state
 
 if TYPE_CHECKING:
     from zeroamp.checkpoint.background import Saving
@@ -458,6 +458,7 @@ class TrainStep:
                 callback.on_statistics(statistics[start : start + len(numbers)])
                 start += len(numbers)
         self._unused.discard_gradients(statistics[2 : 2 + len(usage)])
+        self._state.is_summed = True
         loss, squares = statistics[0], statistics[1]
         if own[2:]:
             squares = squares + replicated.set_gradients(of_replicated, self._divide_factor())
@@ -489,6 +490,9 @@ class TrainStep:
             with self.micro_batches.noting("optimizer.step"):
                 for callback in tuple(self.callbacks):
                     callback.before_update()
+                reshard(
+                    self.micro_batches.units
+                )  # a forward since clip_grad_norm would leave the old weights unsharded
                 rates = tuple(rate for optimizer in self.optimizers for rate in learning_rates(optimizer))
                 if not clipped.skipped:
                     for optimizer in self.optimizers:

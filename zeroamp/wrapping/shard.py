@@ -31,6 +31,7 @@ def shard_model(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, FSD
     _store(model, unsharded, mesh)
     for param in unsharded:  # FSDP2 moves only what it shards
         parameter = model.get_parameter(param.fqn)
+        parameter.grad = None  # as sharding does to the others
         if not parameter.is_meta:
             parameter.data = parameter.data.to(device_of(mesh))
     live = live_units(plan)

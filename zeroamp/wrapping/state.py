@@ -86,6 +86,8 @@ class WrapState:
     gradient_scale: float | None = 1.0
     """The factor that the gradients of the shards are multiplied by: the loss scale, or 1 after the unscaling. None
     between the micro-batches of an optimizer step, when the gradients are not complete."""
+    is_summed: bool = False
+    """Whether the all-reduce of the optimizer step has run: gradients of 0-D parameters are local before."""
     is_unwrapped: bool = False
     """Whether `unwrap_model` has undone the wrap."""
 

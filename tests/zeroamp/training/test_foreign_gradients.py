@@ -47,6 +47,32 @@ def test_gradients_before_the_first_backward_are_refused_by_name(ranks2, stage, 
         assert differing == []
 
 
+def _beside_steps(stage, between):
+    """The parameters after two steps, with `between` called before the update of the first and after it."""
+    torch.manual_seed(0)
+    cfg = config(stage, dtype=None)
+    model = zeroamp.wrap_model(ThreeUnits(), policy(cfg), None, {"Linear"})
+    train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1))
+    for index in range(2):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * index + dist.get_rank()))
+        train.backward(loss_of(model, x))
+        train.clip_grad_norm()
+        if between:
+            loss_of(model, x)  # a forward with gradients
+        train.update()
+        if between:
+            x = x.requires_grad_()
+            torch.autograd.grad(loss_of(model, x), x)
+    return full_parameters(model)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_forwards_before_the_update_and_gradients_of_inputs_after_it_change_nothing(ranks2, stage):
+    expected = ranks2.run(_beside_steps, stage, False)
+    for ours, theirs in zip(ranks2.run(_beside_steps, stage, True), expected, strict=True):
+        assert same_bits(ours, theirs) == []
+
+
 class Generator(nn.Module):
     def __init__(self):
         super().__init__()

@@ -67,9 +67,7 @@ def make_good(root: Path) -> None:
     (root / "reports").mkdir()
     header = {"kind": "header", "world_size": 1, "device": "cpu", "plan": {"mode": "fp32", "stage": 3}}
     known: dict[str, Any] = {"step": 1, "loss": 1.0, "grad_norm": 1.0}
-    needed = {
-        name: 0 for name, field in StepRecord.__dataclass_fields__.items() if field.type in ("float", "int", "bool")
-    }
+    needed = {name: 0 for name, field in StepRecord.__dataclass_fields__.items() if field.type in (float, int, bool)}
     record = {"kind": "step", **{k: v for k, v in needed.items() if k not in known}, "lr": [0.1], **known}
     (root / "reports" / "run.jsonl").write_text(f"{json.dumps(header)}\n{json.dumps(record)}\n")
     (root / "configs").mkdir()

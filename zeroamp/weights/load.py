@@ -109,7 +109,7 @@ def _open(path: Path) -> Any:
 
 def _hub_blobs(path: Path) -> list[Path]:
     """Return [REPO/blobs], the files of a hub's cache, if `path` is a link REPO/snapshots/REVISION/NAME; else []."""
-    snapshots = path.parent.parent
+    snapshots = path.parent.resolve().parent
     return [snapshots.parent / "blobs"] if snapshots.name == "snapshots" else []
 
 

@@ -1,4 +1,4 @@
-# `make demo`, `make test` (minutes) and `make test-all` (that and the tests marked slow); measurements: `make bench`, and
+# `make demo`, `make demo-lora`, `make test` (minutes) and `make test-all` (that and the tests marked slow); measurements: `make bench`, and
 # `make bench-gpu` on one GPU. Each sets up all it needs in .venv first.
 #
 # Variables:
@@ -28,12 +28,17 @@ CHOICES := zeroamp 3,zeroamp 3 again,zeroamp 3 casts not shared,zeroamp 3 recove
 	zeroamp 3 no model-wide group,zeroamp 3 units of two blocks,zeroamp 3 gathers waited for,zeroamp 3 optimizer on DTensors,$\
 	zeroamp 3 prefetch,zeroamp 3 live,zeroamp 3 merged,zeroamp 3 sizes of DeepSpeed
 
-.PHONY: demo test test-slow test-all bench bench-gpu lint clean
+.PHONY: demo demo-lora test test-slow test-all bench bench-gpu lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
 		examples/finetune_llama.py --config examples/configs/zero3_autocast_bf16.json --out runs/demo
 	$(BIN)/zeroamp report runs/demo/run.jsonl --plot runs/demo/run.png
+
+# The same model and text, adapters on its frozen bf16 weights, by TRL's SFTTrainer.
+demo-lora: $(VENV)/.installed
+	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
+		examples/sft_lora.py --model smollm2 --seq-len 128 --lr 1e-3 --out runs/demo-lora
 
 PYTEST := $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 

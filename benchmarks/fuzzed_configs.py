@@ -37,8 +37,24 @@ TEXTS = ["auto", "fp32", "bf16", "torch.float16", "half", "int8", "cpu", "none",
          "adamw", "\ud800", "é" * 70, "{}", "a.b", "*", "?"]  # fmt: skip
 LISTS = [[], ["Linear"], ["torch.nn.Linear", "Embedding"], ["norm"], ["1"], ["1.1"], ["Sequential"], ["*"], [1], [None],
          [[]], [0.9, 0.95], [0.9, 1.0], (0.8, 0.9), [1e-3], [1e-3, 1e-4]]  # fmt: skip
+OVERRIDES = [
+    [{"modules": "3", "compute": "fp32"}],
+    [{"modules": ["LayerNorm"], "communication": "bf16"}],
+    [{"modules": "1.1.*", "gather": "fp32", "communication": "fp32"}],
+    [{"modules": "torch.nn.Embedding", "gather": "bf16"}],
+    [{"modules": "Linear", "compute": "fp16"}],
+    [{"modules": "Sequential", "compute": "bf16"}, {"modules": "LayerNorm", "compute": "fp32"}],
+    [{"modules": "1.0", "communication": "bf16"}, {"modules": "*", "communication": "fp32"}],
+    [{"modules": "nothing", "compute": "fp32"}],
+    [{"modules": [], "compute": "fp32"}],
+    [{"modules": "0"}],
+    [{"modules": "0", "compute": "int8"}],
+    [{"modules": 0, "gather": True}],
+    [{"compute": "fp32"}],
+    [{"modules": "3", "precision": "fp32"}],
+]  # fmt: skip
 BLOCKS = [{}, {"enabled": True}, {"enabled": False}, {"enabled": "auto"}, {"device": "cpu"}, {"a": {"b": {}}}]
-POOL = [*NUMBERS, *SPECIAL, *TEXTS, *LISTS, *BLOCKS]
+POOL = [*NUMBERS, *SPECIAL, *TEXTS, *LISTS, *OVERRIDES, *BLOCKS]
 MODES = [
     {},
     {"torch_autocast.enabled": True, "torch_autocast.dtype": "bfloat16"},
@@ -92,6 +108,8 @@ def configs(num: int, seed: int) -> Iterator[tuple[dict[str, Any], dict[str, Any
             is_of_type = path.partition(".params.")[0] + ".type" in flat or ".params." not in path
             if is_of_type or rng.random() < 0.1:
                 flat[path] = rng.choice(values[path] if values[path] and rng.random() < 0.98 else POOL)
+        if rng.random() < 0.1:
+            flat["zeroamp.overrides"] = rng.choice(OVERRIDES)
         if rng.random() < 0.05:  # a misspelled key
             path = rng.choice(paths)
             at = rng.randrange(len(path))

@@ -53,7 +53,7 @@ class Result:
     kind: str
     stage: int
     endings: list[Ending]
-    verdict: str
+    outcome: str
 
 
 def main() -> None:
@@ -69,15 +69,15 @@ def main() -> None:
     for name, kind in kinds.items():
         for stage in kind.stages:
             endings = run(kind, stage, arguments.timeout_s)
-            results.append(Result(kind=name, stage=stage, endings=endings, verdict=verdict(kind, endings)))
+            results.append(Result(kind=name, stage=stage, endings=endings, outcome=outcome(kind, endings)))
             told = " | ".join(f"{ending.error} {ending.seconds:.1f} s {ending.text[:400]}" for ending in endings)
-            print(f"{name}, stage {stage}: {results[-1].verdict}: {told}", flush=True)
+            print(f"{name}, stage {stage}: {results[-1].outcome}: {told}", flush=True)
     if arguments.out is not None:
         arguments.out.mkdir(parents=True, exist_ok=True)
         record = json.dumps([asdict(result) for result in results], indent=1)
         (arguments.out / "rank-differences.json").write_text(record)
     emit("rank_differences", _tables(results), arguments.out)
-    sys.exit(any(result.verdict in ("silent", "hangs", "other") for result in results))
+    sys.exit(any(result.outcome in ("silent", "hangs", "other") for result in results))
 
 
 def run(kind: Kind, stage: int, timeout_s: float) -> list[Ending]:
@@ -127,7 +127,7 @@ def _rank(rank: int, kind: Kind, stage: int, timeout_s: float, file: str, connec
     os._exit(0)  # as a process that raised: nothing is closed in order
 
 
-def verdict(kind: Kind, endings: list[Ending]) -> str:
+def outcome(kind: Kind, endings: list[Ending]) -> str:
     """Return how a run ended, in a word."""
     errors = {ending.error for ending in endings}
     if "hangs" in errors:
@@ -147,13 +147,13 @@ def verdict(kind: Kind, endings: list[Ending]) -> str:
 def _tables(results: list[Result]) -> list[str]:
     counts: dict[str, int] = {}
     for result in results:
-        counts[result.verdict] = counts.get(result.verdict, 0) + 1
+        counts[result.outcome] = counts.get(result.outcome, 0) + 1
     summary = ["| ended | runs |", "|---|---|", *(f"| {name} | {count} |" for name, count in counts.items())]
     rows = ["| kind | stage | ended | rank 0 | rank 1 | longest, s |", "|---|---|---|---|---|---|"]
     for result in results:
         cells = [_cell(ending) for ending in result.endings]
         longest = max(ending.seconds for ending in result.endings)
-        rows.append(f"| {result.kind} | {result.stage} | {result.verdict} | {' | '.join(cells)} | {longest:.1f} |")
+        rows.append(f"| {result.kind} | {result.stage} | {result.outcome} | {' | '.join(cells)} | {longest:.1f} |")
     return [f"{len({result.kind for result in results})} kinds, {len(results)} runs.", *map("\n".join, (summary, rows))]
 
 

@@ -46,7 +46,8 @@ from zeroamp.dry_run.checks import ranks_at
 from zeroamp.planning.groups import ParamPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.traffic import padded_numel, plan_traffic
+from zeroamp.planning.shard_dim import numel_of_shards
+from zeroamp.planning.traffic import plan_traffic
 from zeroamp.policies.policy import Stage
 
 NUM_RANKS = tuple(2**power for power in range(1, 15))
@@ -79,8 +80,8 @@ def of_deepspeed(plan: Plan, num_ranks: int) -> float:
 def of_fsdp2(plan: Plan, num_ranks: int, num_bytes: int) -> float:
     """Return the same by the formulae for FSDP2 with `num_bytes` per element in all collectives."""
     shards = 1 if plan.policy.stage == 0 else num_ranks
-    total = sum(padded_numel(param, shards) for param in plan.params)
-    root = sum(padded_numel(param, shards) for param in plan.params if not param.unit)
+    total = sum(numel_of_shards(param.shape, 0, shards) for param in plan.params)
+    root = sum(numel_of_shards(param.shape, 0, shards) for param in plan.params if not param.unit)
     num_micro_batches = plan.policy.gradient_accumulation_steps
     by_stage = {
         0: 2 * total,

@@ -1,12 +1,14 @@
 """Writes the tables of the docs that the code decides: python docs/generate.py
 
 `config.md`, `accumulation.md` and the key tables of `migrating-from-deepspeed.md` from the schema, those of
-`precision.md` from planning.
+`precision.md` from planning, those of `deepspeed-api.md` from docstrings.
 """
 
+import inspect
 import json
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 
@@ -15,6 +17,12 @@ from pydantic_core import PydanticUndefined
 from tabulate import tabulate
 from torch import nn
 
+from zeroamp import deepspeed
+from zeroamp.deepspeed.accelerator import Accelerator
+from zeroamp.deepspeed.engine import DeepSpeedEngine
+from zeroamp.deepspeed.engine_config import EngineConfig
+from zeroamp.deepspeed.optimizer import ZeroOptimizer
+from zeroamp.deepspeed.refused import ENGINE, EXPERTS, OPS, PACKAGE, ZERO
 from zeroamp.planning.group_dtypes import group_dtypes, param_dtypes
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.safe_parameters import Precision
@@ -29,6 +37,7 @@ from zeroamp.policies.schema import (
     Honoured,
     Key,
     Native,
+    OverrideBlock,
     Unsupported,
     iter_keys,
 )
@@ -42,6 +51,7 @@ def tables() -> dict[str, str]:
     keys = list(iter_keys(Config))
     return {
         "honoured": _table([_honoured_row(key) for key in keys if isinstance(key.key_class, Honoured)]),
+        "overrides": _table([_override_row(key) for key in iter_keys(OverrideBlock)]),
         "native": _table([_row(key, "why") for key in keys if isinstance(key.key_class, Native)]),
         "unsupported": _table([_unsupported_row(key) for key in keys if isinstance(key.key_class, Unsupported)]),
         "defaults": _table([_defaults_row(key) for key in keys if _differs(key)]),
@@ -54,6 +64,52 @@ def tables() -> dict[str, str]:
 def precision_tables() -> dict[str, str]:
     """Return the tables of `precision.md` by name: the dtypes and collectives that planning decides."""
     return {"dtypes": _table(list(_dtypes_rows())), "reductions": _table(list(_reduction_rows()))}
+
+
+def deepspeed_tables() -> dict[str, str]:
+    """Return the tables of `deepspeed-api.md` by name: the first sentence of each docstring, and what is refused."""
+    calls = {f"`deepspeed.{name}`": getattr(deepspeed, name) for name in deepspeed.__all__ if name not in _NOT_CALLS}
+    modules = ("zero", "utils", "comm", "checkpointing", "ops.adam")
+    in_modules = {f"`{name}.{each}`": value for name in modules for each, value in _defined_in(name)}
+    engine = {f"`engine.{name}`": value for name, value in _members(DeepSpeedEngine, EngineConfig)}
+    optimizer = {f"`optimizer.{name}`": value for name, value in _members(ZeroOptimizer)}
+    accelerator = {f"`get_accelerator().{name}`": value for name, value in _members(Accelerator)}
+    refused = {"deepspeed": PACKAGE, "engine": ENGINE, "zero": ZERO, "ops.adam": OPS, "moe": EXPERTS}
+    rows = [(f"`{owner}.{name}`", reason) for owner, names in refused.items() for name, reason in names.items()]
+    return {
+        "deepspeed-functions": _calls(calls | in_modules),
+        "deepspeed-engine": _calls(engine | optimizer),
+        "deepspeed-accelerator": _calls(accelerator),
+        "deepspeed-refused": _table([{"name": name, "instead": reason} for name, reason in rows]),
+    }
+
+
+_NOT_CALLS = {"logger", "ZeroOptimizer", "UnsupportedError", "DeepSpeedEngine"}
+
+
+def _calls(members: dict[str, object]) -> str:
+    rows = [{"call": name, "does": _first_sentence(member)} for name, member in members.items()]
+    return _table(rows)
+
+
+def _first_sentence(member: object) -> str:
+    return " ".join((inspect.getdoc(member) or "").split("\n\n")[0].split())
+
+
+def _defined_in(name: str) -> Iterator[tuple[str, object]]:
+    """Yield the public functions and classes of a module of `zeroamp.deepspeed` that it defines itself."""
+    module = import_module(f"zeroamp.deepspeed.{name}")
+    for each, value in vars(module).items():
+        if not each.startswith("_") and callable(value) and getattr(value, "__module__", "") == module.__name__:
+            yield each, value
+
+
+def _members(*classes: type) -> Iterator[tuple[str, object]]:
+    """Yield the public methods and properties of classes, in their order."""
+    for each in classes:
+        for name, member in vars(each).items():
+            if not name.startswith("_") and (callable(member) or isinstance(member, property)):
+                yield name, member
 
 
 def _dtypes_rows() -> Iterator[dict[str, str]]:
@@ -120,6 +176,10 @@ def _honoured_row(key: Key) -> dict[str, str]:
     return {"key": f"`{key.path}`", "default": _json(key.default), "meaning": _note(key)}
 
 
+def _override_row(key: Key) -> dict[str, str]:
+    return {"key of an override": f"`{key.path}`", "default": _json(key.default), "meaning": _note(key)}
+
+
 def _unsupported_row(key: Key) -> dict[str, str]:
     if not isinstance(key.key_class, Unsupported):
         raise AssertionError(f"expected an unsupported key, got {key.key_class}")
@@ -176,7 +236,7 @@ def _table(rows: list[dict[str, str]]) -> str:
 
 def render(text: str) -> str:
     """Return `text` with every generated table replaced by that of the code."""
-    for name, table in (tables() | precision_tables()).items():
+    for name, table in (tables() | precision_tables() | deepspeed_tables()).items():
         begin, end = BEGIN.format(name=name), END.format(name=name)
         if begin in text:
             head, _, rest = text.partition(begin)
@@ -185,7 +245,7 @@ def render(text: str) -> str:
 
 
 if __name__ == "__main__":
-    for name in ("config.md", "migrating-from-deepspeed.md", "accumulation.md", "precision.md"):
+    for name in ("config.md", "migrating-from-deepspeed.md", "accumulation.md", "precision.md", "deepspeed-api.md"):
         path = HERE / name
         path.write_text(render(path.read_text()))
         sys.stdout.write(f"wrote {path.name}\n")

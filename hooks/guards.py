@@ -2,7 +2,7 @@
 bypass `TrainStep`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from zeroamp.hooks._torch.dispatch import accumulates_in
 from zeroamp.hooks.tensors import tensors_in
 from zeroamp.policies.errors import PrecisionError, StepError, WrapError
 
@@ -24,8 +25,8 @@ def attach_safe_module_guard(module: nn.Module, fqn: str, device_type: str) -> R
                 f"{fqn} (a {type(module).__name__}) ran with autocast off, but its parameters are all-gathered in "
                 "low precision. Outside of the model's forward, call it under train.autocast(), or in a method of the "
                 'model that is registered: zeroamp.register_forward_method(model, "generate"), for example. Where the '
-                "model switches autocast off, leave its class out of torch_autocast.lower_precision_safe_modules: its "
-                "parameters then stay fp32."
+                "model switches autocast off, leave its class out of torch_autocast.lower_precision_safe_modules, or "
+                "set gather fp32 for it in zeroamp.overrides: its parameters then stay fp32."
             )
 
     return module.register_forward_pre_hook(check)
@@ -55,14 +56,17 @@ class BackwardGuard:
     """Raises in a backward through the model's outputs, unless a `TrainStep.backward` of this process runs it.
 
     Attached only if a plain `loss.backward(); optimizer.step()` would ignore a key of the config, or parameters.
+    `torch.autograd.grad`, and `backward(inputs=...)` of other tensors, set no gradient of a parameter: they pass.
     """
 
     armed: ClassVar[bool] = False
     """Whether a `TrainStep.backward` of any model is running: a generator's loss also runs through the discriminator,
     whose own `TrainStep` then refuses the gradients that this backward leaves there."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, leaves: Callable[[], Iterable[torch.Tensor]]) -> None:
+        """Take why a plain backward is wrong, and what returns the parameters as autograd sees them."""
         self.reason = reason
+        self._leaves = leaves
 
     @classmethod
     @contextmanager
@@ -86,7 +90,7 @@ class BackwardGuard:
                     tensor.register_hook(self._check)  # type: ignore[no-untyped-call]
 
     def _check(self, _grad: torch.Tensor) -> None:
-        if not self.armed:
+        if not self.armed and accumulates_in(self._leaves()):
             raise StepError(
                 f"loss.backward() was called, but {self.reason}, which a plain backward ignores. "
                 "Call zeroamp.TrainStep(model, optimizer).backward(loss), then .step()."

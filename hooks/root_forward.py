@@ -61,6 +61,8 @@ class _OpenForward:
     """The exception that was being handled when the forward began."""
     frame: FrameType | None
     """Of the module's call; None where there is none, in a registered method."""
+    has_begun: bool = False
+    """Whether the model's own code runs, after FSDP2 has unsharded the root."""
     entered: ExitStack = field(default_factory=ExitStack)
     """What to leave; nothing while context managers are still entered."""
 
@@ -105,6 +107,11 @@ class RootForward:
         """How many forwards are running, one inside the other."""
         return len(self._open)
 
+    @property
+    def runs_model(self) -> bool:
+        """Whether the model's own code runs in a forward: FSDP2 has unsharded the root."""
+        return bool(self._open) and self._open[-1].has_begun
+
     def add(self, place: Place, around: Around) -> None:
         """Run later forwards inside `around` too, after others of the same place."""
         self._by_place[place].append(around)
@@ -128,6 +135,7 @@ class RootForward:
             root.register_forward_pre_hook(
                 lambda _module, args, kwargs: self._enter(args, kwargs), prepend=True, with_kwargs=True
             ),
+            root.register_forward_pre_hook(lambda _module, _args: self._begin(), prepend=False),
             root.register_forward_hook(lambda _module, _args, output: self._see_output(output), prepend=True),
             # Last, and called where the forward raised, too.
             root.register_forward_hook(lambda _module, _args, _output: self._leave(), prepend=False, always_call=True),
@@ -153,6 +161,7 @@ class RootForward:
         def inside(*args: Any, **kwargs: Any) -> Any:
             for pre_forward in (*pre_forwards, *(before for before, _ in groups)):
                 args, kwargs = pre_forward(root, args, kwargs)
+            self._begin()
             output = method(*args, **kwargs)
             self._see_output(output)
             for _, post_forward in reversed(groups):
@@ -199,6 +208,11 @@ class RootForward:
                 if (context := around(call)) is not None:
                     entered.enter_context(context)
             forward.entered = entered.pop_all()
+
+    @untraced
+    def _begin(self) -> None:
+        if self._open:
+            self._open[-1].has_begun = True
 
     @untraced
     def _leave(self) -> None:

@@ -13,7 +13,7 @@ last. Holders follow the same set of modules that have yet to run in this forwar
 the holder, so FSDP2 clears it after a backward. Newer versions also finish a holder of which not all modules ran.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, cast
 
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 from torch.utils.hooks import RemovableHandle
 
 from zeroamp.hooks._torch.dispatch import untraced
@@ -28,6 +29,9 @@ from zeroamp.hooks._torch.fsdp import PostForward, PreForward, forward_hooks, mo
 from zeroamp.policies.errors import WrapError
 
 HOLDER_NAME = "_zeroamp_group"
+
+PlacementFn = Callable[[nn.Parameter], Shard | None]
+"""For `fully_shard`: the placement of a parameter's shards; None is dimension 0."""
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -61,6 +65,7 @@ def shard_typed_group(
     mp_policy: MixedPrecisionPolicy,
     reshard_after_forward: bool | int,
     offload_policy: OffloadPolicy,
+    shard_placement_fn: PlacementFn | None = None,
 ) -> FSDPModule:
     """Shard the named parameters of `owners` as one group of their own; return its holder.
 
@@ -79,17 +84,18 @@ def shard_typed_group(
         mp_policy=mp_policy,
         reshard_after_forward=reshard_after_forward,
         offload_policy=offload_policy,
+        shard_placement_fn=shard_placement_fn,
         ignored_params=ignored,
     )
     for index in range(len(owners)):
         delattr(holder, str(index))  # FSDP2 keeps its own references to the owners
-    point = _attachment_point(owners, model)
+    point = attachment_point(owners, model)
     num_taken = sum(name.startswith(HOLDER_NAME) for name, _ in point.named_children())
     point.add_module(f"{HOLDER_NAME}{num_taken or ''}", holder)
     return cast(FSDPModule, holder)
 
 
-def _attachment_point(owners: Sequence[nn.Module], model: nn.Module) -> nn.Module:
+def attachment_point(owners: Sequence[nn.Module], model: nn.Module) -> nn.Module:
     """Choose where the holder hangs: FSDP2's root finds states by walking the module tree.
 
     A container would call or index the holder as one of its own, so the first owner that is none gets it.
@@ -149,3 +155,12 @@ def group_policy(param_dtype: torch.dtype, accumulate: torch.dtype) -> MixedPrec
     always set, because what None means changed in torch 2.15. Inputs are cast by `cast_inputs`.
     """
     return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=accumulate, cast_forward_inputs=False)
+
+
+def place_shards(model: nn.Module, dims: Mapping[str, int]) -> PlacementFn | None:
+    """Return a `shard_placement_fn` for the parameters with these FQNs and sharded dimensions; None if all are 0.
+
+    Call right before the `fully_shard` that shards them: it knows the parameters by identity.
+    """
+    placements = {id(model.get_parameter(fqn)): Shard(dim) for fqn, dim in dims.items() if dim != 0}
+    return (lambda parameter: placements.get(id(parameter))) if placements else None

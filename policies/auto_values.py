@@ -22,7 +22,11 @@ OTHER_NAMES = {
 }
 """Path of a key under its second name -> the path of the key."""
 
-OWN_AUTO = ("torch_autocast.lower_precision_safe_modules", "data_types.keep_in_fp32_modules")
+OWN_AUTO = (
+    "torch_autocast.lower_precision_safe_modules",
+    "data_types.keep_in_fp32_modules",
+    "zeroamp.shard_dim",
+)
 """Keys to which "auto" is a value of its own."""
 
 _ZERO = "zero_optimization"

@@ -27,8 +27,8 @@ def find_units(
     """Return the FQNs of the units below the root, children before parents; the root ("") is always one and not listed.
 
     By default the classes in a transformers model's `_no_split_modules`, else the repeated blocks in the outermost
-    `nn.ModuleList`s, else none (the root alone is a unit, which is logged). Whatever the policy, the modules
-    that `leaf_modules` names are units, and nothing inside them is.
+    `nn.ModuleList`s, or `nn.ModuleDict`s with numbers as keys, else none (the root alone is a unit, which is logged).
+    Whatever the policy, the modules that `leaf_modules` names are units, and nothing inside them is.
 
     Raises:
         WrapError: the policy matches no module of the model, or is none of the accepted forms.
@@ -138,11 +138,18 @@ def _default_units(model: nn.Module) -> list[str]:
 
 
 def _repeated_blocks(module: nn.Module, fqn: str) -> Iterator[str]:
-    """Yield children that share their class with a sibling in an outermost `nn.ModuleList`, if they own parameters."""
+    """Yield children that share their class with a sibling in an outermost list of modules, if they own parameters.
+
+    A list is an `nn.ModuleList`, or an `nn.ModuleDict` whose keys are numbers, as torchtitan's. Other keys name parts
+    of a model, such as two embeddings or two towers.
+    """
+    is_list = isinstance(module, nn.ModuleList) or (
+        isinstance(module, nn.ModuleDict) and all(key.isdigit() for key in module)
+    )
     num_siblings = Counter(type(child) for child in module.children())
     for name, child in module.named_children():
         child_fqn = f"{fqn}.{name}" if fqn else name
-        is_block = isinstance(module, nn.ModuleList) and num_siblings[type(child)] > 1
+        is_block = is_list and num_siblings[type(child)] > 1
         if is_block and not isinstance(child, nn.ModuleList | nn.ModuleDict) and any(True for _ in child.parameters()):
             yield child_fqn
         else:

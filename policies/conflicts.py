@@ -6,15 +6,26 @@ import torch
 
 from zeroamp.policies.accumulation import refusal
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
-from zeroamp.policies.errors import ConfigError
+from zeroamp.policies.errors import ConfigError, shown
+from zeroamp.policies.schema import OverrideBlock
 
 if TYPE_CHECKING:
     from zeroamp.policies.policy import Policy
 
 
+_FP16_ALL_REDUCE = "an all-reduce of fp16 divides after it has summed, and overflows."
+
+
 def check_policy(policy: "Policy") -> None:
     """Raise ConfigError where values of a policy contradict each other."""
-    _check_communication(policy)
+    _check_communication("communication_data_type", policy.communication_data_type, policy)
+    if policy.stage == 0 and policy.reduce_accumulate_dtype == "native" and policy.wire_dtype == torch.float16:
+        raise ConfigError(
+            'zeroamp.reduce_accumulate_dtype must be "fp32" at stage 0 with communication in fp16, but is "native". '
+            f"Change it, or set communication_data_type to fp32 or bf16: {_FP16_ALL_REDUCE}"
+        )
+    for index, override in enumerate(policy.overrides):
+        _check_override(f"zeroamp.overrides.{index}", override, policy)
     _check_scale(policy)
     _check_sharding(policy)
     if policy.gather_16bit_weights_on_save and policy.low_dtype is None:
@@ -30,25 +41,52 @@ def check_policy(policy: "Policy") -> None:
         )
 
 
-def _check_communication(policy: "Policy") -> None:
+def _check_communication(key: str, asked: torch.dtype | None, policy: "Policy") -> None:
     """Refuse communication dtypes that would lose what the rest of the config promises."""
-    asked, is_native = policy.communication_data_type, policy.reduce_accumulate_dtype == "native"
+    is_native = policy.reduce_accumulate_dtype == "native"
     if asked == torch.float16 and policy.low_dtype != torch.float16:
         raise ConfigError(
-            'communication_data_type must be "fp32" or "bf16" unless something computes in float16, but is "fp16". '
+            f'{key} must be "fp32" or "bf16" unless something computes in float16, but is "fp16". '
             "Change it: float16 gradients over- and underflow without loss scaling, which only float16 compute has."
         )
     if policy.stage == 0 and asked in LOW_DTYPES and not is_native:
         raise ConfigError(
-            'communication_data_type must be "fp32" at stage 0 with zeroamp.reduce_accumulate_dtype "fp32", but is '
+            f'{key} must be "fp32" at stage 0 with zeroamp.reduce_accumulate_dtype "fp32", but is '
             f'"{short_name(asked)}". Stage 0 is an all-reduce, which sums in the communication dtype: use fp32, '
             'reduce_accumulate_dtype "native", or stage 1 and above.'
         )
-    if policy.stage == 0 and is_native and policy.wire_dtype == torch.float16:
+
+
+def _check_override(where: str, override: OverrideBlock, policy: "Policy") -> None:
+    """Refuse an item of `zeroamp.overrides` whose dtypes contradict each other or the mode."""
+    if not override.modules or not all(override.modules):
         raise ConfigError(
-            'zeroamp.reduce_accumulate_dtype must be "fp32" at stage 0 with communication in fp16, but is "native". '
-            "Change it, or set communication_data_type to fp32 or bf16: an all-reduce of fp16 divides after it has "
-            "summed, and overflows."
+            f"{where}.modules must name modules, but is {shown(list(override.modules))}. Write FQNs, patterns of them, "
+            "or class names."
+        )
+    if not override.settings():
+        raise ConfigError(f"{where} sets no dtype. Add compute, gather or communication, or remove it.")
+    for name, asked in (("compute", override.compute), ("gather", override.gather)):
+        if asked in (None, torch.float32, policy.low_dtype):
+            continue
+        low = "" if policy.low_dtype is None else f' or "{short_name(policy.low_dtype)}"'
+        remedy = "Change it: one model has one low precision."
+        if policy.low_dtype is None:
+            remedy = f"Change it, or enable torch_autocast or a {short_name(asked)} block."
+        raise ConfigError(
+            f'{where}.{name} must be "fp32"{low} in mode {policy.mode}, but is "{short_name(asked)}". {remedy}'
+        )
+    if override.compute is not None and override.gather not in (None, override.compute):
+        raise ConfigError(
+            f'{where}.gather must be "{short_name(override.compute)}", as compute is, but is '
+            f'"{short_name(override.gather)}". Remove one: without compute the modules compute as they would.'
+        )
+    _check_communication(f"{where}.communication", override.communication, policy)
+    is_native = policy.reduce_accumulate_dtype == "native"
+    if policy.stage == 0 and is_native and override.communication == torch.float16:
+        raise ConfigError(
+            f'{where}.communication must be "fp32" or "bf16" at stage 0 with zeroamp.reduce_accumulate_dtype "native", '
+            f'but is "fp16". Change it: {_FP16_ALL_REDUCE}'
         )
 
 

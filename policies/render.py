@@ -77,7 +77,7 @@ def _idle(path: str, policy: "Policy") -> str | None:
     if reason := unread(path, policy.config):
         return reason
     name = path.rpartition(".")[2]
-    if name in ("stage3_max_live_parameters", "stage3_prefetch_bucket_size") and policy.stage != 3:
+    if name in ("stage3_max_live_parameters", "stage3_prefetch_bucket_size", "own_units") and policy.stage != 3:
         return f"stage is {policy.stage}"
     if name == "external_autocast" and policy.mode == "autocast":
         return "torch_autocast wins over any other"

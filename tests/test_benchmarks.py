@@ -181,6 +181,7 @@ def test_memory_is_measured_of_one_engine_at_a_time(ranks2):
     assert step_memory.rows({"x": {"reason": "why"}}) == [{"engine": "x", "peak, MiB": "why"}]
 
 
+@pytest.mark.slow
 def test_a_record_has_the_command_and_every_round(tmp_path):
     arguments = ("--model", "tiny", "--length", 16, "--rounds", 3, "--warm-up", 1, "--fake", "--world-size", 8)
     engines = ("--engines", "zeroamp 3,FSDP2 bf16 reshard,DDP autocast", "--out", tmp_path)

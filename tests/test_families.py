@@ -7,10 +7,11 @@ import torch
 
 from benchmarks.architectures import expected_of, run_case
 from tests.models.families import FAMILIES
+from tests.selection import slow_but
 
 pytest.importorskip("transformers", reason="most of the models are transformers'")
 
-FAST = ("Llama", "ResNet", "CLIP", "LLaVA", "GNN")
+WITH_AUTO = ("Llama", "ResNet", "CLIP", "LLaVA", "GNN")
 NOT_EXACT = {
     "UNet": "an activation that feeds several units: autograd adds in another order",
 }
@@ -37,7 +38,7 @@ def _marked(names):
     ]
 
 
-@pytest.mark.parametrize("name", _marked(FAST))
+@pytest.mark.parametrize("name", slow_but(WITH_AUTO, "Llama", "ResNet", "GNN"))
 def test_a_family_with_auto_at_stage_3_has_the_bits_of_one_process(ranks2, expected, name):
     result = run_case(ranks2, name, "auto", 3, expected(name))
     assert result.is_exact, result.difference

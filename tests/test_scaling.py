@@ -22,7 +22,7 @@ def _plan(stage, **options):
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_in_fp32_zeroamp_sends_what_the_formula_says_of_fsdp2(stage, accumulation):
-    plan = _plan(stage, dtype=None, accumulation=accumulation)
+    plan = _plan(stage, dtype=None, accumulation=accumulation, zeroamp={"shard_dim": 0})  # as FSDP2's default
     sent = counted(plan, ranks_at(plan.policy, NUM_RANKS, None), NUM_RANKS)
     # The step's own all-reduce, which only zeroamp has: loss, norm, a hash, and one number for three parameters.
     numbers = 3 + -(-len(plan.params) // 3)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroamp
+from zeroamp.policies.json_values import nest
 
 VOCAB, WIDTH, NUM_STEPS = 64, 16, 4
 BASE: dict[str, Any] = {"torch_autocast.enabled": True, "torch_autocast.dtype": "bfloat16", "gradient_clipping": 1.0}
@@ -95,7 +96,7 @@ def train(kind: Kind, stage: int) -> int:
     """Train on this rank, with the difference if it is the last; return the optimizer steps taken."""
     differs = dist.get_rank() == dist.get_world_size() - 1
     keys = {**BASE, "zero_optimization.stage": stage, **kind.base, **(kind.config if differs else {})}
-    policy = zeroamp.policy_from_config(nested(keys))
+    policy = zeroamp.policy_from_config(nest(keys))
     torch.manual_seed(kind.seed if differs else 0)
     model = kind.model() if differs else Layers()
     if differs and kind.prepare is not None:
@@ -115,15 +116,3 @@ def train(kind: Kind, stage: int) -> int:
                 step.backward(model(run.batch()))
                 step.step()
     return step.num_steps
-
-
-def nested(keys: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of keys with dots."""
-    config: dict[str, Any] = {}
-    for path, value in keys.items():
-        *blocks, name = path.split(".")
-        inner = config
-        for block in blocks:
-            inner = inner.setdefault(block, {})
-        inner[name] = value
-    return config

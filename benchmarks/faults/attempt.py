@@ -101,7 +101,8 @@ class Attempt:
         if has_saved and left and not self.shares_folder:
             self.losses.append(f"left in the folder: {sorted(left)}")
         whole = self._published()
-        if self.job.keep is not None and len(whole) > self.job.keep and not self.shares_folder:
+        # Only a save removes old checkpoints: what a killed one left is there until the next.
+        if has_saved and self.job.keep is not None and len(whole) > self.job.keep and not self.shares_folder:
             self.losses.append(f"{len(whole)} checkpoints are left")
 
     def lost(self, is_lost: bool, what: str) -> None:

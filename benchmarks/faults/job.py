@@ -207,7 +207,10 @@ class _Saves:
 
     def _look(self, wait: bool) -> None:
         pending = self.pending
-        if pending is not None and (wait or pending.done()):
+        if pending is None or not (wait or pending.done()):
+            return
+        # A failed save may have ended on this rank alone: only a wait raises its error on all ranks in the same step.
+        if wait or pending.exception() is None:
             name = pending.result().name
             self.log.write(event="saved", step=int(name.split("_")[1]), name=name)
             self.pending = None

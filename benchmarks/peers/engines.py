@@ -25,7 +25,7 @@ def builder(name: str) -> Callable[[Setup], Engine]:
         SystemExit: there is none.
     """
     known = name.removesuffix(AGAIN)
-    engines = ENGINES | VARIANTS
+    engines = ENGINES | VARIANTS | fsdp2.VARIANTS
     if known not in engines:
         raise SystemExit(f"--engines: {name!r} is none of {', '.join(engines)}")
     return engines[known]

@@ -1,6 +1,6 @@
 """The private names of the dispatcher, of fake tensors, of autograd and of the profiler."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,13 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Variable, profiler
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 __all__ = [
     "FakeTensorMode",
     "StorageWeakRef",
     "TorchDispatchMode",
+    "accumulates_in",
     "at_end_of_backward",
     "backward_id",
     "count_op_flops",
@@ -30,7 +31,9 @@ __all__ = [
     "storage_key",
     "storage_of",
     "tree_map",
+    "tree_map_only",
     "untraced",
+    "without_base",
 ]
 
 
@@ -58,12 +61,23 @@ def is_view_op(func: torch._ops.OpOverload) -> bool:
     return bool(func.is_view) or func.overloadpacket.__name__ == "_unsafe_view"
 
 
+def without_base(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the memory and the autograd history of one that is a view, but which is no view itself.
+
+    As the output of `nn.Linear` without a bias is. For a view whose base nobody else has.
+    """
+    if tensor._base is None:
+        return tensor
+    output: torch.Tensor = torch.ops.aten._unsafe_view(tensor, tensor.shape)
+    return output
+
+
 def run_op(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an op. On fake tensors `_grouped_mm` takes bf16 only, though its kernels take fp32 too: go round that."""
+    """Run an op. On fake tensors `_grouped_mm` takes bf16 only, though its kernels take others too: go round that."""
     is_grouped_mm = func.overloadpacket.__name__ == "_grouped_mm"
-    if not is_grouped_mm or not isinstance(args[0], FakeTensor) or {a.dtype for a in args[:2]} != {torch.float32}:
+    if not is_grouped_mm or not isinstance(args[0], FakeTensor) or args[0].dtype != args[1].dtype:
         return func(*args, **kwargs)
-    return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).float()
+    return func(args[0].bfloat16(), args[1].bfloat16(), *args[2:], **kwargs).to(args[0].dtype)
 
 
 def count_op_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
@@ -93,6 +107,20 @@ def is_in_backward() -> bool:
 def backward_id() -> int:
     """Return a number of the backward that autograd runs in this thread, -1 if none: another one for each."""
     return torch._C._current_graph_task_id()
+
+
+def accumulates_in(leaves: Iterable[torch.Tensor]) -> bool:
+    """Return whether the backward that runs now sets or adds to `grad` of any of these tensors.
+
+    `torch.autograd.grad` does not, and `backward(inputs=...)` does for its inputs only. Call it in a hook of a tensor.
+    """
+    try:
+        nodes = (torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves if leaf.requires_grad)
+        return any(torch._C._will_engine_execute_node(node) for node in nodes)
+    except RuntimeError as error:
+        if "autograd.grad()" not in str(error):
+            raise
+        return False  # of `torch.autograd.grad` with respect to one of the leaves
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

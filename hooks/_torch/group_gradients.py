@@ -9,13 +9,21 @@ group whose unit did not run reduces nothing. FSDP2's own flag (torch 2.13) redu
 FSDP2 reduces gradients of one dtype. Earlier micro-batches leave sums in the dtype of accumulation. A parameter that
 was first used, or unfrozen, in the last micro-batch has a gradient in its own dtype: it is cast to the sums' dtype.
 From torch 2.15 on, autograd itself sums in the dtype of accumulation.
+
+[Note: Reducing once]
+FSDP2 ends a group's backward, and reduces it, with each run of its module: autograd hands out a parameter's gradient
+after all runs, so all reductions but the last are of zeros. A head may run for each chunk of a sequence. After
+`reduce_once`, only the first run of a forward ends the group's backward; its backward comes last. If it comes before
+other gradients, FSDP2 reduces the rest at the end of the whole backward.
 """
 
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
+from zeroamp.hooks._torch.dispatch import is_in_backward
 from zeroamp.hooks._torch.fsdp import groups_of, units_of
 
 
@@ -29,6 +37,7 @@ class GroupGradients:
     def __init__(self, group: Any) -> None:
         self._group = group
         self._num_forwards = 0  # with gradients on, whose backward has not ended
+        self._reduces_once = False
         self._is_pending = False  # a backward ended without a reduction
         self._used: set[int] = set()  # positions in `fsdp_params`
         self._completed: set[int] = set()  # positions of those that were reduced as zeros
@@ -46,6 +55,11 @@ class GroupGradients:
         """The sharded parameters of the group."""
         return [parameter.sharded_param for parameter in self._group.fsdp_params]
 
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """The unsharded parameters, which autograd sees, of those that have been unsharded."""
+        return [each._unsharded_param for each in self._group.fsdp_params if hasattr(each, "_unsharded_param")]
+
     def only_zeros(self) -> list[nn.Parameter]:
         """Return the sharded parameters whose gradients since `reset` are zeros of this class on this rank."""
         return [self._group.fsdp_params[index].sharded_param for index in self._completed - self._used]
@@ -54,6 +68,28 @@ class GroupGradients:
         """Count a sharded parameter of the group as used, after its gradient was set by hand."""
         places = (index for index, each in enumerate(self._group.fsdp_params) if each.sharded_param is parameter)
         self._used.update(places)
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Return whether the group is one of a module's own."""
+        return isinstance(module, FSDPModule) and self._group in groups_of(module._get_fsdp_state())
+
+    def reduce_once(self) -> None:
+        """Reduce once per backward, however often the module runs: see [Note: Reducing once]. Call once."""
+        register, self._reduces_once = self._group._register_post_backward_hook, True
+
+        def register_first(args: Any, kwargs: Any) -> Any:
+            return register(args, kwargs) if self._num_forwards == 1 and not is_in_backward() else (args, kwargs)
+
+        self._group._register_post_backward_hook = register_first
+
+    def count_forward(self) -> None:
+        """Count a use of the group's unsharded parameters beside its modules' forwards. Call after unsharding them."""
+        if not torch.is_grad_enabled():
+            return
+        self._num_forwards += 1
+        # From torch 2.15 on, gradients sum in fp32 unless FSDP2's pre-backward, which this use has not, prevents it.
+        if hasattr(self._group, "_set_unsharded_grad_dtypes"):
+            self._group._set_unsharded_grad_dtypes(defer_upcast=True)
 
     def end_backward(self) -> None:
         """Discard the count of forwards whose backward did not run. Call after each backward of the root."""
@@ -90,7 +126,7 @@ class GroupGradients:
         if not all(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params):
             return None  # never unsharded: the unit has not run yet. FSDP2 fails on it if the backward does not reduce
         ran = self._num_forwards > 0
-        self._num_forwards -= ran
+        self._num_forwards = 0 if self._reduces_once else self._num_forwards - ran
         used = [index for index, parameter in enumerate(group.fsdp_params) if _has_gradient(parameter)]
         self._used.update(used)
         if not group.reduce_grads:

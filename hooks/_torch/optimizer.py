@@ -1,6 +1,14 @@
-"""The private names of torch's optimizers."""
+"""The private names of torch's optimizers.
+
+`torch.optim.Muon.step` calls `torch.optim._muon.muon` once per param group.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import torch
+from torch.optim import _muon
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 
@@ -19,3 +27,29 @@ def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
     step = vars(optimizer).get("step")
     is_scheduled = hasattr(step, "_wrapped_by_lr_sched") and getattr(step, "__wrapped__", None) is type(optimizer).step
     return step is not None and not is_scheduled
+
+
+MuonUpdate = Callable[..., None]
+"""Has the arguments of `torch.optim._muon.muon`: the parameters of a group, their gradients and momentum, settings."""
+
+
+@contextmanager
+def muon_updated_by(update: MuonUpdate) -> Iterator[None]:
+    """Let `torch.optim.Muon.step` call `update` in the place of torch's own, for each param group."""
+    with mock.patch.object(_muon, "muon", update):
+        yield
+
+
+def orthogonalized(
+    matrix: torch.Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float
+) -> torch.Tensor:
+    """Return Newton-Schulz's orthogonalization of a matrix, as `torch.optim.Muon` computes it: in bf16.
+
+    A bf16 `matrix` is overwritten.
+    """
+    return _muon._zeropower_via_newtonschulz(matrix, coefficients, num_steps, eps)
+
+
+def muon_lr(lr: float | torch.Tensor, adjust_lr_fn: str | None, shape: torch.Size) -> float:
+    """Return the learning rate that `torch.optim.Muon` uses for a matrix of this shape."""
+    return _muon._adjust_lr(lr, adjust_lr_fn, shape)  # type: ignore[arg-type]  # a tensor of one element works too

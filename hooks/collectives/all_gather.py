@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from zeroamp.hooks._torch.fsdp import AllGather, all_gather
-from zeroamp.hooks.collectives.issued import NamedWork, peer_lost
-from zeroamp.hooks.collectives.traffic import CollectiveListener, IssuedCollective, notify
+from zeroamp.hooks.collectives.issued import NamedWork, issue
+from zeroamp.hooks.collectives.traffic import CollectiveListener, IssuedCollective
 from zeroamp.hooks.observers.ranges import Ranges
 from zeroamp.policies.dtypes import short_name
 
@@ -40,9 +40,7 @@ class GroupAllGather(AllGather):
         """All-gather `input_tensor` (this rank's shards) into `output_tensor` (all ranks')."""
         with self.ranges.inside("all_gather", f"{self.group_name} {short_name(output_tensor.dtype)}"):
             issued = IssuedCollective("all_gather", output_tensor, self.group_name, group)
-            try:
-                work = all_gather(output_tensor, input_tensor, group, async_op=async_op)
-            except RuntimeError as error:
-                raise peer_lost(error, issued, self.listeners) from error
-        notify(self.listeners, issued)
+            work = issue(
+                lambda: all_gather(output_tensor, input_tensor, group, async_op=async_op), issued, self.listeners
+            )
         return work if work is None else NamedWork(work, issued, self.listeners)

@@ -3,17 +3,19 @@
 `zeroamp/training/rank_agreement.py` compares ranks with it. If a collective fails, the error names that collective.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
 
-from zeroamp.hooks.collectives.traffic import STEP, Collective, CollectiveListener, IssuedCollective, ReduceOp
+from zeroamp.hooks.collectives.traffic import STEP, Collective, CollectiveListener, IssuedCollective, ReduceOp, notify
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import PeerError
+
+T = TypeVar("T")
 
 _MODULUS = 2**61 - 1  # a prime: the hash of a sequence is a polynomial in _BASE
 _BASE = 0x1F3D5B79A2C4E68
@@ -50,6 +52,8 @@ class IssuedInStep:
     """Hash of the calls in their order, the same on ranks that issued the same."""
     names: dict[int, CallKey] = field(default_factory=dict)
     """Code -> the key. Codes are CRCs, because Python's hash of a string differs between processes."""
+    own_units: frozenset[str] = frozenset()
+    """The groups of embeddings and heads that are units of their own."""
     _codes: dict[tuple[Collective, str, torch.dtype, int, int], int] = field(default_factory=dict)
     """Collective, group, dtype, size and id of the op -> code. Hashing the op would take as long as all the rest.
     `names` retains the op, so that no other object gets its id."""
@@ -72,6 +76,20 @@ class IssuedInStep:
         """Begin the next optimizer step, with a new dict for `calls`."""
         self.step += 1
         self.num_backwards, self.order, self.calls = 0, 0, {}
+
+
+def issue(call: Callable[[], T], issued: IssuedCollective, listeners: Sequence[CollectiveListener]) -> T:
+    """Run `call`, which issues one collective, and notify the listeners of it.
+
+    Raises:
+        PeerError: the backend ended the collective. See `peer_lost`.
+    """
+    try:
+        result = call()
+    except RuntimeError as error:
+        raise peer_lost(error, issued, listeners) from error
+    notify(listeners, issued)
+    return result
 
 
 def peer_lost(
@@ -97,10 +115,16 @@ def peer_lost(
     elif step is not None:
         last = f" after the {step.names[list(step.calls)[-1]]}" if issued is None and step.calls else ""
         place = f" in optimizer step {step.step}{last}, where {step.num_backwards} backwards had begun"
+    own_unit = ""
+    if step is not None and issued is not None and issued.group_name in step.own_units:
+        own_unit = (
+            f" The output of {issued.group_name.partition(':')[0]} must be in the loss of every rank that calls it: "
+            'add 0 * output.sum() to the loss where it is not, or set "zeroamp": {"own_units": false}.'
+        )
     return PeerError(
         f"Rank {dist.get_rank()} waited for the {what}{place}, and the process group ended it: {str(error).strip()}. "
         "Another rank has ended or did not issue the same collective. Read its output, and check that all ranks run "
-        "the same modules, micro-batches and evaluations. Restart from the last checkpoint."
+        f"the same modules, micro-batches and evaluations.{own_unit} Restart from the last checkpoint."
     )
 
 

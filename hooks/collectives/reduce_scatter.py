@@ -28,8 +28,8 @@ import torch.distributed as dist
 
 from zeroamp.hooks._torch.dispatch import at_end_of_backward, backward_id
 from zeroamp.hooks._torch.fsdp import ReduceScatter, reduce_scatter
-from zeroamp.hooks.collectives.issued import peer_lost
-from zeroamp.hooks.collectives.traffic import CollectiveListener, IssuedCollective, ReduceOp, notify
+from zeroamp.hooks.collectives.issued import issue
+from zeroamp.hooks.collectives.traffic import CollectiveListener, IssuedCollective, ReduceOp
 from zeroamp.hooks.observers.ranges import OpenRange, Ranges
 from zeroamp.policies.dtypes import short_name
 
@@ -46,6 +46,10 @@ class ReceiveBuffers:
     _buffers: dict[tuple[torch.dtype, torch.device], torch.Tensor] = field(default_factory=dict)
     _backward: int = -1
     """Which backward they belong to. A backward that raised did not release them: the next one does."""
+
+    def release(self) -> None:
+        """Release all buffers now. The reductions that used them were issued before, in the same stream."""
+        self._buffers.clear()
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a buffer of `tensor`'s size, dtype and device, which is valid until the next call."""
@@ -89,6 +93,9 @@ class GroupReduceScatter(ReduceScatter):
     group_name: str = ""
     listeners: Sequence[CollectiveListener] = ()
     buffers: ReceiveBuffers = field(default_factory=ReceiveBuffers)
+    shares_buffers: bool = True
+    """False for an own unit, which is large and reduces once. Its receive buffer is freed after the reduction. The
+    shared buffers are released before it."""
     ranges: Ranges = field(default_factory=Ranges)
     _pending_input: tuple[int, int] | None = None
     """(backward, elements) of an input whose output was not yet asked for: how `allocate` tells the two apart."""
@@ -111,6 +118,8 @@ class GroupReduceScatter(ReduceScatter):
             if self.world_size == 1:  # no reduction over shards comes: FSDP2 copies
                 self._begin_all_reduce()
         else:
+            if not self.shares_buffers:
+                self.buffers.release()
             self._cast = self.ranges.open("cast", f"{self.group_name} -> {short_name(self.communication_dtype)}")
         tensor = torch.empty(numel, dtype=self.reduce_dtype if is_output else self.communication_dtype, device=device)
         if not is_output:
@@ -154,13 +163,10 @@ class GroupReduceScatter(ReduceScatter):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, divide_by: float
     ) -> None:
         # See [Note: Summing in fp32].
-        received = self.buffers.like(input_tensor)  # one chunk from every rank, communication dtype
+        # One chunk from every rank, communication dtype.
+        received = self.buffers.like(input_tensor) if self.shares_buffers else torch.empty_like(input_tensor)
         issued = IssuedCollective("all_to_all", input_tensor, self.group_name, group)
-        try:
-            dist.all_to_all_single(received, input_tensor, group=group)
-        except RuntimeError as error:
-            raise peer_lost(error, issued, self.listeners) from error
-        notify(self.listeners, issued)
+        issue(lambda: dist.all_to_all_single(received, input_tensor, group=group), issued, self.listeners)
         chunks = received.view(group.size(), -1)
         with self.ranges.inside("sum", f"{self.group_name} -> fp32"):
             output_tensor.copy_(chunks[0])
@@ -187,11 +193,7 @@ class GroupReduceScatter(ReduceScatter):
             reduced = torch.empty_like(output_tensor, dtype=input_tensor.dtype)
         op = dist.ReduceOp.SUM if divides_here else op
         issued = IssuedCollective("reduce_scatter", input_tensor, self.group_name, group, op)
-        try:
-            reduce_scatter(reduced, input_tensor, group, op)
-        except RuntimeError as error:
-            raise peer_lost(error, issued, self.listeners) from error
-        notify(self.listeners, issued)
+        issue(lambda: reduce_scatter(reduced, input_tensor, group, op), issued, self.listeners)
         if reduced is not output_tensor:
             output_tensor.copy_(reduced)
         if divides_here and divide_by != 1:

@@ -10,9 +10,12 @@ Only autocast of the model's device type is checked. Autocast contexts inside th
 """
 
 import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
+from zeroamp.hooks._torch.autocast_ops import casting, is_any_registered
 from zeroamp.hooks.root_forward import Around, ForwardCall
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import PrecisionError
@@ -22,9 +25,27 @@ logger = logging.getLogger("zeroamp")
 _OTHER_DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps")
 
 
-def enter_autocast(device_type: str, dtype: torch.dtype) -> Around:
-    """Return what runs a forward under `torch.autocast`, for the place "autocast" of `RootForward`."""
-    return lambda _call: torch.autocast(device_type, dtype=dtype)
+def config_autocast(
+    device_type: str, dtype: torch.dtype, ops: frozenset[str] = frozenset()
+) -> AbstractContextManager[object]:
+    """Return the autocast of a config: `torch.autocast`, which also casts the arguments of `ops` inside.
+
+    `ops` are names of `zeroamp.autocast_ops`, and must be registered. Without them, and where no other model of the
+    process has any, this is `torch.autocast` itself.
+    """
+    autocast = torch.autocast(device_type, dtype=dtype)
+    return _with_casts(autocast, ops) if ops or is_any_registered() else autocast
+
+
+@contextmanager
+def _with_casts(autocast: torch.autocast, ops: frozenset[str]) -> Iterator[None]:
+    with autocast, casting(ops):
+        yield
+
+
+def enter_autocast(device_type: str, dtype: torch.dtype, ops: frozenset[str] = frozenset()) -> Around:
+    """Return what runs a forward under `config_autocast`, for the place "autocast" of `RootForward`."""
+    return lambda _call: config_autocast(device_type, dtype, ops)
 
 
 def warn_of_other_autocast(device_type: str, dtype: torch.dtype) -> Around:

@@ -1,21 +1,17 @@
 """Runs a module in fp32 inside a model that computes in a low precision."""
 
 from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
 
 from zeroamp.hooks._torch.dispatch import tree_map
+from zeroamp.hooks.precision.wrapped_forward import WrappedForward
 
 
-class Fp32Region:
-    """Lets a module's forward take and compute fp32, with autocast off.
-
-    The forward itself is wrapped, not hooked: a `with` inside a function can be compiled into one graph, a context that
-    one hook enters and another leaves cannot.
-    """
+class Fp32Region(WrappedForward):
+    """Lets a module's forward take and compute fp32, with autocast off."""
 
     def __init__(self, module: nn.Module, device_type: str, output_dtype: torch.dtype | None) -> None:
         """Wrap `module.forward`.
@@ -23,26 +19,18 @@ class Fp32Region:
         Floating-point tensors go in as fp32. They come out as they are, or where `output_dtype` is given as that:
         modules around this one compute in it and would refuse fp32. (Under autocast they take both.)
         """
-        self._module = module
-        self._before: Callable[..., Any] | None = module.__dict__.get("forward")
-        forward = module.forward
 
         def to(value: Any, dtype: torch.dtype) -> Any:
             is_floating = isinstance(value, torch.Tensor) and value.is_floating_point()
             return value.to(dtype) if is_floating else value
 
-        @wraps(forward)
-        def in_fp32(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = tree_map(lambda value: to(value, torch.float32), (args, kwargs))
-            with torch.autocast(device_type, enabled=False):
-                output = forward(*args, **kwargs)
-            return output if output_dtype is None else tree_map(lambda value: to(value, output_dtype), output)
+        def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
+            def in_fp32(*args: Any, **kwargs: Any) -> Any:
+                args, kwargs = tree_map(lambda value: to(value, torch.float32), (args, kwargs))
+                with torch.autocast(device_type, enabled=False):
+                    output = forward(*args, **kwargs)
+                return output if output_dtype is None else tree_map(lambda value: to(value, output_dtype), output)
 
-        module.forward = in_fp32
+            return in_fp32
 
-    def remove(self) -> None:
-        """Put the module's own forward back."""
-        if self._before is None:
-            del self._module.forward
-        else:
-            self._module.forward = self._before
+        super().__init__(module, wrap)

@@ -23,6 +23,8 @@ class ParameterRecord:
     """"op in module" for each use of its values that is no cast to the low dtype."""
     casts: list[str] = field(default_factory=list)
     """Module, for each cast to the low dtype."""
+    cast_by: set[str] = field(default_factory=set)
+    """The op of `autocast_ops` that each cast was for; "" for those that autocast makes by itself."""
     extents: list[Extent | None] = field(default_factory=list)
     """Which part each cast took that autograd differentiates; None where it took a copy."""
     recomputed_extents: list[Extent | None] = field(default_factory=list)
@@ -47,8 +49,20 @@ class ParameterRecord:
             return False, "not safe: never used in the traced run"
         if self.parameter.requires_grad and not self._has_low_gradient(with_backward):
             low = short_name(dtype)
-            return False, f"not safe: cast to {low} in {self._places()}, but its gradient has more bits than {low}"
-        return True, f"safe: cast to {short_name(dtype)} in {self._places()}"
+            return (
+                False,
+                f"not safe: cast to {low}{self._ops()} in {self._places()}, but its gradient has more bits than {low}",
+            )
+        return True, f"safe: cast to {short_name(dtype)}{self._ops()} in {self._places()}"
+
+    @property
+    def is_cast_by_ops_only(self) -> bool:
+        """Whether it is cast, and only for ops of `autocast_ops`."""
+        return bool(self.cast_by) and "" not in self.cast_by
+
+    def _ops(self) -> str:
+        named = sorted(self.cast_by - {""})
+        return f" for {', '.join(named)}" if named else ""
 
     def _places(self) -> str:
         return ", ".join(dict.fromkeys(self.casts))

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroamp.hooks._torch.autocast_ops import casting
 from zeroamp.hooks._torch.dispatch import FakeTensorMode
 from zeroamp.hooks.random_state import preserved_random_state
 from zeroamp.hooks.tensors import tensors_in
+from zeroamp.hooks.tracing.experts import route_evenly
 from zeroamp.hooks.tracing.fake_run import Replacements, tensors_replaced
 from zeroamp.hooks.tracing.use_recorder import UseRecorder
 from zeroamp.policies.dtypes import stored_dtype
@@ -25,13 +27,15 @@ def record_run(
     device_type: str,
     fake: bool,
     low: Collection[str] = (),
+    ops: frozenset[str] = frozenset(),
 ) -> UseRecorder:
     """Run forward and backward once under `torch.autocast(device_type, dtype)` and return what was recorded.
 
     The model is left as it was: parameters, buffers, gradients, attributes, random states, autocast's cache. In the
     run its tensors are on `device_type`, wherever they are now: without memory (`fake`), or as copies. Parameters
     are in the dtype in which `wrap_model` stores them; those named in `low` are in `dtype`, as if they had been
-    gathered so.
+    gathered so. On fake tensors, transformers' experts take a balanced routing. Autocast also casts the arguments of
+    `ops`, names of `zeroamp.autocast_ops`, in recomputation too.
 
     Without a usable device, fake tensors can run a forward of "cuda" but no backward; the record says so.
     """
@@ -47,7 +51,9 @@ def record_run(
         for name, parameter in parameters.items():
             recorder.add(name, parameter, replacements.of(parameter))
         args, kwargs = replacements.of(tuple(args)), replacements.of(dict(kwargs))
-        with recorder.attached():
+        if fake:
+            route_evenly(model)
+        with recorder.attached(), casting(ops):
             with _autocast(device_type, dtype):
                 outputs = model(*args, **kwargs)
             recorder.note_outputs(outputs)
@@ -75,7 +81,11 @@ def replacement(tensor: torch.Tensor, dtype: torch.dtype, device_type: str, fake
     else:
         copied = tensor.detach().to(device_type, dtype, copy=True)
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(copied, requires_grad=tensor.requires_grad)
+        parameter = nn.Parameter(copied, requires_grad=tensor.requires_grad)
+        # Without it bitsandbytes makes a parameter of its own class, which is no fake tensor.
+        if fake and hasattr(tensor, "quant_state"):
+            parameter.quant_state = tensor.quant_state  # type: ignore[attr-defined]
+        return parameter
     return copied.requires_grad_(tensor.requires_grad)
 
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from zeroamp.hooks._torch.autocast_ops import running_cast
 from zeroamp.hooks._torch.dispatch import StorageWeakRef, TorchDispatchMode, is_view_op, run_op, storage_of
 from zeroamp.hooks.tensors import tensors_in
 from zeroamp.hooks.tracing.parameter_record import ParameterRecord
@@ -40,6 +41,8 @@ class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # The ops that compute, each with the dtypes it read: two runs with equal programs compute the same.
         self.program: list[str] = []
         self.has_run_backward = False
+        self.cast_modules: set[str] = set()
+        """FQNs of the modules in whose forward an op of `autocast_ops` had an argument cast."""
         self._dtype = dtype
         self._fqns = {id(module): fqn for fqn, module in model.named_modules()}
         self._calls: list[str] = []  # FQNs of the modules that are in their forward, outermost first
@@ -104,6 +107,8 @@ class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_view_op(func):
             return  # a view has the storage of its base
         if name == "_to_copy":
+            if running_cast() is not None and self._calls:
+                self.cast_modules.add(self._calls[-1])
             self._note_cast(inputs[0], out)
         elif name in _MOVES:
             self._note_move(inputs, out, name)
@@ -150,7 +155,9 @@ class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self.program.append("a round trip through fewer bits")
 
     def _note_cast_of(self, record: ParameterRecord, source: torch.Tensor) -> None:
+        op = running_cast()
         record.casts.append(self._here())
+        record.cast_by.add(op or "")
         if torch.is_grad_enabled():
             extents = record.recomputed_extents if self.has_run_backward else record.extents
         else:

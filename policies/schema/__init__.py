@@ -5,6 +5,7 @@ from zeroamp.policies.schema.config import Config
 from zeroamp.policies.schema.instruments import CommsLoggerBlock
 from zeroamp.policies.schema.keys import SAME, Block, Honoured, Key, KeyClass, Native, Unsupported, iter_keys, own_class
 from zeroamp.policies.schema.optimizer import OPTIMIZER_PARAMS, AdamParams, OptimizerBlock, SGDParams
+from zeroamp.policies.schema.precision import OverrideBlock
 from zeroamp.policies.schema.scheduler import SCHEDULER_PARAMS, SchedulerBlock
 from zeroamp.policies.schema.zero import LeafModuleBlock, OffloadOptimizerBlock, ZeroOptimizationBlock
 
@@ -23,6 +24,7 @@ __all__ = [
     "Native",
     "OffloadOptimizerBlock",
     "OptimizerBlock",
+    "OverrideBlock",
     "SGDParams",
     "SchedulerBlock",
     "Unsupported",

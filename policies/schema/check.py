@@ -1,6 +1,7 @@
 """Checks a config against the schema. Errors name the key, one line per bad key."""
 
 import difflib
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,10 +58,10 @@ def validate(cfg: Mapping[str, Any]) -> Config:
             details.setdefault(path, []).append(detail)
     # An error of an item of a list is also one of the list, for every other member of a union: only the item's counts.
     outer = {path for path in details if any(other.startswith(f"{path}.") for other in details)}
-    raise ConfigError("\n".join(_explain(path, found) for path, found in details.items() if path not in outer))
+    raise ConfigError("\n".join(_explain(path, found, cfg) for path, found in details.items() if path not in outer))
 
 
-def _explain(path: str, details: list[Any]) -> str:
+def _explain(path: str, details: list[Any], cfg: Mapping[str, Any]) -> str:
     """Return the sentence for one key from pydantic's errors: one, or, of a union, one for every member."""
     detail = details[0]
     if detail["type"] == "refused":
@@ -75,9 +76,37 @@ def _explain(path: str, details: list[Any]) -> str:
     value = detail["input"]
     valid = " or ".join(_VALID.get(each["type"], each["msg"]).format(**each.get("ctx", {})) for each in details)
     valid = valid.replace("'", '"')  # pydantic quotes a literal as Python does
+    return describe(path, shown(value), valid, _remedy(path, value, details, cfg))
+
+
+def _remedy(path: str, value: object, details: list[Any], cfg: Mapping[str, Any]) -> str:
+    """Return what to do about the value at `path`. Pydantic refuses it with `details`, one for every union member."""
+    if is_quoted(value) and _is_valid_unquoted(path, cfg):
+        return "Remove the quotes."
+    if isinstance(value, str | Mapping) and any(each["type"] == "tuple_type" for each in details):
+        return "Put it in a list."
     is_type = any(each["type"].endswith(_TYPE_ERRORS) for each in details)
-    remedy = "Change the value; JSON types are not converted." if is_type else "Change the value."
-    return describe(path, shown(value), valid, "Remove the quotes." if is_quoted(value) else remedy)
+    return "Change the value; JSON types are not converted." if is_type else "Change the value."
+
+
+def _is_valid_unquoted(path: str, cfg: Mapping[str, Any]) -> bool:
+    """Return whether the string at `path` is valid as the number, true, false or null that it quotes."""
+    unquoted = _unquoted(cfg, path.split("."))
+    try:
+        Config.model_validate(unquoted)
+    except ValidationError as error:
+        return path not in {_path(detail["loc"], unquoted, is_missing=False) for detail in error.errors()}
+    return True
+
+
+def _unquoted(value: Any, path: list[str]) -> Any:
+    """Return a config in which the string at `path` is what it quotes. What is around it is copied."""
+    if not path:
+        return json.loads(value)
+    if isinstance(value, Mapping):
+        return {**value, path[0]: _unquoted(value[path[0]], path[1:])}
+    place = int(path[0])
+    return [*value[:place], _unquoted(value[place], path[1:]), *value[place + 1 :]]
 
 
 def _path(location: tuple[Any, ...], cfg: Any, *, is_missing: bool) -> str:
@@ -99,7 +128,7 @@ def _path(location: tuple[Any, ...], cfg: Any, *, is_missing: bool) -> str:
 def _siblings(path: str) -> list[str]:
     """Return the keys beside `path` that may be set."""
     block: type[Block] = Config
-    for part in path.split(".")[:-1]:
+    for part in (part for part in path.split(".")[:-1] if not part.isdigit()):  # a number is the place in a list
         inner = inner_block(block.model_fields[part])
         if inner is None:
             raise AssertionError(f"expected {part} to be a block, got {block.model_fields[part].annotation}")

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from zeroamp.policies.errors import shown
 from zeroamp.policies.schema.instruments import (
@@ -25,10 +25,11 @@ from zeroamp.policies.schema.keys import (
     PositiveInt,
     Steps,
     Unsupported,
+    as_tuple,
     refused,
 )
 from zeroamp.policies.schema.optimizer import OptimizerBlock
-from zeroamp.policies.schema.precision import Bf16Block, DataTypesBlock, Fp16Block, TorchAutocastBlock
+from zeroamp.policies.schema.precision import Bf16Block, DataTypesBlock, Fp16Block, OverrideBlock, TorchAutocastBlock
 from zeroamp.policies.schema.scheduler import SchedulerBlock
 from zeroamp.policies.schema.zero import ZeroOptimizationBlock
 
@@ -46,6 +47,13 @@ def _no_deepcompile(block: object) -> object:
     return block
 
 
+def _auto_or_zero(value: object) -> object:
+    # A Literal compares with ==, for which False is 0.
+    if type(value) not in (str, int):
+        raise ValueError('"auto" or 0')
+    return value
+
+
 RangeMode = Literal["profiler", "nvtx", "off"]
 
 
@@ -59,6 +67,14 @@ class ZeroampBlock(Block):
             "were sent low; `native` by the backend, in the communication dtype"
         ),
     ] = "fp32"
+    overrides: Annotated[
+        tuple[OverrideBlock, ...],
+        BeforeValidator(as_tuple),
+        Honoured(
+            "other dtypes for some modules, as objects of the keys below; of the objects that match a parameter the "
+            "first one counts, before every list of classes"
+        ),
+    ] = ()
     external_autocast: Annotated[
         Literal["error", "allow"],
         Honoured("a forward inside your own `torch.autocast`, where `torch_autocast` is off: an error, or allowed"),
@@ -94,6 +110,14 @@ class ZeroampBlock(Block):
             "reads the norm on the host, before the update"
         ),
     ] = False
+    shard_dim: Annotated[
+        Literal["auto", 0],
+        BeforeValidator(_auto_or_zero),
+        Honoured(
+            "the dimension over which a parameter is sharded: `auto` chooses another dimension than 0 where this saves "
+            "at least 1 % of padding (docs/precision.md); `0` is always dimension 0"
+        ),
+    ] = "auto"
     recovery: Annotated[
         bool,
         Honoured(
@@ -101,9 +125,25 @@ class ZeroampBlock(Block):
             "nothing of it runs"
         ),
     ] = False
+    autocast_ops: Annotated[
+        tuple[Literal["grouped_mm"], ...],
+        BeforeValidator(as_tuple),
+        Honoured(
+            "ops without a rule in autocast that the hook's autocast casts too: `grouped_mm` (`torch._grouped_mm`, "
+            "fused MoE experts). Parameters that only they read are then all-gathered and reduced in `dtype`, see "
+            "docs/moe.md"
+        ),
+    ] = ()
     share_casts: Annotated[
         bool,
         Honoured("under autocast, Linears of a unit that read the same tensor share its low-precision copy; same bits"),
+    ] = True
+    own_units: Annotated[
+        bool,
+        Honoured(
+            "at stage 3, large embeddings and output heads outside of all units are units of their own. Off, they stay "
+            "unsharded with the root; same bits"
+        ),
     ] = True
     reduce_scatter_input_buffers: Annotated[
         PositiveInt,

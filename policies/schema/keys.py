@@ -106,9 +106,9 @@ def iter_keys(block: type[Block], prefix: str = "") -> Iterator[Key]:
 
 
 def inner_block(field: FieldInfo) -> type[Block] | None:
-    """Return the block that a field holds, whether it may be None or not; None if it holds none."""
+    """Return the block that a field holds, whether it may be None or a list of them; None if it holds none."""
     annotation = field.annotation
-    options = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    options = get_args(annotation) if get_origin(annotation) in (Union, UnionType, tuple) else (annotation,)
     return next((option for option in options if isinstance(option, type) and issubclass(option, Block)), None)
 
 

@@ -1,10 +1,12 @@
-"""The blocks that choose dtypes: `torch_autocast`, `bf16`, `fp16`, `data_types`."""
+"""The blocks that choose dtypes: `torch_autocast`, `bf16`, `fp16`, `data_types`, and those in `zeroamp.overrides`."""
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from zeroamp.policies.schema.keys import Block, Dtype, Honoured, Names, Native, Number, Unsupported
+from zeroamp.policies.dtypes import short_name
+from zeroamp.policies.errors import shown
+from zeroamp.policies.schema.keys import Block, Dtype, Honoured, Names, Native, Number, Unsupported, refused
 
 
 class TorchAutocastBlock(Block):
@@ -89,3 +91,41 @@ class DataTypesBlock(Block):
             "mode; `auto`: a transformers model's `_keep_in_fp32_modules`"
         ),
     ] = "auto"
+
+
+def _as_list(value: object) -> object:
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list | tuple):
+        raise refused(f"must be a pattern or a list of patterns, but is {shown(value)}. Change the value.")
+    return value
+
+
+class OverrideBlock(Block):
+    """An item of `zeroamp.overrides`: dtypes for some modules. At least one of the three must be given."""
+
+    modules: Annotated[
+        Names,
+        BeforeValidator(_as_list),
+        Honoured(
+            "one pattern or a list: an FQN or its last parts, with `*` and `?` too, or a class, `package.module.Class` "
+            "or bare, subclasses included. All that is inside a module goes with it"
+        ),
+    ]
+    compute: Annotated[
+        Dtype | None,
+        Honoured(
+            "`fp32`: the modules take and compute fp32, with autocast off, and their parameters are all-gathered in "
+            "it. The config's low dtype: the parameters are all-gathered in it, whatever their class"
+        ),
+    ] = None
+    gather: Annotated[
+        Dtype | None,
+        Honoured("all-gather of the parameters, fp32 or the config's low dtype; the modules compute as they would"),
+    ] = None
+    communication: Annotated[Dtype | None, Honoured("reduction of the gradients over ranks")] = None
+
+    def settings(self) -> str:
+        """Return the dtypes that are given: "compute fp32, communication bf16"."""
+        given = {name: getattr(self, name) for name in ("compute", "gather", "communication")}
+        return ", ".join(f"{name} {short_name(dtype)}" for name, dtype in given.items() if dtype is not None)

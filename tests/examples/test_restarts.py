@@ -100,6 +100,7 @@ def _numbers(out):
     return {name: run[name] for name in ("losses", "grad_norms", "num_tokens", "held_out_before", "held_out_after")}
 
 
+@pytest.mark.slow
 def test_killed_ranks_do_not_change_the_run(data, uninterrupted, tmp_path):
     random_ = random.Random(0)
     with Run(tmp_path, data, "--save-every", "1", "--resume", "auto") as run:

@@ -53,7 +53,8 @@ class Allocated(TorchDispatchMode):
         self.now += num_bytes
         if self.now > self.peak:
             self.peak = self.now
-            self.at_peak = {key: (what, size) for key, (what, size, _) in self._alive.items()}
+            alive = self._alive.copy()  # in one step: other threads release storages
+            self.at_peak = {key: (what, size) for key, (what, size, _) in alive.items()}
 
     def largest_at_peak(self, number=40):
         return Counter(self.at_peak.values()).most_common(number)

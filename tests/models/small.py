@@ -1,8 +1,12 @@
 """Small models of the kinds people train, and their batches. Plain torch."""
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from tests.models.embeddings import EMBEDDING_MODELS
 
 VOCAB = 80
 WIDTH = 32
@@ -308,6 +312,103 @@ class Skips(nn.Module):
         return F.cross_entropy(self.head(x + total).float().flatten(0, 1), tokens.flatten())
 
 
+class OddBlock(nn.Module):
+    """Parameters whose first dimension 2 and 4 ranks do not divide, and those of `down` that 3 ranks do not."""
+
+    leaves_out_experts = False
+
+    def __init__(self):
+        super().__init__()
+        self.norm = RMSNorm(8)
+        self.up = nn.Linear(8, 9)  # (9, 8): dimension 1
+        self.down = nn.Linear(9, 8, bias=False)  # (8, 9): dimension 0
+        self.experts = nn.Parameter(torch.randn(3, 8, 4) * 0.3)  # dimension 1
+        self.mixers = nn.Parameter(torch.randn(3, 1, 8) * 0.3)  # dimension 2
+
+    def reset_parameters(self):
+        nn.init.normal_(self.experts, std=0.3)
+        nn.init.normal_(self.mixers, std=0.3)
+
+    def forward(self, x):
+        h = self.norm(x)
+        x = x + self.down(F.silu(self.up(h)))
+        if self.leaves_out_experts:
+            return x
+        gates = (h.unsqueeze(-3) * self.mixers).sigmoid()  # [batch, 3, length, 8]
+        experts = torch.einsum("bntd,ndk->bntk", gates, self.experts).sum(1)
+        return x + torch.cat([experts, -experts], -1)
+
+
+class OddRows(nn.Module):
+    """A model of `OddBlock`s, whose parameters are sharded over dimensions 0, 1 and 2 on 2 and on 4 ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB + 1, 8)
+        self.blocks = nn.ModuleList(OddBlock() for _ in range(2))
+        self.head = nn.Linear(8, VOCAB + 1, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+class OddBank(nn.Module):
+    """Much larger parameters than activations: a unit for each, of parameters in dimensions 0, 1 and 2."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 8)
+        self.blocks = nn.ModuleList(BankBlock(rows) for rows in (64, 65, 63))
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).float().square().mean()
+
+
+class BankBlock(nn.Module):
+    def __init__(self, rows):
+        super().__init__()
+        shapes = (rows, 40, 8), (32, 40, 8), (33, 31, 8), (17, 40, 8), (16, 8)
+        self.banks = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in shapes)
+
+    def forward(self, x):
+        for bank in self.banks:
+            x = x + bank.sum(tuple(range(bank.dim() - 1))).square() / 1000
+        return x
+
+
+class Matrices(nn.Module):
+    """Weights of more than 4096 elements per rank on 2 ranks, which 8-bit optimizers quantize.
+
+    Beside them, weights that 2 ranks shard over dimension 1 (`gate`), and unevenly (`odd`).
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 128)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(128, 192), nn.GELU(), nn.Linear(192, 128), nn.LayerNorm(128)) for _ in range(2)
+        )
+        self.gate = nn.Linear(128, 3)
+        self.odd = nn.Linear(7, 5, bias=False)
+        self.head = nn.Linear(128, VOCAB, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        x = x * self.gate(x).float().sigmoid().sum(-1, keepdim=True) + self.odd(x[..., :7]).float().sum(
+            -1, keepdim=True
+        )
+        return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
 MODELS = {
     "llama_tied": lambda: Llama(tied=True),
     "llama_untied": lambda: Llama(tied=False),
@@ -317,9 +418,13 @@ MODELS = {
     "moe": Moe,
 }
 MORE_MODELS = {
+    "matrices": Matrices,
     "makes_fp32": MakesFp32,
+    "odd_bank": OddBank,
+    "odd_rows": OddRows,
     "skips": lambda: Skips(residual=False),
     "residual_skips": lambda: Skips(residual=True),
+    **{name: partial(model, VOCAB, WIDTH) for name, model in EMBEDDING_MODELS.items()},
 }
 
 

@@ -4,9 +4,13 @@ A parameter that no rank used has no gradient, so AdamW leaves it alone: no weig
 ranks used has zeros from the others.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from tests.models.families import NUM_RANKS, loss_of
 
@@ -19,6 +23,21 @@ class Expected:
     """[rank][step]."""
     parameters: dict[str, torch.Tensor]
     """FQN -> the parameter at the end, fp32."""
+
+
+@contextmanager
+def grouped_products_in(dtype: torch.dtype) -> Iterator[None]:
+    """Let `F.grouped_mm`, which transformers calls, cast what it multiplies, as autocast casts for its own ops."""
+    plain = F.grouped_mm
+
+    def low(a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
+        return plain(a.to(dtype), b.to(dtype), **options)
+
+    F.grouped_mm = low
+    try:
+        yield
+    finally:
+        F.grouped_mm = plain
 
 
 def train(family, *, num_steps, lr):

@@ -25,6 +25,7 @@ def train(
     prepare=None,
     loss_scale=1.0,
     device="cpu",
+    make_optimizers=None,
 ):
     """Return (losses[step][rank][micro], norms[step], {fqn: parameter}).
 
@@ -35,12 +36,16 @@ def train(
     loss_scale: a fixed one, a power of two.
     num_replicas: neighbouring ranks share a shard group. Their averages, summed over micro-batches, are then
     averaged over the replicas (HSDP).
+    make_optimizers: {fqn: parameter} -> the optimizers, in place of AdamW.
     """
     model = build(name)
     if prepare is not None:
         prepare(model)
     model.to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)
+    if make_optimizers is None:
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)]
+    else:
+        optimizers = make_optimizers(dict(model.named_parameters()))
     losses, norms = [], []
     counts = [accumulation] * num_steps if isinstance(accumulation, int) else accumulation
     for step, count in enumerate(counts):
@@ -58,8 +63,9 @@ def train(
             if parameter.grad is not None:
                 parameter.grad /= loss_scale
         norms.append(_clip(model, clip))
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
     return losses, norms, {fqn: p.detach().cpu().clone() for fqn, p in model.named_parameters()}
 
 

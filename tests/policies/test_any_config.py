@@ -17,6 +17,9 @@ POOL = [
     True, False, None, 0, 1, 2, 3, 4, 16, 1000, 100_000, 5e8, 0.5, 1.0, 0.0, 256.0, -1, float("nan"), float("inf"),
     "auto", "fp32", "bf16", "fp16", "half", "int8", "cpu", "none", "nvme", "mean", "sum", "native", "Warn", "text", "",
     [], ["Linear"], ["torch.nn.Linear"], [1], {}, {"enabled": False}, {"enabled": True}, "Linear",
+    [{"modules": ["head"], "compute": "fp32"}], [{"modules": ["norm"], "gather": "bf16", "communication": "bf16"}],
+    [{"modules": ["head"], "compute": "fp16"}, {"modules": ["*"], "communication": "fp32"}], [{"modules": []}],
+    [{"modules": ["head"]}], [{"modules": ["head"], "compute": 1}], [{"modules": ["head"], "fast": True}],
 ]  # fmt: skip
 BLOCKS = [
     {}, {}, {}, {"optimizer.type": "AdamW"}, {"optimizer.type": "adam", "optimizer.params.betas": [0.9, 0.95]},
@@ -100,7 +103,7 @@ def _names_a_key(text, cfg, arguments):
     known = {*KEYS, *flatten(cfg), *(f"the argument {name}" for name in arguments)}
     known |= {path.rpartition(".")[0] for path in known} | PARAMS
     wheres = [re.match(r"(the argument )?[\w.]+", line).group() for line in text.splitlines()]
-    return all(re.sub(r"\.\d+$", "", where) in known for where in wheres)  # an item of a list by its number
+    return all(re.sub(r"\.\d+(\.\w+)?$", "", where) in known for where in wheres)  # of a list, an item or its key
 
 
 def _same(asked, held):

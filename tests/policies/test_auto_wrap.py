@@ -156,3 +156,16 @@ def test_a_suffix_ends_at_a_dot_and_a_shared_module_matches_by_any_of_its_names(
 def test_a_leaf_module_that_is_not_in_the_model_is_refused_by_its_key(leaf, text):
     with pytest.raises(ConfigError, match=f"zero_optimization.{text}"):
         find_units(model(), leaf_modules=leaf)
+
+
+def _layer():
+    return nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+
+
+@pytest.mark.parametrize(
+    ("keys", "units"), [(["0", "1"], ["layers.0", "layers.1"]), (["left", "right"], []), (["0", "last"], [])]
+)
+def test_a_module_dict_is_a_list_of_blocks_if_its_keys_are_numbers(keys, units):
+    model = nn.Module()
+    model.layers = nn.ModuleDict({key: _layer() for key in keys})
+    assert find_units(model) == units

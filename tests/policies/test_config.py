@@ -15,6 +15,7 @@ from tests.models.small import Llama
 from zeroamp import ConfigError, policy_from_config
 from zeroamp.policies.json_values import flatten, nest
 from zeroamp.policies.policy import NO_OFFLOAD, Offload
+from zeroamp.policies.render import report_rows
 from zeroamp.policies.safe_modules import resolve_safe_classes
 from zeroamp.policies.schema import Config, Honoured, iter_keys
 
@@ -252,12 +253,16 @@ OTHER_VALUES = {
     "fp16.loss_scale": 8.0,
     "zeroamp.reduce_accumulate_dtype": "native",
     "zeroamp.external_autocast": "allow",
+    "zeroamp.overrides": [{"modules": ["head"], "communication": "fp32"}],
+    "zeroamp.autocast_ops": ["grouped_mm"],
     "zeroamp.reduce": "sum",
     "zeroamp.ranges": "off",
+    "zeroamp.shard_dim": 0,
     **{f"{name}.job_name": "run" for name in ("tensorboard", "csv_monitor")},
 }
 ENABLED_BY = {
     "torch_autocast": {"fp16.enabled": False, "torch_autocast.enabled": True, "torch_autocast.dtype": "half"},
+    "zeroamp.autocast_ops": {"fp16.enabled": False, "torch_autocast.enabled": True, "torch_autocast.dtype": "half"},
     "bf16": {"fp16.enabled": False, "bf16.enabled": True},
     "optimizer": {"optimizer.type": "Adam"},
     "scheduler": {"scheduler.type": "LRRangeTest"},
@@ -287,7 +292,7 @@ KEYS = [key for key in iter_keys(Config) if isinstance(key.key_class, Honoured) 
 
 @pytest.mark.parametrize("key", KEYS, ids=lambda key: key.path)
 def test_every_honoured_key_is_in_the_policy_its_text_and_its_report(key):
-    base = {**SET, **ENABLED_BY.get(key.path.rpartition(".")[0], {})}
+    base = {**SET, **ENABLED_BY.get(key.path, ENABLED_BY.get(key.path.rpartition(".")[0], {}))}
     if key.path.endswith(("device", ".type", "enabled")):
         base.pop(key.path, None)
     changed = policy_from_config(nest({**base, key.path: _another(key.path, key.default)}))
@@ -353,3 +358,12 @@ def test_a_policy_is_frozen_and_says_what_to_call(name):
         setattr(policy, name, 1)
     with pytest.raises(ConfigError, match=f"^policy.{name}"):
         delattr(policy, name)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("key", ["zeroamp.own_units", "zero_optimization.stage3_prefetch_bucket_size"])
+def test_a_key_of_stage_3_has_no_effect_at_others(key, stage):
+    cfg = {"zero_optimization": {"stage": stage, "stage3_prefetch_bucket_size": 5}, "zeroamp": {"own_units": False}}
+    row = next(row for row in report_rows(policy_from_config(cfg)) if row["key"] == key)
+    expected = "honoured" if stage == 3 else "no effect"
+    assert (row["status"], row["note"] == f"stage is {stage}") == (expected, stage != 3)

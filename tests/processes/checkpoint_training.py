@@ -1,9 +1,8 @@
 """What every rank runs in the tests of checkpoints: a small model with all that one can hold, trained in parts."""
 
-import logging
 import random
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -231,20 +230,3 @@ def error_of(call, *args, **kwargs):
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
-
-
-@contextmanager
-def logged():
-    """Collect what zeroamp logs on this rank."""
-    texts = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())
-    logger = logging.getLogger("zeroamp")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield texts
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)

@@ -5,7 +5,7 @@ import dataclasses
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import zeroamp
 from tests.models.small import batch, build, loss_of
@@ -44,8 +44,19 @@ def policy(cfg, fields=None):
     return zeroamp.policy_from_config(cfg).replace(**{KEYS.get(name, name): v for name, v in (fields or {}).items()})
 
 
+def mesh_of(shape):
+    """The mesh of HSDP of (replicas, shards); None of None."""
+    return None if shape is None else init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
+def sharded_dims(model):
+    """Return {FQN: sharded dimension} of a wrapped model."""
+    named = model.named_parameters()
+    return {fqn: next(p.dim for p in q.placements if isinstance(p, Shard)) for fqn, q in named}
+
+
 def wrapped(name, cfg, *, mesh_shape=None, auto_wrap_policy=None, prepare_before=None, fields=None):
-    mesh = None if mesh_shape is None else init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_of(mesh_shape)
     model = build(name)
     if prepare_before is not None:
         prepare_before(model)

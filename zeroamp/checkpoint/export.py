@@ -27,6 +27,7 @@ from zeroamp.weights.export import (
     Source,
     export_dtype,
     export_tensors,
+    find_adapter,
     overflow,
     refuse_overflows,
     save_config,
@@ -41,8 +42,10 @@ def export_files(root: nn.Module, excluded: Container[str] = ()) -> dict[str, by
 
     `weights.json` lists for each of the model's tensors its name in the checkpoint, its names in an export, and whether
     it is a parameter. There are no files if the model's state holds more than parameters and buffers, because
-    safetensors cannot hold such a model.
+    safetensors cannot hold such a model, or if the model has adapters of peft, which `from_pretrained` cannot load.
     """
+    if find_adapter(root) is not None:
+        return {}
     try:
         weights = [weight for weight in find_weights(root) if weight.names[0] not in excluded]
     except CheckpointError:
@@ -131,8 +134,10 @@ class _Saved:
     def __init__(self, path: Path, manifest: Manifest) -> None:
         if WEIGHTS not in manifest.files:
             raise CheckpointError(
-                f"{path} has no {WEIGHTS}, because the model's state held more than parameters and buffers. "
-                "safetensors cannot hold such state: export from the model's own state_dict()."
+                f"{path} has no {WEIGHTS}, because the model's state held more than parameters and buffers, which "
+                "safetensors cannot hold, or adapters of peft, which from_pretrained cannot load. Build the model, "
+                "load the checkpoint, and export from there: by zeroamp.integrations.peft.export_adapter or "
+                "export_merged, or from the model's own state_dict()."
             )
         self._path = path
         self._config_names = [name for name in manifest.files if name in ("config.json", "generation_config.json")]

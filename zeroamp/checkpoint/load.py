@@ -20,8 +20,14 @@ from zeroamp.checkpoint.files import (
     read_manifest,
 )
 from zeroamp.checkpoint.folder import find_checkpoints, is_checkpoint, is_checkpoint_name
-from zeroamp.checkpoint.model_state import MODEL, check_model_fits, load_extra_states, model_tensors
-from zeroamp.checkpoint.optimizer_state import check_optimizer_fits, load_optimizer, optimizer_targets
+from zeroamp.checkpoint.model_state import MODEL, check_model_fits, load_extra_states, model_tensors, shard_dims
+from zeroamp.checkpoint.optimizer_state import (
+    OPTIMIZER,
+    check_optimizer_fits,
+    check_sharding_fits,
+    load_optimizer,
+    optimizer_targets,
+)
 from zeroamp.checkpoint.reader import SafeReader
 from zeroamp.hooks.random_state import set_random_state
 from zeroamp.planning.mesh import device_of
@@ -182,8 +188,10 @@ class _Load:
             self._check_training(self.train)
         if self.train is not None and self.has_optimizer:
             parameters = {name.removeprefix(MODEL): tensor for name, tensor in self.tensors.items()}
+            own = self.own["tensors"]
             for description in self.values["optimizer"]:
-                self.tensors |= optimizer_targets(description, parameters, metadata, self.own["tensors"])
+                check_sharding_fits(description, parameters, metadata, own, str(self.path))
+                self.tensors |= optimizer_targets(description, parameters, metadata, own)
 
     def _check_own(self) -> None:
         """Refuse buffers of this rank whose shape or dtype is not the model's: a copy would broadcast or cast them."""
@@ -227,6 +235,25 @@ class _Load:
                 f"({differing[0]}), so {self.ranks.num_ranks} ranks cannot load it. Start as many ranks, or load the "
                 "model alone: load_checkpoint(folder, model)."
             )
+
+        if self.has_optimizer:
+            self._check_dims()
+
+    def _check_dims(self) -> None:
+        """Refuse optimizer state that each rank saved of its own shard, if another dimension is sharded now."""
+        own = [name for name in self.own["tensors"] if name.startswith(OPTIMIZER)]
+        if not own:
+            return
+        saved, found = self.values.get("shard_dims", {}), shard_dims(self.tensors)  # earlier versions: 0 everywhere
+        for fqn in {**saved, **found}:
+            dims = saved.get(fqn, 0), found.get(fqn, 0)
+            name = next((name for name in own if name.startswith(f"{OPTIMIZER}{fqn}.")), None)
+            if name is not None and dims[0] != dims[1]:
+                raise CheckpointError(
+                    f"{self.path} has optimizer state of each rank's own shard ({name}), but {fqn} was sharded over "
+                    f"dimension {dims[0]}, and is sharded over dimension {dims[1]} here. Set zeroamp.shard_dim as it "
+                    "was (0 in earlier versions), or load the model alone: load_checkpoint(folder, model)."
+                )
 
     def read_tensors(self) -> None:
         """Read this rank's part of every tensor into the model's and the optimizer's tensors."""

@@ -4,13 +4,15 @@ Names are `model.<fqn>`, without the parts that torch.compile puts in. A paramet
 is saved once, under its first name.
 """
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor, Shard
 
+from zeroamp.planning.parameter_uses import live_state
 from zeroamp.policies.errors import CheckpointError, some_of
 
 MODEL = "model."
@@ -19,10 +21,10 @@ _NUM_NAMED = 5  # names of one kind in an error
 
 
 def state_by_name(root: nn.Module) -> dict[str, Any]:
-    """Return `root.state_dict()` with the live objects: parameters, persistent buffers, extra states."""
+    """Return `live_state(root)`: parameters, persistent buffers, extra states."""
     named: dict[str, Any] = {}
     seen: set[int] = set()
-    for key, value in root.state_dict(keep_vars=True).items():
+    for key, value in live_state(root).items():
         if _is_tensor(key, value) and id(value) in seen:
             continue
         seen.add(id(value))
@@ -60,6 +62,17 @@ def model_tensors(root: nn.Module, excluded: Container[str] = ()) -> dict[str, t
                 "Register it as a buffer, or use get_extra_state()."
             )
     return {MODEL + name: value.detach() for name, value in tensors.items() if name not in excluded}
+
+
+def shard_dims(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Return FQN -> the dimension that is sharded, of those of the model's tensors where it is another one than 0."""
+    return {
+        name.removeprefix(MODEL): placement.dim
+        for name, tensor in tensors.items()
+        if isinstance(tensor, DTensor)
+        for placement in tensor.placements
+        if isinstance(placement, Shard) and placement.dim > 0
+    }
 
 
 def extra_states(root: nn.Module) -> dict[str, Any]:

@@ -10,7 +10,9 @@ from torch.distributed.tensor import DTensor
 
 from zeroamp.checkpoint.model_state import named_differences, state_by_name
 from zeroamp.checkpoint.subclass_state import build_subclass, describe_subclass, subclass_part
+from zeroamp.planning.mesh import num_shards_of
 from zeroamp.policies.errors import CheckpointError, describe
+from zeroamp.training.optimizer_kinds import is_bound_to_shard
 
 OPTIMIZER = "optimizer."
 
@@ -22,7 +24,9 @@ def optimizer_state(
 
     Tensors that are like their parameter are sharded DTensors. The description has the class, the param groups with
     names for parameters, and for each parameter what its state consists of: "sharded", "plain", ["value", it], or the
-    description of a tensor subclass. A parameter that was never updated has none.
+    description of a tensor subclass. A parameter that was never updated has none. "whole" names the parameters that are
+    not sharded: ignored ones, scalars. "bound" has the number of shards of each parameter whose state belongs to the
+    shards (8-bit values in blocks, for example).
 
     Raises:
         CheckpointError: a parameter of the optimizer has no name in the model, state is of a form that could not be
@@ -51,7 +55,14 @@ def optimizer_state(
         {**group, "params": [_name_of(parameter, names) for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
-    return tensors, {"class": type(optimizer).__name__, "groups": groups, "state": kinds}
+    whole = [_name_of(parameter, names) for parameter in parameters if not isinstance(parameter, DTensor)]
+    bound = {
+        _name_of(parameter, names): num_shards_of(parameter)
+        for parameter in parameters
+        if is_bound_to_shard(parameter, optimizer.state.get(parameter, {}))
+    }
+    description = {"class": type(optimizer).__name__, "groups": groups, "state": kinds, "whole": whole}
+    return tensors, description | ({"bound": bound} if bound else {})
 
 
 def _refuse_foreign_state(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
@@ -237,6 +248,46 @@ def check_optimizer_fits(
     raise CheckpointError(
         f"{where} {problem}. Build the optimizer as it was, or load the model alone: load_checkpoint(folder, model)."
     )
+
+
+def check_sharding_fits(
+    description: dict[str, Any],
+    parameters: dict[str, torch.Tensor],
+    metadata: Metadata,
+    own: dict[str, torch.Tensor],
+    where: str,
+) -> None:
+    """Raise CheckpointError for plain state of a parameter that is sharded only here, or was sharded only in the save.
+
+    Plain tensors of state are loaded as they were saved, so that their shapes would not be the parameter's. State that
+    belongs to a shard needs as many shards as there were.
+    """
+    for fqn, number in description.get("bound", {}).items():
+        ours = num_shards_of(parameters[fqn]) if fqn in parameters else number
+        if ours != number:
+            raise CheckpointError(
+                f"{where} has optimizer state of {fqn} that belongs to its {number} shards, such as 8-bit values in "
+                f"blocks, but there are {ours} here. Start as many ranks with the same stage and mesh, or load the "
+                "model alone: load_checkpoint(folder, model)."
+            )
+    if "whole" not in description:  # earlier versions
+        return
+    for fqn, kinds in description["state"].items():
+        was_whole, is_whole = fqn in description["whole"], not isinstance(parameters.get(fqn), DTensor)
+        names = [
+            f"{OPTIMIZER}{fqn}.{key}.{part}" if part else f"{OPTIMIZER}{fqn}.{key}"
+            for key, kind in kinds.items()
+            for part in (_parts(kind) or [""] * (kind == "plain"))
+        ]
+        shapes = {each: own[each].shape if each in own else _saved(metadata, each).size for each in names}
+        name = next((each for each, shape in shapes.items() if shape), None)
+        if fqn in parameters and was_whole != is_whole and name is not None:
+            saved, do = ("not sharded", "Pass it in") if was_whole else ("sharded", "Leave it out of")
+            raise CheckpointError(
+                f"{where} was saved with {fqn} {saved}, and its optimizer state {name} fits no other form. {do} "
+                "ignored_params of wrap_model, as in the save, or load no optimizer state: "
+                "load_checkpoint(..., load_optimizer_states=False)."
+            )
 
 
 def _group_difference(saved: list[list[str]], ours: list[list[str]]) -> str:

@@ -15,6 +15,7 @@ from zeroamp.checkpoint.model_state import MODEL
 from zeroamp.planning.mesh import local_part, replicate_size
 from zeroamp.policies.dtypes import INTEGER_BY_NUM_BYTES
 from zeroamp.policies.errors import CheckpointError
+from zeroamp.wrapping.state import wrap_state
 
 _CHUNK = 2**22
 _FACTOR = 6364136223846793005  # odd, so that no chunk's sum is lost modulo 2^64
@@ -70,8 +71,12 @@ def refuse_different_replicas(of_ranks: list[dict[str, int]], mesh: DeviceMesh) 
 
 
 def refuse_different_scalars(differing: Sequence[str], root: nn.Module) -> None:
-    """Raise CheckpointError if a 0-D parameter, which every rank holds whole, is among the tensors that differ."""
-    scalars = {MODEL + fqn for fqn, parameter in root.named_parameters() if parameter.dim() == 0}
+    """Raise CheckpointError if a 0-D parameter, which every rank holds whole, is among the tensors that differ.
+
+    Parameters of `ignored_params` may differ.
+    """
+    ignored = wrap_state(root).plan.ignored_fqns
+    scalars = {MODEL + fqn for fqn, parameter in root.named_parameters() if parameter.dim() == 0 and fqn not in ignored}
     name = next((name for name in differing if name in scalars), None)
     if name is not None:
         raise CheckpointError(

@@ -29,16 +29,9 @@ from torch.distributed.tensor import DTensor
 from zeroamp.checkpoint.archives import load_archive, unsafe_names
 from zeroamp.checkpoint.background import saving_of
 from zeroamp.checkpoint.export import export_files
-from zeroamp.checkpoint.files import (
-    METADATA,
-    VALUES,
-    FileRecord,
-    Manifest,
-    rank_file,
-    record_file,
-)
+from zeroamp.checkpoint.files import METADATA, VALUES, FileRecord, Manifest, rank_file, record_file
 from zeroamp.checkpoint.folder import Draft, is_checkpoint_name, open_draft
-from zeroamp.checkpoint.model_state import extra_states, frozen_names, model_tensors
+from zeroamp.checkpoint.model_state import extra_states, frozen_names, model_tensors, shard_dims
 from zeroamp.checkpoint.optimizer_state import OPTIMIZER, optimizer_state
 from zeroamp.checkpoint.replicas import checksums, refuse_different_replicas, refuse_different_scalars
 from zeroamp.hooks.random_state import random_state
@@ -205,6 +198,7 @@ def take_snapshot(
     def collect() -> tuple[dict[str, str], dict[str, int]]:
         refuse_unsharded(state.root)
         snapshot.tensors = model_tensors(state.root, excluded)
+        dims = shard_dims(snapshot.tensors)
         descriptions = []
         for optimizer in train.optimizers:
             tensors, description = optimizer_state(optimizer, state.root)
@@ -213,6 +207,7 @@ def take_snapshot(
         schedulers = [_scheduler_state(scheduler) for scheduler in train.schedulers]
         values: dict[str, Any] = {"train": counts, "scheduler": schedulers, "optimizer": descriptions}
         values |= {"excluded": list(excluded)} if excluded else {}
+        values["shard_dims"] = dims
         snapshot.values = _to_bytes(values, "The state of optimizer and scheduler")
         snapshot.files = export_files(state.root, excluded)
         digests = {name: _digest(tensor) for name, tensor in snapshot.tensors.items()}

@@ -38,12 +38,19 @@ def build_subclass(
     """Return the tensor that `describe_subclass` described, sharded like `parameter` if that is sharded.
 
     Raises:
-        CheckpointError: its class is not imported here.
+        CheckpointError: its class is not imported here, or the parameter's shard has another shape.
     """
     parts = {name: part.to(parameter.device) for name, part in parts.items()}
     local: torch.Tensor = _class_of(kind["class"], where).__tensor_unflatten__(parts, kind["context"], None, None)
     if not isinstance(parameter, DTensor):
         return local
+    with torch.no_grad():
+        own_shape = local_part(parameter).shape
+    if local.shape != own_shape:
+        raise CheckpointError(
+            f"{where} is of shards of shape {tuple(local.shape)}, but this rank's shard is {tuple(own_shape)}. Start "
+            "as many ranks with the same zeroamp.shard_dim, or load the model alone: load_checkpoint(folder, model)."
+        )
     mesh, placements = parameter.device_mesh, parameter.placements
     shape, stride = parameter.shape, parameter.stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -12,15 +12,17 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 import zeroamp
 from zeroamp.checkpoint.export import export_checkpoint
-from zeroamp.cli.model_source import load_model
+from zeroamp.cli.model_source import load_inputs, load_model
 from zeroamp.cli.options import (
     Auto,
     AutoWrap,
     ConfigPath,
+    Inputs,
     Model,
     OptionalModel,
     Verbosity,
@@ -33,8 +35,12 @@ from zeroamp.ledger.explain import Ledger
 from zeroamp.planning.mesh import mesh_shape
 from zeroamp.planning.plan import Plan, build_plan
 from zeroamp.policies import Policy, policy_from_config
+from zeroamp.policies.errors import some_of
 from zeroamp.reporting import saved_runs
 from zeroamp.reporting.profiling import Profile
+
+TRACED_TOKENS = 2048
+"""Sequence length of the inputs of a traced run, as `zeroamp plan` has it by default. The batch is 1."""
 
 app = typer.Typer(
     help="What a DeepSpeed-style config does, and which dtype it puts where: without a GPU, weights or ranks. And "
@@ -72,18 +78,33 @@ def check(
     world_size: WorldSize = None,
     auto: Auto = None,
     auto_wrap: AutoWrap = None,
+    inputs: Inputs = None,
     verbose: Verbosity = 0,
 ) -> None:
     """Print what becomes of every key of a config, or what is wrong."""
     if auto_wrap and model is None:
         raise typer.BadParameter("units are those of a model: name it with --model.", param_hint="--auto-wrap")
+    if inputs and model is None:
+        raise typer.BadParameter("inputs are those of a model: name it with --model.", param_hint="--inputs")
     values = auto_values(auto or [])
     with messages_to_stderr(verbose):
         policy = policy_from_config(config, world_size=world_size, **values)
-        plan = None if model is None else _plan(model, policy, auto_wrap)
+        plan = None if model is None else _plan(model, policy, auto_wrap, inputs)
         typer.echo(policy.report())
         if plan is not None:
-            typer.echo(f"{model}: {len(plan.units)} units below the root, {len(plan.groups)} groups")
+            low = f", {text}" if (text := plan.describe_low_share()) else ""
+            typer.echo(f"{model}: {len(plan.units)} units below the root, {len(plan.groups)} groups{low}")
+            for line in _override_lines(plan):
+                typer.echo(line)
+
+
+def _override_lines(plan: Plan) -> Iterator[str]:
+    """Yield what each override sets, and for which parameters of the model."""
+    for index, asked in enumerate(plan.policy.overrides):
+        params = plan.overridden(index)
+        names = f": {some_of([param.fqn for param in params], 4)}" if params else ""
+        count = f"{len(params)} parameter{'' if len(params) == 1 else 's'}"
+        yield f"zeroamp.overrides.{index}: {asked.settings()} for {count}{names}"
 
 
 @app.command()
@@ -101,6 +122,7 @@ def explain(
     world_size: WorldSize = None,
     auto: Auto = None,
     auto_wrap: AutoWrap = None,
+    inputs: Inputs = None,
     verbose: Verbosity = 0,
 ) -> None:
     """Print the dtype ledger: which dtype a model gets where, and the bytes of an optimizer step.
@@ -112,7 +134,7 @@ def explain(
     values = auto_values(auto or [])
     with messages_to_stderr(verbose):
         policy = policy_from_config(config, world_size=world_size, **values)
-        ledger = _ledger(_plan(model, policy, auto_wrap), world_size)
+        ledger = _ledger(_plan(model, policy, auto_wrap, inputs), world_size)
         if as_json:
             typer.echo(json.dumps(ledger.to_dict(), indent=2, allow_nan=False))
         elif as_markdown:
@@ -123,9 +145,14 @@ def explain(
                 typer.echo(f"\n{ledger.per_parameter()}")
 
 
-def _plan(source: str, policy: Policy, auto_wrap: list[str] | None) -> Plan:
+def _plan(source: str, policy: Policy, auto_wrap: list[str] | None, inputs: str | None) -> Plan:
     with redirect_stdout(sys.stderr):  # a factory may print, and stdout may be parsed
-        return build_plan(load_model(source), policy, auto_wrap)
+        model, example_inputs = load_model(source), None
+        if inputs is not None:
+            make = load_inputs(inputs)
+            with torch.device("meta"):
+                example_inputs = make(1, TRACED_TOKENS)
+        return build_plan(model, policy, auto_wrap, example_inputs)
 
 
 def _ledger(plan: Plan, world_size: int | None) -> Ledger:

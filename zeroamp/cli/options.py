@@ -27,6 +27,14 @@ Auto = Annotated[
 AutoWrap = Annotated[
     list[str] | None, typer.Option("--auto-wrap", metavar="CLASS", help="Class of the units; repeatable.")
 ]
+Inputs = Annotated[
+    str | None,
+    typer.Option(
+        "--inputs",
+        metavar="FUNCTION",
+        help="module:function or file.py:function of (batch, seq) that returns what the forward takes.",
+    ),
+]
 Verbosity = Annotated[
     int,
     typer.Option(

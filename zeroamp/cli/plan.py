@@ -10,7 +10,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from zeroamp.cli.model_source import load_inputs, load_model
-from zeroamp.cli.options import Auto, AutoWrap, ConfigPath, Model, Verbosity, auto_values, messages_to_stderr
+from zeroamp.cli.options import Auto, AutoWrap, ConfigPath, Inputs, Model, Verbosity, auto_values, messages_to_stderr
 from zeroamp.dry_run.checks import STAGES
 from zeroamp.dry_run.gpus import GPUS
 from zeroamp.dry_run.inputs import InputFactory
@@ -19,8 +19,6 @@ from zeroamp.dry_run.step_time import Efficiency
 from zeroamp.policies import policy_from_config
 from zeroamp.policies.policy import Stage
 from zeroamp.reporting.files import check_picture
-
-_INPUTS_HELP = "module:function or file.py:function of (batch, seq) that returns what the forward takes."
 
 
 def plan(
@@ -48,7 +46,7 @@ def plan(
     compute_efficiency: Annotated[
         float, typer.Option("--compute-efficiency", min=0.01, max=1, help="Part of the peak FLOP/s that is reached.")
     ] = Efficiency().compute,
-    inputs: Annotated[str | None, typer.Option(metavar="FUNCTION", help=_INPUTS_HELP)] = None,
+    inputs: Inputs = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, in bytes and seconds.")] = False,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Also draw the memory over the step; needs matplotlib.")

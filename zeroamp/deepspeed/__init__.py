@@ -1,1 +1,64 @@
-"""Checkpoints of DeepSpeed's ZeRO, read without DeepSpeed. Importing the package itself loads nothing else."""
+"""DeepSpeed's API on zeroamp, and checkpoints of DeepSpeed's ZeRO. DeepSpeed itself is not needed.
+
+`import zeroamp.deepspeed as deepspeed` lets a script that calls `deepspeed.initialize` run on zeroamp. A name is
+imported with what it needs when it is first used: importing the package loads nothing else. docs/deepspeed-api.md has a
+table of what each call does, and of what is refused.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from zeroamp.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from zeroamp.deepspeed.accelerator import get_accelerator as get_accelerator
+    from zeroamp.deepspeed.arguments import DeepSpeedConfigError as DeepSpeedConfigError
+    from zeroamp.deepspeed.arguments import add_config_arguments as add_config_arguments
+    from zeroamp.deepspeed.comm import init_distributed as init_distributed
+    from zeroamp.deepspeed.engine import DeepSpeedEngine as DeepSpeedEngine
+    from zeroamp.deepspeed.initialization import initialize as initialize
+    from zeroamp.deepspeed.optimizer import ZeroOptimizer as ZeroOptimizer
+    from zeroamp.deepspeed.refused import UnsupportedError as UnsupportedError
+    from zeroamp.deepspeed.utils import OnDevice as OnDevice
+    from zeroamp.deepspeed.utils import log_dist as log_dist
+    from zeroamp.deepspeed.utils import logger as logger
+
+_HOMES = {
+    "DeepSpeedConfigError": "zeroamp.deepspeed.arguments",
+    "DeepSpeedEngine": "zeroamp.deepspeed.engine",
+    "OnDevice": "zeroamp.deepspeed.utils",
+    "UnsupportedError": "zeroamp.deepspeed.refused",
+    "ZeroOptimizer": "zeroamp.deepspeed.optimizer",
+    "add_config_arguments": "zeroamp.deepspeed.arguments",
+    "get_accelerator": "zeroamp.deepspeed.accelerator",
+    "init_distributed": "zeroamp.deepspeed.comm",
+    "initialize": "zeroamp.deepspeed.initialization",
+    "log_dist": "zeroamp.deepspeed.utils",
+    "logger": "zeroamp.deepspeed.utils",
+}
+"""Public name -> the module that defines it."""
+
+MODULES = ("accelerator", "checkpointing", "comm", "moe", "ops", "runtime", "utils", "zero")
+"""DeepSpeed's modules that are here, imported when they are first used: `deepspeed.zero.Init`."""
+
+__all__ = sorted(_HOMES)
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name in MODULES:
+            return import_module(f"{__name__}.{name}")
+        if name in _HOMES:
+            value = getattr(import_module(_HOMES[name]), name)
+            globals()[name] = value  # the next use comes here no more
+            return value
+        if name.startswith("__"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from zeroamp.deepspeed.refused import PACKAGE, Refused, unknown
+
+        if name in PACKAGE:
+            return Refused(f"deepspeed.{name}", PACKAGE[name])
+        raise unknown(__name__, name, (*__all__, *MODULES))
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__, *MODULES})

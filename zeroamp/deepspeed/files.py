@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from zeroamp.checkpoint.archives import load_archive, unsafe_names
+from zeroamp.checkpoint.archives import Inert, load_archive, unsafe_names
 from zeroamp.policies.errors import CheckpointError, describe, some_of
 from zeroamp.policies.files import leads_out, read_regular
 
@@ -53,22 +53,6 @@ _OTHER_KINDS = (
     (re.compile(r"offloaded_tensors"), "optimizer state that was offloaded to NVMe"),
     (re.compile(r"zero"), "a universal checkpoint"),
 )
-
-
-class Inert:
-    """Replaces objects of DeepSpeed in a pickle. It stores the arguments and state of the object, and does nothing."""
-
-    args: tuple[Any, ...]
-    fields: dict[str, Any]
-
-    def __new__(cls, *args: Any) -> "Inert":
-        """Store the arguments. Not in `__init__`, which unpickling may not call."""
-        self = super().__new__(cls)
-        self.args, self.fields = args, {}
-        return self
-
-    def __setstate__(self, state: Any) -> None:
-        self.fields = dict(state)
 
 
 @dataclass(frozen=True, slots=True)

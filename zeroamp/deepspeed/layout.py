@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from zeroamp.deepspeed.files import unreadable
 from zeroamp.planning.mesh import local_part
-from zeroamp.weights.model_weights import first_row
+from zeroamp.weights.model_weights import shard_range
 
 Shapes = dict[str, tuple[int, ...]]
 """Name -> shape, in the order of a flat vector."""
@@ -80,12 +80,33 @@ class StoredTensor:
 
     def copy_to(self, target: torch.Tensor, begin: int) -> None:
         """Fill `target`, 1-D, with the elements from `begin` on. Reads no others."""
-        end = begin + target.numel()
+        self.copy_runs(target.view(1, -1), begin, max(1, target.numel()))
+
+    def copy_runs(self, target: torch.Tensor, begin: int, stride: int) -> None:
+        """Fill `target`, [runs, length], with runs of consecutive elements. Reads no others.
+
+        Args:
+            target: a view of what is filled.
+            begin: where the first run begins in the flattened tensor.
+            stride: elements from the beginning of a run to that of the next, at least `length`.
+        """
+        num_runs, length = target.shape
+        if target.numel() == 0:
+            return
         for piece in self.pieces:
-            low, high = max(begin, piece.begin), min(end, piece.end)
-            if low < high:
-                values = piece.values[low - piece.begin : high - piece.begin]
-                target[low - begin : high - begin].copy_(values)
+            # The runs [first, last) lie in the piece as a whole: one strided copy.
+            first = max(0, -((begin - piece.begin) // stride))
+            last = min(num_runs, (piece.end - begin - length) // stride + 1)
+            if first < last:
+                values = piece.values[begin + first * stride - piece.begin :]
+                target[first:last].copy_(values.unfold(0, length, stride)[: last - first])
+            # The piece may begin and end inside a run, of which other pieces have the rest.
+            for run in {(piece.begin - begin) // stride, (piece.end - 1 - begin) // stride}:
+                start = begin + run * stride
+                low, high = max(start, piece.begin), min(start + length, piece.end)
+                if 0 <= run < num_runs and not first <= run < last and low < high:
+                    values = piece.values[low - piece.begin : high - piece.begin]
+                    target[run, low - start : high - start].copy_(values)
 
 
 def whole(tensor: torch.Tensor) -> StoredTensor:
@@ -182,13 +203,14 @@ def _check_length(where: str, numel: int, shortest: int, longest: int | None) ->
 
 def fill(target: torch.Tensor, stored: StoredTensor) -> None:
     """Copy this rank's part of a stored tensor into `target`, a DTensor or a whole tensor. Reads nothing else."""
-    local, begin = local_part(target.detach()), 0
-    if isinstance(target, DTensor):
-        begin = first_row(target) * math.prod(target.shape[1:])
+    local, shape = local_part(target.detach()), target.shape
+    dim, begin, length = shard_range(target) if isinstance(target, DTensor) else (0, 0, math.prod(shape[:1]))
+    inner = math.prod(shape[dim + 1 :])
+    runs = math.prod(shape[:dim]), length * inner
     with torch.no_grad():
         if local.is_contiguous():
-            stored.copy_to(local.view(-1), begin)
+            stored.copy_runs(local.view(runs), begin * inner, math.prod(shape[dim:]))
         else:
-            values = torch.empty(local.numel(), dtype=local.dtype, device=local.device)
-            stored.copy_to(values, begin)
+            values = torch.empty(runs, dtype=local.dtype, device=local.device)
+            stored.copy_runs(values, begin * inner, math.prod(shape[dim:]))
             local.copy_(values.view(local.shape))

@@ -161,7 +161,9 @@ def _refuse_flags(index: int, group: dict[str, Any], number: int, saved: dict[st
 
 def _plan_loss_scale(plan: Training, contents: Contents) -> None:
     """Load DeepSpeed's dynamic loss scale if the config has one too; its rules are those of `LossScale`."""
-    fields = contents.loss_scaler.fields if contents.loss_scaler is not None else {}
+    fields = contents.loss_scaler.state if contents.loss_scaler is not None else {}
+    if not isinstance(fields, dict):
+        raise unreadable("loss_scaler", f"an object with a {type(fields).__name__}", "an object of DeepSpeed")
     if not fields.get("dynamic"):
         if fields.get("cur_scale", 1.0) != 1.0 and plan.step_state["loss_scale"]["scale"] != fields["cur_scale"]:
             plan.not_loaded.append(f"the fixed loss scale {fields['cur_scale']:g}")

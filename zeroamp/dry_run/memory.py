@@ -11,8 +11,11 @@ Per group, in bytes of the group's parameters padded to the ranks that shard (`p
   and the output is allocated, of the reduce dtype: it is the gradient shard, where it is fp32. The input stays until as
   many reductions have begun after it as inputs may be in flight (one by default), or the last backward of the step has
   ended. What an all-to-all receives is in one buffer per dtype for all groups, as large as the largest so far, until
-  the backward has ended.
+  the backward has ended. An own unit releases it first, and has a buffer for the time of its reduction.
   Where shards accumulate in a low dtype, each is added to a sum of that dtype, and all sums are cast back at the end.
+* parameters that are sharded over another dimension than 0: an all-gather copies them out twice, so that all those of
+  the group exist twice for a moment. A reduction first copies their gradients, one after the other; each is freed
+  when the next one is copied, the last when the reduction was issued.
 * no reduction (stages 0 and 1 before the last micro-batch): the raw gradient becomes the unsharded sum, in the
   accumulation dtype.
 
@@ -76,7 +79,12 @@ class _Sizes:
         self.cast = padded // num_shards * dtypes.param.itemsize if dtypes.param != dtypes.stored else 0
         if policy.offload.to_cpu:
             self.cast += self.shard  # copied to the device before it is cast
-        self.partition = self.gathered // policy.hpz_partition_size if policy.hpz_partition_size > 1 else 0
+        has_partition = policy.hpz_partition_size > 1 and group.unit not in plan.own_units.lookups
+        self.partition = self.gathered // policy.hpz_partition_size if has_partition else 0
+        self.shares_buffer = group.unit not in plan.own_units
+        other_dim = [p for p in group.params if p.shard_dim(num_shards) > 0]
+        self.copied_twice = sum(p.numel for p in other_dim) * dtypes.param.itemsize
+        self.transposed = [p.fqn for p in other_dim if p.is_trainable]
         self.raw = {p.fqn: p.numel * dtypes.param.itemsize for p in trained}
         self.summed = {p.fqn: p.numel * dtypes.unsharded_accumulate.itemsize for p in trained}
         self.sums_as_is = dtypes.param == dtypes.unsharded_accumulate
@@ -105,14 +113,14 @@ class _GroupMemory(GroupListener):
         self._receive_buffers: Counter[torch.dtype] = Counter()  # communication dtype -> bytes, in this backward
         self._partitions: set[str] = set()  # groups that are sharded over a partition
         writer.add("parameters", sum(sizes.shard for sizes in self._sizes.values()))
-        replicated = plan.replicated.params if plan.replicated is not None else ()
-        self._replicated = {param.fqn for param in replicated}
-        writer.add("parameters", sum(param.dtypes.stored.itemsize for param in replicated))
+        whole = [param for group in plan.all_groups if group.name not in self._sizes for param in group.params]
+        self._whole = {param.fqn for param in whole}  # on each rank: replicated and ignored parameters
+        writer.add("parameters", sum(param.numel * param.dtypes.stored.itemsize for param in whole))
 
     def micro_batch(self, events: Iterable[Event], *, is_first: bool, is_last: bool) -> None:
         self._writer.phase = "forward"
         for event in events:
-            if isinstance(event, Change) and event.param in self._replicated:
+            if isinstance(event, Change) and event.param in self._whole:
                 self._writer.add("gradients", event.num_bytes * is_first)  # autograd adds the later ones to the first
             elif isinstance(event, Change):
                 if event.kind == "unsharded gradients":
@@ -120,11 +128,10 @@ class _GroupMemory(GroupListener):
                 self._writer.add(event.kind, event.num_bytes)
             elif isinstance(event, Mark):
                 self._reach(event, is_last)
-            elif isinstance(event, GradientReady) and not is_first and event.param not in self._replicated:
+            elif isinstance(event, GradientReady) and not is_first and event.param not in self._whole:
                 self._accumulate(event)
         self._replay.end_micro_batch(is_last=is_last)
-        self._writer.add("communication buffers", -self._receive_buffers.total())
-        self._receive_buffers.clear()
+        self._release_buffers()
         if is_last:
             self._free_inputs(0)
 
@@ -162,6 +169,8 @@ class _GroupMemory(GroupListener):
         if in_forward:
             self._free_gather()
         self._writer.add("gathered parameters", sizes.gathered)
+        self._writer.add("communication buffers", sizes.copied_twice)
+        self._writer.add("communication buffers", -sizes.copied_twice)
         if group in self._partitions:
             self._partitions.remove(group)
             self._writer.add("gathered parameters", -sizes.partition)
@@ -203,18 +212,29 @@ class _GroupMemory(GroupListener):
 
     def _reduce(self, group: str) -> None:
         sizes, writer = self._sizes[group], self._writer
-        raw = self._raw.pop(group, 0)
+        if not sizes.shares_buffer:
+            self._release_buffers()
+        raw, of_param = self._raw.pop(group, 0), sizes.raw
         if group in self._sums:
             self._sums.remove(group)
             writer.add("unsharded gradients", -raw)
-            raw = sum(sizes.summed.values())
+            of_param = sizes.summed
+            raw = sum(of_param.values())
         unused = max(0, sum(sizes.raw.values()) - raw)  # zeros, for parameters without a gradient
         writer.add("unsharded gradients", unused)
+        last_copied = 0
+        for fqn in sizes.transposed:
+            writer.add("unsharded gradients", -last_copied)
+            writer.add("unsharded gradients", last_copied := of_param[fqn])
         writer.add("communication buffers", sizes.sent)
         self._kept_inputs.append(sizes.sent)
         writer.add("unsharded gradients", -raw - unused)
         writer.add("gradients", sizes.reduced)
-        self._receive(sizes.received, sizes.communication)
+        if sizes.shares_buffer:
+            self._receive(sizes.received, sizes.communication)
+        else:
+            writer.add("communication buffers", sizes.received)
+            writer.add("communication buffers", -sizes.received)
         if sizes.reduced != sizes.gradient:  # cast to the stored dtype
             writer.add("gradients", sizes.gradient)
             writer.add("gradients", -sizes.reduced)
@@ -224,6 +244,11 @@ class _GroupMemory(GroupListener):
             writer.add("gradients", sizes.low_sum * is_first)
         if self._sums_shards_low or not is_first:
             writer.add("gradients", -sizes.gradient)
+        writer.add("unsharded gradients", -last_copied)
+
+    def _release_buffers(self) -> None:
+        self._writer.add("communication buffers", -self._receive_buffers.total())
+        self._receive_buffers.clear()
 
     def _receive(self, num_bytes: int, dtype: torch.dtype) -> None:
         """Make a larger buffer where the one of this backward is too small; the old one goes first."""

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from zeroamp.dry_run.timeline import KINDS, LABELS, PHASES, Timeline
-from zeroamp.ledger.rows import ledger_rows
+from zeroamp.ledger.rows import SHARD_DIMS, ledger_rows
 from zeroamp.ledger.tables import Row, fold, render
 from zeroamp.policies.dtypes import short_name
 
@@ -18,6 +18,7 @@ _NOTE = (
     "counts them. Not counted: the driver's context, the collectives' own buffers, fragmentation. Times assume "
     "{compute:.0%} of peak FLOP/s, {memory:.0%} of memory bandwidth and {network:.0%} of the links, and no latency."
 )
+_ROUTING_NOTE = "The routing is taken as balanced: every expert of a layer gets equally many tokens."
 
 
 def render_run(run: RunPlan) -> str:
@@ -30,7 +31,7 @@ def render_run(run: RunPlan) -> str:
         f"Memory of one rank at the peak, GiB\n{render(_kind_rows(run))}",
         f"Bytes communicated per step, GB\n{render(_traffic_rows(run))}",
         f"Units and groups at stage {shown.stage}, bytes\n{render(fold(_group_rows(run, shown)))}",
-        _NOTE.format(**asdict(run.efficiency)),
+        _NOTE.format(**asdict(run.efficiency)) + (f" {_ROUTING_NOTE}" if run.has_experts else ""),
     ]
     return "\n\n".join(parts)
 
@@ -49,6 +50,8 @@ def run_to_dict(run: RunPlan) -> dict[str, Any]:
         "activation_bytes": {
             unit or "root": {"kept": kept, "checkpointed": less} for unit, (kept, less) in run.activations.items()
         },
+        "routing": "balanced" if run.has_experts else None,
+        "low_share": run.stages[0].plan.low_share,
         "stages": [_stage_dict(run, stage) for stage in run.stages],
         "refused": {str(stage): reason for stage, reason in run.refused.items()},
     }
@@ -84,10 +87,11 @@ def _title(run: RunPlan) -> str:
     plan = run.stages[0].plan
     numel = sum(param.numel for param in plan.params)
     checkpointing = "with" if run.checkpointing else "without"
+    low = f", {text}" if (text := plan.describe_low_share()) else ""
     return (
         f"zeroamp: {numel / 1e9:.3g}e9 parameters, mode {run.policy.mode}, {run.world_size} ranks, "
         f"{run.policy.gradient_accumulation_steps} x batch {run.batch} x {run.seq} per rank, {checkpointing} "
-        f"activation checkpointing, {run.gpu.name} ({run.gpu.memory_bytes / 2**30:.1f} GiB)"
+        f"activation checkpointing, {run.gpu.name} ({run.gpu.memory_bytes / 2**30:.1f} GiB){low}"
     )
 
 
@@ -139,7 +143,9 @@ def _traffic_rows(run: RunPlan) -> list[Row]:
 
 def _group_rows(run: RunPlan, stage: StagePlan) -> list[Row]:
     rows = []
-    for row, group in zip(ledger_rows(stage.plan, stage.ranks).groups, stage.plan.groups, strict=True):
+    groups = ledger_rows(stage.plan, stage.ranks).groups
+    has_other_dims = any(dim > 0 for row in groups for dim in row[SHARD_DIMS])
+    for row, group in zip(groups, stage.plan.all_groups, strict=True):
         kept, less = run.activations.get(group.unit, (0, 0)) if group.kind == "unit" else ("-", "-")
         rows.append(
             {
@@ -147,6 +153,7 @@ def _group_rows(run: RunPlan, stage: StagePlan) -> list[Row]:
                 "elements": row["elements"],
                 "param dtype": row["gather"],
                 "communication dtype": row["wire"] or "-",
+                **({SHARD_DIMS: ", ".join(map(str, row[SHARD_DIMS]))} if has_other_dims else {}),
                 "stored": row["storage_bytes_per_rank"],
                 "unsharded": row["gathered_bytes_per_rank"],
                 "gradients": row["gradient_bytes_per_rank"],

@@ -21,8 +21,10 @@ from zeroamp.dry_run.step_time import Efficiency, Network, StepTime, step_time
 from zeroamp.dry_run.timeline import Timeline
 from zeroamp.dry_run.traced_micro_batch import MicroBatch
 from zeroamp.hooks.collectives.traffic import Traffic
+from zeroamp.hooks.tracing.experts import experts_implementation
 from zeroamp.planning.mesh import Ranks, current_device_type
 from zeroamp.planning.plan import Plan, build_plan
+from zeroamp.planning.safe_parameters import needs_trace
 from zeroamp.planning.traffic import plan_traffic
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.errors import ConfigError, ZeroAmpError
@@ -72,6 +74,8 @@ class RunPlan:
     stages: tuple[StagePlan, ...]
     refused: dict[Stage, str]
     """Stages that the config's other keys or the mesh do not allow, and why."""
+    has_experts: bool = False
+    """Whether transformers' experts are in the model: every expert of a layer is taken to get equally many tokens."""
 
     def __str__(self) -> str:
         """Return tables of the stages, of the peaks by kind, of the traffic, and of units and groups."""
@@ -150,18 +154,15 @@ def plan_run(
     efficiency = efficiency or Efficiency()
     check_speeds(gpu, efficiency, intra_gb_per_s=intra_gb_per_s, inter_gb_per_s=inter_gb_per_s)
     batch = batch or policy.train_micro_batch_size_per_gpu or 1
+    intra, inter = intra_gb_per_s or gpu.intra_gb_per_s, inter_gb_per_s or gpu.inter_gb_per_s
     network = Network(
-        gpus_per_node=gpus_per_node,
-        intra_gb_per_s=intra_gb_per_s or gpu.intra_gb_per_s,
-        inter_gb_per_s=inter_gb_per_s or gpu.inter_gb_per_s,
-        efficiency=efficiency.network,
+        gpus_per_node=gpus_per_node, intra_gb_per_s=intra, inter_gb_per_s=inter, efficiency=efficiency.network
     )
     planner = _Planner(model, seq, current_device_type(), inputs, loss_fn, optimizer)
     possible, refused = possible_stages(policy, stages, world_size, mesh)
     planned: list[StagePlan] = []
     for of_stage, ranks in possible:
-        example = planner.arguments(1) if policy.lower_precision_safe_modules == "auto" else ((), {})
-        plan = build_plan(model, of_stage, auto_wrap_policy, example[1] or example[0] or None, planner.device_type)
+        plan = planner.plan(of_stage, auto_wrap_policy)
         planned.append(planner.stage(plan, ranks, batch, checkpointing, gpu, network, efficiency))
     return RunPlan(
         policy=policy,
@@ -175,6 +176,7 @@ def plan_run(
         activations=planner.activations(planned[0].plan, batch),
         stages=tuple(planned),
         refused=refused,
+        has_experts=any(experts_implementation(module) is not None for module in model.modules()),
     )
 
 
@@ -195,6 +197,11 @@ class _Planner:
     def arguments(self, batch: int) -> Arguments:
         """Return (args, kwargs) of the forward of a batch."""
         return arguments_for(self.model, batch, self.seq, self.inputs)
+
+    def plan(self, policy: Policy, auto_wrap_policy: AutoWrapPolicy) -> Plan:
+        """Return the plan of one stage."""
+        args, kwargs = self.arguments(1) if needs_trace(policy) else ((), {})
+        return build_plan(self.model, policy, auto_wrap_policy, kwargs or args or None, self.device_type)
 
     def stage(
         self,

@@ -163,6 +163,10 @@ class _Clock(GroupListener):
             ]
             for group in plan.groups
         }
+        self._copied_twice = {  # elements that are copied once more: of other sharded dimensions than 0
+            group.name: sum(p.numel for p in group.params if p.shard_dim(ranks.shards(plan.policy)) > 0)
+            for group in plan.groups
+        }
         self._is_last = True  # whether the micro-batch is the last of its optimizer step
         self._partitioned: set[str] = set()  # groups that are sharded over a partition
         self._now = 0.0  # of the ops
@@ -202,6 +206,7 @@ class _Clock(GroupListener):
         self._now = max(self._now, self._gathered.pop(group, 0.0))
         for call, num_bytes in self._calls[group]:
             if not call.is_of_gradients:
+                num_bytes += self._copied_twice[group] * call.dtype.itemsize
                 self._compute(2 * num_bytes / self._memory)
         self._copied = self._now
 
@@ -221,7 +226,8 @@ class _Clock(GroupListener):
         if not reduces or not calls:
             return
         self._now = max(self._now, self._reduced)
-        self._compute(2 * calls[0][1] / self._memory)
+        copied = calls[0][1] + self._copied_twice[group] * calls[0][0].dtype.itemsize
+        self._compute(2 * copied / self._memory)
         for call, num_bytes in calls:
             is_over_replicas = call.collective == "all_reduce"
             num_ranks = self._num_replicas if is_over_replicas else self._num_shards

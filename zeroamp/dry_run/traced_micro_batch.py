@@ -12,7 +12,7 @@ losses among them), so that a trace with a GPU at hand is the more exact one.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -24,9 +24,11 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroamp.dry_run.events import Event, EventRecorder
 from zeroamp.dry_run.inputs import Arguments, sequences_are_not_packed
+from zeroamp.hooks._torch.autocast_ops import casting
 from zeroamp.hooks._torch.dispatch import storage_key, tree_map
 from zeroamp.hooks.precision.fp32_regions import Fp32Region
 from zeroamp.hooks.tensors import tensors_in
+from zeroamp.hooks.tracing.experts import route_evenly
 from zeroamp.hooks.tracing.fake_run import Replacements, tensors_replaced
 from zeroamp.hooks.tracing.recorded_run import replacement, run_context
 from zeroamp.planning.plan import Plan
@@ -89,12 +91,14 @@ def trace_micro_batch(
             modules = model.get_submodule(fqn)._modules
             for name in [name for name in modules if name not in names]:
                 del modules[name]  # `tensors_replaced` puts the modules back
+        route_evenly(model)
         handles = _mark_units(model, plan, recorder, device_type, checkpointing)
         handles += _record_gradients(fake_parameters, recorder)
         try:
-            with recorder:
-                is_autocast = plan.policy.mode == "autocast"
-                with torch.autocast(device_type, dtype=plan.policy.gather_dtype) if is_autocast else nullcontext():
+            with recorder, casting(plan.policy.autocast_ops):  # in recomputation, too
+                with ExitStack() as autocast:
+                    if plan.policy.mode == "autocast":
+                        autocast.enter_context(torch.autocast(device_type, dtype=plan.policy.gather_dtype))
                     output = model(*args, **kwargs)
                 loss = loss_of(output, loss_fn, where=type(model).__name__, error=ConfigError)
                 del output
@@ -132,9 +136,8 @@ def _mark_units(
         if modules:
             handles += _mark_unit(unit, modules[0], modules[-1], recorder, running)
     output_dtype = None if plan.policy.mode == "autocast" else plan.policy.low_dtype
-    for fqn in plan.fp32_regions.modules:
-        if fqn in present:
-            Fp32Region(model.get_submodule(fqn), device_type, output_dtype)  # undone by `tensors_replaced`
+    for module in plan.fp32_regions.modules_of(model):
+        Fp32Region(module, device_type, output_dtype)  # undone by `tensors_replaced`
     return handles + cast_unit_inputs(model, plan) + share_casts(model, plan, device_type)
 
 

@@ -6,12 +6,22 @@ from typing import Any
 from torch import nn
 
 from zeroamp.hooks.collectives.traffic import Traffic
-from zeroamp.ledger.rows import DTYPE_COLUMNS, HEADERS, PER_RANK, PER_STEP, LedgerRows, ledger_rows
+from zeroamp.ledger.rows import (
+    DTYPE_COLUMNS,
+    HEADERS,
+    PER_RANK,
+    PER_STEP,
+    SHARD_DIM,
+    SHARD_DIMS,
+    LedgerRows,
+    ledger_rows,
+)
 from zeroamp.ledger.tables import Row, TableStyle, cells, fold, render
 from zeroamp.ledger.verification import Verification
 from zeroamp.ledger.verify import verify
 from zeroamp.planning.mesh import Ranks, ranks_of
 from zeroamp.planning.plan import Plan
+from zeroamp.policies.errors import some_of
 from zeroamp.training.loss import LossFunction
 from zeroamp.wrapping.state import wrap_state
 
@@ -82,22 +92,29 @@ class Ledger:
 
         Where units are merged also the modules of each group's unit, which is named after the first of them. Bytes
         per step are those of all all-gathers and reductions of one optimizer step (`planning/traffic.py`); bytes per
-        rank, which need `num_shards`, those of the stored shard (ceil(d0 / shards) rows), of the unsharded parameters,
-        and of the gradients (a shard; unsharded sums too, at stages 0 and 1 with accumulation).
+        rank, which need `num_shards`, those of the stored shard (padding included), of the unsharded parameters, and of
+        the gradients (a shard; unsharded sums too, at stages 0 and 1 with accumulation). Where any parameter is sharded
+        over another dimension than 0, also the dimensions that are sharded.
         """
         columns = ("kind", "params", "elements", *DTYPE_COLUMNS, *self._byte_columns)
+        other_dims = self._other_dims()
         return [
             {
                 "group": row["group"],
                 **({"modules": self._modules(group.unit)} if self.plan.merged else {}),
+                **({SHARD_DIMS: ", ".join(map(str, row[SHARD_DIMS])) or "-"} if other_dims else {}),
                 **cells(row, columns),
             }
             for row, group in zip(self._rows().groups, self.plan.all_groups, strict=True)
         ]
 
     def parameter_rows(self) -> list[dict[str, Any]]:
-        """Return one dict per parameter: FQN, unit, group, class, elements, the seven dtypes, bytes and why."""
-        columns = ("parameter", "unit", "group", "class", "elements", *DTYPE_COLUMNS, *self._byte_columns, "why")
+        """Return one dict per parameter: FQN, unit, group, class, elements, the seven dtypes, bytes and why.
+
+        Where any is sharded over another dimension than 0, also the dimension that is sharded.
+        """
+        dim = (SHARD_DIM,) if self._other_dims() else ()
+        columns = ("parameter", "unit", "group", "class", "elements", *dim, *DTYPE_COLUMNS, *self._byte_columns, "why")
         return [cells(row, columns) for row in self._rows().parameters]
 
     def to_dict(self) -> dict[str, Any]:
@@ -106,7 +123,8 @@ class Ledger:
         dtypes are short names, and None where a frozen parameter has none; bytes are None where the ranks are not
         known. "config" is one that makes an equal policy; "units" the FQNs below the root; "summary" the totals per
         pair of all-gather and reduction dtype; "classes" those per module class and dtypes; "traffic" what
-        `zeroamp.traffic` counts in one optimizer step.
+        `zeroamp.traffic` counts in one optimizer step; "low_share" the part of the
+        trainable elements that is all-gathered in the mode's low precision.
         """
         rows = self._rows()
         return {
@@ -118,6 +136,7 @@ class Ledger:
             "ranks": {"num_shards": self.num_shards, "num_replicas": self.num_replicas},
             "classes": rows.classes,
             "traffic": rows.traffic,
+            "low_share": self.plan.low_share,
         }
 
     def verify(self, model: nn.Module, batch: object, *, loss_fn: LossFunction | None = None) -> Verification:
@@ -163,15 +182,30 @@ class Ledger:
         policy, units = self.plan.policy, self.plan.units
         num_modules = sum(len(self.plan.modules_of(unit)) for unit in units)
         merged = f" ({num_modules} modules)" if self.plan.merged else ""
+        numel = sum(group.numel for group in self.plan.all_groups)
+        low = f", {text}" if (text := self.plan.describe_low_share()) else ""
         return (
             f"zeroamp: mode {policy.mode}, ZeRO stage {policy.stage}, {len(units)} units{merged} below the root, "
-            f"{len(self.plan.all_groups)} groups, {sum(group.numel for group in self.plan.all_groups):,} parameters"
+            f"{len(self.plan.all_groups)} groups, {numel:,} parameters{low}"
         )
 
     def _notes(self) -> str:
         if self._ranks.shards(self.plan.policy) is None:
             return f"{_STEP_NOTE.format(padding='without the padding to the ranks')}\n{_UNKNOWN_NOTE}"
-        return f"{_STEP_NOTE.format(padding='padding included')}\n{_RANK_NOTE}"
+        notes = [_STEP_NOTE.format(padding="padding included"), _RANK_NOTE]
+        for dim, names in self._other_dims().items():
+            notes.append(f"Sharded over dimension {dim}, where dimension 0 would be padded: {some_of(names)}.")
+        return "\n".join(notes)
+
+    def _other_dims(self) -> dict[int, list[str]]:
+        """Return the parameters that are sharded over another dimension than 0, by dimension."""
+        num_shards = self._ranks.shards(self.plan.policy)
+        found: dict[int, list[str]] = {}
+        for group in self.plan.groups:
+            for param in group.params:
+                if dim := param.shard_dim(num_shards):
+                    found.setdefault(dim, []).append(param.fqn)
+        return dict(sorted(found.items()))
 
     def _modules(self, unit: str) -> str:
         return ", ".join(self.plan.modules_of(unit)) or "root"

@@ -25,6 +25,11 @@ HEADERS = {key: name for name, key in KEYS.items()}
 PER_STEP = ("gathered_bytes_per_step", "reduced_bytes_per_step")
 PER_RANK = ("storage_bytes_per_rank", "gathered_bytes_per_rank", "gradient_bytes_per_rank")
 
+SHARD_DIMS = "shard_dims"
+"""Key of group rows: the dimensions that are sharded, each once; [] where they are not known, or nothing is sharded."""
+SHARD_DIM = "shard_dim"
+"""Key of parameter rows: the dimension that is sharded, or None."""
+
 Row = dict[str, Any]
 Costs = dict[str, dict[str, int | None]]
 """Parameter -> column of bytes -> bytes."""
@@ -54,8 +59,12 @@ def ledger_rows(plan: Plan, ranks: Ranks) -> LedgerRows:
     return LedgerRows(
         summary=_summary(plan, on_ranks, costs),
         classes=_classes(plan, on_ranks, costs),
-        groups=[_group_row(group, on_ranks, costs) for group in plan.all_groups],
-        parameters=[_param_row(param, group, on_ranks, costs) for group in plan.all_groups for param in group.params],
+        groups=[_group_row(group, on_ranks, costs, ranks.shards(plan.policy)) for group in plan.all_groups],
+        parameters=[
+            _param_row(param, group, on_ranks, costs, ranks.shards(plan.policy))
+            for group in plan.all_groups
+            for param in group.params
+        ],
         traffic=[
             {**_names(key._asdict()), "calls": calls, "bytes": traffic.num_bytes[key]}
             for key, calls in traffic.calls.items()
@@ -90,7 +99,7 @@ def _totals(params: Iterable[ParamPlan], costs: Costs) -> Row:
 
 def _summary(plan: Plan, on_ranks: OnRanks, costs: Costs) -> list[Row]:
     pairs: dict[tuple[str, str], list[ParamPlan]] = {}
-    for group in plan.all_groups:
+    for group in (group for group in plan.all_groups if group.kind != "ignored"):  # which is not communicated
         pair = group.key.param, on_ranks[group.name].between_ranks
         pairs.setdefault((short_name(pair[0]), short_name(pair[1])), []).extend(group.params)
     return [
@@ -125,19 +134,25 @@ def _classes(plan: Plan, on_ranks: OnRanks, costs: Costs) -> list[Row]:
     ]
 
 
-def _group_row(group: GroupPlan, on_ranks: OnRanks, costs: Costs) -> Row:
+def _group_row(group: GroupPlan, on_ranks: OnRanks, costs: Costs, num_shards: int | None) -> Row:
+    dims = {_shard_dim(param, num_shards) for param in group.params}
     return {
         "group": group.name,
         "kind": group.kind,
         "unit": group.unit or "root",
         "params": len(group.params),
         "elements": group.numel,
+        SHARD_DIMS: sorted(dim for dim in dims if dim is not None),
         **dtype_names(on_ranks[group.name].on_these_ranks(group.dtypes)),
         **_totals(group.params, costs),
     }
 
 
-def _param_row(param: ParamPlan, group: GroupPlan, on_ranks: OnRanks, costs: Costs) -> Row:
+def _shard_dim(param: ParamPlan, num_shards: int | None) -> int | None:
+    return None if num_shards is None or param.group_key.is_replicated else param.shard_dim(num_shards)
+
+
+def _param_row(param: ParamPlan, group: GroupPlan, on_ranks: OnRanks, costs: Costs, num_shards: int | None) -> Row:
     return {
         "parameter": param.fqn,
         "aliases": list(param.aliases),
@@ -145,6 +160,7 @@ def _param_row(param: ParamPlan, group: GroupPlan, on_ranks: OnRanks, costs: Cos
         "group": group.name,
         "class": ", ".join(param.owner_classes),
         "shape": list(param.shape),
+        SHARD_DIM: _shard_dim(param, num_shards),
         "elements": param.numel,
         **dtype_names(on_ranks[group.name].on_these_ranks(param.dtypes)),
         **costs[param.fqn],

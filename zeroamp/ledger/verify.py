@@ -96,8 +96,9 @@ def _refuse_problem(plan: Plan, state: WrapState, batch: object) -> None:
 
 
 def _unfinished(state: WrapState) -> str | None:
+    ignored = state.plan.ignored_fqns
     for fqn, parameter in state.root.named_parameters():
-        if not is_sharded(parameter):
+        if fqn not in ignored and not is_sharded(parameter):
             return f"{fqn} is unsharded: a backward or an optimizer step has not ended"
         if parameter.grad is not None:
             return f"{fqn} has a gradient"

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from zeroamp.hooks._torch.autocast_ops import register
 from zeroamp.hooks.tensors import tensors_in
 from zeroamp.hooks.tracing.recorded_run import can_run_backward, record_run
 from zeroamp.hooks.tracing.use_recorder import UseRecorder
@@ -32,6 +33,10 @@ class SafeParameters:
     """Parameters that are only ever cast to the low dtype. A tied weight is there under its first name."""
     reasons: Mapping[str, str]
     """For every parameter, safe or not: the op and the module that decided, and the other names of a tied weight."""
+    by_ops: frozenset[str] = frozenset()
+    """The safe parameters that are only cast for ops of `autocast_ops`."""
+    cast_modules: frozenset[str] = frozenset()
+    """FQNs of the modules whose own forward ran an op of `autocast_ops` that had an argument to cast."""
 
 
 def discover_safe_parameters(
@@ -40,6 +45,7 @@ def discover_safe_parameters(
     kwargs: Mapping[str, Any] | None = None,
     dtype: torch.dtype = torch.bfloat16,
     device_type: str = "cpu",
+    autocast_ops: Collection[str] = (),
 ) -> SafeParameters:
     """Run the model's forward and backward once under autocast, and find the parameters that it only casts to `dtype`.
 
@@ -53,6 +59,7 @@ def discover_safe_parameters(
         kwargs: Keyword inputs. With no inputs at all, those of a transformers model's `dummy_inputs` are used.
         dtype: torch.bfloat16 or torch.float16.
         device_type: Where the model will run: autocast's list of ops is another for each device type.
+        autocast_ops: Ops that autocast is to cast besides its own: names of `zeroamp.autocast_ops`.
 
     Raises:
         ConfigError: the dtype or device type cannot be used here, there are no inputs, or control flow depends on
@@ -62,8 +69,10 @@ def discover_safe_parameters(
     _check_target(model, dtype, device_type)
     if not args and not kwargs:
         args, kwargs = example_arguments(model)
-    tracer = _Tracer(model, args, kwargs or {}, dtype, device_type)
+    register_ops(autocast_ops, device_type)
+    tracer = _Tracer(model, args, kwargs or {}, dtype, device_type, frozenset(autocast_ops))
     recorder = tracer.run()
+    records = recorder.records
     found = recorder.safety()
     _refuse_dtype_reads(tracer, recorder, found)
     if not tracer.fake:
@@ -72,7 +81,22 @@ def discover_safe_parameters(
     return SafeParameters(
         safe=frozenset(name for name, (is_safe, _) in found.items() if is_safe),
         reasons={name: reason + aliases[name] for name, (_, reason) in found.items()},
+        by_ops=frozenset(name for name, (is_safe, _) in found.items() if is_safe and records[name].is_cast_by_ops_only),
+        cast_modules=frozenset(recorder.cast_modules),
     )
+
+
+def register_ops(names: Collection[str], device_type: str) -> None:
+    """Register the casts of these ops in this process, for models on a device type.
+
+    Raises:
+        ConfigError: this torch's autocast casts one of them by itself.
+    """
+    if casts := register(names, device_type):
+        raise ConfigError(
+            f"zeroamp.autocast_ops must not name {', '.join(casts)} with torch {torch.__version__}, whose autocast "
+            'casts it without the key. Remove it, and write "lower_precision_safe_modules": "auto" in torch_autocast.'
+        )
 
 
 def _check_target(model: nn.Module, dtype: torch.dtype, device_type: str) -> None:
@@ -109,13 +133,20 @@ class _Tracer:
     """Runs the model on fake tensors; for real, on copies, if fake ones cannot follow it."""
 
     def __init__(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], dtype: torch.dtype, device_type: str
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        dtype: torch.dtype,
+        device_type: str,
+        ops: frozenset[str],
     ) -> None:
         self.fake = True
         self._model = model
         self._inputs = args, kwargs
         self.dtype = dtype
         self._device_type = device_type
+        self._ops = ops
 
     def run(self) -> UseRecorder:
         """Record the model as it is."""
@@ -131,9 +162,8 @@ class _Tracer:
     def rerun(self, low: Collection[str]) -> UseRecorder:
         """Record it with the parameters named in `low` in the low dtype."""
         args, kwargs = self._inputs
-        return record_run(
-            self._model, args, kwargs, dtype=self.dtype, device_type=self._device_type, fake=self.fake, low=low
-        )
+        options: dict[str, Any] = {"device_type": self._device_type, "fake": self.fake, "ops": self._ops}
+        return record_run(self._model, args, kwargs, dtype=self.dtype, low=low, **options)
 
     def _check_real_run(self, error: Exception) -> None:
         tensors = [*self._model.parameters(), *self._model.buffers(), *tensors_in(self._inputs)]

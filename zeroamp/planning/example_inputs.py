@@ -9,11 +9,13 @@ from torch import nn
 from zeroamp.policies.errors import ConfigError, describe
 
 
-def example_arguments(model: nn.Module, example_inputs: Any = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def example_arguments(
+    model: nn.Module, example_inputs: Any = None, needed_by: str = ""
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return (args, kwargs) for `model(*args, **kwargs)`.
 
     `example_inputs` is a tuple of positional arguments, a mapping of keyword arguments, or one tensor. None stands for
-    the `dummy_inputs` of a transformers model.
+    the `dummy_inputs` of a transformers model. `needed_by` is the config key that needs them, for the error.
 
     Raises:
         ConfigError: it is something else, or None for a model that has no dummy inputs of its own.
@@ -33,18 +35,23 @@ def example_arguments(model: nn.Module, example_inputs: Any = None) -> tuple[tup
                 "Wrap it: example_inputs=(value,) calls model(value).",
             )
         )
-    return (), _dummy_inputs(model)
+    return (), _dummy_inputs(model, needed_by)
 
 
-def _dummy_inputs(model: nn.Module) -> dict[str, Any]:
+def _dummy_inputs(model: nn.Module, needed_by: str) -> dict[str, Any]:
     dummy = getattr(model, "dummy_inputs", None)
     # transformers' base class answers with token ids for every model, a vision model too.
     main_input = getattr(model, "main_input_name", "input_ids")
     if isinstance(dummy, Mapping) and main_input in dummy:
         return dict(dummy)
     why = "" if dummy is None else f", and dummy_inputs of {type(model).__name__} are without {main_input!r}"
-    raise ConfigError(
-        f"example_inputs must be inputs of the model's forward, but none were passed{why}. Pass a batch, as a tuple "
-        '(args) or a dict (kwargs): {"input_ids": torch.zeros(2, 8, dtype=torch.long)}. Only shapes, dtypes and '
-        "structure matter."
+    remedy = (
+        'a batch, as a tuple (args) or a dict (kwargs): {"input_ids": torch.zeros(2, 8, dtype=torch.long)}. Only '
+        "shapes, dtypes and structure matter."
     )
+    if needed_by:
+        raise ConfigError(
+            f"{needed_by} needs inputs of the model's forward, but none were passed{why}. Pass example_inputs: {remedy}"
+            " On the command line, name a function that returns them: --inputs file.py:function."
+        )
+    raise ConfigError(f"example_inputs must be inputs of the model's forward, but none were passed{why}. Pass {remedy}")

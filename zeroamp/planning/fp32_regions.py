@@ -1,16 +1,18 @@
-"""Which modules and parameters stay in fp32 whatever the mode: `data_types.keep_in_fp32_modules`.
+"""Which modules and parameters stay in fp32 whatever the mode: `data_types.keep_in_fp32_modules`, `zeroamp.overrides`.
 
 Pure: reads names, classes, and `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict` of transformers models.
 """
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 
-from zeroamp.policies.errors import ConfigError
+from zeroamp.planning.overrides import Overrides
+from zeroamp.planning.parameter_uses import all_names, has_forward, matches_name, modules_around
+from zeroamp.policies.errors import ConfigError, some_of
 from zeroamp.policies.policy import Policy
 
 KEY = "data_types.keep_in_fp32_modules"
@@ -18,51 +20,99 @@ KEY = "data_types.keep_in_fp32_modules"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp32Regions:
-    """What stays in fp32, and which pattern matched it."""
+    """What stays in fp32, and which key with which pattern matched it, as text for reasons and errors."""
 
     modules: Mapping[str, str] = field(default_factory=dict)
-    """FQN -> pattern. Outermost modules: all that is inside computes in fp32 too."""
+    """FQN -> key and pattern. Outermost modules: all that is inside computes in fp32 too."""
     tensors: Mapping[str, str] = field(default_factory=dict)
-    """FQN -> pattern, of parameters and buffers that are named themselves. Their modules compute as they would."""
+    """FQN -> key and pattern, of parameters and buffers that are named themselves. Their modules compute as they
+    would."""
 
     def pattern_of(self, fqn: str) -> str | None:
-        """Return the pattern that keeps the parameter, buffer or module `fqn` in fp32, or None."""
+        """Return the key and pattern that keep the parameter, buffer or module `fqn` in fp32, or None."""
         if fqn in self.tensors:
             return self.tensors[fqn]
         return next((self.modules[outer] for outer in (*modules_around(fqn), fqn) if outer in self.modules), None)
 
+    def modules_of(self, model: nn.Module) -> list[nn.Module]:
+        """Return the regions' modules, each once: a module may have several FQNs. `model` may lack some."""
+        present = dict(model.named_modules(remove_duplicate=False))
+        return list(dict.fromkeys(present[fqn] for fqn in self.modules if fqn in present))
 
-def find_fp32_regions(model: nn.Module, policy: Policy) -> Fp32Regions:
-    """Resolve the patterns of the policy in `model`.
+
+def find_fp32_regions(
+    model: nn.Module, policy: Policy, overrides: Overrides, ignored_params: Iterable[nn.Parameter] = ()
+) -> Fp32Regions:
+    """Resolve the patterns of `keep_in_fp32_modules` in `model`, and add what `overrides` keep in fp32.
 
     A pattern is an FQN, one or several parts of an FQN ("norm" is every `….norm` and `….norm.…`), a class name (bare or
     "package.module.Class", subclasses count), or any of these with `*` and `?`. "auto" takes them from transformers
     models: `_keep_in_fp32_modules_strict`, and in mode "fp16" `_keep_in_fp32_modules` too, as `from_pretrained` does.
 
     Raises:
-        ConfigError: a pattern of the config matches nothing.
+        ConfigError: a pattern of the config matches nothing, or nothing but `ignored_params`.
     """
-    if policy.mode == "fp32":
-        return Fp32Regions()
-    asked = policy.keep_in_fp32_modules
-    patterns = list(_patterns_of_model(model, policy)) if asked == "auto" else list(asked)
-    modules: dict[str, str] = {}
-    tensors: dict[str, str] = {}
-    for pattern in patterns:
-        found = [fqn for fqn, module in model.named_modules() if fqn and _matches(fqn, module, pattern)]
-        modules |= {fqn: pattern for fqn in found if fqn not in modules}
-        named = [fqn for fqn, _ in _named_tensors(model) if _matches_name(fqn, pattern)]
-        tensors |= {fqn: pattern for fqn in named if fqn not in tensors}
-        if asked != "auto" and not (found or named):
-            raise ConfigError(
-                f"{KEY}: {pattern!r} matches nothing of {type(model).__name__}. Use names, parts of names or class "
-                "names of its modules, parameters and buffers; print model.named_modules() to see them."
-            )
+    modules, tensors = ({}, {}) if policy.mode == "fp32" else _kept(model, policy, ignored_params)
+    for fqn in overrides.modules:
+        first = overrides.of(fqn)
+        if first is not None and first.asked.compute == torch.float32:
+            modules.setdefault(fqn, str(first))
+    modules = _with_forward(model, modules, tensors)
+    for fqn, _ in model.named_parameters(remove_duplicate=False):
+        first = overrides.of(fqn)
+        if first is not None and first.asked.compute is None and first.asked.gather == torch.float32:
+            tensors.setdefault(fqn, str(first))
     outermost = {fqn: pattern for fqn, pattern in modules.items() if not _is_inside(fqn, modules)}
     return Fp32Regions(
         modules=outermost,
         tensors={fqn: pattern for fqn, pattern in tensors.items() if not _is_inside(fqn, outermost)},
     )
+
+
+def _with_forward(model: nn.Module, modules: dict[str, str], tensors: dict[str, str]) -> dict[str, str]:
+    """Return `modules` with what is inside of those that are never called, such as a ModuleList, in their place.
+
+    Tensors that such a module owns itself, a ParameterList's, are added to `tensors`.
+    """
+    called: dict[str, str] = {}
+    pending = [(fqn, pattern, model.get_submodule(fqn)) for fqn, pattern in reversed(modules.items())]
+    while pending:
+        fqn, pattern, module = pending.pop()
+        if has_forward(module):
+            called.setdefault(fqn, pattern)
+            continue
+        own = (*module._parameters, *module._buffers)
+        tensors |= {f"{fqn}.{name}": pattern for name in own if f"{fqn}.{name}" not in tensors}
+        pending += reversed([(f"{fqn}.{name}", pattern, child) for name, child in module.named_children()])
+    return called
+
+
+def _kept(
+    model: nn.Module, policy: Policy, ignored_params: Iterable[nn.Parameter]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the modules and the tensors that `keep_in_fp32_modules` matches, each with its key and pattern."""
+    asked = policy.keep_in_fp32_modules
+    ignored = {id(parameter) for parameter in ignored_params}
+    patterns = list(_patterns_of_model(model, policy)) if asked == "auto" else list(asked)
+    modules: dict[str, str] = {}
+    tensors: dict[str, str] = {}
+    for pattern in patterns:
+        all_modules = model.named_modules(remove_duplicate=False)
+        found = all_names(model, [fqn for fqn, module in all_modules if fqn and _matches(fqn, module, pattern)])
+        named = {fqn: tensor for fqn, tensor in _named_tensors(model) if matches_name(fqn, pattern)}
+        modules |= {fqn: f"{KEY} {pattern!r}" for fqn in found if fqn not in modules}
+        tensors |= {fqn: f"{KEY} {pattern!r}" for fqn in named if fqn not in tensors}
+        if asked != "auto" and not (found or named):
+            raise ConfigError(
+                f"{KEY}: {pattern!r} matches nothing of {type(model).__name__}. Use names, parts of names or class "
+                "names of its modules, parameters and buffers; print model.named_modules() to see them."
+            )
+        if asked != "auto" and not found and all(id(tensor) in ignored for tensor in named.values()):
+            raise ConfigError(
+                f"{KEY}: {pattern!r} matches nothing but {some_of(list(named), 3)}, in ignored_params, which are not "
+                "cast. Remove the pattern, or name a module: it then computes in fp32."
+            )
+    return modules, tensors
 
 
 def _patterns_of_model(model: nn.Module, policy: Policy) -> Iterator[str]:
@@ -80,24 +130,12 @@ def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _matches(fqn: str, module: nn.Module, pattern: str) -> bool:
     classes = [(cls.__name__, f"{cls.__module__}.{cls.__qualname__}") for cls in type(module).__mro__]
     is_class = any(fnmatchcase(name, pattern) for names in classes for name in names if not _is_base(names[1]))
-    return is_class or _matches_name(fqn, pattern)
+    return is_class or matches_name(fqn, pattern)
 
 
 def _is_base(full_name: str) -> bool:
     return full_name in ("torch.nn.modules.module.Module", "builtins.object")
 
 
-def _matches_name(fqn: str, pattern: str) -> bool:
-    """Whether the last parts of `fqn`, one or more, are the pattern: "norm" is the end of "layers.0.norm"."""
-    parts = fqn.split(".")
-    return any(fnmatchcase(".".join(parts[start:]), pattern) for start in range(len(parts)))
-
-
 def _is_inside(fqn: str, modules: Container[str]) -> bool:
     return any(outer in modules for outer in modules_around(fqn))
-
-
-def modules_around(fqn: str) -> Iterator[str]:
-    """Yield the FQNs of the modules around a module or tensor, outermost first, without the root."""
-    parts = fqn.split(".")
-    yield from (".".join(parts[:depth]) for depth in range(1, len(parts)))

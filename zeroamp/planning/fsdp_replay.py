@@ -14,7 +14,8 @@ reducing backward reduces once. The exceptions, all of them FSDP2's:
 * A unit without a backward (frozen, and nothing trainable before it) is all-gathered ahead all the same. Between two
   micro-batches the next forward uses that copy; after the last one it is discarded.
 * A unit that runs several times in one forward is all-gathered and reduced for each run: with zeros but for its first,
-  since autograd adds the gradients of all runs before it hands them out.
+  since autograd adds the gradients of all runs before it hands them out. An own unit is reduced once.
+* An embedding that is an own unit is not all-gathered for its backward.
 * `prefetch_bucket_size` all-gathers ahead by the order of registration.
 
 So the numbers hold for modules that run in the order of `run_order`. A model that runs them otherwise may all-gather a
@@ -28,7 +29,7 @@ from typing import Literal, get_args
 from zeroamp.planning.groups import GroupKind, GroupPlan
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.run_order import UnitRun
-from zeroamp.planning.schedule import Kind, Schedule, fits, live_units, reshards_after_forward
+from zeroamp.planning.schedule import Kind, Schedule, backward_order, fits, live_units, reshards_after_forward
 
 
 class GroupListener:
@@ -74,6 +75,8 @@ class _Group:
     kind: GroupKind
     is_trainable: bool
     reshards_after_forward: bool
+    is_used_in_backward: bool = True
+    """Whether the backward needs its unsharded parameters: that of a lookup does not."""
     is_unsharded: bool = False
     is_pending: bool = False
     """An all-gather was started and not waited for yet."""
@@ -97,11 +100,13 @@ class Replay:
         self._groups: dict[str, list[_Group]] = {unit: [] for unit in ("", *plan.units)}
         """Unit -> its groups in the order in which they are unsharded: its own, then those with holders."""
         for group in plan.groups:
-            self._groups[group.unit].append(_start(group, reshards_after_forward(group.kind, group.unit, plan, live)))
+            self._groups[group.unit].append(_start(group, plan, live))
+        named = {group.name: group for group in self._all()}
+        self._ending = [named[name] for name in plan.ending]
         size = plan.policy.prefetch_bucket_size if self._stage == 3 else 0
         explicit = size > 0
         self._forward_ahead = fits(plan.run.forward_order(), plan, size) if explicit else {}
-        self._backward_ahead = fits(plan.run.backward_order(), plan, size) if explicit else {}
+        self._backward_ahead = fits(backward_order(plan), plan, size) if explicit else {}
         self._record: list[_Group] = []  # of forwards
 
     def schedule(self) -> Schedule:
@@ -171,7 +176,7 @@ class Replay:
 
     def end_micro_batch(self, *, is_last: bool) -> None:
         """End the backward of the root."""
-        for group in self._all():
+        for group in self._ending:
             if group.phase != "post_backward":
                 self._post_backward(group, is_last)
             group.phase = "idle"
@@ -192,6 +197,10 @@ class Replay:
             group.is_pending = True
             self._listener.all_gather_started(group.name)
 
+    def _unshard_for_backward(self, group: _Group) -> None:
+        if group.is_used_in_backward:
+            self._unshard(group)
+
     def _unshard_and_wait(self, group: _Group, *, in_forward: bool) -> None:
         self._unshard(group)
         if group.is_pending:
@@ -207,9 +216,10 @@ class Replay:
         if group.phase == "pre_backward":
             return
         group.phase = "pre_backward"
-        self._unshard_and_wait(group, in_forward=False)
+        if group.is_used_in_backward:
+            self._unshard_and_wait(group, in_forward=False)
         if is_default and group.positions and (position := group.positions.pop()) > 0:
-            self._unshard(self._record[position - 1])
+            self._unshard_for_backward(self._record[position - 1])
 
     def _post_backward(self, group: _Group, is_last: bool) -> None:
         group.phase = "post_backward"
@@ -222,5 +232,11 @@ class Replay:
             self._listener.backward_ended(group.name, reduces=reduces)
 
 
-def _start(group: GroupPlan, reshards: bool) -> _Group:
-    return _Group(group.name, group.kind, group.is_trainable, reshards)
+def _start(group: GroupPlan, plan: Plan, live: set[str]) -> _Group:
+    return _Group(
+        group.name,
+        group.kind,
+        group.is_trainable,
+        reshards_after_forward(group.kind, group.unit, plan, live),
+        is_used_in_backward=group.unit not in plan.own_units.lookups,
+    )

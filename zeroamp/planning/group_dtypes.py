@@ -57,6 +57,8 @@ class GroupKey(NamedTuple):
     communication: torch.dtype
     is_replicated: bool = False
     """Whether the parameters are 0-D: every rank holds them whole, and the step's all-reduce sums their gradients."""
+    is_ignored: bool = False
+    """Whether the parameters are of `ignored_params`: the caller's own, whole on each rank, and never communicated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,7 +118,9 @@ def param_dtypes(parameter: nn.Parameter, policy: Policy, precision: Precision) 
     param = policy.gather_dtype if is_low else stored
     computes_in = {"low": policy.gather_dtype, "fp32": torch.float32, "as stored": stored}
     compute = PER_OP if precision.compute == PER_OP else short_name(computes_in[precision.compute])
-    communication = _communication_dtype(policy, is_low)
+    communication = communication_dtype(policy, is_low=is_low)
+    if precision.communication is not None and stored == torch.float32:
+        communication = precision.communication
     is_trained = parameter.requires_grad
     dtypes = ParamDtypes(
         stored=stored,
@@ -144,12 +148,30 @@ def _replicated_dtypes(stored: torch.dtype, *, is_trained: bool) -> tuple[ParamD
     return dtypes, GroupKey(stored, stored, torch.float64, is_replicated=True)
 
 
+def ignored_dtypes(parameter: nn.Parameter, policy: Policy) -> tuple[ParamDtypes, GroupKey]:
+    """Return the dtypes of one of `ignored_params`: nothing casts or communicates it. Autograd sums its gradient."""
+    stored, is_trained = parameter.dtype, parameter.requires_grad
+    dtypes = ParamDtypes(
+        stored=stored,
+        param=stored,
+        compute=PER_OP if policy.mode == "autocast" else short_name(stored),
+        gradient=stored if is_trained else None,
+        communication=None,
+        accumulate=stored if is_trained else None,
+        optimizer=stored if is_trained else None,
+    )
+    return dtypes, GroupKey(stored, stored, stored, is_ignored=True)
+
+
 def unit_key(policy: Policy) -> GroupKey:
     """Return the key of a parameter that is in the mode's low precision, also where no parameter is."""
-    return GroupKey(torch.float32, policy.gather_dtype, _communication_dtype(policy, policy.low_dtype is not None))
+    return GroupKey(
+        torch.float32, policy.gather_dtype, communication_dtype(policy, is_low=policy.low_dtype is not None)
+    )
 
 
-def _communication_dtype(policy: Policy, is_low: bool) -> torch.dtype:
+def communication_dtype(policy: Policy, *, is_low: bool) -> torch.dtype:
+    """Return the communication dtype of gradients for which no override sets one."""
     if not is_low and policy.mode != "fp32":
         return torch.float32
     if policy.stage == 0 and policy.reduce_accumulate_dtype == "fp32":
@@ -162,7 +184,7 @@ def group_dtypes(key: GroupKey, policy: Policy, ranks: Ranks) -> GroupDtypes:
 
     Where the number of ranks is not known, it is taken for more than one, and no shards are averaged over replicas.
     """
-    if key.is_replicated:
+    if key.is_replicated or key.is_ignored:
         return GroupDtypes(
             stored=key.stored,
             param=key.param,

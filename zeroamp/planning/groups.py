@@ -4,8 +4,9 @@
 A group per unit for a few norm weights would cost a collective each, so the small fp32 parameters of all units are one
 group, unsharded by the root's forward and reduced when its backward ends. The root's own further fp32 parameters, an
 embedding say, are unsharded and reduced at the same moments; they join the group whatever their size, which saves
-collectives. The whole group stays unsharded until the last backward of an optimizer step. On an accelerator, the flat
-buffer of its all-gather is released when the first unit has been unsharded. Neither raises the memory peak.
+collectives. Where the head is a unit of its own, the root may own fp32 parameters only: all of them join. The whole
+group stays unsharded until the last backward of an optimizer step. On an accelerator, the flat buffer of its all-gather
+is released when the first unit has been unsharded. Neither raises the memory peak.
 """
 
 from collections.abc import Iterable
@@ -15,13 +16,16 @@ from typing import Literal
 
 import torch
 
-from zeroamp.planning.group_dtypes import GroupKey, ParamDtypes
+from zeroamp.planning.group_dtypes import GroupKey, ParamDtypes, communication_dtype
+from zeroamp.planning.shard_dim import shard_dim
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.policy import Policy
 
-GroupKind = Literal["unit", "typed", "model-wide", "replicated"]
+GroupKind = Literal["unit", "typed", "model-wide", "replicated", "ignored"]
 REPLICATED = "replicated"
 """Name of the group of 0-D parameters."""
+IGNORED = "ignored"
+"""Name of the groups of `ignored_params`, one per dtype: "ignored:fp32"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,10 +44,16 @@ class ParamPlan:
     """FQN of the innermost unit that contains all owners; "" is the root."""
     dtypes: ParamDtypes
     group_key: GroupKey
+    any_dim: bool
+    """Whether another dimension than 0 may be sharded: see `zeroamp.planning.shard_dim`."""
     is_inside_inner_units: bool
     """Whether every use lies inside units nested in `unit`, where FSDP2's walk from `unit` does not look."""
     reason: str
     """Why these dtypes: which class matched, or which owner prevented it."""
+
+    def shard_dim(self, num_shards: int | None) -> int:
+        """Return the dimension that is sharded over so many ranks; 0 if they are not known."""
+        return shard_dim(self.shape, num_shards, any_dim=self.any_dim)
 
     @property
     def is_trainable(self) -> bool:
@@ -64,8 +74,9 @@ class GroupPlan:
     kind: GroupKind
     """"unit": FSDP2's own group of a unit. "typed": a further group of that unit, for another dtype or for parameters
     that inner units share. "model-wide": small fp32 parameters of all units, and with them the root's that would else
-    be a typed group, unsharded once per optimizer step at the root. "replicated": 0-D parameters, which every rank
-    holds whole; not one of `Plan.groups`."""
+    be another group, unsharded once per optimizer step at the root; one per communication dtype. "replicated": 0-D
+    parameters, which every rank holds whole. "ignored": those of `ignored_params`, which zeroamp leaves alone. Neither
+    of the last two is in `Plan.groups`."""
     unit: str
     params: tuple[ParamPlan, ...]
 
@@ -90,8 +101,11 @@ class GroupPlan:
         return sum(param.numel for param in self.params)
 
 
-def group_params(params: Iterable[ParamPlan], policy: Policy) -> list[GroupPlan]:
-    """Return a group per (unit, dtype key), and one for the whole model, see [Note: The model-wide group]."""
+def group_params(params: Iterable[ParamPlan], policy: Policy, *, with_root: bool = False) -> list[GroupPlan]:
+    """Return a group per (unit, dtype key), and one for the whole model, see [Note: The model-wide group].
+
+    `with_root`: the root's own group joins the model-wide group too, if it is fp32.
+    """
     by_unit: dict[str, dict[tuple[GroupKey, bool], list[ParamPlan]]] = {}
     for param in params:
         kind = param.group_key, param.is_inside_inner_units
@@ -106,16 +120,22 @@ def group_params(params: Iterable[ParamPlan], policy: Policy) -> list[GroupPlan]
             threshold = policy.param_persistence_threshold if _is_fp32(key) else 0
             small += [p for p in members if p.numel < threshold]
             if large := tuple(p for p in members if p.numel >= threshold):
-                name = _typed_name(unit, key, is_shared)
+                name = f"{unit or 'root'}:{_key_name(key, policy)}{' (shared by inner units)' if is_shared else ''}"
                 groups.append(GroupPlan(name=name, kind="typed", unit=unit, params=large))
-    return _with_model_wide(groups, small) if small else groups
+    joining: tuple[GroupKind, ...] = ("unit", "typed") if with_root else ("typed",)
+    for key in dict.fromkeys(param.group_key for param in small):
+        own = [param for param in small if param.group_key == key]
+        groups = _with_model_wide(groups, key, own, policy, joining)
+    return groups
 
 
-def _with_model_wide(groups: list[GroupPlan], small: list[ParamPlan]) -> list[GroupPlan]:
-    """Make one group of `small` and of the root's typed fp32 groups, and put it last."""
-    at_root = [g for g in groups if (g.kind, g.unit) == ("typed", "") and _is_fp32(g.key)]
+def _with_model_wide(
+    groups: list[GroupPlan], key: GroupKey, small: list[ParamPlan], policy: Policy, joining: tuple[GroupKind, ...]
+) -> list[GroupPlan]:
+    """Make one group of `small` and of the root's groups of this key and of the kinds that join, and put it last."""
+    at_root = [group for group in groups if group.unit == "" and group.kind in joining and group.key == key]
     params = (*chain.from_iterable(group.params for group in at_root), *small)
-    model_wide = GroupPlan(name="model-wide:fp32", kind="model-wide", unit="", params=params)
+    model_wide = GroupPlan(name=f"model-wide:{_key_name(key, policy)}", kind="model-wide", unit="", params=params)
     return [*(group for group in groups if group not in at_root), model_wide]
 
 
@@ -123,6 +143,9 @@ def _is_fp32(key: GroupKey) -> bool:
     return key.stored == key.param == torch.float32
 
 
-def _typed_name(unit: str, key: GroupKey, is_shared: bool) -> str:
+def _key_name(key: GroupKey, policy: Policy) -> str:
+    """Return the dtypes of a group, as far as they tell it from another group of its unit."""
     stored = "" if key.stored == torch.float32 else f" (stored {short_name(key.stored)})"
-    return f"{unit or 'root'}:{short_name(key.param)}{stored}{' (shared by inner units)' if is_shared else ''}"
+    usual = communication_dtype(policy, is_low=key.param in LOW_DTYPES and key.stored == torch.float32)
+    reduced = "" if key.communication == usual else f" (reduced in {short_name(key.communication)})"
+    return f"{short_name(key.param)}{stored}{reduced}"

@@ -133,6 +133,21 @@ def ranks_of(mesh: DeviceMesh) -> Ranks:
     return Ranks(num_shards=shard_size(mesh), num_replicas=replicate_size(mesh) if mesh.ndim == 2 else None)
 
 
+def expected_shards(policy: Policy, mesh: DeviceMesh | None) -> int:
+    """Return the ranks that a parameter is sharded over in the mesh that `mesh_for_stage` will return.
+
+    `mesh` is the caller's. There must be a process group. Communicates nothing.
+
+    Raises:
+        ConfigError: `policy.dp_replicate_size` does not divide the ranks.
+    """
+    if policy.stage == 0:
+        return 1
+    if mesh is not None:
+        return shard_size(mesh)
+    return mesh_shape(policy.stage, dist.get_world_size(), policy.dp_replicate_size)[-1]
+
+
 def process_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """Return one group of all ranks of the mesh; None is the default group. A collective where a group is made."""
     if mesh.ndim == 1:
@@ -206,3 +221,11 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     Under `torch.no_grad` it costs an attribute's read; else it is an autograd function.
     """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def num_shards_of(tensor: torch.Tensor) -> int:
+    """Return the number of ranks that a tensor is sharded over; 1 for a plain tensor."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    sizes = (tensor.device_mesh.size(axis) for axis, kind in enumerate(tensor.placements) if kind.is_shard())
+    return max(sizes, default=1)

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -69,8 +71,8 @@ def innermost_common(chains: Sequence[tuple[str, ...]]) -> str:
     return common
 
 
-def refuse_unusable(use: ParameterUses) -> None:
-    """Raise WrapError for a parameter that cannot be sharded, or trained as it is stored."""
+def refuse_unready(use: ParameterUses) -> None:
+    """Raise WrapError for a parameter that is a DTensor, or has no shape yet."""
     parameter, fqn = use.parameter, use.fqns[0]
     if isinstance(parameter, DTensor):
         raise WrapError(
@@ -79,16 +81,131 @@ def refuse_unusable(use: ParameterUses) -> None:
         )
     if is_lazy(parameter):
         raise WrapError(f"{fqn} has no shape yet. Run one forward of the model before wrap_model.")
+
+
+def refuse_unusable(use: ParameterUses) -> None:
+    """Raise WrapError for a parameter that cannot be sharded, or trained as it is stored."""
+    refuse_unready(use)
+    parameter, fqn = use.parameter, use.fqns[0]
     if has_own_storage_class(parameter) and not hasattr(parameter, "fsdp_pre_all_gather"):
         raise WrapError(
             f"{fqn} is a {type(parameter).__name__}, a tensor subclass that does not tell FSDP2 how to all-gather it "
             "(fsdp_pre_all_gather). Wrap a model of plain parameters, and convert it afterwards if the subclass allows."
+        )
+    if hasattr(parameter, "SCB"):  # Int8Params
+        raise WrapError(
+            f"{fqn} is quantized to 8 bits by bitsandbytes, whose modules read attributes of the parameter that its "
+            "shards do not have. Load the base in 4 bits (load_in_4bit=True) or in bf16."
+        )
+    if getattr(getattr(parameter, "quant_state", None), "packing_format_for_cpu", False):
+        raise WrapError(
+            f"{fqn} was packed by bitsandbytes for inference on the CPU, in a forward in evaluation mode. Call "
+            "model.train() before the first forward, or wrap the model before it."
         )
     if parameter.requires_grad and stored_dtype(parameter) != torch.float32:
         raise WrapError(
             f"{fqn} is trainable, so it must be stored in fp32, bf16 or fp16, but is stored in "
             f"{short_name(parameter.dtype)}. Call .float() on its module before wrap_model, or freeze it."
         )
+    _refuse_hooks(parameter, fqn)
+    if parameter.requires_grad:
+        _refuse_lookups(use)
+
+
+def _refuse_lookups(use: ParameterUses) -> None:
+    """Raise WrapError for a table whose forward writes to it, or whose gradient is sparse.
+
+    The forward would write to the unsharded parameter, and the sharded one, which is trained, would not change.
+    """
+    fqn = use.fqns[0]
+    for owner in use.owners:
+        if not isinstance(owner, nn.Embedding | nn.EmbeddingBag) or use.parameter is not owner.weight:
+            continue
+        if owner.max_norm is not None:
+            raise WrapError(
+                f"{fqn} is of an {type(owner).__name__} with max_norm, whose forward renormalizes rows in place. Its "
+                "shards would not change. Set max_norm to None and normalize the output, freeze the parameter, or pass "
+                "it in ignored_params."
+            )
+        if owner.sparse:
+            raise WrapError(
+                f"{fqn} is of an {type(owner).__name__} with sparse=True, whose gradient is sparse: FSDP2 reduces "
+                "dense gradients only. Set sparse to False, freeze the parameter, or pass it in ignored_params."
+            )
+
+
+def _refuse_hooks(parameter: nn.Parameter, fqn: str) -> None:
+    """Raise WrapError if a parameter that is to be sharded has hooks: the sharded one is another object without them.
+
+    Scalars and parameters without elements are not sharded, and retain theirs.
+    """
+    if parameter.dim() == 0 or parameter.numel() == 0:
+        return
+    if getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise WrapError(
+            f"{fqn} has a hook of register_post_accumulate_grad_hook, which its sharded parameter would not have. "
+            "Register it after wrap_model: it then runs after each reduction, with the sharded gradient. Or pass "
+            "the parameter in ignored_params."
+        )
+    if parameter._backward_hooks:
+        raise WrapError(
+            f"{fqn} has a hook of register_hook, which its sharded parameter would not have; autograd never runs hooks "
+            "of sharded parameters. Change its grad between train.clip_grad_norm() and train.update(), or pass the "
+            "parameter in ignored_params, where its gradient is not reduced."
+        )
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Return whether a module can be called: a ModuleList and the like cannot."""
+    return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
+
+
+def all_names(model: nn.Module, fqns: Iterable[str]) -> list[str]:
+    """Return every FQN of the modules `fqns`: a module that is registered twice has several."""
+    modules = {model.get_submodule(fqn) for fqn in fqns}
+    return [fqn for fqn, module in model.named_modules(remove_duplicate=False) if module in modules] if modules else []
+
+
+def matches_name(fqn: str, pattern: str) -> bool:
+    """Return whether the last parts of `fqn`, one or more, are the pattern: "norm" is the end of "layers.0.norm"."""
+    parts = fqn.split(".")
+    return any(fnmatchcase(".".join(parts[start:]), pattern) for start in range(len(parts)))
+
+
+def modules_around(fqn: str) -> Iterator[str]:
+    """Yield the FQNs of the modules around a module or tensor, outermost first, without the root."""
+    parts = fqn.split(".")
+    yield from (".".join(parts[:depth]) for depth in range(1, len(parts)))
+
+
+def quantization_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of what a dequantization of bitsandbytes needs beside the packed weights: `quant_state`.
+
+    These tensors are neither parameters nor buffers.
+    """
+    for fqn, parameter in model.named_parameters():
+        yield from _tensors_of(getattr(parameter, "quant_state", None), f"{fqn}.quant_state")
+
+
+def _tensors_of(value: object, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif type(value).__module__.startswith("bitsandbytes."):
+        for key, inner in sorted(vars(value).items()):
+            yield from _tensors_of(inner, f"{name}.{key}")
+
+
+def live_state(model: nn.Module) -> dict[str, Any]:
+    """Return `model.state_dict()` with the live parameters and buffers.
+
+    Left out is what bitsandbytes adds of a packed weight that is not sharded: "weight.absmax", for example.
+    """
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    packed = {name for name, value in state.items() if hasattr(value, "quant_state")}
+    if not packed:
+        return state
+    around = {name: (name.rpartition(".")[0], name.rpartition(".quant_state.")[0]) for name in state}
+    return {name: value for name, value in state.items() if packed.isdisjoint(around[name])}
 
 
 def children_first(module: nn.Module) -> Iterator[nn.Module]:

@@ -14,12 +14,23 @@ from torch import nn
 
 from zeroamp.planning.fp32_regions import Fp32Regions, find_fp32_regions
 from zeroamp.planning.fsdp_units import plan_units
-from zeroamp.planning.group_dtypes import param_dtypes
-from zeroamp.planning.groups import REPLICATED, GroupPlan, ParamPlan, group_params
-from zeroamp.planning.parameter_uses import ParameterUses, find_uses, innermost_common, refuse_unusable
-from zeroamp.planning.run_order import UnitRun, run_order
-from zeroamp.planning.safe_parameters import Precision, param_precisions
+from zeroamp.planning.group_dtypes import GroupKey, ParamDtypes, ignored_dtypes, param_dtypes
+from zeroamp.planning.groups import IGNORED, REPLICATED, GroupPlan, ParamPlan, group_params
+from zeroamp.planning.overrides import Overrides, find_overrides
+from zeroamp.planning.own_units import OwnUnits, find_own_units
+from zeroamp.planning.parameter_uses import (
+    ParameterUses,
+    find_uses,
+    innermost_common,
+    refuse_unready,
+    refuse_unusable,
+)
+from zeroamp.planning.run_order import UnitRun, run_order, tree_order
+from zeroamp.planning.safe_parameters import param_precisions, trace
+from zeroamp.planning.shard_dim import may_shard_any_dim
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
+from zeroamp.policies.dtypes import short_name
+from zeroamp.policies.errors import WrapError
 from zeroamp.policies.policy import Policy
 
 logger = logging.getLogger("zeroamp")
@@ -39,21 +50,52 @@ class Plan:
     """Parameters without elements: in no group, since there is nothing to shard and FSDP2 cannot reduce them."""
     replicated: GroupPlan | None = None
     """The 0-D parameters, which FSDP2 cannot shard: every rank holds them whole. None if there are none."""
+    ignored: tuple[GroupPlan, ...] = ()
+    """The parameters of `ignored_params`, by dtype: whole on each rank, and the caller's to reduce."""
     merged: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
     """Unit -> the FQNs of its modules, for the units that `reduce_bucket_size` made of several."""
 
+    own_units: OwnUnits = field(default_factory=OwnUnits)
+    """Those of `units` that are an embedding or a head, which no wrap policy chose."""
+
+    ending: tuple[str, ...] = ()
+    """The names of the groups in the order in which FSDP2 ends those that are left when a backward ends."""
+
     fp32_regions: Fp32Regions = field(default_factory=Fp32Regions, hash=False)
     """Modules and tensors that stay in fp32 in every mode."""
+    overrides: Overrides = field(default_factory=Overrides, hash=False)
+    """Which of the policy's overrides applies to which modules and parameters."""
+
+    cast_modules: tuple[str, ...] = ()
+    """FQNs of the modules whose own forward runs an op of `zeroamp.autocast_ops`."""
 
     @property
     def all_groups(self) -> tuple[GroupPlan, ...]:
-        """The groups that FSDP2 shards, then the replicated group if there is one."""
-        return self.groups if self.replicated is None else (*self.groups, self.replicated)
+        """The groups that FSDP2 shards, then the replicated group if there is one, then the ignored ones."""
+        return (*self.groups, *((self.replicated,) if self.replicated is not None else ()), *self.ignored)
 
     @property
     def params(self) -> tuple[ParamPlan, ...]:
-        """All parameters, group by group, the replicated ones last."""
+        """All parameters, group by group, the replicated and the ignored ones last."""
         return tuple(param for group in self.all_groups for param in group.params)
+
+    @property
+    def low_share(self) -> float:
+        """The part of the trainable elements that is all-gathered in the mode's low precision; 0 if none is."""
+        trained = [param for param in self.params if param.is_trainable]
+        low = sum(param.numel for param in trained if param.dtypes.param == self.policy.low_dtype)
+        return low / max(1, sum(param.numel for param in trained))
+
+    def describe_low_share(self) -> str:
+        """Return the low share as text; empty in mode fp32."""
+        low = self.policy.low_dtype
+        return "" if low is None else f"{self.low_share:.1%} of the trainable elements in {short_name(low)}"
+
+    @property
+    def ignored_fqns(self) -> frozenset[str]:
+        """All names of the ignored parameters."""
+        params = (param for group in self.ignored for param in group.params)
+        return frozenset(fqn for param in params for fqn in (param.fqn, *param.aliases))
 
     def modules_of(self, unit: str) -> tuple[str, ...]:
         """Return the FQNs of a unit's modules: itself, unless it is a merged one. "" is the root."""
@@ -62,10 +104,17 @@ class Plan:
     def input_dtype(self, module: str) -> torch.dtype | None:
         """Return the dtype to which a unit's module casts its floating-point inputs; None if it does not cast.
 
-        In modes bf16 and fp16 all units cast, as under FSDP2's own policy, except units in fp32 regions.
+        In modes bf16 and fp16 all units cast, as under FSDP2's own policy, except units in fp32 regions, and own units:
+        they are units at stage 3 only, and all stages compute the same.
         """
         is_low = self.policy.mode in ("bf16", "fp16") and self.fp32_regions.pattern_of(module) is None
-        return self.policy.low_dtype if is_low else None
+        return self.policy.low_dtype if is_low and module not in self.own_units else None
+
+    def overridden(self, index: int) -> list[ParamPlan]:
+        """Return the parameters to which the override of this place in the list applies; 0-D ones left out."""
+        names = ((param, (param.fqn, *param.aliases)) for group in self.groups for param in group.params)
+        found = ((param, [self.overrides.of(fqn) for fqn in fqns]) for param, fqns in names)
+        return [param for param, firsts in found if any(first and first.index == index for first in firsts)]
 
     def unit_numels(self) -> dict[str, int]:
         """Return the elements that are all-gathered when a unit runs, of every unit and the root.
@@ -85,6 +134,7 @@ def build_plan(
     auto_wrap_policy: AutoWrapPolicy = None,
     example_inputs: Any = None,
     device_type: str | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
 ) -> Plan:
     """Decide units, dtypes and groups.
 
@@ -92,36 +142,63 @@ def build_plan(
         model: a plain model, on the meta device too.
         policy: from `policy_from_config`.
         auto_wrap_policy: which modules are units, see `zeroamp.policies.find_units`.
-        example_inputs: for `lower_precision_safe_modules` "auto": a tuple of positional arguments, a mapping of keyword
-            arguments or a tensor. None takes a transformers model's own `dummy_inputs`.
+        example_inputs: for `lower_precision_safe_modules` "auto" and `zeroamp.autocast_ops`: a tuple of positional
+            arguments, a mapping of keyword arguments or a tensor. None takes a transformers model's own `dummy_inputs`.
         device_type: where the model will run, for the same; None is this machine's accelerator, else the CPU.
+        ignored_params: parameters of the model that are not sharded, see `wrap_model`.
 
     Raises:
-        WrapError: the wrap policy matches nothing, or a parameter cannot be handled.
-        ConfigError: a safe module class is unknown, or none of them is in the model; or nothing is what `leaf_modules`
-            or `keep_in_fp32_modules` name, or the latter cuts through a tied parameter.
+        WrapError: the wrap policy matches nothing, a parameter cannot be handled, or an ignored one is not the model's.
+        ConfigError: a safe module class is unknown, or none of them is in the model; or nothing is what `leaf_modules`,
+            `keep_in_fp32_modules` or `overrides` name, or one of the last two cuts through a tied parameter.
     """
     units, merged = plan_units(model, policy, auto_wrap_policy)
-    regions = find_fp32_regions(model, policy)
-    uses = find_uses(model, units, merged)
+    ignored_params = _listed(ignored_params)
+    own_units = find_own_units(model, policy, units, merged, ignored_params)
+    units = (*units, *own_units)
+    overrides = find_overrides(model, policy, ignored_params)
+    regions = find_fp32_regions(model, policy, overrides, ignored_params)
+    uses, ignored = _without_ignored(find_uses(model, units, merged), ignored_params)
     for use in uses:
         refuse_unusable(use)
-    precisions = param_precisions(model, policy, uses, regions, example_inputs, device_type)
-    params = list(_plan_params(policy, uses, precisions))
+    traced = trace(model, policy, example_inputs, device_type)
+    precisions = param_precisions(model, policy, uses, regions, overrides, traced)
+    params = [
+        _param_plan(use, policy, *param_dtypes(use.parameter, policy, precision), precision.reason)
+        for use, precision in zip(uses, precisions, strict=True)
+    ]
     sharded = [param for param in params if param.numel > 0 and param.shape]
     replicated = tuple(param for param in params if not param.shape)
+    groups = tuple(group_params(sharded, policy, with_root=bool(own_units)))
     plan = Plan(
         policy=policy,
         units=units,
         merged=merged,
         fp32_regions=regions,
-        groups=tuple(group_params(sharded, policy)),
-        run=run_order(model, units, merged),
+        overrides=overrides,
+        cast_modules=() if traced is None else tuple(sorted(traced.cast_modules)),
+        own_units=own_units,
+        groups=groups,
+        run=run_order(model, units, merged, own_units.lookups),
+        ending=tree_order(model, groups),
         empty_params=tuple(param for param in params if param.numel == 0),
+        ignored=tuple(_ignored_groups(ignored, policy)),
         replicated=GroupPlan(name=REPLICATED, kind="replicated", unit="", params=replicated) if replicated else None,
     )
     _warn_of_large_gathers(plan)
+    _warn_of_unused_ops(plan, model)
     return plan
+
+
+def _warn_of_unused_ops(plan: Plan, model: nn.Module) -> None:
+    """Warn where the config names ops that the traced forward did not run."""
+    if plan.policy.mode == "autocast" and plan.policy.autocast_ops and not plan.cast_modules:
+        logger.warning(
+            "zeroamp.autocast_ops names %s, but the forward of %s runs none of them on tensors that autocast would "
+            "cast: the key has no effect. transformers runs experts by grouped_mm after "
+            'model.set_experts_implementation("grouped_mm").',
+            *(", ".join(sorted(plan.policy.autocast_ops)), type(model).__name__),
+        )
 
 
 def _warn_of_large_gathers(plan: Plan) -> None:
@@ -141,19 +218,56 @@ def _warn_of_large_gathers(plan: Plan) -> None:
             )
 
 
-def _plan_params(policy: Policy, uses: Iterable[ParameterUses], precisions: Iterable[Precision]) -> Iterator[ParamPlan]:
-    for use, precision in zip(uses, precisions, strict=True):
-        dtypes, key = param_dtypes(use.parameter, policy, precision)
-        unit = innermost_common(use.chains)
-        yield ParamPlan(
-            fqn=use.fqns[0],
-            aliases=tuple(use.fqns[1:]),
-            owner_fqns=tuple(use.owners.values()),
-            owner_classes=tuple(dict.fromkeys(type(owner).__name__ for owner in use.owners)),
-            shape=tuple(use.parameter.shape),
-            unit=unit,
-            is_inside_inner_units=all((chain[-1] if chain else "") != unit for chain in use.chains),
-            dtypes=dtypes,
-            group_key=key,
-            reason=precision.reason,
+def _listed(ignored_params: Iterable[nn.Parameter] | None) -> list[nn.Parameter]:
+    if isinstance(ignored_params, torch.Tensor):
+        raise WrapError(
+            "ignored_params must be a set or list of parameters, but is a "
+            f"{type(ignored_params).__name__} of shape {tuple(ignored_params.shape)}. Put it in a set."
         )
+    return list(ignored_params or ())
+
+
+def _without_ignored(
+    uses: list[ParameterUses], ignored_params: Iterable[nn.Parameter]
+) -> tuple[list[ParameterUses], list[ParameterUses]]:
+    """Return the uses of the parameters to plan, and those of `ignored_params`."""
+    asked = {id(parameter): parameter for parameter in ignored_params}
+    known = {id(use.parameter) for use in uses}
+    for parameter in (parameter for key, parameter in asked.items() if key not in known):
+        shape = f" of shape {tuple(parameter.shape)}" if isinstance(parameter, torch.Tensor) else ""
+        raise WrapError(
+            f"ignored_params holds a {type(parameter).__name__}{shape} that is not a parameter of the model. Pass "
+            "parameters that model.parameters() yields, not names."
+        )
+    kept = [use for use in uses if id(use.parameter) not in asked]
+    ignored = [use for use in uses if id(use.parameter) in asked]
+    for use in ignored:
+        refuse_unready(use)
+    return kept, ignored
+
+
+def _ignored_groups(uses: Iterable[ParameterUses], policy: Policy) -> Iterator[GroupPlan]:
+    by_dtype: dict[torch.dtype, list[ParamPlan]] = {}
+    for use in uses:
+        reason = "ignored_params: whole on each rank, and its gradient is not reduced"
+        param = _param_plan(use, policy, *ignored_dtypes(use.parameter, policy), reason)
+        by_dtype.setdefault(use.parameter.dtype, []).append(param)
+    for dtype, params in by_dtype.items():
+        yield GroupPlan(name=f"{IGNORED}:{short_name(dtype)}", kind="ignored", unit="", params=tuple(params))
+
+
+def _param_plan(use: ParameterUses, policy: Policy, dtypes: ParamDtypes, key: GroupKey, reason: str) -> ParamPlan:
+    unit = innermost_common(use.chains)
+    return ParamPlan(
+        fqn=use.fqns[0],
+        aliases=tuple(use.fqns[1:]),
+        owner_fqns=tuple(use.owners.values()),
+        owner_classes=tuple(dict.fromkeys(type(owner).__name__ for owner in use.owners)),
+        shape=tuple(use.parameter.shape),
+        any_dim=not key.is_ignored and may_shard_any_dim(use.parameter, policy),
+        unit=unit,
+        is_inside_inner_units=all((chain[-1] if chain else "") != unit for chain in use.chains),
+        dtypes=dtypes,
+        group_key=key,
+        reason=reason,
+    )

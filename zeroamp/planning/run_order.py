@@ -3,12 +3,13 @@
 Pure: reads the module tree and `requires_grad` only.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from zeroamp.hooks.typed_groups import Holder
+from zeroamp.hooks.typed_groups import Holder, attachment_point
+from zeroamp.planning.groups import GroupPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +58,12 @@ class _Open:
 
 
 def run_order(
-    model: nn.Module, units: Sequence[str], merged: Mapping[str, tuple[str, ...]], *, owned_by_leaves: bool = False
+    model: nn.Module,
+    units: Sequence[str],
+    merged: Mapping[str, tuple[str, ...]],
+    lookups: Collection[str] = (),
+    *,
+    owned_by_leaves: bool = False,
 ) -> UnitRun:
     """Return the run of the root.
 
@@ -65,6 +71,7 @@ def run_order(
     twice, a module's own parameters are used before those of its children, and batches need no gradient.
 
     Args:
+        lookups: units whose inputs are indices, which have no gradient.
         owned_by_leaves: look at the parameters of modules without children only. Where that gives the same, it does not
             matter when the others are used.
     """
@@ -83,7 +90,8 @@ def run_order(
         while not stack[-1].contains(path):
             _close(stack, merged, requires_grad)
         if module in unit_of:
-            stack.append(_Open(path, unit_of[module], requires_grad))
+            unit = unit_of[module]
+            stack.append(_Open(path, unit, requires_grad and unit not in lookups))
         requires_grad |= owns_trainable(module)
     while len(stack) > 1:
         _close(stack, merged, requires_grad)
@@ -105,3 +113,17 @@ def _close(stack: list[_Open], merged: Mapping[str, tuple[str, ...]], requires_g
             output_requires_grad=requires_grad,
         )
     )
+
+
+def tree_order(model: nn.Module, groups: Sequence[GroupPlan]) -> tuple[str, ...]:
+    """Return the names of groups in the order of the modules that own their FSDP state, holders included."""
+    places = {module: place for place, module in enumerate(model.modules())}
+
+    def place(group: GroupPlan) -> tuple[int, bool]:
+        if group.kind == "unit":
+            return places[model.get_submodule(group.unit)], False
+        owners = [model.get_submodule(fqn) for param in group.params for fqn in param.owner_fqns]
+        point = attachment_point(owners, model)  # the holder is its last child
+        return max(places[module] for module in point.modules()), True
+
+    return tuple(group.name for group in sorted(groups, key=place))

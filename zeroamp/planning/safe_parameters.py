@@ -1,17 +1,18 @@
-"""Which parameters are all-gathered and computed in low precision, and why. Pure."""
+"""Which parameters are all-gathered and computed in low precision, what overrides change of it, and why. Pure."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from zeroamp.planning.discover import discover_safe_parameters
+from zeroamp.planning.adapters import read_outside_op
+from zeroamp.planning.discover import SafeParameters, discover_safe_parameters
 from zeroamp.planning.example_inputs import example_arguments
-from zeroamp.planning.fp32_regions import KEY as FP32_KEY
 from zeroamp.planning.fp32_regions import Fp32Regions
 from zeroamp.planning.mesh import current_device_type
+from zeroamp.planning.overrides import Override, Overrides
 from zeroamp.planning.parameter_uses import ParameterUses
 from zeroamp.policies.dtypes import short_name, stored_dtype
 from zeroamp.policies.errors import ConfigError, describe
@@ -31,6 +32,8 @@ class Precision:
     """ "low": in the mode's low precision; "per op": `torch.autocast` decides; "fp32": in a region kept in fp32; "as
     stored": nothing casts it."""
     reason: str
+    communication: torch.dtype | None = None
+    """Communication dtype of its gradient, where an override sets it; None: by the other keys of the config."""
 
 
 def param_precisions(
@@ -38,24 +41,26 @@ def param_precisions(
     policy: Policy,
     uses: Sequence[ParameterUses],
     regions: Fp32Regions,
-    example_inputs: Any = None,
-    device_type: str | None = None,
+    overrides: Overrides,
+    traced: SafeParameters | None,
 ) -> Iterator[Precision]:
-    """Yield the precision of each parameter. The last two arguments are for `lower_precision_safe_modules` "auto".
+    """Yield the precision of each parameter. `traced` is what `trace` returned.
 
     Raises:
-        ConfigError: a safe module class is unknown or owns no parameter, the run for "auto" cannot be traced or finds
-            nothing safe, or a pattern of `keep_in_fp32_modules` cuts through a tied parameter or keeps one that is
-            stored in less than fp32.
+        ConfigError: a safe module class is unknown or owns no parameter, the run for "auto" finds
+            nothing safe, a pattern of `keep_in_fp32_modules` cuts through a tied parameter or keeps one that is stored
+            in less than fp32, or an override contradicts another, an fp32 region, or the stored dtype.
     """
     if policy.mode != "autocast":
         is_low = policy.mode != "fp32"
         of_mode = Precision(is_low=is_low, compute="low" if is_low else "as stored", reason=f"mode {policy.mode}")
         defaults = [of_mode] * len(uses)
     elif policy.lower_precision_safe_modules == "auto":
-        defaults = _by_traced_run(model, policy, uses, example_inputs, device_type)
+        if traced is None:
+            raise AssertionError('expected a traced run for "auto", got None')
+        defaults = _by_traced_run(model, traced, uses)
     else:
-        defaults = _by_class(model, policy.lower_precision_safe_modules, uses)
+        defaults = _by_class(model, policy.lower_precision_safe_modules, uses, traced)
     for use, default in zip(uses, defaults, strict=True):
         dtype = stored_dtype(use.parameter)
         if not dtype.is_floating_point:
@@ -66,11 +71,79 @@ def param_precisions(
         elif use.parameter.dim() == 0:
             yield Precision(is_low=False, compute="per op", reason="0-D: each rank holds it whole, in fp32")
         else:
-            yield _in_fp32(use, regions, policy) or default
+            yield _overridden(_in_fp32(use, regions, policy) or default, use, regions, overrides, policy)
+
+
+def _overridden(
+    precision: Precision, use: ParameterUses, regions: Fp32Regions, overrides: Overrides, policy: Policy
+) -> Precision:
+    """Return the precision of a parameter with what overrides change; those of fp32 are in `regions` already."""
+    found = {fqn: override for fqn in use.fqns if (override := overrides.of(fqn)) is not None}
+    if not found:
+        return precision
+    fqn, override = next(iter(found.items()))
+    for other_fqn, other in found.items():
+        if other.asked.settings() != override.asked.settings():
+            raise ConfigError(
+                f"{override} asks for {override.asked.settings()} of {fqn}, but {other} for {other.asked.settings()} "
+                f"of {other_fqn}, which is the same parameter. Name all owners of a tied parameter in one override."
+            )
+    if override.low_dtype is not None:
+        _refuse_low(override, fqn, use, regions, overrides)
+        is_compute = override.asked.compute is not None or policy.mode != "autocast" or precision.compute == "low"
+        precision = replace(precision, is_low=True, compute="low" if is_compute else "per op")
+    reason = f"{override}: {override.asked.settings()}"
+    if override.asked.compute is None and override.asked.gather is None:
+        reason = f"{precision.reason}; {reason}"
+    return replace(precision, communication=override.asked.communication, reason=reason)
+
+
+def _refuse_low(
+    override: Override, matched: str, use: ParameterUses, regions: Fp32Regions, overrides: Overrides
+) -> None:
+    """Raise where an override asks for low precision of a parameter that something else needs as it is.
+
+    `matched` is the parameter's FQN that the override matches.
+    """
+    asks = f"{override} asks for {override.asked.settings()} of {matched}"
+    for fqn in use.fqns:
+        if (source := regions.pattern_of(fqn)) is not None:
+            raise ConfigError(f"{asks}, but {source} keeps {fqn} in fp32. Take it out of one of the two.")
+        if overrides.of(fqn) is None:
+            raise ConfigError(
+                f"{asks}, but not of {fqn}, which is the same parameter. Name all owners of a tied parameter, or none."
+            )
+    if (dtype := stored_dtype(use.parameter)) not in (torch.float32, override.low_dtype):
+        raise ConfigError(
+            f"{asks}, but it is frozen and stored in {short_name(dtype)}, in which it is all-gathered. Cast it before "
+            "wrap_model, or leave it out of the override."
+        )
+
+
+def needs_trace(policy: Policy) -> bool:
+    """Return whether planning runs the model: for `lower_precision_safe_modules` "auto" and for `autocast_ops`."""
+    is_auto = policy.lower_precision_safe_modules == "auto"
+    return policy.mode == "autocast" and (is_auto or bool(policy.autocast_ops))
+
+
+def trace(
+    model: nn.Module, policy: Policy, example_inputs: Any = None, device_type: str | None = None
+) -> SafeParameters | None:
+    """Return what a traced run shows of the parameters; None where the policy needs none, see `needs_trace`.
+
+    Raises:
+        ConfigError: there are no example inputs, or the model cannot be traced.
+    """
+    if policy.low_dtype is None or not needs_trace(policy):
+        return None
+    is_auto = policy.lower_precision_safe_modules == "auto"
+    args, kwargs = example_arguments(model, example_inputs, f'{KEY} "auto"' if is_auto else "zeroamp.autocast_ops")
+    device_type = device_type or current_device_type()
+    return discover_safe_parameters(model, args, kwargs, policy.low_dtype, device_type, policy.autocast_ops)
 
 
 def _in_fp32(use: ParameterUses, regions: Fp32Regions, policy: Policy) -> Precision | None:
-    """Return the precision of a parameter that `keep_in_fp32_modules` matches, or None if no pattern does."""
+    """Return the precision of a parameter that is in an fp32 region or is kept in fp32 itself, or None if neither."""
     patterns = [regions.pattern_of(fqn) for fqn in use.fqns]
     if not any(patterns):
         return None
@@ -78,12 +151,12 @@ def _in_fp32(use: ParameterUses, regions: Fp32Regions, policy: Policy) -> Precis
     if policy.mode != "autocast" and not all(patterns):
         outside = use.fqns[patterns.index(None)]
         raise ConfigError(
-            f"{FP32_KEY}: {pattern!r} keeps {kept} in fp32 but not {outside}, which is the same parameter. In "
+            f"{pattern} keeps {kept} in fp32 but not {outside}, which is the same parameter. In "
             f"mode {policy.mode} each parameter has one dtype: name all owners of a tied parameter, or none."
         )
     if stored_dtype(use.parameter).itemsize < torch.float32.itemsize:
         raise ConfigError(
-            f"{FP32_KEY}: {pattern!r} keeps {kept} in fp32, but it is stored in "
+            f"{pattern} keeps {kept} in fp32, but it is stored in "
             f"{short_name(use.parameter.dtype)}. Call .float() on its module before wrap_model."
         )
     is_named_itself = use.fqns[0] in regions.tensors
@@ -91,21 +164,11 @@ def _in_fp32(use: ParameterUses, regions: Fp32Regions, policy: Policy) -> Precis
     return Precision(
         is_low=False,
         compute=own if is_named_itself or not all(patterns) else "fp32",
-        reason=f"kept in fp32: {FP32_KEY} {pattern!r}",
+        reason=f"kept in fp32: {pattern}",
     )
 
 
-def _by_traced_run(
-    model: nn.Module,
-    policy: Policy,
-    uses: Sequence[ParameterUses],
-    example_inputs: Any,
-    device_type: str | None,
-) -> list[Precision]:
-    if policy.low_dtype is None:
-        raise AssertionError(f"expected a low dtype in mode {policy.mode}, got None")
-    args, kwargs = example_arguments(model, example_inputs)
-    found = discover_safe_parameters(model, args, kwargs, policy.low_dtype, device_type or current_device_type())
+def _by_traced_run(model: nn.Module, found: SafeParameters, uses: Sequence[ParameterUses]) -> list[Precision]:
     classes = resolve_safe_classes(DEFAULT_SAFE_MODULES, model)
     precisions = []
     for use in uses:
@@ -117,6 +180,7 @@ def _by_traced_run(
         reason = f"{found.reasons[name]}{wrong}"
         precisions.append(Precision(is_low=is_low, compute="low" if is_low else "per op", reason=reason))
     if not any(precision.is_low for precision in precisions):
+        _refuse_nothing_left(model, uses)
         why = f"{uses[0].fqns[0]} is {precisions[0].reason}." if precisions else "The model has no parameters."
         raise ConfigError(
             f'{KEY} "auto" needs a model with layers that autocast runs in low precision, but finds no parameter of '
@@ -125,25 +189,59 @@ def _by_traced_run(
     return precisions
 
 
-def _by_class(model: nn.Module, names: Sequence[str], uses: Sequence[ParameterUses]) -> list[Precision]:
-    classes = resolve_safe_classes(names, model)
+def _by_class(
+    model: nn.Module, names: Sequence[str], uses: Sequence[ParameterUses], traced: SafeParameters | None
+) -> list[Precision]:
+    """Return the precisions by the classes of the owners. What only `autocast_ops` read is safe too."""
+    classes, outside = resolve_safe_classes(names, model), read_outside_op(model)
     precisions = []
     for use in uses:
         culprit = unsafe_owner(use.named_owners(), classes)
+        why = next((outside[owner] for owner in use.owners if owner in outside), None)
+        if culprit is None and why is not None:
+            precisions.append(Precision(is_low=False, compute="per op", reason=f"not safe: {why}"))
+            continue
         if culprit is None:
             reason = f"safe: owned by {type(next(iter(use.owners))).__name__}"
             precisions.append(Precision(is_low=True, compute="low", reason=reason))
             continue
+        if traced is not None and use.fqns[0] in traced.by_ops:
+            precisions.append(Precision(is_low=True, compute="low", reason=traced.reasons[use.fqns[0]]))
+            continue
         tied = f", tied with {', '.join(use.fqns[1:])}" if len(use.owners) > 1 else ""
         reason = f"not safe: owned by {type(culprit).__name__} ({use.owners[culprit] or 'the root'}){tied}"
+        if traced is not None and use.parameter.dim() == 3:  # experts: why autocast_ops did not take them
+            reason += f"; zeroamp.autocast_ops: {traced.reasons[use.fqns[0]]}"
         precisions.append(Precision(is_low=False, compute="per op", reason=reason))
     if classes and not any(precision.is_low for precision in precisions):
-        raise ConfigError(
-            describe(
-                KEY,
-                f"{', '.join(names)}, which own no parameter of {type(model).__name__}",
-                "classes of the model's large layers",
-                "All parameters would stay fp32: name other classes, or switch torch_autocast off.",
+        _refuse_nothing_left(model, uses)
+        if not _own_parameters(model, classes, uses):
+            raise ConfigError(
+                describe(
+                    KEY,
+                    f"{', '.join(names)}, which own no parameter of {type(model).__name__}",
+                    "classes of the model's large layers",
+                    "All parameters would stay fp32: name other classes, or switch torch_autocast off.",
+                )
             )
-        )
     return precisions
+
+
+def _refuse_nothing_left(model: nn.Module, uses: Sequence[ParameterUses]) -> None:
+    """Raise ConfigError if `ignored_params` holds all parameters of a model."""
+    if not uses and next(model.parameters(), None) is not None:
+        raise ConfigError(
+            f"ignored_params holds all parameters of {type(model).__name__}, so torch_autocast finds none to "
+            "all-gather in low precision. Take some out of ignored_params, or switch torch_autocast off."
+        )
+
+
+def _own_parameters(model: nn.Module, classes: tuple[type[nn.Module], ...], uses: Sequence[ParameterUses]) -> bool:
+    """Return whether safe classes own a parameter: one that is used safely, or an ignored one, which is not in `uses`.
+
+    What reads it outside of its op does not count.
+    """
+    owners = (module for module in model.modules() if isinstance(module, classes))
+    owned = {id(parameter) for owner in owners for parameter in owner.parameters(recurse=False)}
+    is_used_safely = any(unsafe_owner(use.named_owners(), classes) is None for use in uses)
+    return is_used_safely or not owned <= {id(use.parameter) for use in uses}

@@ -24,10 +24,15 @@ class Schedule:
 
 
 def live_units(plan: Plan) -> set[str]:
-    """Return the units that stay unsharded between forward and backward: the last ones, up to `max_live_parameters`."""
-    live: set[str] = set()
+    """Return the units that stay unsharded between forward and backward: the last ones, up to `max_live_parameters`.
+
+    Heads stay in any case, and the root, which is not returned; lookups never do.
+    """
+    live: set[str] = set(plan.own_units.heads)
     numel, numels = 0, plan.unit_numels()
-    for unit in reversed(plan.run.forward_order()[1:]):  # the root, which is first, stays in any case
+    for unit in reversed(plan.run.forward_order()[1:]):
+        if unit in plan.own_units:
+            continue
         numel += numels[unit]
         if numel > plan.policy.max_live_parameters:
             break
@@ -42,6 +47,11 @@ def reshards_after_forward(kind: GroupKind, unit: str, plan: Plan, live: set[str
     the whole optimizer step.
     """
     return plan.policy.stage == 3 and unit != "" and kind != "model-wide" and unit not in live
+
+
+def backward_order(plan: Plan) -> list[str]:
+    """Return the units in the order in which their backwards begin, without those that are not unsharded for them."""
+    return [unit for unit in plan.run.backward_order() if unit not in plan.own_units]
 
 
 def fits(order: Sequence[str], plan: Plan, size: int) -> dict[str, list[str]]:

@@ -3,8 +3,9 @@
 Pure: numbers only. Bytes are in the convention of `Traffic`, those of the unsharded tensor, so that what is planned
 here and what `zeroamp.traffic(model)` counts in one step are equal: calls and bytes, per collective, dtype and group.
 
-FSDP2 shards dimension 0, and pads it to a multiple of the ranks that shard. Of a parameter of shape (d0, …) a rank
-holds ceil(d0 / ranks) rows, and ranks x ceil(d0 / ranks) rows are moved.
+FSDP2 pads dimension 0 to a multiple of the ranks that shard it. Of a parameter of shape (d0, …) a rank holds
+ceil(d0 / ranks) rows, and ranks x ceil(d0 / ranks) rows are moved. Another dimension is divided evenly: see
+`zeroamp.planning.shard_dim`.
 """
 
 import math
@@ -21,6 +22,7 @@ from zeroamp.planning.groups import GroupPlan, ParamPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.schedule import Schedule
+from zeroamp.planning.shard_dim import numel_of_shards
 from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.policy import Policy
 
@@ -62,9 +64,9 @@ class Memory:
     """Bytes that one rank holds for a parameter; what autograd and the optimizer keep is not counted."""
 
     stored: int
-    """Its shard as it is stored: ceil(d0 / ranks) rows x the rest x the bytes of the stored dtype."""
+    """Its shard as it is stored: ceil(d / ranks) of the sharded dimension x the rest x bytes of the stored dtype."""
     unsharded: int
-    """The unsharded parameter while it exists: ranks x ceil(d0 / ranks) rows x the rest x bytes of its dtype."""
+    """The unsharded parameter while it exists: as many elements as the ranks' shards have x bytes of its dtype."""
     gradient: int
     """Its gradient shard at the optimizer step, of the size of the stored shard; and at stages 0 and 1 with
     accumulation, until the reduction, the unsharded sum: elements x the bytes of the accumulation dtype. 0 if
@@ -72,16 +74,16 @@ class Memory:
 
 
 def padded_numel(param: ParamPlan, num_shards: int | None) -> int:
-    """Return the elements of a parameter when FSDP2 has padded dimension 0; without, if `num_shards` is None."""
+    """Return the elements of a parameter when FSDP2 has padded it to the ranks; without, if `num_shards` is None."""
     if num_shards is None:
         return param.numel
-    rows, *rest = param.shape
-    return -(-rows // num_shards) * num_shards * math.prod(rest)
+    return numel_of_shards(param.shape, param.shard_dim(num_shards), num_shards)
 
 
 def local_numel(param: ParamPlan, num_shards: int) -> int:
     """Return the elements of a parameter that a rank holds, padding included."""
-    return param.numel if param.group_key.is_replicated else padded_numel(param, num_shards) // num_shards
+    is_whole = param.group_key.is_replicated or param.group_key.is_ignored
+    return param.numel if is_whole else padded_numel(param, num_shards) // num_shards
 
 
 def group_collectives(
@@ -148,9 +150,12 @@ def num_statistics(plan: Plan) -> int:
 
 
 def param_memory(param: ParamPlan, policy: Policy, num_shards: int) -> Memory:
-    """Return the bytes that one rank holds for a parameter, by the formulas of `Memory`; 0-D ones are not unsharded."""
-    if param.group_key.is_replicated:
-        size = param.dtypes.stored.itemsize
+    """Return the bytes that one rank holds for a parameter, by the formulas of `Memory`.
+
+    0-D and ignored parameters are whole on each rank, and not unsharded.
+    """
+    if param.group_key.is_replicated or param.group_key.is_ignored:
+        size = param.numel * param.dtypes.stored.itemsize
         return Memory(stored=size, unsharded=0, gradient=size if param.is_trainable else 0)
     padded = padded_numel(param, num_shards)
     stored = padded // num_shards * param.dtypes.stored.itemsize

@@ -27,7 +27,7 @@ def expected_calls_of_step(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> li
     at_root = [group for group in plan.groups if group.unit == "" and group.kind != "unit"]
     if sum(group.is_trainable for group in at_root) > 1:
         return None
-    if plan.run != run_order(model, plan.units, plan.merged, owned_by_leaves=True):
+    if plan.run != run_order(model, plan.units, plan.merged, plan.own_units.lookups, owned_by_leaves=True):
         return None
     return _expected(step_schedule(plan), plan, mesh)
 

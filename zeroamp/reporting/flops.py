@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from zeroamp.hooks._torch.dispatch import TorchDispatchMode, count_op_flops, run_op
 from zeroamp.hooks.tensors import tensors_in
+from zeroamp.hooks.tracing.experts import route_evenly
 from zeroamp.hooks.tracing.fake_run import Replacements, tensors_replaced
 from zeroamp.hooks.tracing.recorded_run import replacement, run_context
 from zeroamp.planning.example_inputs import example_arguments
@@ -41,6 +42,7 @@ def count_flops(model: nn.Module, example_inputs: Any = None) -> int:
     try:
         with run_context("cpu", fake=True), torch.enable_grad(), tensors_replaced(model, replacements):
             args, kwargs = replacements.of(args), replacements.of(kwargs)
+            route_evenly(model)
             # Plain products: of fused attention on the CPU torch has no formula, and others' compute scores twice.
             with sdpa_kernel(SDPBackend.MATH), ModelFlops() as counter:
                 roots = [tensor for tensor in tensors_in(model(*args, **kwargs)) if tensor.requires_grad][:1]

@@ -7,10 +7,10 @@ from statistics import median
 
 from zeroamp.planning.plan import Plan
 from zeroamp.reporting.step_record import GIB, StepRecord
+from zeroamp.wrapping.summary import MIB
 
 logger = logging.getLogger("zeroamp")
 
-MIB = 1024**2
 NUM_BAD_STEPS = 10
 """Steps in a row without a usable gradient. Dynamic loss scaling overflows a few times when it begins."""
 SLOW_RANK_MARGIN = 0.2

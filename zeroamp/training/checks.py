@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.fsdp import can_be_sharded, divide_factors, parameter_pairs
 from zeroamp.policies.errors import StepError, describe
+from zeroamp.wrapping.state import wrap_state
 
 
 class Scheduler(Protocol):
@@ -57,24 +58,38 @@ def refuse_unusable(
         )
     for each in schedulers:
         refuse_metric(each)
+    refuse_meta(root)
     refuse_unsharded(root)
     refuse_foreign(optimizers, parameters)
     refuse_closures(optimizers)
+
+
+def refuse_meta(root: nn.Module) -> None:
+    """Raise StepError if a parameter is on the meta device still, after `wrap_model(..., materialize=False)`."""
+    for fqn, parameter in root.named_parameters():
+        if parameter.is_meta:
+            raise StepError(
+                f"{fqn} is on the meta device, as wrap_model(..., materialize=False) left it. Call "
+                "model.to_empty(device=...) and initialise the model before the optimizer is built."
+            )
 
 
 def refuse_unsharded(root: nn.Module) -> None:
     """Raise StepError if a trainable parameter of the model is not the one that FSDP2 shards.
 
     If a module was added or a parameter replaced after `wrap_model`, each rank would train its own copy. 0-D parameters
-    are replicated, and parameters without elements need no reduction. Call this with all groups resharded.
+    are replicated, and parameters without elements need no reduction. `ignored_params` are the caller's to reduce. Call
+    this with all groups resharded.
     """
+    ignored = wrap_state(root).plan.ignored_fqns
     sharded = {id(parameter) for parameter, _ in parameter_pairs(root)}
     for fqn, parameter in root.named_parameters():
-        if parameter.requires_grad and can_be_sharded(parameter) and id(parameter) not in sharded:
+        is_missed = parameter.requires_grad and can_be_sharded(parameter) and id(parameter) not in sharded
+        if is_missed and fqn not in ignored:
             raise StepError(
                 f"{fqn} is trainable, but not sharded: it was added or replaced after wrap_model, so each rank would "
-                "train its own copy. Add modules and resize embeddings before wrap_model, or freeze it with "
-                "requires_grad_(False)."
+                "train its own copy. Add modules and adapters, and resize embeddings, before wrap_model, or freeze it "
+                "with requires_grad_(False)."
             )
 
 
@@ -114,10 +129,20 @@ def refuse_foreign(optimizers: Sequence[torch.optim.Optimizer], parameters: list
 
 
 def refuse_loss(loss: object) -> None:
-    """Raise StepError for a loss that is not a tensor (a model's whole output), has several elements or no gradient."""
+    """Raise StepError for a loss that is not a tensor (a model's whole output), has several elements or no gradient.
+
+    Also for a DTensor: a sharded parameter went into it, which the backward of other tensors cannot be mixed with.
+    """
     where = "The loss given to TrainStep.backward"
     if not isinstance(loss, torch.Tensor):
         raise StepError(describe(where, f"a {type(loss).__name__}", "a tensor", "Pass output.loss."))
+    if isinstance(loss, DTensor):
+        raise StepError(
+            f"{where} is a DTensor: it was computed from a sharded parameter, which was read outside of the model's "
+            "forward, as in loss + model.embed.weight.pow(2).sum(). Compute that term in the model's forward, or in a "
+            'method given to zeroamp.register_forward_method. For an embedding or a head, "zeroamp": '
+            '{"own_units": false} lets its weight stay unsharded until the backward.'
+        )
     if loss.numel() != 1:
         raise StepError(describe(where, f"a tensor of shape {tuple(loss.shape)}", "a scalar", "Reduce it."))
     if not loss.requires_grad:

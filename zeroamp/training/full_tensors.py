@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zeroamp.planning.mesh import device_of, local_part
 from zeroamp.policies.errors import StepError, describe, some_of
+from zeroamp.training.optimizer_kinds import is_bound_to_shard
 from zeroamp.wrapping.state import WrapState, owner_of, reshard
 
 
@@ -141,6 +142,11 @@ def _entry(optimizer: torch.optim.Optimizer, sharded: nn.Parameter, key: str, me
             f'{method} found no tensor "{key}" in the state of {type(optimizer).__name__} for a parameter of shape '
             f"{tuple(sharded.shape)}, which has {some_of(tensors) or 'none'}. An optimizer creates its state in "
             "its first step, for parameters with a gradient."
+        )
+    if is_bound_to_shard(sharded, entries):
+        raise StepError(
+            f'{method} was given "{key}" of {type(optimizer).__name__}, whose state belongs to the shard of each rank '
+            "(8-bit values in blocks, for example): there is no whole tensor. Read optimizer.state of this rank."
         )
     return value
 

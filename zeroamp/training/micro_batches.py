@@ -71,7 +71,11 @@ class MicroBatches:
         self._fqns = list(named)
         self.parameters = list(named.values())
         """The sharded parameters. `model.parameters()` yields unsharded ones while a group is unsharded."""
-        self.replicated = ReplicatedGradients(self.parameters)
+        ignored = state.plan.ignored_fqns
+        self.ignored = frozenset(parameter for fqn, parameter in named.items() if fqn in ignored)
+        """Those of `wrap_model(ignored_params=...)`, which are in `parameters` too."""
+        self._averaged = {fqn: p for fqn, p in named.items() if p not in self.ignored} if self.ignored else named
+        self.replicated = ReplicatedGradients(self._averaged.values())
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """Run the backward of one micro-batch. `loss` is already scaled and divided."""
@@ -83,7 +87,7 @@ class MicroBatches:
         if accumulator is not None and self.num_done == 0 and is_last:
             accumulator.forget()  # one micro-batch: nothing to sum, so the gradient is not rounded
         elif accumulator is not None:
-            accumulator.watch(self.parameters)
+            accumulator.watch(list(self._averaged.values()))
         self._set_flags(is_last=is_last)
         try:
             with BackwardGuard.let_pass(), self._state.ranges.inside("backward"):
@@ -128,7 +132,7 @@ class MicroBatches:
 
         Takes about 0.3 µs per parameter. FSDP2 would train it in the low dtype, or raise without naming it.
         """
-        for name, parameter in zip(self._fqns, self.parameters, strict=True):
+        for name, parameter in self._averaged.items():
             if parameter.dtype != torch.float32 and parameter.requires_grad:
                 raise StepError(
                     f"{name} is trainable, but its shards are in {short_name(parameter.dtype)} instead of fp32: it was "

@@ -27,7 +27,10 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def description_of(
-    root: nn.Module, optimizers: Sequence[torch.optim.Optimizer], schedulers: Sequence[Scheduler | None]
+    root: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    schedulers: Sequence[Scheduler | None],
+    on_shards: Sequence[bool],
 ) -> Description:
     """Describe what a `TrainStep` was given: classes, param groups with their FQNs, hyperparameters, scheduler state.
 
@@ -38,6 +41,7 @@ def description_of(
     for number, (optimizer, scheduler) in enumerate(zip(optimizers, schedulers, strict=True)):
         name = f"optimizer {number}"
         found[f"the class of {name}"] = _class(optimizer)
+        found[f"on_shards of {name}"] = str(on_shards[number])
         found[f"the number of param groups of {name}"] = str(len(optimizer.param_groups))
         for index, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
@@ -113,7 +117,9 @@ class RankAgreement(Callback):
 
     def __init__(self, state: WrapState, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if state.issued is None:
-            state.issued = IssuedInStep()
+            plan = state.plan
+            own_units = frozenset(group.name for group in plan.groups if group.unit in plan.own_units)
+            state.issued = IssuedInStep(own_units=own_units)
             state.listeners.append(state.issued)
         self.done: Done | None = None
         """Set by `TrainStep` before the step's all-reduce."""

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from zeroamp.hooks._torch.fsdp import divide_factors
-from zeroamp.hooks.collectives.issued import peer_lost
-from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective, notify
+from zeroamp.hooks.collectives.issued import issue
+from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective
 from zeroamp.planning.mesh import device_of, replicate_size
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.errors import StepError
@@ -32,6 +32,7 @@ from zeroamp.training.extensions import attach_extensions, load
 from zeroamp.training.loss_scale import LossScaler
 from zeroamp.training.micro_batches import Failure, MicroBatches
 from zeroamp.training.norm import clip_factor, local_sum_of_squares, multiply_gradients
+from zeroamp.training.optimizer_kinds import checked_on_shards, refuse_unsupported
 from zeroamp.training.rank_agreement import Done, RankAgreement, description_of
 from zeroamp.training.step_report import StepReport, learning_rates, log_step
 from zeroamp.training.unused_parameters import UnusedParameters
@@ -78,6 +79,8 @@ class TrainStep:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         scheduler: Scheduler | Sequence[Scheduler | None] | None = None,
+        *,
+        on_shards: bool | Sequence[bool] = False,
     ) -> None:
         """Attach to a model that `wrap_model` returned, and to optimizers and schedulers built after that call.
 
@@ -85,11 +88,15 @@ class TrainStep:
             model: the wrapped model, also inside `torch.compile`.
             optimizer: one, or several that hold different parameters. They step in this order.
             scheduler: None, or one per optimizer, each a scheduler or None. Stepped after each update.
+            on_shards: True states that the optimizer is element-wise: that its update of an element depends on nothing
+                but that element's gradient and state. It then gets this rank's shards as plain tensors, not DTensors,
+                as the optimizers of bitsandbytes need it. Several optimizers take one bool each. An optimizer of torch
+                that is element-wise needs no such statement. See docs/optimizers.md.
 
         Raises:
             StepError: an optimizer holds parameters that are not the wrapped model's, two hold the same one, a
                 trainable parameter is not sharded, the numbers of optimizers and schedulers differ, a scheduler needs a
-                metric, or an optimizer a closure.
+                metric, or an optimizer a closure, sparse gradients, or whole parameters where they are sharded.
             WrapError: the model is not wrapped.
             ConfigError: a monitor of the config cannot be opened.
         """
@@ -99,6 +106,7 @@ class TrainStep:
         schedulers = scheduler if isinstance(scheduler, Sequence) else (scheduler,) * (scheduler is not None)
         self.schedulers: tuple[Scheduler | None, ...] = tuple(schedulers) or (None,) * len(self.optimizers)
         """One entry per optimizer: its scheduler, or None."""
+        self._on_shards = checked_on_shards(on_shards, len(self.optimizers))
         self.num_steps = 0
         """Optimizer steps taken."""
         self.num_skipped = 0
@@ -141,7 +149,9 @@ class TrainStep:
         self.micro_batches.refuse_low_shards()
         refuse_different_factors(self._state.root)
         refuse_unusable(self.optimizers, self.schedulers, self._state.root, self.micro_batches.parameters)
-        return None, description_of(self._state.root, self.optimizers, self.schedulers)
+        for optimizer, on_shards in zip(self.optimizers, self._on_shards, strict=True):
+            refuse_unsupported(optimizer, on_shards=on_shards)
+        return None, description_of(self._state.root, self.optimizers, self.schedulers, self._on_shards)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -194,6 +204,11 @@ class TrainStep:
     def is_between_steps(self) -> bool:
         """Whether the current optimizer step has not run a backward yet."""
         return self.micro_batches.num_done == 0
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor that `backward` multiplies a loss by now. 1 except in float16."""
+        return self._scaler.scale
 
     def autocast(self) -> AbstractContextManager[object]:
         """Return the autocast of the config, for a loss that is computed outside of the model's forward.
@@ -274,6 +289,33 @@ class TrainStep:
             self._whole_loss = detached if self._whole_loss is None else self._whole_loss + detached
         self._is_stepped = False
 
+    def reopen(self) -> None:
+        """Continue an optimizer step whose last micro-batch has run: the next backward adds to its gradients.
+
+        For loops that learn after a backward whether it was the last one: each gets `is_last=True`, and is reduced.
+        Nothing happens if the last micro-batch has not run.
+
+        Raises:
+            StepError: `clip_grad_norm` was called, `data_types.grad_accum_dtype` is not fp32, the config counts the
+                micro-batches, or `recover` was not called after an earlier failure.
+        """
+        self.micro_batches.refuse_after_failure("TrainStep.reopen")
+        if not self.micro_batches.is_complete:
+            return
+        if self._clipped is not None:
+            raise StepError("TrainStep.reopen was called between clip_grad_norm() and update(). Call update() first.")
+        if not self._is_ended_by_caller:
+            raise StepError(
+                "TrainStep.reopen was called, but the config counts micro-batches. Pass is_last to backward."
+            )
+        if self._policy.grad_accum_dtype != torch.float32:
+            raise StepError(
+                "TrainStep.reopen needs sums of micro-batches in fp32, but data_types.grad_accum_dtype is "
+                f"{short_name(self._policy.grad_accum_dtype)}. Leave it out, or pass is_last=False to the backwards "
+                "before the last one."
+            )
+        self.micro_batches.is_complete = False
+
     def _begin(self) -> None:
         """Check what the caller may have changed since the last optimizer step, and clear the sums of losses."""
         self.micro_batches.refuse_other_gradients()
@@ -342,7 +384,7 @@ class TrainStep:
             self._refuse_incomplete("step")
         with self.callbacks.phase("optimizer"):
             clipped = self._clipped or self._clip(self._policy.gradient_clipping)
-            report = self._update(clipped)
+            report = self._update(clipped, self.optimizers)
         return self._end(report)
 
     def clip_grad_norm(self, max_norm: float | None = None) -> torch.Tensor:
@@ -370,21 +412,53 @@ class TrainStep:
             self._clipped = self._clip(limit)
         return self._clipped.norm
 
-    def update(self) -> StepReport:
+    def update(self, optimizers: Sequence[torch.optim.Optimizer] | None = None) -> StepReport:
         """Update the parameters after `clip_grad_norm`, step the schedulers, and discard the gradients.
 
         If the step is skipped (see `StepReport.skipped`), neither parameters nor schedulers are updated.
 
+        Args:
+            optimizers: which of several optimizers step, with their schedulers. The gradients of the others are
+                discarded, and their parameters left as they are. None: all.
+
         Raises:
-            StepError: `clip_grad_norm` was not called before, or `recover` was not called after an earlier failure.
+            StepError: `clip_grad_norm` was not called before, an optimizer is not one of this TrainStep, or `recover`
+                was not called after an earlier failure.
             CheckpointError: a background save failed. The optimizer step was taken.
         """
-        self.micro_batches.refuse_after_failure("TrainStep.update")
-        if self._clipped is None:
-            raise StepError("TrainStep.update was called without clip_grad_norm(). Call it first, or step() alone.")
+        clipped, stepping = self._to_update("update", self.optimizers if optimizers is None else optimizers)
         with self.callbacks.phase("optimizer"):
-            report = self._update(self._clipped)
+            report = self._update(clipped, stepping)
         return self._end(report)
+
+    def update_part(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step one of several optimizers after `clip_grad_norm`, and leave the optimizer step open.
+
+        For loops that step their optimizers one by one, with code in between. `update(others)` ends the optimizer step:
+        it steps the optimizers that are left, and discards all gradients. `update([])` steps none. The scheduler of
+        `optimizer` is not stepped.
+
+        Raises:
+            StepError: as `update`.
+        """
+        clipped, stepping = self._to_update("update_part", [optimizer])
+        with self.callbacks.phase("optimizer"), self.micro_batches.noting("optimizer.step"):
+            self._step_optimizers(clipped, stepping)
+
+    def _to_update(
+        self, method: str, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> tuple["_Clipped", Sequence[torch.optim.Optimizer]]:
+        """Return what `clip_grad_norm` left, and the optimizers."""
+        self.micro_batches.refuse_after_failure(f"TrainStep.{method}")
+        if self._clipped is None:
+            raise StepError(f"TrainStep.{method} was called without clip_grad_norm(). Call it first, or step() alone.")
+        for optimizer in optimizers:
+            if not any(optimizer is own for own in self.optimizers):
+                raise StepError(
+                    f"TrainStep.{method} was given a {type(optimizer).__name__} that is not one of this TrainStep. "
+                    "Pass those of TrainStep.optimizers."
+                )
+        return self._clipped, optimizers
 
     def _end(self, report: StepReport) -> StepReport:
         with ExitStack() as calls:  # runs all of them, last pushed first, even if one raises
@@ -446,11 +520,7 @@ class TrainStep:
         own = [statistics, usage, *replicated.statistics(statistics.device)]
         statistics = torch.cat([*own, *([statistics.new_tensor(more)] if more else [])])
         issued = IssuedCollective("all_reduce", statistics, STEP, self._world)
-        try:
-            dist.all_reduce(statistics, group=self._world)
-        except RuntimeError as error:
-            raise peer_lost(error, issued, self._state.listeners) from error
-        notify(self._state.listeners, issued)
+        issue(lambda: dist.all_reduce(statistics, group=self._world), issued, self._state.listeners)
         start = sum(map(len, own))
         of_replicated = statistics[2 + len(usage) : start]
         for callback, numbers in of_callbacks:
@@ -474,33 +544,42 @@ class TrainStep:
         """Return this rank's part of the mean loss and of the sum of squares, 1-D fp64 of 2 elements.
 
         With replicas, several ranks hold the same shard. Each divides its squares by the number of replicas, so that
-        the sum over ranks counts the shard once.
+        the sum over ranks counts the shard once. Of ignored parameters every rank holds a whole gradient.
         """
         mesh = self._state.mesh
         device = device_of(mesh)  # the collective runs here; loss and shards may be elsewhere
         losses = ((self._loss_sum, self._num_divided), (self._whole_loss, 1))
         parts = [loss.to(device, torch.float64) / (n * mesh.size()) for loss, n in losses if loss is not None]
-        sharded = self.micro_batches.replicated.sharded(self.micro_batches.with_gradient())
-        squares = local_sum_of_squares(sharded, device) / replicate_size(mesh)
+        with_gradient, ignored = self.micro_batches.with_gradient(), self.micro_batches.ignored
+        averaged = [parameter for parameter in with_gradient if parameter not in ignored] if ignored else with_gradient
+        squares = local_sum_of_squares(self.micro_batches.replicated.sharded(averaged), device) / replicate_size(mesh)
+        if ignored:
+            own = [parameter for parameter in with_gradient if parameter in ignored]
+            squares = squares + local_sum_of_squares(own, device) / mesh.size()
         return torch.stack([sum(parts[1:], parts[0]), squares])
 
-    def _update(self, clipped: "_Clipped") -> StepReport:
+    def _step_optimizers(self, clipped: "_Clipped", optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        for callback in tuple(self.callbacks):
+            callback.before_update()
+        if optimizers:
+            # A forward since clip_grad_norm would leave the old weights unsharded.
+            reshard(self.micro_batches.units)
+        if not clipped.skipped:
+            for own, on_shards in zip(self.optimizers, self._on_shards, strict=True):
+                if any(own is optimizer for optimizer in optimizers):
+                    with self._state.ranges.inside("optimizer", type(own).__name__):
+                        update.step(own, self._state, on_shards=on_shards)
+
+    def _update(self, clipped: "_Clipped", optimizers: Sequence[torch.optim.Optimizer]) -> StepReport:
         try:
             # Whatever raises in here: other ranks may have updated.
             with self.micro_batches.noting("optimizer.step"):
-                for callback in tuple(self.callbacks):
-                    callback.before_update()
-                reshard(
-                    self.micro_batches.units
-                )  # a forward since clip_grad_norm would leave the old weights unsharded
                 rates = tuple(rate for optimizer in self.optimizers for rate in learning_rates(optimizer))
+                self._step_optimizers(clipped, optimizers)
                 if not clipped.skipped:
-                    for optimizer in self.optimizers:
-                        with self._state.ranges.inside("optimizer", type(optimizer).__name__):
-                            update.step(optimizer)
                     self.num_steps += 1
-                    for scheduler in self.schedulers:
-                        if scheduler is not None:
+                    for own, scheduler in zip(self.optimizers, self.schedulers, strict=True):
+                        if scheduler is not None and any(own is optimizer for optimizer in optimizers):
                             scheduler.step()
             self.num_skipped += clipped.skipped
             report = StepReport(

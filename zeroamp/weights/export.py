@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from zeroamp.policies.errors import CheckpointError, describe
 from zeroamp.weights.drafts import has_writer, locked, make_draft, make_folder, sync_to_disk, unlock
 from zeroamp.weights.files import (
     MANIFEST,
+    MODEL_STEM,
     TensorSpec,
     WeightFile,
     plan_files,
@@ -78,13 +79,16 @@ def export_hf(
         exclude_frozen_parameters: leave out parameters that need no gradient.
 
     Raises:
-        CheckpointError: on all ranks. Before anything is written: the model has adapters of peft, the ranks pass
-            different arguments, a finite value would be infinite in `dtype`, or safetensors is not installed. Later: a
+        CheckpointError: on all ranks. Before anything is written: the model has adapters of peft or weights that
+            bitsandbytes quantized, the ranks pass different arguments or differ in a parameter of `ignored_params`, a
+            finite value would be infinite in `dtype`, or safetensors is not installed. Later: a
             rank cannot write.
         WrapError: the model is not wrapped.
     """
     state = wrap_state(model)
     _refuse_adapters(state.root)
+    if not exclude_frozen_parameters:
+        _refuse_quantized(state.root)
 
     def is_written(weight: Weight) -> bool:
         return not (exclude_frozen_parameters and weight.is_parameter and not weight.tensor.requires_grad)
@@ -100,34 +104,55 @@ def export_hf(
         )
 
 
+def find_adapter(root: nn.Module) -> str | None:
+    """Return the FQN of a module of peft, the first one; None if there is none."""
+    modules: dict[str, nn.Module] = dict(root.named_modules())
+    of_peft = (
+        fqn for fqn, each in modules.items() if any(c.__module__.startswith("peft.") for c in type(each).__mro__)
+    )
+    return next(of_peft, None)
+
+
 def _refuse_adapters(root: nn.Module) -> None:
     """Raise CheckpointError for modules of peft: `from_pretrained` can load neither their names nor the adapters."""
+    fqn = find_adapter(root)
+    if fqn is not None:
+        raise CheckpointError(
+            f"export_hf cannot write {type(root).__name__}: {fqn or 'the model'} is a peft module, and from_pretrained "
+            "does not know the names of adapters and of what they wrap. Call zeroamp.integrations.peft: "
+            "export_adapter(model, folder) writes an adapter alone, export_merged(model, folder) merged weights."
+        )
+
+
+def _refuse_quantized(root: nn.Module) -> None:
+    """Raise CheckpointError for packed weights of bitsandbytes: what is needed to dequantize them is no parameter."""
     for fqn, module in root.named_modules():
-        if any(cls.__module__.partition(".")[0] == "peft" for cls in type(module).__mro__):
+        if getattr(module, "quant_state", None) is not None:
             raise CheckpointError(
-                f"export_hf cannot write {type(root).__name__}: {fqn or 'the model'} is of peft, and from_pretrained "
-                "does not know the names of adapters and of what they wrap. To save the adapters alone, pass "
-                "save_pretrained a full state_dict: docs/recipes.md has an example. To save merged weights, call "
-                "zeroamp.unwrap_model(model).merge_and_unload() and save_pretrained."
+                f"export_hf cannot write {fqn}.weight: it is quantized by bitsandbytes. Pass "
+                "exclude_frozen_parameters=True to write what is trained. With adapters, zeroamp.integrations.peft."
+                "export_merged writes the dequantized model."
             )
 
 
 def _sources(weights: list[Weight], mesh: DeviceMesh) -> list["Source"]:
-    return [
-        Source(
-            name=name,
-            shape=tuple(weight.tensor.shape),
-            dtype=weight.tensor.dtype,
-            is_parameter=weight.is_parameter,
-            read=partial(_whole, weight, mesh),
-            local=weight.local if name == weight.written_names[0] else None,
-        )
-        for weight in weights
-        for name in weight.written_names
-    ]
+    return [source_of(weight, name, mesh) for weight in weights for name in weight.written_names]
 
 
-def _whole(weight: Weight, mesh: DeviceMesh, dtype: torch.dtype) -> torch.Tensor:
+def source_of(weight: Weight, name: str, mesh: DeviceMesh) -> "Source":
+    """Return the tensor to export under `name` that holds a weight as it is."""
+    return Source(
+        name=name,
+        shape=tuple(weight.tensor.shape),
+        dtype=weight.tensor.dtype,
+        is_parameter=weight.is_parameter,
+        read=partial(whole_weight, weight, mesh),
+        local=weight.local,
+        is_of_each_rank=weight.is_parameter and not isinstance(weight.tensor, DTensor),
+    )
+
+
+def whole_weight(weight: Weight, mesh: DeviceMesh, dtype: torch.dtype) -> torch.Tensor:
     """Return a weight as a whole, on the device that communicates. Every rank of `mesh` calls this.
 
     The shard is cast before the all-gather: rounding is per element, so the bits are the same, of half the bytes.
@@ -143,10 +168,12 @@ def _whole(weight: Weight, mesh: DeviceMesh, dtype: torch.dtype) -> torch.Tensor
     return values
 
 
-def save_config(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
+def save_config(
+    model: nn.Module, folder: Path, dtype: torch.dtype, change: Callable[[Any], None] | None = None
+) -> None:
     """Write what `from_pretrained` needs beside the weights if `model` is a transformers model; else nothing.
 
-    The model's own config is not changed.
+    The model's own config is not changed. `change` edits the copy that is written.
     """
     transformers = sys.modules.get("transformers")  # loaded if the model is one of its own
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
@@ -156,6 +183,8 @@ def save_config(model: nn.Module, folder: Path, dtype: torch.dtype) -> None:
     config = copy.deepcopy(model.config)
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [architecture.__name__]
+    if change is not None:
+        change(config)
     config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
@@ -174,6 +203,8 @@ class Source:
     """Returns the whole tensor in the written dtype. Where several ranks export, all of them call it together."""
     local: torch.Tensor | None = None
     """This rank's shard, whose range is checked before anything is written. None: `read` checks the range."""
+    is_of_each_rank: bool = False
+    """Whether `local` is a whole parameter, which each rank updates by itself. The export raises if ranks differ."""
 
     def written_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in an export as `dtype`: buffers and integers keep theirs."""
@@ -205,6 +236,8 @@ class _Plan:
     """The first rank's is used on all."""
     overflows: dict[str, float]
     """Parameter -> the largest magnitude in this rank's shard, where `dtype` cannot hold it."""
+    of_each_rank: dict[str, str]
+    """Parameter that each rank holds whole -> a digest of its values."""
 
 
 def export_tensors(
@@ -214,6 +247,7 @@ def export_tensors(
     max_shard_bytes: int,
     write_config: Callable[[Path, torch.dtype], None],
     ranks: RankGroup | OneProcess,
+    stem: str = MODEL_STEM,
 ) -> None:
     """Write tensors to `folder` as safetensors files. All of `ranks` call this.
 
@@ -224,6 +258,7 @@ def export_tensors(
         max_shard_bytes: see `export_hf`.
         write_config: writes the model's config into a folder, given the dtype; the first rank calls it.
         ranks: that write together. An error of `find_sources` or `choose_dtype` on one is raised on all.
+        stem: what the names of the files begin with.
 
     Raises:
         CheckpointError: as `export_hf`.
@@ -235,12 +270,12 @@ def export_tensors(
         dtype = choose_dtype()
         sources.update((source.name, source) for source in find_sources())
         specs = (TensorSpec(name=s.name, shape=s.shape, dtype=s.written_dtype(dtype)) for s in sources.values())
-        files.extend(plan_files(specs, max_shard_bytes))
+        files.extend(plan_files(specs, max_shard_bytes, stem))
         return _plan(list(sources.values()), files, Path(folder).absolute(), dtype)
 
     plans = ranks.run(plan)
     _check(plans)
-    _write(lambda spec: sources[spec.name].read(spec.dtype), files, plans[0], write_config, ranks)
+    _write(lambda spec: sources[spec.name].read(spec.dtype), files, plans[0], write_config, ranks, stem)
 
 
 def _plan(sources: list[Source], files: list[WeightFile], folder: Path, dtype: torch.dtype) -> _Plan:
@@ -258,7 +293,13 @@ def _plan(sources: list[Source], files: list[WeightFile], folder: Path, dtype: t
         # Inside a folder that exists: it may be the root of a file system of its own.
         draft=folder / f".{suffix}" if folder.exists() else folder.with_name(f".{folder.name}.{suffix}"),
         overflows={name: largest for name, largest in found.items() if largest is not None},
+        of_each_rank={s.name: _digest(s.local) for s in sources if s.is_of_each_rank and s.local is not None},
     )
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(values.numpy().tobytes()).hexdigest()
 
 
 def _check(plans: list[_Plan]) -> None:
@@ -268,8 +309,15 @@ def _check(plans: list[_Plan]) -> None:
         if len(found) > 1:
             differing = "The names or shapes of the tensors" if what == "files_digest" else " and ".join(found)
             raise CheckpointError(
-                f"export_hf must get the same model and arguments on all ranks, but the {what.partition('_')[0]} "
+                f"An export must get the same model and arguments on all ranks, but the {what.partition('_')[0]} "
                 f"differs: {differing}. Pass the same everywhere."
+            )
+    for name, digest in plans[0].of_each_rank.items():
+        if any(plan.of_each_rank[name] != digest for plan in plans):
+            raise CheckpointError(
+                f"{name} is held whole by each rank (wrap_model(ignored_params=...)), and its values differ between "
+                "ranks, so there is no one tensor to write. Give all ranks one value first, by torch.distributed."
+                "broadcast(parameter.data, 0), for example."
             )
     overflows: dict[str, float] = {}
     for name, largest in (item for plan in plans for item in plan.overflows.items()):
@@ -283,6 +331,7 @@ def _write(
     plan: _Plan,
     write_config: Callable[[Path, torch.dtype], None],
     ranks: RankGroup | OneProcess,
+    stem: str,
 ) -> None:
     draft = plan.draft
     is_complete = False
@@ -304,7 +353,7 @@ def _write(
                 logger.info("Wrote %s: %d tensors, %d bytes.", file.name, len(file.tensors), file.num_bytes)
         ranks.on_first(lambda: write_index(files, draft))
         is_complete = True
-        ranks.on_first(lambda: publish(draft, plan.folder))
+        ranks.on_first(lambda: publish(draft, plan.folder, stem))
     finally:
         for lock in locks:
             unlock(lock)
@@ -343,7 +392,7 @@ def export_dtype(asked: str | torch.dtype | None, default: torch.dtype) -> torch
     dtype = default if asked is None else DTYPE_BY_NAME.get(asked, asked) if isinstance(asked, str) else asked
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPE_BY_NAME.values():
         valid = '"fp32", "bf16" or "fp16"'
-        raise CheckpointError(describe("export_hf(dtype=)", repr(asked), valid, "Pass one of them."))
+        raise CheckpointError(describe("the dtype of an export", repr(asked), valid, "Pass one of them."))
     return dtype
 
 

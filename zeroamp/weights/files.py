@@ -25,7 +25,9 @@ MANIFEST = "zeroamp.json"
 """A folder with this file is a checkpoint: no export is written into one."""
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-_FILE_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+MODEL_STEM, ADAPTER_STEM = "model", "adapter_model"
+"""What the names of the files of a model, of an adapter of peft, begin with."""
+_FILE_NAME = re.compile(rf"({MODEL_STEM}|{ADAPTER_STEM})(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,10 +57,10 @@ class WeightFile:
         return sum(tensor.num_bytes for tensor in self.tensors)
 
 
-def plan_files(specs: Iterable[TensorSpec], max_bytes: int) -> tuple[WeightFile, ...]:
+def plan_files(specs: Iterable[TensorSpec], max_bytes: int, stem: str = MODEL_STEM) -> tuple[WeightFile, ...]:
     """Divide tensors into files of at most `max_bytes` each, in order; a larger tensor has a file of its own.
 
-    It uses shapes and dtypes alone: no tensor is read.
+    It uses shapes and dtypes alone: no tensor is read. The names of the files begin with `stem`.
 
     Raises:
         CheckpointError: `max_bytes` is not an integer from 1 on.
@@ -75,9 +77,9 @@ def plan_files(specs: Iterable[TensorSpec], max_bytes: int) -> tuple[WeightFile,
         contents[-1].append(spec)
         free -= spec.num_bytes
     if len(contents) == 1:
-        return (WeightFile(name=SINGLE_FILE, tensors=tuple(contents[0])),)
+        return (WeightFile(name=f"{stem}.safetensors", tensors=tuple(contents[0])),)
     return tuple(
-        WeightFile(name=f"model-{number:05}-of-{len(contents):05}.safetensors", tensors=tuple(tensors))
+        WeightFile(name=f"{stem}-{number:05}-of-{len(contents):05}.safetensors", tensors=tuple(tensors))
         for number, tensors in enumerate(contents, start=1)
     )
 
@@ -123,7 +125,7 @@ def write_index(files: Sequence[WeightFile], folder: Path) -> None:
     write_durably(folder / INDEX, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
 
 
-def publish(draft: Path, folder: Path) -> None:
+def publish(draft: Path, folder: Path, stem: str = MODEL_STEM) -> None:
     """Move the files of a draft to their place.
 
     A folder that does not exist yet is made by one rename. In one that exists, the weights of an earlier export are
@@ -133,6 +135,7 @@ def publish(draft: Path, folder: Path) -> None:
     Args:
         draft: complete; inside `folder` where that exists, else beside it, on the same file system.
         folder: a folder, or nothing yet.
+        stem: what the names of the weights' files begin with.
 
     Raises:
         CheckpointError: a file could not be moved; the text names the folder of the others.
@@ -145,7 +148,7 @@ def publish(draft: Path, folder: Path) -> None:
             draft.rename(folder)
         else:
             for path in folder.iterdir():
-                if _FILE_NAME.fullmatch(path.name):
+                if (match := _FILE_NAME.fullmatch(path.name)) and match[1] == stem:
                     path.unlink()
             for path in sorted(draft.iterdir(), key=_place):
                 if path != writer:
@@ -164,7 +167,7 @@ def publish(draft: Path, folder: Path) -> None:
 
 def _place(path: Path) -> tuple[bool, bool, str]:
     # Readers begin with config.json, then look for the index: what is found is complete.
-    return path.name == "config.json", path.name == INDEX, path.name
+    return path.name in ("config.json", "adapter_config.json"), path.name == INDEX, path.name
 
 
 def safetensors_torch() -> ModuleType:

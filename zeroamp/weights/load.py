@@ -2,8 +2,11 @@
 
 import math
 import os
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,7 +18,8 @@ from zeroamp.policies.errors import CheckpointError, some_of
 from zeroamp.policies.files import leads_out, open_regular
 from zeroamp.weights.export import overflow, refuse_overflows
 from zeroamp.weights.files import INDEX, SINGLE_FILE, read_index, safetensors_torch
-from zeroamp.weights.model_weights import Weight, computed_buffers, find_weights, first_row
+from zeroamp.weights.layouts import Part, Stored, parts_of_model
+from zeroamp.weights.model_weights import Weight, computed_buffers, find_weights, shard_range
 from zeroamp.wrapping.rank_group import RankGroup
 from zeroamp.wrapping.state import wrap_state
 
@@ -33,10 +37,14 @@ _OTHER_LAYOUT = (
 def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Fill a wrapped model from the safetensors in `folder`. All ranks call it.
 
-    Every rank reads its own rows of each parameter, and all of each buffer, so no rank ever holds the whole of a model
+    Every rank reads its own part of each parameter, and all of each buffer, so no rank ever holds the whole of a model
     that was wrapped on the meta device. Values are cast to the dtype of the model's parameters: files of bf16 fill fp32
     parameters. A tied parameter may have any of its names in the files. Buffers that are not in the model's
     `state_dict()` (rotary frequencies) keep their values, and are skipped in files that have them.
+
+    The files of a transformers model may have the layout in which it is published, such as one matrix per expert:
+    transformers' own rules are applied, to the rank's part where they stack or concatenate tensors, else to one whole
+    tensor of the model at a time.
 
     Args:
         model: from `wrap_model`.
@@ -49,24 +57,126 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             model is filled in part if a file cannot be read to its end, or a tied parameter has two values.
         WrapError: the model is not wrapped.
     """
+    fill_from_files(model, folder)
+
+
+class OtherNames(NamedTuple):
+    """Where the names of files and model differ."""
+
+    missing: list[str]
+    """Tensors of the model that no file has."""
+    unexpected: list[str]
+    """Tensors of the files that the model does not have."""
+
+
+def fill_from_files(model: nn.Module, folder: str | os.PathLike[str], *, strict: bool = True) -> OtherNames:
+    """Fill a wrapped model as `load_hf` does. Without `strict`, other names are returned instead of refused."""
     state = wrap_state(model)
-    weights: list[Weight] = []
-    plan: dict[Path, list[tuple[str, Weight]]] = {}
+    plan: list[_Item] = []
 
-    def check() -> None:
-        files = _files_by_name(Path(folder).absolute())
-        weights.extend(find_weights(state.root))
-        _refuse_other_names(weights, files, set(computed_buffers(state.root)), folder)
-        for weight in weights:
-            for name in (name for name in weight.names if name in files):
-                plan.setdefault(files[name], []).append((name, weight))
+    def check(files: _Files) -> OtherNames:
+        weights = find_weights(state.root)
+        stored = files.stored()
+        names = {name for weight in weights for name in weight.names}
+        parts: dict[str, Part] = dict(stored)
+        direct = {name: stored[name].shape for name in names & stored.keys()}
+        of_model = {name: tuple(weight.tensor.shape) for weight in weights for name in weight.names}
+        if stored.keys() != direct.keys() or any(of_model[name] != shape for name, shape in direct.items()):
+            parts = parts_of_model(state.root, stored, names)
+            parts |= {name: stored[name] for name, shape in direct.items() if of_model[name] == shape}
+        others = _other_names(weights, parts, set(computed_buffers(state.root)))
+        if strict:
+            _refuse_other_names(others, folder)
+        plan.extend(_Item(name, weight, parts[name]) for weight in weights for name in weight.names if name in parts)
+        plan.sort(key=lambda item: files.position(item.part))
         _refuse_other_shapes(plan, folder)
+        return others
 
-    with torch.no_grad():
+    with torch.no_grad(), ExitStack() as stack:
+        files = _Files(Path(folder).absolute(), stack)
         ranks = RankGroup.for_saving(state.mesh)
-        ranks.run(check)
+        others = ranks.run(lambda: check(files))[ranks.rank]
         ranks.run(lambda: _refuse_out_of_range(plan, state.mesh))
-        ranks.run(lambda: _fill(plan, state.mesh))
+        ranks.run(lambda: _fill(plan, state.mesh, folder))
+    return others
+
+
+def fill_from_file(file: Path, weights_of: Callable[[], Mapping[str, Weight]], mesh: DeviceMesh) -> None:
+    """Fill some weights of a wrapped model from one safetensors file. All ranks call it, and each reads its own part.
+
+    Args:
+        file: with the tensors of `weights_of`, and no others.
+        weights_of: returns the weights by their names in the file.
+        mesh: of the model.
+
+    Raises:
+        CheckpointError: on all ranks: `weights_of` raises it, or see `load_hf`.
+    """
+    plan: list[_Item] = []
+
+    def check(stack: ExitStack) -> None:
+        wanted, opened = weights_of(), stack.enter_context(_open(file))
+        if differ := sorted(wanted.keys() ^ set(opened.keys())):
+            raise CheckpointError(
+                f"{file} must have the tensors of {len(wanted)} weights of the model, but only one of the two has "
+                f"{some_of(differ, _NUM_NAMES)}. Build the model that was saved."
+            )
+        plan.extend(_Item(name, weight, Stored(name=name, open=lambda: opened)) for name, weight in wanted.items())
+        _refuse_other_shapes(plan, file)
+
+    with torch.no_grad(), ExitStack() as stack:
+        ranks = RankGroup.for_saving(mesh)
+        ranks.run(lambda: check(stack))
+        ranks.run(lambda: _refuse_out_of_range(plan, mesh))
+        ranks.run(lambda: _fill(plan, mesh, file))
+
+
+class _Item(NamedTuple):
+    """A tensor to read."""
+
+    name: str
+    """In the model."""
+    weight: Weight
+    part: Part
+
+
+class _Files:
+    """The tensors in a folder. Each file is opened once."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._folder, self._stack = folder, stack
+        self._opened: dict[Path, Any] = {}
+        self._place: dict[str, tuple[Path, int]] = {}
+
+    def stored(self) -> dict[str, Stored]:
+        """Return the tensors of all files by name.
+
+        Raises:
+            CheckpointError: there are no files, one cannot be read, or lacks a tensor that the index lists.
+        """
+        found = _files_by_name(self._folder)
+        names: dict[Path, list[str]] = {}
+        for name, path in found.items():
+            names.setdefault(path, []).append(name)
+        for path, listed in names.items():
+            held = {name: index for index, name in enumerate(self.open(path).keys())}
+            if absent := [name for name in listed if name not in held]:
+                raise CheckpointError(
+                    f"{path} must have the tensors that {INDEX} lists, but lacks {some_of(absent, _NUM_NAMES)}. "
+                    "Get the files again."
+                )
+            self._place.update((name, (path, held[name])) for name in listed)
+        return {name: Stored(name=name, open=partial(self.open, path)) for name, path in found.items()}
+
+    def open(self, path: Path) -> Any:
+        """Return an open safetensors file."""
+        if path not in self._opened:
+            self._opened[path] = self._stack.enter_context(_open(path))
+        return self._opened[path]
+
+    def position(self, part: Part) -> tuple[Path, int]:
+        """Return where the first source of a part is: files are read in their order."""
+        return min(self._place[source.name] for source in part.sources)
 
 
 def _files_by_name(folder: Path) -> dict[str, Path]:
@@ -113,79 +223,64 @@ def _hub_blobs(path: Path) -> list[Path]:
     return [snapshots.parent / "blobs"] if snapshots.name == "snapshots" else []
 
 
-def _refuse_other_names(
-    weights: list[Weight], files: dict[str, Path], computed: set[str], folder: str | os.PathLike[str]
-) -> None:
-    missing = [weight.written_names[0] for weight in weights if not any(name in files for name in weight.names)]
+def _other_names(weights: list[Weight], parts: Mapping[str, Part], computed: set[str]) -> OtherNames:
+    missing = [weight.written_names[0] for weight in weights if not any(name in parts for name in weight.names)]
     known = {name for weight in weights for name in weight.names}
-    unexpected = [name for name in files if name not in known and name.rpartition(".")[2] not in computed]
-    problems = (("are missing", missing), ("are not in the model", unexpected))
+    unexpected = [name for name in parts if name not in known and name.rpartition(".")[2] not in computed]
+    return OtherNames(missing, unexpected)
+
+
+def _refuse_other_names(others: OtherNames, folder: str | os.PathLike[str]) -> None:
+    problems = (("are missing", others.missing), ("are not in the model", others.unexpected))
     texts = [f"{len(names)} {kind} ({some_of(names, _NUM_NAMES)})" for kind, names in problems if names]
     if texts:
         found = " and ".join(texts)
         raise CheckpointError(f"{folder} must have the tensors of the model, but {found}. {_OTHER_LAYOUT}")
 
 
-def _refuse_other_shapes(plan: dict[Path, list[tuple[str, Weight]]], folder: str | os.PathLike[str]) -> None:
+def _refuse_other_shapes(plan: list[_Item], folder: str | os.PathLike[str]) -> None:
     shapes, kinds = [], []
-    for path, items in plan.items():
-        with _open(path) as file:
-            held = set(file.keys())
-            if absent := [name for name, _ in items if name not in held]:
-                raise CheckpointError(
-                    f"{path} must have the tensors that {INDEX} lists, but lacks {some_of(absent, _NUM_NAMES)}. "
-                    "Get the files again."
-                )
-            for name, weight in items:
-                part = file.get_slice(name)
-                shape, wanted = tuple(part.get_shape()), tuple(weight.tensor.shape)
-                if shape != wanted:
-                    shapes.append(f"{name} is {shape} instead of {wanted}")
-                if str(part.get_dtype()).startswith(("F", "BF")) != weight.tensor.is_floating_point():
-                    kinds.append(f"{name} is {part.get_dtype()} instead of {weight.tensor.dtype}")
+    for name, weight, part in plan:
+        found, wanted = part.shape, tuple(weight.tensor.shape)
+        if found != wanted:
+            shapes.append(f"{name} is {found} instead of {wanted}")
+        if part.dtype_name.startswith(("F", "BF")) != weight.tensor.is_floating_point():
+            kinds.append(f"{name} is {part.dtype_name} instead of {weight.tensor.dtype}")
     for problems, what in ((shapes, "shapes"), (kinds, "kinds of number")):
         if problems:
-            found = some_of(problems, _NUM_NAMES)
-            raise CheckpointError(f"{folder} must have the {what} of the model, but {found}. {_OTHER_LAYOUT}")
+            found_text = some_of(problems, _NUM_NAMES)
+            raise CheckpointError(f"{folder} must have the {what} of the model, but {found_text}. {_OTHER_LAYOUT}")
 
 
-def _refuse_out_of_range(plan: dict[Path, list[tuple[str, Weight]]], mesh: DeviceMesh) -> None:
+def _refuse_out_of_range(plan: list[_Item], mesh: DeviceMesh) -> None:
     """Raise CheckpointError if a finite value would be infinite in the model's dtype. Reads tensors of wider dtypes."""
-    for path, items in plan.items():
-        with _open(path) as file:
-            for name, weight in items:
-                dtype = weight.tensor.dtype
-                if _LARGEST.get(file.get_slice(name).get_dtype(), 0.0) <= _largest(dtype):
-                    continue
-                largest = overflow(_read(file, name, weight.tensor, mesh), dtype)
-                refuse_overflows({} if largest is None else {name: largest}, dtype, _KEEP_RANGE)
+    for name, weight, part in plan:
+        dtype = weight.tensor.dtype
+        if _LARGEST.get(part.dtype_name, 0.0) > _largest(dtype):
+            largest = overflow(_read(part, weight.tensor, mesh), dtype)
+            refuse_overflows({} if largest is None else {name: largest}, dtype, _KEEP_RANGE)
 
 
 def _largest(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).max if dtype.is_floating_point else math.inf
 
 
-def _fill(plan: dict[Path, list[tuple[str, Weight]]], mesh: DeviceMesh) -> None:
+def _fill(plan: list[_Item], mesh: DeviceMesh, folder: str | os.PathLike[str]) -> None:
     filled: dict[int, str] = {}
-    for path, items in plan.items():
-        with _open(path) as file:
-            for name, weight in items:
-                local, values = weight.local, _read(file, name, weight.tensor, mesh)
-                first = filled.setdefault(id(weight), name)
-                if first == name:
-                    local.copy_(values)
-                elif not torch.equal(local, values.to(local)):
-                    raise CheckpointError(
-                        f"{first} and {name} are one tied parameter, but have different values in {path.parent}. Untie "
-                        "it in the model (transformers: tie_word_embeddings=False), or correct the files."
-                    )
+    for name, weight, part in plan:
+        local, values = weight.local, _read(part, weight.tensor, mesh)
+        first = filled.setdefault(id(weight), name)
+        if first == name:
+            local.copy_(values)
+        elif not torch.equal(local, values.to(local)):
+            raise CheckpointError(
+                f"{first} and {name} are one tied parameter, but have different values in {folder}. Untie "
+                "it in the model (transformers: tie_word_embeddings=False), or correct the files."
+            )
 
 
-def _read(file: Any, name: str, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Return this rank's rows of a tensor, or all of one that is not sharded, in the dtype of the file, on the CPU."""
+def _read(part: Part, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """Return this rank's part of a tensor, or all of one that is not sharded, in the dtype of the file, on the CPU."""
     if not isinstance(tensor, DTensor) or shard_size(mesh) == 1:
-        whole: torch.Tensor = file.get_tensor(name)
-        return whole
-    start = first_row(tensor)
-    rows: torch.Tensor = file.get_slice(name)[start : start + tensor.to_local().shape[0]]
-    return rows
+        return part.read(None)
+    return part.read(shard_range(tensor))

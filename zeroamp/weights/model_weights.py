@@ -3,13 +3,14 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from zeroamp.planning.mesh import local_part
+from zeroamp.planning.parameter_uses import live_state
 from zeroamp.policies.errors import CheckpointError
 from zeroamp.wrapping.state import reshard
 
@@ -46,8 +47,8 @@ def find_weights(root: nn.Module) -> list[Weight]:
         CheckpointError: the model's state_dict() holds something other than tensors.
     """
     reshard(root.modules())
-    # keep_vars: tied parameters are found by the identity of the object.
-    state: dict[str, Any] = root.state_dict(keep_vars=True)
+    # The live objects: tied parameters are found by the identity of the object.
+    state = live_state(root)
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
     weights: list[Weight | int] = []  # int: the parameter of this identity
@@ -89,17 +90,32 @@ def computed_buffers(root: nn.Module) -> Iterator[str]:
             yield name.rpartition(".")[2]
 
 
-def first_row(tensor: DTensor) -> int:
-    """Return the number of rows of dim 0 before this rank's shard.
+class ShardRange(NamedTuple):
+    """This rank's shard of a tensor: the indices from `start` on, `length` of them, of dimension `dim`."""
 
-    FSDP2 shards dim 0 in chunks of ceil(rows / ranks) rows, the last ones shorter or empty.
+    dim: int
+    start: int
+    length: int
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What the whole tensor is indexed with to get the shard."""
+        return (*(slice(None),) * self.dim, slice(self.start, self.start + self.length))
+
+
+def shard_range(tensor: DTensor) -> ShardRange:
+    """Return the part of a DTensor that this rank holds.
+
+    FSDP2 shards one dimension of length d in parts of ceil(d / ranks), the last ones shorter or empty.
     """
-    row = 0
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, Shard):
-            chunk = math.ceil(tensor.shape[0] / tensor.device_mesh.size(axis))
-            row = min(chunk * tensor.device_mesh.get_local_rank(axis), tensor.shape[0])
-            expected, found = min(chunk, tensor.shape[0] - row), local_part(tensor.detach()).shape[0]
-            if placement.dim != 0 or found != expected:
-                raise AssertionError(f"expected {expected} rows of dim 0, got {found} by {placement}")
-    return row
+            length = tensor.shape[placement.dim]
+            part = math.ceil(length / tensor.device_mesh.size(axis))
+            start = min(part * tensor.device_mesh.get_local_rank(axis), length)
+            found = ShardRange(placement.dim, start, min(part, length - start))
+            local = local_part(tensor.detach()).shape
+            if local[found.dim] != found.length:
+                raise AssertionError(f"expected {found} by {placement}, got a shard of shape {tuple(local)}")
+            return found
+    return ShardRange(0, 0, tensor.shape[0])

@@ -1,6 +1,7 @@
 """Attaches zeroamp's hooks to a model that FSDP2 has sharded."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import cast
 
 import torch
@@ -20,18 +21,21 @@ from zeroamp.hooks.collectives.reduce_scatter import ReceiveBuffers
 from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
 from zeroamp.hooks.guards import BackwardGuard, attach_safe_module_guard, attach_sharded_guard
 from zeroamp.hooks.observers.ranges import UnitRanges
+from zeroamp.hooks.own_units import OwnUnit
 from zeroamp.hooks.precision.autocast import enter_autocast, refuse_autocast, warn_of_other_autocast
 from zeroamp.hooks.precision.fp32_regions import Fp32Region
 from zeroamp.hooks.precision.input_casts import cast_inputs
+from zeroamp.hooks.precision.recomputed_casts import CastsInRecomputation
 from zeroamp.hooks.precision.shared_casts import SharedCasts, linears_that_may_share
 from zeroamp.hooks.root_forward import reshard_after_no_grad
 from zeroamp.hooks.typed_groups import attach_typed_group
-from zeroamp.planning.fp32_regions import modules_around
+from zeroamp.planning.parameter_uses import modules_around
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.accumulation import sharded_accumulation
 from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES, resolve_safe_classes
 from zeroamp.wrapping.collectives import attach_collectives
 from zeroamp.wrapping.prefetch import attach_prefetch
+from zeroamp.wrapping.quantized import keep_packing
 from zeroamp.wrapping.refused_calls import refuse_calls
 from zeroamp.wrapping.state import WrapState
 
@@ -59,15 +63,18 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
         for fqn in (fqn for unit in ("", *state.plan.units) for fqn in state.plan.modules_of(unit)):
             state.handles += UnitRanges(state.ranges, fqn).attach(model.get_submodule(fqn))
     _attach_root_forward(model, state)
+    state.handles += _attach_own_units(model, state)
     state.handles += _guard_calls_from_outside(model, state.plan)
     state.handles += refuse_calls(model)
+    state.handles += keep_packing(model)
     # Under autocast fp32 may come out of a region: the ops after it cast as they need.
     output_dtype = None if policy.mode == "autocast" else policy.low_dtype
-    for fqn in state.plan.fp32_regions.modules:
-        state.fp32_regions.append(Fp32Region(model.get_submodule(fqn), state.mesh.device_type, output_dtype))
+    for module in state.plan.fp32_regions.modules_of(model):
+        state.fp32_regions.append(Fp32Region(module, state.mesh.device_type, output_dtype))
     if policy.mode == "autocast":
         _guard_safe_modules(model, state)
         state.handles += share_casts(model, state.plan, state.mesh.device_type)
+        state.handles += cast_in_recomputation(model, state.plan)
     if (dtype := sharded_accumulation(policy)) != torch.float32:
         state.shard_accumulator = ShardAccumulator(dtype, state.mesh.device_type)
 
@@ -78,13 +85,36 @@ def _attach_root_forward(model: nn.Module, state: WrapState) -> None:
     forward.add("reshard", reshard_after_no_grad(model))
     if policy.mode == "autocast":
         forward.add("outer autocast", warn_of_other_autocast(device_type, policy.gather_dtype))
-        forward.add("autocast", enter_autocast(device_type, policy.gather_dtype))
+        forward.add("autocast", enter_autocast(device_type, policy.gather_dtype, policy.autocast_ops))
     elif policy.external_autocast == "error":
         forward.add("outer autocast", refuse_autocast(device_type, policy.mode))
     if reasons := _needs_train_step(state.plan):
-        state.guard = BackwardGuard(reasons)
+        state.guard = BackwardGuard(reasons, partial(_leaves, model, state))
         forward.on_output(state.guard.watch)
     state.handles += forward.attach(model)
+
+
+def _leaves(model: nn.Module, state: WrapState) -> Iterator[torch.Tensor]:
+    """Yield the parameters as autograd sees them: unsharded, and the 0-D ones."""
+    for group in state.gradients:
+        yield from group.leaves
+    if state.plan.replicated is not None:
+        yield from (model.get_parameter(param.fqn) for param in state.plan.replicated.params)
+
+
+def _attach_own_units(model: nn.Module, state: WrapState) -> Iterator[OwnUnit]:
+    own_units = state.plan.own_units
+    for fqn in own_units:
+        module = model.get_submodule(fqn)
+        carriers = [state.holders.get(group.name, module) for group in state.plan.groups if group.unit == fqn]
+        groups = {
+            cast(FSDPModule, carrier): next(group for group in state.gradients if group.is_of(cast(nn.Module, carrier)))
+            for carrier in carriers
+        }
+        is_lookup = fqn in own_units.lookups
+        own_unit = OwnUnit(module, fqn, groups, lambda: state.root_forward.runs_model, is_lookup=is_lookup)
+        state.root_forward.on_output(own_unit.unshard_in_backward)
+        yield own_unit
 
 
 def _needs_train_step(plan: Plan) -> str:
@@ -146,6 +176,15 @@ def cast_unit_inputs(model: nn.Module, plan: Plan) -> list[RemovableHandle]:
         for fqn in fqns
         if (dtype := plan.input_dtype(fqn)) is not None
     ]
+
+
+def cast_in_recomputation(model: nn.Module, plan: Plan) -> Iterator[CastsInRecomputation]:
+    """Let the modules that run ops of `zeroamp.autocast_ops` cast them when a backward runs them again."""
+    classes = tuple({type(model.get_submodule(fqn)) for fqn in plan.cast_modules})
+    for fqn, module in model.named_modules() if classes else ():
+        # A module in an fp32 region runs with autocast off.
+        if isinstance(module, classes) and plan.fp32_regions.pattern_of(fqn) is None:
+            yield CastsInRecomputation(module, plan.policy.autocast_ops)
 
 
 def share_casts(model: nn.Module, plan: Plan, device_type: str) -> list[RemovableHandle]:

@@ -1,21 +1,26 @@
 """`zeroamp.sync_module_states`: broadcasts the first rank's parameters and buffers before the model is sharded."""
 
+from collections.abc import Container
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroamp.planning.mesh import device_of
+from zeroamp.planning.parameter_uses import quantization_tensors
 
 
 @torch.no_grad()
-def broadcast_module_states(model: nn.Module, mesh: DeviceMesh) -> None:
+def broadcast_module_states(model: nn.Module, mesh: DeviceMesh, ignored: Container[str] = ()) -> None:
     """Set all parameters and buffers to the values of the first rank of `mesh`, in place. All ranks call this.
 
     Tensors are broadcast one by one, as bytes. A tensor that is not on the mesh's device is copied there meanwhile.
-    Tensors on the meta device are left out: they are initialised later, with the same values on all ranks.
+    Tensors on the meta device are left out: they are initialised later, with the same values on all ranks. Parameters
+    named in `ignored` keep their values.
     """
-    for tensor in (*model.parameters(), *model.buffers()):
+    named = (*model.named_parameters(), *quantization_tensors(model))
+    for tensor in (*(tensor for name, tensor in named if name not in ignored), *model.buffers()):
         if not tensor.is_meta and tensor.numel() > 0:
             _broadcast(tensor, mesh)
 

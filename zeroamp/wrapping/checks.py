@@ -5,6 +5,7 @@ made of parts of different initialisations; at stage 0 and with HSDP, replicas w
 """
 
 import json
+from collections.abc import Container
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroamp.hooks._torch.fsdp import has_reduction_options
-from zeroamp.planning.parameter_uses import has_own_storage_class
+from zeroamp.planning.mesh import expected_shards
+from zeroamp.planning.parameter_uses import has_own_storage_class, quantization_tensors
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.dtypes import INTEGER_BY_NUM_BYTES, short_name
 from zeroamp.policies.errors import ConfigError, WrapError, describe
@@ -48,7 +50,7 @@ def description_of(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> Des
         **config,
         "the use of a monitor": str(any(monitors)),
         "the mesh": layout,
-        **_parameters(model, plan),
+        **_parameters(model, plan, expected_shards(policy, mesh)),
         **{f"module {fqn or 'root'}": _structure(module) for fqn, module in model.named_modules()},
         "the list of units": str([plan.modules_of(unit) for unit in (*plan.units, "")]),
         "the run order of units": str(plan.run.forward_order() + plan.run.backward_order()),
@@ -56,9 +58,13 @@ def description_of(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> Des
     }
 
 
-def _parameters(model: nn.Module, plan: Plan) -> Description:
-    """Describe each parameter under each of its names: shape, dtype, `requires_grad`, group, the one it is tied to."""
+def _parameters(model: nn.Module, plan: Plan, num_shards: int) -> Description:
+    """Describe each parameter under each of its names: shape, dtype, `requires_grad`, group, the one it is tied to.
+
+    And the dimension that is sharded, where it is not 0.
+    """
     group_of = {param.fqn: group for group in plan.all_groups for param in group.params}
+    dims = {param.fqn: param.shard_dim(num_shards) for group in plan.groups for param in group.params}
     first_name: dict[int, str] = {}
     found = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
@@ -70,8 +76,11 @@ def _parameters(model: nn.Module, plan: Plan) -> Description:
         unshards = f", of {group.name} in {short_name(group.key.param)}" if group else ""
         sends = f", reduced in {short_name(group.key.communication)}" if group else ""
         use = "trained" if parameter.requires_grad else "frozen"
+        if group is not None and group.kind == "ignored":
+            unshards, sends = ", ignored", ""
         where = " on the meta device" if parameter.is_meta else ""
-        found[fqn] = f"{tuple(parameter.shape)} {short_name(parameter.dtype)}{where}, {use}{unshards}{sends}"
+        dim = f", sharded over dimension {dims[fqn]}" if dims.get(fqn) else ""
+        found[fqn] = f"{tuple(parameter.shape)} {short_name(parameter.dtype)}{where}, {use}{unshards}{sends}{dim}"
     return found
 
 
@@ -81,18 +90,22 @@ def _structure(module: nn.Module) -> str:
     return f"{name}({module.extra_repr()})" if type(module).__module__.startswith("torch.nn.") else name
 
 
-def check_ranks_agree(model: nn.Module, mesh: DeviceMesh) -> None:
+def check_ranks_agree(model: nn.Module, mesh: DeviceMesh, ignored: Container[str] = ()) -> None:
     """Compare a checksum of every parameter over all ranks of `mesh` (one small collective per axis).
 
-    Parameters on the meta device are left out: they are initialised later, alike everywhere.
+    What quantized parameters need to be dequantized is compared too.
+
+    Parameters on the meta device are left out: they are initialised later, alike everywhere. Those named in `ignored`
+    may differ.
 
     Raises:
         WrapError: on all ranks, naming the first parameter that differs.
     """
-    named = [(fqn, parameter) for fqn, parameter in model.named_parameters() if not parameter.is_meta]
+    tensors: list[tuple[str, torch.Tensor]] = [*model.named_parameters(), *quantization_tensors(model)]
+    named = [(name, tensor) for name, tensor in tensors if not tensor.is_meta and name not in ignored]
     if not named:
         return
-    sums = torch.stack([_checksum(parameter) for _, parameter in named])
+    sums = torch.stack([_checksum(tensor) for _, tensor in named])
     bounds = torch.cat([sums, -sums]).to(mesh.device_type)  # the maximum of -x is minus the minimum of x
     for axis in range(mesh.ndim):
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
@@ -106,9 +119,9 @@ def check_ranks_agree(model: nn.Module, mesh: DeviceMesh) -> None:
         )
 
 
-def _checksum(parameter: nn.Parameter) -> torch.Tensor:
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of the bits, read as integers: 0-D int64, on the CPU, so that it can be stacked."""
-    data = parameter.detach().reshape(-1)
+    data = tensor.detach().reshape(-1)
     return data.view(INTEGER_BY_NUM_BYTES[data.element_size()]).sum(dtype=torch.int64).cpu()
 
 

@@ -36,6 +36,7 @@ def attach_collectives(module: FSDPModule, group: GroupPlan, state: WrapState, b
         group_name=group.name,
         listeners=listeners,
         buffers=buffers,
+        shares_buffers=group.unit not in state.plan.own_units,
         ranges=state.ranges,
     )
     module.set_custom_reduce_scatter(reduction)

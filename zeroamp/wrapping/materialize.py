@@ -18,7 +18,7 @@ from zeroamp.planning.plan import Plan
 from zeroamp.policies.errors import WrapError
 
 
-def materialize(model: nn.Module, mesh: DeviceMesh, device: torch.device, shard_device: torch.device) -> None:
+def materialize_model(model: nn.Module, mesh: DeviceMesh, device: torch.device, shard_device: torch.device) -> None:
     """Allocate and initialise a model whose parameters are sharded DTensors on the meta device.
 
     Shards are allocated on `shard_device`. Everything else is on `device`, which computes: buffers, parameters without

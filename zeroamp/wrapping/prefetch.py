@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.schedule import fits
+from zeroamp.planning.schedule import backward_order, fits
 
 
 def attach_prefetch(model: nn.Module, plan: Plan, holders: Mapping[str, FSDPModule]) -> None:
@@ -34,7 +34,7 @@ def attach_prefetch(model: nn.Module, plan: Plan, holders: Mapping[str, FSDPModu
             gathered[group.unit].append(holders[group.name])
     for unit, ahead in fits(plan.run.forward_order(), plan, size).items():
         gathered[unit][-1].set_modules_to_forward_prefetch([m for other in ahead for m in gathered[other]])
-    for unit, ahead in fits(plan.run.backward_order(), plan, size).items():
+    for unit, ahead in fits(backward_order(plan), plan, size).items():
         if ahead:
             own = gathered[unit]
             own[0].set_modules_to_backward_prefetch([m for other in ahead for m in gathered[other][::-1]])

@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from zeroamp.hooks.collectives.issued import peer_lost
+from zeroamp.hooks.collectives.issued import issue
 from zeroamp.hooks.collectives.traffic import IssuedCollective
 from zeroamp.policies.errors import ZeroAmpError, error_text
 
@@ -62,10 +62,9 @@ def _is_equal(description: Description, what: str, group: dist.ProcessGroup | No
     text = repr(list(description.items())).encode()
     digest = int.from_bytes(hashlib.sha256(text).digest()[:7])  # fits int64, and so does its negative
     bounds = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
-    try:
-        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)  # the maximum of -x is minus the minimum of x
-    except RuntimeError as error:
-        raise peer_lost(error, IssuedCollective("all_reduce", bounds, what, group, dist.ReduceOp.MAX)) from error
+    issued = IssuedCollective("all_reduce", bounds, what, group, dist.ReduceOp.MAX)
+    # The maximum of -x is minus the minimum of x.
+    issue(lambda: dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group), issued, ())
     return int(bounds[0]) == -int(bounds[1])
 
 

@@ -4,7 +4,9 @@ A method set on an instance hides the method of its class. `wrap_model` sets met
 `unwrap_model` removes them. None of them runs in a forward or in an optimizer step.
 """
 
+import sys
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
@@ -14,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from zeroamp.hooks._torch.fsdp import can_be_sharded
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import WrapError
 from zeroamp.wrapping.state import Removable
@@ -30,6 +33,12 @@ _REFUSED = {
     ),
 }
 """Method of a model -> the text of the error that it raises on a wrapped model."""
+_ADAPTERS = (
+    "Adapters of a wrapped model cannot be added, merged or removed, because its parameters are sharded. Call "
+    "get_peft_model, add_adapter and load_adapter before wrap_model. To write an adapter, or the model with an adapter "
+    "merged, call zeroamp.integrations.peft.export_adapter or export_merged. To change the adapters of a wrapped "
+    "model, call zeroamp.unwrap_model(model) first, and wrap it again."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +56,68 @@ class _Shadow:
 def refuse_calls(model: nn.Module) -> Iterator[Removable]:
     """Replace the methods that a wrapped model cannot run by ones that raise. Yield what undoes each replacement."""
     for name, text in _REFUSED.items():
-        yield from _shadow(model, name, partial(_raising, text))
-    yield from _shadow(model, "save_pretrained", _save_pretrained)
+        yield from replace_method(model, name, partial(_raising, text))
+    configs = _AdapterConfigs(model)
+    for root in _roots_of_adapters(model):
+        yield from replace_method(root, "save_pretrained", _save_pretrained)
+        yield from replace_method(root, "get_submodule", partial(_get_submodule, configs))
+        for name in ("merge_adapter", "delete_adapter"):
+            yield from replace_method(root, name, partial(_raising, _ADAPTERS))
     for fqn, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            yield from _shadow(module, "_apply", partial(_same_dtypes, model.get_submodule(fqn), fqn))
-    yield model.register_load_state_dict_pre_hook(_refuse_unsharded)  # type: ignore[no-untyped-call]
+            yield from replace_method(module, "_apply", partial(_same_dtypes, model.get_submodule(fqn), fqn))
+    # Not its pre-hook: FSDP2's own, which reshards the root's parameters, comes first.
+    yield from replace_method(model, "_load_from_state_dict", partial(_shards_only, model))
 
 
-def _shadow(module: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[_Shadow]:
+def replace_method(
+    module: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[Removable]:
     """Replace a method by `make(method)`, unless the module has none, or the user set one on the instance."""
     if hasattr(module, name) and name not in vars(module):
         setattr(module, name, make(getattr(module, name)))
         yield _Shadow(module, name)
+
+
+def _roots_of_adapters(model: nn.Module) -> list[nn.Module]:
+    """Return the modules from which peft looks for the modules that it replaces: a `PeftModel` has such ones inside."""
+    inside = ("base_model", "base_model.model")
+    is_of_peft = any(cls.__module__.startswith("peft.") for cls in type(model).__mro__)
+    modules = dict(model.named_modules())
+    return [model, *(modules[fqn] for fqn in inside if is_of_peft and fqn in modules)]
+
+
+class _AdapterConfigs:
+    """The adapters' configs of a model as they are at wrapping.
+
+    peft stores the config of a new adapter, and changes it, before it looks for modules to replace. If that is refused,
+    the model must keep the configs that its adapters were made from: an export writes them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        configs: Any = getattr(model, "peft_config", None)
+        self._live: dict[str, Any] = configs if isinstance(configs, dict) else {}
+        self._known = {name: (config, deepcopy(vars(config))) for name, config in self._live.items()}
+
+    def restore(self) -> None:
+        """Undo what was stored or changed since."""
+        self._live.clear()
+        for name, (config, values) in self._known.items():
+            config.__dict__.update(deepcopy(values))
+            self._live[name] = config
+
+
+def _get_submodule(configs: _AdapterConfigs, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `nn.Module.get_submodule` that raises if peft calls it, which it does for each module that it replaces."""
+
+    @wraps(method)
+    def get_submodule(*args: Any, **kwargs: Any) -> Any:
+        if str(sys._getframe(1).f_globals.get("__name__")).startswith("peft."):
+            configs.restore()
+            raise WrapError(_ADAPTERS)
+        return method(*args, **kwargs)
+
+    return get_submodule
 
 
 def _raising(text: str, _method: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,8 +135,9 @@ def _save_pretrained(method: Callable[..., Any]) -> Callable[..., Any]:
         if kwargs.get("state_dict") is None:
             raise WrapError(
                 "save_pretrained was called on a wrapped model, whose parameters are sharded. Call "
-                "zeroamp.export_hf(model, folder) on all ranks: from_pretrained reads what it writes. For a model with "
-                "adapters, pass save_pretrained a full state_dict: docs/recipes.md has an example."
+                "zeroamp.export_hf(model, folder) on all ranks: from_pretrained reads what it writes. Of a model with "
+                "adapters, zeroamp.integrations.peft.export_adapter(model, folder) writes an adapter, and "
+                "export_merged(model, folder) the base model with the adapter merged."
             )
         return method(*args, **kwargs)
 
@@ -104,14 +163,30 @@ def _same_dtypes(unit: nn.Module, fqn: str, apply: Callable[..., Any]) -> Callab
     return checked
 
 
-def _refuse_unsharded(module: nn.Module, state_dict: Any, prefix: str, *_args: Any) -> None:
-    """Raise if `load_state_dict` would copy plain tensors into sharded parameters. Runs as its pre-hook."""
-    for name, parameter in module.named_parameters():
-        value = state_dict.get(prefix + name)
-        if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-            raise WrapError(
-                f"load_state_dict was given a whole tensor for {name}, which is sharded. Call torch.distributed."
-                "checkpoint.state_dict.set_model_state_dict(model, state_dict, "
-                "options=StateDictOptions(full_state_dict=True)) on all ranks, zeroamp.load_hf for safetensors, or "
-                "load before wrap_model."
-            )
+def _shards_only(model: nn.Module, load: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what `load_state_dict` calls on a module, refusing to copy plain tensors into sharded parameters."""
+
+    @wraps(load)
+    def checked(state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> Any:
+        for name, parameter in model.named_parameters():
+            value = state_dict.get(prefix + name)
+            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and can_be_sharded(parameter):
+                _refuse_whole(name, parameter)
+        return load(state_dict, prefix, *args, **kwargs)
+
+    return checked
+
+
+def _refuse_whole(name: str, parameter: nn.Parameter) -> None:
+    if not isinstance(parameter, DTensor):
+        raise WrapError(
+            f"load_state_dict was given a whole tensor for {name}, which is unsharded: a forward with gradients has "
+            "run, and its backward has not. set_model_state_dict then shards no tensor for it. Run the backward first, "
+            "or reshard: for module in model.modules(): if isinstance(module, FSDPModule): module.reshard()"
+        )
+    raise WrapError(
+        f"load_state_dict was given a whole tensor for {name}, which is sharded. Call torch.distributed."
+        "checkpoint.state_dict.set_model_state_dict(model, state_dict, "
+        "options=StateDictOptions(full_state_dict=True)) on all ranks, zeroamp.load_hf for safetensors, or "
+        "load before wrap_model."
+    )

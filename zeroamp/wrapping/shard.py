@@ -10,7 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.fsdp import can_be_sharded
-from zeroamp.hooks.typed_groups import group_policy, shard_typed_group
+from zeroamp.hooks.typed_groups import PlacementFn, group_policy, place_shards, shard_typed_group
 from zeroamp.planning.group_dtypes import GroupKey, group_dtypes, unit_key
 from zeroamp.planning.groups import GroupKind, GroupPlan, ParamPlan
 from zeroamp.planning.mesh import device_of, ranks_of
@@ -52,12 +52,16 @@ def shard_model(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, FSD
             mp_policy=_mp_policy(group.key, plan, mesh),
             reshard_after_forward=_reshard_after_forward(group.kind, group.unit, plan, live),
             offload_policy=offload,
+            shard_placement_fn=_placements(model, group, plan, mesh),
         )
     for unit in (*plan.units, ""):
         _store(model, own_groups[unit].params if unit in own_groups else (), mesh)
         reshard = _reshard_after_forward("unit", unit, plan, live)
         _shard_unit(model, unit, own_groups.get(unit), plan, mesh, reshard, offload)
-    _check_sharded(model)
+    _check_sharded(model, plan)
+    for module in model.modules():  # bitsandbytes' QuantState is no buffer, which FSDP2 would move
+        if (state := getattr(module, "quant_state", None)) is not None and hasattr(state, "to"):
+            state.to(device_of(mesh))
     return holders
 
 
@@ -75,9 +79,10 @@ def _store(model: nn.Module, params: Iterable[ParamPlan], mesh: DeviceMesh) -> N
             parameter.data = parameter.data.to(device, param.dtypes.stored)
 
 
-def _check_sharded(model: nn.Module) -> None:
+def _check_sharded(model: nn.Module, plan: Plan) -> None:
+    ignored = plan.ignored_fqns
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
-        if can_be_sharded(parameter) and not isinstance(parameter, DTensor):
+        if fqn not in ignored and can_be_sharded(parameter) and not isinstance(parameter, DTensor):
             raise AssertionError(f"expected {fqn} to be sharded, got a {type(parameter).__name__}")
 
 
@@ -99,8 +104,14 @@ def _shard_unit(
         mp_policy=_mp_policy(group.key if group else unit_key(plan.policy), plan, mesh),
         reshard_after_forward=reshard_after_forward,
         offload_policy=offload,
+        shard_placement_fn=_placements(model, group, plan, mesh) if group else None,
         ignored_params={p for module in modules for p in module.parameters() if id(p) not in own},
     )
+
+
+def _placements(model: nn.Module, group: GroupPlan, plan: Plan, mesh: DeviceMesh) -> PlacementFn | None:
+    num_shards = ranks_of(mesh).shards(plan.policy)
+    return place_shards(model, {param.fqn: param.shard_dim(num_shards) for param in group.params})
 
 
 def _mp_policy(key: GroupKey, plan: Plan, mesh: DeviceMesh) -> MixedPrecisionPolicy:
@@ -111,6 +122,8 @@ def _mp_policy(key: GroupKey, plan: Plan, mesh: DeviceMesh) -> MixedPrecisionPol
 def _reshard_after_forward(kind: GroupKind, unit: str, plan: Plan, live: set[str]) -> bool | int:
     if not reshards_after_forward(kind, unit, plan, live):
         return False
+    if unit in plan.own_units.lookups:
+        return True  # no second all-gather, which a secondary partition would serve
     return plan.policy.hpz_partition_size if plan.policy.hpz_partition_size > 1 else True
 
 

@@ -20,6 +20,7 @@ from zeroamp.hooks.collectives.traffic import CollectiveListener, Traffic
 from zeroamp.hooks.guards import BackwardGuard
 from zeroamp.hooks.observers.communication import CommunicationWatch
 from zeroamp.hooks.observers.ranges import Ranges
+from zeroamp.hooks.precision.autocast import config_autocast
 from zeroamp.hooks.precision.fp32_regions import Fp32Region
 from zeroamp.hooks.root_forward import RootForward
 from zeroamp.planning.plan import Plan
@@ -130,6 +131,11 @@ def wrap_state(model: nn.Module) -> WrapState:
     return state
 
 
+def is_wrapped(model: nn.Module) -> bool:
+    """Return whether `zeroamp.wrap_model` has wrapped a model as its root, and `unwrap_model` has not undone it."""
+    return isinstance(getattr(model, _ATTRIBUTE, None), WrapState)
+
+
 def owner_of(parameter: nn.Parameter) -> tuple[WrapState, nn.Parameter]:
     """Return the state of the wrapped model that a sharded or unsharded parameter is of, and the sharded parameter.
 
@@ -153,7 +159,7 @@ def autocast_of(state: WrapState) -> AbstractContextManager[object]:
     policy = state.plan.policy
     if policy.mode != "autocast":
         return nullcontext()
-    return torch.autocast(state.mesh.device_type, dtype=policy.gather_dtype)
+    return config_autocast(state.mesh.device_type, policy.gather_dtype, policy.autocast_ops)
 
 
 def signals_of(state: WrapState) -> RankGroup:

@@ -5,8 +5,9 @@ from collections import Counter
 import torch
 from torch import nn
 
+from zeroamp.hooks.tracing.experts import experts_implementation
 from zeroamp.planning.group_dtypes import PER_OP
-from zeroamp.planning.groups import GroupPlan
+from zeroamp.planning.groups import GroupPlan, ParamPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.traffic import param_memory
@@ -29,7 +30,8 @@ def size_summary(plan: Plan, ranks: Ranks, *, name: str, seconds: float) -> str:
     memory = [_memory(group, plan, ranks) for group in plan.all_groups]
     stored, unsharded, gradients = (sum(column) for column in zip(*memory, strict=True)) if memory else (0, 0, 0)
     largest = max((unsharded_of_group for _, unsharded_of_group, _ in memory), default=0)
-    kinds = Counter((g.kind, short_name(g.key.param), short_name(g.key.communication)) for g in plan.all_groups)
+    communicated = [group for group in plan.all_groups if group.kind != "ignored"]
+    kinds = Counter((g.kind, short_name(g.key.param), short_name(g.key.communication)) for g in communicated)
     groups = ", ".join(f"{n} {kind} {param}/{communication}" for (kind, param, communication), n in kinds.items())
     modules = sum(len(plan.modules_of(unit)) for unit in plan.units)
     merged = f", merged of {modules} modules" if plan.merged else ""
@@ -37,19 +39,28 @@ def size_summary(plan: Plan, ranks: Ranks, *, name: str, seconds: float) -> str:
     lines = [
         f"wrapped {name} in {seconds:.2f} s: mode {policy.mode}, ZeRO stage {policy.stage}, "
         f"{ranks.num_shards} shards{replicas}",
-        f"  parameters: {numel:,}, {trainable:,} of them trainable",
+        f"  parameters: {numel:,}, {trainable:,} of them trainable{_low_share(plan)}",
         f"  per rank: {stored / MIB:,.1f} MiB of shards, {gradients / MIB:,.1f} MiB of gradients, and "
         f"{unsharded / MIB:,.1f} MiB if all were unsharded at once (the largest group: {largest / MIB:,.1f} MiB); "
         "optimizer state is not counted",
         f"  units: {len(plan.units)} below the root{merged}",
         f"  groups, as all-gathered/reduced: {groups}",
     ]
+    if plan.ignored:
+        numel = sum(group.numel for group in plan.ignored)
+        lines.append(f"  ignored: {sum(len(g.params) for g in plan.ignored)} parameters, {numel:,} elements")
     return "\n".join(lines)
 
 
-def describe_master_weights(model: nn.Module) -> str | None:
+def _low_share(plan: Plan) -> str:
+    text = plan.describe_low_share()
+    return f": {text}" if text else ""
+
+
+def describe_master_weights(model: nn.Module, plan: Plan) -> str | None:
     """Return a line about the parameters that get fp32 master weights; None if there are none. Call before sharding."""
-    low = [parameter for parameter in model.parameters() if stored_dtype(parameter) != parameter.dtype]
+    named = model.named_parameters()
+    low = [p for fqn, p in named if stored_dtype(p) != p.dtype and fqn not in plan.ignored_fqns]
     if not low:
         return None
     numel = sum(parameter.numel() for parameter in low)
@@ -60,7 +71,7 @@ def describe_master_weights(model: nn.Module) -> str | None:
     )
 
 
-def describe_uncast_experts(plan: Plan) -> str | None:
+def describe_uncast_experts(plan: Plan, model: nn.Module) -> str | None:
     """Return a warning if autocast leaves MoE experts of more than `UNCAST_FRACTION` of the elements in fp32."""
     trained = [param for param in plan.params if param.is_trainable]
     experts = [
@@ -71,10 +82,33 @@ def describe_uncast_experts(plan: Plan) -> str | None:
     share = sum(param.numel for param in experts) / max(1, sum(param.numel for param in trained))
     if plan.policy.mode != "autocast" or share <= UNCAST_FRACTION:
         return None
+    largest = max(experts, key=lambda param: param.numel)
     return (
-        f"{share:.0%} of the trainable elements are 3-D parameters that stay in fp32, such as {experts[0].fqn}: they "
-        "are all-gathered and reduced in fp32, and computed in fp32 by ops that autocast does not cast "
-        '(torch._grouped_mm of MoE experts). Mode "bf16" runs them in low precision.'
+        f"{share:.0%} of the trainable elements are 3-D parameters that stay in fp32, such as {largest.fqn}: they are "
+        f"all-gathered and reduced in fp32. {_remedy(largest, plan, model)}"
+    )
+
+
+def _remedy(param: ParamPlan, plan: Plan, model: nn.Module) -> str:
+    low, key = short_name(plan.policy.gather_dtype), 'write "zeroamp": {"autocast_ops": ["grouped_mm"]} in the config'
+    how = experts_implementation(model.get_submodule(param.owner_fqns[0]))
+    if how == "batched_mm":
+        return (
+            "The experts implementation batched_mm copies them in fp32. To use "
+            f'{low}, call model.set_experts_implementation("grouped_mm") and {key}.'
+        )
+    if plan.policy.autocast_ops:
+        return f"{param.fqn} is {param.reason}."
+    if how == "eager":
+        return (
+            f"Autocast casts them at each use: the same bits come from {low} parameters. Add "
+            f'"{param.owner_classes[0]}" to torch_autocast.lower_precision_safe_modules, or set that to "auto".'
+        )
+    if how == "grouped_mm" or "_grouped_mm" in param.reason:
+        return f"Autocast does not cast torch._grouped_mm, which multiplies them. To use {low}, {key}."
+    return (
+        f"If torch._grouped_mm multiplies them, which autocast does not cast, {key}. If autocast casts them, set "
+        '"lower_precision_safe_modules" to "auto".'
     )
 
 

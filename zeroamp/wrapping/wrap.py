@@ -34,7 +34,7 @@ from zeroamp.policies.policy import Policy
 from zeroamp.wrapping.attach import attach_hooks
 from zeroamp.wrapping.broadcast import broadcast_module_states
 from zeroamp.wrapping.checks import check_all_gather, check_device, check_ranks_agree, check_torch, description_of
-from zeroamp.wrapping.materialize import cast_buffers, materialize
+from zeroamp.wrapping.materialize import cast_buffers, materialize_model
 from zeroamp.wrapping.rank_agreement import Description, run_alike
 from zeroamp.wrapping.shard import shard_model
 from zeroamp.wrapping.state import WrapState, record_state, wrap_state
@@ -49,6 +49,9 @@ def wrap_model(
     mesh: DeviceMesh | None = None,
     auto_wrap_policy: AutoWrapPolicy = None,
     example_inputs: Any = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    *,
+    materialize: bool = True,
 ) -> FSDPModule:
     """Shard `model` in place with FSDP2 according to `policy`. Returns the same object, now an `FSDPModule`.
 
@@ -62,8 +65,19 @@ def wrap_model(
         policy: from `policy_from_config`.
         mesh: 1-D (shard) or 2-D (replicate, shard) for HSDP; all ranks in one axis by default.
         auto_wrap_policy: which modules are units, see `zeroamp.policies.find_units`.
-        example_inputs: for `lower_precision_safe_modules` "auto": a tuple of positional arguments, a mapping of keyword
-            arguments or a tensor, on any device. None takes a transformers model's own `dummy_inputs`.
+        example_inputs: for `lower_precision_safe_modules` "auto" and `zeroamp.autocast_ops`: a tuple of positional
+            arguments, a mapping of keyword arguments or a tensor, on any device. None takes a transformers model's own
+            `dummy_inputs`.
+        ignored_params: parameters of the model that zeroamp and FSDP2 leave alone: not sharded, not cast, not moved to
+            the device, and their gradients are not reduced. Their values may differ between ranks. If one is trained,
+            its gradient is that of this rank's micro-batches: to train it alike on all ranks, average `grad` over the
+            ranks after the last `TrainStep.backward` of an optimizer step. `TrainStep` scales and clips it with the
+            others. The gradient norm adds the mean over ranks of its squared norm, so a gradient that is equal on all
+            ranks counts once.
+
+        materialize: False leaves parameters and buffers of a meta-device model on the meta device. Give them values
+            before the optimizer is built: `model.to_empty(device=...)`, then the model's own initialisation, which gets
+            sharded DTensors, or `load_hf`. No effect on a model that holds values.
 
     Raises:
         WrapError: the model, mesh or wrap policy cannot be wrapped as asked.
@@ -80,14 +94,14 @@ def wrap_model(
         _refuse_unusable(model)
         check_torch(policy)
         check_device(policy, device_type)
-        plan = build_plan(model, policy, auto_wrap_policy, example_inputs, device_type)
+        plan = build_plan(model, policy, auto_wrap_policy, example_inputs, device_type, ignored_params)
         return plan, description_of(model, plan, mesh)
 
     # Before anything else is communicated: ranks that differ would wait for each other, or abort in the backend.
     plan = run_alike(
         planned,
         what="wrap_model",
-        remedy="Pass the same model, policy, mesh, auto_wrap_policy and example_inputs on all ranks.",
+        remedy="Pass the same model, policy, mesh, auto_wrap_policy, example_inputs and ignored_params on all ranks.",
         error_type=WrapError,
         group=world,
         device=device_of_type(device_type),
@@ -96,27 +110,31 @@ def wrap_model(
     _check_fits(policy, mesh)
     check_all_gather(model, mesh)
     if policy.sync_module_states:
-        broadcast_module_states(model, mesh)
+        broadcast_module_states(model, mesh, plan.ignored_fqns)
     else:
-        check_ranks_agree(model, mesh)
-    if is_first_rank(mesh) and (line := describe_master_weights(model)):
+        check_ranks_agree(model, mesh, plan.ignored_fqns)
+    if is_first_rank(mesh) and (line := describe_master_weights(model, plan)):
         logger.info("%s", line)
     cast_buffers(model, plan)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     holders = shard_model(model, plan, mesh)
-    if is_meta:
-        materialize(model, mesh, device_of(mesh), shard_device(policy, mesh))
+    if is_meta and materialize:
+        materialize_model(model, mesh, device_of(mesh), shard_device(policy, mesh))
     traffic = Traffic(enabled=policy.count_traffic)
     ranges = Ranges(policy.ranges)
     state = WrapState(root=model, plan=plan, mesh=mesh, world=world, traffic=traffic, ranges=ranges, holders=holders)
     attach_hooks(model, state)
     record_state(model, state)
-    if is_first_rank(mesh) and (warning := describe_uncast_experts(plan)):
-        logger.warning("%s", warning)
-    if logger.isEnabledFor(logging.INFO) and is_first_rank(mesh):
-        seconds = time.perf_counter() - begin
-        logger.info("%s", size_summary(plan, ranks_of(mesh), name=name, seconds=seconds))
+    if is_first_rank(mesh):
+        _log_summary(model, plan, mesh, name, time.perf_counter() - begin)
     return cast(FSDPModule, model)
+
+
+def _log_summary(model: nn.Module, plan: Plan, mesh: DeviceMesh, name: str, seconds: float) -> None:
+    if warning := describe_uncast_experts(plan, model):
+        logger.warning("%s", warning)
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("%s", size_summary(plan, ranks_of(mesh), name=name, seconds=seconds))
 
 
 def _check_fits(policy: Policy, mesh: DeviceMesh) -> None:

@@ -19,10 +19,14 @@ FOLDER = ROOT / "hooks" / "_torch"
 
 PRIVATE = {
     "__init__.py": set(),
+    "autocast_ops.py": {
+        *("_C", "_dispatch_has_kernel", "_dispatch_has_kernel_for_dispatch_key", "_dispatch_keyset_full_after"),
+        *("_is_view", "_ops"),
+    },
     "dispatch.py": {
         *("torch._compile", "_disable_dynamo", "torch._subclasses.fake_tensor", "torch.utils._python_dispatch"),
         *("torch.utils._pytree", "_C", "_cdata", "_current_graph_task_id", "_execution_engine"),
-        *("_is_profiler_enabled", "_ops", "_grouped_mm", "_unsafe_view"),
+        *("_is_profiler_enabled", "_will_engine_execute_node", "_ops", "_grouped_mm", "_unsafe_view", "_base"),
     },
     "fsdp.py": {
         *("torch.distributed._composable.contract", "torch.distributed._composable_state", "_module_state_mapping"),
@@ -35,10 +39,14 @@ PRIVATE = {
         *("_module_to_pre_save_state_dict_hook_handle", "_module_to_pre_load_state_dict_hook_handle"),
         *("_is_fsdp_managed_module", "_fsdp_use_orig_params"),
     },
-    "group_gradients.py": {"_get_fsdp_state", "_unsharded_param", "_partial_reduce_output"},
+    "group_gradients.py": {
+        *("_get_fsdp_state", "_unsharded_param", "_partial_reduce_output", "_register_post_backward_hook"),
+        "_set_unsharded_grad_dtypes",
+    },
     "optimizer.py": {
         *("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks", "_wrapped_by_lr_sched"),
         *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+        *("_muon", "_zeropower_via_newtonschulz", "_adjust_lr"),
     },
     "recovery.py": {
         *("_get_fsdp_state", "_all_gather_result", "_state_ctx", "_comm_ctx", "_reset_iter_state", "_training_state"),
@@ -171,6 +179,26 @@ def test_the_names_of_optimizers_do_what_is_said_of_them():
     assert not optimizer.has_own_step(sgd)
     sgd.step = lambda: None
     assert optimizer.has_own_step(sgd)
+
+
+def test_muon_calls_one_function_per_param_group_with_the_arguments_known_here():
+    calls = []
+    groups = [{"params": [nn.Parameter(torch.ones(2, 3))]}, {"params": [nn.Parameter(torch.ones(3, 3))]}]
+    muon = torch.optim.Muon(groups)
+    for group in groups:
+        group["params"][0].grad = torch.ones_like(group["params"][0])
+    with optimizer.muon_updated_by(lambda *lists, **settings: calls.append((lists, settings))):
+        muon.step()
+    known = {"lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "adjust_lr_fn"}
+    for (lists, settings), group in zip(calls, groups, strict=True):
+        assert [len(each) for each in lists] == [1, 1, 1]
+        assert lists[0][0] is group["params"][0]
+        assert set(settings) - {"has_complex", "foreach"} == known
+    matrix = torch.arange(6.0).reshape(2, 3)
+    low = optimizer.orthogonalized(matrix, (3.4445, -4.7750, 2.0315), 5, 1e-7)
+    assert low.dtype == torch.bfloat16, "it rounds to bf16 first: a gathered bf16 matrix gives the same bits"
+    assert torch.equal(low, optimizer.orthogonalized(matrix.bfloat16(), (3.4445, -4.7750, 2.0315), 5, 1e-7))
+    assert optimizer.muon_lr(0.5, None, torch.Size([8, 2])) == 1.0
 
 
 def _private_names(path):

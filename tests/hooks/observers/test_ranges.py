@@ -318,7 +318,7 @@ def _train(stage, how, is_recorded):
 
 
 @pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 3))
-@pytest.mark.parametrize("how", ["eager", "compiled", "recomputed"])
+@pytest.mark.parametrize("how", slow_but(["eager", "compiled", "recomputed"], "eager"))
 def test_training_has_the_same_bits_with_ranges_recorded_and_off(ranks2, stage, how):
     recorded_runs, plain_runs = ranks2.run(_train, stage, how, True), ranks2.run(_train, stage, how, False)
     for one, other in zip(recorded_runs, plain_runs, strict=True):

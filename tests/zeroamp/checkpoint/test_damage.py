@@ -1,5 +1,6 @@
 """Damaged files, and files that mean harm: never loaded, never run. The one before is taken, or the error names it."""
 
+import logging
 import os
 import pickle
 import re
@@ -10,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.processes.checkpoint_training import Case, Training, error_of, logged
+from tests.measuring.logs import log_lines
+from tests.processes.checkpoint_training import Case, Training, error_of
 from tests.zeroamp.checkpoint.checkpoint_files import record_again, rewrite_manifest
 from zeroamp.checkpoint.reader import SafeReader
 from zeroamp.policies.errors import CheckpointError
@@ -65,12 +67,12 @@ def _each_damage(folder):
         content = (newer / name).read_bytes()
         for how in DAMAGES:
             _damage(newer / name, how)
-            with logged() as texts:
+            with log_lines(logging.INFO) as texts:
                 extra = training.load(folder)
             error = error_of(training.load, newer) if how == list(DAMAGES)[index % len(DAMAGES)] else None
             found[f"{name} {how}"] = (extra, [text for text in texts if "is not loaded" in text], error)
             _restore(newer / name, content)
-    with logged() as texts:
+    with log_lines(logging.INFO) as texts:
         assert training.load(folder) == 2
     assert len(texts) == (dist.get_rank() == 0)
     _damage(newer / "train.pt", "cut")

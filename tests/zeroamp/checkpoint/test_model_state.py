@@ -1,6 +1,7 @@
 """Names in a checkpoint are the plain model's, whatever is compiled or checkpointed; modules' extra states go on."""
 
 import functools
+import logging
 import re
 
 import torch
@@ -10,7 +11,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 import zeroamp
-from tests.processes.checkpoint_training import Case, Small, Training, differences, error_of, logged
+from tests.measuring.logs import log_lines
+from tests.processes.checkpoint_training import Case, Small, Training, differences, error_of
 from tests.processes.training import config, full_parameters
 
 BLOCK = ("norm.weight", "norm.bias", "up.weight", "up.bias", "down.weight")
@@ -191,7 +193,7 @@ def _extra_states(folder):
         loaded.load(f"{folder}/{index}")
         found.append((saved.model.counted.calls, loaded.model.counted.calls))
     alone = Training(Case(build=Counting, group_size=1), seed=7)
-    with logged():
+    with log_lines(logging.INFO):
         alone.load(f"{folder}/0")
     found.append(alone.model.counted.calls)
     for build in (Small, TwoCounters):

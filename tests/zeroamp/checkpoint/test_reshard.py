@@ -1,5 +1,6 @@
 """Another number of ranks, another stage, another mesh: the same full tensors, bit for bit."""
 
+import logging
 import re
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 import torch.distributed as dist
 
 import zeroamp
-from tests.processes.checkpoint_training import Case, Training, differences, error_of, full, group_of, logged
+from tests.measuring.logs import log_lines
+from tests.processes.checkpoint_training import Case, Training, differences, error_of, full, group_of
+from tests.selection import slow_but
 
 
 def _save(folder, case):
@@ -20,7 +23,7 @@ def _save(folder, case):
 def _load(folder, case, save_to=None):
     training = Training(case, seed=7).run(0, 1)
     generators = torch.get_rng_state()
-    with logged() as texts:
+    with log_lines(logging.INFO) as texts:
         extra = training.load(folder)
     assert extra == {"at": 2}
     assert torch.equal(generators, torch.get_rng_state())  # of ranks that were not there
@@ -58,7 +61,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", slow_but(CHANGES, "HSDP to 1-D"))
 def test_other_stages_and_meshes(ranks4, tmp_path, change):
     before, after = CHANGES[change]
     saved = ranks4.run(_save, str(tmp_path), before)[0]
@@ -72,7 +75,7 @@ def _change_stage_alone(folder, stages):
     saved.save(folder, extra=dist.get_rank())
     state = saved.state()
     loaded = Training(Case(stage=stages[1]), seed=7).run(0, 1)
-    with logged() as texts:
+    with log_lines(logging.INFO) as texts:
         extra = loaded.load(folder)
     return differences(loaded.state(), state), extra, texts
 

@@ -12,6 +12,7 @@ from tests.models.small import batch, loss_of
 from tests.oracles import one_process
 from tests.processes.checkpoint_training import Case, Training, differences
 from tests.processes.training import config, full_parameters, same_bits, wrapped
+from tests.selection import slow_but
 from zeroamp.checkpoint import save
 
 DYNAMIC = {"dtype": "float16", "fp16": {"initial_scale_power": 12, "loss_scale_window": 3, "hysteresis": 2}}
@@ -45,7 +46,7 @@ def _resume_each(folder, cases):
     return {name: _resume(f"{folder}/{index}", case)[0] for index, (name, case) in enumerate(cases.items())}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
 def test_ten_steps_and_ten_resumed_ones_are_twenty(ranks2, tmp_path, stage):
     options = {"accumulation": 2, "clip": 0.5, **DYNAMIC}
     case = Case(stage=stage, scheduler="cosine", options=options, overflow_at=(3, 7, 8, 12, 14), steps=(10, 10))
@@ -110,7 +111,7 @@ def test_every_way_to_train_goes_on(ranks2, tmp_path):
         assert found == {name: [] for name in WAYS}
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", slow_but([2, 3], 3))
 def test_shards_and_replicas_go_on(ranks4, tmp_path, stage):
     for found, _ in ranks4.run(_resume, str(tmp_path), Case(stage=stage, mesh_shape=(2, 2), async_=stage == 3)):
         assert found == []

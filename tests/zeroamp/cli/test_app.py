@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 
 import pytest
 import torch
@@ -13,12 +14,21 @@ from tests.processes.cli import run
 from tests.processes.training import config
 
 NET = """
+import torch
 from torch import nn
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+def batch(size, seq):
+    return (torch.zeros(size, seq, 8),)
 
 def talk():
     print("built on", nn.Linear(1, 1).weight.device)
@@ -69,9 +79,36 @@ def test_check_prints_the_report_and_nothing_else(cfg):
 
 
 def test_check_with_a_model_adds_a_line_of_its_units_and_groups(cfg, net, llama):
-    report = zeroamp.policy_from_config(cfg).report()
-    assert run("check", cfg, "--model", net) == (0, f"{report}\n{net}: 3 units below the root, 4 groups\n", "")
-    assert run("check", cfg, "--model", llama)[1].endswith(f"{llama}: 2 units below the root, 4 groups\n")
+    policy = zeroamp.policy_from_config(cfg)
+    code, out, err = run("check", cfg, "--model", net)
+    lines = re.fullmatch(
+        rf"{re.escape(policy.report())}\n{re.escape(net)}: 3 units below the root, 4 groups, "
+        r"(\d+\.\d)% of the trainable elements in bf16\n",
+        out,
+    )
+    assert (code, err) == (0, "")
+    assert 0 < float(lines[1]) < 100
+    assert f"{llama}: 2 units below the root, 4 groups, " in run("check", cfg, "--model", llama)[1]
+
+
+def test_check_counts_one_parameter(tmp_path, net):
+    path = tmp_path / "zero.json"
+    path.write_text(json.dumps(config(3, zeroamp={"overrides": [{"modules": "0.0.weight", "gather": "fp32"}]})))
+    assert run("check", path, "--model", net)[1].endswith(": gather fp32 for 1 parameter: blocks.0.0.weight\n")
+
+
+def test_check_shows_to_what_each_override_applies(tmp_path, net):
+    path = tmp_path / "zero.json"
+    overrides = [{"modules": "1.0", "compute": "fp32"}, {"modules": "Linear", "communication": "fp32"}]
+    path.write_text(json.dumps(config(3, zeroamp={"overrides": overrides})))
+    code, out, _ = run("check", path, "--model", net)
+    assert code == 0
+    assert '"modules": "1.0"' in run("check", path)[1]
+    assert out.endswith(
+        "zeroamp.overrides.0: compute fp32 for 2 parameters: blocks.1.0.weight, blocks.1.0.bias\n"
+        "zeroamp.overrides.1: communication fp32 for 4 parameters: "
+        "blocks.0.0.weight, blocks.0.0.bias, blocks.2.0.weight, blocks.2.0.bias\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -173,6 +210,7 @@ def test_an_automatic_value_fills_the_config(tmp_path, net):
         (("check", "some.json", "--auto", "world_size=2"), "'world_size' is no key of the config"),
         (("check", "some.json", "--auto", "cfg=2"), "'cfg' is no key of the config"),
         (("check", "some.json", "--auto-wrap", "Block"), "name it with --model"),
+        (("check", "some.json", "--inputs", "a:b"), "name it with --model"),
     ],
 )
 def test_a_mistake_in_the_arguments_exits_with_2(asked, arguments, words):
@@ -180,6 +218,20 @@ def test_a_mistake_in_the_arguments_exits_with_2(asked, arguments, words):
     assert (code, out) == (2, "")
     assert words in err
     assert not asked
+
+
+@pytest.mark.parametrize("command", ["check", "explain"])
+def test_inputs_of_a_traced_run(tmp_path, net, command):
+    path = tmp_path / "zero.json"
+    key = {"enabled": True, "dtype": "bf16", "lower_precision_safe_modules": "auto"}
+    path.write_text(json.dumps(config(3, dtype=None, torch_autocast=key)))
+    code, out, err = run(command, path, "--model", net)
+    assert (code, out) == (1, "")
+    assert 'torch_autocast.lower_precision_safe_modules "auto" needs inputs' in err
+    assert "--inputs file.py:function" in err
+    code, out, err = run(command, path, "--model", net, "--inputs", net.replace("Net", "batch"))
+    assert (code, err) == (0, "")
+    assert "in bf16" in out
 
 
 def test_explain_prints_the_ledger(cfg, llama):

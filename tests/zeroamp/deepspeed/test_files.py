@@ -11,7 +11,8 @@ from benchmarks.crafted import checkpoints
 from benchmarks.crafted.variant import special
 from tests.zeroamp.deepspeed.cases import DATA
 from zeroamp import CheckpointError
-from zeroamp.deepspeed.files import Entries, Inert, find_files, read_file
+from zeroamp.checkpoint.archives import Inert
+from zeroamp.deepspeed.files import Entries, find_files, read_file
 from zeroamp.deepspeed.layout import whole
 
 
@@ -59,7 +60,7 @@ def test_a_class_of_deepspeed_is_neither_imported_nor_called(tmp_path, python_fi
     shutil.copy(next(DATA.glob("stage2_fp16/*/zero_pp_rank_0_mp_rank_00_optim_states.pt")), path)
     state = read_file(path).inside("optimizer_state_dict")
     scaler, stage = state.get("loss_scaler", Inert), state.get("zero_stage", Inert)
-    assert scaler.fields["cur_scale"] == 4096.0
+    assert scaler.state["cur_scale"] == 4096.0
     assert stage.args == (2,)
 
 

@@ -31,8 +31,24 @@ def _is_found(groups, placed, flats, num_readers):
         chunk = math.ceil(tensor.numel() / num_readers)
         for begin in range(0, tensor.numel(), chunk):
             stored.copy_to(found[begin : begin + chunk], begin)
-        if not torch.equal(found.view(tensor.shape), tensor):
+        if not torch.equal(found.view(tensor.shape), tensor) or not _runs_are_found(stored, tensor, num_readers):
             return False
+    return True
+
+
+def _runs_are_found(stored, tensor, num_readers):
+    """Whether ranks that each copy a part of some dimension, one run per index of those before it, copy its values."""
+    for dim, length in enumerate(tensor.shape):
+        runs, stride, inner = (
+            math.prod(sizes) for sizes in (tensor.shape[:dim], tensor.shape[dim:], tensor.shape[dim + 1 :])
+        )
+        part = math.ceil(length / num_readers)
+        for start in range(0, length, part):
+            expected = tensor.narrow(dim, start, min(part, length - start))
+            found = torch.full((runs, expected.shape[dim] * inner), math.nan)
+            stored.copy_runs(found, start * inner, stride)
+            if not torch.equal(found.view(expected.shape), expected):
+                return False
     return True
 
 

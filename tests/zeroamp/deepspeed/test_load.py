@@ -32,9 +32,12 @@ def _wrapped(stage=3, *, model=None, mesh_shape=None, **cfg):
     return zeroamp.wrap_model(model or build(seed=1), policy, mesh, {"Block"})
 
 
-def _load(case, stage, mesh_shape):
+def _load(case, stage, mesh_shape, shard_dim="auto"):
     """Whether all is as DeepSpeed had it: returns the names that differ in any bit, and what was loaded."""
-    model = _wrapped(stage, mesh_shape=mesh_shape)
+    model = _wrapped(stage, mesh_shape=mesh_shape, zeroamp={"shard_dim": shard_dim})
+    dims = {p.placements[-1].dim for p in model.parameters() if isinstance(p, DTensor)}
+    is_even_in_dim_1 = dist.get_world_size() == 2 or mesh_shape is not None
+    assert dims == ({0, 1} if is_even_in_dim_1 and stage > 0 and shard_dim == "auto" else {0})
     loaded = zeroamp.load_deepspeed_checkpoint(DATA / case, model)
     found, original = full_parameters(model), build()
     frozen = original.frozen.weight.to(DTYPES[case.split("_")[1]]).float()
@@ -49,9 +52,9 @@ def _load(case, stage, mesh_shape):
 @pytest.mark.parametrize("case", CASES)
 def test_every_bit_is_read_on_any_number_of_ranks(request, case, num_ranks):
     ranks = request.getfixturevalue(f"ranks{num_ranks}")
-    layouts = [(2, None), (3, None)] + ([(3, (2, 2)), (0, None)] if num_ranks == 4 else [])
-    for stage, mesh_shape in layouts:
-        for differ, loaded in ranks.run(_load, case, stage, mesh_shape):
+    layouts = [(2, None), (3, None)] + ([(3, (2, 2)), (0, None)] if num_ranks == 4 else [(3, None, 0)])
+    for layout in layouts:
+        for differ, loaded in ranks.run(_load, case, *layout):
             assert differ == []
             assert (loaded.global_steps, loaded.skipped_steps) == (3, facts(case)["skipped_steps"])
             assert loaded.client_state == {"epoch": 1, "note": "of the client"}

@@ -1,6 +1,7 @@
 """Training goes on from DeepSpeed's checkpoint: optimizer state, counters, loss scale and scheduler."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from tests.models.deepspeed import batch, build, param_groups
 from tests.processes.ranks import RankError
 from tests.processes.training import full_parameters
 from tests.zeroamp.deepspeed.cases import DATA, TRAINED, expected, facts
+from zeroamp.checkpoint.archives import Inert
 from zeroamp.deepspeed.files import read_file
+from zeroamp.deepspeed.training import _plan_loss_scale
 
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 20}}
@@ -125,6 +128,13 @@ def test_a_loss_scale_that_the_config_has_no_use_for_is_named(ranks2):
         scale, not_loaded = ranks2.run(_loss_scale, "stage3_fp16", cfg)[0]
         assert scale["num_steps"] == 0
         assert not_loaded == ("the dynamic loss scale 4096: the config has none",)
+
+
+def test_a_loss_scaler_with_a_state_that_is_no_mapping_is_refused_by_name():
+    scaler = Inert()
+    scaler.__setstate__([("cur_scale", 8.0)])
+    with pytest.raises(zeroamp.CheckpointError, match="loss_scaler must be .* a list"):
+        _plan_loss_scale(None, SimpleNamespace(loss_scaler=scaler))
 
 
 def _learning_rates(case, cfg):

@@ -7,9 +7,13 @@ import torch
 from torch import nn
 
 import zeroamp
-from tests.models.architectures import mixtral
+from tests.models.architectures import llama, mixtral
 from tests.models.small import build
 from tests.processes.training import config, policy
+from zeroamp.hooks.tracing.experts import route_evenly
+from zeroamp.hooks.tracing.fake_run import Replacements, tensors_replaced
+from zeroamp.hooks.tracing.recorded_run import replacement, run_context
+from zeroamp.ledger.explain import Ledger
 from zeroamp.planning.plan import build_plan
 from zeroamp.reporting.flops import count_flops
 from zeroamp.wrapping.summary import describe_uncast_experts
@@ -45,15 +49,33 @@ def test_a_mixture_of_experts_of_transformers_is_planned(options):
 
 
 def test_experts_that_stay_in_fp32_under_autocast_are_warned_of():
-    text = describe_uncast_experts(build_plan(build("moe"), policy(config(3))))
+    text = _warning(build("moe"))
     assert "blocks.1.experts.gate_up" in text
     assert "% of the trainable elements are 3-D parameters that stay in fp32" in text
-    for quiet in (
-        build_plan(build("moe"), policy(config(3, dtype=None, bf16={"enabled": True}))),
-        build_plan(build("llama_tied"), policy(config(3))),
-        build_plan(build("encoder"), policy(config(3))),
-    ):
-        assert describe_uncast_experts(quiet) is None
+    assert '"autocast_ops": ["grouped_mm"]' in text
+    assert _warning(build("moe"), dtype=None, bf16={"enabled": True}) is None
+    assert _warning(build("llama_tied")) is None
+    assert _warning(build("encoder")) is None
+
+
+def _warning(model, **options):
+    return describe_uncast_experts(build_plan(model, policy(config(3, **options))), model)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "options", "words"),
+    [
+        ("grouped_mm", {}, ["torch._grouped_mm", '"autocast_ops": ["grouped_mm"]']),
+        ("batched_mm", {}, ["set_experts_implementation", '"autocast_ops": ["grouped_mm"]']),
+        ("eager", {}, ['"MixtralExperts"', '"auto"']),
+        ("grouped_mm", {"zeroamp": {"autocast_ops": ["grouped_mm"]}}, []),
+    ],
+)
+def test_the_warning_names_what_to_set(implementation, options, words):
+    pytest.importorskip("transformers", reason="the model is transformers'")
+    text = _warning(mixtral(implementation)[0], **options)
+    assert (text is None) == (not words)
+    assert all(word in text for word in words)
 
 
 def _warnings():
@@ -70,3 +92,87 @@ def _warnings():
 
 def test_wrapping_warns_once_on_the_first_rank(ranks2):
     assert [len(texts) for texts in ranks2.run(_warnings)] == [1, 0]
+
+
+@pytest.fixture(scope="module")
+def planned():
+    """Experts implementation -> a plan of the same Mixtral, with fp32 experts under autocast."""
+    pytest.importorskip("transformers", reason="the model is transformers'")
+    return {
+        name: zeroamp.plan_run(mixtral(name)[0], policy(config(3)), world_size=2, batch=2, seq=16, stages=(3,))
+        for name in ("eager", "batched_mm", "grouped_mm")
+    }
+
+
+def test_every_implementation_has_the_flops_of_its_products(planned):
+    flops = {name: run.stages[0].time.flops for name, run in planned.items()}
+    assert flops["eager"] == flops["grouped_mm"] == flops["batched_mm"]
+    tokens, layers, width, inner = 2 * 16, 2, 32, 48
+    of_experts = 3 * layers * 2 * (2 * tokens) * 3 * width * inner  # each token goes to 2 experts of 3 matrices
+    assert of_experts < flops["grouped_mm"] < 2 * of_experts
+
+
+def test_a_plan_says_that_the_routing_is_balanced(planned):
+    for run in planned.values():
+        assert "every expert of a layer gets equally many tokens" in str(run)
+        assert run.to_dict()["routing"] == "balanced"
+    dense = zeroamp.plan_run(llama()[0], policy(config(3)), world_size=2, batch=1, seq=16, stages=(3,))
+    assert "routing" not in str(dense)
+    assert dense.to_dict()["routing"] is None
+
+
+def test_the_balanced_routing_reaches_every_expert_with_its_part_of_the_tokens():
+    pytest.importorskip("transformers", reason="the model is transformers'")
+    model, _, kwargs = mixtral("eager")
+    experts = model.model.layers[0].mlp.experts
+    rows, linear = [], torch.nn.functional.linear
+
+    def counting(x, weight, *rest):
+        if weight.dim() == 2 and weight.shape == experts.gate_up_proj.shape[1:]:
+            rows.append(len(x))
+        return linear(x, weight, *rest)
+
+    replacements = Replacements(lambda tensor: replacement(tensor, tensor.dtype, "cpu", fake=True))
+    with pytest.MonkeyPatch.context() as patch, run_context("cpu", fake=True), tensors_replaced(model, replacements):
+        patch.setattr(torch.nn.functional, "linear", counting)
+        route_evenly(model)
+        model(**replacements.of({"input_ids": kwargs["input_ids"][:, :7]}))
+    pairs = 2 * 7 * 2  # rows x tokens x experts of a token
+    assert rows == 2 * [pairs // 4] * 4  # two layers of four experts
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_the_low_share_is_that_of_the_trainable_elements():
+    pytest.importorskip("transformers", reason="the model is transformers'")
+    model, _, _ = mixtral()
+    with_key = build_plan(model, policy(config(3, zeroamp={"autocast_ops": ["grouped_mm"]})))
+    low = sum(param.numel for param in with_key.params if param.dtypes.param == torch.bfloat16)
+    assert with_key.low_share == low / sum(p.numel() for p in model.parameters())
+    assert with_key.describe_low_share() == f"{with_key.low_share:.1%} of the trainable elements in bf16"
+    assert with_key.describe_low_share() in str(Ledger(plan=with_key))
+    assert Ledger(plan=with_key).to_dict()["low_share"] == with_key.low_share
+    assert build_plan(model, policy(config(3, dtype=None))).describe_low_share() == ""
+
+
+@pytest.fixture(scope="module")
+def mixtral_8x7b():
+    """Of the published shape, on the meta device."""
+    transformers = pytest.importorskip("transformers", reason="the model is transformers'")
+    with torch.device("meta"):
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig())
+
+
+def test_mixtral_8x7b_is_all_gathered_in_bf16_with_the_key(mixtral_8x7b):
+    numel = sum(parameter.numel() for parameter in mixtral_8x7b.parameters())
+    gathered = {}
+    for ops in ((), ("grouped_mm",)):
+        plan = build_plan(mixtral_8x7b, policy(config(3, zeroamp={"autocast_ops": list(ops)})))
+        assert (plan.low_share >= 0.95) == bool(ops)
+        ledger = Ledger(plan=plan, num_shards=64)  # dimension 0, of 8 experts, would be padded to 64 rows
+        gathered[ops] = sum(row["gathered_bytes_per_step"] for row in ledger.group_rows())
+        experts = [row for row in ledger.parameter_rows() if ".experts." in row["parameter"]]
+        assert len(experts) == 2 * mixtral_8x7b.config.num_hidden_layers
+        stored = sum(row["storage_bytes_per_rank"] for row in experts)
+        assert stored <= 1.02 / 64 * 4 * sum(row["elements"] for row in experts)
+    assert gathered[("grouped_mm",)] <= 2.1 * 2 * numel
+    assert gathered[()] > 3.9 * 2 * numel

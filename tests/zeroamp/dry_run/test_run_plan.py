@@ -83,6 +83,15 @@ def test_text_has_a_row_per_stage_and_says_what_is_not_counted(run):
     assert "Not counted:" in text
 
 
+def test_scalar_parameters_have_a_row():
+    policy = zeroamp.policy_from_config(config(3))
+    with torch.device("meta"):
+        model = Llama(tied=False, num_blocks=2)
+        model.logit_scale = nn.Parameter(torch.empty(()))
+    run = zeroamp.plan_run(model, policy, world_size=8, seq=TOKENS, inputs=tokens, stages=(3,), gpu=FULL)
+    assert "\nreplicated  " in str(run)
+
+
 def test_offloaded_shards_are_not_on_the_device():
     on_cpu = {"device": "cpu"}
     options = {"zero_optimization": {"stage": 3, "offload_param": on_cpu, "offload_optimizer": on_cpu}}
@@ -221,6 +230,7 @@ def test_attention_counts_two_products_forward_and_five_backward_causal_or_not()
     assert run.stages[0].time.flops == 7 * product + of_linear
 
 
+@pytest.mark.slow
 def test_a_window_takes_as_long_as_its_micro_batches():
     times = [plan({"accumulation": steps}, stages=(3,)).stages[0].time for steps in (3, 4, 8)]
     middle = times[1].total - times[0].total

@@ -75,7 +75,7 @@ def _meta_ledger(**options):
     return zeroamp.Ledger(plan=zeroamp.build_plan(model, zeroamp.policy_from_config(config(**options))))
 
 
-KEYS = ["config", "units", "summary", "groups", "parameters", "ranks", "classes", "traffic"]
+KEYS = ["config", "units", "summary", "groups", "parameters", "ranks", "classes", "traffic", "low_share"]
 
 
 def test_as_a_dict_it_is_what_json_holds_under_stable_keys():

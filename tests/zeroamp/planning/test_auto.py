@@ -122,7 +122,7 @@ def test_the_ledger_says_what_the_class_list_would_have_got_wrong():
 
 
 def test_without_inputs_it_says_how_to_pass_them():
-    with pytest.raises(zeroamp.ConfigError, match="example_inputs .*Pass a batch"):
+    with pytest.raises(zeroamp.ConfigError, match="needs inputs .*Pass example_inputs: a batch"):
         _plan(Mixed())
 
 

@@ -18,7 +18,7 @@ ONLY_ROUNDED = {
 add up in bf16."""
 
 
-@pytest.fixture(params=slow_but(ARCHITECTURES, "llama", "gpt2", "mixtral", "mamba", "conv_net", "encoder"))
+@pytest.fixture(params=slow_but(ARCHITECTURES, "llama", "gpt2", "conv_net", "encoder"))
 def architecture(request):
     if request.param in TRANSFORMERS:
         pytest.importorskip("transformers", reason="the model is transformers'")
@@ -65,8 +65,4 @@ def test_experts_of_mixtral_depend_on_how_they_are_run(implementation, is_safe):
     found = zeroamp.discover_safe_parameters(model, args, kwargs)
     assert ("model.layers.0.mlp.experts.gate_up_proj" in found.safe) is is_safe
     assert "model.layers.0.mlp.gate.weight" in found.safe  # the router: a plain linear layer
-    if implementation == "eager":
-        with pytest.raises(zeroamp.ConfigError, match="DynamicOutputShapeException.*on the meta device"):
-            zeroamp.discover_safe_parameters(model.to("meta"), args, kwargs)
-    else:
-        assert zeroamp.discover_safe_parameters(model.to("meta"), args, kwargs) == found
+    assert zeroamp.discover_safe_parameters(model.to("meta"), args, kwargs) == found

@@ -11,6 +11,7 @@ import zeroamp
 from tests.models.autograd_functions import BF16, CastsByHand, CastsInputs
 from tests.models.parameter_uses import Uses
 from tests.oracles.low_precision_gather import gathered, is_unchanged, randomise
+from tests.selection import slow_but
 
 PARTS = {
     "whole": lambda w: w,
@@ -98,7 +99,7 @@ def _program(seed):
     return Uses(forward, trainable=choose.random() < 0.85), terms
 
 
-@pytest.mark.parametrize("first", range(0, 160, 20))
+@pytest.mark.parametrize("first", slow_but(range(0, 160, 20), 0, 20, 40))
 def test_what_is_called_safe_is(first):
     num_safe = num_missed = 0
     for seed in range(first, first + 20):

@@ -110,6 +110,20 @@ def test_no_inputs_are_an_error_that_says_how_to_pass_them(model):
         zeroamp.discover_safe_parameters(model)
 
 
+@pytest.mark.parametrize(
+    ("block", "ops", "key"),
+    [
+        ({"lower_precision_safe_modules": "auto"}, [], 'torch_autocast.lower_precision_safe_modules "auto"'),
+        ({}, ["grouped_mm"], "zeroamp.autocast_ops"),
+    ],
+)
+def test_the_key_that_needs_inputs_is_named(block, ops, key):
+    autocast = {"enabled": True, "dtype": "bf16", **block}
+    policy = zeroamp.policy_from_config({"torch_autocast": autocast, "zeroamp": {"autocast_ops": ops}})
+    with pytest.raises(zeroamp.ConfigError, match=rf"^{key} needs inputs of the model's forward, but .*example_inputs"):
+        zeroamp.build_plan(Layer(), policy)
+
+
 def test_example_inputs_may_be_a_tuple_a_mapping_or_a_tensor():
     model = Layer()
     assert example_arguments(model, X) == ((X,), {})

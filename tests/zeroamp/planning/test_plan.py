@@ -41,14 +41,15 @@ def test_a_tied_weight_is_unsafe_where_one_owner_is():
 
 @pytest.mark.parametrize("threshold", [None, 1000])
 def test_the_embedding_of_an_untied_head_travels_with_the_norms_whatever_its_size(threshold):
-    built = plan(meta(Llama, tied=False), threshold=threshold)
+    built = plan(meta(Llama, tied=False), threshold=threshold, zeroamp={"own_units": False})
     assert groups(built)["root"] == {"head.weight"}
     assert groups(built)["model-wide:fp32"] >= {"embed.weight", "norm.weight", "blocks.0.norm1.weight"}
     assert "root:fp32" not in groups(built)
 
 
 def test_without_small_parameters_the_embedding_is_a_group_of_its_own():
-    assert groups(plan(meta(Llama, tied=False), threshold=0))["root:fp32"] == {"embed.weight", "norm.weight"}
+    built = plan(meta(Llama, tied=False), threshold=0, zeroamp={"own_units": False})
+    assert groups(built)["root:fp32"] == {"embed.weight", "norm.weight"}
 
 
 def test_attention_weights_that_multihead_attention_owns_are_unsafe_and_subclasses_of_linear_safe():

@@ -51,7 +51,7 @@ MODES = [{}, {"dtype": "float16"}, {"comm": "fp32"}, NATIVE, LOW, FP16, {**LOW, 
 
 
 @pytest.mark.parametrize("accumulation", slow_but([1, 3], 3))
-@pytest.mark.parametrize("mode", slow_but(MODES, {}, NATIVE, FP16), ids=str)
+@pytest.mark.parametrize("mode", slow_but(MODES, {}, NATIVE), ids=str)
 def test_every_mode_and_stage(ranks2, mode, accumulation):
     for stage in range(4):
         for threshold in (None, 0):
@@ -132,7 +132,7 @@ def _store_low(model):
 FROZEN = [_freeze_some, _freeze_the_first, _freeze_two, _freeze_the_last, _store_low]
 
 
-@pytest.mark.parametrize("prepare", FROZEN)
+@pytest.mark.parametrize("prepare", slow_but(FROZEN, _freeze_some, _store_low))
 @pytest.mark.parametrize("fields", slow_but([{}, {"prefetch_bucket_size": BLOCK}], {}), ids=str)
 def test_frozen_parameters(ranks2, prepare, fields):
     for stage, accumulation, threshold in ((1, 2, None), (2, 3, 0), (3, 1, None), (3, 1, 0), (3, 3, None), (3, 3, 0)):

@@ -56,6 +56,12 @@ def test_models_at_every_stage(ranks2, name, stage):
         check(ranks2.run(_expected_and_issued, name, options, {}))
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_own_units(ranks2, accumulation):
+    options = {"stage": 3, "accumulation": accumulation, "threshold": 1000}
+    check(ranks2.run(_expected_and_issued, "llama_untied", options, {}))
+
+
 def test_experts(ranks2):
     check(ranks2.run(_expected_and_issued, "moe", {"stage": 3}, {}))
 

@@ -1,8 +1,5 @@
 """What every rank runs in the tests of reports."""
 
-import logging
-from contextlib import contextmanager
-
 import torch
 import torch.distributed as dist
 
@@ -11,23 +8,6 @@ from tests.models.small import batch, loss_of
 from tests.processes.training import wrapped
 
 NAME = "llama_tied"
-
-
-@contextmanager
-def log_lines(level=logging.WARNING):
-    """The messages that zeroamp logs inside, from this level on."""
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("zeroamp")
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(level)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
 
 
 def train_step(cfg, lr=1e-2):

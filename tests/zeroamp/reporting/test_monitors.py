@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import zeroamp
+from tests.measuring.logs import log_lines
 from tests.processes.ranks import RankError
 from tests.processes.training import config, wrapped
 from tests.zeroamp.reporting.records import record
-from tests.zeroamp.reporting.runs import NAME, log_lines, take_steps, train_step
+from tests.zeroamp.reporting.runs import NAME, take_steps, train_step
 from zeroamp.policies.schema.instruments import FileMonitorBlock, WandbBlock
 from zeroamp.reporting.monitors import CsvWriter, TensorBoardWriter, WandbWriter, breakdown
 

@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 
 import zeroamp
+from tests.measuring.logs import log_lines
 from tests.models.small import batch, loss_of
 from tests.processes.ranks import RankError
 from tests.processes.training import config, full_parameters, same_bits, wrapped
-from tests.zeroamp.reporting.runs import NAME, log_lines, take_steps, train_step
+from tests.zeroamp.reporting.runs import NAME, take_steps, train_step
 from zeroamp.reporting.step_recorder import StepRecorder
 
 

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 import zeroamp
+from tests.measuring.logs import log_lines
 from tests.models.small import batch, build, loss_of
 from tests.processes.training import config, wrapped
-from tests.zeroamp.reporting.runs import NAME, log_lines, take_steps, train_step
+from tests.zeroamp.reporting.runs import NAME, take_steps, train_step
 from zeroamp.hooks._torch.fsdp import communication_methods
 
 DOCS = Path(__file__).parents[3] / "docs" / "instruments.md"

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroamp
+from tests.measuring.logs import log_lines
 from tests.models.small import batch, loss_of
 from tests.processes.training import config, policy
 from tests.zeroamp.reporting.records import record
-from tests.zeroamp.reporting.runs import NAME, log_lines, take_steps, train_step
+from tests.zeroamp.reporting.runs import NAME, take_steps, train_step
 from zeroamp.reporting.run_report import _RankCheck
 from zeroamp.reporting.run_warnings import NUM_BAD_STEPS, RunWarnings
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.measuring.logs import log_lines
 from tests.zeroamp.reporting.records import record
-from tests.zeroamp.reporting.runs import log_lines
 from zeroamp.reporting.writers import Writers
 
 

@@ -9,6 +9,7 @@ import zeroamp
 from tests.models.small import batch, loss_of
 from tests.oracles import one_process
 from tests.processes.training import config, full_parameters, same_bits, wrapped
+from tests.selection import slow_but
 
 NAME = "llama_tied"
 COUNTS = (1, 3, 2, 4)
@@ -69,10 +70,11 @@ def test_any_number_of_micro_batches_equals_one_process(ranks2, stages, options,
             assert mean_losses == pytest.approx(means, rel=1e-6), "the mean is summed in another order"
 
 
+OTHERS = [FP16, {"data_types": {"grad_accum_dtype": "bf16"}}, {**FP16, "data_types": {"grad_accum_dtype": "fp16"}}]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [FP16, {"data_types": {"grad_accum_dtype": "bf16"}}, {**FP16, "data_types": {"grad_accum_dtype": "fp16"}}],
-    ids=["fp16", "accumulated in bf16", "fp16 accumulated in fp16"],
+    "options", slow_but(OTHERS, FP16), ids=["fp16", "accumulated in bf16", "fp16 accumulated in fp16"]
 )
 def test_the_bits_are_those_of_a_config_of_that_count(ranks2, options):
     counts = (3, 3)
@@ -355,3 +357,54 @@ def _bad_arguments():
 
 def test_a_norm_that_is_no_number_and_other_callbacks_are_refused(ranks2):
     assert ranks2.run(_bad_arguments) == [True, True]
+
+
+def _reopened(stage):
+    """Every backward is given as the last one; returns the parameters, and those where the last one is known."""
+    found = []
+    for is_known in (False, True):
+        model = wrapped(NAME, config(stage, comm="fp32"))
+        train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        for step in range(2):
+            train.reopen()  # nothing to continue
+            for micro in range(3):
+                index = (3 * step + micro) * dist.get_world_size() + dist.get_rank()
+                loss = loss_of(model, batch(NAME, index)).float() / 3
+                if not is_known:
+                    train.reopen()
+                train.backward(loss, is_last=micro == 2 or not is_known, divide=False)
+            train.step()
+        found.append(full_parameters(model))
+    train.backward(loss_of(model, batch(NAME, 0)), is_last=True, divide=False)
+    train.clip_grad_norm()
+    with pytest.raises(zeroamp.StepError, match=r"reopen.*update\(\)"):
+        train.reopen()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_optimizer_step_goes_on_after_reopen(ranks2, stage):
+    for reopened, known in ranks2.run(_reopened, stage):
+        if stage >= 2:  # which reduce every micro-batch in any case
+            assert same_bits(reopened, known) == []
+        else:  # micro-batches are added after the reduction, in another order
+            for name in known:
+                torch.testing.assert_close(reopened[name], known[name], rtol=1e-3, atol=1e-4)
+
+
+def _refused_reopenings():
+    texts = []
+    for cfg, is_last in ((config(2, data_types={"grad_accum_dtype": "bf16"}), True), (config(2), None)):
+        model = wrapped(NAME, cfg)
+        train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        train.backward(loss_of(model, batch(NAME, 0)), is_last=is_last)
+        with pytest.raises(zeroamp.StepError) as error:
+            train.reopen()
+        texts.append(str(error.value))
+    return texts
+
+
+def test_reopen_is_refused_for_low_sums_and_counted_micro_batches(ranks2):
+    for low, counted in ranks2.run(_refused_reopenings):
+        assert "data_types.grad_accum_dtype is bf16" in low
+        assert "Pass is_last" in counted

@@ -73,6 +73,55 @@ def test_forwards_before_the_update_and_gradients_of_inputs_after_it_change_noth
         assert same_bits(ours, theirs) == []
 
 
+def _input_gradients(stage, options, between, retain):
+    """The parameters after two steps; `between` calls autograd.grad for the inputs in every micro-batch and step."""
+    torch.manual_seed(0)
+    cfg = config(stage, dtype=None, clip=0.1, accumulation=2, **options)
+    model = zeroamp.wrap_model(ThreeUnits(), policy(cfg), None, {"Linear"})
+    train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1))
+    norms = []
+    for index in range(4):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(2 * index + dist.get_rank())).requires_grad_()
+        loss = loss_of(model, x)
+        if between:
+            (gradient,) = torch.autograd.grad(loss, x, retain_graph=retain)
+            norms.append(float(gradient.norm()))
+            loss_of(model, x).backward(inputs=[x])
+            assert torch.equal(x.grad, gradient)
+        train.backward(loss if retain or not between else loss_of(model, x))
+        train.step()
+    return full_parameters(model), norms
+
+
+@pytest.mark.parametrize("retain", [False, True], ids=["another forward", "the same graph"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_of_inputs_pass_where_the_config_clips_and_accumulates(ranks2, stage, retain):
+    expected = ranks2.run(_input_gradients, stage, {}, False, retain)
+    for (ours, norms), (theirs, _) in zip(ranks2.run(_input_gradients, stage, {}, True, retain), expected, strict=True):
+        assert same_bits(ours, theirs) == []
+        assert min(norms) > 0
+
+
+def _plain_backwards():
+    """The errors of backwards that set gradients of parameters; autograd.grad for a parameter passes."""
+    model = zeroamp.wrap_model(ThreeUnits(), policy(config(2, dtype=None, clip=0.1)), None, {"Linear"})
+    errors = []
+    loss_of(model, torch.ones(4, 8))
+    weight = dict(model.named_parameters())["layers.2.weight"]  # unsharded
+    for inputs in (None, [weight], [dict(model.named_parameters())["layers.0.bias"]]):
+        with pytest.raises(zeroamp.StepError) as raised:
+            loss_of(model, torch.ones(4, 8)).backward(inputs=inputs)
+        errors.append(str(raised.value))
+    (gradient,) = torch.autograd.grad(loss_of(model, torch.ones(4, 8)), weight)
+    return errors, gradient.shape
+
+
+def test_a_plain_backward_for_parameters_is_refused_also_for_some_of_them(ranks2):
+    for errors, shape in ranks2.run(_plain_backwards):
+        assert all("gradient_clipping 0.1, which a plain backward ignores" in error for error in errors)
+        assert shape == (8, 8)
+
+
 class Generator(nn.Module):
     def __init__(self):
         super().__init__()

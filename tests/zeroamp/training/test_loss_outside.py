@@ -1,13 +1,15 @@
 """A loss that the caller computes from the model's output: exact under `train.autocast()`, warned of without."""
 
+import logging
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
 import zeroamp
+from tests.measuring.logs import log_lines
 from tests.models.small import Llama, batch
-from tests.processes.checkpoint_training import logged
 from tests.processes.training import config, full_parameters, policy, same_bits
 
 NUM_STEPS = 3
@@ -50,7 +52,7 @@ def _trained(stage, is_inside_autocast, options):
     model = zeroamp.wrap_model(Logits(tied=False), policy(config(stage, **options)))
     train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     losses = []
-    with logged() as lines:
+    with log_lines(logging.INFO) as lines:
         for step in range(NUM_STEPS):
             tokens = batch("llama_untied", step * dist.get_world_size() + dist.get_rank())
             logits = model(tokens)

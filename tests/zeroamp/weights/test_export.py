@@ -281,8 +281,8 @@ def test_what_cannot_be_written_is_refused_on_all_ranks(ranks2, tmp_path):
     first, second = ranks2.run(_refused, tmp_path)
     assert first == second
     assert f"{tmp_path / 'file'}: it is a file" in first["file"]
-    assert re.search(r"export_hf\(dtype=\) .*'int8'", first["dtype"])
-    assert re.search(r"export_hf\(dtype=\) .*torch.float64", first["torch dtype"])
+    assert re.search(r"^the dtype of an export must be .*'int8'", first["dtype"])
+    assert re.search(r"the dtype of an export must be .*torch.float64", first["torch dtype"])
     assert re.search("folder differs: .*out0 and .*out1", first["ranks"])
     assert "dtype differs: torch.bfloat16 and torch.float32" in first["dtypes"]
     assert os.listdir(tmp_path) == ["file"]

@@ -200,15 +200,6 @@ def test_names_that_are_not_the_models_are_counted_and_the_first_are_named(ranks
     assert "from_pretrained before wrap_model" in text
 
 
-def test_the_layout_of_published_experts_is_refused_with_the_remedy(ranks2, tmp_path):
-    pytest.importorskip("transformers", reason="the model is transformers'")
-    torch.manual_seed(0)
-    mixtral("eager")[0].save_pretrained(tmp_path)  # one matrix per expert; the model holds them stacked
-    text, unchanged = refusal(ranks2, tmp_path, "moe")
-    assert unchanged
-    assert "from_pretrained before wrap_model" in text
-
-
 def test_other_shapes_are_refused(ranks2, tmp_path, tensors):
     tensors["model.norm.weight"] = torch.ones(33)
     tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].t().contiguous()

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import zeroamp
+from tests.measuring.logs import log_lines
 from tests.models.small import batch, build, loss_of
 from tests.processes.training import check_same_run, config, train, wrapped
 from zeroamp.wrapping.checks import check_device
@@ -118,22 +119,12 @@ def test_a_plain_backward_that_would_leave_the_check_out_raises(ranks2):
 
 
 def _logged(cfg):
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("zeroamp")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with log_lines(logging.INFO) as lines:
         model = wrapped(NAME, cfg)
         step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
         for index in range(4):
             step.backward(loss_of(model, batch(NAME, index)))
             step.step()
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
     return [line for line in lines if line.startswith("step ")]
 
 

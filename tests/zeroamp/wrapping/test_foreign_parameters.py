@@ -1,5 +1,7 @@
 """Parameters that are no plain tensors: refused by name, or all-gathered as stored."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -64,6 +66,26 @@ def test_other_subclasses_and_lazy_parameters_are_refused():
         build_plan(model, policy(config(3)))
     with pytest.raises(zeroamp.WrapError, match=r"0\.weight has no shape yet\. Run one forward"):
         build_plan(nn.Sequential(nn.LazyLinear(4)), policy(config(3)))
+
+
+LOOKUPS = [
+    (partial(nn.Embedding, max_norm=1.0), "0.weight is of an Embedding with max_norm.*Set max_norm to None"),
+    (partial(nn.EmbeddingBag, max_norm=1.0), "0.weight is of an EmbeddingBag with max_norm"),
+    (partial(nn.Embedding, sparse=True), "0.weight is of an Embedding with sparse=True.*Set sparse to False"),
+]
+
+
+@pytest.mark.parametrize(("make", "text"), LOOKUPS)
+def test_trained_tables_that_are_written_or_have_sparse_gradients_are_refused(make, text):
+    """FSDP2 alone raises in the first backward for sparse gradients, and trains other numbers with max_norm."""
+    model = nn.Sequential(make(8, 4), nn.Linear(4, 4))
+    for stage in (0, 3):
+        with pytest.raises(zeroamp.WrapError, match=text):
+            build_plan(model, policy(config(stage)))
+    ignored = build_plan(model, policy(config(3)), ignored_params=[model[0].weight])
+    assert ignored.ignored_fqns == {"0.weight"}
+    model[0].requires_grad_(False)
+    assert len(build_plan(model, policy(config(3))).params) == 3
 
 
 class Packed(nn.Linear):

@@ -11,6 +11,7 @@ import zeroamp
 from tests.models.small import VOCAB, WIDTH, Llama, batch
 from tests.processes.training import full_parameters, same_bits
 from zeroamp.planning.fp32_regions import find_fp32_regions
+from zeroamp.planning.overrides import Overrides
 
 MODES = {
     "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
@@ -66,7 +67,7 @@ class Model(nn.Module):
 
 def names_of(model, keep, mode="bf16"):
     policy = zeroamp.policy_from_config(config(mode, keep=keep))
-    regions = find_fp32_regions(model, policy)
+    regions = find_fp32_regions(model, policy, Overrides())
     return set(regions.modules), set(regions.tensors)
 
 

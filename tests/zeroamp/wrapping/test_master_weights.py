@@ -7,6 +7,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import zeroamp
+from tests.measuring.logs import log_lines
 from tests.measuring.storage_peak import StoragePeak
 from tests.models.small import HfLlama, batch, build, hf_llama, loss_of
 from tests.oracles import one_process
@@ -93,18 +94,8 @@ def test_wrapping_holds_the_shards_and_one_group_in_fp32(ranks2):
 
 
 def _logged(in_bf16):
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logger = logging.getLogger("zeroamp")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with log_lines(logging.INFO) as records:
         zeroamp.wrap_model(build("llama_tied").to(torch.bfloat16 if in_bf16 else torch.float32), policy(config(3)))
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
     return [text for text in records if "master weights" in text]
 
 

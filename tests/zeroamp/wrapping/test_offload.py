@@ -24,7 +24,7 @@ from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
 from zeroamp.planning.mesh import shard_device
 from zeroamp.policies.policy import NO_OFFLOAD, Offload
 from zeroamp.training.norm import local_sum_of_squares, multiply_gradients
-from zeroamp.wrapping.materialize import materialize
+from zeroamp.wrapping.materialize import materialize_model
 from zeroamp.wrapping.shard import offload_policy
 
 NUM_STEPS = 5
@@ -110,7 +110,7 @@ def _materialize_apart():
     with torch.device("meta"):
         model = _WithBuffer()
     fully_shard(model, mesh=mesh, ignored_params={model.empty})
-    materialize(model, mesh, torch.device("cpu"), torch.device("meta"))
+    materialize_model(model, mesh, torch.device("cpu"), torch.device("meta"))
     return {name: tensor.device.type for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 

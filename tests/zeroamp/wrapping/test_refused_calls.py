@@ -8,12 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule
 from torch.optim.swa_utils import AveragedModel
 
 import zeroamp
 from tests.models.architectures import IDS, t5
 from tests.models.small import VOCAB, Llama, batch, build, loss_of
-from tests.processes.training import config, wrapped
+from tests.processes.training import config, full_parameters, same_bits, wrapped
 
 
 def _model(name="llama_untied"):
@@ -71,6 +73,31 @@ def _refused(name):
 def test_a_refused_call_says_what_to_do_and_leaves_the_model_as_it_was(ranks2, name):
     for texts in ranks2.run(_refused, name):
         assert [kind for kind, (text, says) in texts.items() if says not in text] == []
+
+
+def _set_after_a_forward(stage):
+    """What set_model_state_dict of whole tensors raises after a forward with gradients; whether the remedy loads."""
+    model = wrapped("llama_untied", config(stage))
+    whole = {name: tensor + 1 for name, tensor in build("llama_untied").state_dict().items()}
+    options = StateDictOptions(full_state_dict=True)
+
+    def load():
+        set_model_state_dict(model, dict(whole), options=options)  # puts shards into the dict that it is given
+
+    loss_of(model, batch("llama_untied", 0))
+    error = _raised(zeroamp.WrapError, load)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    load()
+    return error, same_bits(full_parameters(model), whole)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_whole_tensors_for_parameters_that_a_forward_left_unsharded_are_refused_by_name(ranks2, stage):
+    for error, differing in ranks2.run(_set_after_a_forward, stage):
+        assert "embed.weight, which is unsharded: a forward with gradients has run" in error
+        assert differing == []
 
 
 def _called_from_outside():
@@ -196,6 +223,7 @@ def _with_adapters(folder):
 
 def test_an_export_of_adapters_is_refused_before_anything_is_written(ranks2, tmp_path):
     for text in ranks2.run(_with_adapters, tmp_path / "out"):
-        assert "blocks.0.out is of peft" in text
-        assert "merge_and_unload" in text
+        assert "blocks.0.out is a peft module" in text
+        assert "export_adapter(model, folder)" in text
+        assert "export_merged(model, folder)" in text
     assert not (tmp_path / "out").exists()

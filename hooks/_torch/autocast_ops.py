@@ -1,0 +1,128 @@
+"""Lets autocast cast products that have no autocast rule, by kernels of ours. Tested on torch 2.11, 2.13 and 2.15.
+
+[Note: Products that autocast does not cast]
+`torch._grouped_mm`, and with it `F.grouped_mm` (torch 2.10 and newer), has no kernel at the dispatcher's autocast keys:
+under autocast it multiplies what it is given (pytorch issue 174763). `register` puts a kernel there. The kernel casts
+as autocast's list of lower-precision ops does, and hands the call on. A registration is for the whole process, so the
+kernel casts only where `casting` is entered in its thread; elsewhere it hands the call on as it came. A dispatch mode
+would do the same, but would change the last bits of other ops, and stop compilation.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+OPS = {"grouped_mm": ("aten::_grouped_mm", "transformers::grouped_mm_fallback")}
+"""Name in a config -> the dispatcher's ops. transformers calls its own op where torch's cannot run: in compiled blocks
+with other weights than bf16, on GPUs before SM80."""
+
+_libraries: dict[tuple[str, str], torch.library.Library] = {}
+"""(op, dispatch key) -> what registered a kernel of ours, which stays for as long as this lives."""
+
+
+class _Casts:
+    """What the kernels cast in one `casting` context."""
+
+    def __init__(self, ops: frozenset[str]) -> None:
+        self.ops = ops
+        self.running: str | None = None
+        """The op whose arguments are being cast."""
+        self._copies: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
+
+    def cast(self, value: Any, device_type: str) -> Any:
+        """Cast an argument as autocast does: floating-point tensors of the device type, except fp64.
+
+        As in autocast's own cache, leaves that need a gradient are cast once per context: gradients of several
+        products are then added in the low dtype.
+        """
+        if not (isinstance(value, torch.Tensor) and value.device.type == device_type and value.is_floating_point()):
+            return value
+        dtype = torch.get_autocast_dtype(device_type)
+        if value.dtype in (dtype, torch.float64):
+            return value
+        is_leaf = value.dtype == torch.float32 and value.requires_grad and value.is_leaf and not value._is_view()
+        if not (is_leaf and torch.is_grad_enabled() and torch.is_autocast_cache_enabled()):
+            return value.to(dtype)
+        known, copy = self._copies.get(id(value), (None, None))
+        if known is None or known() is not value or copy is None or copy.dtype != dtype:
+            copy = value.to(dtype)
+            self._copies[id(value)] = weakref.ref(value), copy
+        return copy
+
+
+_NONE = _Casts(frozenset())
+
+
+class _PerThread(threading.local):
+    def __init__(self) -> None:
+        self.casts = _NONE
+
+
+_now = _PerThread()
+
+
+def is_any_registered() -> bool:
+    """Return whether some model of this process has had a kernel registered."""
+    return bool(_libraries)
+
+
+def register(names: Collection[str], device_type: str) -> list[str]:
+    """Register the kernels of the ops with these names, once per process.
+
+    Return the names that torch's autocast already casts; no kernel is registered for them. An op of a package that
+    is not imported is left out.
+    """
+    key = f"Autocast{device_type.upper()}"
+    natively_cast = []
+    for name in names:
+        for op in OPS[name]:
+            if (op, key) in _libraries or not torch._C._dispatch_has_kernel(op):
+                continue
+            if torch._C._dispatch_has_kernel_for_dispatch_key(op, key):
+                natively_cast.append(name)
+                continue
+            namespace, _, op_name = op.partition("::")
+            library = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
+            overload = getattr(getattr(torch.ops, namespace), op_name).default
+            kernel = _kernel(name, overload, key, device_type)
+            library.impl(op_name, kernel, key, with_keyset=True)  # type: ignore[no-untyped-call]
+            _libraries[op, key] = library
+    return natively_cast
+
+
+def _kernel(name: str, op: torch._ops.OpOverload, key: str, device_type: str) -> Callable[..., Any]:
+    below = torch._C._dispatch_keyset_full_after(key)
+
+    def run(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        casts = _now.casts
+        if name in casts.ops:
+            casts.running = name
+            try:
+                # A mode that records which tensors' dtypes the model reads must not see these reads.
+                with torch._C.DisableTorchFunction():
+                    args = tuple(casts.cast(value, device_type) for value in args)
+                    kwargs = {key: casts.cast(value, device_type) for key, value in kwargs.items()}
+            finally:
+                casts.running = None
+        return op.redispatch(keyset & below, *args, **kwargs)
+
+    return run
+
+
+@contextmanager
+def casting(names: frozenset[str]) -> Iterator[None]:
+    """Let autocast cast the arguments of these ops inside, in this thread. An outer context has no effect inside."""
+    before, _now.casts = _now.casts, _Casts(names) if names else _NONE
+    try:
+        yield
+    finally:
+        _now.casts = before
+
+
+def running_cast() -> str | None:
+    """Return the name of the op whose arguments are being cast in this thread, None if none."""
+    return _now.casts.running

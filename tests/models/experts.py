@@ -1,0 +1,135 @@
+"""Mixtures of experts: transformers' in each of their forms, and experts that are modules. Plain torch."""
+
+import dataclasses
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tests.models.families import _DECODER as DECODER
+from tests.models.families import FAMILIES, NUM_RANKS, Family
+from tests.models.families import _of_transformers as of_transformers
+from tests.models.families import _text as text
+
+WIDTH, NUM_EXPERTS = 16, 6
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.up(x)))
+
+
+class ListBlock(nn.Module):
+    """Runs only the experts that some token of the batch chose, among those that the batch offers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.router = nn.Linear(WIDTH, NUM_EXPERTS, bias=False)
+        self.experts = nn.ModuleList(Expert() for _ in range(NUM_EXPERTS))
+
+    def forward(self, x: torch.Tensor, offered: list[int]) -> torch.Tensor:
+        tokens = self.norm(x)
+        weights, chosen = self.router(tokens).float()[:, offered].softmax(-1).max(-1)
+        result = torch.zeros_like(tokens)
+        for index, number in enumerate(offered):
+            of_expert = (chosen == index).nonzero().flatten()
+            if len(of_expert):
+                output = self.experts[number](tokens[of_expert]) * weights[of_expert, None]
+                result = result.index_add(0, of_expert, output.to(result.dtype))
+        return x + result
+
+
+class ListModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ListBlock() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor, offered: list[int]) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, offered)
+        return F.cross_entropy(self.head(x).float(), torch.arange(len(x)) % 4)
+
+
+def _offered(index: int) -> dict:
+    """Batches offer expert 0 on every rank and two more, others on each; no batch offers expert 5."""
+    rank = index % NUM_RANKS
+    noise = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(500 + index))
+    return {"x": noise, "offered": [0, 1 + 2 * rank, 2 + 2 * rank]}
+
+
+class GroupedExperts(nn.Module):
+    """One fp32 input and one weight for a grouped product, which casts neither of them itself."""
+
+    def __init__(self, num_reads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, WIDTH, WIDTH) * 0.1)
+        self.num_reads = num_reads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ends = torch.tensor([3, 5, 9, 12], dtype=torch.int32)
+        y = F.grouped_mm(x, self.weight.mT, offs=ends).float()
+        # A second read, which keeps the weight in fp32.
+        return y * (1 + self.weight.mean()) if self.num_reads > 1 else y
+
+
+class GroupedBlock(nn.Module):
+    def __init__(self, num_reads: int) -> None:
+        super().__init__()
+        self.norm, self.experts = nn.LayerNorm(WIDTH), GroupedExperts(num_reads)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.out(self.experts(self.norm(x)))
+
+
+class GroupedModel(nn.Module):
+    def __init__(self, num_reads: int = 1) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(GroupedBlock(num_reads) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 4)
+        self.is_checkpointed = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
+        return F.cross_entropy(self.head(x).float(), torch.arange(len(x)) % 4)
+
+
+def _noise(index: int) -> dict:
+    return {"x": torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(700 + index))}
+
+
+def _with(implementation: str, family: Family) -> Family:
+    def build() -> nn.Module:
+        model = family.build()
+        model.set_experts_implementation(implementation)
+        return model
+
+    return dataclasses.replace(family, build=build)
+
+
+GPT_OSS = Family(
+    build=of_transformers("GptOssForCausalLM", "GptOssConfig", **DECODER, head_dim=8, num_local_experts=4,
+                          num_experts_per_tok=2),
+    batch=text,
+)  # fmt: skip
+
+EXPERTS: dict[str, Family] = {
+    "Mixtral": FAMILIES["Mixtral"],
+    "Mixtral eager": _with("eager", FAMILIES["Mixtral"]),
+    "Mixtral batched_mm": _with("batched_mm", FAMILIES["Mixtral"]),
+    "Qwen3-MoE": FAMILIES["Qwen3-MoE"],
+    "DeepSeek-V3": FAMILIES["DeepSeek-V3"],
+    "gpt-oss": GPT_OSS,
+    "modules": Family(build=ListModel, batch=_offered),
+    "grouped": Family(build=GroupedModel, batch=_noise),
+    "grouped, read twice": Family(build=lambda: GroupedModel(num_reads=2), batch=_noise),
+}
+"""Of transformers' models the routers choose by the tokens, which are others on each rank."""

@@ -1,0 +1,213 @@
+"""What every rank runs in the tests of Lightning: its own loops, on one model, with DDP and with zeroamp."""
+
+import os
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+WIDTH, CLASSES = 8, 4
+
+
+def _environment():
+    """Return Lightning's description of processes that run already: nothing is launched."""
+    from lightning.fabric.plugins.environments import LightningEnvironment
+
+    class Running(LightningEnvironment):
+        creates_processes_externally = True
+
+        def global_rank(self):
+            return dist.get_rank()
+
+        def local_rank(self):
+            return dist.get_rank()
+
+        def world_size(self):
+            return dist.get_world_size()
+
+        def teardown(self):
+            pass
+
+    return Running()
+
+
+class Net(nn.Module):
+    """Linears, which autocast casts, and norms, which it does not."""
+
+    def __init__(self, depth=2, dropout=0.1):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Dropout(dropout)) for _ in range(depth)
+        )
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, inputs):
+        for layer in self.layers:
+            inputs = inputs + layer(inputs)
+        return self.head(inputs)
+
+
+def dataset(size=24):
+    generator = torch.Generator().manual_seed(3)
+    inputs = torch.randn(size, WIDTH, generator=generator)
+    return torch.utils.data.TensorDataset(inputs, torch.randint(0, CLASSES, (size,), generator=generator))
+
+
+def fabric_of(strategy, precision=None, **more):
+    from lightning.fabric import Fabric
+
+    import zeroamp.integrations.lightning  # noqa: F401 - registers the names
+
+    arguments = {"accelerator": "cpu", "devices": dist.get_world_size(), "plugins": [_environment()], **more}
+    fabric = Fabric(strategy=strategy, precision=precision, **arguments)
+    fabric.launch()
+    return fabric
+
+
+def trainer_of(folder, strategy, precision=None, **more):
+    from lightning.pytorch import Trainer
+
+    import zeroamp.integrations.lightning  # noqa: F401 - registers the names
+
+    arguments = {
+        "accelerator": "cpu",
+        "devices": dist.get_world_size(),
+        "plugins": [_environment()],
+        "default_root_dir": folder,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+        "max_epochs": 1,
+        **more,
+    }
+    with lightning_warnings():
+        return Trainer(strategy=strategy, precision=precision, **arguments)
+
+
+@contextmanager
+def lightning_warnings():
+    """Ignore what Lightning warns of in a tiny run: few workers, few batches, a name that torch deprecates."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+        warnings.filterwarnings("ignore", message=".*smaller than the logging interval.*")
+        warnings.filterwarnings("ignore", message=".*exists and is not empty.*")
+        warnings.filterwarnings("ignore", message="Using `DistributedSampler` with the dataloaders")
+        warnings.filterwarnings("ignore", message="You requested to overfit")
+        warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+        yield
+
+
+def forget_environment():
+    """Remove what Lightning leaves in the environment, for later tests of these ranks."""
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS", "LOCAL_RANK", "NODE_RANK"):
+        os.environ.pop(name, None)
+
+
+def train_fabric(strategy, precision=None, *, num_epochs=1, windows=(1,), clip=None, is_meta=False, apart=False):
+    """Train `Net` in a loop of Fabric. `windows` are the numbers of micro-batches of the optimizer steps, in turn.
+
+    Returns this rank's losses, the norms, and the model and optimizer that Fabric returned, with the Fabric.
+    """
+    fabric = fabric_of(strategy, precision)
+    torch.manual_seed(0)
+    with fabric.init_module(empty_init=is_meta):
+        model = Net()
+    if apart:
+        model = fabric.setup_module(model)
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    else:
+        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(dataset(), batch_size=2))
+    torch.manual_seed(10 + dist.get_rank())
+    losses, norms, left = [], [], 0
+    lengths = iter(windows * 100)
+    for _ in range(num_epochs):
+        for inputs, labels in loader:
+            left = left or (size := next(lengths))
+            left -= 1
+            with fabric.no_backward_sync(model, enabled=left > 0):
+                loss = nn.functional.cross_entropy(model(inputs), labels)
+                fabric.backward(loss / size)
+            losses.append(loss.item())
+            if left == 0:
+                if clip is not None:
+                    norms.append(fabric.clip_gradients(model, optimizer, max_norm=clip).item())
+                optimizer.step()
+                optimizer.zero_grad()
+    return losses, norms, (fabric, model, optimizer)
+
+
+def module_of(*, is_meta=False, dropout=0.1, epoch_schedule=False, **hooks):
+    """Return a LightningModule around `Net` that records losses and the order of hooks."""
+    from lightning.pytorch import LightningModule
+
+    class Module(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.losses, self.calls, self.rates = [], [], []
+            if not is_meta:
+                self.net = Net(dropout=dropout)
+
+        def configure_model(self):
+            if is_meta and not hasattr(self, "net"):
+                with torch.device("meta"):
+                    self.net = Net(dropout=dropout)
+
+        def forward(self, inputs):
+            return self.net(inputs)
+
+        def training_step(self, batch, index):
+            loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+            self.losses.append(loss.item())
+            self.rates.append(self.optimizers().param_groups[0]["lr"])
+            if not self.trainer.barebones:
+                self.log("loss", loss, sync_dist=True)
+            return loss
+
+        def validation_step(self, batch, index):
+            if not self.trainer.barebones:
+                self.log("val", nn.functional.cross_entropy(self(batch[0]), batch[1]), sync_dist=True)
+
+        test_step = validation_step
+
+        def predict_step(self, batch, index):
+            return self(batch[0]).float()
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1 if epoch_schedule else 2, 0.5)
+            interval = "epoch" if epoch_schedule else "step"
+            return [optimizer], [{"scheduler": scheduler, "interval": interval}]
+
+    for name, hook in hooks.items():
+        setattr(Module, name, hook)
+    return Module()
+
+
+def loader_of(size=24, batch_size=2):
+    return torch.utils.data.DataLoader(dataset(size), batch_size=batch_size)
+
+
+def fit(module, folder, strategy, precision=None, *, ckpt_path=None, **arguments):
+    """Fit a LightningModule with validation, and return the Trainer."""
+    trainer = trainer_of(folder, strategy, precision, **arguments)
+    torch.manual_seed(10 + dist.get_rank())
+    with lightning_warnings():
+        trainer.fit(module, loader_of(), loader_of(8), ckpt_path=ckpt_path)
+    return trainer
+
+
+def fitted(folder, strategy, precision=None, *, module=None, ckpt_path=None, **arguments):
+    """Build, fit and predict. Returns losses, learning rates, predictions and metrics."""
+    torch.manual_seed(0)
+    module = module_of(**(module or {}))
+    trainer = fit(module, folder, strategy, precision, ckpt_path=ckpt_path, **arguments)
+    metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    with lightning_warnings():
+        predictions = torch.cat(trainer.predict(module, loader_of(8)))
+    return module.losses, module.rates, predictions, metrics

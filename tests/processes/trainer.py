@@ -1,0 +1,154 @@
+"""Training runs of transformers' `Trainer` on ranks: the stock one under DDP, and those with `ZeroampMixin`."""
+
+import dataclasses
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+DDP = "the stock Trainer under DDP"
+REDUCES_EACH = "the stock Trainer, with the gradients of each micro-batch averaged over ranks, then added"
+VOCAB, LENGTH = 64, 8
+
+
+def fresh():
+    """Forget accelerate's states of the process, and let its warnings pass."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    warnings.simplefilter("ignore")
+
+
+def examples(number, seed=0):
+    """Token sequences; the labels of some are masked, so that batches have different numbers of them."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for index in range(number):
+        tokens = torch.randint(0, VOCAB, (LENGTH,), generator=generator)
+        labels = tokens.clone()
+        labels[: index % 5] = -100
+        found.append({"input_ids": tokens, "labels": labels})
+    return found
+
+
+def llama(seed=0, **changes):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, "pad_token_id": 0, **changes}))
+
+
+def arguments(kind, folder, cfg=None, **changes):
+    """Arguments of a Trainer: `ZeroampTrainingArguments` where `kind` is a stage."""
+    from transformers import TrainingArguments
+
+    from zeroamp.integrations.transformers import ZeroampTrainingArguments
+
+    fresh()
+    given: dict[str, Any] = {
+        "output_dir": str(folder), "use_cpu": True, "per_device_train_batch_size": 2, "max_grad_norm": 0.0,
+        "learning_rate": 1e-2, "bf16": True, "logging_steps": 1, "report_to": "none", "save_strategy": "no",
+        "disable_tqdm": True, "num_train_epochs": 1, "per_device_eval_batch_size": 2, **changes,
+    }  # fmt: skip
+    if kind in (DDP, REDUCES_EACH):
+        return TrainingArguments(**given)
+    return ZeroampTrainingArguments(zeroamp={"zero_optimization": {"stage": kind}, **(cfg or {})}, **given)
+
+
+def trainer_of(kind, folder, cfg=None, *, model=None, num=40, before=(), trainer_arguments=None, **changes):
+    """Return a Trainer that has not trained."""
+    from transformers import PrinterCallback, Trainer
+
+    from zeroamp.integrations.transformers import ZeroampTrainer
+
+    args = arguments(kind, folder, cfg, **changes)
+    cls = Trainer if kind in (DDP, REDUCES_EACH) else ZeroampTrainer
+    given = {"train_dataset": examples(num), **(trainer_arguments or {})}
+    trainer = cls(llama() if model is None else model, args, **given)
+    trainer.remove_callback(PrinterCallback)
+    if kind == REDUCES_EACH:
+        reduce_each(trainer)
+    return trainer
+
+
+def reduce_each(trainer):
+    """Average the gradients of each micro-batch over ranks, then add: the order of ZeRO stages 2 and 3."""
+    sums = {}
+
+    def backward(loss):
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        loss.backward()  # inside of no_sync: local
+        for parameter in model.parameters():
+            gradient, parameter.grad = parameter.grad, None
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
+            sums[parameter] = gradient if parameter not in sums else sums[parameter] + gradient
+            if trainer.accelerator.sync_gradients:
+                parameter.grad = sums.pop(parameter)
+
+    def training_step(model, *args, **kwargs):
+        with model.no_sync():
+            return type(trainer).training_step(trainer, model, *args, **kwargs)
+
+    trainer.accelerator.backward = backward
+    trainer.training_step = training_step
+
+
+def clip_by_fp64(trainer):
+    """Give the stock Trainer the norm of zeroamp: squares added in fp64, the norm rounded to fp32 once.
+
+    torch's is the fp32 norm of fp32 norms of the parameters, an ulp or so apart. AdamW and bf16 compute make more of
+    that ulp in every step.
+    """
+
+    def clip(parameters, max_norm, norm_type=2):
+        gradients = [parameter.grad for parameter in parameters]
+        norm = sum(gradient.double().square().sum() for gradient in gradients).sqrt().float()
+        for gradient in gradients:
+            gradient.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    trainer.accelerator.clip_grad_norm_ = clip
+
+
+def parameters_of(model):
+    """Return whole copies of the parameters."""
+    named = ((name.removeprefix("module."), parameter.detach()) for name, parameter in model.named_parameters())
+    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for name, p in named}
+
+
+@dataclasses.dataclass
+class Run:
+    """What a training logged, and the parameters that it ended with."""
+
+    losses: list
+    norms: list
+    rates: list
+    parameters: dict
+
+    def differences(self, other, norms=True):
+        """Return what is not equal, bit for bit."""
+        found = [name for name in ("losses", "rates") if getattr(self, name) != getattr(other, name)]
+        if norms and repr(self.norms) != repr(other.norms):  # nan of a skipped step is equal to nan
+            found.append("norms")
+        pairs = self.parameters.items()
+        return found + [name for name, value in pairs if not torch.equal(value, other.parameters[name])]
+
+
+def outcome(trainer):
+    """Return what a trainer's training did."""
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    logged = [[entry[key] for entry in steps] for key in ("loss", "grad_norm", "learning_rate")]
+    return Run(*logged, parameters_of(trainer.model))
+
+
+def run(kind, folder, cfg=None, **changes):
+    """Train, and return what happened."""
+    trainer = trainer_of(kind, folder, cfg, **changes)
+    trainer.train()
+    return outcome(trainer)

@@ -1,0 +1,204 @@
+"""The names of the package: what each brings, what is refused, and the small modules beside the engine."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import torch
+
+import zeroamp.deepspeed as deepspeed
+from tests.processes.launch import ROOT
+from zeroamp.deepspeed import accelerator, checkpointing, comm, moe, utils, zero
+from zeroamp.deepspeed.arguments import config_of
+from zeroamp.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from zeroamp.deepspeed.refused import ENGINE, EXPERTS, OPS, PACKAGE, ZERO, UnsupportedError
+from zeroamp.policies.errors import ConfigError
+
+READER = """
+import sys
+import zeroamp.deepspeed
+assert "torch" not in sys.modules
+from zeroamp.deepspeed.load import load_deepspeed_checkpoint
+print([name for name in sys.modules if name.startswith("zeroamp.deepspeed.")])
+"""
+
+
+def test_the_reader_of_checkpoints_imports_nothing_of_the_engine():
+    found = subprocess.run([sys.executable, "-c", READER], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    names = {name.rpartition(".")[2] for name in json.loads(found.replace("'", '"'))}
+    assert names == {"contents", "files", "layout", "load", "training"}
+
+
+def test_every_public_name_is_there():
+    for name in (*deepspeed.__all__, *deepspeed.MODULES):
+        assert getattr(deepspeed, name) is not None
+        assert name in dir(deepspeed)
+    assert callable(deepspeed.initialize)
+    from zeroamp.deepspeed.runtime.engine import DeepSpeedEngine
+    from zeroamp.deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    assert DeepSpeedEngine is deepspeed.DeepSpeedEngine
+    assert ZeroParamStatus is deepspeed.zero.ZeroParamStatus
+
+
+@pytest.mark.parametrize(("owner", "names"), [(deepspeed, PACKAGE), (zero, ZERO), (moe.layer, EXPERTS)])
+def test_refused_names_are_imported_and_raise_the_reason_when_used(owner, names):
+    for name, reason in names.items():
+        refused = getattr(owner, name)
+        for use in (refused, lambda refused=refused: refused.attribute):
+            with pytest.raises(UnsupportedError) as raised:
+                use()
+            assert reason in str(raised.value)
+    with pytest.raises(UnsupportedError, match="no pipeline"):
+
+        class Model(deepspeed.PipelineModule):
+            pass
+
+
+def test_every_refused_name_is_in_the_docs():
+    text = (ROOT / "docs" / "deepspeed-api.md").read_text()
+    for names in (PACKAGE, ENGINE, ZERO, OPS, EXPERTS):
+        for name, reason in names.items():
+            assert f".{name}`" in text
+            assert reason in text
+
+
+def test_no_name_of_the_engine_is_both_there_and_refused():
+    assert not [name for name in ENGINE if hasattr(deepspeed.DeepSpeedEngine, name)]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "close"),
+    [
+        (deepspeed, "initialise", "initialize"),
+        (comm, "all_reduces", "all_reduce"),
+        (utils, "safe_get_full_fp32_params", "safe_get_full_fp32_param"),
+        (zero, "GatherParameters", "GatheredParameters"),
+        (checkpointing, "checkpoints", "checkpoint"),
+        (accelerator.get_accelerator(), "device_names", "device_name"),
+        (moe.layer, "MoEs", "MoE"),
+    ],
+)
+def test_an_unknown_name_is_told_close_ones(owner, name, close):
+    with pytest.raises(UnsupportedError, match=f"'{name}'.*{close}"):
+        getattr(owner, name)
+    assert not hasattr(owner, name)
+
+
+def test_arguments_and_configs(tmp_path):
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"bfloat16": {"enabled": True}, "gradient_clipping": 0.5}))
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(path)])
+    assert args.deepspeed
+    assert not args.deepscale
+    config = config_of(args, None, None)
+    assert config["bf16"] == {"enabled": True, "check_grad_overflow": True}
+    assert config["gradient_clipping"] == 0.5
+    given = {"zeroamp": {"sync_module_states": False}}
+    assert config_of(None, None, given) == {"gradient_clipping": 1.0, **given}
+    assert given == {"zeroamp": {"sync_module_states": False}}
+    old = {"zero_optimization": {"stage": 1, "cpu_offload": True}}
+    assert config_of(None, old, None)["zero_optimization"] == {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    assert deepspeed.DeepSpeedConfigError is ConfigError
+    assert config_of(argparse.Namespace(local_rank=0), {}, None)["zeroamp"] == {"sync_module_states": True}
+    for wrong in ((args, {}, None), (None, None, None)):
+        with pytest.raises(ConfigError, match="one config"):
+            config_of(*wrong)
+
+
+def test_without_expert_parallel_layers_there_is_nothing_to_split():
+    group = {"params": [], "name": "all"}
+    split = moe.utils.split_params_into_different_moe_groups_for_optimizer
+    assert split(group) == split((group,)) == [group]
+    assert not moe.utils.is_moe_param(None)
+    assert moe.utils.has_moe_layers(None) == (False, 0)
+
+
+def test_adam_has_deepspeeds_defaults():
+    parameters = [torch.nn.Parameter(torch.ones(2))]
+    optimizer = FusedAdam(parameters)
+    assert type(optimizer) is torch.optim.AdamW
+    assert (optimizer.defaults["lr"], optimizer.defaults["weight_decay"]) == (1e-3, 0.0)
+    assert type(FusedAdam(parameters, adam_w_mode=False)) is torch.optim.Adam
+    assert type(DeepSpeedCPUAdam(parameters, adamw_mode=False, weight_decay=0.1)) is torch.optim.Adam
+    for make in (
+        lambda: FusedAdam(parameters, bias_correction=False),
+        lambda: FusedAdam(parameters, set_grad_none=False),
+        lambda: DeepSpeedCPUAdam(parameters, fp32_optimizer_states=False),
+    ):
+        with pytest.raises(UnsupportedError, match="False"):
+            make()
+
+
+def test_checkpointing_recomputes_and_refuses_what_it_does_not_do():
+    assert not checkpointing.is_configured()
+    checkpointing.configure(None, deepspeed_config="config.json", num_checkpoints=4)
+    assert checkpointing.is_configured()
+    checkpointing.reset()
+    with pytest.raises(UnsupportedError, match="partition_activations"):
+        checkpointing.configure(partition_activations=True)
+    calls = []
+
+    def double(x):
+        calls.append(x.shape)
+        return x * 2
+
+    x = torch.ones(3, requires_grad=True)
+    checkpointing.checkpoint(lambda x: double(x).sin(), x).sum().backward()
+    assert len(calls) == 2
+    assert torch.equal(x.grad, 2 * torch.full((3,), 2.0).cos())
+
+
+def _comm(rank_free_port):
+    del rank_free_port
+    assert comm.is_initialized()
+    deepspeed.init_distributed()  # does nothing
+    tensor = torch.full((2,), float(comm.get_rank() + 1))
+    comm.all_reduce(tensor)
+    assert tensor.tolist() == [3.0, 3.0]
+    comm.barrier()
+    with pytest.raises(UnsupportedError, match="zeroamp.traffic"):
+        comm.log_summary()
+    loader = utils.RepeatingLoader([1, 2])
+    assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
+    with mock.patch.dict(os.environ):
+        os.environ.pop("LOCAL_RANK", None)  # a test of a launcher may have left one
+        without = comm.get_local_rank()
+        os.environ["LOCAL_RANK"] = "3"
+        local_ranks = without, comm.get_local_rank()
+    return comm.get_world_size(), local_ranks, comm.get_all_ranks_from_group()
+
+
+def test_comm_is_torchs_and_a_loader_repeats(ranks2):
+    assert ranks2.run(_comm, 0) == [(2, (0, 3), [0, 1])] * 2
+
+
+def test_the_accelerator_is_the_device_of_this_machine(monkeypatch):
+    found = accelerator.get_accelerator()
+    assert deepspeed.get_accelerator() is found
+    if torch.cuda.is_available():
+        assert found.device_name(1) == "cuda:1"
+        return
+    assert found.device_name(1) == found.current_device_name() == found.current_device() == "cpu"
+    assert found.communication_backend_name() == "gloo"
+    assert found.is_bf16_supported()
+    assert found.on_accelerator(torch.ones(1))
+    found.set_device(3)
+    state = found.get_rng_state()
+    first = torch.rand(1)
+    found.set_rng_state(state)
+    assert torch.equal(torch.rand(1), first)
+    assert (found.memory_allocated(), found.max_memory_reserved()) == (0, 0)
+
+
+def test_on_device_builds_on_the_meta_device_in_a_dtype():
+    with deepspeed.OnDevice(dtype=torch.bfloat16):
+        layer = torch.nn.Linear(2, 2)
+    assert (layer.weight.is_meta, layer.weight.dtype) == (True, torch.bfloat16)
+    assert torch.nn.Linear(2, 2).weight.dtype == torch.float32
+    assert utils.instrument_w_nvtx(len) is len

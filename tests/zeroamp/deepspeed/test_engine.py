@@ -1,0 +1,290 @@
+import pytest
+import torch
+
+import zeroamp.deepspeed as deepspeed
+from tests.models.small import batch, build, loss_of
+from tests.oracles import one_process
+from tests.processes.training import check_same_run, same_bits
+from tests.processes.training import config as plain_config
+from tests.processes.training import train as train_plain
+from tests.selection import slow_but
+from tests.zeroamp.deepspeed.engine_cases import by_boundary, config, start, train
+from zeroamp.policies.errors import ConfigError, StepError
+
+NAME = "llama_tied"
+
+
+FP32 = {"communication_data_type": "fp32"}  # at stage 1, bf16 would round the accumulated gradient
+
+
+def _like_train_step(stage):
+    ours = train(NAME, config(stage, accumulation=2, clip=0.5, **FP32), 3)
+    check_same_run(ours, train_plain(NAME, plain_config(stage, accumulation=2, clip=0.5, **FP32), 3))
+    return ours
+
+
+@pytest.mark.parametrize("stage", slow_but((0, 1, 2, 3), 1, 3))
+def test_an_engine_trains_the_bits_of_a_train_step_and_of_plain_autocast(ranks2, stage):
+    runs = ranks2.run(_like_train_step, stage)
+    losses, norms, parameters = one_process.train(
+        NAME, world_size=2, num_steps=3, accumulation=2, clip=0.5, reduce_each=stage >= 2
+    )
+    for rank, run in enumerate(runs):
+        assert run.losses == [step[rank] for step in losses]
+        assert run.norms == [float(norm) for norm in norms]
+        assert same_bits(run.parameters, parameters) == []
+
+
+@pytest.mark.parametrize("stage", slow_but((0, 1, 2, 3), 0, 2))
+def test_steps_of_any_number_of_micro_batches_end_by_the_boundary(ranks2, stage):
+    counts = [3, 1, 2]
+    runs = ranks2.run(by_boundary, NAME, config(stage, accumulation=3, **FP32), counts)
+    losses, norms, parameters = one_process.train(
+        NAME, world_size=2, num_steps=3, accumulation=counts, reduce_each=stage >= 2
+    )
+    for rank, run in enumerate(runs):
+        assert run.losses == [step[rank] for step in losses]
+        assert run.norms == [float(norm) for norm in norms]
+        assert same_bits(run.parameters, parameters) == []
+
+
+def test_no_sync_accumulates_without_communication(ranks2):
+    runs = ranks2.run(by_boundary, NAME, config(1, **FP32), [2, 3], in_no_sync=True)
+    losses, _, parameters = one_process.train(NAME, world_size=2, num_steps=2, accumulation=[2, 3])
+    for rank, run in enumerate(runs):
+        assert run.losses == [step[rank] for step in losses]
+        assert same_bits(run.parameters, parameters) == []
+
+
+def _refused():
+    texts = {}
+    engine = start(NAME, config(2))
+    for name, call in {
+        "no_sync": lambda: engine.no_sync().__enter__(),
+        "step": engine.step,
+        "retain_graph": lambda: engine.backward(torch.zeros(()), retain_graph=True),
+        "lr_kwargs": lambda: engine.step(lr_kwargs={"epoch": 1}),
+        "train_batch": lambda: engine.train_batch(None),
+        "unknown": lambda: engine.get_global_grad_nrm(1),
+        "optimizer.step": lambda: engine.optimizer.step(None),
+        "set_train_batch_size": lambda: engine.set_train_batch_size(7),
+    }.items():
+        with pytest.raises((StepError, ConfigError, deepspeed.UnsupportedError)) as raised:
+            call()
+        texts[name] = str(raised.value)
+    assert not hasattr(engine, "train_batch")
+    engine.destroy()
+    with pytest.raises(StepError, match="got no optimizer"):
+        engine.step()
+    return texts
+
+
+def test_what_an_engine_cannot_do_raises_with_the_reason(ranks2):
+    texts = ranks2.run(_refused)[0]
+    assert "stage 2" in texts["no_sync"]
+    assert "set_gradient_accumulation_boundary(False)" in texts["no_sync"]
+    assert "without a backward" in texts["step"]
+    assert "retain_graph" in texts["retain_graph"]
+    assert "lr_kwargs" in texts["lr_kwargs"]
+    assert "no pipeline parallelism" in texts["train_batch"]
+    assert "get_global_grad_norm" in texts["unknown"]
+    assert "engine.step()" in texts["optimizer.step"]
+    assert "multiple of 4" in texts["set_train_batch_size"]
+
+
+def _reads():
+    engine = start(NAME, config(3, accumulation=2, clip=0.5, steps_per_print=7))
+    sizes = engine.get_batch_info(), engine.train_batch_size()
+    engine.set_train_batch_size(4)
+    train(NAME, None, 2, engine=engine)
+    return {
+        "sizes": sizes,
+        "after": engine.get_batch_info(),
+        "counts": (engine.global_steps, engine.global_samples, engine.micro_steps, engine.skipped_steps),
+        "lr": engine.get_lr(),
+        "mom": engine.get_mom(),
+        "stage": (engine.zero_optimization(), engine.zero_optimization_stage()),
+        "modes": (engine.bfloat16_enabled(), engine.fp16_enabled(), engine.torch_autocast_enabled()),
+        "ranks": (engine.global_rank, engine.world_size, engine.dp_world_size, str(engine.device)),
+        "scale": (engine.cur_scale, engine.loss_scale(), engine.optimizer.loss_scale, engine.optimizer.overflow),
+        "names": [name for name, _ in engine.named_parameters()][:1],
+        "of the module": engine.logits.__name__,
+        "modes of the module": (engine.train().module.training, engine.eval().module.training),
+    }
+
+
+def test_what_an_engine_reads(ranks2):
+    reads = ranks2.run(_reads)
+    first = reads[0]
+    assert first["sizes"] == ((8, 2, 2), 8)
+    assert first["after"] == (4, 2, 1)
+    assert first["counts"] == (2, 8, 2, 0)
+    assert first["lr"] == [1e-2]
+    assert first["mom"] == [(0.9, 0.999)]
+    assert first["stage"] == (True, 3)
+    assert first["modes"] == (False, False, True)
+    assert [read["ranks"] for read in reads] == [(0, 2, 2, "cpu"), (1, 2, 2, "cpu")]
+    assert first["scale"] == (1.0, 1.0, 1.0, False)
+    assert first["names"][0].startswith("module.")
+    assert first["of the module"] == "logits"
+    assert first["modes of the module"] == (True, False)
+
+
+def _of_config():
+    torch.manual_seed(torch.distributed.get_rank())  # ranks differ: the first one's weights are taken
+    model = build("conv")
+    for parameter in model.parameters():
+        parameter.data += torch.rand(())
+    cfg = config(
+        1,
+        dtype=None,
+        dataloader_drop_last=True,
+        optimizer={"type": "Adam", "params": {"lr": 0.1, "betas": [0.8, 0.99]}},
+        scheduler={
+            "type": "WarmupLR",
+            "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "linear"},
+        },
+    )
+    del cfg["gradient_clipping"]
+    groups = [{"params": (p for n, p in model.named_parameters() if "bias" in n), "weight_decay": 0.3}]
+    groups.append({"params": [p for n, p in model.named_parameters() if "bias" not in n]})
+    samples = [(torch.full((), float(i)), i) for i in range(10)]
+    engine, optimizer, loader, scheduler = deepspeed.initialize(
+        model=model, model_parameters=groups, config=cfg, training_data=samples
+    )
+    rates = []
+    for i in range(3):
+        rates.append(engine.get_lr()[0])
+        engine.backward(loss_of(engine, batch("conv", i)))
+        engine.step()
+    ids = [i for _, labels in loader for i in labels.tolist()]
+    later = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.5)
+    later.step()
+    return {
+        "clipping": engine.gradient_clipping(),
+        "optimizer": type(optimizer.optimizer).__name__,
+        "groups": [(group["weight_decay"], len(group["params"])) for group in optimizer.param_groups],
+        "rates": rates,
+        "scheduler": scheduler is engine.lr_scheduler,
+        "ids": ids,
+        "later": engine.get_lr()[0],
+        "weights": engine.module_state_dict()["head.weight"].tolist(),
+    }
+
+
+def test_the_config_builds_optimizer_scheduler_and_loader(ranks2):
+    first, second = ranks2.run(_of_config)
+    assert first["clipping"] == 1.0  # DeepSpeed's default
+    assert first["optimizer"] == "AdamW"
+    assert [decay for decay, _ in first["groups"]] == [0.3, 0.0]
+    assert first["rates"] == pytest.approx([0.0, 0.0, 0.025])  # DeepSpeed begins with two zeros; decimal numbers
+    assert first["scheduler"]
+    assert (len(first["ids"]), len(second["ids"])) == (4, 4)  # of 5, in batches of 2
+    assert len({*first["ids"], *second["ids"]}) == 8
+    assert first["ids"] != sorted(first["ids"])
+    assert first["later"] == pytest.approx(0.1 * 0.5)
+    assert first["weights"] == second["weights"]
+
+
+def _callables():
+    model = build(NAME)
+    engine, *_, scheduler = deepspeed.initialize(
+        model=model,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+        config=config(1),
+    )
+    train(NAME, None, 2, engine=engine)
+    assert engine.get_lr() == [0.25]
+    assert scheduler.get_last_lr() == [0.25]
+    model = build(NAME)
+    only = deepspeed.initialize(model=model, config=config(3))
+    assert only[1:] == (None, None, None)
+    assert loss_of(only[0], batch(NAME, 0)).isfinite()
+    with pytest.raises(StepError, match="got no optimizer"):
+        only[0].backward(torch.zeros(()))
+
+
+def test_functions_make_optimizer_and_scheduler_and_none_is_needed(ranks2):
+    ranks2.run(_callables)
+
+
+def _wrong():
+    texts = []
+    model, other = build(NAME), build(NAME)
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    foreign = torch.optim.SGD(other.parameters(), lr=0.1)
+    for kwargs in (
+        {"optimizer": foreign},
+        {"mpu": object()},
+        {"config": None},
+        {"config_params": config(0), "args": type("Args", (), {"deepspeed_config": "file.json"})()},
+        {"model": None},
+        {"config": {"zero_optimization": {"stage": 1}}},
+        {"config": config(0, pipeline={"stages": 2})},
+        {"lr_scheduler": torch.optim.lr_scheduler.StepLR(own, 1)},
+    ):
+        with pytest.raises((StepError, ConfigError, deepspeed.UnsupportedError)) as raised:
+            deepspeed.initialize(
+                **{"model": build(NAME) if "config" in kwargs else model, "config": config(0), **kwargs}
+            )
+        texts.append(str(raised.value))
+        model = model if not hasattr(model, "_zeroamp_state") else build(NAME)
+    return texts
+
+
+def test_wrong_arguments_are_named(ranks2):
+    texts = ranks2.run(_wrong)[0]
+    words = ["not one of the model", "mpu", "one config", "one config", "model", "train_batch_size"]
+    for word, text in zip([*words, "pipeline", "without an optimizer"], texts, strict=True):
+        assert word in text
+
+
+def _float16():
+    engine = start(NAME, config(2, dtype=None, fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1}))
+    before = engine.module_state_dict()
+    loss = loss_of(engine, batch(NAME, 0)) * 1e6  # gradients overflow in float16
+    engine.backward(loss)
+    engine.step()
+    skipped = (engine.was_step_applied(), engine.skipped_steps, engine.global_steps, engine.optimizer.overflow)
+    after = engine.module_state_dict()
+    assert same_bits(after, before) == []
+    assert all(value.dtype == torch.float16 for value in after.values())
+    train(NAME, None, 1, engine=engine)
+    return skipped, engine.cur_scale, engine.skipped_steps, engine.optimizer.dynamic_loss_scale
+
+
+def test_a_float16_step_that_overflows_is_skipped_and_counted(ranks2):
+    assert ranks2.run(_float16)[0] == ((False, 1, 1, True), 8.0, 1, True)
+
+
+def _compiled():
+    plain = train(NAME, config(1), 2)
+    engine = start(NAME, config(1))
+    engine.compile(backend="eager")
+    assert engine.is_compiled
+    check_same_run(train(NAME, None, 2, engine=engine), plain)
+    with pytest.raises(deepspeed.UnsupportedError, match="DeepCompile"):
+        engine.compile(schedule=[])
+
+
+@pytest.mark.slow
+def test_a_compiled_engine_trains_the_same_bits(ranks2):
+    ranks2.run(_compiled)
+
+
+def _counts_again():
+    engine = start(NAME, config(2, accumulation=2))
+    boundaries, steps = [], []
+    for is_boundary in (False, False, True, None, None, None, None):  # an optimizer step of 3 micro-batches, two of 2
+        engine.set_gradient_accumulation_boundary(is_boundary)
+        boundaries.append(engine.is_gradient_accumulation_boundary())
+        engine.backward(loss_of(engine, batch(NAME, 0)))
+        engine.step()
+        steps.append(engine.global_steps)
+    return boundaries, steps
+
+
+def test_micro_batches_are_counted_from_the_last_optimizer_step(ranks2):
+    expected = [False, False, True, False, True, False, True], [0, 0, 1, 1, 2, 2, 3]
+    assert ranks2.run(_counts_again)[0] == expected

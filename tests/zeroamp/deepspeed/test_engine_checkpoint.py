@@ -1,0 +1,193 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+import zeroamp
+import zeroamp.deepspeed as deepspeed
+from tests.models import deepspeed as saved_models
+from tests.models.small import build
+from tests.processes.ranks import RankError
+from tests.processes.training import full_parameters, same_bits
+from tests.selection import slow_but
+from tests.zeroamp.deepspeed.cases import DATA, expected, facts
+from tests.zeroamp.deepspeed.engine_cases import config, start, train
+from zeroamp.policies.errors import CheckpointError, StepError
+
+NAME = "llama_tied"
+
+
+def _cfg(stage):
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 4}}
+    return config(stage, accumulation=2, clip=0.5, scheduler=schedule)
+
+
+def _resumed(folder, stage, other_stage):
+    rank = torch.distributed.get_rank()
+    first = start(NAME, _cfg(stage))
+    train(NAME, None, 2, engine=first)
+    state = {"epoch": 3, "rank": rank, "sums": torch.arange(3)}
+    assert first.save_checkpoint(folder, client_state=state)
+    assert first.save_checkpoint(folder, tag="step_7", save_latest=False)
+    straight = train(NAME, None, 2, first=2, engine=first)
+
+    engine = start(NAME, _cfg(other_stage))
+    path, state = engine.load_checkpoint(folder)
+    assert path == str(Path(folder) / "global_step2")
+    assert (state["epoch"], state["rank"], state["sums"].tolist()) == (3, 0, [0, 1, 2])
+    assert (engine.global_steps, engine.global_samples, engine.micro_steps) == (2, 16, 4)
+    return straight, train(NAME, None, 2, first=2, engine=engine), first.get_lr(), engine.get_lr()
+
+
+@pytest.mark.parametrize("stage", slow_but((0, 1, 2, 3), 3))
+def test_training_goes_on_bit_for_bit(ranks2, tmp_path, stage):
+    for straight, resumed, lr, lr_resumed in ranks2.run(_resumed, str(tmp_path), stage, stage):
+        assert resumed.losses == straight.losses
+        assert resumed.norms == straight.norms
+        assert same_bits(resumed.parameters, straight.parameters) == []
+        assert lr == lr_resumed
+    assert (tmp_path / "latest").read_text() == "global_step2"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step2", "latest", "step_7"]
+
+
+@pytest.mark.slow
+def test_another_stage_goes_on(ranks2, tmp_path):
+    # The two stages round the accumulated gradients differently, so only the state that was loaded is compared.
+    for straight, resumed, *_ in ranks2.run(_resumed, str(tmp_path), 3, 1):
+        assert resumed.losses[0] == straight.losses[0]
+
+
+def _parts(folder):
+    first = start(NAME, _cfg(2))
+    train(NAME, None, 2, engine=first)
+    first.save_checkpoint(folder, tag="a")
+    first.save_checkpoint(folder, tag="a", client_state={"again": True})  # replaces it
+    saved = full_parameters(first.module)
+
+    engine = start(NAME, _cfg(2))
+    assert engine.load_checkpoint(Path(folder) / "empty") == (None, None)
+    _, state = engine.load_checkpoint(folder, tag="a", load_module_only=True)
+    assert state == {"again": True}
+    assert same_bits(full_parameters(engine.module), saved) == []
+    assert (engine.global_steps, engine.get_lr()) == (0, [0.0])
+    assert not engine.optimizer.state
+
+    engine = start(NAME, _cfg(2))
+    engine.load_checkpoint(folder, tag="a", load_optimizer_states=False)
+    assert (engine.global_steps, engine.get_lr()) == (2, first.get_lr())
+    assert not engine.optimizer.state
+
+    engine = start(NAME, _cfg(2))
+    engine.load_checkpoint(folder, tag="a", load_lr_scheduler_states=False)
+    assert len(engine.optimizer.state) == len(list(engine.parameters()))
+    assert engine.lr_scheduler.last_epoch == 0
+
+    only = deepspeed.initialize(model=build(NAME), config=config(3))[0]
+    only.load_checkpoint(folder, tag="a", load_module_only=True)
+    assert same_bits(full_parameters(only.module), saved) == []
+    texts = []
+    for call in (
+        lambda: engine.load_checkpoint(folder, tag="b"),
+        lambda: engine.save_checkpoint(folder, tag="x/y"),
+        lambda: engine.save_checkpoint(folder, tag="c", client_state={"args": object()}),
+        lambda: engine.load_checkpoint(folder, tag="a", load_module_strict=False),
+        lambda: engine.save_checkpoint(""),
+    ):
+        with pytest.raises((CheckpointError, deepspeed.UnsupportedError)) as raised:
+            call()
+        texts.append(str(raised.value))
+    return texts
+
+
+def test_parts_of_a_checkpoint_are_loaded_and_mistakes_named(ranks2, tmp_path):
+    unknown, bad_tag, client_state, strict, nowhere = ranks2.run(_parts, str(tmp_path))[0]
+    assert "'b'" in unknown
+    assert "its tags: a" in unknown
+    assert "'x/y'" in bad_tag
+    assert "must hold tensors" in client_state
+    assert "load_module_strict" in strict
+    assert "save_dir" in nowhere
+    assert len(list((tmp_path / "a" / "zeroamp").glob("step_*"))) == 1
+
+
+def _of_deepspeed(case, stage):
+    model = saved_models.build(seed=1)
+    optimizer = torch.optim.AdamW(saved_models.param_groups(model), lr=0.5)
+    cfg = {"train_batch_size": 4, "zero_optimization": {"stage": stage}}
+    schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 4}}
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config={**cfg, "scheduler": schedule})[0]
+    path, state = engine.load_checkpoint(DATA / case)
+    differ = [n for n, tensor in expected(case, "fp32").items() if not torch.equal(full_parameters(model)[n], tensor)]
+    only = deepspeed.initialize(model=saved_models.build(seed=2), config=cfg)[0]
+    only.load_checkpoint(DATA / case, load_optimizer_states=False)
+    differ += same_bits(full_parameters(only.module), full_parameters(model))
+    return differ, Path(path).parent.name, state, engine.global_steps, engine.skipped_steps
+
+
+@pytest.mark.parametrize("case", ["stage3_autocast", "stage1_bf16"])
+def test_a_folder_that_deepspeed_wrote_is_loaded(ranks2, case):
+    found = next(path.name for path in DATA.iterdir() if path.name.startswith(case))
+    for differ, folder, state, steps, skipped in ranks2.run(_of_deepspeed, found, 3):
+        assert differ == []
+        assert folder == found
+        assert state == {"epoch": 1, "note": "of the client"}
+        assert (steps, skipped) == (3, facts(found)["skipped_steps"])
+
+
+def _module_state(stage):
+    engine = start(NAME, config(stage))
+    whole = full_parameters(engine.module)
+    with deepspeed.zero.GatheredParameters(engine.parameters()):
+        gathered = engine.module.state_dict()
+        assert same_bits({name: gathered[name] for name in whole}, whole) == []
+    if stage == 0:
+        found = engine.module.state_dict()
+        assert {type(tensor) for tensor in found.values()} == {torch.Tensor}
+        assert same_bits({name: found[name] for name in whole}, whole) == []
+    else:
+        with pytest.raises(StepError, match=r"engine\.module_state_dict\(\)"):
+            engine.module.state_dict()
+    assert "state_dict" not in vars(zeroamp.unwrap_model(engine.module))
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_the_modules_own_state_dict_never_holds_shards(ranks2, stage):
+    ranks2.run(_module_state, stage)
+
+
+def _weights(folder):
+    engine = start(NAME, config(3))
+    train(NAME, None, 1, engine=engine)
+    assert engine.save_16bit_model(folder)
+    assert engine.save_16bit_model(folder, "model.safetensors")
+    return full_parameters(engine.module), engine.module_state_dict(), engine._zero3_consolidated_16bit_state_dict()
+
+
+def test_whole_weights_are_written_in_the_low_precision(ranks2, tmp_path):
+    from safetensors.torch import load_file
+
+    (full, whole, again), (_, second, _) = ranks2.run(_weights, str(tmp_path))
+    written = torch.load(tmp_path / "pytorch_model.bin")
+    assert sorted(written) == sorted(build(NAME).state_dict())
+    assert written["head.weight"].data_ptr() == written["embed.weight"].data_ptr()
+    for name, tensor in full.items():
+        assert torch.equal(written[name], tensor.bfloat16())
+    assert same_bits(whole, written) == same_bits(second, written) == same_bits(again, written) == []
+    build(NAME).load_state_dict(written)
+    assert (
+        same_bits(load_file(tmp_path / "model.safetensors"), {k: v for k, v in written.items() if k != "head.weight"})
+        == []
+    )
+
+
+def _huge(folder):
+    engine = start("conv", config(1, dtype=None, fp16={"enabled": True}))
+    with deepspeed.zero.GatheredParameters(engine.module.head.bias, modifier_rank=0):
+        engine.module.head.bias.data.fill_(1e6)
+    engine.save_16bit_model(folder)
+
+
+def test_a_value_that_float16_does_not_hold_is_an_error(ranks2, tmp_path):
+    with pytest.raises(RankError, match=r"head\.bias has a value of magnitude 1e\+06"):
+        ranks2.run(_huge, str(tmp_path))
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,684 @@
+"""`ZeroampAccelerator` beside accelerate's own `Accelerator`, in the same script, on 2 gloo ranks."""
+
+import dataclasses
+import os
+import tempfile
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+import zeroamp
+from tests.models.small import VOCAB, WIDTH, Block, RMSNorm
+from tests.processes.training import config, full_parameters, same_bits
+
+pytest.importorskip("accelerate", reason="accelerate is not installed: it is what ZeroampAccelerator is a subclass of")
+
+DDP = "accelerate's DDP"
+REDUCES_EACH = "the gradients of each micro-batch averaged over ranks, then added"
+LENGTH, CLASSES = 8, 3
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm = RMSNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, tokens, labels=None):
+        h = self.embed(tokens)
+        for block in self.blocks:
+            h = block(h)
+        logits = self.head(self.norm(h).mean(1))
+        return {"loss": None if labels is None else nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def examples(number, seed):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, VOCAB, (number, LENGTH), generator=generator)
+    return [{"tokens": row, "labels": row.sum() % CLASSES} for row in tokens]
+
+
+def fresh():
+    """Forget accelerate's states of the process, which are shared by all Accelerators."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    warnings.filterwarnings("ignore", message="Joining uneven inputs")
+
+
+def accelerator_of(kind, cfg=None, **kwargs):
+    from accelerate import Accelerator
+
+    from zeroamp.integrations.accelerate import ZeroampAccelerator
+
+    fresh()
+    if kind in (DDP, REDUCES_EACH):
+        return Accelerator(cpu=True, mixed_precision="bf16", **kwargs)
+    return ZeroampAccelerator(cpu=True, zeroamp=config(kind, accumulation=None) | (cfg or {}), **kwargs)
+
+
+def two_groups(model, lr=1e-2):
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=lr)
+
+
+@dataclasses.dataclass
+class Script:
+    """A training script as accelerate's examples are written, and what it did."""
+
+    accelerator: object
+    num_examples: int = 40
+    max_norm: float | None = None
+    model: nn.Module = None
+    losses: list = dataclasses.field(default_factory=list)
+    norms: list = dataclasses.field(default_factory=list)
+    rates: list = dataclasses.field(default_factory=list)
+    predictions: list = dataclasses.field(default_factory=list)
+
+    def prepare(self, seed=0):
+        torch.manual_seed(seed)
+        self.model = Classifier()
+        self.optimizer = two_groups(self.model)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + 0.1 * step))
+        train = DataLoader(examples(self.num_examples, 1), batch_size=4, shuffle=True)
+        evaluated = DataLoader(examples(10, 2), batch_size=4)
+        self.own = list(self.model.parameters())
+        self.model, self.optimizer, self.train, self.evaluated, self.scheduler = self.accelerator.prepare(
+            self.model, self.optimizer, train, evaluated, self.scheduler
+        )
+        return self
+
+    def epoch(self):
+        self.model.train()
+        for batch in self.train:
+            with self.accelerator.accumulate(self.model):
+                loss = self.model(**batch)["loss"]
+                self.accelerator.backward(loss)
+                if self.max_norm is not None and self.accelerator.sync_gradients:
+                    norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.max_norm)
+                    self.norms.append(float(norm))
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+            self.losses.append(float(loss.detach()))
+            self.rates.append(self.scheduler.get_last_lr()[0])
+        self.model.eval()
+        for batch in self.evaluated:
+            with torch.no_grad():
+                logits = self.model(**batch)["logits"]
+            self.predictions += self.accelerator.gather_for_metrics(logits).tolist()
+        return self
+
+    def parameters(self):
+        module = getattr(self.model, "module", self.model)
+        return full_parameters(module)
+
+    def differences(self, other):
+        """What differs in any bit."""
+        lists = [name for name in ("losses", "rates", "predictions") if getattr(self, name) != getattr(other, name)]
+        return lists + same_bits(self.parameters(), other.parameters())
+
+
+def reduce_each(script):
+    """Make a script of accelerate's own average the gradients of every micro-batch over the ranks, then add them.
+
+    Stages 2 and 3 do so. DDP adds micro-batches on each rank, then averages over ranks.
+    """
+    accelerator = script.accelerator
+    accelerator.prepare_model = lambda model, **_: type(accelerator).prepare_model(accelerator, model, None, True)
+    sums = {}
+
+    def backward(loss):
+        (loss / accelerator.gradient_accumulation_steps).backward()
+        for parameter in script.model.parameters():
+            dist.all_reduce(parameter.grad)
+            sums[parameter] = sums.get(parameter, 0) + parameter.grad / dist.get_world_size()
+            parameter.grad = sums[parameter] if accelerator.sync_gradients else None
+        if accelerator.sync_gradients:
+            sums.clear()
+
+    accelerator.backward = backward
+    return script
+
+
+def run(kind, cfg=None, *, epochs=2, num_examples=40, max_norm=None, **kwargs):
+    script = Script(accelerator_of(kind, cfg, **kwargs), num_examples, max_norm)
+    if kind == REDUCES_EACH:
+        reduce_each(script)
+    script.prepare()
+    for _ in range(epochs):
+        script.epoch()
+    return script
+
+
+FP32 = {"communication_data_type": "fp32"}
+
+
+def _same_as_ddp():
+    stock = run(DDP)
+    found = {stage: run(stage).differences(stock) for stage in range(4)}
+    return found, stock.losses
+
+
+def test_losses_predictions_rates_and_parameters_are_those_of_accelerates_ddp(ranks2):
+    for found, losses in ranks2.run(_same_as_ddp):
+        assert found == {0: [], 1: [], 2: [], 3: []}
+        assert losses[-1] < losses[0]
+
+
+def _short_window(kind_of_stage, cfg=None):
+    """5 batches of each rank in an epoch, 2 for an optimizer step."""
+    oracles = {kind: run(kind, gradient_accumulation_steps=2) for kind in set(kind_of_stage.values())}
+    found = {}
+    for stage, kind in kind_of_stage.items():
+        script = run(stage, cfg, gradient_accumulation_steps=2)
+        found[stage] = script.differences(oracles[kind]), script.accelerator.train_step.num_steps
+    return found
+
+
+def test_accumulation_with_a_short_last_step_of_an_epoch(ranks2):
+    stages = {0: DDP, 1: DDP, 2: REDUCES_EACH, 3: REDUCES_EACH}
+    for found in ranks2.run(_short_window, stages, FP32):
+        assert found == dict.fromkeys(range(4), ([], 6))
+
+
+def clip_by_fp64(accelerator):
+    """Give accelerate's own the norm of zeroamp: squares added in fp64, the norm rounded to fp32 once.
+
+    torch's is the fp32 norm of fp32 norms of the parameters, an ulp or so apart. bf16 compute makes more of that ulp in
+    every step: after 10 of them, 4e-4 of the norm.
+    """
+
+    def clip(parameters, max_norm):
+        gradients = [parameter.grad for parameter in parameters]
+        norm = sum(gradient.double().square().sum() for gradient in gradients).sqrt().float()
+        for gradient in gradients:
+            gradient.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
+
+    accelerator.clip_grad_norm_ = clip
+
+
+def _clipped():
+    own_norm = run(DDP, max_norm=0.5, epochs=1)
+    oracle = Script(accelerator_of(DDP), max_norm=0.5).prepare()
+    clip_by_fp64(oracle.accelerator)
+    oracle.epoch()
+    found = {stage: run(stage, max_norm=0.5, epochs=1) for stage in range(4)}
+    same = {stage: each.norms == oracle.norms and each.differences(oracle) for stage, each in found.items()}
+    return same, oracle.norms, own_norm.norms[0]
+
+
+def test_clipping(ranks2):
+    for found, norms, accelerates_own in ranks2.run(_clipped):
+        assert found == {0: [], 1: [], 2: [], 3: []}
+        assert max(norms) > 0.5  # it clips
+        assert norms[0] == pytest.approx(accelerates_own, rel=2**-22)  # an ulp or two of fp32
+
+
+def _by_hand(stage):
+    """A loop without `accumulate`: each backward syncs, and the script divides and steps every second time."""
+    script = Script(accelerator_of(stage, FP32)).prepare()
+    oracle = reduce_each(Script(accelerator_of(REDUCES_EACH))).prepare() if stage >= 0 else None
+    for each in (script, oracle):
+        fresh_sync = each.accelerator
+        for index, batch in enumerate(each.train):
+            loss = each.model(**batch)["loss"] / 2
+            if each is oracle:
+                fresh_sync.gradient_state._set_sync_gradients(index % 2 == 1)
+            fresh_sync.backward(loss)
+            if index % 2:
+                each.optimizer.step()
+                each.optimizer.zero_grad()
+            each.losses.append(float(loss.detach()))
+            if index == 3:
+                break
+    return script.differences(oracle)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_loop_that_steps_after_several_synchronised_backwards(ranks2, stage):
+    assert ranks2.run(_by_hand, stage) == [[], []]
+
+
+def _no_sync():
+    """A loop without `accumulate`, which marks the micro-batches before the last one by `no_sync`."""
+    scripts = [Script(accelerator_of(DDP)).prepare(), Script(accelerator_of(1, FP32)).prepare()]
+    for script in scripts:
+        for index, batch in enumerate(script.train):
+            is_last = index % 3 == 2
+            with nullcontext() if is_last else script.accelerator.no_sync(script.model):
+                loss = script.model(**batch)["loss"]
+                script.accelerator.backward(loss / 3)
+            script.losses.append(float(loss.detach()))
+            if is_last:
+                script.optimizer.step()
+                script.optimizer.zero_grad()
+    stock, ours = scripts
+    ours.accelerator.train_step.zero_grad()  # 2 of the 5 batches are left
+    return ours.differences(stock)
+
+
+def test_no_sync_by_hand(ranks2):
+    assert ranks2.run(_no_sync) == [[], []]
+
+
+class Seen:
+    """A custom object of a checkpoint."""
+
+    def __init__(self):
+        self.count = 0
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def _resumed(folder, stage, dtype):
+    from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
+
+    def start(seed):
+        project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, total_limit=2)
+        loaders = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3)
+        cfg = config(stage, dtype=dtype, accumulation=None)
+        script = Script(
+            accelerator_of(stage, cfg, project_config=project, dataloader_config=loaders, gradient_accumulation_steps=2)
+        )
+        script.prepare(seed)
+        script.seen = Seen()
+        script.accelerator.register_for_checkpointing(script.seen)
+        return script
+
+    first = start(seed=0)
+    for epoch in range(3):
+        first.seen.count = epoch
+        first.losses, first.rates = [], []
+        first.train.set_epoch(epoch)
+        first.epoch()
+        if epoch < 2:
+            first.accelerator.save_state()
+    first.accelerator.save_state()  # the third: the first is removed
+    names = sorted(os.listdir(f"{folder}/checkpoints"))
+    expected, shuffled = first.parameters(), torch.rand(3)
+    second = start(seed=5)
+    second.accelerator.load_state(f"{folder}/checkpoints/checkpoint_1")
+    count, steps = second.seen.count, second.accelerator.train_step.num_steps
+    second.train.set_epoch(2)
+    second.epoch()
+    second_random = torch.rand(3)
+    different = same_bits(second.parameters(), expected)
+    same = (second.losses, second.rates) == (first.losses, first.rates)
+    third = start(seed=6)
+    third.accelerator.load_state()  # the newest
+    different += same_bits(third.parameters(), expected)
+    return names, count, steps, different, same, torch.equal(shuffled, second_random)
+
+
+@pytest.mark.parametrize("stage", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+def test_training_goes_on_exactly_from_a_state(ranks2, tmp_path, stage, dtype):
+    for found in ranks2.run(_resumed, str(tmp_path), stage, dtype):
+        assert found == (["checkpoint_1", "checkpoint_2"], 1, 6, [], True, True)
+
+
+def _evaluated_models(folder):
+    """Models and an optimizer that are prepared one by one, and a state that is loaded before a training step."""
+
+    def start(seed):
+        torch.manual_seed(seed)
+        accelerator = accelerator_of(3)
+        averaged, trained = Classifier().requires_grad_(False), Classifier()
+        averaged, trained = accelerator.prepare_model(averaged), accelerator.prepare_model(trained)
+        accelerator.prepare_optimizer(torch.optim.AdamW(trained.parameters()))
+        return accelerator, full_parameters(averaged) | {f"trained.{k}": v for k, v in full_parameters(trained).items()}
+
+    def alone(seed):
+        torch.manual_seed(seed)
+        accelerator = accelerator_of(3)
+        return accelerator, full_parameters(accelerator.prepare(Classifier()))
+
+    found = []
+    for name, begin in {"several": start, "alone": alone}.items():
+        accelerator, expected = begin(0)
+        accelerator.save_state(f"{folder}/{name}")
+        accelerator.wait_for_everyone()
+        accelerator, others = begin(1)
+        accelerator.load_state(f"{folder}/{name}")
+        loaded = [full_parameters(model) for model in accelerator._models]
+        both = loaded[0] | {f"trained.{k}": v for k, v in loaded[-1].items()} if len(loaded) > 1 else loaded[0]
+        found.append((same_bits(both, expected), len(same_bits(others, expected)) > 0))
+    return found
+
+
+def test_a_state_holds_models_that_are_only_evaluated_or_have_not_stepped(ranks2, tmp_path):
+    assert ranks2.run(_evaluated_models, str(tmp_path)) == [[([], True)] * 2] * 2
+
+
+def _saved_model(folder):
+    script = run(3, epochs=1)
+    accelerator, model = script.accelerator, script.model
+    accelerator.save_model(model, f"{folder}/model", max_shard_size="6KB")
+    state = accelerator.get_state_dict(model)
+    assert accelerator.unwrap_model(model) is model
+    if not accelerator.is_main_process:
+        assert state == {}
+        return [], 0
+    from accelerate.utils import load_checkpoint_in_model
+
+    plain = Classifier()
+    load_checkpoint_in_model(plain, f"{folder}/model")
+    return same_bits(dict(plain.state_dict()), state), len(os.listdir(f"{folder}/model"))
+
+
+def test_a_saved_model_loads_into_a_plain_one(ranks2, tmp_path):
+    (different, num_files), _ = ranks2.run(_saved_model, str(tmp_path))
+    assert different == []
+    assert num_files > 2  # several files and an index
+
+
+def test_a_whole_state_dict_is_that_of_the_trained_model(ranks2):
+    for differences in ranks2.run(_state_dict):
+        assert differences == []
+
+
+def _state_dict():
+    script = run(3, epochs=1)
+    full = script.parameters()
+    state = script.accelerator.get_state_dict(script.model)
+    return same_bits(state, full) if script.accelerator.is_main_process else list(state)
+
+
+def _overflowed():
+    cfg = config(2, dtype="float16", accumulation=None, fp16={"initial_scale_power": 18, "hysteresis": 1})
+    script = Script(accelerator_of(2, cfg)).prepare()
+    before = script.parameters()
+    accelerator, skips, rates = script.accelerator, [], []
+    after_first = None
+    for batch in script.train:
+        accelerator.backward(script.model(**batch)["loss"])
+        script.optimizer.step()
+        script.scheduler.step()
+        script.optimizer.zero_grad()
+        skips.append((accelerator.optimizer_step_was_skipped, script.optimizer.step_was_skipped))
+        rates.append(script.scheduler.get_last_lr()[0])
+        after_first = after_first or script.parameters()
+        if not skips[-1][0]:
+            break
+    return same_bits(after_first, before), skips, rates
+
+
+def test_a_step_whose_gradients_overflow_is_skipped_and_so_is_the_scheduler(ranks2):
+    for changed, skips, rates in ranks2.run(_overflowed):
+        assert changed == []
+        assert skips[0] == (True, True)
+        assert rates[0] == 1e-2
+        assert skips[-1] == (False, False)
+        assert rates[-1] < 1e-2
+
+
+def _prepared_apart():
+    """The optimizer is built first, has state, and is prepared after the model; another is built after."""
+    stock, ours = accelerator_of(DDP), accelerator_of(3)
+    found = []
+    for accelerator in (stock, ours):
+        torch.manual_seed(0)
+        model = Classifier()
+        body = [parameter for name, parameter in model.named_parameters() if not name.startswith("head")]
+        first = torch.optim.AdamW(body, lr=1e-2)
+        model(examples(1, 3)[0]["tokens"][None], torch.tensor([1]))["loss"].backward()
+        first.step()  # the same on every rank
+        first.zero_grad()
+        model.zero_grad()
+        prepared = accelerator.prepare(model)
+        head = (prepared.module if accelerator is stock else prepared).head
+        optimizers = [accelerator.prepare(first), accelerator.prepare(torch.optim.SGD(head.parameters(), lr=0.1))]
+        loader = accelerator.prepare(DataLoader(examples(24, 1), batch_size=4))
+        losses = []
+        for batch in loader:
+            loss = prepared(**batch)["loss"]
+            accelerator.backward(loss)
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        found.append((losses, full_parameters(model)))
+    (losses, parameters), (our_losses, our_parameters) = found
+    return our_losses == losses, same_bits(our_parameters, parameters)
+
+
+def test_optimizers_that_are_built_before_with_state_or_after_or_prepared_apart(ranks2):
+    assert ranks2.run(_prepared_apart) == [(True, [])] * 2
+
+
+def _misused():
+    """What raises, and the text."""
+    texts = {}
+
+    def raises(name, call, *args, **kwargs):
+        with pytest.raises(zeroamp.StepError) as error:
+            call(*args, **kwargs)
+        texts[name] = str(error.value)
+
+    script = Script(accelerator_of(2, gradient_accumulation_steps=2)).prepare()
+    accelerator, model = script.accelerator, script.model
+    batch = next(iter(script.train))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(**batch)["loss"])
+        raises("early", accelerator.clip_grad_norm_, model.parameters(), 1.0)
+        folder = f"{tempfile.mkdtemp()}/state"
+        raises("mid", accelerator.save_state, folder)
+        assert not os.path.exists(folder)  # accelerate has not begun: it removes older states first
+        script.optimizer.step()  # nothing: the optimizer step goes on
+        script.optimizer.zero_grad()
+    assert accelerator.train_step.micro_batches.num_done == 1
+    with accelerator.accumulate(model):
+        loss = model(**batch)["loss"]
+        raises("kwargs", accelerator.backward, loss, retain_graph=True)
+        accelerator.backward(loss)
+        raises("part", accelerator.clip_grad_norm_, model.head.parameters(), 1.0)
+        raises("norm_type", accelerator.clip_grad_norm_, model.parameters(), 1.0, 1)
+        raises("closure", script.optimizer.step, lambda: 0)
+        before = script.parameters()
+        script.optimizer.zero_grad()  # instead of a step: the optimizer step is discarded
+    assert accelerator.train_step.is_between_steps
+    assert same_bits(script.parameters(), before) == []
+    accelerator.clip_grad_value_ = type(accelerator).clip_grad_value_.__get__(accelerator)
+    with model.no_sync():
+        accelerator.backward(model(**batch)["loss"])
+    accelerator.backward(model(**batch)["loss"])
+    accelerator.clip_grad_value_(model.parameters(), 1e-3)
+    largest = max(float(p.grad.full_tensor().abs().max()) for p in model.parameters())
+    script.optimizer.step()
+    with accelerator.no_sync(model):  # as LocalSGD
+        accelerator.backward(model(**batch)["loss"])
+        raises("local", script.optimizer.step)
+    script.optimizer.zero_grad()
+    other = Classifier()
+    optimizer = torch.optim.SGD(other.parameters())
+    raises("two", accelerator.prepare, other, optimizer)
+    with pytest.raises(zeroamp.StepError) as error, accelerator.join_uneven_inputs([model], even_batches=False):
+        pass
+    texts["uneven"] = str(error.value)
+    return texts, largest
+
+
+def test_what_a_script_may_not_call(ranks2):
+    expected = {
+        "early": "accelerator.sync_gradients",
+        "mid": "1 micro-batch",
+        "kwargs": "retain_graph",
+        "part": "model.parameters()",
+        "norm_type": "2-norm",
+        "closure": "accelerator.backward",
+        "local": "LocalSGD",
+        "two": "2 models",
+        "uneven": "drop_last",
+    }
+    for texts, largest in ranks2.run(_misused):
+        assert {name: text for name, text in texts.items() if expected[name] not in text} == {}
+        assert texts.keys() == expected.keys()
+        assert largest == pytest.approx(1e-3)
+
+
+def _teacher():
+    """A frozen model, prepared with the trained one, and another training after `free_memory`."""
+    stock = accelerator_of(DDP)
+    ours = accelerator_of(3)
+    logits = []
+    for accelerator in (stock, ours):
+        torch.manual_seed(7)
+        teacher, student = Classifier().requires_grad_(False).eval(), Classifier()
+        optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+        teacher = accelerator.prepare_model(teacher, evaluation_mode=True)
+        student, optimizer = accelerator.prepare(student, optimizer)
+        batch = torch.stack([each["tokens"] for each in examples(4, 5)])
+        with torch.no_grad():
+            target = teacher(batch)["logits"]
+        found = student(batch)["logits"]
+        assert found.dtype == target.dtype == torch.float32
+        loss = nn.functional.mse_loss(found, target)  # outside of the model: of fp32 outputs
+        with accelerator.autocast():
+            loss = loss + (target @ target.T).mean().float()
+        accelerator.backward(loss)
+        optimizer.step()
+        logits.append((target, student(batch)["logits"].detach(), loss.detach()))
+    assert ours.train_step.model is student
+    student, optimizer = ours.free_memory(student, optimizer)
+    with pytest.raises(zeroamp.StepError, match="No model is prepared"):
+        _ = ours.train_step
+    script = Script(ours).prepare().epoch()
+    return [torch.equal(*pair) for pair in zip(*logits, strict=True)], len(script.losses)
+
+
+def test_a_frozen_teacher_and_another_training_with_the_same_accelerator(ranks2):
+    assert ranks2.run(_teacher) == [([True] * 3, 5)] * 2
+
+
+def _filled():
+    auto = {
+        "train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto", "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto", "torch_autocast": {"enabled": "auto", "dtype": "auto"},
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000},
+    }  # fmt: skip
+    script = Script(accelerator_of(2, auto, gradient_accumulation_steps=3, mixed_precision="bf16"))
+    early = script.accelerator.mixed_precision
+    policy = script.prepare().accelerator.policy
+    sizes = policy.train_micro_batch_size_per_gpu, policy.gradient_accumulation_steps, policy.train_batch_size
+    return early, policy.mode, policy.gather_dtype, sizes, policy.gradient_clipping
+
+
+def test_auto_values_are_filled_from_the_arguments_and_the_dataloaders(ranks2):
+    for found in ranks2.run(_filled):
+        assert found == ("bf16", "autocast", torch.bfloat16, (4, 3, 24), 0.0)
+
+
+@pytest.fixture
+def _fresh(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    fresh()
+    yield
+    fresh()
+
+
+def _plugins():
+    from accelerate import utils
+
+    return {
+        "fsdp_plugin": {"fsdp_plugin": object()},
+        "deepspeed_plugin": {"deepspeed_plugin": object()},
+        "megatron_lm_plugin": {"megatron_lm_plugin": object()},
+        "parallelism_config": {"parallelism_config": object()},
+        "fp8": {"mixed_precision": "fp8"},
+        "torch_autocast.dtype": {"mixed_precision": "fp16"},
+        "torch_autocast, bf16": {"mixed_precision": "no"},
+        "fp16.initial_scale_power": {"kwargs_handlers": [utils.GradScalerKwargs()]},
+        "accelerator.autocast": {"kwargs_handlers": [utils.AutocastKwargs()]},
+        "communication_data_type": {
+            "kwargs_handlers": [utils.DistributedDataParallelKwargs(comm_hook=utils.DDPCommunicationHookType.BF16)]
+        },
+        "block.compile()": {"dynamo_backend": "eager"},
+        "sync_each_batch": {"gradient_accumulation_plugin": utils.GradientAccumulationPlugin(2, sync_each_batch=True)},
+    }
+
+
+@pytest.mark.usefixtures("_fresh")
+@pytest.mark.parametrize("name", [
+    "fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config", "fp8", "torch_autocast.dtype",
+    "torch_autocast, bf16", "fp16.initial_scale_power", "accelerator.autocast", "communication_data_type",
+    "block.compile()", "sync_each_batch",
+])  # fmt: skip
+def test_an_argument_that_cannot_be_honoured_is_refused(name):
+    with pytest.raises(zeroamp.ConfigError) as error:
+        accelerator_of(1, **_plugins()[name])
+    assert name in str(error.value)
+
+
+@pytest.mark.usefixtures("_fresh")
+@pytest.mark.parametrize("variable", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"])
+def test_the_environment_of_accelerate_launch_counts_as_an_argument(monkeypatch, variable):
+    monkeypatch.setenv(variable, "true")
+    with pytest.raises(zeroamp.ConfigError, match=variable):
+        accelerator_of(3)
+
+
+@pytest.mark.usefixtures("_fresh")
+def test_accumulation_steps_of_the_config_and_the_arguments_agree(monkeypatch):
+    accelerator = accelerator_of(3, {"gradient_accumulation_steps": 4})
+    assert accelerator.gradient_accumulation_steps == 4
+    with pytest.raises(zeroamp.ConfigError, match=r"gradient_accumulation_steps is 4 .* 2"):
+        accelerator_of(3, {"gradient_accumulation_steps": 4}, gradient_accumulation_steps=2)
+
+
+@pytest.mark.usefixtures("_fresh")
+def test_the_config_comes_from_the_environment_where_a_script_passes_none(monkeypatch, tmp_path):
+    from zeroamp.integrations.accelerate import ZeroampAccelerator
+
+    with pytest.raises(zeroamp.ConfigError, match="ZEROAMP_CONFIG"):
+        ZeroampAccelerator(cpu=True)
+    (tmp_path / "config.json").write_text('{"fp16": {"enabled": true}}')
+    monkeypatch.setenv("ZEROAMP_CONFIG", str(tmp_path / "config.json"))
+    assert ZeroampAccelerator(cpu=True).mixed_precision == "fp16"
+
+
+@pytest.mark.usefixtures("_fresh")
+def test_a_batch_size_that_nobody_knows_is_refused():
+    accelerator = accelerator_of(3, {"train_micro_batch_size_per_gpu": "auto"})
+    with pytest.raises(zeroamp.ConfigError, match="train_micro_batch_size_per_gpu.*dataloader"):
+        accelerator.prepare(Classifier())
+
+
+@pytest.mark.usefixtures("_fresh")
+def test_blocks_of_the_config_that_the_script_does_not_use_are_refused():
+    from accelerate.utils.deepspeed import DummyOptim
+
+    from zeroamp.integrations.accelerate.arguments import refuse_other_optimizers, refuse_other_scheduler
+
+    parameters = [nn.Parameter(torch.zeros(2))]
+    policy = zeroamp.policy_from_config({
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}},
+    })  # fmt: skip
+    own = zeroamp.optimizer_from_config(policy, parameters)
+    refuse_other_optimizers(policy, [own])
+    refuse_other_scheduler(policy, zeroamp.scheduler_from_config(policy, own))
+    for other in (torch.optim.SGD(parameters, lr=0.1), torch.optim.AdamW(parameters, lr=0.2)):
+        with pytest.raises(zeroamp.ConfigError, match=r"optimizer.type.*optimizer_from_config"):
+            refuse_other_optimizers(policy, [other])
+    with pytest.raises(zeroamp.ConfigError, match=r"scheduler.type.*scheduler_from_config"):
+        refuse_other_scheduler(policy, torch.optim.lr_scheduler.ConstantLR(own))
+    with pytest.raises(zeroamp.ConfigError, match="DummyOptim"):
+        accelerator_of(3).prepare(DummyOptim(parameters))

@@ -1,0 +1,213 @@
+"""Adapters of peft train as in one process of plain peft under torch.autocast: base in fp32, bf16 and NF4."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import zeroamp
+from tests.models.adapters import LENGTH, VOCABULARY, Adapted, batch, loss_of, quietly, train_in_one_process, trained
+from tests.processes.adapter_training import AdapterTraining
+from tests.processes.training import config
+from tests.selection import slow_but
+from zeroamp.dry_run.timeline import KINDS
+from zeroamp.planning.mesh import local_part
+
+pytest.importorskip("peft", reason="peft is not installed: it makes the adapters")
+
+NF4 = ["nf4 uint8", "nf4 bfloat16", "nf4 float32"]
+STAGES = (0, 2, 3)
+
+
+@quietly
+def _compared(adapted, stages=STAGES, **keys):
+    oracle = train_in_one_process(adapted, [2, 2, 2])
+    return {stage: AdapterTraining(adapted, stage, **keys).run(3).differences(oracle) for stage in stages}
+
+
+def _check(ranks2, *args, **kwargs):
+    for found in ranks2.run(_compared, *args, **kwargs):
+        assert not any(found.values()), found
+
+
+@pytest.mark.parametrize("base", ["fp32", "bf16", *NF4])
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_adapters_train_as_in_one_process(ranks2, base, dora):
+    if base in NF4:
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: it quantizes the base")
+    _check(ranks2, Adapted(base=base, dora=dora))
+
+
+def test_the_dropout_before_an_adapter_sees_what_torch_autocast_shows_it(ranks2):
+    _check(ranks2, Adapted(lora={"lora_dropout": 0.1}))
+
+
+def test_trained_copies_and_tied_embeddings(ranks2):
+    _check(ranks2, Adapted(tied=True, lora={"modules_to_save": ["embed_tokens"]}))
+
+
+def test_a_model_of_which_no_weight_is_safe(ranks2):
+    """DoRA on every Linear, the head tied to the embedding."""
+    _check(ranks2, Adapted(base="bf16", dora=True, tied=True, lora={"target_modules": "all-linear"}), (3,))
+
+
+class _Experts(Adapted):
+    def base_model(self):
+        from transformers import MixtralConfig, MixtralForCausalLM
+
+        torch.manual_seed(1)
+        config = MixtralConfig(
+            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=64, num_local_experts=4, num_experts_per_tok=2,
+        )  # fmt: skip
+        return MixtralForCausalLM(config)
+
+
+def test_adapters_of_parameters(ranks2):
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    _check(ranks2, _Experts(lora={"target_modules": ["q_proj"], "target_parameters": targets}), (0, 3))
+
+
+class _Low(Adapted):
+    def build(self):
+        model = super().build()
+        for parameter in trained(model).values():
+            parameter.data = parameter.data.bfloat16()
+        return model
+
+
+class _Rounded(_Low):
+    def build(self):
+        model = super().build()
+        for parameter in trained(model).values():
+            parameter.data = parameter.data.float()
+        return model
+
+
+@quietly
+def _low_adapters():
+    return AdapterTraining(_Low()).run(3).differences(train_in_one_process(_Rounded(), [2, 2, 2]))
+
+
+def test_adapters_in_bf16_have_fp32_master_weights(ranks2):
+    assert ranks2.run(_low_adapters) == [[], []]
+
+
+def test_ranks_with_other_adapters_get_those_of_the_first_rank(ranks2):
+    for found in ranks2.run(_synchronised):
+        assert found == []
+
+
+@quietly
+def _synchronised():
+    import torch.distributed as dist
+
+    oracle = train_in_one_process(Adapted(), [2])
+    keys = {"zeroamp": {"sync_module_states": True}}
+    return AdapterTraining(Adapted(seed=3 * dist.get_rank()), **keys).run(1).differences(oracle)
+
+
+@quietly
+def _other_quantization(is_synchronised):
+    """Each rank quantizes another multiple of the base: the packed words are equal, what dequantizes them is not."""
+    import torch.distributed as dist
+
+    model = Adapted(base="nf4 uint8").build()
+    states = [m.weight.quant_state for m in model.modules() if hasattr(getattr(m, "weight", None), "quant_state")]
+    for state in states:
+        state.offset.add_(dist.get_rank())
+    try:
+        zeroamp.wrap_model(
+            model, zeroamp.policy_from_config(config(3, zeroamp={"sync_module_states": is_synchronised}))
+        )
+    except zeroamp.WrapError as error:
+        return str(error)
+    return {float(state.offset) for state in states}
+
+
+def test_ranks_with_other_quantization_states_are_refused_or_synchronised(ranks2):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: it quantizes the base")
+    for text in ranks2.run(_other_quantization, False):
+        assert "quant_state.offset has values that differ between ranks" in text
+    first, second = ranks2.run(_other_quantization, True)
+    assert first == second
+
+
+def test_weights_that_cannot_be_sharded_are_refused_by_name():
+    """Before anything is communicated: one process without ranks is enough."""
+    bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: it quantizes the base")
+    eight, packed = nn.Sequential(nn.Linear(4, 4)), nn.Sequential(nn.Linear(4, 4))
+    eight[0].weight = bnb.nn.Int8Params(eight[0].weight.data, requires_grad=False, has_fp16_weights=False)
+    packed[0].weight.quant_state = SimpleNamespace(packing_format_for_cpu=True)
+    for model, says in ((eight, "0.weight is quantized to 8 bits"), (packed, "0.weight was packed by bitsandbytes")):
+        with pytest.raises(zeroamp.WrapError, match=says):
+            zeroamp.build_plan(model, zeroamp.policy_from_config(config(3)))
+
+
+@quietly
+def _memory(base):
+    training = AdapterTraining(Adapted(base=base), 3)
+    training.run(1)
+    training.train.backward(loss_of(training.model, 0))
+    gradients = {n: local_part(p.grad).nbytes for n, p in training.model.named_parameters() if p.grad is not None}
+    state = {
+        name: sum(local_part(value).nbytes for value in training.train.optimizer.state[parameter].values())
+        for name, parameter in trained(training.model).items()
+    }
+    training.train.step()
+    numel = sum(parameter.numel() for parameter in trained(training.model).values())
+    held = sum(map(len, training.train.optimizer.state.values()))
+    return gradients, state, numel, held
+
+
+@pytest.mark.parametrize("base", slow_but(["bf16", "nf4 uint8"], "bf16"))
+def test_only_adapters_have_gradients_and_optimizer_state(ranks2, base):
+    if base in NF4:
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: it quantizes the base")
+    for gradients, state, numel, held in ranks2.run(_memory, base):
+        assert all(".lora_" in name for name in (*gradients, *state))
+        assert held == 3 * len(state)  # two moments and a count of steps each
+        assert sum(gradients.values()) == numel // 2 * 4  # fp32, and each rank holds half of the rows
+        assert sum(state.values()) == 2 * sum(gradients.values()) + 4 * len(state)
+        predicted = _predicted(base)
+        assert predicted["gradients"] == sum(gradients.values())
+        assert predicted["optimizer state"] == sum(state.values())
+
+
+@quietly
+def _predicted(base):
+    def inputs(batch_size, seq):
+        tokens = torch.zeros(batch_size, seq, dtype=torch.int64)
+        return {"input_ids": tokens, "labels": tokens}
+
+    policy = zeroamp.policy_from_config(config(3))
+    plan = zeroamp.plan_run(
+        Adapted(base=base).build(), policy, world_size=2, batch=2, seq=LENGTH, stages=(3,), inputs=inputs
+    )
+    return dict(zip(KINDS, plan.stages[0].memory.num_bytes[-1].tolist(), strict=True))
+
+
+@quietly
+def _evaluated(base):
+    adapted = Adapted(base=base)
+    *_, model = train_in_one_process(adapted, [2])
+    training = AdapterTraining(adapted).run(1)
+    with torch.no_grad():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            expected = model(input_ids=batch(7)).logits  # in training mode, where bitsandbytes leaves its weights alone
+        found = training.model.eval()(input_ids=batch(7)).logits
+    training.model.train()
+    training.run(1, first=2)  # and training goes on
+    again = train_in_one_process(adapted, [2, 2])
+    return torch.equal(found, expected), training.differences(again)
+
+
+@pytest.mark.parametrize("base", ["fp32", "nf4 uint8"])
+def test_an_evaluation_between_two_steps(ranks2, base):
+    """bitsandbytes packs weights in another layout for inference on some CPUs: the shards must not see it."""
+    if base in NF4:
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: it quantizes the base")
+    for is_equal, differences in ranks2.run(_evaluated, base):
+        assert is_equal
+        assert differences == []

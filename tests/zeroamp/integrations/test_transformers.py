@@ -1,0 +1,347 @@
+"""`ZeroampTrainer` beside transformers' own `Trainer` under DDP, on 2 gloo ranks: the same bits."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.processes.trainer import (
+    DDP,
+    REDUCES_EACH,
+    VOCAB,
+    clip_by_fp64,
+    examples,
+    llama,
+    outcome,
+    parameters_of,
+    run,
+    trainer_of,
+)
+from tests.selection import slow_but
+
+pytest.importorskip("transformers", reason="its Trainer is what ZeroampTrainer is compared with")
+pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
+
+FP32 = {"communication_data_type": "fp32"}
+ULP = 2.0**-23  # of fp32, relative
+
+
+def _ten_steps(folder, stages):
+    stock = run(DDP, folder)
+    found = {stage: run(stage, folder) for stage in stages}
+    norms = max(abs(a / b - 1) for each in found.values() for a, b in zip(each.norms, stock.norms, strict=True))
+    return {stage: each.differences(stock, norms=False) for stage, each in found.items()}, norms, stock.losses
+
+
+def test_ten_steps_are_those_of_the_stock_trainer(ranks2, tmp_path):
+    for found, norms, losses in ranks2.run(_ten_steps, tmp_path, range(4)):
+        assert found == {0: [], 1: [], 2: [], 3: []}
+        assert norms <= 2 * ULP  # one sum of squares in fp64, beside torch's norm of norms in fp32
+        assert len(set(losses)) == 10
+
+
+def _short_epoch(folder, stages):
+    """10 micro-batches: steps of 3, 3, 3 and 1."""
+    ddp = run(DDP, folder, gradient_accumulation_steps=3, num_train_epochs=2)
+    ordered = run(REDUCES_EACH, folder, gradient_accumulation_steps=3, num_train_epochs=2)
+    expected = {0: ddp, 1: ddp, 2: ordered, 3: ordered}
+    runs = {s: run(s, folder, FP32, gradient_accumulation_steps=3, num_train_epochs=2) for s in stages}
+    apart = max(
+        (each.parameters[name] - value).abs().max().item()
+        for each in runs.values()
+        for name, value in ddp.parameters.items()
+    )
+    found = {stage: each.differences(expected[stage], norms=False) for stage, each in runs.items()}
+    return found, len(ddp.losses), apart
+
+
+@pytest.mark.parametrize("stages", slow_but([(0, 3), (1, 2)], (0, 3)))
+def test_accumulation_over_epochs_whose_last_step_is_short(ranks2, tmp_path, stages):
+    for found, num_steps, apart in ranks2.run(_short_epoch, tmp_path, stages):
+        assert found == {stage: [] for stage in stages}
+        assert num_steps == 8
+        # Stages 2 and 3 add over ranks before micro-batches: rounding of fp32 sums, and AdamW's division by their root.
+        assert apart < 1e-4
+
+
+def _clipped(folder, max_norm):
+    stock = trainer_of(DDP, folder, max_grad_norm=max_norm)
+    clip_by_fp64(stock)
+    stock.train()
+    plain = run(DDP, folder, max_grad_norm=max_norm)
+    ours = run(3, folder, max_grad_norm=max_norm)
+    return ours.differences(outcome(stock)), abs(ours.norms[0] / plain.norms[0] - 1), ours.norms
+
+
+def test_clipping_differs_by_the_rounding_of_the_norm_alone(ranks2, tmp_path):
+    for found, first, norms in ranks2.run(_clipped, tmp_path, 0.5):
+        assert found == []  # of the stock Trainer whose norm is rounded once
+        assert first <= 2 * ULP  # of torch's norm of norms
+        assert min(norms) > 0.5
+
+
+def _normalised(folder, averages, kind="model"):
+    """Losses divided by the number of labels of the whole step, which differs between ranks and micro-batches."""
+    changes = {"average_tokens_across_devices": averages, "gradient_accumulation_steps": 2}
+    if kind == "function":
+        changes["trainer_arguments"] = {"train_dataset": examples(40), "compute_loss_func": _summed_loss}
+    elif kind == "smoothed":
+        changes["label_smoothing_factor"] = 0.1
+    stock, ours = run(DDP, folder, **changes), run(0, folder, FP32, **changes)
+    return ours.differences(stock, norms=False)
+
+
+def _summed_loss(outputs, labels, num_items_in_batch=None):
+    logits = outputs["logits"][:, :-1]
+    assert logits.dtype == torch.float32  # as accelerate returns them
+    return (
+        nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+    )
+
+
+@pytest.mark.parametrize("kind", slow_but(["model", "function", "smoothed"], "model"))
+@pytest.mark.parametrize("averages", slow_but([True, False], True))
+def test_losses_that_are_normalised_by_tokens(ranks2, tmp_path, averages, kind):
+    assert ranks2.run(_normalised, tmp_path, averages, kind) == [[], []]
+
+
+def _callback_order(folder):
+    from transformers import TrainerCallback
+
+    class Watch(TrainerCallback):
+        def __init__(self):
+            self.seen = []
+
+        def note(self, event, model):
+            gradients = [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]
+            squares = sum(gradient.double().square().sum().item() for gradient in gradients)
+            weights = torch.stack([value.double().sum() for value in parameters_of(model).values()]).sum().item()
+            self.seen.append((event, math.sqrt(squares), weights))
+
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            self.note("before", model)
+
+        def on_optimizer_step(self, args, state, control, model=None, **kwargs):
+            self.note("after", model)
+
+    watch = Watch()
+    trainer = trainer_of(2, folder, max_grad_norm=0.5, max_steps=2)
+    trainer.add_callback(watch)
+    trainer.train()
+    return watch.seen
+
+
+def test_callbacks_see_clipped_gradients_before_the_update_and_none_after(ranks2, tmp_path):
+    for seen in ranks2.run(_callback_order, tmp_path):
+        assert [event for event, *_ in seen] == ["before", "after", "before", "after"]
+        (_, first, start), (_, none, later), (_, second, unchanged), _ = seen
+        assert first == pytest.approx(0.5, rel=1e-5)  # clipped to it
+        assert second == pytest.approx(0.5, rel=1e-5)
+        assert none == 0
+        assert later == unchanged != start
+
+
+def _skipped(folder):
+    """float16 with a loss scale that overflows at first."""
+    cfg = {"torch_autocast": {"enabled": "auto", "dtype": "auto"}, "fp16": {"initial_scale_power": 20, "hysteresis": 1}}
+    trainer = trainer_of(1, folder, cfg, bf16=False, fp16=True, max_steps=8, lr_scheduler_type="linear")
+    before = parameters_of(trainer.model)
+    skipped = []
+    from transformers import TrainerCallback
+
+    class Watch(TrainerCallback):
+        def on_optimizer_step(self, args, state, control, model=None, **kwargs):
+            now = parameters_of(model)
+            is_same = all(torch.equal(value, before[name]) for name, value in now.items())
+            skipped.append((trainer.accelerator.optimizer_step_was_skipped, is_same))
+
+    trainer.add_callback(Watch())
+    trainer.train()
+    return skipped, outcome(trainer).rates, trainer.train_step.num_skipped, trainer.train_step.num_steps
+
+
+def test_a_skipped_float16_step_steps_neither_parameters_nor_scheduler(ranks2, tmp_path):
+    for skipped, rates, num_skipped, num_steps in ranks2.run(_skipped, tmp_path):
+        assert 0 < num_skipped < 8
+        assert num_steps == 8 - num_skipped
+        assert skipped == [(True, True)] * num_skipped + [(False, False)] * num_steps
+        assert rates[: num_skipped + 1] == [1e-2] * (num_skipped + 1)  # logged before the scheduler steps
+        assert all(
+            later < earlier for earlier, later in zip(rates[num_skipped:], rates[num_skipped + 1 :], strict=False)
+        )
+
+
+def _evaluated(folder):
+    """The stock Trainer evaluates before its training in another object: after an evaluation it trains without DDP."""
+    given = {"train_dataset": examples(12), "eval_dataset": examples(7, 1)}
+    found = []
+    for kind in (DDP, 3):
+        trainer = trainer_of(kind, folder, trainer_arguments=given, eval_strategy="steps", eval_steps=2)
+        evaluated = trainer_of(DDP, folder, trainer_arguments=given) if kind == DDP else trainer
+        first = evaluated.evaluate()["eval_loss"]
+        if kind == DDP:
+            trainer = trainer_of(kind, folder, trainer_arguments=given, eval_strategy="steps", eval_steps=2)
+        trainer.train()
+        losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+        predictions = trainer.predict(examples(5, 2)).predictions
+        found.append((first, losses, torch.tensor(predictions), outcome(trainer)))
+    (*stock, stock_run), (*ours, our_run) = found
+    equal = stock[:2] == ours[:2] and torch.equal(stock[2], ours[2])
+    return equal, our_run.differences(stock_run, norms=False), len(ours[1])
+
+
+def test_evaluation_before_during_and_after_the_training(ranks2, tmp_path):
+    for equal, differences, number in ranks2.run(_evaluated, tmp_path):
+        assert equal
+        assert differences == []
+        assert (
+            number == 2
+        )  # evaluations: one by evaluate() alone, which the training forgets, and one each 2 of 3 steps
+
+
+def _t5():
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 4, "d_kv": 8}
+    return T5ForConditionalGeneration(
+        T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
+    )
+
+
+def _generated(folder, family):
+    """Ranks generate sequences of different lengths, then training goes on."""
+    from transformers import PrinterCallback, Seq2SeqTrainer, Seq2SeqTrainingArguments
+
+    from tests.processes.trainer import fresh
+    from zeroamp.integrations.transformers import ZeroampMixin
+
+    def compute(prediction):
+        return {"sum": int(prediction.predictions.sum())}
+
+    found = []
+    for is_ours in (False, True):
+        fresh()
+        args = Seq2SeqTrainingArguments(
+            output_dir=str(folder), use_cpu=True, bf16=True, report_to="none", predict_with_generate=True, max_steps=2,
+            generation_max_length=12 + 4 * dist.get_rank(), per_device_eval_batch_size=1, disable_tqdm=True,
+            max_grad_norm=0.0, save_strategy="no", eval_strategy="steps", eval_steps=1, logging_steps=1,
+            per_device_train_batch_size=2,
+        )  # fmt: skip
+        model = _t5() if family == "t5" else llama(eos_token_id=1)
+        bases = (ZeroampMixin, Seq2SeqTrainer) if is_ours else (Seq2SeqTrainer,)
+        given = {"zeroamp": {"zero_optimization": {"stage": 3}}} if is_ours else {}
+        trainer = type("Some", bases, {})(
+            model, args, train_dataset=examples(12), eval_dataset=examples(4, 1), compute_metrics=compute, **given
+        )
+        trainer.remove_callback(PrinterCallback)
+        if is_ours:
+            trainer.evaluate()  # after which the stock Trainer would train without DDP
+        trainer.train()
+        sums = [entry["eval_sum"] for entry in trainer.state.log_history if "eval_sum" in entry]
+        found.append((sums, outcome(trainer)))
+    (stock, stock_run), (ours, our_run) = found
+    return stock, ours, our_run.differences(stock_run, norms=False)
+
+
+@pytest.mark.parametrize("family", slow_but(["t5", "llama"], "t5"))
+def test_generation_of_different_lengths_on_the_ranks(ranks2, tmp_path, family):
+    for stock, ours, differences in ranks2.run(_generated, tmp_path, family):
+        assert ours == stock
+        assert differences == []
+
+
+def _checkpointed(folder, **changes):
+    return run(3, folder, **changes).differences(run(DDP, folder), norms=False)
+
+
+@pytest.mark.slow
+def test_activation_checkpointing_keeps_the_bits(ranks2, tmp_path):
+    assert ranks2.run(_checkpointed, tmp_path, gradient_checkpointing=True) == [[], []]
+
+
+@pytest.mark.slow
+def test_compiled_units_keep_the_bits_with_eager_kernels(ranks2, tmp_path):
+    assert ranks2.run(_checkpointed, tmp_path, torch_compile=True, torch_compile_backend="aot_eager") == [[], []]
+
+
+def _own_optimizer(folder, how):
+    """An optimizer that was built before the Trainer, on parameters that the wrap replaces."""
+    found = []
+    for kind in (DDP, 3):
+        model = llama()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        given = {"train_dataset": examples(12), "eval_dataset": examples(4), "optimizers": (optimizer, scheduler)}
+        trainer = trainer_of(kind, folder, model=model, trainer_arguments=given)
+        if how == "after an evaluation" and kind != DDP:  # after which the stock Trainer would train without DDP
+            trainer.evaluate()
+        trainer.train()
+        found.append(outcome(trainer))
+    return found[1].differences(found[0], norms=False)
+
+
+@pytest.mark.parametrize("how", slow_but(["at once", "after an evaluation"], "after an evaluation"))
+def test_an_optimizer_that_was_built_before_the_trainer(ranks2, tmp_path, how):
+    assert ranks2.run(_own_optimizer, tmp_path, how) == [[], []]
+
+
+def _of_8_bits(folder):
+    """Shards of 4,096 elements and more, in whole blocks: the state is quantized as that of whole parameters."""
+    found = []
+    for kind in (DDP, 3):
+        model = llama(hidden_size=128, intermediate_size=128)
+        trainer = trainer_of(kind, folder, model=model, num=12, optim="adamw_bnb_8bit")
+        trainer.train()
+        found.append(outcome(trainer))
+    states = trainer.optimizer.optimizer.state.values()
+    return found[1].differences(found[0], norms=False), {state["state1"].dtype for state in states}
+
+
+def test_an_optimizer_of_bitsandbytes(ranks2, tmp_path):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: its AdamW8bit is tested")
+    for found, dtypes in ranks2.run(_of_8_bits, tmp_path):
+        assert found == []
+        assert dtypes == {torch.uint8, torch.float32}  # float32: norms, and embeddings, as the Trainer asks for
+
+
+def _of_config(folder):
+    """Optimizer and scheduler of the config, all "auto"."""
+    cfg = {
+        "optimizer": {"type": "AdamW",
+                      "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto",
+                      "warmup_num_steps": "auto", "total_num_steps": "auto", "warmup_type": "linear"}},
+        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"},
+    }  # fmt: skip
+    trainer = trainer_of(3, folder, cfg, warmup_steps=4, weight_decay=0.1)
+    trainer.train()
+    policy = trainer.policy_of(trainer.model)
+    return outcome(trainer).rates, policy.mode, policy.train_batch_size, policy.scheduler.params.total_num_steps
+
+
+def test_optimizer_and_scheduler_of_the_config(ranks2, tmp_path):
+    for rates, mode, batch_size, total in ranks2.run(_of_config, tmp_path):
+        assert mode == "bf16"
+        assert (batch_size, total) == (4, 10)
+        assert max(rates) == rates[5] == pytest.approx(1e-2)  # after 4 steps of warmup
+        assert rates[1] < rates[5] > rates[9]
+
+
+def _twice(folder):
+    trainer = trainer_of(3, folder, num=12)
+    trainer.train()
+    hooks = len(trainer.model._forward_hooks)
+    trainer.train()
+    stock = trainer_of(DDP, folder, num=12)
+    stock.train()
+    stock.train()
+    return outcome(trainer).differences(outcome(stock), norms=False), len(trainer.model._forward_hooks) - hooks
+
+
+@pytest.mark.slow
+def test_a_second_training_goes_on_with_model_and_optimizer(ranks2, tmp_path):
+    assert ranks2.run(_twice, tmp_path) == [([], 0)] * 2

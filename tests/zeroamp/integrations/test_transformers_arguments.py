@@ -1,0 +1,223 @@
+"""A Trainer's arguments beside the config: what fills it, what must agree, what is refused."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import zeroamp
+from tests.processes.trainer import arguments, fresh, llama, trainer_of
+
+pytest.importorskip("transformers", reason="the arguments are transformers'")
+pytest.importorskip("accelerate", reason="transformers' arguments need it")
+
+
+@pytest.fixture(autouse=True)
+def _fresh():
+    import warnings
+
+    with warnings.catch_warnings():
+        fresh()
+        yield
+        fresh()
+
+
+def _filled(cfg, model=None, steps=None, folder="unused", **changes):
+    from zeroamp.integrations.transformers import fill_auto
+
+    return fill_auto(cfg, arguments(0, folder, **changes), model, steps)
+
+
+AUTO = {
+    "train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto", "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+                          "stage3_param_persistence_threshold": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto",
+                  "warmup_num_steps": "auto", "total_num_steps": "auto"}},
+}  # fmt: skip
+
+
+def test_all_values_are_those_of_transformers_for_deepspeed(tmp_path):
+    """Sizes by transformers' formulas: h * h, int(0.9 * h * h) and 10 * h, with h = 32."""
+    changes = {"gradient_accumulation_steps": 3, "max_grad_norm": 0.7, "warmup_steps": 5, "weight_decay": 0.1}
+    found = _filled(AUTO, llama(), 50, **changes)
+    assert found["zero_optimization"] == {
+        "stage": 3, "reduce_bucket_size": 1024, "stage3_prefetch_bucket_size": 921,
+        "stage3_param_persistence_threshold": 320,
+    }  # fmt: skip
+    assert (found["train_micro_batch_size_per_gpu"], found["train_batch_size"]) == (2, 6)
+    assert (found["gradient_accumulation_steps"], found["gradient_clipping"]) == (3, 0.7)
+    assert found["optimizer"]["params"] == {"lr": 1e-2, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
+    scheduler = {"warmup_min_lr": 0, "warmup_max_lr": 1e-2, "warmup_num_steps": 5, "total_num_steps": 50}
+    assert found["scheduler"]["params"] == scheduler
+    assert (found["bf16"]["enabled"], found["fp16"]["enabled"]) == (True, False)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(AUTO))
+    assert _filled(path, llama(), 50, **changes) == found
+    zeroamp.policy_from_config(found)
+
+
+def test_without_model_and_steps_their_keys_stay_open():
+    found = _filled(AUTO)
+    assert found["zero_optimization"]["reduce_bucket_size"] == "auto"
+    assert found["scheduler"]["params"]["total_num_steps"] == "auto"
+    assert found["optimizer"]["params"]["lr"] == 1e-2
+
+
+def test_every_mismatch_is_named_at_once():
+    cfg = {"gradient_clipping": 0.5, "optimizer": {"type": "AdamW", "params": {"lr": 1.0, "eps": 1e-8}},
+           "train_batch_size": 7, "fp16": {"enabled": True}}  # fmt: skip
+    with pytest.raises(zeroamp.ConfigError) as raised:
+        _filled(cfg, max_grad_norm=1.0)
+    text = str(raised.value)
+    for line in (
+        "gradient_clipping is 0.5, but max_grad_norm is 1.0",
+        "optimizer.params.lr is 1.0, but learning_rate is 0.01",
+        "train_batch_size is 7, but the train batch size of all ranks is 2",
+        "fp16.enabled is true, but the argument fp16 is false",
+    ):
+        assert line in text
+    assert "eps" not in text
+    assert 'write "auto"' in text
+
+
+@pytest.mark.parametrize(
+    ("cfg", "precision", "expected"),
+    [
+        ({}, "bf16", ("autocast", torch.bfloat16)),
+        ({}, "fp16", ("autocast", torch.float16)),
+        ({}, "no", ("fp32", None)),
+        ({"torch_autocast": {"enabled": "auto", "dtype": "auto"}}, "bf16", ("autocast", torch.bfloat16)),
+        ({"torch_autocast": {"enabled": "auto", "dtype": "auto"}}, "no", ("fp32", None)),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "no", ("autocast", torch.bfloat16)),
+        ({"torch_autocast": {"enabled": True}, "bf16": {"enabled": "auto"}}, "bf16", ("autocast", torch.bfloat16)),
+        ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, "fp16", ("fp16", torch.float16)),
+        ({"fp16": {"enabled": False}}, "bf16", ("autocast", torch.bfloat16)),
+    ],
+)
+def test_the_precision(cfg, precision, expected):
+    filled = _filled(cfg, bf16=precision == "bf16", fp16=precision == "fp16")
+    policy = zeroamp.policy_from_config(filled)
+    assert (policy.mode, policy.low_dtype) == expected
+
+
+@pytest.mark.parametrize(
+    ("cfg", "precision", "says"),
+    [
+        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "bf16", "torch_autocast.dtype is .*float16"),
+        (
+            {"torch_autocast": {"enabled": False}},
+            "bf16",
+            "torch_autocast.enabled is false, but the argument bf16 is true",
+        ),
+        ({"bf16": {"enabled": True}}, "no", "bf16.enabled is true, but the argument bf16 is false"),
+        ({"bf16": {"enabled": False}}, "bf16", "bf16.enabled is false, but the argument bf16 is true"),
+    ],
+)
+def test_precisions_that_disagree(cfg, precision, says):
+    with pytest.raises(zeroamp.ConfigError, match=says):
+        _filled(cfg, bf16=precision == "bf16", fp16=precision == "fp16")
+
+
+def test_an_auto_that_nothing_fills_is_an_error():
+    with pytest.raises(zeroamp.ConfigError, match="zero_optimization.stage3_max_live_parameters must have a value"):
+        _filled({"zero_optimization": {"stage": 3, "stage3_max_live_parameters": "auto"}})
+    with pytest.raises(zeroamp.ConfigError, match="reduce_bucket_size must have a value.*hidden_size"):
+        _filled({"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}, nn.Linear(2, 2))
+
+
+def test_the_command_line_takes_a_path_or_json(tmp_path):
+    from transformers import HfArgumentParser
+
+    from zeroamp.integrations.transformers import ZeroampTrainingArguments
+
+    parser = HfArgumentParser((ZeroampTrainingArguments,))
+    common = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--report_to", "none"]
+    (args,) = parser.parse_args_into_dataclasses([*common, "--zeroamp", "config.json"])
+    assert args.zeroamp == "config.json"
+    (args,) = parser.parse_args_into_dataclasses([*common, "--zeroamp", '{"gradient_clipping": 1.0}'])
+    assert args.zeroamp == {"gradient_clipping": 1.0}
+    with pytest.raises(zeroamp.ConfigError, match="no JSON object"):
+        parser.parse_args_into_dataclasses([*common, "--zeroamp", "{1"])
+
+
+def test_a_trainer_needs_one_config(tmp_path):
+    from transformers import TrainingArguments
+
+    from zeroamp.integrations.transformers import ZeroampTrainer
+
+    plain = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    with pytest.raises(zeroamp.ConfigError, match="needs a zeroamp config"):
+        ZeroampTrainer(llama(), plain)
+    with pytest.raises(zeroamp.ConfigError, match="given twice"):
+        ZeroampTrainer(llama(), arguments(0, tmp_path), zeroamp={})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("auto_find_batch_size", True, "out-of-memory"),
+        ("bf16_full_eval", True, "master weights"),
+        ("save_on_each_node", True, "shared file system"),
+        ("enable_jit_checkpoint", True, "zeroamp.Preemption"),
+        ("gradient_checkpointing_kwargs", {"use_reentrant": True}, "runs twice"),
+        ("accelerator_config", {"gradient_accumulation_kwargs": {"sync_each_batch": True}}, "stages 2 and 3"),
+    ],
+)
+def test_arguments_that_a_wrapped_model_cannot_honour(tmp_path, name, value, says):
+    with pytest.raises(zeroamp.ConfigError, match=says) as raised:
+        trainer_of(3, tmp_path, **{name: value})
+    assert name.split(".")[0] in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "deepspeed", "parallelism_config", "fp16_full_eval"])
+def test_arguments_of_other_ways_to_train(tmp_path, name):
+    from zeroamp.integrations.transformers.refusals import refuse_arguments
+
+    args = arguments(3, tmp_path)
+    object.__setattr__(args, name, "something")
+    with pytest.raises(zeroamp.ConfigError, match=f"- {name}: "):
+        refuse_arguments(args)
+
+
+def test_models_that_are_distributed_already(tmp_path):
+    from zeroamp.integrations.transformers.refusals import refuse_model
+
+    with pytest.raises(zeroamp.WrapError, match="a DataParallel already"):
+        refuse_model(nn.DataParallel(nn.Linear(2, 2)))
+    model = llama()
+    model._tp_size = 2
+    with pytest.raises(zeroamp.WrapError, match="sharded by from_pretrained"):
+        refuse_model(model)
+    model = llama()
+    model.hf_device_map = {"a": 0, "b": 1}
+    with pytest.raises(zeroamp.WrapError, match="device_map"):
+        refuse_model(model)
+
+
+def test_a_sum_of_gradients_is_refused(tmp_path):
+    trainer = trainer_of(3, tmp_path, {"zeroamp": {"reduce": "sum"}})
+    with pytest.raises(zeroamp.ConfigError, match='zeroamp.reduce is "sum"'):
+        trainer.policy_of(trainer.model)
+
+
+def test_the_class_that_is_mixed_in_keeps_its_defaults(tmp_path):
+    import dataclasses
+
+    from transformers import TrainingArguments
+
+    from zeroamp.integrations.transformers import ZeroampArguments
+
+    @dataclasses.dataclass
+    class Own(TrainingArguments):
+        learning_rate: float = 0.5
+
+    @dataclasses.dataclass
+    class Mixed(ZeroampArguments, Own):
+        pass
+
+    args = Mixed(output_dir=str(tmp_path), use_cpu=True, report_to="none", zeroamp="config.json")
+    assert (args.learning_rate, args.zeroamp) == (0.5, "config.json")

@@ -1,0 +1,219 @@
+"""Checkpoints of `ZeroampTrainer`: `from_pretrained` reads them, and a training goes on from each bit for bit."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zeroamp
+from tests.processes.trainer import DDP, examples, outcome, parameters_of, trainer_of
+from tests.selection import slow_but
+
+pytest.importorskip("transformers", reason="its Trainer is what these checkpoints are for")
+pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
+
+
+def _tokenizer():
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a")), pad_token="a")
+
+
+def _trainer(kind, folder, cfg=None, **changes):
+    given = {"train_dataset": examples(24), "eval_dataset": examples(4, 1), "processing_class": _tokenizer()}
+    keys = {
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "num_train_epochs": 2,
+        "gradient_accumulation_steps": 4,
+        **changes,
+    }
+    trainer = trainer_of(kind, folder, cfg, trainer_arguments=given, **keys)
+    trainer.data_collator = _padded
+    return trainer
+
+
+def _padded(features):
+    return {key: torch.stack([each[key] for each in features]) for key in features[0]}
+
+
+def _resumed(folder, stage, cfg, changes):
+    trainer = _trainer(stage, folder, cfg, **changes)
+    trainer.train()
+    expected, found = outcome(trainer), {}
+    saved = sorted(Path(folder).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    for path in saved:
+        other = _trainer(stage, Path(folder) / "again", cfg, **{**changes, "save_strategy": "no"})
+        other.train(resume_from_checkpoint=str(path))
+        found[path.name] = outcome(other).differences(expected)
+    return found, len(expected.losses)
+
+
+@pytest.mark.parametrize("case", slow_but([(3, "bf16"), (1, "bf16"), (2, "fp16"), (0, "bf16")], (3, "bf16")))
+def test_a_training_goes_on_from_every_save_bit_for_bit(ranks2, tmp_path, case):
+    """6 micro-batches an epoch in steps of 4 and 2: saves inside of an epoch and at its end, before an odd step."""
+    stage, precision = case
+    cfg = {"torch_autocast": {"enabled": "auto", "dtype": "auto"}}
+    changes = {"max_grad_norm": 0.5, "save_steps": 1, "bf16": precision == "bf16", "fp16": precision == "fp16"}
+    if precision == "fp16":
+        cfg["fp16"] = {"initial_scale_power": 20, "hysteresis": 1}
+    for found, num_steps in ranks2.run(_resumed, tmp_path, stage, cfg, changes):
+        assert num_steps == 4
+        assert found == {f"checkpoint-{step}": [] for step in range(1, 5)}
+
+
+def _saved(folder):
+    trainer = _trainer(3, folder, save_total_limit=1)
+    trainer.train()
+    trainer.save_model()
+    return parameters_of(trainer.model)
+
+
+def test_a_checkpoint_is_what_from_pretrained_reads(ranks2, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from tests.processes.trainer import fresh
+
+    parameters = ranks2.run(_saved, tmp_path)[0]
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]  # save_total_limit
+    for folder in (tmp_path, tmp_path / "checkpoint-4"):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for name, value in model.named_parameters():
+            assert torch.equal(value, parameters[name]), name
+        assert AutoTokenizer.from_pretrained(folder).pad_token == "a"
+        fresh()
+        args = torch.load(folder / "training_args.bin", weights_only=False)
+        assert args.zeroamp["zero_optimization"] == {"stage": 3}
+    assert {"zeroamp", "scheduler.pt", "trainer_state.json"} <= set(os.listdir(tmp_path / "checkpoint-4"))
+    assert "optimizer.pt" not in os.listdir(tmp_path / "checkpoint-4")
+
+
+def _best(folder, only_model):
+    trainer = _trainer(
+        3, folder, load_best_model_at_end=True, eval_strategy="steps", eval_steps=1, save_steps=1, learning_rate=0.3,
+        save_only_model=only_model,
+    )  # fmt: skip
+    trainer.train()
+    best = Path(trainer.state.best_model_checkpoint)
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    now = trainer.evaluate()["eval_loss"]
+    return best.name, losses, now, parameters_of(trainer.model), sorted(os.listdir(best))
+
+
+@pytest.mark.parametrize("only_model", slow_but([False, True], True))
+def test_the_best_model_is_loaded_at_the_end(ranks2, tmp_path, only_model):
+    from safetensors.torch import load_file
+
+    best, losses, now, parameters, files = ranks2.run(_best, tmp_path, only_model)[0]
+    assert now == min(losses) == losses[int(best.removeprefix("checkpoint-")) - 1]
+    assert losses[-1] > now  # the last is not the best
+    saved = load_file(tmp_path / best / "model.safetensors")
+    assert all(torch.equal(parameters[name], value) for name, value in saved.items())
+    assert ("zeroamp" in files) is not only_model
+
+
+def _best_of_16_bits(folder):
+    """Weights are written in bf16, as the config asks: those of the best model are loaded in fp32."""
+    cfg = {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}}
+    keys = {"learning_rate": 1e-3, "eval_strategy": "steps", "eval_steps": 2, "num_train_epochs": 1}
+    trainer = _trainer(3, folder, cfg, load_best_model_at_end=True, **keys)
+    trainer.train()
+    return parameters_of(trainer.model)
+
+
+def test_the_best_model_is_loaded_in_fp32_where_files_have_16_bits(ranks2, tmp_path):
+    from safetensors.torch import load_file
+
+    parameters = ranks2.run(_best_of_16_bits, tmp_path)[0]
+    saved = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    assert {value.dtype for value in saved.values()} == {torch.bfloat16}
+    rounded = {name: value.to(torch.bfloat16) for name, value in parameters.items()}
+    assert all(torch.equal(rounded[name], value) for name, value in saved.items())
+    assert not all(torch.equal(rounded[name].float(), value) for name, value in parameters.items())
+
+
+def _resumed_from_weights(folder):
+    """`save_only_model`: as the stock Trainer, the weights are those of the checkpoint, and the optimizer is new."""
+    found = []
+    for kind in (DDP, 3):
+        own = Path(folder) / str(kind)
+        trainer = _trainer(kind, own, save_only_model=True)
+        trainer.train()
+        other = _trainer(kind, own, save_only_model=True)
+        other.train(resume_from_checkpoint=True)  # the last of the folder: nothing is left to train
+        longer = _trainer(kind, own, save_strategy="no", num_train_epochs=3, lr_scheduler_type="constant")
+        longer.train(resume_from_checkpoint=str(own / "checkpoint-4"))
+        found.append(outcome(longer))
+    # Steps of the stock run before the checkpoint were at stage 0, so accumulated in another order.
+    return torch.allclose(torch.tensor(found[0].losses), torch.tensor(found[1].losses), atol=1e-4), len(found[1].losses)
+
+
+@pytest.mark.slow
+def test_a_training_from_weights_alone(ranks2, tmp_path):
+    assert ranks2.run(_resumed_from_weights, tmp_path) == [(True, 6)] * 2
+
+
+def _refused(folder, kind):
+    texts = []
+    if kind == "of the stock Trainer":
+        _trainer(DDP, folder).train()
+        folder = Path(folder) / "checkpoint-2"
+    dist.barrier()
+    with pytest.raises(zeroamp.CheckpointError) as raised:
+        _trainer(3, Path(folder).parent / "other").train(resume_from_checkpoint=str(folder))
+    texts.append(str(raised.value))
+    return texts
+
+
+def test_other_folders_are_refused(ranks2, tmp_path):
+    for (text,) in ranks2.run(_refused, tmp_path / "a", "of the stock Trainer"):
+        assert "optimizer.pt, so a Trainer without zeroamp saved it. Pass its weights" in text
+    (tmp_path / "b").mkdir()
+    for (text,) in ranks2.run(_refused, tmp_path / "b", "empty"):
+        assert "neither a folder zeroamp nor model.safetensors" in text
+
+
+def _at_another_stage(folder):
+    trainer = _trainer(3, folder)
+    trainer.train()
+    other = _trainer(1, Path(folder) / "again", save_strategy="no")
+    other.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-4"))
+    same = parameters_of(trainer.model)
+    return all(torch.equal(value, same[name]) for name, value in parameters_of(other.model).items())
+
+
+@pytest.mark.slow
+def test_a_checkpoint_loads_at_another_stage(ranks2, tmp_path):
+    assert ranks2.run(_at_another_stage, tmp_path) == [True, True]
+
+
+def _preempted(folder):
+    """The callback of docs/transformers.md, and a signal to one rank."""
+    import re
+    import signal
+
+    from transformers import TrainerCallback
+
+    page = (Path(__file__).parents[3] / "docs" / "transformers.md").read_text()
+    names = {"TrainerCallback": TrainerCallback, "zeroamp": zeroamp}
+    exec(re.search(r"```python\n(class Preempted.*?)```", page, re.DOTALL)[1], names)
+
+    class Signal(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1 and dist.get_rank() == 1:
+                signal.raise_signal(signal.SIGTERM)
+
+    trainer = _trainer(3, folder, save_steps=100)
+    for callback in (Signal(), names["Preempted"]()):
+        trainer.add_callback(callback)
+    trainer.train()
+    return trainer.state.global_step
+
+
+def test_a_signal_to_one_rank_saves_and_stops_all(ranks2, tmp_path):
+    steps = ranks2.run(_preempted, tmp_path)
+    assert steps[0] == steps[1] in (2, 3)
+    assert (tmp_path / f"checkpoint-{steps[0]}" / "zeroamp").is_dir()

@@ -1,0 +1,342 @@
+"""`zeroamp.overrides` in a plan: which parameters an override applies to, with which dtypes, and what is refused."""
+
+import json
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import zeroamp
+from tests.models.small import WIDTH, Llama, hf_llama
+from tests.processes.launch import ROOT
+from zeroamp.ledger.explain import Ledger
+from zeroamp.planning.fp32_regions import find_fp32_regions
+from zeroamp.planning.overrides import find_overrides
+
+BF16, FP32 = torch.bfloat16, torch.float32
+MODES = {
+    "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp32": {},
+}
+
+
+def policy_of(*overrides, mode="autocast", stage=3, **options):
+    zeroamp_block = {"overrides": list(overrides), **options.pop("zeroamp", {})}
+    return zeroamp.policy_from_config(
+        {**MODES[mode], "zero_optimization": {"stage": stage}, "zeroamp": zeroamp_block, **options}
+    )
+
+
+def plan_of(*overrides, model=None, **options):
+    return zeroamp.build_plan(Llama(tied=False) if model is None else model, policy_of(*overrides, **options))
+
+
+def cells(plan):
+    return {p.fqn: (p.dtypes.param, p.dtypes.compute, p.dtypes.communication) for p in plan.params}
+
+
+def reasons(plan):
+    return {p.fqn: p.reason for p in plan.params}
+
+
+def test_each_dtype_by_itself():
+    plan = plan_of(
+        {"modules": "head", "compute": "fp32", "communication": "fp32"},
+        {"modules": "Embedding", "gather": "bf16"},
+        {"modules": "blocks.0.qkv", "gather": "fp32"},
+        {"modules": "blocks.1.qkv.weight", "communication": "fp32"},
+        {"modules": "norm?", "compute": "bf16"},
+        {"modules": "*.bias", "gather": "bf16", "communication": "fp32"},
+    )
+    found = cells(plan)
+    assert found["head.weight"] == (FP32, "fp32", FP32)
+    assert found["embed.weight"] == (BF16, "per op", BF16)
+    assert found["blocks.0.qkv.weight"] == (FP32, "per op", FP32)
+    assert found["blocks.1.qkv.weight"] == (BF16, "bf16", FP32)
+    assert found["blocks.2.qkv.weight"] == (BF16, "bf16", BF16)
+    assert found["blocks.2.norm1.weight"] == (BF16, "bf16", BF16)
+    assert found["norm.weight"] == (FP32, "per op", FP32)
+    assert found["blocks.2.down.bias"] == (BF16, "bf16", FP32)
+    said = reasons(plan)
+    assert said["head.weight"] == "zeroamp.overrides.0 (modules 'head'): compute fp32, communication fp32"
+    override = "zeroamp.overrides.3 (modules 'blocks.1.qkv.weight'): communication fp32"
+    assert said["blocks.1.qkv.weight"] == f"safe: owned by Linear; {override}"
+    assert list(plan.fp32_regions.modules) == ["head"]
+    rows = {row["parameter"]: row["why"] for row in Ledger(plan=plan).parameter_rows()}
+    assert rows["head.weight"] == said["head.weight"]
+
+
+def test_groups_that_differ_in_communication_have_names_of_their_own():
+    overrides = [{"modules": ["norm1", "qkv"], "communication": "bf16"}, {"modules": "down", "communication": "fp32"}]
+    names = {group.name for group in plan_of(*overrides, zero_optimization={"stage": 3}).groups}
+    assert names >= {"blocks.0:bf16 (reduced in fp32)", "model-wide:fp32", "model-wide:fp32 (reduced in bf16)"}
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    names = [group.name for group in plan_of(*overrides, zero_optimization=zero).groups]
+    assert {"blocks.0:fp32", "blocks.0:fp32 (reduced in bf16)", "blocks.0:bf16 (reduced in fp32)"} <= set(names)
+    assert len(names) == len(set(names))
+
+
+def test_without_overrides_the_plan_is_the_same():
+    plain = zeroamp.build_plan(Llama(tied=True), zeroamp.policy_from_config(MODES["autocast"]))
+    empty = plan_of(model=Llama(tied=True), stage=0)
+    assert (plain.groups, plain.policy) == (empty.groups, empty.policy)
+
+
+def test_the_first_match_counts_whichever_is_the_narrower():
+    narrow, wide = {"modules": "blocks.1", "communication": "fp32"}, {"modules": "Linear", "gather": "fp32"}
+    found = cells(plan_of(narrow, wide))
+    assert (found["blocks.1.qkv.weight"], found["blocks.0.qkv.weight"][0]) == ((BF16, "bf16", FP32), FP32)
+    found = cells(plan_of(wide, narrow, {"modules": "*", "communication": "bf16"}))
+    assert found["blocks.1.qkv.weight"] == found["blocks.0.qkv.weight"] == (FP32, "per op", FP32)
+    assert found["blocks.1.norm1.weight"][2] == FP32
+    assert found["blocks.0.norm1.weight"][2] == BF16
+
+
+def test_what_is_inside_a_region_but_of_an_earlier_override_computes_in_fp32_with_the_rest():
+    first = {"modules": "blocks.0.down", "communication": "bf16"}
+    plan = plan_of(first, {"modules": "blocks.0", "compute": "fp32"})
+    assert cells(plan)["blocks.0.down.weight"] == (FP32, "fp32", BF16)
+    assert reasons(plan)["blocks.0.down.weight"] == (
+        "kept in fp32: zeroamp.overrides.1 (modules 'blocks.0'); "
+        "zeroamp.overrides.0 (modules 'blocks.0.down'): communication bf16"
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_compute_fp32_is_an_fp32_region_in_every_mode(mode):
+    plan = plan_of({"modules": ["norm", "blocks.1"], "compute": "fp32"}, mode=mode)
+    assert set(plan.fp32_regions.modules) == {"norm", "blocks.1"}
+    assert cells(plan)["blocks.1.qkv.weight"] == (FP32, "fp32", FP32)
+    assert plan.input_dtype("blocks.1") is None
+    assert plan.input_dtype("blocks.0") == (BF16 if mode == "bf16" else None)
+
+
+def test_overrides_come_before_the_answers_of_a_traced_run():
+    autocast = {"enabled": True, "dtype": "bf16", "lower_precision_safe_modules": "auto"}
+    overrides = {"modules": "qkv", "gather": "fp32"}, {"modules": "embed", "gather": "bf16"}
+    policy = policy_of(*overrides, torch_autocast=autocast)
+    plan = zeroamp.build_plan(Llama(tied=False), policy, example_inputs=torch.zeros(1, 4, dtype=torch.int64))
+    found = cells(plan)
+    assert (found["blocks.0.qkv.weight"][0], found["embed.weight"][0], found["head.weight"][0]) == (FP32, BF16, BF16)
+
+
+class Gate(nn.Linear):
+    pass
+
+
+class Twice(nn.Module):
+    """A block under two names, a module whose name is that of a class, and a 0-D parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
+        self.second = self.first
+        self.Gate = nn.Linear(WIDTH, WIDTH)
+        self.gate = Gate(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.act = nn.ReLU()
+
+
+def test_a_module_with_two_names_is_covered_by_either():
+    for name in ("first", "second"):
+        plan = plan_of({"modules": name, "compute": "fp32"}, model=Twice(), mode="bf16")
+        assert cells(plan)["first.0.weight"] == (FP32, "fp32", FP32)
+    policy = policy_of(mode="bf16", data_types={"keep_in_fp32_modules": ["second"]})
+    model = Twice()
+    regions = find_fp32_regions(model, policy, find_overrides(model, policy))
+    assert regions.modules_of(model) == [model.first]
+    assert cells(zeroamp.build_plan(model, policy))["first.0.weight"] == (FP32, "fp32", FP32)
+
+
+def test_a_list_of_modules_is_never_called_so_its_modules_are_the_regions():
+    blocks = {f"blocks.{index}" for index in range(3)}
+    plan = plan_of({"modules": "blocks", "compute": "fp32"})
+    assert set(plan.fp32_regions.modules) == blocks
+    assert cells(plan)["blocks.0.qkv.weight"] == (FP32, "fp32", FP32)
+    kept = zeroamp.build_plan(Llama(tied=False), policy_of(data_types={"keep_in_fp32_modules": ["blocks"]}))
+    assert set(kept.fp32_regions.modules) == blocks
+    assert cells(kept) == cells(plan)
+
+
+def test_a_list_of_parameters_does_not_compute():
+    model = Twice()
+    model.tables = nn.ParameterList([torch.zeros(2)])
+    with pytest.raises(zeroamp.ConfigError, match="compute of tables, a ParameterList, which .* has no forward"):
+        plan_of({"modules": "tables", "compute": "fp32"}, model=model)
+    assert cells(plan_of({"modules": "tables", "gather": "bf16"}, model=model))["tables.0"][0] == BF16
+    kept = zeroamp.build_plan(model, policy_of(mode="bf16", data_types={"keep_in_fp32_modules": ["tables"]}))
+    assert cells(kept)["tables.0"] == (FP32, "fp32", FP32)
+    assert kept.fp32_regions.modules == {}
+
+
+def test_a_module_without_parameters_may_compute_in_fp32():
+    assert set(plan_of({"modules": "act", "compute": "fp32"}, model=Twice()).fp32_regions.modules) == {"act"}
+
+
+def test_a_full_class_name_is_not_imported(tmp_path, monkeypatch):
+    (tmp_path / "not_yet.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(zeroamp.ConfigError, match="not_yet.norm.*matches no module"):
+        plan_of({"modules": "not_yet.norm", "compute": "fp32"})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "options", "words"),
+    [
+        ([{"modules": "haed", "compute": "fp32"}], {}, "overrides.0 .modules 'haed'. matches no .*mean 'head'"),
+        ([{"modules": "Linaer", "gather": "fp32"}], {}, "overrides.0 .modules 'Linaer'. matches no .*mean 'Linear'"),
+        ([{"modules": "xyz", "gather": "fp32"}], {}, r"matches no .* of Llama\. Print model"),
+        ([{"modules": ["head", "x.*"], "compute": "fp32"}], {}, r"modules 'x\.\*'. matches no"),
+        ([{"modules": "head.weight", "compute": "fp32"}], {}, "compute of head.weight, which is a parameter. .*gather"),
+        ([{"modules": "Llama", "compute": "fp32"}], {}, "compute fp32 of the root, Llama"),
+        (
+            [{"modules": "Linear", "gather": "fp32"}, {"modules": "head", "compute": "fp32"}],
+            {},
+            "overrides.1 .modules 'head'. applies to nothing: zeroamp.overrides.0 .modules 'Linear'. matches the same",
+        ),
+        (
+            [{"modules": "Linear", "gather": "fp32"}, {"modules": "head.*", "communication": "fp32"}],
+            {},
+            "overrides.1 .*applies to nothing",
+        ),
+        (
+            [{"modules": "blocks.0", "compute": "fp32"}, {"modules": "qkv", "compute": "bf16"}],
+            {"mode": "bf16"},
+            None,
+        ),
+        (
+            [{"modules": "qkv", "compute": "bf16"}, {"modules": "blocks.0", "compute": "fp32"}],
+            {},
+            "overrides.0 .modules 'qkv'. asks for compute bf16 of blocks.0.qkv.weight, but zeroamp.overrides.1",
+        ),
+        (
+            [{"modules": "head", "gather": "bf16"}],
+            {"data_types": {"keep_in_fp32_modules": ["head"]}},
+            "asks for gather bf16 of head.weight, but data_types.keep_in_fp32_modules 'head' keeps head.weight in fp32",
+        ),
+        (
+            [{"modules": "norm.weight", "gather": "bf16"}],
+            {"data_types": {"keep_in_fp32_modules": ["norm.weight"]}},
+            "but data_types.keep_in_fp32_modules 'norm.weight' keeps",
+        ),
+        (
+            [{"modules": "head", "communication": "bf16"}],
+            {"data_types": {"keep_in_fp32_modules": ["head"]}},
+            None,
+        ),
+    ],
+)
+def test_what_a_model_cannot_do_as_asked_is_refused_by_name(overrides, options, words):
+    if words is None:
+        plan_of(*overrides, **options)
+        return
+    with pytest.raises(zeroamp.ConfigError, match=words):
+        plan_of(*overrides, **options)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "options", "words"),
+    [
+        (
+            [{"modules": "embed", "gather": "bf16"}, {"modules": "head", "compute": "fp32"}],
+            {},
+            "overrides.0 .modules 'embed'. asks for gather bf16 of embed.weight, but zeroamp.overrides.1 .modules "
+            "'head'. for compute fp32 of head.weight, which is the same parameter",
+        ),
+        ([{"modules": "head", "gather": "bf16"}], {}, "of head.weight, but not of embed.weight, which is the same"),
+        (
+            [{"modules": "head", "compute": "fp32"}],
+            {"mode": "bf16"},
+            "overrides.0 .modules 'head'. keeps head.weight in fp32 but not embed.weight, which is the same",
+        ),
+        ([{"modules": "head", "communication": "bf16"}, {"modules": "embed", "communication": "bf16"}], {}, None),
+        ([{"modules": ["head", "embed"], "gather": "bf16"}], {}, None),
+    ],
+)
+def test_tied_parameters(overrides, options, words):
+    if words is None:
+        plan_of(*overrides, model=Llama(tied=True), **options)
+        return
+    with pytest.raises(zeroamp.ConfigError, match=words):
+        plan_of(*overrides, model=Llama(tied=True), **options)
+
+
+def test_one_owner_of_a_tied_parameter_may_compute_in_fp32_under_autocast():
+    plan = plan_of({"modules": "head", "compute": "fp32"}, model=Llama(tied=True))
+    assert cells(plan)["embed.weight"] == (FP32, "per op", FP32)
+    assert set(plan.fp32_regions.modules) == {"head"}
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ({"modules": "Gate", "gather": "fp32"}, "is the name of Gate and a class of gate, which are not the same"),
+        ({"modules": "act", "communication": "fp32"}, "sets communication fp32, but act owns no parameter. Remove it"),
+        (
+            {"modules": "scale", "communication": "fp32"},
+            "applies to no parameter. scale is 0-D, quantized, not stored in fp32, in ",
+        ),
+    ],
+)
+def test_ambiguous_and_empty_patterns(override, words):
+    with pytest.raises(zeroamp.ConfigError, match=words):
+        plan_of(override, model=Twice())
+    plan_of({"modules": f"{__name__}.Gate", "gather": "fp32"}, model=Twice())
+
+
+def test_a_frozen_parameter_is_all_gathered_as_it_is_stored():
+    model = Llama(tied=False)
+    model.head.to(torch.float16).requires_grad_(False)
+    with pytest.raises(zeroamp.ConfigError, match="is frozen and stored in fp16, in which it is all-gathered"):
+        plan_of(
+            {"modules": ["head", "qkv"], "gather": "bf16"}, {"modules": "norm", "communication": "bf16"}, model=model
+        )
+    with pytest.raises(zeroamp.ConfigError, match="keeps head.weight in fp32, but it is stored in fp16"):
+        plan_of({"modules": "head", "compute": "fp32"}, model=model)
+
+
+def test_the_example_of_the_docs_is_a_config_for_a_llama():
+    pytest.importorskip("transformers", reason="the model is transformers'")
+    examples = re.findall(r"```json\n(.*?)```", (ROOT / "docs/precision.md").read_text(), re.DOTALL)
+    (example,) = [json.loads(text) for text in examples if "overrides" in text]
+    model = hf_llama(tied=False)
+    plan = zeroamp.build_plan(model, zeroamp.policy_from_config(example))
+    assert all(plan.overridden(index) for index in range(len(example["zeroamp"]["overrides"])))
+    found = cells(plan)
+    assert found["lm_head.weight"] == (FP32, "fp32", FP32)
+    assert found["model.embed_tokens.weight"][0] == BF16
+    assert found["model.norm.weight"] == found["model.layers.0.input_layernorm.weight"] == (FP32, "per op", BF16)
+
+
+@pytest.mark.parametrize(
+    ("override", "options", "words"),
+    [
+        (
+            {"modules": "head", "gather": "fp32"},
+            {},
+            "applies to no parameter. head.bias and head.weight are|applies to no parameter. head.weight",
+        ),
+        ({"modules": "head", "communication": "fp32"}, {}, "applies to no parameter"),
+        ({"modules": "head", "compute": "bf16"}, {}, "applies to no parameter"),
+        (None, {"data_types": {"keep_in_fp32_modules": ["head.weight"]}}, "nothing but head.weight, in ignored_params"),
+        ({"modules": "head", "compute": "fp32"}, {}, None),
+        (None, {"data_types": {"keep_in_fp32_modules": ["head"]}}, None),
+        ({"modules": ["Linear"], "communication": "fp32"}, {}, None),
+    ],
+)
+def test_what_would_set_only_ignored_parameters_is_refused(override, options, words):
+    model, policy = Llama(tied=False), policy_of(*([override] if override else []), **options)
+    if words is None:
+        zeroamp.build_plan(model, policy, ignored_params={model.head.weight})
+        return
+    with pytest.raises(zeroamp.ConfigError, match=words):
+        zeroamp.build_plan(model, policy, ignored_params={model.head.weight})
+
+
+def test_ignored_parameters_count_as_owned_by_a_safe_class():
+    model = Llama(tied=False)
+    linears = [each for module in model.modules() if isinstance(module, nn.Linear) for each in module.parameters()]
+    plan = zeroamp.build_plan(model, policy_of(), ignored_params=linears)
+    assert {param.dtypes.param for group in plan.groups for param in group.params} == {FP32}

@@ -1,0 +1,118 @@
+"""Which embeddings and heads are units of their own."""
+
+import pytest
+from torch import nn
+
+import zeroamp
+from tests.models.small import WIDTH, build, hf_llama
+from tests.processes.training import config
+from tests.processes.training import policy as policy_of
+from zeroamp.planning.fsdp_replay import step_schedule
+from zeroamp.planning.own_units import OwnUnits
+from zeroamp.planning.plan import build_plan
+
+LARGE = 1000  # elements: embeddings and heads have 2,560, norms 32
+
+
+def plan(model, stage=3, threshold=LARGE, auto_wrap_policy=None, **options):
+    model = build(model) if isinstance(model, str) else model
+    policy = zeroamp.policy_from_config(config(stage, threshold=threshold, **options))
+    return build_plan(model, policy, auto_wrap_policy)
+
+
+def test_the_embedding_and_the_head_of_an_untied_model():
+    built = plan("llama_untied")
+    assert built.own_units == OwnUnits(lookups=("embed",), heads=("head",))
+    assert built.units == ("blocks.0", "blocks.1", "blocks.2", "embed", "head")
+    groups = {group.name: {param.fqn for param in group.params} for group in built.groups}
+    assert (groups["embed"], groups["head"]) == ({"embed.weight"}, {"head.weight"})
+    assert "root" not in groups, "what is left, the last norm, is with the other norms"
+    assert "norm.weight" in groups["model-wide:fp32"]
+
+
+def test_those_that_a_transformers_model_names():
+    assert plan(hf_llama(tied=False)).own_units == OwnUnits(lookups=("model.embed_tokens",), heads=("lm_head",))
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("llama_untied", {"stage": 2}),
+        ("llama_untied", {"zeroamp": {"own_units": False}}),
+        ("llama_untied", {"threshold": None}),
+        ("llama_tied", {}),
+        ("encoder", {}),
+        ("functional_tie", {"auto_wrap_policy": {"Body"}}),
+    ],
+    ids=["stage 2", "switched off", "small", "tied", "tied encoder", "inside a unit"],
+)
+def test_none(model, options):
+    assert not plan(model, **options).own_units
+
+
+def test_each_is_gathered_and_reduced_once_per_micro_batch():
+    schedule = step_schedule(plan("llama_untied", accumulation=3))
+    for name in ("embed", "head"):
+        assert (schedule.all_gathers[name], schedule.reductions[name]) == (3, 3)
+    assert schedule.order.index(("reduction", "head")) < schedule.order.index(("reduction", "blocks.2"))
+
+
+def test_live_units_are_counted_without_them():
+    numel = plan("llama_untied").unit_numels()["blocks.2"]
+    policy = policy_of(config(threshold=LARGE), {"max_live_parameters": numel})
+    built = build_plan(build("llama_untied"), policy)
+    gathers = step_schedule(built).all_gathers
+    assert {name: gathers[name] for name in ("embed", "blocks.1", "blocks.2", "head")} == {
+        **dict.fromkeys(("embed", "blocks.2", "head"), 1),
+        "blocks.1": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("model", "lookups", "heads"),
+    [
+        ("scaled", ("embed",), ("head",)),
+        ("times_weight", (), ("embed", "head")),
+        ("positions", ("embed",), ("positions", "head")),
+        ("reads_in_forward", ("embed",), ()),
+        ("functional_tie", ("embed",), ()),
+    ],
+)
+def test_what_the_backward_needs_stays(model, lookups, heads):
+    assert plan(model).own_units == OwnUnits(lookups=lookups, heads=heads)
+
+
+def _model(**more):
+    embedding = nn.Embedding(80, WIDTH, **more)
+    return nn.ModuleDict({"embed": embedding, "blocks": nn.ModuleList(nn.Linear(4, 4) for _ in range(2))})
+
+
+def test_a_forward_hook_on_an_embedding_may_read_it():
+    model = _model()
+    model["embed"].register_forward_hook(lambda module, _args, output: output * module.weight[0])
+    assert plan(model).own_units == OwnUnits(heads=("embed",))
+
+
+def test_a_patched_forward_that_names_the_weight_keeps_it_with_the_root():
+    model = build("llama_untied")
+    forward = model.forward
+    model.forward = lambda tokens: forward(tokens) + 0 * model.head.weight.sum()
+    assert plan(model).own_units == OwnUnits(lookups=("embed",))
+
+
+def test_only_what_comes_after_the_units_is_a_head():
+    model = nn.ModuleDict({"head": nn.Linear(80, 80), "blocks": nn.ModuleList(nn.Linear(4, 4) for _ in range(2))})
+    assert not plan(model).own_units
+    model["small"] = nn.Linear(4, 4)
+    model["last"] = nn.Conv1d(80, 80, 1)
+    assert not plan(model).own_units
+    model["last"] = nn.Linear(80, 80)
+    assert plan(model).own_units == OwnUnits(heads=("last",))
+
+
+def test_a_probe_leaves_the_embedding_as_it_was():
+    model = build("scaled")
+    before = dict(model.embed.named_parameters())
+    plan(model)
+    assert dict(model.embed.named_parameters()) == before
+    assert model.embed.weight.device.type == "cpu"

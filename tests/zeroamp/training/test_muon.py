@@ -1,0 +1,154 @@
+"""`torch.optim.Muon` in a `TrainStep`: the bits of one process, one owner per matrix, and what it moves."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroamp
+from tests.models.small import batch, build, loss_of
+from tests.oracles import one_process
+from tests.processes.optimizers import NAME
+from tests.processes.training import config, full_parameters, same_bits, wrapped
+from tests.selection import slow_but
+from zeroamp.hooks.collectives.traffic import TrafficKey
+from zeroamp.training import muon
+
+NUM_STEPS = 3
+TO_STEP = TrafficKey("all_to_all", torch.bfloat16, "step")
+OPTIONS = {
+    "default": {},
+    "plain": {"nesterov": False, "momentum": 0.9, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"},
+    "tensor": {"lr": torch.tensor([3e-3]), "ns_steps": 3},
+}
+
+
+def _is_matrix(fqn, parameter):
+    return parameter.dim() == 2 and not fqn.startswith(("embed", "head"))
+
+
+def _optimizers(parameters, options="default"):
+    """Muon in two param groups, and AdamW for all that is no hidden matrix."""
+    matrices = [parameter for fqn, parameter in parameters.items() if _is_matrix(fqn, parameter)]
+    others = [parameter for fqn, parameter in parameters.items() if not _is_matrix(fqn, parameter)]
+    groups = [{"params": matrices[:1], "weight_decay": 0.2}, {"params": matrices[1:]}]
+    return [torch.optim.Muon(groups, **{"lr": 1e-2, **OPTIONS[options]}), torch.optim.AdamW(others, lr=1e-2)]
+
+
+def _trained(stage, mesh_shape=None, clip=0.0, options="default"):
+    """Norms, parameters, matrices orthogonalized here, and what this rank sent of them."""
+    model = wrapped(NAME, config(stage, clip=clip), mesh_shape=mesh_shape)
+    optimizers = _optimizers(dict(model.named_parameters()), options)
+    schedules = [torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0) for optimizer in optimizers]
+    train = zeroamp.TrainStep(model, optimizers, schedules)
+    shapes, norms, function = [], [], muon.orthogonalized
+
+    def noted(matrix, *settings):
+        shapes.append(tuple(matrix.shape))
+        return function(matrix, *settings)
+
+    with mock.patch.object(muon, "orthogonalized", noted):
+        for index in range(NUM_STEPS):
+            train.backward(loss_of(model, batch(NAME, index * dist.get_world_size() + dist.get_rank())))
+            norms.append(train.step().grad_norm)
+    traffic = zeroamp.traffic(model)
+    return norms, full_parameters(model), shapes, (traffic.calls[TO_STEP], traffic.num_bytes[TO_STEP])
+
+
+def _check(ranks, stage, mesh_shape=None, clip=0.0, options="default"):
+    _, norms, parameters = one_process.train(
+        NAME,
+        world_size=ranks.world_size,
+        num_steps=NUM_STEPS,
+        clip=clip,
+        num_replicas=1 if mesh_shape is None else mesh_shape[0],
+        make_optimizers=lambda found: _optimizers(found, options),
+    )
+    found = ranks.run(_trained, stage, mesh_shape, clip, options)
+    for ours, theirs, _, _ in found:
+        assert ours == norms
+        assert same_bits(theirs, parameters) == []
+    return [each[2:] for each in found]
+
+
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
+def test_the_bits_are_those_of_one_process(ranks2, stage):
+    _check(ranks2, stage, clip=0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", OPTIONS)
+def test_so_they_are_with_other_options(ranks2, options):
+    _check(ranks2, 3, options=options)
+
+
+@pytest.mark.slow
+def test_so_they_are_on_replicas_of_shards(ranks4):
+    _check(ranks4, 3, mesh_shape=(2, 2))
+
+
+@pytest.mark.slow
+def test_so_they_are_with_fewer_rows_than_ranks(ranks4):
+    norms, *_ = zip(*ranks4.run(_trained, 3), strict=True)
+    assert all(each == norms[0] for each in norms)
+    found = ranks4.run(_trained, 1)[0][1]  # stages add over ranks alike
+    assert same_bits(found, ranks4.run(_trained, 3)[0][1]) == []
+
+
+def _matrices():
+    return {fqn: tuple(p.shape) for fqn, p in build(NAME).named_parameters() if _is_matrix(fqn, p)}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_each_matrix_is_orthogonalized_on_one_rank_and_moved_once_each_way(ranks2, stage):
+    found = ranks2.run(_trained, stage)
+    shapes = sorted(_matrices().values())
+    assert sorted(shape for each in found for shape in each[2]) == sorted(shapes * NUM_STEPS)
+    work = [sum(rows * columns * min(rows, columns) for rows, columns in each[2]) for each in found]
+    largest = max(rows * columns * min(rows, columns) for rows, columns in shapes)
+    assert max(work) - min(work) <= largest * NUM_STEPS
+    numel = sum(rows * columns for rows, columns in shapes)
+    calls, num_bytes = zip(*(each[3] for each in found), strict=True)
+    # Two param groups. Shards to the owners, and each result once to every rank's shard; at stage 0 all of it to both.
+    assert calls == ((2 if stage == 0 else 4) * NUM_STEPS,) * 2
+    assert sum(num_bytes) == 2 * 2 * numel * NUM_STEPS
+
+
+def _with_unknown_option():
+    model = wrapped(NAME, config(3))
+    train = zeroamp.TrainStep(model, _optimizers(dict(model.named_parameters())))
+    update = muon.ShardedMuon.__call__
+
+    def newer(self, *tensors, **settings):
+        return update(self, *tensors, **settings, warmup=3)
+
+    train.backward(loss_of(model, batch(NAME, 0)))
+    with mock.patch.object(muon.ShardedMuon, "__call__", newer), pytest.raises(zeroamp.StepError) as error:
+        train.step()
+    return str(error.value)
+
+
+def test_an_option_of_a_newer_torch_is_refused_by_name(ranks2):
+    assert "has the option warmup" in ranks2.run(_with_unknown_option)[0]
+
+
+def _with_ignored_matrix():
+    model = build("llama_tied")
+    own = model.blocks[0].out.weight
+    model = zeroamp.wrap_model(model, zeroamp.policy_from_config(config(3)), ignored_params={own})
+    matrices = [p for fqn, p in model.named_parameters() if _is_matrix(fqn, p)]
+    train = zeroamp.TrainStep(model, torch.optim.Muon(matrices, lr=1e-2))
+    before = own.detach().clone()
+    train.backward(loss_of(model, batch("llama_tied", 0)))
+    gradient = own.grad.clone()
+    train.step()
+    alone = nn.Parameter(before.clone())
+    alone.grad = gradient
+    torch.optim.Muon([alone], lr=1e-2).step()
+    return torch.equal(alone, own), not torch.equal(before, own)
+
+
+def test_a_matrix_that_is_not_sharded_is_updated_where_it_is(ranks2):
+    assert ranks2.run(_with_ignored_matrix) == [(True, True)] * 2

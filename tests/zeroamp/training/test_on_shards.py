@@ -1,0 +1,169 @@
+"""`TrainStep(on_shards=True)`: optimizers that the caller calls element-wise; and optimizers that are refused."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import zeroamp
+from tests.models.small import batch, loss_of
+from tests.processes.optimizers import CASES, NAME, Training, expected
+from tests.processes.training import config, full_parameters, same_bits, wrapped
+
+EIGHT_BITS = "`bitsandbytes.optim.AdamW8bit`"
+
+
+class Plain(torch.optim.Optimizer):
+    """As kernels of other libraries need it: plain tensors with elements. Assigns data, and replaces its state."""
+
+    def __init__(self, parameters, lr=1e-2):
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        self.state["all"]["count"] = self.state["all"].get("count", 0) + 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                assert type(parameter) is torch.nn.Parameter
+                assert parameter.numel() > 0
+                state = self.state[parameter]
+                momentum = state.get("momentum", torch.zeros_like(parameter))
+                state["momentum"] = momentum * 0.5 + parameter.grad
+                state["is_used"] = torch.ones_like(parameter, dtype=torch.bool)
+                state["step"] = state.get("step", 0) + 1
+                parameter.data = parameter - group["lr"] * state["momentum"]
+
+
+def _plain(stage, on_shards=True):
+    model = wrapped(NAME, config(stage))
+    optimizer = Plain(model.parameters())
+    train = zeroamp.TrainStep(model, optimizer, on_shards=on_shards)
+    for index in range(3):
+        train.backward(loss_of(model, batch(NAME, index * dist.get_world_size() + dist.get_rank())))
+        train.step()
+    assert optimizer.state.pop("all") == {"count": 3}
+    parameters = dict(model.named_parameters())
+    assert optimizer.state.keys() == set(parameters.values())
+    for parameter, state in optimizer.state.items():
+        for key in ("momentum", "is_used"):
+            assert isinstance(state[key], DTensor)
+            assert state[key].placements == parameter.placements
+            assert state[key].shape == parameter.shape
+        assert state["step"] == 3
+    momentum = {fqn: optimizer.state[parameter]["momentum"].full_tensor() for fqn, parameter in parameters.items()}
+    return full_parameters(model), momentum
+
+
+def test_shards_have_elements_and_state_is_sharded_like_the_parameters(ranks2):
+    (ours, momentum), (theirs, whole) = ranks2.run(_plain, 3)[0], ranks2.run(_plain, 0)[0]
+    assert same_bits(ours, theirs) == []
+    assert same_bits(momentum, whole) == []
+
+
+@pytest.mark.slow
+def test_so_they_have_with_fewer_rows_than_ranks(ranks4):
+    (ours, momentum), (theirs, whole) = ranks4.run(_plain, 3)[0], ranks4.run(_plain, 2)[0]
+    assert same_bits(ours, theirs) == []
+    assert same_bits(momentum, whole) == []
+
+
+def _built(make, stage=3, **options):
+    model = wrapped(NAME, config(stage))
+    try:
+        zeroamp.TrainStep(model, make(list(model.parameters())), **options)
+    except zeroamp.StepError as error:
+        return str(error)
+    return ""
+
+
+def _two(parameters):
+    return [torch.optim.AdamW(parameters[:1]), torch.optim.AdamW(parameters[1:])]
+
+
+def _muon(parameters):
+    return torch.optim.Muon([parameter for parameter in parameters if parameter.dim() == 2])
+
+
+class OwnAdafactor(torch.optim.Adafactor):
+    pass
+
+
+REFUSED = {
+    "not a bool": (_two, {"on_shards": 1}, r"on_shards=\) must be True, False.* each of the 2"),
+    "too few": (_two, {"on_shards": [True]}, r"on_shards=\) must be True, False.* each of the 2"),
+    "Muon": (_muon, {"on_shards": True}, r"Muon with on_shards=True.*Leave on_shards out"),
+    "SparseAdam": (torch.optim.SparseAdam, {}, "SparseAdam, which takes sparse gradients.*AdamW"),
+    "Adafactor": (torch.optim.Adafactor, {"on_shards": True}, "Adafactor, which needs.*one of 2.*AdamW8bit.*stage"),
+    "a subclass": (OwnAdafactor, {}, "OwnAdafactor, which needs statistics of whole parameters"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_be_wrong_is_refused_by_name(ranks2, name):
+    make, options, words = REFUSED[name]
+    for error in ranks2.run(_built, make, **options):
+        assert re.search(words, error), error
+
+
+def _bitsandbytes(parameters):
+    return CASES[EIGHT_BITS].make({str(index): parameter for index, parameter in enumerate(parameters)})
+
+
+def test_bitsandbytes_without_the_statement_is_refused_by_name(ranks2):
+    pytest.importorskip("bitsandbytes", reason="the optimizer is bitsandbytes'")
+    assert re.search("bitsandbytes's AdamW8bit.*on_shards=True", ranks2.run(_built, _bitsandbytes)[0])
+
+
+def _with_overrides():
+    """Which states are 8-bit, and the error for a whole tensor of one of them."""
+    from bitsandbytes.optim import GlobalOptimManager
+
+    training = Training(CASES[EIGHT_BITS], 3)
+    manager = GlobalOptimManager.get_instance()
+    manager.register_module_override(training.model.embed, "weight", {"optim_bits": 32})
+    manager.override_config(training.model.head.weight, "optim_bits", 32)
+    try:
+        training.run(0, 1)
+    finally:
+        manager.initialize()
+    low = {fqn for (fqn, key), (kind, _, _) in training.state().items() if key == "state1" and kind == "uint8"}
+    weight = training.model.get_parameter("blocks.0.0.weight")
+    with pytest.raises(zeroamp.StepError) as error:
+        zeroamp.full_optimizer_state(training.optimizers[0], weight, "state1")
+    return low, str(error.value)
+
+
+def test_settings_of_bitsandbytes_for_single_parameters_are_honoured(ranks2):
+    pytest.importorskip("bitsandbytes", reason="the optimizer is bitsandbytes'")
+    low, error = ranks2.run(_with_overrides)[0]
+    assert low == {f"blocks.{index}.{part}.weight" for index in range(2) for part in (0, 2)}
+    assert '"state1" of AdamW8bit, whose state belongs to the shard' in error
+
+
+def _equal_on_all_ranks(folder):
+    """State that is bound to shards, and has the same bytes on all ranks."""
+    training = Training(CASES[EIGHT_BITS], 3).run(0, 1)
+    for entries in training.optimizers[0].state.values():
+        for value in entries.values():
+            if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+                value.zero_()
+    zeroamp.save_checkpoint(folder, training.model, training.train)
+    other = Training(CASES[EIGHT_BITS], 0)
+    with pytest.raises(zeroamp.CheckpointError) as error:
+        zeroamp.load_checkpoint(folder, other.model, other.train)
+    return str(error.value)
+
+
+def test_state_of_shards_is_refused_by_another_number_of_shards_even_if_it_is_equal_on_all_ranks(ranks2, tmp_path):
+    pytest.importorskip("bitsandbytes", reason="the optimizer is bitsandbytes'")
+    error = ranks2.run(_equal_on_all_ranks, tmp_path)[0]
+    assert re.search("embed.weight that belongs to its 2 shards.*there are 1 here", error)
+
+
+def test_the_oracle_is_not_the_first_weights():
+    start = expected(CASES["`torch.optim.AdamW`"], num_steps=0)
+    assert same_bits(expected(CASES["`torch.optim.AdamW`"], num_steps=1), start) == list(start)

@@ -1,0 +1,159 @@
+"""Files in their published layout: every part of every tensor is what transformers' `from_pretrained` makes."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import zeroamp
+from tests.models.architectures import IDS, SMALL, mixtral
+from tests.processes.training import config, full_parameters, policy, same_bits
+from tests.selection import slow_but
+from zeroamp.weights.files import INDEX
+from zeroamp.weights.layouts import Concatenated, Stacked, Stored, parts_of_model
+from zeroamp.weights.model_weights import ShardRange
+
+pytest.importorskip("transformers", reason="the rules are transformers'")
+
+
+def _stored(folder, tensors):
+    from safetensors import safe_open
+
+    save_file(tensors, folder / "some.safetensors")
+    file = safe_open(folder / "some.safetensors", framework="pt")
+    return {name: Stored(name=name, open=lambda: file) for name in tensors}
+
+
+def _check_every_part(part, whole):
+    assert part.shape == tuple(whole.shape)
+    assert torch.equal(part.read(None), whole)
+    for dim, length in enumerate(whole.shape):
+        for start in range(length + 1):
+            for num in range(length + 1 - start):
+                found = part.read(ShardRange(dim, start, num))
+                assert torch.equal(found, whole.narrow(dim, start, num)), (dim, start, num)
+                assert found.dtype == whole.dtype
+
+
+def test_every_part_of_stacked_and_concatenated_tensors(tmp_path):
+    tensors = {f"{kind}.{index}": torch.randn(2 + 2 * (kind == "up"), 3).bfloat16()
+               for kind in ("gate", "up") for index in range(3)}  # fmt: skip
+    stored = _stored(tmp_path, tensors)
+    of_kind = {kind: [name for name in tensors if name.startswith(kind)] for kind in ("gate", "up")}
+    stacks = {kind: torch.stack([tensors[name] for name in names]) for kind, names in of_kind.items()}
+    gate, up = (Stacked([stored[name] for name in of_kind[kind]]) for kind in ("gate", "up"))
+    _check_every_part(gate, stacks["gate"])
+    _check_every_part(Concatenated([gate, up], 1), torch.cat([stacks["gate"], stacks["up"]], 1))
+    _check_every_part(
+        Concatenated([stored["gate.0"], stored["up.0"]], 0), torch.cat([tensors["gate.0"], tensors["up.0"]])
+    )
+
+
+def _qwen3_moe():
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**SMALL, moe_intermediate_size=24, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2,
+                       intermediate_size=48, decoder_sparse_step=1)
+    )  # fmt: skip
+
+
+def _qwen3_vl_moe():
+    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+    text = {
+        **SMALL,
+        "moe_intermediate_size": 24,
+        "num_key_value_heads": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 48,
+        "head_dim": 8,
+        "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]},
+    }
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 32,
+              "deepstack_visual_indexes": [0], "num_position_embeddings": 16}  # fmt: skip
+    return Qwen3VLMoeForConditionalGeneration(Qwen3VLMoeConfig(text_config=text, vision_config=vision))
+
+
+_MODELS = {"mixtral": lambda: mixtral("eager")[0], "qwen3_moe": _qwen3_moe, "qwen3_vl_moe": _qwen3_vl_moe}
+
+
+@pytest.mark.parametrize("name", list(_MODELS))
+def test_the_parts_of_published_files_are_the_models_tensors(tmp_path, name):
+    """`save_pretrained` writes the published layout, by the same rules in reverse."""
+    from safetensors.torch import load_file
+
+    torch.manual_seed(0)
+    model = _MODELS[name]()
+    model.save_pretrained(tmp_path)
+    files = load_file(tmp_path / "model.safetensors")
+    state = model.state_dict()
+    if name == "qwen3_vl_moe":  # published transposed; save_pretrained leaves it as it is
+        experts = [key for key in state if key.endswith(("gate_up_proj", "down_proj"))]
+        files |= {key: files[key].transpose(1, 2).contiguous() for key in experts}
+    assert any(name not in files or files[name].shape != state[name].shape for name in state)  # another layout
+    parts = parts_of_model(model, _stored(tmp_path, files), set(state))
+    assert parts.keys() <= state.keys()
+    for key, part in parts.items():
+        assert part.shape == tuple(state[key].shape), key
+        assert torch.equal(part.read(None), state[key]), key
+        if len(part.shape) == 3:
+            for dim in range(3):
+                half = part.shape[dim] // 2
+                assert torch.equal(part.read(ShardRange(dim, half, half)), state[key].narrow(dim, half, half)), (
+                    key,
+                    dim,
+                )
+
+
+def test_operations_on_whole_tensors(tmp_path):
+    """One matrix for queries, keys and values, cut by transformers' own operation."""
+    from transformers import conversion_mapping
+    from transformers.core_model_loading import Chunk, WeightConverter
+
+    from tests.models.small import hf_llama
+
+    model = hf_llama(False)
+    state = model.state_dict()
+    names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"]
+    whole = torch.arange(96 * 32.0).reshape(96, 32)
+    model.config.model_type = "fused_llama"
+    rule = WeightConverter(["self_attn.qkv.weight"], ["self_attn.q_proj.weight", "self_attn.k_proj.weight",
+                           "self_attn.v_proj.weight"], operations=[Chunk(dim=0)])  # fmt: skip
+    conversion_mapping.register_checkpoint_conversion_mapping("fused_llama", [rule])
+    try:
+        stored = _stored(tmp_path, {"model.layers.0.self_attn.qkv.weight": whole})
+        parts = parts_of_model(model, stored, set(state))
+    finally:
+        conversion_mapping._checkpoint_conversion_mapping_cache.pop("fused_llama")
+        conversion_mapping.USER_REGISTERED_MAPPINGS.discard("fused_llama")
+    assert list(parts) == names
+    for part, expected in zip(parts.values(), whole.chunk(3), strict=True):
+        assert torch.equal(part.read(None), expected)
+        assert torch.equal(part.read(ShardRange(1, 3, 4)), expected[:, 3:7])
+
+
+def _load_experts(folder, name, shard_dim):
+    with torch.device("meta"):
+        model = _MODELS[name]()
+    classes = [type(module) for module in model.modules()]
+    model = zeroamp.wrap_model(model, policy(config(3, zeroamp={"shard_dim": shard_dim})))
+    sharded = [type(module) for module in model.modules()]
+    zeroamp.load_hf(model, folder)
+    assert [type(module) for module in model.modules()] == sharded != classes
+    with torch.no_grad():
+        logits = model.eval()(input_ids=IDS).logits
+    return full_parameters(model), logits
+
+
+@pytest.mark.parametrize("dtype", slow_but([torch.float32, torch.bfloat16], torch.bfloat16))
+@pytest.mark.parametrize("case", slow_but([("mixtral", "auto"), ("qwen3_moe", 0)], ("mixtral", "auto")))
+def test_experts_of_published_files_fill_a_meta_model(ranks2, tmp_path, case, dtype):
+    name, shard_dim = case
+    torch.manual_seed(0)
+    _MODELS[name]().to(dtype).save_pretrained(tmp_path, max_shard_size="20KB")
+    assert (tmp_path / INDEX).exists()
+    expected = type(_MODELS[name]()).from_pretrained(tmp_path, dtype=torch.float32)
+    for parameters, logits in ranks2.run(_load_experts, tmp_path, name, shard_dim):
+        assert same_bits(parameters, full_parameters(expected)) == []
+        assert logits.isfinite().all()

@@ -1,0 +1,169 @@
+"""`zeroamp.overrides` in training: bit for bit plain torch, at every stage, and the ledger and the traffic agree."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zeroamp
+from tests.models.small import batch, build, loss_of
+from tests.oracles import overrides as oracle
+from tests.processes.ranks import RankError
+from tests.processes.training import config, full_parameters, same_bits, wrapped
+
+NAME = "llama_untied"
+NUM_STEPS = 3
+BF16 = torch.bfloat16
+NORMS = [f"blocks.{index}.norm{which}.weight" for index in range(3) for which in (1, 2)] + ["norm.weight"]
+LINEARS = [fqn for fqn, _ in build(NAME).named_parameters() if fqn not in (*NORMS, "embed.weight")]
+DOWNS = [fqn for fqn in LINEARS if ".down." in fqn]
+
+
+def _all_stages(options, stages):
+    """Return {stage: (losses, parameters, whether the verification and a step moved what is planned)} of this rank."""
+    runs = {}
+    for stage in stages:
+        model = wrapped(NAME, config(stage, **options))
+        ledger = zeroamp.explain(model)
+        verified = ledger.verify(model, batch(NAME, dist.get_rank()))
+        zeroamp.traffic(model).reset()
+        step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1))
+        losses, accumulation = [], options.get("accumulation", 1)
+        for index in range(NUM_STEPS):
+            losses.append([])
+            for micro in range(accumulation):
+                loss = loss_of(model, batch(NAME, (index * accumulation + micro) * 2 + dist.get_rank()))
+                losses[-1].append(float(loss.detach()))
+                step.backward(loss, divide=False)
+                step.step()
+            if index == 0:
+                counted, planned = zeroamp.traffic(model), verified.planned
+                is_planned = counted.calls == planned.calls and counted.num_bytes == planned.num_bytes
+        runs[stage] = losses, full_parameters(model), is_planned and verified.is_traffic_as_planned
+    return runs
+
+
+def check(by_rank, expected):
+    losses, parameters = expected
+    for rank, runs in enumerate(by_rank):
+        for ours, found, is_planned in runs.values():
+            assert ours == [ranks[rank] for ranks in losses]
+            assert same_bits(found, parameters) == []
+            assert is_planned
+
+
+def options_of(*overrides, **options):
+    return {**options, "zeroamp": {"overrides": list(overrides), **options.get("zeroamp", {})}}
+
+
+CASES = {
+    "fp32 head": (
+        options_of({"modules": "head", "compute": "fp32", "communication": "fp32"}),
+        (0, 1, 2, 3),
+        {"in_fp32": ["head"]},
+    ),
+    "fp32 Linear inside of a unit, bf16 gradients": (
+        options_of({"modules": ["blocks.1.out", "norm"], "compute": "fp32", "communication": "bf16"}),
+        (1, 2, 3),
+        {"in_fp32": ["blocks.1.out", "norm"], "sent_as": {"blocks.1.out.weight": BF16, "norm.weight": BF16}},
+    ),
+    "a list of blocks": (
+        options_of({"modules": "blocks", "compute": "fp32"}),
+        (0, 3),
+        {"in_fp32": ["blocks.0", "blocks.1", "blocks.2"]},
+    ),
+    "norms send bf16": (
+        options_of({"modules": "RMSNorm", "communication": "bf16"}),
+        (1, 2, 3),
+        {"sent_as": dict.fromkeys(NORMS, BF16)},
+    ),
+    "norms send bf16, a group per unit": (
+        options_of({"modules": "RMSNorm", "communication": "bf16"}, threshold=0),
+        (1, 3),
+        {"sent_as": dict.fromkeys(NORMS, BF16)},
+    ),
+    "some norms send bf16: two model-wide groups": (
+        options_of({"modules": "norm2", "communication": "bf16"}),
+        (1, 2, 3),
+        {"sent_as": {fqn: BF16 for fqn in NORMS if "norm2" in fqn}},
+    ),
+    "the embedding is all-gathered in bf16": (
+        options_of({"modules": "torch.nn.Embedding", "gather": "bf16"}),
+        (0, 1, 2, 3),
+        {"gathered_low": ["embed.weight"]},
+    ),
+    "a Linear is all-gathered in fp32 and sent in bf16": (
+        options_of({"modules": "blocks.*.qkv", "gather": "fp32", "communication": "bf16"}),
+        (1, 2, 3),
+        {},
+    ),
+    "one fp32 reduction beside native bf16 ones": (
+        options_of({"modules": "down", "communication": "fp32"}, zeroamp={"reduce_accumulate_dtype": "native"}),
+        (1, 2, 3),
+        {"native": [fqn for fqn in LINEARS if fqn not in DOWNS]},
+    ),
+    "native bf16 norms at stage 0": (
+        options_of({"modules": "RMSNorm", "communication": "bf16"}, zeroamp={"reduce_accumulate_dtype": "native"}),
+        (0, 1),
+        {"native": [*LINEARS, *NORMS]},
+    ),
+    "Linears of no list": (
+        options_of(
+            {"modules": "torch.nn.Linear", "compute": "bf16"},
+            dtype=None,
+            torch_autocast={"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []},
+        ),
+        (0, 3),
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_bits_are_those_of_plain_torch(ranks2, case):
+    options, stages, written_out = CASES[case]
+    expected = oracle.train(NAME, world_size=2, num_steps=NUM_STEPS, reduce_each=False, **written_out)
+    check(ranks2.run(_all_stages, options, stages), expected)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_micro_batches_are_summed_before_or_after_the_cast_to_the_communication_dtype(ranks2, stage):
+    options = options_of({"modules": "RMSNorm", "communication": "bf16"}, accumulation=2, comm="fp32")
+    written_out = {"sent_as": dict.fromkeys(NORMS, BF16), "accumulation": 2, "reduce_each": stage == 2}
+    expected = oracle.train(NAME, world_size=2, num_steps=NUM_STEPS, **written_out)
+    check(ranks2.run(_all_stages, options, [stage]), expected)
+
+
+@pytest.mark.parametrize("mode", [{"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale": 64}}], ids=str)
+def test_in_the_other_low_modes_compute_fp32_is_that_of_keep_in_fp32_modules(ranks2, mode):
+    options = {"dtype": None, **mode}
+    override = options_of({"modules": ["norm*", "blocks.1.out"], "compute": "fp32"}, **options)
+    keep = {**options, "data_types": {"keep_in_fp32_modules": ["norm*", "blocks.1.out"]}}
+    ours, kept = (ranks2.run(_all_stages, each, (0, 3))[0] for each in (override, keep))
+    plain = ranks2.run(_all_stages, options, (3,))[0]
+    for stage in (0, 3):
+        assert (ours[stage][0], ours[stage][2]) == (kept[stage][0], True)
+        assert same_bits(ours[stage][1], kept[stage][1]) == []
+    assert same_bits(ours[3][1], plain[3][1]) != [], "else the test shows nothing"
+
+
+def _groups(overrides, mesh_shape=None):
+    model = wrapped(NAME, config(3, zeroamp={"overrides": overrides}), mesh_shape=mesh_shape)
+    verified = zeroamp.explain(model).verify(model, batch(NAME, dist.get_rank()))
+    rows = {row["group"]: (row["gather"], row["communication"]) for row in zeroamp.explain(model).to_dict()["groups"]}
+    return rows, verified.is_traffic_as_planned
+
+
+def test_replicas_of_a_group_with_another_communication_dtype(ranks2):
+    overrides = [{"modules": "norm2", "communication": "bf16"}, {"modules": "blocks.1.qkv", "communication": "fp32"}]
+    rows, is_planned = ranks2.run(_groups, overrides, (2, 1))[0]
+    assert is_planned
+    assert rows.keys() >= {"blocks.1:bf16 (reduced in fp32)", "model-wide:fp32 (reduced in bf16)", "model-wide:fp32"}
+
+
+def _differs():
+    wrapped(NAME, config(3, zeroamp={"overrides": [{"modules": f"blocks.{dist.get_rank()}", "communication": "fp32"}]}))
+
+
+def test_ranks_with_other_overrides_are_refused(ranks2):
+    with pytest.raises(RankError, match=r"zeroamp.overrides is .*blocks.0.* on rank 0, but .*blocks.1.* on rank 1"):
+        ranks2.run(_differs)

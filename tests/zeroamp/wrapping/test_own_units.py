@@ -1,0 +1,434 @@
+"""Embeddings and heads as units of their own: same bits, fewer bytes held, and every way to use them."""
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+import zeroamp
+from tests.measuring.collectives import Collectives
+from tests.models.embeddings import cross_entropy
+from tests.models.prepared import checkpoint_outside, compile_blocks
+from tests.models.small import batch, build
+from tests.oracles import one_process
+from tests.processes.training import check_run, check_same_run, config, full_parameters, same_bits, train, wrapped
+from tests.selection import slow_but
+from zeroamp.hooks.collectives.issued import peer_lost
+from zeroamp.hooks.collectives.traffic import IssuedCollective
+from zeroamp.planning.traffic import plan_traffic
+from zeroamp.wrapping.state import wrap_state
+
+LARGE = 1000  # elements: embeddings and heads have 2,560
+NUM_STEPS = 4
+UNUSUAL = (
+    *("chunked_calls", "checkpointed_chunks", "chunked_reads", "reads_in_forward", "functional_tie"),
+    *(
+        "checkpointed_lookup",
+        "whole_checkpointed_lookup",
+        "checkpointed_scaled_lookup",
+        "two_lookups",
+        "positions",
+        "scaled",
+        "times_weight",
+    ),
+    "padded",
+    *("inference_logits", "inference_reads"),
+)
+
+
+def _train(name, *, how=None, fields=None, mesh_shape=None, before=None, **options):
+    cfg = config(3, threshold=LARGE, **options)
+    return train(name, cfg, NUM_STEPS, prepare=how, fields=fields, mesh_shape=mesh_shape, prepare_before=before)
+
+
+def _check(by_rank, name, **oracle):
+    expected = one_process.train(name, world_size=len(by_rank), num_steps=NUM_STEPS, **oracle)
+    for rank, run in enumerate(by_rank):
+        check_run(run, rank, expected)
+
+
+@pytest.mark.parametrize("name", ["llama_untied", *UNUSUAL])
+def test_the_same_bits_as_one_process(ranks2, name):
+    _check(ranks2.run(_train, name), name)
+
+
+@pytest.mark.parametrize("name", slow_but(["llama_untied", "chunked_calls", "chunked_reads"], "llama_untied"))
+def test_the_same_bits_with_accumulation(ranks2, name):
+    _check(ranks2.run(_train, name, accumulation=3), name, accumulation=3, reduce_each=True)
+
+
+@pytest.mark.parametrize("name", slow_but(["llama_untied", "chunked_reads"], "llama_untied"))
+def test_the_same_bits_in_bf16_mode_and_in_fp32(ranks2, name):
+    _check(ranks2.run(_train, name, dtype=None), name, autocast=None)
+    _check(ranks2.run(_train, name, dtype=None, bf16={"enabled": True}), name, low_model=torch.bfloat16)
+
+
+@pytest.mark.parametrize("how", [compile_blocks, checkpoint_outside])
+def test_the_same_bits_with_compiled_and_checkpointed_blocks(ranks2, how):
+    _check(ranks2.run(_train, "llama_untied", how=how), "llama_untied")
+
+
+def _compile_ends(model):
+    # Not as one graph: on torch 2.15, FSDP2's own hooks break the graph of a compiled nn.Embedding or nn.Linear.
+    model.embed.compile(backend="aot_eager")
+    model.head.compile(backend="aot_eager")
+
+
+def _compile_whole(model):
+    model.compile(backend="aot_eager")
+
+
+@pytest.mark.parametrize(("name", "how"), [("llama_untied", _compile_ends), ("chunked_reads", _compile_whole)])
+def test_the_same_bits_with_a_compiled_head_or_model(ranks2, name, how):
+    _check(ranks2.run(_train, name, how=how), name)
+
+
+def _freeze_embedding(model):
+    model.embed.requires_grad_(False)
+
+
+def _freeze_head(model):
+    model.head.requires_grad_(False)
+
+
+@pytest.mark.parametrize("before", [_freeze_embedding, _freeze_head])
+def test_the_same_bits_with_a_frozen_embedding_or_head(ranks2, before):
+    _check(ranks2.run(_train, "llama_untied", before=before), "llama_untied", prepare=before)
+
+
+OPTIONS = {
+    "live units": {"fields": {"max_live_parameters": 20_000}},
+    "prefetch": {"fields": {"prefetch_bucket_size": 20_000}},
+    "merged": {"fields": {"reduce_bucket_size": 30_000}},
+    "offload": {"fields": {"offload": {"device": "cpu"}}},
+}
+
+
+def _both(options, accumulation):
+    runs = [
+        _train("llama_untied", accumulation=accumulation, zeroamp={"own_units": own}, **options)
+        for own in (True, False)
+    ]
+    check_same_run(*runs)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options_change_no_bit(ranks2, options):
+    ranks2.run(_both, options, 2)
+
+
+@pytest.mark.parametrize(
+    "options", [{"mesh_shape": (2, 2)}, {"fields": {"hpz_partition_size": 2}}], ids=["HSDP", "hpZ"]
+)
+def test_meshes_change_no_bit(ranks4, options):
+    ranks4.run(_both, options, 2)
+
+
+def _step(model, name, accumulation=1):
+    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for index in range(accumulation):
+        step.backward(model(batch(name, index)))
+        step.step()
+
+
+def _calls(name, accumulation, *, warm_up=0, evaluates=False, **options):
+    """Return {group: [all-gathers, reductions]} of the groups of own units, of the plan and as counted in one step."""
+    model = wrapped(name, config(3, threshold=LARGE, accumulation=accumulation, **options))
+    plan, ranks = wrap_state(model).plan, zeroamp.planning.mesh.ranks_of(wrap_state(model).mesh)
+    for _ in range(warm_up):
+        _step(model, name, accumulation)
+    if evaluates:
+        with torch.no_grad():
+            model(batch(name, 7))
+    zeroamp.traffic(model).reset()
+    _step(model, name, accumulation)
+    found = []
+    for traffic in (plan_traffic(plan, ranks), zeroamp.traffic(model)):
+        calls = {group.name: [0, 0] for group in plan.groups if group.unit in plan.own_units}
+        for key, number in traffic.calls.items():
+            if key.group in calls:
+                calls[key.group][key.collective != "all_gather"] += number
+        found.append(calls)
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama_untied", "chunked_calls", "checkpointed_chunks", "chunked_reads", "scaled"])
+def test_each_is_gathered_and_reduced_once_per_micro_batch(ranks2, name):
+    planned, counted = ranks2.run(_calls, name, 2)[0]
+    assert planned == counted == {"embed": [2, 2], "head": [2, 2]}
+
+
+TWO_GROUPS = [
+    {"modules": "head.bias", "communication": "fp32"},
+    {"modules": "embed.weight", "gather": "bf16"},
+    {"modules": "embed.bias", "gather": "bf16", "communication": "fp32"},
+]
+"""The weight and the bias of an own unit are all-gathered in two collectives: their dtypes of the reduction differ."""
+
+
+@pytest.mark.parametrize("name", ["chunked_reads", "chunked_calls"])
+def test_the_same_bits_with_two_groups(ranks2, name):
+    _check(ranks2.run(_train, name, zeroamp={"overrides": TWO_GROUPS[:1]}), name)
+
+
+@pytest.mark.parametrize(("name", "num_groups"), [("biased", 4), ("chunked_calls", 3), ("chunked_reads", 3)])
+def test_each_of_two_groups_is_gathered_and_reduced_once_per_micro_batch(ranks2, name, num_groups):
+    overrides = TWO_GROUPS if name == "biased" else TWO_GROUPS[:1]
+    planned, counted = ranks2.run(_calls, name, 2, zeroamp={"overrides": overrides})[0]
+    assert planned == counted
+    assert list(counted.values()) == [[2, 2]] * num_groups
+
+
+def test_an_embedding_that_is_read_elsewhere_is_gathered_once_from_the_second_forward_on(ranks2):
+    _, first = ranks2.run(_calls, "functional_tie", 1)[0]
+    _, second = ranks2.run(_calls, "functional_tie", 1, warm_up=1)[0]
+    assert (first, second) == ({"embed": [2, 1]}, {"embed": [1, 1]})
+
+
+def test_a_read_in_an_evaluation_changes_no_later_training_step(ranks2):
+    _, counted = ranks2.run(_calls, "functional_tie", 1, evaluates=True)[0]
+    assert counted == {"embed": [2, 1]}, "resharded after its lookup, as before the first read"
+
+
+def test_a_recomputed_lookup_costs_one_more_gather(ranks2):
+    for name in ("checkpointed_lookup", "checkpointed_scaled_lookup"):
+        assert ranks2.run(_calls, name, 1)[0][1] == {"embed": [2, 1], "head": [1, 1]}
+
+
+def _states():
+    """Return which own units are sharded: at each block's forward and backward, and after the backward."""
+    model = wrapped("llama_untied", config(3, threshold=LARGE))
+    found = []
+
+    def note(*_args):
+        found.append(
+            {fqn: isinstance(model.get_submodule(fqn)._parameters["weight"], DTensor) for fqn in ("embed", "head")}
+        )
+
+    for index, module in enumerate((model.blocks[0], model.norm)):
+        module.register_forward_pre_hook(note)
+        if index == 0:
+            module.register_full_backward_hook(note)
+    loss = model(batch("llama_untied", 0))
+    note()
+    loss.backward()
+    note()
+    return found
+
+
+def test_an_embedding_is_sharded_after_its_lookup_and_a_head_until_its_forward_and_after_its_backward(ranks2):
+    both, only_embed = {"embed": True, "head": True}, {"embed": True, "head": False}
+    assert ranks2.run(_states)[0] == [both, both, only_embed, both, both]
+
+
+def _bytes(own):
+    model = wrapped("llama_untied", config(3, threshold=LARGE, zeroamp={"own_units": own}))
+    with Collectives() as collectives:
+        _step(model, "llama_untied")
+    return dict(collectives.elements)
+
+
+def test_a_step_moves_the_same_elements_as_with_the_root(ranks2):
+    assert ranks2.run(_bytes, True)[0] == ranks2.run(_bytes, False)[0]
+
+
+def _call_outside(fqn):
+    model = wrapped("llama_untied", config(3, threshold=LARGE))
+    inputs = batch("llama_untied", 0) if fqn == "embed" else torch.ones(2, 32)
+    texts = []
+    for _ in range(2):  # before FSDP2 knows its root, and after
+        with pytest.raises(zeroamp.WrapError) as error:
+            model.get_submodule(fqn)(inputs)
+        texts.append(str(error.value))
+        with torch.no_grad():
+            model(batch("llama_untied", 0))
+    return texts
+
+
+@pytest.mark.parametrize("fqn", ["embed", "head"])
+def test_a_call_outside_of_the_forward_is_an_error_by_name(ranks2, fqn):
+    for text in ranks2.run(_call_outside, fqn)[0]:
+        assert f"{fqn} was called outside of the model's forward, where {fqn}.weight is sharded" in text
+        assert "register_forward_method" in text
+
+
+def _regularise(own):
+    """Add a term to the loss outside of the forward; return the error's text, or the loss."""
+    model = wrapped("llama_untied", config(3, threshold=LARGE, zeroamp={"own_units": own}))
+    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loss = model(batch("llama_untied", 0)) + 0.01 * model.embed.weight.pow(2).sum()
+    if not own:
+        step.backward(loss)
+        return step.step().loss
+    with pytest.raises(zeroamp.StepError) as error:
+        step.backward(loss)
+    return str(error.value)
+
+
+def test_a_loss_of_a_weight_that_was_read_after_the_forward_is_an_error_by_name(ranks2):
+    text = ranks2.run(_regularise, True)[0]
+    assert "is a DTensor: it was computed from a sharded parameter" in text
+    assert '{"own_units": false}' in text
+    assert ranks2.run(_regularise, False)[0] > 0
+
+
+def _error_of_a_lost_peer(group):
+    model = wrapped("llama_untied", config(3, threshold=LARGE))
+    zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    issued = IssuedCollective("reduce_scatter", torch.empty(4), group, None)
+    return str(peer_lost(RuntimeError("gloo/ timed out"), issued, wrap_state(model).listeners))
+
+
+def test_the_error_of_a_lost_peer_names_the_cause_that_only_own_units_have(ranks2):
+    cause = "The output of head must be in the loss of every rank that calls it"
+    assert cause in ranks2.run(_error_of_a_lost_peer, "head")[0]
+    assert "must be in the loss" not in ranks2.run(_error_of_a_lost_peer, "blocks.0")[0]
+
+
+def _train_without_the_head_on_one_rank(own):
+    """Let rank 1 compute its loss of the hidden states; the logits count as zeros."""
+    model = wrapped("chunked_calls", config(3, threshold=LARGE, zeroamp={"own_units": own}))
+
+    def loss(x, tokens):
+        logits = model.head(x)
+        return cross_entropy(logits, tokens) if dist.get_rank() == 0 else x.square().mean() + 0 * logits.sum()
+
+    model.loss = loss
+    _step(model, "chunked_calls")
+    return full_parameters(model)
+
+
+def test_a_head_may_be_in_the_loss_of_one_rank_as_zeros(ranks2):
+    own, with_root = (ranks2.run(_train_without_the_head_on_one_rank, own)[0] for own in (True, False))
+    assert same_bits(own, with_root) == []
+
+
+def _register():
+    model = wrapped("llama_untied", config(3, threshold=LARGE))
+    zeroamp.register_forward_method(model, "logits")
+    with torch.no_grad():
+        logits = model.logits(batch("llama_untied", 0))
+    weight = model.head.weight
+    return logits, isinstance(weight, DTensor)
+
+
+def test_a_registered_method_may_call_both(ranks2):
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = build("llama_untied").logits(batch("llama_untied", 0))
+    logits, is_sharded = ranks2.run(_register)[0]
+    assert torch.equal(logits, expected)
+    assert is_sharded, "reading a parameter outside of a forward unshards nothing"
+
+
+def _evaluate_between():
+    def evaluate(model, name):
+        with torch.no_grad():
+            model(batch(name, 7))
+
+    cfg = config(3, threshold=LARGE, accumulation=2)
+    return [
+        train(name, cfg, NUM_STEPS, between=between)
+        for name in ("chunked_reads", "functional_tie")
+        for between in (None, evaluate)
+    ]
+
+
+def test_an_evaluation_between_micro_batches_changes_no_bit(ranks2):
+    chunked, chunked_evaluated, tied, tied_evaluated = ranks2.run(_evaluate_between)[0]
+    check_same_run(chunked, chunked_evaluated)
+    check_same_run(tied, tied_evaluated)
+
+
+def _other_forward_before_the_backward(name, own, other):
+    """Train with another forward between a forward and its backward; return the parameters."""
+    model = wrapped(name, config(3, threshold=LARGE, zeroamp={"own_units": own}))
+    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for index in range(2):
+        loss = model(batch(name, index))
+        with torch.set_grad_enabled(other == "trains"):
+            other_loss = model(batch(name, 7 + index))
+        step.backward(loss, is_last=other != "trains")
+        if other == "trains":
+            step.backward(other_loss, is_last=True)
+        step.step()
+    return full_parameters(model)
+
+
+@pytest.mark.parametrize("other", ["evaluates", "trains"])
+def test_a_weight_that_was_read_is_there_in_the_backward_after_another_forward(ranks2, other):
+    run, name = _other_forward_before_the_backward, "chunked_reads"
+    own, with_root = (ranks2.run(run, name, own, other)[0] for own in (True, False))
+    assert same_bits(own, with_root) == []
+
+
+def _unwrap():
+    model = wrapped("functional_tie", config(3, threshold=LARGE))
+    _step(model, "functional_tie")
+    whole = full_parameters(model)
+    zeroamp.unwrap_model(model)
+    model(batch("functional_tie", 0)).backward()
+    assert type(model.embed) is torch.nn.Embedding
+    return same_bits(whole, {fqn: parameter.detach() for fqn, parameter in model.named_parameters()})
+
+
+def test_unwrapping_leaves_plain_modules(ranks2):
+    assert ranks2.run(_unwrap)[0] == []
+
+
+def _log_of(name):
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logger = logging.getLogger("zeroamp")
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        model = wrapped(name, config(3, threshold=LARGE))
+        _step(model, name)
+        _step(model, name)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    assert isinstance(model.get_submodule("embed"), FSDPModule)
+    assert dist.get_world_size() == 2
+    return [line for line in records if "is read outside" in line]
+
+
+def test_a_read_elsewhere_is_logged_once_by_name(ranks2):
+    (line,) = ranks2.run(_log_of, "chunked_reads")[0]
+    assert (
+        line == "head.weight is read outside of the forward of head. It stays unsharded until the backward has ended."
+    )
+    assert ranks2.run(_log_of, "reads_in_forward")[0] == []
+
+
+def _steps(own, folder, *, load):
+    """Return the parameters after two more steps; without `load`, a checkpoint is saved at the end."""
+    model = wrapped("llama_untied", config(3, threshold=LARGE, zeroamp={"own_units": own}))
+    step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    if load:
+        zeroamp.load_checkpoint(folder, model, step)
+    for index in range(2):
+        step.backward(model(batch("llama_untied", index)))
+        step.step()
+    if not load:
+        zeroamp.save_checkpoint(folder, model, step)
+    return full_parameters(model)
+
+
+def _resume(folder):
+    """Go on from a checkpoint in either grouping; return what differs from going on as before."""
+    differing = []
+    for saved in (False, True):
+        _steps(saved, folder / str(saved), load=False)
+        same, other = (_steps(own, folder / str(saved), load=True) for own in (saved, not saved))
+        differing += same_bits(same, other)
+    return differing
+
+
+def test_checkpoints_of_either_grouping_load_in_the_other(ranks2, tmp_path):
+    assert ranks2.run(_resume, tmp_path) == [[], []]

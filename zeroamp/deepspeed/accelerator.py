@@ -1,0 +1,141 @@
+"""`get_accelerator()`: this machine's device, or the CPU, under the names that scripts use."""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from zeroamp.deepspeed.refused import unknown
+from zeroamp.planning.mesh import current_device_type
+
+Index = int | None
+
+
+class Accelerator:
+    """This machine's kind of device: "cuda" and the like, or "cpu"."""
+
+    def __init__(self) -> None:
+        self._name = current_device_type()
+        self._on_cpu = self._name == "cpu"
+        self._module: Any = torch.cpu if self._on_cpu else torch.get_device_module(self._name)
+
+    def device_name(self, device_index: Index = None) -> str:
+        """Return "cpu", "cuda", or "cuda:<index>"."""
+        return self._name if device_index is None or self._on_cpu else f"{self._name}:{device_index}"
+
+    def device(self, device_index: Index = None) -> torch.device:
+        """Return the device of an index."""
+        return torch.device(self.device_name(device_index))
+
+    def set_device(self, device_index: int) -> None:
+        """Choose this process's device. Does nothing on the CPU."""
+        if not self._on_cpu:
+            torch.accelerator.set_device_index(device_index)
+
+    def current_device(self) -> int | str:
+        """Return the index of this process's device; "cpu" on the CPU."""
+        return "cpu" if self._on_cpu else torch.accelerator.current_device_index()
+
+    def current_device_name(self) -> str:
+        """Return the name of this process's device."""
+        return "cpu" if self._on_cpu else f"{self._name}:{torch.accelerator.current_device_index()}"
+
+    def device_count(self) -> int:
+        """Return the number of devices; on the CPU, 1."""
+        return 1 if self._on_cpu else torch.accelerator.device_count()
+
+    def is_available(self) -> bool:
+        """Return True: there is always a device, if only the CPU."""
+        return True
+
+    def is_synchronized_device(self) -> bool:
+        """Return whether work is done when a call returns: on the CPU."""
+        return self._on_cpu
+
+    def synchronize(self, device_index: Index = None) -> None:
+        """Wait for the device."""
+        if not self._on_cpu:
+            torch.accelerator.synchronize(device_index)
+
+    def communication_backend_name(self) -> str:
+        """Return the backend of collectives: "gloo" on the CPU."""
+        return torch.distributed.get_default_backend_for_device(self._name)
+
+    def is_bf16_supported(self) -> bool:
+        """Return whether the device computes in bf16."""
+        return True if self._on_cpu else bool(self._module.is_bf16_supported())
+
+    def is_fp16_supported(self) -> bool:
+        """Return whether the device computes in fp16."""
+        return True
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """Return fp32 and the low precisions."""
+        return [torch.float32, torch.float16, torch.bfloat16]
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is on this kind of device."""
+        return tensor.device.type == self._name
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the generator of the device."""
+        torch.manual_seed(seed)
+
+    manual_seed_all = manual_seed
+
+    def random(self) -> Any:
+        """Return torch.random."""
+        return torch.random
+
+    def get_rng_state(self, device_index: Index = None) -> torch.Tensor:
+        """Return the state of the device's generator."""
+        if self._on_cpu:
+            return torch.get_rng_state()
+        state: torch.Tensor = self._module.get_rng_state(*([] if device_index is None else [device_index]))
+        return state
+
+    def set_rng_state(self, new_state: torch.Tensor, device_index: Index = None) -> None:
+        """Restore the state of the device's generator."""
+        if self._on_cpu:
+            torch.set_rng_state(new_state)
+        else:
+            self._module.set_rng_state(new_state, *([] if device_index is None else [device_index]))
+
+    def empty_cache(self) -> None:
+        """Return unused memory to the device."""
+        if not self._on_cpu:
+            torch.accelerator.empty_cache()
+
+    def reset_peak_memory_stats(self, device_index: Index = None) -> None:
+        """Begin a new peak. Does nothing on the CPU."""
+        if not self._on_cpu:
+            torch.accelerator.reset_peak_memory_stats(device_index)
+
+    def memory_allocated(self, device_index: Index = None) -> int:
+        """Return the bytes of tensors on the device; 0 on the CPU."""
+        return 0 if self._on_cpu else int(torch.accelerator.memory_allocated(device_index))
+
+    def max_memory_allocated(self, device_index: Index = None) -> int:
+        """Return the peak of `memory_allocated`."""
+        return 0 if self._on_cpu else int(torch.accelerator.max_memory_allocated(device_index))
+
+    def memory_reserved(self, device_index: Index = None) -> int:
+        """Return the bytes that torch holds of the device; 0 on the CPU."""
+        return 0 if self._on_cpu else int(torch.accelerator.memory_reserved(device_index))
+
+    def max_memory_reserved(self, device_index: Index = None) -> int:
+        """Return the peak of `memory_reserved`."""
+        return 0 if self._on_cpu else int(torch.accelerator.max_memory_reserved(device_index))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if (found := getattr(self._module, name, None)) is not None:  # Stream, Event, current_stream
+            return found
+        raise unknown("The accelerator", name, (each for each in dir(type(self)) if not each.startswith("_")))
+
+
+@cache
+def get_accelerator() -> Accelerator:
+    """Return this machine's kind of device."""
+    return Accelerator()

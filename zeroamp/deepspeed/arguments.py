@@ -1,0 +1,73 @@
+"""`add_config_arguments`, and the config that `initialize` is given in one of four places."""
+
+import argparse
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from zeroamp.policies.errors import ConfigError
+from zeroamp.policies.json_values import load_config
+
+ConfigLike = Mapping[str, Any] | str | os.PathLike[str]
+
+DeepSpeedConfigError = ConfigError
+"""What a script catches for a wrong config."""
+
+DEFAULTS = {"gradient_clipping": 1.0}
+"""Keys whose default in DeepSpeed changes the update, and differs from `policy_from_config`'s."""
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add `--deepspeed`, `--deepspeed_config` and their old names to a parser, and return it.
+
+    `--deepspeed` is for the script alone. `initialize(args=)` reads `--deepspeed_config`, the path of a JSON file.
+    """
+    group = parser.add_argument_group("DeepSpeed", "the API of DeepSpeed, on zeroamp")
+    for name in ("deepspeed", "deepscale"):
+        group.add_argument(f"--{name}", action="store_true", help="for the script; initialize() does not read it")
+        group.add_argument(f"--{name}_config", type=str, default=None, help="path of a config in JSON")
+    return parser
+
+
+def config_of(args: object, config: ConfigLike | None, config_params: ConfigLike | None) -> dict[str, Any]:
+    """Return a copy of the config that `initialize` was given, with DeepSpeed's defaults of the update filled in.
+
+    Args:
+        args: its `deepspeed_config` (or `deepscale_config`) is a path or a mapping, or None.
+        config: a mapping or a path; None if `args` has it.
+        config_params: the old name of `config`.
+
+    Raises:
+        ConfigError: no config is given, or two are.
+    """
+    of_args = [getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")]
+    given = [each for each in (config, config_params if config is None else None, *of_args) if each is not None]
+    if len(given) != 1:
+        raise ConfigError(
+            f"initialize() must be given one config, but got {len(given) or 'none'}. Pass config= as a mapping or the "
+            "path of a JSON file, or args with deepspeed_config."
+        )
+    return with_defaults(load_config(given[0]))
+
+
+def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
+    """Fill in what DeepSpeed does where the config is silent, and `policy_from_config` does not.
+
+    That is: gradients are clipped to norm 1, bf16 steps whose gradients are not finite are skipped, and the first
+    rank's weights and buffers are sent to all.
+    """
+    if "bfloat16" in config and "bf16" not in config:  # its old name
+        config["bf16"] = config.pop("bfloat16")
+    zero = config.get("zero_optimization")
+    if isinstance(zero, dict) and zero.get("cpu_offload") is True and "offload_optimizer" not in zero:
+        del zero["cpu_offload"]  # the old name of this block
+        zero["offload_optimizer"] = {"device": "cpu"}
+    for key, value in DEFAULTS.items():
+        config.setdefault(key, value)
+    bf16 = config.get("bf16")
+    if isinstance(bf16, dict) and bf16.get("enabled") is True:
+        bf16.setdefault("check_grad_overflow", True)
+    own = config.setdefault("zeroamp", {})
+    if isinstance(own, dict) and "zeroamp.sync_module_states" not in config:
+        own.setdefault("sync_module_states", True)
+    return config

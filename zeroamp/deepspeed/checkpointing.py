@@ -1,0 +1,72 @@
+"""`deepspeed.checkpointing`: activation checkpointing, by torch's `checkpoint` without reentrant autograd."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from zeroamp.deepspeed.refused import refusal, unknown
+
+_settings: dict[str, bool] = {"is_configured": False}
+_REFUSED = {
+    "get_cuda_rng_tracker": "There is no model parallelism, whose ranks would need it.",
+    "model_parallel_cuda_manual_seed": "There is no model parallelism. Call torch.manual_seed.",
+    "CheckpointFunction": "Call checkpointing.checkpoint(function, *args).",
+}
+
+
+def configure(
+    mpu_: object = None,
+    deepspeed_config: object = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Accept a configuration of activation checkpointing that changes nothing in how `checkpoint` recomputes.
+
+    Raises:
+        UnsupportedError: `mpu_`, or anything that is switched on: activations are recomputed where they were.
+    """
+    del deepspeed_config, num_checkpoints
+    switched = {
+        "mpu_": mpu_ is not None,
+        "partition_activations": partition_activations,
+        "contiguous_checkpointing": contiguous_checkpointing,
+        "checkpoint_in_cpu": checkpoint_in_cpu,
+        "synchronize": synchronize,
+        "profile": profile,
+    }
+    for name, is_on in switched.items():
+        if is_on:
+            raise refusal(
+                f"checkpointing.configure({name}=)", "Leave it out: activations stay on their rank and device."
+            )
+    _settings["is_configured"] = True
+
+
+def is_configured() -> bool:
+    """Return whether `configure` was called."""
+    return _settings["is_configured"]
+
+
+def reset() -> None:
+    """Do nothing: no buffers are kept between steps."""
+
+
+def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    """Run `function(*args)`, and once more in the backward instead of keeping its activations."""
+    return torch_checkpoint(function, *args, use_reentrant=False)
+
+
+non_reentrant_checkpoint = checkpoint
+
+
+def __getattr__(name: str) -> object:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    if name in _REFUSED:
+        raise refusal(f"checkpointing.{name}", _REFUSED[name])
+    raise unknown(__name__, name, ("checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"))

@@ -1,0 +1,121 @@
+"""`deepspeed.comm`: torch.distributed under the names that scripts use.
+
+A function has the arguments of torch's. DeepSpeed's own `prof`, `log_name` and `debug` are not among them.
+"""
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import P2POp as P2POp
+from torch.distributed import ReduceOp as ReduceOp
+from torch.distributed import all_gather as all_gather
+from torch.distributed import all_gather_into_tensor as all_gather_into_tensor
+from torch.distributed import all_gather_object as all_gather_object
+from torch.distributed import all_reduce as all_reduce
+from torch.distributed import all_to_all as all_to_all
+from torch.distributed import all_to_all_single as all_to_all_single
+from torch.distributed import barrier as barrier
+from torch.distributed import batch_isend_irecv as batch_isend_irecv
+from torch.distributed import broadcast as broadcast
+from torch.distributed import broadcast_object_list as broadcast_object_list
+from torch.distributed import destroy_process_group as destroy_process_group
+from torch.distributed import gather as gather
+from torch.distributed import gather_object as gather_object
+from torch.distributed import get_backend as get_backend
+from torch.distributed import get_global_rank as get_global_rank
+from torch.distributed import get_rank as get_rank
+from torch.distributed import get_world_size as get_world_size
+from torch.distributed import irecv as irecv
+from torch.distributed import is_available as is_available
+from torch.distributed import is_initialized as is_initialized
+from torch.distributed import isend as isend
+from torch.distributed import monitored_barrier as monitored_barrier
+from torch.distributed import new_group as new_group
+from torch.distributed import recv as recv
+from torch.distributed import reduce as reduce
+from torch.distributed import reduce_scatter as reduce_scatter
+from torch.distributed import reduce_scatter_tensor as reduce_scatter_tensor
+from torch.distributed import scatter as scatter
+from torch.distributed import send as send
+
+from zeroamp.deepspeed.refused import refusal, unknown
+from zeroamp.planning.mesh import start_process_group
+
+_REFUSED = {
+    "log_summary": "zeroamp.traffic(model) has calls and bytes of every collective.",
+    "configure": "zeroamp.traffic(model) has calls and bytes of every collective.",
+    "initialize_mesh_device": 'Pass "zeroamp": {"dp_replicate_size": N} in the config for replicas of the shards.',
+    "mpi_discovery": "Start the script with torchrun.",
+}
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Initialise torch's default process group, unless there is one.
+
+    Args:
+        dist_backend: of `torch.distributed.init_process_group`; None: torch's default for this machine.
+        auto_mpi_discovery: has no effect: ranks come from torchrun's environment, or from the arguments.
+        distributed_port: MASTER_PORT, where the environment has a rank but no port.
+        verbose: has no effect.
+        timeout: of the collectives.
+        init_method: a URL.
+        dist_init_required: False: do nothing.
+        config: has no effect: `initialize` reads the config.
+        rank: of this process, with `world_size`; -1: as the environment says.
+        world_size: the number of processes.
+    """
+    del auto_mpi_discovery, verbose, config
+    if dist.is_initialized() or dist_init_required is False:
+        return
+    named: dict[str, Any] = {"backend": dist_backend, "timeout": timeout, "init_method": init_method}
+    given = {name: value for name, value in named.items() if value is not None}
+    if rank >= 0:
+        given |= {"rank": rank, "world_size": world_size}
+    if "RANK" in os.environ:
+        os.environ.setdefault("MASTER_PORT", str(distributed_port))
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    elif rank < 0:
+        start_process_group()  # a world of one, or an error that names the launcher
+        return
+    dist.init_process_group(**given)
+
+
+def get_local_rank() -> int:
+    """Return LOCAL_RANK of the environment, or 0."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def get_world_group() -> dist.ProcessGroup | None:
+    """Return the default group."""
+    return dist.group.WORLD
+
+
+def get_all_ranks_from_group(group: dist.ProcessGroup | None = None) -> list[int]:
+    """Return the ranks of a group."""
+    return dist.get_process_group_ranks(group or dist.group.WORLD)
+
+
+def inference_all_reduce(tensor: Any, op: Any = ReduceOp.SUM, group: dist.ProcessGroup | None = None) -> Any:
+    """Call `all_reduce`."""
+    return all_reduce(tensor, op=op, group=group)
+
+
+def __getattr__(name: str) -> object:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    if name in _REFUSED:
+        raise refusal(f"comm.{name}", _REFUSED[name])
+    raise unknown(__name__, name, (each for each in globals() if not each.startswith("_")))

@@ -1,0 +1,400 @@
+"""`DeepSpeedEngine`: the shape of DeepSpeed's engine around a wrapped model and its `TrainStep`."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zeroamp.deepspeed import engine_checkpoint
+from zeroamp.deepspeed.comm import get_local_rank
+from zeroamp.deepspeed.data_loaders import data_loader
+from zeroamp.deepspeed.engine_config import EngineConfig
+from zeroamp.deepspeed.optimizer import ZeroOptimizer
+from zeroamp.deepspeed.refused import ENGINE, refusal, unknown
+from zeroamp.planning.mesh import device_of
+from zeroamp.policies import Policy
+from zeroamp.policies.errors import StepError
+from zeroamp.training.checks import Scheduler
+from zeroamp.training.step import TrainStep
+from zeroamp.training.step_report import StepReport
+from zeroamp.wrapping.state import reshard, wrap_state
+
+engines: "WeakSet[DeepSpeedEngine]" = WeakSet()
+"""The engines of this process: functions of `utils` find the optimizer of a parameter here."""
+
+
+class DeepSpeedEngine(EngineConfig, nn.Module):
+    """Drives the optimizer steps of a wrapped model with DeepSpeed's calls. `initialize` makes it.
+
+    Any other attribute is the one of `module`::
+
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()  # updates after the last micro-batch of an optimizer step
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        policy: Policy,
+        train_step: TrainStep | None,
+        *,
+        collate_fn: Callable[..., Any] | None = None,
+        drop_last: bool = False,
+    ) -> None:
+        nn.Module.__init__(self)
+        EngineConfig.__init__(self, policy, wrap_state(module).mesh.size())
+        self.module = module
+        """The wrapped model."""
+        self.train_step = train_step
+        """The `TrainStep` inside, for callbacks and reports; None without an optimizer."""
+        self.optimizer = None if train_step is None else ZeroOptimizer(self, train_step.optimizer)
+        """The second value of `initialize`."""
+        self.training_dataloader: Any = None
+        self.collate_fn = collate_fn
+        self._drop_last = drop_last
+        self.report: StepReport | None = None
+        """The report of the last optimizer step: loss, gradient norm, learning rates."""
+        self.global_steps = 0
+        """Optimizer steps, skipped ones included."""
+        self.global_samples = 0
+        """Samples of all ranks in these steps, by the batch size of the config."""
+        self.micro_steps = 0
+        """Calls of `step`."""
+        self._num_accumulated = 0  # micro-batches since the last optimizer step
+        self._step_applied = False
+        self._boundary: bool | None = None
+        self._in_no_sync = False
+        self._is_compiled = False
+        engine_checkpoint.guard_state_dict(module)
+        engines.add(self)
+
+    # Forward, backward, step
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward."""
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Run the backward of one micro-batch; reduce gradients if it is the last one of its optimizer step.
+
+        Args:
+            loss: one element, not scaled.
+            retain_graph: refused if True.
+            scale_wrt_gas: whether to divide the loss by `gradient_accumulation_steps()`.
+
+        Returns:
+            The loss that was divided, in its dtype. The backward divides it in fp32.
+
+        Raises:
+            StepError: as `TrainStep.backward`; or the engine has no optimizer.
+        """
+        train_step = self._trained("backward")
+        if retain_graph:
+            raise refusal("engine.backward(retain_graph=True)", "Add the losses, for one backward.")
+        divided = loss.float() / self.gradient_accumulation_steps() if scale_wrt_gas else loss
+        is_last = self.is_gradient_accumulation_boundary() and not self._in_no_sync
+        train_step.backward(divided, is_last=is_last, divide=False)
+        return loss.detach() / self.gradient_accumulation_steps() if scale_wrt_gas else loss.detach()
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Clip and update after the last micro-batch of an optimizer step; else only count the micro-batch.
+
+        Args:
+            lr_kwargs: refused unless empty.
+
+        Raises:
+            StepError: as `TrainStep.step`; inside `no_sync`; or the engine has no optimizer.
+        """
+        train_step = self._trained("step")
+        if lr_kwargs:
+            raise refusal(
+                "engine.step(lr_kwargs=)", "Step such a scheduler yourself, and leave it out of initialize()."
+            )
+        if self._in_no_sync:
+            raise StepError("engine.step was called inside no_sync(). Call it after a backward outside of it.")
+        self._step_applied = False
+        if self.is_gradient_accumulation_boundary():
+            self.report = train_step.step()
+            if self.report is None:
+                raise AssertionError("expected a report of the optimizer step, got None")
+            self.global_steps += 1
+            self.global_samples += self.train_batch_size()
+            self._step_applied = not self.report.skipped
+            self._num_accumulated = 0
+        else:
+            self._num_accumulated += 1
+        self.micro_steps += 1
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
+        """Discard the gradients since the last optimizer step."""
+        if self.train_step is not None:
+            self.train_step.zero_grad()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate without communication, at stages 0 and 1: each backward inside is not the last one.
+
+        Raises:
+            StepError: at stages 2 and 3, where every backward reduces; or inside another no_sync().
+        """
+        if self.zero_optimization_partition_gradients():
+            raise StepError(
+                f"engine.no_sync was called at ZeRO stage {self.zero_optimization_stage()}, where every backward "
+                "reduces gradients. Call set_gradient_accumulation_boundary(False) instead, or use stage 0 or 1."
+            )
+        if self._in_no_sync:
+            raise StepError("engine.no_sync was called inside another no_sync(). One is enough.")
+        self._in_no_sync = True
+        try:
+            yield
+        finally:
+            self._in_no_sync = False
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say whether the backwards from now on are the last ones of an optimizer step. None: count them again.
+
+        Call it before the forward. An optimizer step may so have any number of micro-batches, and `step` may be called
+        once at its end.
+        """
+        self._boundary = is_boundary
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return whether the current micro-batch is the last one of its optimizer step."""
+        if self._boundary is not None:
+            return self._boundary
+        return self._num_accumulated + 1 >= self.gradient_accumulation_steps()
+
+    def was_step_applied(self) -> bool:
+        """Return whether the last call of `step` updated the parameters."""
+        return self._step_applied
+
+    def _trained(self, method: str) -> TrainStep:
+        if self.train_step is None:
+            raise StepError(
+                f"engine.{method} was called, but initialize() got no optimizer. Pass optimizer=, or write "
+                '"optimizer" in the config.'
+            )
+        return self.train_step
+
+    def dataloader_drop_last(self) -> bool:
+        """Return the key of this name: whether `deepspeed_io` leaves out a last, smaller batch."""
+        return self._drop_last
+
+    # Numbers of the last step
+
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps that were skipped, because a gradient was not finite."""
+        return 0 if self.train_step is None else self.train_step.num_skipped
+
+    @property
+    def cur_scale(self) -> float:
+        """The factor of the next loss; 1 except in float16."""
+        return 1.0 if self.train_step is None else self.train_step.loss_scale
+
+    @property
+    def lr_scheduler(self) -> Scheduler | None:
+        """The fourth value of `initialize`. The engine steps it after each update."""
+        return None if self.train_step is None else self.train_step.scheduler
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the 2-norm of the averaged gradient of the last optimizer step before clipping; None before the first.
+
+        It is the true norm at every stage and in float16; inf or nan after an overflow. Waits for the device.
+        """
+        return None if self.report is None else self.report.grad_norm
+
+    def get_lr(self) -> list[Any]:
+        """Return the learning rate of each param group."""
+        return self._of_groups("lr")
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of each param group. A scheduler sets its own after the next update."""
+        for group in self._trained("set_lr").optimizer.param_groups:
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+    def get_mom(self) -> list[Any]:
+        """Return the betas, or for optimizers without betas the momentum, of each param group."""
+        return self._of_groups("betas", "momentum")
+
+    def get_type(self) -> list[Any]:
+        """Return the entry "type" of each param group, or 0.0 where there is none."""
+        return self._of_groups("type")
+
+    def _of_groups(self, *keys: str) -> list[Any]:
+        groups = [] if self.train_step is None else self.train_step.optimizer.param_groups
+        return [next((group[key] for key in keys if key in group), 0.0) for group in groups]
+
+    # Ranks and devices
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return device_of(wrap_state(self.module).mesh)
+
+    @property
+    def local_rank(self) -> int:
+        """LOCAL_RANK of the environment, or 0."""
+        return get_local_rank()
+
+    @property
+    def global_rank(self) -> int:
+        """This rank among all."""
+        return dist.get_rank()
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks, all of them data-parallel."""
+        return dist.get_world_size()
+
+    dp_world_size = world_size
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
+        """The group of all ranks."""
+        return dist.group.WORLD
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[..., Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> Any:
+        """Return a torch `DataLoader` in which each rank sees its own part of `dataset`: see `data_loader`."""
+        return data_loader(
+            dataset,
+            batch_size or self.train_micro_batch_size_per_gpu(),
+            shuffle=route == "train",
+            pin_memory=pin_memory,
+            sampler=data_sampler,
+            collate_fn=collate_fn or self.collate_fn,
+            num_workers=num_local_io_workers or 0,
+            drop_last=self._drop_last,
+        )
+
+    # The module
+
+    def train(self, mode: bool = True) -> "DeepSpeedEngine":
+        """Set training mode, of the module too."""
+        return super().train(mode)
+
+    def compile(
+        self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, schedule: Any = None
+    ) -> None:
+        """Compile the module's forward by `torch.compile`, in place.
+
+        Args:
+            backend: of `torch.compile`.
+            compile_kwargs: its other arguments.
+            schedule: refused: DeepCompile's passes are not here.
+        """
+        if schedule is not None:
+            raise refusal("engine.compile(schedule=)", "There is no DeepCompile. Leave it out.")
+        self.module.compile(**{**(compile_kwargs or {}), "backend": backend})
+        self._is_compiled = True
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether `compile` was called."""
+        return self._is_compiled
+
+    def empty_partition_cache(self) -> None:
+        """Reshard what an evaluation left unsharded."""
+        reshard(self.module.modules())
+
+    def destroy(self) -> None:
+        """Discard gradients and unsharded copies. The engine cannot train afterwards."""
+        if self.train_step is not None:
+            self.train_step.zero_grad()
+        reshard(self.module.modules())
+        self.train_step = self.optimizer = None
+
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """Empty: no gradient is sparse."""
+        return set()
+
+    # Checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: Any,
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save all that training needs as `save_dir/tag`: see `engine_checkpoint.save`. All ranks call it."""
+        return engine_checkpoint.save(
+            self, save_dir, tag, client_state or {}, save_latest=save_latest, without_frozen=exclude_frozen_parameters
+        )
+
+    def load_checkpoint(
+        self,
+        load_dir: Any,
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load what the engine, or DeepSpeed's, saved: see `engine_checkpoint.load`. All ranks call it."""
+        if not load_module_strict:
+            raise refusal("engine.load_checkpoint(load_module_strict=False)", "Load weights with zeroamp.load_hf.")
+        if custom_load_fn is not None:
+            raise refusal("engine.load_checkpoint(custom_load_fn=)", "Load weights with zeroamp.load_hf.")
+        only = engine_checkpoint.Parts(
+            optimizer=load_optimizer_states and not load_module_only,
+            scheduler=load_lr_scheduler_states and not load_module_only,
+            counts=not load_module_only,
+        )
+        return engine_checkpoint.load(self, load_dir, tag, only)
+
+    def save_16bit_model(
+        self, save_dir: Any, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write whole weights in the low precision of the config as one file. All ranks call it; the first one writes.
+
+        The file is what `torch.save` writes of a state dict, or safetensors if its name ends so. The first rank holds
+        the whole model in CPU memory meanwhile; `zeroamp.export_hf` holds one file's part. Returns True.
+        """
+        return engine_checkpoint.save_weights(self, save_dir, save_filename, exclude_frozen_parameters)
+
+    save_fp16_model = save_16bit_model
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """Return whole weights and buffers on the CPU, in the low precision of the config. All ranks call it.
+
+        `engine.module.state_dict()` is refused where it would have shards: at stages 1 to 3.
+        """
+        return engine_checkpoint.whole_state_dict(self, exclude_frozen_parameters)
+
+    _zero3_consolidated_16bit_state_dict = module_state_dict  # of accelerate and of many scripts
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)  # parameters and modules of the engine itself: `module`
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is not None and hasattr(module, name):
+                return getattr(module, name)
+        if name in ENGINE:
+            raise refusal(f"engine.{name}", ENGINE[name])
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise unknown(
+            "The engine (and its module)", name, (each for each in dir(type(self)) if not each.startswith("_"))
+        )

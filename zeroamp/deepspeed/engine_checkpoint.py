@@ -1,0 +1,253 @@
+"""The engine's checkpoints: tags and `latest` as DeepSpeed has them, around `zeroamp.save_checkpoint`.
+
+    FOLDER/latest            the tag of the newest checkpoint
+    FOLDER/TAG/zeroamp/      what zeroamp.save_checkpoint writes
+
+A folder that DeepSpeed wrote is read by `load_deepspeed_checkpoint`.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial, wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from zeroamp.checkpoint.load import load_checkpoint
+from zeroamp.checkpoint.save import save_checkpoint
+from zeroamp.deepspeed.load import DeepSpeedCheckpoint, load_deepspeed_checkpoint
+from zeroamp.deepspeed.utils import logger
+from zeroamp.planning.mesh import local_part
+from zeroamp.policies.errors import CheckpointError, StepError, describe, some_of
+from zeroamp.policies.files import read_regular
+from zeroamp.training.checks import StatefulScheduler
+from zeroamp.training.schedulers import CurveLR
+from zeroamp.weights.drafts import replace_durably
+from zeroamp.weights.export import overflow, refuse_overflows, whole_weight
+from zeroamp.weights.model_weights import find_weights
+from zeroamp.wrapping.rank_group import RankGroup
+from zeroamp.wrapping.refused_calls import replace_method
+from zeroamp.wrapping.state import wrap_state
+
+if TYPE_CHECKING:
+    from zeroamp.deepspeed.engine import DeepSpeedEngine
+
+LATEST, INSIDE = "latest", "zeroamp"
+_MAX_TAG_BYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    """What `load` takes from a checkpoint besides the module."""
+
+    optimizer: bool
+    scheduler: bool
+    counts: bool
+    """Steps, samples and the loss scale."""
+
+
+def save(
+    engine: "DeepSpeedEngine",
+    folder: str | os.PathLike[str],
+    tag: str | int | None,
+    client_state: Mapping[str, Any],
+    *,
+    save_latest: bool,
+    without_frozen: bool,
+) -> bool:
+    """Save as `folder/tag`, and write the tag into `folder/latest`. Every rank calls it. Returns True.
+
+    Args:
+        engine: with an optimizer, between two optimizer steps.
+        folder: of the run, on a file system that all ranks share.
+        tag: a name; None: global_step<number>. A checkpoint of the same tag is replaced once this one is on the disk.
+        client_state: tensors, numbers, strings, None, and containers of them. A load returns the first rank's.
+        save_latest: whether `latest` names this tag then.
+        without_frozen: whether to leave out frozen parameters.
+
+    Raises:
+        CheckpointError: as `save_checkpoint`; or the tag is no name of a folder.
+        StepError: between the micro-batches of an optimizer step, or the engine has no optimizer.
+    """
+    train_step = engine._trained("save_checkpoint")
+    if not folder:
+        raise CheckpointError(describe("save_checkpoint(save_dir=)", repr(folder), "a folder", "Pass the run's."))
+    name = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    if not name or name in (".", "..", LATEST) or Path(name).name != name:
+        raise CheckpointError(
+            describe("save_checkpoint(tag=)", repr(tag), "the name of a folder", "Pass such as 'global_step100'.")
+        )
+    counts = {"steps": engine.global_steps, "samples": engine.global_samples, "micro_steps": engine.micro_steps}
+    save_checkpoint(
+        Path(folder) / name / INSIDE,
+        engine.module,
+        train_step,
+        step=engine.global_steps,
+        extra={"client_state": dict(client_state), "counts": counts},
+        keep=1,
+        exclude_frozen_parameters=without_frozen,
+    )
+    if save_latest:
+        ranks = RankGroup.for_saving(wrap_state(engine.module).mesh)
+        ranks.on_first(lambda: replace_durably(Path(folder) / LATEST, name.encode()))
+    return True
+
+
+def load(
+    engine: "DeepSpeedEngine", folder: str | os.PathLike[str], tag: str | int | None, parts: Parts
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Load `folder/tag`; every rank calls it. Returns the path and the client state of the first rank.
+
+    Without a tag, `folder/latest` names it; without that file, a warning is logged and (None, None) returned, as in
+    DeepSpeed: a script then starts anew. A folder that DeepSpeed wrote is read, too.
+
+    Raises:
+        CheckpointError: the tag does not exist, or as `load_checkpoint` and `load_deepspeed_checkpoint`.
+        StepError: between the micro-batches of an optimizer step.
+    """
+    ranks = RankGroup.for_saving(wrap_state(engine.module).mesh)
+    name, is_ours = ranks.on_first(lambda: _find(Path(folder), tag))
+    if name is None:
+        if ranks.rank == 0:
+            logger.warning(
+                "%s does not exist, so nothing was loaded. Pass tag=, or the folder that save_checkpoint was given.",
+                Path(folder) / LATEST,
+            )
+        return None, None
+    path = Path(folder) / name
+    if is_ours:
+        client_state = _load_ours(engine, path / INSIDE, parts)
+    else:
+        client_state = _load_theirs(engine, Path(folder), name, parts)
+    return str(path), client_state
+
+
+def _find(folder: Path, tag: str | int | None) -> tuple[str | None, bool]:
+    """Return the tag to load, or None, and whether zeroamp wrote it."""
+    name = None if tag is None else str(tag)
+    if name is None:
+        try:
+            name = read_regular(folder / LATEST, _MAX_TAG_BYTES).decode(errors="replace").strip()
+        except FileNotFoundError:
+            return None, False
+    if Path(name).name != name or not (folder / name).is_dir():
+        tags = sorted(each.name for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
+        raise CheckpointError(f"{folder} has no checkpoint {name!r}. Pass one of its tags: {some_of(tags) or 'none'}.")
+    return name, (folder / name / INSIDE).is_dir()
+
+
+def _load_ours(engine: "DeepSpeedEngine", path: Path, parts: Parts) -> dict[str, Any]:
+    train_step = engine.train_step if parts.counts else None
+    extra = load_checkpoint(
+        path,
+        engine.module,
+        train_step,
+        load_optimizer_states=parts.optimizer,
+        load_lr_scheduler_states=parts.scheduler and engine.lr_scheduler is not None,
+        extra_rank=0,
+    )
+    if parts.counts:
+        counts = extra["counts"]
+        engine.global_steps, engine.global_samples = counts["steps"], counts["samples"]
+        engine.micro_steps = counts["micro_steps"]
+    client_state: dict[str, Any] = extra["client_state"]
+    return client_state
+
+
+def _load_theirs(engine: "DeepSpeedEngine", folder: Path, tag: str, parts: Parts) -> dict[str, Any]:
+    """Load what DeepSpeed wrote. A scheduler of the script gets the state that DeepSpeed saved."""
+    train_step = engine.train_step if parts.optimizer else None
+    loaded: DeepSpeedCheckpoint = load_deepspeed_checkpoint(folder, engine.module, train_step, tag=tag)
+    scheduler = engine.lr_scheduler
+    is_left = parts.scheduler and loaded.lr_scheduler is not None and not isinstance(scheduler, CurveLR)
+    if is_left and isinstance(scheduler, StatefulScheduler) and loaded.lr_scheduler is not None:
+        scheduler.load_state_dict(loaded.lr_scheduler)
+    if parts.counts:
+        engine.global_steps = loaded.global_steps
+        engine.global_samples = loaded.global_steps * engine.train_batch_size()
+        engine.micro_steps = loaded.global_steps * engine.gradient_accumulation_steps()
+    return loaded.client_state
+
+
+def whole_state_dict(engine: "DeepSpeedEngine", without_frozen: bool, *, on_first_only: bool = False) -> dict[str, Any]:
+    """Return whole weights and buffers on the CPU, under all their names; fp32 parameters in the config's precision.
+
+    Args:
+        engine: any. Every rank calls it.
+        without_frozen: whether to leave out frozen parameters.
+        on_first_only: whether only the first rank retains the tensors.
+
+    Raises:
+        CheckpointError: a value overflows in the low precision.
+    """
+    state = wrap_state(engine.module)
+    dtype = engine.policy.low_dtype or torch.float32
+    ranks = RankGroup.for_saving(state.mesh)
+    found: dict[str, Any] = {}
+    overflows: dict[str, float] = {}
+    for weight in find_weights(state.root):
+        if without_frozen and weight.is_parameter and not weight.tensor.requires_grad:
+            continue
+        written = dtype if weight.is_parameter and weight.tensor.dtype == torch.float32 else weight.tensor.dtype
+        whole = whole_weight(weight, state.mesh, weight.tensor.dtype)
+        if (largest := overflow(whole, written)) is not None:
+            overflows[weight.names[0]] = largest
+        if ranks.rank == 0 or not on_first_only:
+            on_cpu = whole.to("cpu", written)
+            found |= dict.fromkeys(weight.names, on_cpu)
+    refuse_overflows(overflows, dtype)
+    return found
+
+
+def guard_state_dict(module: nn.Module) -> None:
+    """Let `module.state_dict()` of a script give whole tensors at stage 0, and raise where it would give shards.
+
+    Scripts call it on one rank, and write what it returns. torch's and zeroamp's own calls are let through.
+    """
+    state = wrap_state(module)
+    state.handles.extend(replace_method(module, "state_dict", partial(_whole_or_error, state.plan.policy.stage)))
+
+
+def _whole_or_error(stage: int, state_dict: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    @wraps(state_dict)
+    def checked(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        found = state_dict(*args, **kwargs)
+        caller = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
+        if caller in ("torch", "zeroamp") or not any(type(each) is DTensor for each in found.values()):
+            return found
+        if stage > 0:
+            raise StepError(
+                "engine.module.state_dict was called, but the parameters are sharded. Call engine.module_state_dict() "
+                "or engine.save_16bit_model(folder) on all ranks, or call it inside zero.GatheredParameters."
+            )
+        for name, each in found.items():
+            found[name] = local_part(each)
+        return found
+
+    return checked
+
+
+def save_weights(
+    engine: "DeepSpeedEngine", folder: str | os.PathLike[str], file_name: str, without_frozen: bool
+) -> bool:
+    """See `DeepSpeedEngine.save_16bit_model`."""
+    state_dict = whole_state_dict(engine, without_frozen, on_first_only=True)
+    ranks = RankGroup.for_saving(wrap_state(engine.module).mesh)
+    ranks.on_first(lambda: _write(Path(folder) / file_name, state_dict))
+    return True
+
+
+def _write(path: Path, state_dict: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".safetensors":
+        from safetensors.torch import save_file
+
+        kept = {id(tensor): name for name, tensor in reversed(state_dict.items())}  # a shared tensor once
+        save_file({name: tensor.contiguous() for name, tensor in state_dict.items() if kept[id(tensor)] == name}, path)
+    else:
+        torch.save(state_dict, path)

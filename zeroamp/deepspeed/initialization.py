@@ -1,0 +1,135 @@
+"""`initialize`: a model becomes an engine, with its optimizer, data loader and scheduler."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zeroamp.deepspeed.arguments import ConfigLike, config_of
+from zeroamp.deepspeed.comm import init_distributed
+from zeroamp.deepspeed.engine import DeepSpeedEngine
+from zeroamp.deepspeed.optimizer import ZeroOptimizer
+from zeroamp.deepspeed.parameters import listed, repoint, sharded_list
+from zeroamp.deepspeed.refused import refusal
+from zeroamp.deepspeed.utils import leaf_names
+from zeroamp.deepspeed.zero import mark_sharded
+from zeroamp.policies import Policy, policy_from_config
+from zeroamp.policies.errors import ConfigError, StepError, shown
+from zeroamp.training.checks import Scheduler
+from zeroamp.training.optimizers import optimizer_from_config
+from zeroamp.training.parameters_before import ParametersBefore
+from zeroamp.training.schedulers import scheduler_from_config
+from zeroamp.training.step import TrainStep
+from zeroamp.wrapping.wrap import wrap_model
+
+OptimizerLike = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer] | None
+SchedulerLike = Scheduler | Callable[[torch.optim.Optimizer], Scheduler] | None
+Initialized = tuple[DeepSpeedEngine, ZeroOptimizer | None, Any, Scheduler | None]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: OptimizerLike = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: SchedulerLike = None,
+    distributed_port: int = 29500,
+    mpu: object = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: ConfigLike | None = None,
+    mesh_param: object = None,
+    config_params: ConfigLike | None = None,
+) -> Initialized:
+    """Shard a model over all ranks as the config says, and return what trains it. Every rank calls it.
+
+    The model is wrapped in place, by `zeroamp.wrap_model`. Where the config is silent, DeepSpeed's defaults hold for
+    what changes an update: gradients are clipped to norm 1, bf16 steps whose gradients are not finite are skipped, and
+    all ranks take the first rank's weights.
+
+    Args:
+        args: its `deepspeed_config` is the config, unless `config` is given.
+        model: an nn.Module, plain, on any device, the meta device included.
+        optimizer: built from the model's parameters; or a function of the parameters that returns
+            one. None: the config's `optimizer` block, or else the engine does not train.
+        model_parameters: what the optimizer of the config, or the function, gets: parameters of the model, or param
+            groups. None: all of them.
+        training_data: a dataset, for the third value returned.
+        lr_scheduler: of `optimizer`, or a function of the optimizer that returns one. None: the config's `scheduler`
+            block, if there is one. The engine steps it after each update.
+        distributed_port: MASTER_PORT, where the environment has none.
+        mpu: refused.
+        dist_init_required: False: there is a process group already.
+        collate_fn: of the data loader.
+        config: a mapping, or the path of a JSON file.
+        mesh_param: refused.
+        config_params: the old name of `config`.
+
+    Returns:
+        The engine, its optimizer (or None), a data loader (or None) and the scheduler (or None).
+
+    Raises:
+        UnsupportedError: an argument is refused.
+        ConfigError: no config or two are given; or as `policy_from_config`, `optimizer_from_config`,
+            `scheduler_from_config`. There must be a batch size.
+        StepError: the optimizer or `model_parameters` holds a parameter that the model does not have.
+        WrapError: as `wrap_model`.
+    """
+    for name, value in {"mpu": mpu, "mesh_param": mesh_param}.items():
+        if value is not None:
+            raise refusal(f"initialize({name}=)", "Leave it out: parameters are sharded over all ranks.")
+    if not isinstance(model, nn.Module):
+        raise refusal(f"initialize(model={type(model).__name__})", "Pass model=, a torch.nn.Module.")
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    given = config_of(args, config, config_params)
+    drop_last = given.pop("dataloader_drop_last", False)
+    if not isinstance(drop_last, bool):
+        raise ConfigError(f"dataloader_drop_last must be true or false, but is {shown(drop_last)}. Write one of them.")
+    policy = _policy(given, model)
+    before = ParametersBefore(model)
+    chosen = listed(model.parameters() if model_parameters is None else model_parameters)
+    wrap_model(model, policy)
+    before.wrapped(model)
+    parameters = sharded_list(before, chosen)
+    inside = _optimizer(optimizer, policy, parameters, before)
+    scheduler = None if inside is None else _scheduler(lr_scheduler, policy, inside)
+    if inside is None and lr_scheduler is not None:
+        raise StepError(
+            "initialize(lr_scheduler=) was given without an optimizer. Pass optimizer=, or write it in the config."
+        )
+    mark_sharded(model)
+    train_step = None if inside is None else TrainStep(model, inside, scheduler)
+    engine = DeepSpeedEngine(model, policy, train_step, collate_fn=collate_fn, drop_last=drop_last)
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data)
+    return engine, engine.optimizer, engine.training_dataloader, scheduler
+
+
+def _policy(config: dict[str, Any], model: nn.Module) -> Policy:
+    policy = policy_from_config(config, world_size=dist.get_world_size())
+    leaves = leaf_names(model)
+    if not leaves:
+        return policy
+    key = "zero_optimization.leaf_module.names"
+    return policy.replace(**{key: sorted({*policy.leaf_modules.names, *leaves})})
+
+
+def _optimizer(
+    given: OptimizerLike, policy: Policy, parameters: list[Any], before: ParametersBefore
+) -> torch.optim.Optimizer | None:
+    if given is None:
+        return None if policy.optimizer is None else optimizer_from_config(policy, parameters)
+    if isinstance(given, torch.optim.Optimizer):
+        repoint(before, given)
+        return given
+    return given(parameters)
+
+
+def _scheduler(given: SchedulerLike, policy: Policy, optimizer: torch.optim.Optimizer) -> Scheduler | None:
+    if given is None:
+        return None if policy.scheduler is None else scheduler_from_config(policy, optimizer)
+    # A scheduler has a step, and may be callable by a metaclass or not; a function of the optimizer has none.
+    return given if hasattr(given, "step") and not isinstance(given, type) else given(optimizer)

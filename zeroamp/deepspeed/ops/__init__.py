@@ -1,0 +1,1 @@
+"""`deepspeed.ops`: the optimizers of `ops.adam`, as torch's."""

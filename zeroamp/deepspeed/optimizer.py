@@ -1,0 +1,96 @@
+"""`ZeroOptimizer`: the second value of `initialize`, which reads the engine's optimizer and loss scale."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zeroamp.deepspeed.refused import refusal, unknown
+
+if TYPE_CHECKING:
+    from zeroamp.deepspeed.engine import DeepSpeedEngine
+
+
+class ZeroOptimizer(torch.optim.Optimizer):
+    """The engine's optimizer, for reading and for schedulers. `engine.step()` steps it.
+
+    Any other attribute is the one of the torch optimizer inside, `optimizer`.
+    """
+
+    _opt_called = True  # a scheduler of torch on this object would else warn that no step came before its own
+
+    def __init__(self, engine: "DeepSpeedEngine", optimizer: torch.optim.Optimizer) -> None:
+        # No call of the base: groups and state are those of the optimizer inside.
+        self._engine = engine
+        self.optimizer = optimizer
+        """The torch optimizer inside. It holds sharded parameters."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The param groups of the optimizer inside, to read and to change."""
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The state by sharded parameter."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The defaults of the optimizer inside."""
+        return self.optimizer.defaults
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the next loss; 1 except in float16."""
+        return self._engine.cur_scale
+
+    @property
+    def cur_scale(self) -> float:
+        """The same as `loss_scale`."""
+        return self._engine.cur_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale moves by itself."""
+        return self._engine.dynamic_loss_scale()
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last optimizer step was skipped, because a gradient was not finite."""
+        report = self._engine.report
+        return report is not None and report.skipped
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        """Raise UnsupportedError: the engine reduces, clips and unscales in its own step."""
+        raise refusal("optimizer.step", "Call engine.step().")
+
+    def backward(self, *_: object, **__: object) -> None:
+        """Raise UnsupportedError: `engine.backward` it is."""
+        raise refusal("optimizer.backward", "Call engine.backward(loss).")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
+        """Discard the gradients since the last step; between two steps there are none."""
+        self._engine.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the optimizer inside. Its tensors are this rank's shards, as DTensors."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, on the same number of ranks."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add sharded parameters of the engine's module, as `engine.module.parameters()` yields them."""
+        self.optimizer.add_param_group(param_group)
+
+    def __repr__(self) -> str:
+        return f"ZeroOptimizer({self.optimizer!r})"
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("optimizer", "_engine"):  # before __init__, and while a pickle is read
+            raise AttributeError(name)
+        if hasattr(self.optimizer, name):
+            return getattr(self.optimizer, name)
+        raise unknown("The optimizer", name, (each for each in dir(type(self)) if not each.startswith("_")))

@@ -1,0 +1,62 @@
+"""What `initialize` is given beside the model: optimizers and lists of parameters that were made before the wrap."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroamp.policies.errors import StepError
+from zeroamp.training.parameters_before import ParametersBefore
+
+
+def sharded_list(before: ParametersBefore, parameters: Iterable[Any]) -> list[Any]:
+    """Return the sharded parameters for a list of parameters or of param groups.
+
+    Raises:
+        StepError: the model did not have one of them.
+    """
+    return [
+        {**each, "params": sharded_list(before, _listed(each["params"]))}
+        if isinstance(each, dict)
+        else _sharded(before, each, "initialize(model_parameters=)")
+        for each in parameters
+    ]
+
+
+def repoint(before: ParametersBefore, optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer hold the sharded parameters, and its state be sharded like them.
+
+    Raises:
+        StepError: the model did not have one of its parameters, or state cannot be sharded.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            _sharded(before, parameter, "initialize(optimizer=)")
+    before.repoint([optimizer])
+
+
+def _sharded(before: ParametersBefore, parameter: Any, holder: str) -> nn.Parameter:
+    sharded = before.sharded(parameter)
+    if sharded is parameter or not isinstance(sharded, nn.Parameter):
+        raise StepError(
+            f"{holder} has a parameter of shape {tuple(parameter.shape)} that is not one of the model given to "
+            "initialize(). Pass parameters of that model."
+        )
+    return sharded
+
+
+def listed(model_parameters: Any) -> list[Any]:
+    """Return `initialize(model_parameters=)` as a list: it may be an iterator, which the model's wrapping ends.
+
+    Param groups in it are copied, with their own `params` as lists.
+    """
+    each = _listed(model_parameters)
+    return [{**one, "params": _listed(one["params"])} if isinstance(one, dict) else one for one in each]
+
+
+def _listed(parameters: Any) -> list[Any]:
+    if isinstance(parameters, torch.Tensor | dict):
+        return [parameters]
+    # transformers' and others' helpers give pairs of name and parameter
+    return [each[1] if isinstance(each, tuple) else each for each in parameters]

@@ -1,0 +1,1 @@
+"""`deepspeed.runtime`: the few names below it that scripts import."""

@@ -1,0 +1,5 @@
+"""`deepspeed.runtime.zero`: the same names as `deepspeed.zero`."""
+
+from zeroamp.deepspeed.zero import GatheredParameters as GatheredParameters
+from zeroamp.deepspeed.zero import Init as Init
+from zeroamp.deepspeed.zero import ZeroParamStatus as ZeroParamStatus

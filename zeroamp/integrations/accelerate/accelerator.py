@@ -1,0 +1,630 @@
+"""`ZeroampAccelerator`: scripts for `accelerate.Accelerator` train with zeroamp. Tested with accelerate 1.15.
+
+accelerate has no registry of strategies, so this is a subclass. Data loaders, schedulers, trackers, gathering and
+launching are accelerate's own. The model, the optimizer step, clipping, the loss scale and checkpoints are zeroamp's.
+`distributed_type` stays NO, MULTI_CPU or MULTI_GPU, and accelerate's own mixed precision is off.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType
+from accelerate.utils import AutocastKwargs, DynamoBackend, convert_file_size_to_int, convert_to_fp32
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.utils.data import DataLoader
+
+from zeroamp.checkpoint.load import load_checkpoint
+from zeroamp.checkpoint.save import save_checkpoint
+from zeroamp.hooks._torch.fsdp import parameter_pairs
+from zeroamp.hooks.precision.autocast import config_autocast
+from zeroamp.integrations.accelerate.arguments import (
+    ConfigLike,
+    OpenConfig,
+    asked_precision,
+    bound_arguments,
+    config_or_environment,
+    refuse_arguments,
+    refuse_dummies,
+    refuse_other_optimizers,
+    refuse_other_scheduler,
+)
+from zeroamp.integrations.accelerate.optimizer import ZeroampOptimizer
+from zeroamp.planning.mesh import local_part
+from zeroamp.policies import Policy
+from zeroamp.policies.errors import CheckpointError, ConfigError, StepError
+from zeroamp.training.optimizer_kinds import is_of_bitsandbytes
+from zeroamp.training.parameters_before import ParametersBefore
+from zeroamp.training.schedulers import CurveLR
+from zeroamp.training.step import TrainStep
+from zeroamp.training.step_report import StepReport
+from zeroamp.weights.export import export_hf
+from zeroamp.weights.load import load_hf
+from zeroamp.wrapping.state import is_wrapped, wrap_state
+from zeroamp.wrapping.wrap import register_forward_method, wrap_model
+
+_CHECKPOINT = "zeroamp"
+"""Folder of the model's and the optimizers' state, in the folder of `save_state`."""
+_EVALUATED = "evaluated_model"
+"""Folder of the weights of a model that is only evaluated, before its number."""
+_FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+"""Options for a whole state dict on the first rank."""
+_KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+_PRECISIONS = {None: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
+    """An `Accelerator` whose model is wrapped by `zeroamp.wrap_model` and driven by a `zeroamp.TrainStep`.
+
+    ```python
+    accelerator = ZeroampAccelerator(zeroamp="config.json")
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    ```
+
+    It trains one model. Other models that `prepare` gets are wrapped too, for evaluation.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        zeroamp: ConfigLike | None = None,
+        wrap_arguments: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Take accelerate's own arguments, and a config.
+
+        Args:
+            args: see `accelerate.Accelerator`.
+            zeroamp: path of a config, a mapping or a Policy; by default the path in the environment's `ZEROAMP_CONFIG`.
+                "auto" values are filled: `gradient_accumulation_steps` and the precision from accelerate's arguments,
+                `gradient_clipping` by 0 (clip_grad_norm_ is given the norm), batch sizes from the dataloaders, and the
+                sizes that depend on the model's `hidden_size`, in `prepare`.
+            wrap_arguments: more arguments of `zeroamp.wrap_model`: mesh, auto_wrap_policy, example_inputs.
+            kwargs: see `accelerate.Accelerator`. `mixed_precision` may be left out: the config decides.
+
+        Raises:
+            ConfigError: the config is wrong or contradicts an argument, or an argument (a plugin of another way to
+                shard, fp8, a compiler) cannot be honoured.
+        """
+        given = bound_arguments(args, kwargs)
+        refuse_arguments(given)
+        self._config = OpenConfig(config_or_environment(zeroamp), asked_precision(given))
+        self._early_policy = self._config.early_policy()
+        self._policy: Policy | None = None
+        self.wrap_arguments = dict(wrap_arguments or {})
+        """More arguments of `zeroamp.wrap_model`, which `wrap` passes."""
+        self._before: list[ParametersBefore] = []
+        self._train_step: TrainStep | None = None
+        self._awaited: list[ZeroampOptimizer] = []  # updated by another one's step(), and not stepped yet
+        self._discarded: list[ZeroampOptimizer] = []  # of several: those whose zero_grad() was called
+        self._is_in_no_sync = self._is_saving = False
+        self._save_arguments: dict[str, Any] = {}
+        self._load_arguments: dict[str, Any] = {}
+        self._models: list[nn.Module]
+        self._optimizers: list[ZeroampOptimizer]
+        self.last_report: StepReport | None = None
+        """The report of the last optimizer step."""
+        steps = self._config.accumulation_steps
+        if steps is not None and given.get("gradient_accumulation_plugin") is None:
+            given.setdefault("gradient_accumulation_steps", steps)
+        super().__init__(**{**given, "mixed_precision": "no"})
+        self.fill_accumulation_steps()
+        self._refuse_state()
+        # First of the hooks: those of the user see the models and no weights, as with other sharded models.
+        self.register_save_state_pre_hook(self._save_checkpoint)
+        self.register_load_state_pre_hook(self._load_checkpoint)
+
+    def _refuse_state(self) -> None:
+        """Raise ConfigError for what accelerate found in arguments and environment, and zeroamp cannot honour."""
+        if self.distributed_type not in _KINDS:
+            raise ConfigError(
+                f"accelerate's distributed_type is {self.distributed_type.value}, but zeroamp runs with NO, MULTI_CPU "
+                "and MULTI_GPU. Launch with accelerate launch --multi_gpu, or --cpu, or with torchrun."
+            )
+        if self.gradient_state.plugin_kwargs.get("sync_each_batch") and self.policy.stage < 2:
+            raise ConfigError(
+                f"sync_each_batch is true in accelerate's arguments, but at stage {self.policy.stage} gradients are "
+                "reduced once per optimizer step. Leave it out, or set zero_optimization.stage to 2 or 3, which reduce "
+                "every micro-batch."
+            )
+        plugin = self.state.dynamo_plugin
+        if plugin.backend != DynamoBackend.NO:
+            raise ConfigError(
+                f"accelerate's dynamo_backend is {plugin.backend.value}, which would compile the sharded model as a "
+                "whole. Leave it out, and call block.compile() on each block of the model before prepare()."
+            )
+
+    # -- the policy ----------------------------------------------------------------------------------------------------
+
+    @property
+    def policy(self) -> Policy:
+        """The config's policy. Until a model is prepared, without the keys that `prepare` fills."""
+        return self._policy or self._early_policy
+
+    @property
+    def mixed_precision(self) -> str:
+        """The config's precision as accelerate names it: "no", "bf16" or "fp16". Scripts choose dtypes by it."""
+        return _PRECISIONS[self.policy.low_dtype]
+
+    def fill_accumulation_steps(self) -> None:
+        """Fill `gradient_accumulation_steps` of the config with accelerate's number, or check that they agree.
+
+        Raises:
+            ConfigError: they differ.
+        """
+        self._config.fill_steps(self.gradient_accumulation_steps)
+
+    def fill_policy(self, model: nn.Module, loaders: Iterable[DataLoader[Any]] = ()) -> Policy:
+        """Fill what is "auto" from a model and dataloaders, at the first model. Returns the policy.
+
+        Raises:
+            ConfigError: an "auto" is left.
+        """
+        if self._policy is None:
+            sizes = [*map(self._batch_size, loaders), *(loader.total_batch_size for loader in self._dataloaders)]
+            known = [size for size in sizes if size is not None]
+            config = getattr(model, "config", None)
+            self._policy = self._config.policy(
+                batch_size=min(known, default=None),
+                world_size=self.num_processes,
+                hidden_size=getattr(config, "hidden_size", None),
+            )
+        return self._policy
+
+    def _batch_size(self, loader: DataLoader[Any]) -> int | None:
+        """Return the samples of one batch of one rank."""
+        size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        return size // self.num_processes if size is not None and self.split_batches else size
+
+    # -- prepare -------------------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare models, optimizers, dataloaders and schedulers; return them in the same order.
+
+        A model is wrapped in place. Optimizers may have been built before: they get the sharded parameters, by name.
+        The model whose parameters they hold is trained; others are only evaluated.
+
+        Raises:
+            ConfigError: an "auto" of the config is left.
+            WrapError: the model cannot be wrapped.
+            StepError: the optimizers hold parameters of several models, or see `zeroamp.TrainStep`.
+        """
+        refuse_dummies(args)
+        loaders = [each for each in args if isinstance(each, DataLoader) and each not in self._dataloaders]
+        for model in (each for each in args if isinstance(each, nn.Module)):
+            self.fill_policy(model, loaders)
+            self.prepare_model(model)  # all of them before the first optimizer
+        prepared = super().prepare(*args, device_placement=device_placement)
+        if any(isinstance(each, torch.optim.Optimizer) for each in args) and self._models:
+            _ = self.train_step  # its errors belong here
+        return prepared
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Wrap a model in place, or take one that `zeroamp.wrap_model` returned. Outputs become fp32.
+
+        Args:
+            model: any. Its parameters move to the device in any case.
+            device_placement: no effect.
+            evaluation_mode: no effect: whether a model is trained depends on the optimizers.
+
+        Raises:
+            ConfigError: an "auto" of the config is left.
+            WrapError: the model cannot be wrapped.
+        """
+        del device_placement, evaluation_mode
+        if any(model is known for known in self._models):
+            return model
+        if not is_wrapped(model):
+            self.fill_policy(model)
+            before = ParametersBefore(model)
+            model = self.wrap(model)
+            before.wrapped(model)
+            self._before.append(before)
+        if _outputs_to_fp32 not in model._forward_hooks.values():  # of a model that another training prepared
+            model.register_forward_hook(_outputs_to_fp32)
+        # Scripts for DDP call it on the model.
+        model.no_sync = partial(self.no_sync, model)  # type: ignore[assignment]
+        self._models.append(model)
+        return model
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Return `model`, wrapped in place with the policy and `wrap_arguments`."""
+        wrap_model(model, self.policy, **self.wrap_arguments)
+        if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and hasattr(model, "generate"):
+            register_forward_method(model, "generate")  # calls the encoder by itself
+        return model
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> ZeroampOptimizer:
+        """Return accelerate's wrapper of an optimizer, whose `step` ends the `TrainStep`'s optimizer step.
+
+        Args:
+            optimizer: built before or after the model was prepared.
+            device_placement: no effect: the state is where the shards are.
+
+        Raises:
+            StepError: an optimizer step has begun.
+        """
+        del device_placement
+        if isinstance(optimizer, ZeroampOptimizer):
+            if optimizer not in self._optimizers:
+                self._optimizers.append(optimizer)
+            return optimizer
+        if self._train_step is not None:  # built again, with one more optimizer
+            self._train_step.state_dict()  # raises inside an optimizer step
+            self._train_step = None
+        prepared = ZeroampOptimizer(optimizer, self)
+        self._optimizers.append(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Return accelerate's wrapper of a scheduler, which does not step where the update was skipped.
+
+        Raises:
+            ConfigError: the config has a `scheduler` block, and this is another scheduler.
+        """
+        refuse_other_scheduler(self.policy, scheduler)
+        prepared = super().prepare_scheduler(scheduler)
+        if isinstance(scheduler, CurveLR):
+            prepared.split_batches = True  # it counts optimizer steps; accelerate steps others once for each rank
+        return prepared
+
+    @property
+    def train_step(self) -> TrainStep:
+        """The `TrainStep` of the trained model and all prepared optimizers.
+
+        Raises:
+            StepError: no model or no optimizer is prepared, or the optimizers hold parameters of several models.
+        """
+        if self._train_step is None:
+            self._train_step = self.build_train_step()
+        return self._train_step
+
+    def build_train_step(self) -> TrainStep:
+        """Return a new `TrainStep` of what is prepared. Called once, at the first use of `train_step`."""
+        optimizers = [prepared.optimizer for prepared in self._optimizers]
+        for before in self._before:
+            before.repoint(optimizers)
+        refuse_other_optimizers(self.policy, optimizers)
+        # Of a Trainer or a script, which cannot pass `on_shards`. LAMB and LARS are refused all the same.
+        on_shards = [is_of_bitsandbytes(optimizer) for optimizer in optimizers]
+        return TrainStep(self._trained_model(optimizers), optimizers, on_shards=on_shards)
+
+    def _trained_model(self, optimizers: list[torch.optim.Optimizer]) -> nn.Module:
+        if not self._models or not optimizers:
+            missing = "optimizer" if self._models else "model"
+            raise StepError(f"No {missing} is prepared. Call accelerator.prepare(model, optimizer) first.")
+        held = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        trained = [model for model in self._models if any(id(p) in held for p in model.parameters())]
+        if len(trained) > 1:
+            names = ", ".join(type(model).__name__ for model in trained)
+            raise StepError(
+                f"The optimizers hold parameters of {len(trained)} models ({names}), but a ZeroampAccelerator trains "
+                "one. Make them parts of one module, or use a ZeroampAccelerator for each."
+            )
+        # Without one, TrainStep says what is wrong.
+        return trained[0] if trained else self._models[0]
+
+    # -- the optimizer step --------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run the backward of one micro-batch, of the loss divided by `gradient_accumulation_steps`.
+
+        It is the last of its optimizer step if `sync_gradients` is true, outside of `no_sync`. If a loop without
+        `accumulate` calls this several times before `optimizer.step()`, gradients are added, and each call reduces.
+
+        Raises:
+            StepError: an argument of `torch.Tensor.backward` is given, or see `zeroamp.TrainStep.backward`.
+        """
+        if named := [name for name, value in kwargs.items() if value not in (None, False)]:
+            raise StepError(
+                f"accelerator.backward was given {', '.join(named)}, which TrainStep does not have. Leave it out."
+            )
+        if self._awaited:
+            count = len(self._awaited)
+            raise StepError(
+                f"optimizer.step() was not called on {count} of {len(self._optimizers)} optimizers, but the step of "
+                "one updates all of them. Call step() on each of them, or prepare those that step together."
+            )
+        train = self.train_step
+        train.reopen()  # of a loop that calls step() after several backwards, each of which syncs
+        if isinstance(loss, torch.Tensor):  # TrainStep refuses others
+            loss = loss / self.gradient_accumulation_steps
+        train.backward(loss, is_last=self.sync_gradients and not self._is_in_no_sync, divide=False)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Make each backward inside the context one before the last of its optimizer step."""
+        del model
+        outer, self._is_in_no_sync = self._is_in_no_sync, True
+        try:
+            yield
+        finally:
+            self._is_in_no_sync = outer
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """Clip the gradients of the trained model; return their norm over all parameters and ranks, before clipping.
+
+        Args:
+            parameters: all trainable parameters of the model.
+            max_norm: the largest 2-norm. 0 does not clip.
+            norm_type: 2.
+
+        Returns:
+            0-D fp32, on the device.
+
+        Raises:
+            StepError: another norm or a part of the parameters is given, or it is not the end of an optimizer step.
+        """
+        train = self.train_step
+        if norm_type != 2:
+            raise StepError(
+                f"clip_grad_norm_ was given norm_type={norm_type}, but zeroamp has the 2-norm. Leave it out."
+            )
+        if not train.micro_batches.is_complete:
+            raise StepError(
+                "clip_grad_norm_ was called before the last micro-batch of an optimizer step, when gradients are not "
+                "complete. Call it under `if accelerator.sync_gradients:`, after accelerator.backward."
+            )
+        self._refuse_part(parameters, train)
+        return train.clip_grad_norm(max_norm)
+
+    def _refuse_part(self, parameters: torch.Tensor | Iterable[torch.Tensor], train: TrainStep) -> None:
+        given = {id(p) for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
+        # A forward since the backward leaves parameters unsharded: model.parameters() yields those then.
+        given |= {
+            id(sharded)
+            for sharded, unsharded in parameter_pairs(wrap_state(train.model).root)
+            if id(unsharded) in given
+        }
+        trained = [p for p in train.micro_batches.parameters if p.requires_grad]
+        missing = sum(id(p) not in given for p in trained)
+        if missing:
+            raise StepError(
+                f"clip_grad_norm_ was given {len(given)} parameters, which miss {missing} of the {len(trained)} "
+                "trained ones: one norm of all gradients is computed. Pass model.parameters(), of the prepared model."
+            )
+
+    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+        """Clamp each element of the complete gradients to [-clip_value, clip_value], after the config's norm clipping.
+
+        Raises:
+            StepError: it is not the end of an optimizer step, or `clip_grad_norm_` was called before.
+        """
+        train = self.train_step
+        train.clip_grad_norm()  # averages and unscales the gradients
+        for parameter in [parameters] if isinstance(parameters, torch.Tensor) else parameters:
+            if parameter.grad is not None:
+                local_part(parameter.grad).clamp_(-clip_value, clip_value)
+
+    def unscale_gradients(self, optimizer: object = None) -> None:
+        """Do nothing: `clip_grad_norm_` unscales gradients.
+
+        Raises:
+            StepError: the config has fp16, where gradients are scaled now.
+        """
+        del optimizer
+        if self.mixed_precision == "fp16":
+            raise StepError(
+                "unscale_gradients was called, but TrainStep unscales gradients in its clipping. Call "
+                "accelerator.clip_grad_norm_ and read gradients after it."
+            )
+
+    def update(self, optimizer: ZeroampOptimizer) -> None:
+        """End the optimizer step, for all optimizers: the first of their `step()` updates, the others are awaited."""
+        if optimizer in self._awaited:
+            self._awaited = [each for each in self._awaited if each is not optimizer]
+            return
+        if self._is_in_no_sync:
+            raise StepError(
+                "optimizer.step was called inside of no_sync (LocalSGD is such a block), where gradients are not "
+                "averaged over the ranks. Call it after the block, or remove LocalSGD: it averages whole parameters."
+            )
+        report = self.train_step.step()
+        if report is None:
+            raise AssertionError("expected a report of an optimizer step that its caller ends, got None")
+        self.last_report = report
+        self._awaited = [each for each in self._optimizers if each is not optimizer]
+        self._discarded = []
+        for each in self._optimizers:
+            each.updated(skipped=report.skipped)
+
+    def discard(self, optimizer: ZeroampOptimizer) -> None:
+        """Discard gradients that no update has used, once `zero_grad()` of all optimizers was called."""
+        train = self.train_step
+        if train.is_between_steps and all(p.grad is None for p in train.micro_batches.parameters):
+            return
+        self._discarded = [*(each for each in self._discarded if each is not optimizer), optimizer]
+        if len(self._discarded) == len(self._optimizers):
+            self._discarded = []
+            train.zero_grad()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def save_state(
+        self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+    ) -> Any:
+        """Save all that training needs to go on. All ranks call it, between two optimizer steps.
+
+        Model, optimizers, loss scale and step counts are written by `zeroamp.save_checkpoint` into the folder `zeroamp`
+        of the checkpoint: sharded, for any number of ranks. accelerate writes the rest: schedulers, samplers, random
+        states and registered objects. Models that are only evaluated are written by `zeroamp.export_hf`, each into a
+        folder of its own.
+
+        Args:
+            output_dir: see accelerate; automatic naming and `total_limit` work.
+            safe_serialization: no effect.
+            save_model_func_kwargs: of `zeroamp.save_checkpoint`: exclude_frozen_parameters.
+
+        Raises:
+            CheckpointError: on all ranks, if any could not write.
+            StepError: between the micro-batches of an optimizer step.
+        """
+        self._begin_checkpoint()
+        self._save_arguments = save_model_func_kwargs
+        optimizers, self._optimizers, self._is_saving = self._optimizers, [], True
+        try:
+            return super().save_state(output_dir, safe_serialization)
+        finally:
+            self._optimizers, self._is_saving = optimizers, False
+
+    def _save_checkpoint(self, _models: list[nn.Module], weights: list[Any], folder: str) -> None:
+        weights.clear()
+        train = self._train_step
+        if train is not None:
+            save_checkpoint(Path(folder) / _CHECKPOINT, train.model, train, keep=1, **self._save_arguments)
+        for path, model in self._evaluated(folder):
+            export_hf(model, path, "fp32")  # also where the config exports in the low dtype
+
+    def _begin_checkpoint(self) -> None:
+        if self._models and self._optimizers:
+            # Prepared one by one, they may have no TrainStep yet. It raises inside an optimizer step: before accelerate
+            # removes older states.
+            self.train_step.state_dict()
+
+    def _evaluated(self, folder: str) -> list[tuple[Path, nn.Module]]:
+        """Return the models that are only evaluated, each with its path in a checkpoint."""
+        trained = None if self._train_step is None else self._train_step.model
+        models = [model for model in self._models if model is not trained]
+        return [(Path(folder) / f"{_EVALUATED}_{index}", model) for index, model in enumerate(models)]
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
+    ) -> None:
+        """Restore what `save_state` wrote. Training goes on bit for bit, with the same number of ranks.
+
+        Args:
+            input_dir: see accelerate.
+            load_kwargs: see accelerate.
+            load_model_func_kwargs: of `zeroamp.load_checkpoint`: load_optimizer_states.
+
+        Raises:
+            CheckpointError: on all ranks: there is no checkpoint, or it does not fit the model.
+            StepError: between the micro-batches of an optimizer step.
+        """
+        self._begin_checkpoint()
+        self._load_arguments = load_model_func_kwargs
+        optimizers, self._optimizers = self._optimizers, []
+        try:
+            super().load_state(input_dir, load_kwargs)
+        finally:
+            self._optimizers = optimizers
+
+    def _load_checkpoint(self, models: list[nn.Module], folder: str) -> None:
+        models.clear()
+        train = self._train_step
+        if train is not None:
+            load_checkpoint(Path(folder) / _CHECKPOINT, train.model, train, **self._load_arguments)
+        for path, model in self._evaluated(folder):
+            load_hf(model, path)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write the weights of a prepared model as safetensors, by `zeroamp.export_hf`. All ranks call it.
+
+        Args:
+            model: prepared, or any other module, which accelerate saves.
+            save_directory: that all ranks see.
+            max_shard_size: bytes of one file, or a string such as "5GB".
+            safe_serialization: True.
+
+        Raises:
+            CheckpointError: see `zeroamp.export_hf`; or `safe_serialization` is False.
+        """
+        if not is_wrapped(model):
+            super().save_model(model, save_directory, max_shard_size, safe_serialization)
+            return
+        if not safe_serialization:
+            raise CheckpointError(
+                "save_model was given safe_serialization=False, but a wrapped model is written as safetensors. Leave "
+                "it out, or save accelerator.get_state_dict(model) by torch.save."
+            )
+        export_hf(model, save_directory, max_shard_bytes=convert_file_size_to_int(max_shard_size))
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the whole state dict of a prepared model in CPU memory: on the first rank, {} on others.
+
+        All ranks call it. Trained parameters are fp32, or in the config's low dtype where it sets
+        `stage3_gather_16bit_weights_on_model_save`.
+        """
+        if not is_wrapped(model):
+            full: dict[str, Any] = super().get_state_dict(model, unwrap)
+            return full
+        if self._is_saving:  # `save_state`: the checkpoint holds it
+            return {}
+        state: dict[str, Any] = get_model_state_dict(model, options=_FULL)
+        dtype = wrap_state(model).plan.policy.export_dtype
+        if dtype != torch.float32:
+            names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+            state = {name: _cast(value, dtype) if name in names else value for name, value in state.items()}
+        return state
+
+    # -- the rest ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
+        """Run a block under the config's autocast, for a loss or a model outside of the wrapped one.
+
+        Args:
+            autocast_handler: its `enabled=False` runs the block in fp32.
+        """
+        with self._autocast(autocast_handler):
+            yield
+
+    def _autocast(self, handler: AutocastKwargs | None) -> AbstractContextManager[object]:
+        policy, device = self.policy, self.device.type
+        is_enabled = policy.mode == "autocast" and (handler is None or handler.enabled)
+        if not is_enabled:
+            return torch.autocast(device, enabled=False)
+        return config_autocast(device, policy.gather_dtype, policy.autocast_ops)
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """Raise StepError if ranks may run different numbers of batches: collectives of a unit need every rank."""
+        if not (self.even_batches if even_batches is None else even_batches):
+            raise StepError(
+                "join_uneven_inputs was called with even_batches=False, but every rank must run as many batches. Leave "
+                "even_batches true, or use drop_last in the DataLoader."
+            )
+        with super().join_uneven_inputs(joinables, even_batches):
+            yield
+
+    def free_memory(self, *objects: Any) -> list[Any]:
+        """Release models, optimizers and the `TrainStep`, for another training with the same accelerator."""
+        self._train_step, self._policy, self.last_report = None, None, None
+        self._before, self._awaited, self._discarded = [], [], []
+        freed: list[Any] = super().free_memory(*objects)
+        return freed
+
+
+def _cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a whole parameter in `dtype` if it is stored in fp32."""
+    return value.to(dtype) if value.dtype == torch.float32 else value
+
+
+def _outputs_to_fp32(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+    """Return the outputs of a forward with low-precision tensors in fp32: scripts compute losses of them."""
+    return convert_to_fp32(output)

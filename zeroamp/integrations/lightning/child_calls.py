@@ -1,0 +1,55 @@
+"""`ChildCalls`: calls of a wrapped model's children from outside of its forward.
+
+With manual optimization, `training_step` is no forward, because it runs backwards and updates. It calls the model
+(`self(batch)`), or its children (`self.generator(noise)`). A call of a child must unshard the groups of the root and
+enter autocast, as the root's forward does. So the children get a subclass whose call goes through a method of the root
+that is registered as a forward method.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from zeroamp.wrapping.state import wrap_state
+from zeroamp.wrapping.wrap import register_forward_method
+
+_METHOD = "_zeroamp_call_child"
+
+
+class ChildCalls:
+    """Lets the direct children of a wrapped model be called outside of its forward, until `remove`."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._children: list[tuple[nn.Module, type[nn.Module]]] = []
+        state = wrap_state(root)
+        held = {id(holder) for holder in state.holders.values()}
+        object.__setattr__(root, _METHOD, _call_child)
+        register_forward_method(root, _METHOD)
+        for child in root.children():
+            if id(child) not in held and any(True for _ in child.parameters()):
+                self._children.append((child, type(child)))
+                child.__class__ = _calling_through(root, type(child))
+
+    def remove(self) -> None:
+        """Give the children their own class back."""
+        for child, cls in self._children:
+            child.__class__ = cls
+        self._children.clear()
+        wrap_state(self._root).root_forward.restore_methods(self._root)
+
+
+def _call_child(child: nn.Module, cls: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return cls.__call__(child, *args, **kwargs)
+
+
+def _calling_through(root: nn.Module, cls: type[nn.Module]) -> type[nn.Module]:
+    """Return a subclass whose call goes through the root, unless the root's forward runs."""
+    state = wrap_state(root)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if state.root_forward.depth > 0:
+            return cls.__call__(self, *args, **kwargs)
+        return getattr(root, _METHOD)(self, cls, args, kwargs)
+
+    return type(cls.__name__, (cls,), {"__call__": call})

@@ -1,0 +1,471 @@
+"""`ZeroampStrategy` for `lightning.fabric.Fabric`. Tested with lightning 2.6.6.
+
+| call of Fabric | what happens |
+|---|---|
+| `setup`, `setup_module` | `wrap_model`; optimizers that were built before hold the shards afterwards |
+| `init_module(empty_init=True)` | the meta device; `wrap_model` initialises the shards |
+| `backward`, `no_backward_sync` | `TrainStep.backward(loss, is_last=..., divide=False)` |
+| `clip_gradients`, `optimizer.step()` | the norm of `TrainStep`, then `TrainStep.update` |
+| `save`, `load` | a sharded checkpoint, or a file if the state has no optimizer; see `docs/lightning.md` |
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from datetime import timedelta
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from lightning.fabric.accelerators.accelerator import Accelerator
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.fabric.plugins.precision import Precision
+from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
+from lightning.fabric.utilities.types import _Stateful
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import nn
+from torch.distributed.constants import default_pg_timeout
+from torch.optim import Optimizer
+
+from zeroamp.integrations.lightning.checkpoint import (
+    add_counts,
+    checkpoint_path,
+    is_sharded,
+    load_counts,
+    load_full_model,
+    load_full_optimizer,
+    load_sharded,
+    model_state,
+    read_full,
+    save_sharded,
+    whole_tensors,
+    write_full,
+)
+from zeroamp.integrations.lightning.driver import (
+    ForwardModule,
+    StepDriver,
+    raw_optimizer,
+    root_of,
+    view_of,
+)
+from zeroamp.integrations.lightning.precision import Mixed, autocast_of_policy, mixed_precision_of, policy_of
+from zeroamp.policies.auto_wrap import AutoWrapPolicy
+from zeroamp.policies.errors import CheckpointError, ConfigError, StepError
+from zeroamp.policies.policy import Policy
+from zeroamp.training.parameters_before import ParametersBefore
+from zeroamp.training.step import TrainStep
+from zeroamp.training.step_report import StepReport
+from zeroamp.wrapping.wrap import wrap_model
+
+Config = Policy | Mapping[str, Any] | str | os.PathLike[str]
+
+_HOW_TO_ACCUMULATE = (
+    "run every backward of an optimizer step but the last inside fabric.no_backward_sync(model), and optimizer.step() "
+    "after the last."
+)
+
+
+class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions are those of DDP
+    """Trains a model that `wrap_model` shards, in a loop written for `Fabric`."""
+
+    def __init__(
+        self,
+        config: Config | None = None,
+        *,
+        stage: int | None = None,
+        auto_wrap_policy: AutoWrapPolicy = None,
+        example_inputs: Any = None,
+        save_distributed_checkpoint: bool = True,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        """Take a config, and how processes are started.
+
+        Args:
+            config: the path of a JSON file, a mapping, or a policy. None: stage 3, and `precision=` of Fabric.
+            stage: the ZeRO stage without a config.
+            auto_wrap_policy: see `zeroamp.wrap_model`.
+            example_inputs: see `zeroamp.wrap_model`.
+            save_distributed_checkpoint: False writes each checkpoint as one file with whole tensors.
+            accelerator: as in Lightning's `DDPStrategy`, like all that follow.
+            parallel_devices: see `accelerator`.
+            cluster_environment: see `accelerator`.
+            process_group_backend: see `accelerator`.
+            timeout: see `accelerator`.
+            start_method: see `accelerator`.
+
+        Raises:
+            ConfigError: the config is invalid, or does not go with Fabric's `precision`.
+        """
+        self._config = config
+        self._stage = stage
+        self._wrap_arguments = {"auto_wrap_policy": auto_wrap_policy, "example_inputs": example_inputs}
+        self._save_distributed_checkpoint = save_distributed_checkpoint
+        self._drivers: list[StepDriver] = []
+        self._mixed: Mixed | None = None
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self._backward_sync_control = _SyncControl(self)
+        if stage is not None and config is not None:
+            raise ConfigError("ZeroampStrategy got a config and a stage. Set zero_optimization.stage in the config.")
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Register "zeroamp" (stage 3) and "zeroamp_stage_0" to "zeroamp_stage_3"."""
+        strategy_registry.register("zeroamp", cls, description="zeroamp at ZeRO stage 3", override=True)
+        for stage in range(4):
+            strategy_registry.register(
+                f"zeroamp_stage_{stage}",
+                cls,
+                description=f"zeroamp at ZeRO stage {stage}",
+                override=True,
+                stage=stage,
+            )
+
+    @cached_property
+    def policy(self) -> Policy:
+        """The policy of the config and of Fabric's `precision`.
+
+        Raises:
+            ConfigError: the config is invalid, or does not go with Fabric.
+        """
+        policy = policy_of(self._config, self._mixed, stage=self._stage, world_size=self._num_ranks)
+        if policy.gradient_accumulation_steps > 1:
+            raise ConfigError(
+                f"gradient_accumulation_steps must be 1 or left out with Fabric, but is "
+                f"{policy.gradient_accumulation_steps}: a loop of Fabric counts its micro-batches and divides their "
+                f"losses. Remove the key, and {_HOW_TO_ACCUMULATE}"
+            )
+        return policy
+
+    @property
+    def _num_ranks(self) -> int | None:
+        return self.num_nodes * self.num_processes if self.parallel_devices else None
+
+    @property
+    def precision(self) -> Precision:
+        """The plugin that Fabric calls around forwards."""
+        return _ZeroampPrecision(self)
+
+    @precision.setter
+    def precision(self, precision: Precision | None) -> None:
+        self._mixed = mixed_precision_of(precision)
+        self.__dict__.pop("policy", None)
+        if precision is not None:
+            _ = self.policy  # raises where Fabric is constructed
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """Not used."""
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        raise ConfigError(
+            f"The plugin {type(io).__name__} (CheckpointIO) is not used: zeroamp writes checkpoints from all ranks. "
+            "Remove it from plugins."
+        )
+
+    @property
+    def train_steps(self) -> list[TrainStep]:
+        """The `TrainStep` of each model that was set up with an optimizer, in the order of the set-up."""
+        return [driver.train for driver in self._drivers if driver.optimizers]
+
+    @property
+    def report(self) -> StepReport | None:
+        """The report of the last optimizer step. With several models, see `TrainStep.callbacks`."""
+        reports = [driver.report for driver in self._drivers if driver.report is not None]
+        return reports[-1] if reports else None
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Build on the meta device if `empty_init`, else on the CPU: `wrap_model` moves shards to the device."""
+        return torch.device("meta") if empty_init else nullcontext()
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """Make tensors on the device."""
+        stack = ExitStack()
+        stack.enter_context(self.root_device)
+        return stack
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Leave the module where it is: `wrap_model` moves shards, and no rank needs the whole on its device."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
+        """Wrap a model."""
+        wrap_model(module, self.policy, **self._wrap_arguments)
+        self._drivers.append(StepDriver(module, _HOW_TO_ACCUMULATE))
+        return ForwardModule(module)
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        """Wrap a model, and let its optimizers hold the shards."""
+        before = ParametersBefore(module)
+        forward = self.setup_module(module)
+        before.wrapped(module)
+        before.repoint(optimizers)
+        return forward, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Take an optimizer of the shards of a model that was set up before."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for driver in self._drivers:
+            if any(id(parameter) in held for parameter in driver.root.parameters()):
+                driver.add([optimizer])
+                return view_of(optimizer, driver)
+        raise StepError(
+            f"{type(optimizer).__name__} holds no parameter of a model that was set up. Call fabric.setup(model, "
+            "optimizer), or build the optimizer after model = fabric.setup_module(model)."
+        )
+
+    def _driver(self, module: nn.Module | None) -> StepDriver:
+        if module is None and len(self._drivers) == 1:
+            return self._drivers[0]
+        if module is None:
+            raise StepError(
+                f"fabric.backward was called without a model, and {len(self._drivers)} were set up. Pass the model "
+                "whose optimizer steps next: fabric.backward(loss, model=model)."
+            )
+        for driver in self._drivers:
+            if driver.root is root_of(module):
+                return driver
+        raise StepError(f"A {type(module).__name__} was not set up by this Fabric. Call fabric.setup first.")
+
+    def _driver_of(self, optimizer: Any) -> StepDriver:
+        raw = raw_optimizer(optimizer)
+        for driver in self._drivers:
+            if any(raw is own for own in driver.optimizers):
+                return driver
+        raise StepError(f"A {type(raw).__name__} was not set up by this Fabric. Call fabric.setup first.")
+
+    def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Run `TrainStep.backward`."""
+        if args or kwargs:
+            raise StepError(
+                f"fabric.backward got {', '.join(kwargs) or 'more arguments'}, which TrainStep.backward does not take. "
+                "Add the losses of one forward, for one backward."
+            )
+        self._driver(module).backward(tensor)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Run the closure if there is one, then `TrainStep.update`. Return what the closure returned."""
+        closure: Callable[[], Any] | None = kwargs.pop("closure", None)
+        if kwargs:
+            raise StepError(f"optimizer.step got {', '.join(kwargs)}, which TrainStep does not pass on. Remove it.")
+        output = None
+        if closure is not None:
+            with torch.enable_grad():
+                output = closure()
+        self._driver_of(optimizer).step(optimizer)
+        return output
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor:
+        """Clip by the 2-norm over all parameters and ranks, and return it."""
+        if float(norm_type) != 2.0:
+            raise StepError(f"norm_type must be 2, but is {norm_type}: TrainStep computes the 2-norm. Leave it out.")
+        driver = self._driver(module)
+        norm = driver.clip_norm(float(max_norm), raw_optimizer(optimizer))
+        skips = self.policy.low_dtype == torch.float16 or self.policy.skip_nonfinite_steps
+        if error_if_nonfinite and not skips and not bool(norm.isfinite()):
+            raise StepError(
+                f"The gradient norm is {float(norm)}. To skip such steps, pass error_if_nonfinite=False and set "
+                '"zeroamp": {"skip_nonfinite_steps": true} in the config.'
+            )
+        return norm
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
+        """Limit each element of the gradients."""
+        self._driver(module).clip_value(float(clip_val), raw_optimizer(optimizer))
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return the state dict with sharded parameters."""
+        return model_state(root_of(module))
+
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Load whole tensors, which every rank holds, into the shards."""
+        load_full_model(root_of(module), state_dict, strict=strict)
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state dict with sharded tensors."""
+        return raw_optimizer(optimizer).state_dict()
+
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Write a sharded checkpoint if `state` has the optimizers of a model, else a file. All ranks call it.
+
+        Raises:
+            CheckpointError: `state` has only some of the optimizers, several models, or storage options or a filter
+                that the form does not have.
+        """
+        if storage_options is not None:
+            raise CheckpointError("storage_options are for CheckpointIO plugins, which are not used. Remove them.")
+        target = checkpoint_path(self.broadcast(path))
+        driver, rest = self._split(state)
+        optimizers = [value for value in state.values() if isinstance(value, Optimizer)]
+        if driver is None:
+            super().save_checkpoint(target, state, filter=filter)
+            return
+        if optimizers and self._save_distributed_checkpoint:
+            if filter:
+                raise CheckpointError(
+                    "A filter is for a file, but this checkpoint is sharded. Leave the optimizers out of the state, or "
+                    "use ZeroampStrategy(save_distributed_checkpoint=False)."
+                )
+            if len(optimizers) != len(driver.optimizers):
+                raise CheckpointError(
+                    f"The state has {len(optimizers)} of the {len(driver.optimizers)} optimizers of the model. Put all "
+                    "into it, or none to save the weights as a file."
+                )
+            save_sharded(target, driver.root, driver.train, {**rest, **self._names(state)})
+            return
+        converted = whole_tensors(self._convert_stateful_objects_in_state(state, filter or {}), driver.root)
+        if optimizers:
+            add_counts(converted, driver.train)
+        write_full(target, converted, driver.root)
+
+    def _split(self, state: Mapping[str, Any]) -> tuple[StepDriver | None, dict[str, Any]]:
+        """Return the driver of the wrapped model in a state, and plain values of what is no model or optimizer."""
+        modules = [value for value in state.values() if isinstance(value, nn.Module)]
+        wrapped = [module for module in modules if any(root_of(module) is driver.root for driver in self._drivers)]
+        if len(wrapped) > 1 or (wrapped and len(modules) > 1):
+            raise CheckpointError(
+                f"A checkpoint holds one model, but the state has {len(modules)}. Save each in a folder of its own."
+            )
+        rest = {
+            key: value.state_dict() if isinstance(value, _Stateful) else value
+            for key, value in state.items()
+            if not isinstance(value, nn.Module | Optimizer)
+        }
+        return (self._driver(wrapped[0]) if wrapped else None), rest
+
+    def _names(self, state: Mapping[str, Any]) -> dict[str, None]:
+        """Return the keys of model and optimizers, which a strict load expects."""
+        return {key: None for key, value in state.items() if isinstance(value, nn.Module | Optimizer)}
+
+    def load_checkpoint(
+        self,
+        path: Any,
+        state: Any = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Load what `save_checkpoint` wrote, or a file with whole tensors, into the objects of `state`.
+
+        Raises:
+            CheckpointError: there is no checkpoint at `path`, or it does not fit.
+            KeyError: `strict`, and the checkpoint lacks a key of `state`.
+        """
+        source = checkpoint_path(self.broadcast(path))
+        if isinstance(state, nn.Module):  # Fabric.load_raw
+            root = self._driver(state).root
+            load_full_model(root, read_full(source, root, weights_only), strict=strict)
+            return {}
+        if isinstance(state, Optimizer):
+            root = self._driver_of(state).root
+            load_full_optimizer(raw_optimizer(state), read_full(source, root, weights_only), root)
+            return {}
+        state = {} if state is None else state
+        wrapped, _ = self._split(state)
+        if wrapped is None:
+            if is_sharded(source):
+                raise CheckpointError(f"{source} is sharded, and the state has no model. Load it with its model.")
+            return super().load_checkpoint(source, state, strict, weights_only)
+        driver = wrapped
+        has_optimizer = any(isinstance(value, Optimizer) for value in state.values())
+        sharded = is_sharded(source)
+        if sharded:
+            found = load_sharded(source, driver.root, driver.train if has_optimizer else None, weights_only)
+        else:
+            found = read_full(source, driver.root, weights_only)
+            if has_optimizer:
+                load_counts(found, driver.train)
+        _validate_keys_for_strict_loading(state.keys(), found.keys(), strict=strict)
+        for name, value in list(state.items()):
+            if name in found:
+                saved = found.pop(name)
+                self._restore(value, saved, state, name, driver, strict=strict, is_sharded=sharded)
+        return found
+
+    def _restore(
+        self,
+        value: Any,
+        saved: Any,
+        state: dict[str, Any],
+        name: str,
+        driver: StepDriver,
+        *,
+        strict: bool,
+        is_sharded: bool,
+    ) -> None:
+        if isinstance(value, nn.Module | Optimizer) and is_sharded:
+            return  # loaded already
+        if isinstance(value, nn.Module):
+            load_full_model(driver.root, saved, strict=strict)
+        elif isinstance(value, Optimizer):
+            load_full_optimizer(raw_optimizer(value), saved, driver.root)
+        elif isinstance(value, _Stateful):
+            value.load_state_dict(saved)
+        else:
+            state[name] = saved
+
+
+class _SyncControl(_BackwardSyncControl):
+    def __init__(self, strategy: ZeroampStrategy) -> None:
+        self._strategy = strategy
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Let backwards of the model inside leave the optimizer step open."""
+        return self._strategy._driver(module).accumulating(enabled)
+
+
+class _ZeroampPrecision(Precision):
+    """Enters the config's autocast. With "bf16-mixed" and "16-mixed", casts inputs and outputs as Fabric's own does."""
+
+    def __init__(self, strategy: ZeroampStrategy) -> None:
+        self._strategy = strategy
+        if strategy._mixed is not None:
+            self.precision = strategy._mixed
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return the config's autocast, for `Fabric.autocast` and around forwards."""
+        return autocast_of_policy(self._strategy.policy, self._strategy.root_device.type)
+
+    def convert_input(self, data: Any) -> Any:
+        """Cast floating-point inputs as Fabric does for its mixed precision."""
+        return data if self._strategy._mixed is None else _cast(data, self._strategy.policy.gather_dtype)
+
+    def convert_output(self, data: Any) -> Any:
+        """Cast floating-point outputs as Fabric does for its mixed precision."""
+        return data if self._strategy._mixed is None else _cast(data, torch.get_default_dtype())
+
+
+def _cast(data: Any, dtype: torch.dtype) -> Any:
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return apply_to_collection(data, dtype=torch.Tensor, function=cast)

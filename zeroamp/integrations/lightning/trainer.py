@@ -1,0 +1,483 @@
+"""`ZeroampStrategy` for `lightning.pytorch.Trainer`. Tested with lightning 2.6.6.
+
+Order of an optimizer step with automatic optimization, which is Lightning's own:
+
+| what | by |
+|---|---|
+| forward, `zero_grad`, `on_before_backward` | Lightning |
+| backward | `TrainStep.backward(loss, is_last=..., divide=False)` |
+| `on_after_backward` | Lightning |
+| gradients averaged over ranks, unscaled; norm | `TrainStep.clip_grad_norm(0)` |
+| `on_before_optimizer_step` | hooks see gradients that are not clipped |
+| `configure_gradient_clipping` | clips by `gradient_clip_val`, else by the config's `gradient_clipping` |
+| update | `TrainStep.update` |
+"""
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins.environments.cluster_environment import ClusterEnvironment
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins import LayerSync
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.strategy import _ForwardRedirection
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from zeroamp.integrations.lightning.checkpoint import (
+    add_counts,
+    checkpoint_path,
+    is_sharded,
+    load_counts,
+    load_full_model,
+    load_full_optimizer,
+    load_sharded,
+    model_state,
+    read_full,
+    save_sharded,
+    whole_tensors,
+    write_full,
+)
+from zeroamp.integrations.lightning.child_calls import ChildCalls
+from zeroamp.integrations.lightning.driver import ForwardModule, StepDriver, raw_optimizer, view_of
+from zeroamp.integrations.lightning.fabric import Config
+from zeroamp.integrations.lightning.precision import Mixed, autocast_of_policy, mixed_precision_of, policy_of
+from zeroamp.policies.auto_wrap import AutoWrapPolicy
+from zeroamp.policies.errors import CheckpointError, ConfigError, StepError, WrapError
+from zeroamp.policies.policy import Policy
+from zeroamp.training.step import TrainStep
+from zeroamp.training.step_report import StepReport
+from zeroamp.wrapping.wrap import wrap_model
+
+_HOW_TO_ACCUMULATE = (
+    "run every backward of an optimizer step but the last inside `with self.trainer.strategy.block_backward_sync():`, "
+    "and step() after the last."
+)
+
+
+class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions are those of DDP
+    """Trains a `LightningModule` that `wrap_model` shards."""
+
+    def __init__(
+        self,
+        config: Config | None = None,
+        *,
+        stage: int | None = None,
+        auto_wrap_policy: AutoWrapPolicy = None,
+        example_inputs: Any = None,
+        save_distributed_checkpoint: bool = True,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        """Take a config, and how processes are started.
+
+        Args:
+            config: the path of a JSON file, a mapping, or a policy. None: stage 3, and `precision=` of the Trainer.
+            stage: the ZeRO stage without a config.
+            auto_wrap_policy: see `zeroamp.wrap_model`.
+            example_inputs: see `zeroamp.wrap_model`. The wrapped model is the LightningModule.
+            save_distributed_checkpoint: False writes each checkpoint as one file with whole tensors, as DDP does.
+            accelerator: as in Lightning's `DDPStrategy`, like all that follow.
+            parallel_devices: see `accelerator`.
+            cluster_environment: see `accelerator`.
+            process_group_backend: see `accelerator`.
+            timeout: see `accelerator`.
+            start_method: see `accelerator`.
+
+        Raises:
+            ConfigError: the config does not go with the Trainer's arguments.
+        """
+        self._config = config
+        self._stage = stage
+        self._wrap_arguments = {"auto_wrap_policy": auto_wrap_policy, "example_inputs": example_inputs}
+        self._save_distributed_checkpoint = save_distributed_checkpoint
+        self._driver: StepDriver | None = None
+        self._mixed: Mixed | None = None
+        self._policy: Policy | None = None
+        self._is_blocked = False
+        self._child_calls: ChildCalls | None = None
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self._forward_redirection = _ForwardRedirection()
+        if stage is not None and config is not None:
+            raise ConfigError("ZeroampStrategy got a config and a stage. Set zero_optimization.stage in the config.")
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        """Register "zeroamp" (stage 3) and "zeroamp_stage_0" to "zeroamp_stage_3"."""
+        strategy_registry.register("zeroamp", cls, description="zeroamp at ZeRO stage 3", override=True)
+        for stage in range(4):
+            strategy_registry.register(
+                f"zeroamp_stage_{stage}",
+                cls,
+                description=f"zeroamp at ZeRO stage {stage}",
+                override=True,
+                stage=stage,
+            )
+
+    # What the Trainer hands over
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The plugin that the Trainer calls."""
+        return _ZeroampPrecision(self)
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._mixed = mixed_precision_of(precision_plugin)
+        if precision_plugin is not None:
+            policy_of(
+                self._config, self._mixed, stage=self._stage, world_size=None
+            )  # raises in the Trainer's constructor
+
+    @property
+    def _layer_sync(self) -> LayerSync | None:
+        return None
+
+    @_layer_sync.setter
+    def _layer_sync(self, layer_sync: LayerSync | None) -> None:
+        if layer_sync is not None:
+            raise ConfigError(
+                f"sync_batchnorm ({type(layer_sync).__name__}) is not supported: zeroamp wraps the modules that are "
+                "there. Leave it out, and call torch.nn.SyncBatchNorm.convert_sync_batchnorm in configure_model."
+            )
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """Used to remove checkpoints only."""
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        raise ConfigError(
+            f"The plugin {type(io).__name__} (CheckpointIO) is not used: zeroamp writes checkpoints from all ranks. "
+            "Remove it from plugins."
+        )
+
+    # What users read
+
+    @property
+    def policy(self) -> Policy:
+        """The policy of the config and of the Trainer's arguments, from the set-up on."""
+        if self._policy is None:
+            raise ConfigError("ZeroampStrategy.policy was read before the Trainer set up the strategy.")
+        return self._policy
+
+    @property
+    def train_step(self) -> TrainStep:
+        """The `TrainStep`, from `on_fit_start` on."""
+        if self._driver is None or not self._driver.optimizers:
+            raise StepError("ZeroampStrategy.train_step was read without a fit. Read it in or after on_fit_start.")
+        return self._driver.train
+
+    @property
+    def report(self) -> StepReport | None:
+        """The report of the last optimizer step: loss, gradient norm, loss scale, whether it was skipped."""
+        return None if self._driver is None else self._driver.report
+
+    # Set-up
+
+    def setup(self, trainer: "pl.Trainer") -> None:
+        """Wrap the LightningModule, and build its optimizers and the `TrainStep`."""
+        if self.accelerator is None or self.lightning_module is None:
+            raise AssertionError("expected a strategy that is connected to a Trainer and a model")
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        _refuse_unsupported(module, trainer)
+        self._policy = self._policy_for(trainer)
+        if not isinstance(module, FSDPModule):
+            wrap_model(module, self._policy, **self._wrap_arguments)
+        if self._driver is None or self._driver.root is not module:
+            self._driver = StepDriver(module, _HOW_TO_ACCUMULATE)
+        if self._driver.state.plan.policy != self._policy:
+            raise WrapError(
+                f"{type(module).__name__} was wrapped with another config before. Call zeroamp.unwrap_model(model) "
+                "first, or use the same config and Trainer arguments."
+            )
+        self.model = ForwardModule(module)
+        self.barrier()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._driver = StepDriver(module, _HOW_TO_ACCUMULATE)
+            self.setup_optimizers(trainer)
+            if not module.automatic_optimization and self._child_calls is None:
+                self._child_calls = ChildCalls(module)
+
+    def _policy_for(self, trainer: "pl.Trainer") -> Policy:
+        fitting = trainer.state.fn == TrainerFn.FITTING or self._driver is not None
+        automatic = fitting and trainer.lightning_module.automatic_optimization
+        by_norm = trainer.gradient_clip_algorithm in (None, GradClipAlgorithmType.NORM)
+        clipping = trainer.gradient_clip_val if automatic and by_norm else None
+        return policy_of(
+            self._config,
+            self._mixed,
+            stage=self._stage,
+            world_size=self.num_nodes * self.num_processes,
+            accumulation=trainer.accumulate_grad_batches if automatic else None,
+            clipping=None if clipping is None else float(clipping),
+        )
+
+    def setup_optimizers(self, trainer: "pl.Trainer") -> None:
+        """Build the optimizers of `configure_optimizers`."""
+        self._reset_optimizers_and_schedulers()
+        super().setup_optimizers(trainer)
+        driver = self._fitting()
+        driver.add(self.optimizers)
+        self.optimizers = [view_of(optimizer, driver) for optimizer in self.optimizers]
+        _ = driver.train  # raises here if an optimizer holds other parameters
+
+    def _fitting(self) -> StepDriver:
+        if self._driver is None:
+            raise AssertionError("expected a strategy that was set up")
+        return self._driver
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Build modules on the meta device if `empty_init`, else on the CPU: `wrap_model` moves the shards."""
+        with torch.device("meta") if empty_init else nullcontext():
+            yield
+
+    def model_to_device(self) -> None:
+        """Leave the model where it is: `wrap_model` moves shards."""
+
+    # Steps
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run `training_step` inside the wrapped model's forward; with manual optimization, outside of it.
+
+        With manual optimization, backwards and updates run in `training_step`, which is no forward then.
+        """
+        if self.lightning_module is not None and not self.lightning_module.automatic_optimization:
+            with self.precision_plugin.train_step_context():
+                return self.lightning_module.training_step(*args, **kwargs)
+        return super().training_step(*args, **kwargs)
+
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Run `TrainStep.backward`, between Lightning's hooks."""
+        if args or kwargs:
+            raise StepError(
+                f"A backward got {', '.join(kwargs) or 'more arguments'}, which TrainStep.backward does not take. Add "
+                "the losses of one forward, for one backward."
+            )
+        return super().backward(closure_loss, optimizer)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Let backwards inside leave the optimizer step open. For loops that accumulate."""
+        with self._fitting().accumulating():
+            yield
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the closure, Lightning's hooks, clipping, and the update."""
+        if kwargs:
+            raise StepError(f"optimizer.step got {', '.join(kwargs)}, which TrainStep does not pass on. Remove it.")
+        module: Any = model or self.lightning_module
+        result = closure()
+        driver = self._fitting()
+        driver.norm()  # averages and unscales the gradients, which hooks look at
+        self.precision_plugin._after_closure(module, optimizer)
+        driver.step(optimizer)
+        return result
+
+    # Checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """A checkpoint is loaded into the shards."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """Optimizers are loaded with the model, by `load_checkpoint`."""
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the state dict with sharded parameters."""
+        return model_state(self._fitting().root)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state dict with sharded tensors."""
+        raw = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return raw_optimizer(raw).state_dict()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a folder from all ranks, or a file: see `docs/lightning.md`. All ranks call it.
+
+        Raises:
+            CheckpointError: an optimizer step has begun, a hook changed the weights in `checkpoint`, or a rank cannot
+                write.
+        """
+        if storage_options is not None:
+            raise CheckpointError("storage_options are for CheckpointIO plugins, which are not used. Remove them.")
+        path = checkpoint_path(self.broadcast(filepath))
+        driver = self._fitting()
+        train = driver.train if driver.optimizers else None
+        is_whole = train is None or not checkpoint.get("optimizer_states")
+        if train is not None and not is_whole and not train.is_between_steps:
+            raise CheckpointError(
+                f"{path} was to be saved in the middle of accumulation, after {train.micro_batches.num_done} "
+                "micro-batches, whose gradients would be lost. Save after an optimizer step: let val_check_interval be "
+                "a multiple of accumulate_grad_batches, and let a ModelCheckpoint with every_n_train_steps have "
+                "save_top_k=-1, or monitor a metric of the validation."
+            )
+        if self._save_distributed_checkpoint and train is not None and not is_whole:
+            self._refuse_changed(checkpoint["state_dict"])
+            rest = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+            save_sharded(path, driver.root, train, rest)
+            return
+        whole = whole_tensors(checkpoint, driver.root)
+        if not is_whole:
+            add_counts(whole, train)
+        write_full(path, whole, driver.root)
+
+    def _refuse_changed(self, state: Mapping[str, Any]) -> None:
+        own = model_state(self._fitting().root)
+        changed = [name for name in {**own, **state} if not _is_same(own.get(name), state.get(name))]
+        if changed:
+            raise CheckpointError(
+                f'A hook changed checkpoint["state_dict"] ({changed[0]}), but a sharded checkpoint holds the weights '
+                "of the model. Use ZeroampStrategy(save_distributed_checkpoint=False)."
+            )
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load weights and, in a fit, optimizers. Return what Lightning restores itself."""
+        path = _local(self.broadcast(checkpoint_path))
+        driver = self._fitting()
+        train = driver.train if driver.optimizers else None
+        if is_sharded(path):
+            rest = load_sharded(path, driver.root, train, weights_only)
+            self._note_saved(rest)
+            return {**rest, "state_dict": {}, "optimizer_states": []}
+        found = read_full(path, driver.root, weights_only)
+        self._note_saved(found)
+        module = self.lightning_module
+        load_full_model(driver.root, found["state_dict"], strict=module is None or module.strict_loading)
+        load_counts(found, train)
+        for optimizer, state in zip(driver.optimizers, found.get("optimizer_states", []), strict=False):
+            load_full_optimizer(optimizer, state, driver.root)
+        return found
+
+    def _note_saved(self, found: Mapping[str, Any]) -> None:
+        """Let no `ModelCheckpoint` save the step again that is loaded.
+
+        It forgets that it saved it. So it would save in the next micro-batch, in the middle of accumulation.
+        """
+        if self.lightning_module is not None and "global_step" in found:
+            for callback in self.lightning_module.trainer.checkpoint_callbacks:
+                if isinstance(callback, ModelCheckpoint):
+                    callback._last_global_step_saved = found["global_step"]
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Do nothing: `load_checkpoint` loaded the weights."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Do nothing: `load_checkpoint` loaded the optimizers."""
+
+    def teardown(self) -> None:
+        """Leave the model wrapped, on its device: the Trainer may test it next."""
+        if self._child_calls is not None:
+            self._child_calls.remove()
+            self._child_calls = None
+        if self.cluster_environment is None or self.accelerator is None:
+            raise AssertionError("expected a strategy that is connected to a Trainer")
+        self.cluster_environment.teardown()
+        self.accelerator.teardown()
+
+
+_local = checkpoint_path
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one is other or (
+            type(one) is type(other) and one.shape == other.shape and _pointer(one) == _pointer(other)
+        )
+    return one is other
+
+
+def _pointer(tensor: Any) -> int:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return int(local.data_ptr())
+
+
+def _refuse_unsupported(module: "pl.LightningModule", trainer: "pl.Trainer") -> None:
+    name = type(module).__name__
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # a connector sets it
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise ConfigError(
+                f"The callback {type(callback).__name__} averages a copy of {name} from before it is sharded. Remove "
+                "it, and average the shards in an own callback: they are module.parameters()."
+            )
+    if is_overridden("backward", module):
+        raise ConfigError(
+            f"{name} overrides LightningModule.backward, but TrainStep runs the backward. Remove the method; scale the "
+            "loss in training_step, and use on_before_backward and on_after_backward."
+        )
+    if module._compiler_ctx is not None:
+        raise ConfigError(
+            f"{name} was passed to torch.compile, but zeroamp shards it after that. Compile its blocks in "
+            "configure_model: self.layers[i].compile()."
+        )
+
+
+class _ZeroampPrecision(Precision):
+    """Enters the config's autocast around steps, and runs the backward by the `TrainStep`."""
+
+    def __init__(self, strategy: ZeroampStrategy) -> None:
+        self._strategy = strategy
+        if strategy._mixed is not None:
+            self.precision = strategy._mixed
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return the config's autocast."""
+        return autocast_of_policy(self._strategy.policy, self._strategy.root_device.type)
+
+    def backward(self, tensor: torch.Tensor, *_args: Any, **_kwargs: Any) -> None:
+        """Run `TrainStep.backward` in the place of `LightningModule.backward`."""
+        self._strategy._fitting().backward(tensor)
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clip, once per optimizer step. 0 does not clip."""
+        if clip_val <= 0:
+            return
+        driver = self._strategy._fitting()
+        raw = raw_optimizer(optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)
+        if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            driver.clip_value(float(clip_val), raw)
+        else:
+            driver.clip_norm(float(clip_val), raw)

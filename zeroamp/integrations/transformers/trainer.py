@@ -1,0 +1,310 @@
+"""`ZeroampMixin`: zeroamp below any class of transformers' Trainer."""
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers.trainer
+from accelerate.utils import is_peft_model
+from torch import nn
+from transformers import Trainer
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
+
+from zeroamp.checkpoint.load import load_checkpoint
+from zeroamp.checkpoint.save import save_checkpoint
+from zeroamp.hooks.random_state import preserved_random_state
+from zeroamp.integrations.peft import export_adapter, load_adapter
+from zeroamp.integrations.transformers.accelerator import TrainerAccelerator
+from zeroamp.integrations.transformers.arguments import ZeroampConfig, fill_auto
+from zeroamp.integrations.transformers.refusals import refuse_arguments, refuse_model
+from zeroamp.policies import Policy, policy_from_config
+from zeroamp.policies.auto_wrap import find_units
+from zeroamp.policies.errors import CheckpointError, ConfigError
+from zeroamp.training.optimizers import optimizer_from_config
+from zeroamp.training.schedulers import scheduler_from_config
+from zeroamp.training.step import TrainStep
+from zeroamp.weights.export import export_hf
+from zeroamp.weights.files import ADAPTER_STEM, INDEX, SINGLE_FILE
+from zeroamp.weights.load import load_hf
+from zeroamp.wrapping.state import is_wrapped, wrap_state
+
+_Trainer: Any = Trainer if TYPE_CHECKING else object
+
+logger = logging.getLogger("zeroamp")
+_STATE = "zeroamp"
+"""The folder in a Trainer's checkpoint that `save_checkpoint` writes."""
+
+
+class ZeroampMixin(_Trainer):  # type: ignore[misc]
+    """Wraps a Trainer's model by zeroamp: `class MyTrainer(ZeroampMixin, SFTTrainer)`. Put it before the Trainer.
+
+    The config is the argument `zeroamp` of the arguments (`ZeroampTrainingArguments`) or of the constructor. Its "auto"
+    values are filled by `fill_auto`. The model is wrapped by the first `train`, `evaluate` or `predict`: classes
+    between here and `Trainer` may still replace its `forward` after `Trainer.__init__`. All ranks call `save_model`.
+    """
+
+    def __init__(self, *args: Any, zeroamp: ZeroampConfig | None = None, **kwargs: Any) -> None:
+        """Take the arguments of the Trainer behind.
+
+        Args:
+            args: of the Trainer.
+            zeroamp: the config, for arguments without the field of this name: the path of a JSON file, or a mapping.
+            kwargs: of the Trainer.
+
+        Raises:
+            ConfigError: there is no config, or arguments are set that a wrapped model cannot honour.
+            WrapError: the model is distributed already.
+        """
+        self.refuse_trainer()
+        self._zeroamp_config = zeroamp
+        self.optimizer: Any = None
+        self.lr_scheduler: Any = None
+        self._max_steps: int | None = None
+        self._has_optimizer_of_config = False
+        super().__init__(*args, **kwargs)
+        refuse_model(self.model)
+
+    def refuse_trainer(self) -> None:
+        """Raise ConfigError for Trainers of a library that has a mixin of its own."""
+        if any(cls.__module__.startswith("trl.") for cls in type(self).__mro__):
+            raise ConfigError(
+                f"{type(self).__name__} is a trainer of TRL, which reads weights outside of their modules. Put "
+                "zeroamp.integrations.trl.ZeroampMixin before it instead."
+            )
+
+    def _config(self) -> ZeroampConfig:
+        of_args: ZeroampConfig | None = getattr(self.args, "zeroamp", None)
+        if of_args is not None and self._zeroamp_config is not None:
+            raise ConfigError("zeroamp is given twice, in the arguments and to the Trainer. Remove one of them.")
+        found = self._zeroamp_config if of_args is None else of_args
+        if found is None:
+            raise ConfigError(
+                f"{type(self).__name__} needs a zeroamp config, and has none. Pass "
+                'ZeroampTrainingArguments(zeroamp="config.json"), or zeroamp="config.json" to the Trainer.'
+            )
+        return found
+
+    # ---- the accelerator: backward, norm and update
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Build the accelerator whose backward, norm and update are those of `TrainStep`."""
+        refuse_arguments(self.args)
+        if self.model is not None:
+            refuse_model(self.model)
+        early = fill_auto(self._config(), self.args)  # the model and the number of steps come later
+        with _accelerator_class(partial(TrainerAccelerator, self, early)):
+            super().create_accelerator_and_postprocess()
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        built: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        # The config decides the precision, and units are compiled before they are wrapped, not the model afterwards.
+        return {name: value for name, value in built.items() if name not in ("mixed_precision", "dynamo_plugin")}
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Do nothing: `wrap_model` moves each unit's shard, so that no device holds the whole model."""
+
+    @property
+    def train_step(self) -> TrainStep:
+        """The `TrainStep` of the model and the optimizer, once the training has begun."""
+        step: TrainStep = self.accelerator.train_step
+        return step
+
+    # ---- wrapping
+
+    def wrap(self) -> Policy:
+        """Wrap the model unless that is done. Returns the policy."""
+        refuse_model(self.model)
+        self.accelerator.prepare_model(self.model)
+        return wrap_state(self.model).plan.policy
+
+    def policy_of(self, model: nn.Module) -> Policy:
+        """Return the policy for a model, with every "auto" of the config filled."""
+        if is_wrapped(model):
+            return wrap_state(model).plan.policy
+        policy = policy_from_config(self.filled_config(model))
+        if policy.reduce == "sum":
+            raise ConfigError(
+                'zeroamp.reduce is "sum", but a Trainer\'s losses are for gradients that are averaged over ranks. '
+                "Leave it out."
+            )
+        return policy
+
+    def filled_config(self, model: nn.Module) -> dict[str, Any]:
+        """Return the config with its "auto" values filled from the arguments and a model."""
+        return fill_auto(self._config(), self.args, model, self._num_training_steps())
+
+    def prepare_wrap(self, model: nn.Module, policy: Policy) -> dict[str, Any]:
+        """Compile the units of a model. Returns more arguments of `wrap_model`."""
+        if self.args.torch_compile:  # each FSDP unit by itself: a graph of all would break at the hooks of every unit
+            for fqn in find_units(model, leaf_modules=policy.leaf_modules):
+                unit = model.get_submodule(fqn)
+                unit.compile(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
+        # fully_shard changes the class, by whose name Trainer chooses the loss (label smoothing).
+        model._get_name = partial(str, type(model).__name__)  # type: ignore[method-assign]
+        # Only if the config traces a run of the model.
+        is_traced = policy.lower_precision_safe_modules == "auto" or policy.autocast_ops
+        return {"example_inputs": self.example_inputs() if is_traced else None}
+
+    def _num_training_steps(self) -> int:
+        """Return the optimizer steps of the run, for the config's `scheduler`."""
+        if self._max_steps is not None:
+            return self._max_steps
+        if self.args.max_steps > 0 or self.train_dataset is None:
+            return int(max(1, self.args.max_steps))
+        with preserved_random_state(self.args.device.type):  # an evaluation before the training
+            return int(self.set_initial_training_values(self.args, self.get_train_dataloader())[-1])
+
+    def _prepare_for_training(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
+        self._max_steps = max_steps
+        return super()._prepare_for_training(max_steps, *args, **kwargs)
+
+    def example_inputs(self) -> Any:
+        """Return the collated first examples for a traced run of the model; None takes its dummy inputs."""
+        dataset = self.train_dataset if self.train_dataset is not None else self.eval_dataset
+        if not hasattr(dataset, "__getitem__") or isinstance(dataset, dict):
+            return None
+        with preserved_random_state(self.args.device.type):
+            collate = self._get_collator_with_removed_columns(self.data_collator)
+            return dict(collate([dataset[index] for index in range(min(len(dataset), self._train_batch_size))]))
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """Wrap the model, then build the optimizer on its shards: that of the config if it names one."""
+        policy = self.wrap()
+        if policy.optimizer is None:
+            return super().create_optimizer(model)
+        if self.optimizer is None:
+            trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            self.optimizer = optimizer_from_config(policy, trained)
+            self._has_optimizer_of_config = True
+        if not self._has_optimizer_of_config:
+            raise ConfigError(
+                'The config has "optimizer", and another optimizer was passed to the Trainer. Remove one of them.'
+            )
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """Return the scheduler of the config if it names one, else the Trainer's."""
+        policy = wrap_state(self.model).plan.policy
+        if policy.scheduler is not None and self.lr_scheduler is None:
+            self.lr_scheduler = scheduler_from_config(policy, self.optimizer if optimizer is None else optimizer)
+            self._created_lr_scheduler = True
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Wrap the model, then evaluate as the Trainer does."""
+        self.wrap()
+        return super().evaluation_loop(*args, **kwargs)
+
+    # ---- saving
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the weights for `from_pretrained`, with the tokenizer and the arguments. All ranks call it."""
+        folder = self.args.output_dir if output_dir is None else output_dir
+        self.wrap()
+        self._export(folder)
+        if self.args.should_save:
+            self._save_beside(folder)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _export(self, folder: str) -> None:
+        """Write a model with adapters as its adapters, as `PeftModel.save_pretrained` does; others whole."""
+        if not is_peft_model(self.model):
+            export_hf(self.model, folder)
+            return
+        for name in self.model.peft_config:
+            export_adapter(self.model, folder, name)
+
+    def _save_beside(self, folder: str) -> None:
+        """Write what stands beside the weights, on the rank that saves."""
+        collator = getattr(self.data_collator, "tokenizer", None)
+        processing = self.processing_class if self.processing_class is not None else collator
+        if processing is not None:
+            processing.save_pretrained(folder)
+        torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save_checkpoint(
+            Path(output_dir) / _STATE,
+            self.model,
+            self.train_step,
+            step=self.state.global_step,
+            keep=1,  # a resumed run may save at this step again
+            exclude_frozen_parameters=is_peft_model(self.model),  # the base, which the script builds again
+        )
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    # ---- loading
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Check that there is something to resume from. It is loaded when the model is wrapped."""
+        del model
+        folder = Path(resume_from_checkpoint)
+        if not (folder / _STATE).is_dir() and not _has_weights(folder):
+            raise CheckpointError(
+                f"Cannot resume from {folder}: it has neither a folder {_STATE} nor {SINGLE_FILE}. Name a checkpoint-N "
+                "that this Trainer saved."
+            )
+        if (folder / OPTIMIZER_NAME).exists():
+            raise CheckpointError(
+                f"Cannot resume from {folder}: it has {OPTIMIZER_NAME}, so a Trainer without zeroamp saved it. Pass "
+                "its weights as the model instead, and start a new run."
+            )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        if not (folder / _STATE).is_dir():
+            logger.warning("%s has weights only (save_only_model): the optimizer and the scheduler start anew.", folder)
+            self._load_weights(folder)
+            return
+        # The Trainer restores the random states by itself, later: workers of the data loader are seeded in between.
+        with preserved_random_state(self.args.device.type):
+            load_checkpoint(folder / _STATE, self.model, self.train_step, load_lr_scheduler_states=False)
+        state = torch.load(folder / SCHEDULER_NAME, map_location="cpu", weights_only=True)
+        self.lr_scheduler.load_state_dict(state)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """Do nothing: the loss scale is part of the checkpoint's state."""
+
+    def _load_best_model(self) -> None:
+        best = Path(self.state.best_model_checkpoint)
+        logger.info("Loading the best model, from %s (score: %s).", best, self.state.best_metric)
+        if (best / _STATE).is_dir():  # in fp32; the files beside it may be in 16 bits
+            load_checkpoint(best / _STATE, self.model)
+        else:
+            self._load_weights(best)
+
+    def _load_weights(self, folder: Path) -> None:
+        if not is_peft_model(self.model):
+            load_hf(self.model, folder)
+            return
+        for name in self.model.peft_config:
+            load_adapter(self.model, folder if name == "default" else folder / name, name)
+
+
+class ZeroampTrainer(ZeroampMixin, Trainer):  # type: ignore[misc]
+    """transformers' `Trainer` on zeroamp."""
+
+
+def _has_weights(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (SINGLE_FILE, INDEX, f"{ADAPTER_STEM}.safetensors"))
+
+
+@contextmanager
+def _accelerator_class(build: Callable[..., TrainerAccelerator]) -> Iterator[None]:
+    """Let `Trainer` build another accelerator: it takes the class from the globals of its module."""
+    module: Any = transformers.trainer
+    plain = module.Accelerator
+    module.Accelerator = build
+    try:
+        yield
+    finally:
+        module.Accelerator = plain

@@ -1,0 +1,140 @@
+"""TRL: its SFT, DPO, KTO and reward trainers on zeroamp. Tested with trl 1.16.0, transformers 5.23.0 and peft 0.21.2.
+
+[Note: The head outside of its module]
+Most trainers of TRL replace `model.forward`: a call with `fused_lm_head=True` computes log-probabilities of chunks from
+`lm_head.weight`, outside of the `nn.Linear` that owns it, and adds their gradients in fp32. By its class the weight is
+safe, and would be all-gathered and reduced in low precision: other bits than plain autocast's. A traced run of the call
+that `compute_loss` makes shows this, so `"lower_precision_safe_modules": "auto"` is the default here.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from torch import nn
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+from zeroamp.hooks.random_state import preserved_random_state
+from zeroamp.integrations.transformers import ZeroampArguments
+from zeroamp.integrations.transformers import ZeroampMixin as ZeroampTrainerMixin
+from zeroamp.policies import Policy
+from zeroamp.policies.errors import ConfigError
+
+_WORKING = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer")
+_REASONS = {
+    "activation_offloading": (
+        "It takes the unsharded weights that autograd saves for activations, and copies them to the CPU too. Leave it "
+        "out; gradient_checkpointing saves more, and offload_optimizer of the config moves the shards."
+    ),
+    "use_liger_kernel": (
+        "It replaces forwards when the training starts, and its Triton kernels read weights outside of the ops that "
+        "autocast casts. Leave it out."
+    ),
+}
+"""Argument -> why it is refused if it is set."""
+
+
+class ZeroampMixin(ZeroampTrainerMixin):
+    """Wraps the model of a TRL trainer: `class MyTrainer(ZeroampMixin, SFTTrainer)`. Put it before the trainer.
+
+    See `zeroamp.integrations.transformers.ZeroampMixin`. Here `lower_precision_safe_modules` is "auto" if the config
+    does not set it, and the example inputs are those of the call that `compute_loss` makes with the first batch. A
+    `ref_model` is frozen, sharded as the model is, and evaluated under the same autocast.
+    """
+
+    def refuse_trainer(self) -> None:
+        """Raise ConfigError for trainers of TRL that generate, or that were not tried."""
+        of_trl = next((cls for cls in type(self).__mro__ if cls.__module__.startswith("trl.")), None)
+        if of_trl is None:
+            raise ConfigError(
+                f"{type(self).__name__} must be a trainer of TRL, but is none. Put "
+                "zeroamp.integrations.transformers.ZeroampMixin before a Trainer of transformers."
+            )
+        if of_trl.__name__ not in _WORKING or not of_trl.__module__.startswith("trl.trainer."):
+            raise ConfigError(
+                f"{type(self).__name__} is a {of_trl.__name__}, but zeroamp works with {', '.join(_WORKING)}. Trainers "
+                "that generate, or that have a teacher, read the weights of the model by code for FSDP and DeepSpeed."
+            )
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Refuse what a wrapped model cannot honour, then build the accelerator."""
+        if refused := [(name, reason) for name, reason in _REASONS.items() if getattr(self.args, name, None)]:
+            lines = "".join(f"\n- {name}: {reason}" for name, reason in refused)
+            raise ConfigError(f"These arguments of {type(self.args).__name__} do not go with zeroamp:{lines}")
+        super().create_accelerator_and_postprocess()
+
+    def filled_config(self, model: nn.Module) -> dict[str, Any]:
+        """Return the config with its "auto" values filled. See [Note: The head outside of its module]."""
+        filled = super().filled_config(model)
+        autocast = filled.get("torch_autocast", {})
+        if autocast.get("enabled"):
+            filled["torch_autocast"] = {"lower_precision_safe_modules": "auto"} | autocast
+        return filled
+
+    def prepare_wrap(self, model: nn.Module, policy: Policy) -> dict[str, Any]:
+        """Freeze a reference model, whose shards are then as it is stored. Returns more arguments of `wrap_model`."""
+        if model is not self.model:
+            model.requires_grad_(False)
+        return super().prepare_wrap(model, policy)
+
+    def example_inputs(self) -> dict[str, Any]:
+        """Return the arguments of the call of the model that `compute_loss` makes with the first batch."""
+        examples: Iterable[Any] = self.train_dataset
+        with preserved_random_state(self.args.device.type):
+            collate = self._get_collator_with_removed_columns(self.data_collator)
+            batch = collate(list(islice(examples, self._train_batch_size)))
+            try:
+                self.compute_loss(_Recorder(self.model), dict(batch))
+            except _FirstCall as call:
+                return call.arguments
+        raise ConfigError(
+            f"compute_loss of {type(self).__name__} must call the model that it is given, with keyword arguments, but "
+            'did not: lower_precision_safe_modules "auto" needs the arguments of this call. Call it as '
+            "model(**inputs), or list classes in lower_precision_safe_modules."
+        )
+
+    def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
+        """Wrap the model, then compute the reference log-probabilities of a batch: some are before any training."""
+        if self.ref_model is None:
+            self.wrap()
+        return super().compute_ref_log_probs(model, inputs)
+
+
+class _FirstCall(Exception):  # noqa: N818
+    """A `_Recorder` was called. No error, but the way out of `compute_loss`."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self.arguments = arguments
+
+
+class _Recorder:
+    """Stands for a model in `compute_loss`, and raises `_FirstCall` when it is called."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, **arguments: Any) -> None:
+        raise _FirstCall(arguments)
+
+
+class ZeroampSFTTrainer(ZeroampMixin, SFTTrainer):  # type: ignore[misc]
+    """TRL's `SFTTrainer` on zeroamp."""
+
+
+class ZeroampDPOTrainer(ZeroampMixin, DPOTrainer):  # type: ignore[misc]
+    """TRL's `DPOTrainer` on zeroamp."""
+
+
+@dataclass
+class ZeroampSFTConfig(ZeroampArguments, SFTConfig):  # type: ignore[misc]
+    """TRL's `SFTConfig` with the field `zeroamp`."""
+
+
+@dataclass
+class ZeroampDPOConfig(ZeroampArguments, DPOConfig):  # type: ignore[misc]
+    """TRL's `DPOConfig` with the field `zeroamp`."""

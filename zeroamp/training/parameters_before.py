@@ -1,0 +1,69 @@
+"""Optimizers that were built before `wrap_model`: `ParametersBefore` gives them the sharded parameters.
+
+Other libraries take a model and its optimizer in one call, so their users build the optimizer first. `wrap_model`
+replaces every parameter, but keeps the names: each old parameter is replaced by the sharded one of its name.
+"""
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from zeroamp.policies.errors import StepError
+from zeroamp.wrapping.state import reshard
+
+
+class ParametersBefore:
+    """The parameters that a model had before `wrap_model`. They are not kept alive."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = model.named_parameters(remove_duplicate=False)
+        self._names = {id(parameter): (weakref.ref(parameter), fqn) for fqn, parameter in named}
+        self._sharded: dict[str, nn.Parameter] = {}
+
+    def wrapped(self, model: nn.Module) -> None:
+        """Take the sharded parameters, right after `wrap_model`."""
+        reshard(model.modules())
+        self._sharded = dict(model.named_parameters(remove_duplicate=False))
+
+    def sharded(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return the sharded parameter of the same name; `parameter` itself if it is not an old one."""
+        reference, fqn = self._names.get(id(parameter), (None, ""))
+        if reference is None or reference() is not parameter:  # another object may have the id of a freed one
+            return parameter
+        return self._sharded[fqn]
+
+    def repoint(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Replace old parameters in the optimizers by the sharded ones: in param groups, and as keys of the state.
+
+        Param groups stay the same objects, so schedulers that were built on the optimizer go on with them. State of the
+        shape of its parameter is sharded like the parameter; other state stays as it is.
+
+        Raises:
+            StepError: state of a parameter is neither of the parameter's shape nor one number.
+        """
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [self.sharded(parameter) for parameter in group["params"]]
+            for old in list(optimizer.state):
+                new = self.sharded(old)
+                if new is not old:
+                    state = optimizer.state.pop(old)
+                    optimizer.state[new] = {key: _sharded_like(new, key, value) for key, value in state.items()}
+
+
+def _sharded_like(parameter: torch.Tensor, key: str, value: object) -> object:
+    if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor):
+        return value
+    if value.shape != parameter.shape and value.numel() == 1:
+        return value
+    if value.shape != parameter.shape:
+        raise StepError(
+            f'The optimizer has state "{key}" of shape {tuple(value.shape)} for a parameter of shape '
+            f"{tuple(parameter.shape)}, which cannot be sharded. Load the optimizer's state after the model is wrapped."
+        )
+    value = value.to(parameter.device)
+    # Every rank holds the whole value: nothing is sent.
+    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -42,6 +42,7 @@ from torch.distributed import send as send
 
 from zeroamp.deepspeed.refused import refusal, unknown
 from zeroamp.planning.mesh import start_process_group
+from zeroamp.policies.errors import WrapError
 
 _REFUSED = {
     "log_summary": "zeroamp.traffic(model) has calls and bytes of every collective.",
@@ -72,14 +73,22 @@ def init_distributed(
         verbose: has no effect.
         timeout: of the collectives.
         init_method: a URL.
-        dist_init_required: False: do nothing.
+        dist_init_required: False: there is a process group already.
         config: has no effect: `initialize` reads the config.
         rank: of this process, with `world_size`; -1: as the environment says.
         world_size: the number of processes.
+
+    Raises:
+        WrapError: `dist_init_required` is False and there is no process group; or as `start_process_group`.
     """
     del auto_mpi_discovery, verbose, config
-    if dist.is_initialized() or dist_init_required is False:
+    if dist.is_initialized():
         return
+    if dist_init_required is False:
+        raise WrapError(
+            "dist_init_required=False says that there is a process group, and there is none. Call "
+            "torch.distributed.init_process_group first, or leave the argument out."
+        )
     named: dict[str, Any] = {"backend": dist_backend, "timeout": timeout, "init_method": init_method}
     given = {name: value for name, value in named.items() if value is not None}
     if rank >= 0:

@@ -16,7 +16,7 @@ from zeroamp.deepspeed import accelerator, checkpointing, comm, moe, utils, zero
 from zeroamp.deepspeed.arguments import config_of
 from zeroamp.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from zeroamp.deepspeed.refused import ENGINE, EXPERTS, OPS, PACKAGE, ZERO, UnsupportedError
-from zeroamp.policies.errors import ConfigError
+from zeroamp.policies.errors import ConfigError, WrapError
 
 READER = """
 import sys
@@ -157,7 +157,10 @@ def test_checkpointing_recomputes_and_refuses_what_it_does_not_do():
 def _comm(rank_free_port):
     del rank_free_port
     assert comm.is_initialized()
-    deepspeed.init_distributed()  # does nothing
+    before = torch.distributed.group.WORLD
+    deepspeed.init_distributed(dist_init_required=False)
+    deepspeed.init_distributed()
+    assert torch.distributed.group.WORLD is before
     tensor = torch.full((2,), float(comm.get_rank() + 1))
     comm.all_reduce(tensor)
     assert tensor.tolist() == [3.0, 3.0]
@@ -176,6 +179,13 @@ def _comm(rank_free_port):
 
 def test_comm_is_torchs_and_a_loader_repeats(ranks2):
     assert ranks2.run(_comm, 0) == [(2, (0, 3), [0, 1])] * 2
+
+
+def test_a_process_group_that_is_said_to_be_there_must_be_there():
+    assert not comm.is_initialized()
+    with pytest.raises(WrapError, match="dist_init_required=False says that there is a process group"):
+        deepspeed.init_distributed(dist_init_required=False)
+    assert not comm.is_initialized()
 
 
 def test_the_accelerator_is_the_device_of_this_machine(monkeypatch):

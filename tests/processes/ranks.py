@@ -4,6 +4,7 @@ Importing torch in every rank of every test would take longer than the tests.
 """
 
 import contextlib
+import faulthandler
 import gc
 import itertools
 import os
@@ -34,6 +35,7 @@ def _serve(rank: int, world_size: int, device: str, port: int, connection: Conne
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a GPU machine runs the same tests on its CPU
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
+    faulthandler.enable()  # where a rank is aborted, stderr then has the Python stack
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     # Compilation looks at `.grad` of every input, which warns on tensors that are no leaves.

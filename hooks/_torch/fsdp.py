@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 # The base classes of custom collectives: their setters are public, the classes are exported nowhere up to 2.15.
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -28,6 +29,7 @@ __all__ = [
     "ReduceScatter",
     "all_gather",
     "can_be_sharded",
+    "can_shard_integers",
     "communication_methods",
     "discard_unsharded_gradients",
     "divide_factor",
@@ -129,6 +131,20 @@ def parameter_pairs(root: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Paramete
 def can_be_sharded(parameter: nn.Parameter) -> bool:
     """Return whether FSDP2 can shard a parameter: not a 0-D one, nor one without elements."""
     return parameter.dim() > 0 and parameter.numel() > 0
+
+
+def can_shard_integers(mesh: DeviceMesh) -> bool:
+    """Return whether FSDP2 of this torch shards frozen parameters of an integer dtype (pytorch issue 177844).
+
+    It is tried on a parameter of the meta device, which communicates nothing: the fix has no public name.
+    """
+    probe = nn.Module()
+    probe.weight = nn.Parameter(torch.empty(1, dtype=torch.uint8, device="meta"), requires_grad=False)
+    try:
+        fully_shard(probe, mesh=mesh)
+    except RuntimeError:
+        return False
+    return True
 
 
 def set_accumulation_dtype(unit: FSDPModule, dtype: torch.dtype) -> bool:

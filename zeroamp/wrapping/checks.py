@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroamp.hooks._torch.fsdp import has_reduction_options
+from zeroamp.hooks._torch.fsdp import can_shard_integers, has_reduction_options
 from zeroamp.planning.mesh import expected_shards
 from zeroamp.planning.parameter_uses import has_own_storage_class, quantization_tensors
 from zeroamp.planning.plan import Plan
@@ -138,6 +138,19 @@ def check_all_gather(model: nn.Module, mesh: DeviceMesh) -> None:
                 f"{fqn} is a {type(parameter).__name__}, which all-gathers data of its own dtype (fsdp_pre_all_gather)."
                 " That needs NCCL, but this process group is gloo. Leave the conversion out here."
             )
+
+
+def check_integers(model: nn.Module, mesh: DeviceMesh, ignored: Container[str] = ()) -> None:
+    """Raise WrapError for a parameter of an integer dtype, as 4-bit weights may have, if FSDP2 cannot shard it."""
+    named = ((fqn, parameter.dtype) for fqn, parameter in model.named_parameters() if fqn not in ignored)
+    fqn, dtype = next(((fqn, dtype) for fqn, dtype in named if not dtype.is_floating_point), ("", None))
+    if dtype is None or can_shard_integers(mesh):
+        return
+    raise WrapError(
+        f"{fqn} is stored in {short_name(dtype)}, and FSDP2 of torch {torch.__version__} shards no integers. Install "
+        "torch 2.13 or newer, or quantize with BitsAndBytesConfig(bnb_4bit_quant_storage=torch.bfloat16): the same "
+        "4-bit values, stored as bf16."
+    )
 
 
 def check_torch(policy: Policy) -> None:

@@ -33,7 +33,14 @@ from zeroamp.policies.errors import WrapError, describe
 from zeroamp.policies.policy import Policy
 from zeroamp.wrapping.attach import attach_hooks
 from zeroamp.wrapping.broadcast import broadcast_module_states
-from zeroamp.wrapping.checks import check_all_gather, check_device, check_ranks_agree, check_torch, description_of
+from zeroamp.wrapping.checks import (
+    check_all_gather,
+    check_device,
+    check_integers,
+    check_ranks_agree,
+    check_torch,
+    description_of,
+)
 from zeroamp.wrapping.materialize import cast_buffers, materialize_model
 from zeroamp.wrapping.rank_agreement import Description, run_alike
 from zeroamp.wrapping.shard import shard_model
@@ -109,6 +116,7 @@ def wrap_model(
     mesh = mesh_for_stage(policy.stage, mesh, policy.dp_replicate_size)
     _check_fits(policy, mesh)
     check_all_gather(model, mesh)
+    check_integers(model, mesh, plan.ignored_fqns)
     if policy.sync_module_states:
         broadcast_module_states(model, mesh, plan.ignored_fqns)
     else:

@@ -8,6 +8,7 @@ import zeroamp
 from tests.models.adapters import Adapted, quietly, train_in_one_process
 from tests.processes.adapter_training import AdapterTraining
 from tests.processes.ranks import Ranks
+from tests.selection import needs_bitsandbytes
 
 pytest.importorskip("peft", reason="peft is not installed: it makes the adapters")
 
@@ -39,7 +40,7 @@ def _oracle(adapted, num_ranks):
 def test_a_resume_with_other_adapters_continues_bit_for_bit(ranks2, tmp_path, base):
     """The new process draws adapters of another seed; the base is built anew."""
     if base == "nf4 uint8":
-        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: it quantizes the base")
+        needs_bitsandbytes()
     oracle = _oracle(Adapted(base=base), [2, 2, 2, 2])
     _check(ranks2.run(_saved, Adapted(base=base), tmp_path), oracle, slice(0, 2))
     answers = ranks2.run(_saved, Adapted(base=base, seed=7), tmp_path, first=4)

@@ -12,6 +12,7 @@ import zeroamp
 from tests.models.adapters import Adapted, batch, quietly, trained
 from tests.processes.launch import ROOT
 from tests.processes.training import config
+from tests.selection import needs_bitsandbytes
 
 peft = pytest.importorskip("peft", reason="peft is not installed: it makes the adapters")
 
@@ -86,7 +87,7 @@ def _quantized(folder):
 
 
 def test_a_base_that_from_pretrained_quantizes(ranks2, tmp_path):
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: it quantizes the base")
+    needs_bitsandbytes()
     for name, dtype, shape in ranks2.run(_quantized, tmp_path):
         assert (name, dtype) == ("Linear4bit", torch.uint8)
         assert shape == (64 * 64 // 2 // 2, 1)  # two numbers a byte, half of the rows

@@ -13,6 +13,7 @@ import zeroamp
 from tests.models.adapters import LINEARS, Adapted, batch, quietly, train_in_one_process
 from tests.processes.adapter_training import AdapterTraining
 from tests.processes.training import config
+from tests.selection import needs_bitsandbytes
 from zeroamp.integrations.peft import export_adapter, export_merged
 
 peft = pytest.importorskip("peft", reason="peft is not installed: it makes the adapters")
@@ -119,7 +120,7 @@ def _exported(adapted, stage, folder):
 @pytest.mark.parametrize("name", [*CASES, *QUANTIZED])
 def test_adapters_and_merged_weights_are_those_of_one_process(ranks2, tmp_path, name):
     if name in QUANTIZED:
-        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: it quantizes the base")
+        needs_bitsandbytes(QUANTIZED[name].base.partition(" ")[2])
     stage = 0 if name == "DoRA" else 3
     for changed in ranks2.run(_exported, {**CASES, **QUANTIZED}[name], stage, str(tmp_path)):
         assert changed == []

@@ -1,6 +1,7 @@
 """Adapters of peft train as in one process of plain peft under torch.autocast: base in fp32, bf16 and NF4."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import zeroamp
 from tests.models.adapters import LENGTH, VOCABULARY, Adapted, batch, loss_of, quietly, train_in_one_process, trained
 from tests.processes.adapter_training import AdapterTraining
 from tests.processes.training import config
-from tests.selection import slow_but
+from tests.selection import needs_bitsandbytes, slow_but
 from zeroamp.dry_run.timeline import KINDS
 from zeroamp.planning.mesh import local_part
 
@@ -35,7 +36,7 @@ def _check(ranks2, *args, **kwargs):
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 def test_adapters_train_as_in_one_process(ranks2, base, dora):
     if base in NF4:
-        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: it quantizes the base")
+        needs_bitsandbytes(base.partition(" ")[2])
     _check(ranks2, Adapted(base=base, dora=dora))
 
 
@@ -127,7 +128,7 @@ def _other_quantization(is_synchronised):
 
 
 def test_ranks_with_other_quantization_states_are_refused_or_synchronised(ranks2):
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: it quantizes the base")
+    needs_bitsandbytes()
     for text in ranks2.run(_other_quantization, False):
         assert "quant_state.offset has values that differ between ranks" in text
     first, second = ranks2.run(_other_quantization, True)
@@ -143,6 +144,23 @@ def test_weights_that_cannot_be_sharded_are_refused_by_name():
     for model, says in ((eight, "0.weight is quantized to 8 bits"), (packed, "0.weight was packed by bitsandbytes")):
         with pytest.raises(zeroamp.WrapError, match=says):
             zeroamp.build_plan(model, zeroamp.policy_from_config(config(3)))
+
+
+@quietly
+def _of_another_torch():
+    with mock.patch("zeroamp.wrapping.checks.can_shard_integers", return_value=False):
+        try:
+            zeroamp.wrap_model(Adapted(base="nf4 uint8").build(), zeroamp.policy_from_config(config(3)))
+        except zeroamp.WrapError as error:
+            return str(error)
+    return "nothing was refused"
+
+
+def test_a_torch_that_shards_no_integers_is_told_what_to_do(ranks2):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: it quantizes the base")
+    for text in ranks2.run(_of_another_torch):
+        assert "q_proj.base_layer.weight is stored in uint8, and FSDP2 of torch" in text
+        assert "bnb_4bit_quant_storage=torch.bfloat16" in text
 
 
 @quietly
@@ -164,7 +182,7 @@ def _memory(base):
 @pytest.mark.parametrize("base", slow_but(["bf16", "nf4 uint8"], "bf16"))
 def test_only_adapters_have_gradients_and_optimizer_state(ranks2, base):
     if base in NF4:
-        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: it quantizes the base")
+        needs_bitsandbytes(base.partition(" ")[2])
     for gradients, state, numel, held in ranks2.run(_memory, base):
         assert all(".lora_" in name for name in (*gradients, *state))
         assert held == 3 * len(state)  # two moments and a count of steps each
@@ -207,7 +225,7 @@ def _evaluated(base):
 def test_an_evaluation_between_two_steps(ranks2, base):
     """bitsandbytes packs weights in another layout for inference on some CPUs: the shards must not see it."""
     if base in NF4:
-        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: it quantizes the base")
+        needs_bitsandbytes(base.partition(" ")[2])
     for is_equal, differences in ranks2.run(_evaluated, base):
         assert is_equal
         assert differences == []

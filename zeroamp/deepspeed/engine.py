@@ -110,9 +110,9 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
             StepError: as `TrainStep.backward`; or the engine has no optimizer.
         """
         train_step = self._trained("backward")
-        refuse_loss(loss)
         if retain_graph:
             raise refusal("engine.backward(retain_graph=True)", "Add the losses, for one backward.")
+        refuse_loss(loss)
         divided = loss.float() / self.gradient_accumulation_steps() if scale_wrt_gas else loss
         is_last = self.is_gradient_accumulation_boundary() and not self._in_no_sync
         train_step.backward(divided, is_last=is_last, divide=False)
@@ -170,7 +170,7 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
             self._has_warned = True
             logger.warning(
                 "zero_grad discarded the gradients of %d micro-batches of an optimizer step of %d, so its update will "
-                "lack them. Leave the call out, or call it between two optimizer steps: engine.step() discards gradients.",
+                "lack them. Leave the call out: engine.step() discards gradients after the update.",
                 num_done,
                 self.gradient_accumulation_steps(),
             )

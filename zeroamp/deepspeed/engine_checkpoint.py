@@ -247,8 +247,9 @@ def whole_or_error(
             return found
         if stage > 0:
             raise StepError(
-                "state_dict of the engine or its module was called, but parameters are sharded. Call "
-                "engine.module_state_dict() or engine.save_16bit_model(folder) on all ranks, or call it inside zero.GatheredParameters."
+                "state_dict of the engine or its module was called, but the parameters are sharded. Call "
+                "engine.module_state_dict() or engine.save_16bit_model(folder) on all ranks, or the module's "
+                "state_dict inside zero.GatheredParameters."
             )
         for name, each in found.items():
             found[name] = local_part(each)

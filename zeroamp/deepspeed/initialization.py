@@ -1,7 +1,7 @@
 """`initialize`: a model becomes an engine, with its optimizer, data loader and scheduler."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -141,8 +141,8 @@ def _scheduler(given: SchedulerLike, policy: Policy, optimizer: torch.optim.Opti
         return None if policy.scheduler is None else scheduler_from_config(policy, optimizer)
     # A scheduler has a step, and may be callable by a metaclass or not; a function of the optimizer has none.
     if _is_scheduler(given):
-        return given
-    made = given(optimizer)
+        return cast(Scheduler, given)
+    made = cast(Callable[[torch.optim.Optimizer], Scheduler], given)(optimizer)
     if not _is_scheduler(made):
         raise StepError(
             f"The function given to initialize(lr_scheduler=) must return a scheduler, but returned {made!r:.80}. "

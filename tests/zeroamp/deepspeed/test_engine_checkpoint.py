@@ -133,12 +133,11 @@ def _of_deepspeed(case, stage):
         optimizer = torch.optim.AdamW(saved_models.param_groups(again), lr=0.5)
         other = deepspeed.initialize(model=again, optimizer=optimizer, config={**cfg, "scheduler": schedule})[0]
         other.load_checkpoint(DATA / case, **{left_out: False})
-        parts.append(
-            (other.lr_scheduler.last_epoch, other.global_steps - other.skipped_steps, len(optimizer.state) > 0)
-        )
+        taken = other.global_steps - other.skipped_steps
+        parts.append((other.lr_scheduler.last_epoch, taken, len(optimizer.state) > 0))
     taken = engine.global_steps - engine.skipped_steps
     assert parts == [(0, taken, True), (engine.lr_scheduler.last_epoch, taken, False)]
-    assert engine.lr_scheduler.last_epoch == taken > 0
+    assert engine.lr_scheduler.last_epoch == (taken if "autocast" in case else 0)  # the other has no scheduler
     return differ, Path(path).parent.name, state, engine.global_steps, engine.skipped_steps
 
 

@@ -55,12 +55,12 @@ def _gathered(stage):
     with pytest.raises(StepError, match="in-place modification"), deepspeed.zero.GatheredParameters(weight):
         torch.nn.init.zeros_(weight)
     for change in (
-        lambda: weight.data.zero_(),
-        lambda: weight.data.view(-1).zero_(),
-        lambda: setattr(weight, "data", torch.zeros(weight.shape)),
+        lambda data: data.zero_(),
+        lambda data: data.view(-1).zero_(),
+        lambda data: setattr(weight, "data", torch.zeros(data.shape)),
     ):
         with pytest.raises(StepError, match="in-place modification"), deepspeed.zero.GatheredParameters(weight):
-            change()
+            change(weight.data)
     assert same_bits(full_parameters(engine.module), after) == []
     with pytest.raises(KeyError), deepspeed.zero.GatheredParameters(weight, modifier_rank=0):
         raise KeyError

@@ -178,7 +178,7 @@ def _load_theirs(engine: "DeepSpeedEngine", folder: Path, tag: str, parts: Parts
         if not isinstance(scheduler, CurveLR):
             if isinstance(scheduler, StatefulScheduler):
                 scheduler.load_state_dict(saved)
-        elif not parts.optimizer:  # else load_deepspeed_checkpoint has loaded it
+        elif not parts.optimizer and set(saved) == {"last_batch_iteration"}:  # else load_deepspeed_checkpoint has
             scheduler.load_state_dict(scheduler.state_dict() | {"last_epoch": num_taken})
     if parts.counts:
         if train_step is not None:

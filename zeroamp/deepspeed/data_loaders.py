@@ -22,7 +22,8 @@ def data_loader(
     """Return a loader in which each rank sees its own part of a dataset.
 
     The part is that of torch's `DistributedSampler`, whose order is the same in every epoch unless
-    `loader.sampler.set_epoch(epoch)` is called. An iterable dataset parts itself.
+    `loader.sampler.set_epoch(epoch)` is called. DeepSpeed's name of it, `loader.data_sampler`, works, too.
+    An iterable dataset parts itself.
 
     Args:
         dataset: map-style or iterable.
@@ -36,7 +37,7 @@ def data_loader(
     """
     if sampler is None and not isinstance(dataset, IterableDataset):
         sampler = DistributedSampler(dataset, dist.get_world_size(), dist.get_rank(), shuffle=shuffle)
-    return DataLoader(
+    loader: DataLoader[Any] = DataLoader(
         dataset,
         batch_size,
         sampler=sampler,
@@ -45,6 +46,8 @@ def data_loader(
         drop_last=drop_last,
         pin_memory=pin_memory and torch.accelerator.is_available(),
     )
+    vars(loader)["data_sampler"] = loader.sampler  # DeepSpeed's name of it
+    return loader
 
 
 class RepeatingLoader:

@@ -15,16 +15,28 @@ from zeroamp.deepspeed.data_loaders import data_loader
 from zeroamp.deepspeed.engine_config import EngineConfig
 from zeroamp.deepspeed.optimizer import ZeroOptimizer
 from zeroamp.deepspeed.refused import ENGINE, refusal, unknown
+from zeroamp.deepspeed.utils import logger
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies import Policy
 from zeroamp.policies.errors import StepError
-from zeroamp.training.checks import Scheduler
+from zeroamp.training.callbacks import Callback
+from zeroamp.training.checks import Scheduler, refuse_loss
 from zeroamp.training.step import TrainStep
 from zeroamp.training.step_report import StepReport
 from zeroamp.wrapping.state import reshard, wrap_state
 
 engines: "WeakSet[DeepSpeedEngine]" = WeakSet()
 """The engines of this process: functions of `utils` find the optimizer of a parameter here."""
+
+
+class _CountAgain(Callback):
+    """Lets an engine count micro-batches from 0 after its optimizer step was discarded: by `recover`, for example."""
+
+    def __init__(self, engine: "DeepSpeedEngine") -> None:
+        self._engine = engine
+
+    def on_step_discarded(self) -> None:
+        self._engine._num_accumulated = 0
 
 
 class DeepSpeedEngine(EngineConfig, nn.Module):
@@ -66,10 +78,14 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
         self.micro_steps = 0
         """Calls of `step`."""
         self._num_accumulated = 0  # micro-batches since the last optimizer step
+        self._is_destroyed = False
+        self._has_warned = False  # of a zero_grad inside an optimizer step
         self._step_applied = False
         self._boundary: bool | None = None
         self._in_no_sync = False
         self._is_compiled = False
+        if train_step is not None:
+            train_step.callbacks.append(_CountAgain(self))
         engine_checkpoint.guard_state_dict(module)
         engines.add(self)
 
@@ -96,6 +112,7 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
         train_step = self._trained("backward")
         if retain_graph:
             raise refusal("engine.backward(retain_graph=True)", "Add the losses, for one backward.")
+        refuse_loss(loss)
         divided = loss.float() / self.gradient_accumulation_steps() if scale_wrt_gas else loss
         is_last = self.is_gradient_accumulation_boundary() and not self._in_no_sync
         train_step.backward(divided, is_last=is_last, divide=False)
@@ -119,21 +136,44 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
             raise StepError("engine.step was called inside no_sync(). Call it after a backward outside of it.")
         self._step_applied = False
         if self.is_gradient_accumulation_boundary():
-            self.report = train_step.step()
+            if train_step.is_between_steps and train_step.micro_batches.failure is None:
+                raise StepError(
+                    "engine.step was called without a backward of the engine since the last optimizer step. Call "
+                    "engine.backward(loss) before it, instead of loss.backward()."
+                )
+            try:
+                self.report = train_step.step()
+            finally:
+                if train_step.is_between_steps:  # also after an error that ended the optimizer step
+                    self._num_accumulated = 0
             if self.report is None:
                 raise AssertionError("expected a report of the optimizer step, got None")
             self.global_steps += 1
             self.global_samples += self.train_batch_size()
             self._step_applied = not self.report.skipped
-            self._num_accumulated = 0
         else:
             self._num_accumulated += 1
         self.micro_steps += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
-        """Discard the gradients since the last optimizer step."""
-        if self.train_step is not None:
-            self.train_step.zero_grad()
+        """Discard the gradients since the last optimizer step. Its micro-batches are counted on, as in DeepSpeed.
+
+        `step` discards gradients after an update, so no loop needs this call. Between the micro-batches of an optimizer
+        step it is logged once as a warning: the update will lack the micro-batches before.
+        """
+        if self.train_step is None:
+            return
+        num_done, num_accumulated = self.train_step.micro_batches.num_done, self._num_accumulated
+        self.train_step.zero_grad()
+        self._num_accumulated = num_accumulated
+        if num_done > 0 and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "zero_grad discarded the gradients of %d micro-batches of an optimizer step of %d, so its update will "
+                "lack them. Leave the call out: engine.step() discards gradients after the update.",
+                num_done,
+                self.gradient_accumulation_steps(),
+            )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -174,6 +214,8 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
         return self._step_applied
 
     def _trained(self, method: str) -> TrainStep:
+        if self._is_destroyed:
+            raise StepError(f"engine.{method} was called after engine.destroy(). Call initialize() with a new model.")
         if self.train_step is None:
             raise StepError(
                 f"engine.{method} was called, but initialize() got no optimizer. Pass optimizer=, or write "
@@ -320,6 +362,7 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
             self.train_step.zero_grad()
         reshard(self.module.modules())
         self.train_step = self.optimizer = None
+        self._is_destroyed = True
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:
@@ -381,6 +424,11 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
         `engine.module.state_dict()` is refused where it would have shards: at stages 1 to 3.
         """
         return engine_checkpoint.whole_state_dict(self, exclude_frozen_parameters)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return the module's `state_dict()`, with "module." before each name. Refused where it would have shards."""
+        stage = self.zero_optimization_stage()
+        return engine_checkpoint.whole_or_error(stage, super().state_dict, depth=2)(*args, **kwargs)
 
     _zero3_consolidated_16bit_state_dict = module_state_dict  # of accelerate and of many scripts
 

@@ -124,6 +124,7 @@ def load(
         client_state = _load_ours(engine, path / INSIDE, parts)
     else:
         client_state = _load_theirs(engine, Path(folder), name, parts)
+    engine._num_accumulated = 0  # also if zero_grad was called between micro-batches before
     return str(path), client_state
 
 
@@ -161,13 +162,27 @@ def _load_ours(engine: "DeepSpeedEngine", path: Path, parts: Parts) -> dict[str,
 
 def _load_theirs(engine: "DeepSpeedEngine", folder: Path, tag: str, parts: Parts) -> dict[str, Any]:
     """Load what DeepSpeed wrote. A scheduler of the script gets the state that DeepSpeed saved."""
-    train_step = engine.train_step if parts.optimizer else None
-    loaded: DeepSpeedCheckpoint = load_deepspeed_checkpoint(folder, engine.module, train_step, tag=tag)
-    scheduler = engine.lr_scheduler
-    is_left = parts.scheduler and loaded.lr_scheduler is not None and not isinstance(scheduler, CurveLR)
-    if is_left and isinstance(scheduler, StatefulScheduler) and loaded.lr_scheduler is not None:
-        scheduler.load_state_dict(loaded.lr_scheduler)
+    train_step = engine.train_step
+    if train_step is not None:
+        train_step.micro_batches.refuse_unfinished("engine.load_checkpoint")
+    loaded: DeepSpeedCheckpoint = load_deepspeed_checkpoint(
+        folder,
+        engine.module,
+        train_step if parts.optimizer else None,
+        tag=tag,
+        load_lr_scheduler_states=parts.scheduler,
+    )
+    num_taken = loaded.global_steps - loaded.skipped_steps
+    scheduler, saved = engine.lr_scheduler, loaded.lr_scheduler
+    if parts.scheduler and saved is not None:
+        if not isinstance(scheduler, CurveLR):
+            if isinstance(scheduler, StatefulScheduler):
+                scheduler.load_state_dict(saved)
+        elif not parts.optimizer and set(saved) == {"last_batch_iteration"}:  # else load_deepspeed_checkpoint has
+            scheduler.load_state_dict(scheduler.state_dict() | {"last_epoch": num_taken})
     if parts.counts:
+        if train_step is not None:
+            train_step.num_steps, train_step.num_skipped = num_taken, loaded.skipped_steps
         engine.global_steps = loaded.global_steps
         engine.global_samples = loaded.global_steps * engine.train_batch_size()
         engine.micro_steps = loaded.global_steps * engine.gradient_accumulation_steps()
@@ -210,20 +225,31 @@ def guard_state_dict(module: nn.Module) -> None:
     Scripts call it on one rank, and write what it returns. torch's and zeroamp's own calls are let through.
     """
     state = wrap_state(module)
-    state.handles.extend(replace_method(module, "state_dict", partial(_whole_or_error, state.plan.policy.stage)))
+    state.handles.extend(replace_method(module, "state_dict", partial(whole_or_error, state.plan.policy.stage)))
 
 
-def _whole_or_error(stage: int, state_dict: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+def whole_or_error(
+    stage: int, state_dict: Callable[..., dict[str, Any]], *, depth: int = 1
+) -> Callable[..., dict[str, Any]]:
+    """Return `state_dict` with whole tensors at stage 0, and an error where it would return shards.
+
+    Args:
+        stage: ZeRO stage.
+        state_dict: of a wrapped module, or of the engine around it.
+        depth: how many calls above the returned function is the caller that is looked at.
+    """
+
     @wraps(state_dict)
     def checked(*args: Any, **kwargs: Any) -> dict[str, Any]:
         found = state_dict(*args, **kwargs)
-        caller = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
+        caller = str(sys._getframe(depth).f_globals.get("__name__")).partition(".")[0]
         if caller in ("torch", "zeroamp") or not any(type(each) is DTensor for each in found.values()):
             return found
         if stage > 0:
             raise StepError(
-                "engine.module.state_dict was called, but the parameters are sharded. Call engine.module_state_dict() "
-                "or engine.save_16bit_model(folder) on all ranks, or call it inside zero.GatheredParameters."
+                "state_dict of the engine or its module was called, but the parameters are sharded. Call "
+                "engine.module_state_dict() or engine.save_16bit_model(folder) on all ranks, or the module's "
+                "state_dict inside zero.GatheredParameters."
             )
         for name, each in found.items():
             found[name] = local_part(each)

@@ -7,18 +7,27 @@ from zeroamp.policies.errors import ConfigError, describe
 from zeroamp.policies.numbers import is_integer
 
 
+def micro_batch_size(policy: Policy) -> int:
+    """Return the samples of a micro-batch.
+
+    Raises:
+        ConfigError: the config has no batch size.
+    """
+    if policy.train_micro_batch_size_per_gpu is None:
+        raise ConfigError(
+            "The config of initialize() must have train_batch_size or train_micro_batch_size_per_gpu, but has neither. "
+            "Add one: the engine counts samples by it."
+        )
+    return policy.train_micro_batch_size_per_gpu
+
+
 class EngineConfig:
     """What DeepSpeed's engine says of its config, by methods of the same names."""
 
     def __init__(self, policy: Policy, num_ranks: int) -> None:
-        if policy.train_micro_batch_size_per_gpu is None:
-            raise ConfigError(
-                "The config of initialize() must have train_batch_size or train_micro_batch_size_per_gpu, but has "
-                "neither. Add one: the engine counts samples by it."
-            )
         self.policy = policy
         """The config, as zeroamp reads it."""
-        self._micro_batch_size = policy.train_micro_batch_size_per_gpu
+        self._micro_batch_size = micro_batch_size(policy)
         self._accumulation_steps = policy.gradient_accumulation_steps
         self._num_ranks = num_ranks
 

@@ -1,7 +1,7 @@
 """`initialize`: a model becomes an engine, with its optimizer, data loader and scheduler."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -10,8 +10,9 @@ from torch import nn
 from zeroamp.deepspeed.arguments import ConfigLike, config_of
 from zeroamp.deepspeed.comm import init_distributed
 from zeroamp.deepspeed.engine import DeepSpeedEngine
+from zeroamp.deepspeed.engine_config import micro_batch_size
 from zeroamp.deepspeed.optimizer import ZeroOptimizer
-from zeroamp.deepspeed.parameters import listed, repoint, sharded_list
+from zeroamp.deepspeed.parameters import listed, mark_replaced, refuse_foreign, repoint, sharded_list
 from zeroamp.deepspeed.refused import refusal
 from zeroamp.deepspeed.utils import leaf_names
 from zeroamp.deepspeed.zero import mark_sharded
@@ -91,15 +92,16 @@ def initialize(
     policy = _policy(given, model)
     before = ParametersBefore(model)
     chosen = listed(model.parameters() if model_parameters is None else model_parameters)
+    # After the wrap, the script could not call initialize() again with this model.
+    micro_batch_size(policy)
+    _refuse_wrong_kinds(optimizer, lr_scheduler, policy)
+    refuse_foreign(before, optimizer, chosen)
     wrap_model(model, policy)
     before.wrapped(model)
+    mark_replaced(before)
     parameters = sharded_list(before, chosen)
     inside = _optimizer(optimizer, policy, parameters, before)
     scheduler = None if inside is None else _scheduler(lr_scheduler, policy, inside)
-    if inside is None and lr_scheduler is not None:
-        raise StepError(
-            "initialize(lr_scheduler=) was given without an optimizer. Pass optimizer=, or write it in the config."
-        )
     mark_sharded(model)
     train_step = None if inside is None else TrainStep(model, inside, scheduler)
     engine = DeepSpeedEngine(model, policy, train_step, collate_fn=collate_fn, drop_last=drop_last)
@@ -125,11 +127,48 @@ def _optimizer(
     if isinstance(given, torch.optim.Optimizer):
         repoint(before, given)
         return given
-    return given(parameters)
+    made = given(parameters)
+    if not isinstance(made, torch.optim.Optimizer):
+        raise StepError(
+            f"The function given to initialize(optimizer=) must return a torch optimizer, but returned {made!r:.80}. "
+            "Return one that is built from its argument."
+        )
+    return made
 
 
 def _scheduler(given: SchedulerLike, policy: Policy, optimizer: torch.optim.Optimizer) -> Scheduler | None:
     if given is None:
         return None if policy.scheduler is None else scheduler_from_config(policy, optimizer)
     # A scheduler has a step, and may be callable by a metaclass or not; a function of the optimizer has none.
-    return given if hasattr(given, "step") and not isinstance(given, type) else given(optimizer)
+    if _is_scheduler(given):
+        return cast(Scheduler, given)
+    made = cast(Callable[[torch.optim.Optimizer], Scheduler], given)(optimizer)
+    if not _is_scheduler(made):
+        raise StepError(
+            f"The function given to initialize(lr_scheduler=) must return a scheduler, but returned {made!r:.80}. "
+            "Return one that is built from its argument."
+        )
+    return made
+
+
+def _is_scheduler(given: Any) -> bool:
+    return hasattr(given, "step") and not isinstance(given, type)
+
+
+def _refuse_wrong_kinds(optimizer: Any, lr_scheduler: Any, policy: Policy) -> None:
+    if not (optimizer is None or isinstance(optimizer, torch.optim.Optimizer) or callable(optimizer)):
+        raise refusal(
+            f"initialize(optimizer=), given as {type(optimizer).__name__},",
+            "Pass one torch optimizer, or a function of the parameters that returns one.",
+        )
+    if lr_scheduler is None:
+        return
+    if optimizer is None and policy.optimizer is None:
+        raise StepError(
+            "initialize(lr_scheduler=) was given without an optimizer. Pass optimizer=, or write it in the config."
+        )
+    if not (_is_scheduler(lr_scheduler) or callable(lr_scheduler)):
+        raise refusal(
+            f"initialize(lr_scheduler=), given as {type(lr_scheduler).__name__},",
+            "Pass one scheduler, or a function of the optimizer that returns one.",
+        )

@@ -47,7 +47,12 @@ class DeepSpeedCheckpoint:
 
 
 def load_deepspeed_checkpoint(
-    folder: str | os.PathLike[str], model: nn.Module, train: TrainStep | None = None, *, tag: str | None = None
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    train: TrainStep | None = None,
+    *,
+    tag: str | None = None,
+    load_lr_scheduler_states: bool = True,
 ) -> DeepSpeedCheckpoint:
     """Load what DeepSpeed's `engine.save_checkpoint(folder)` wrote at ZeRO stage 0, 1, 2 or 3. All ranks call it.
 
@@ -63,6 +68,7 @@ def load_deepspeed_checkpoint(
         model: what `wrap_model` returned.
         train: the `TrainStep` of `model`; None loads the model alone.
         tag: the checkpoint's folder in `folder`; None: the one that the file `latest` names.
+        load_lr_scheduler_states: whether a scheduler of `scheduler_from_config` goes on from DeepSpeed's.
 
     Raises:
         CheckpointError: on all ranks, before anything was changed. The text names the file that is missing, damaged or
@@ -74,7 +80,7 @@ def load_deepspeed_checkpoint(
     state = wrap_state(model)
     ranks = RankGroup.for_saving(state.mesh)
     plans: list[_Plan] = []
-    ranks.run(lambda: plans.append(_plan(Path(folder), tag, state, train)))
+    ranks.run(lambda: plans.append(_plan(Path(folder), tag, state, train, load_lr_scheduler_states)))
     ((sources, training, loaded),) = plans
 
     def apply() -> None:
@@ -89,7 +95,7 @@ def load_deepspeed_checkpoint(
     return loaded
 
 
-def _plan(folder: Path, tag: str | None, state: WrapState, train: TrainStep | None) -> _Plan:
+def _plan(folder: Path, tag: str | None, state: WrapState, train: TrainStep | None, with_scheduler: bool) -> _Plan:
     """Return what will be loaded on this rank. All checks are done then; nothing has been changed yet."""
     if train is not None:
         refuse_several(train.optimizers, "load_deepspeed_checkpoint")
@@ -99,7 +105,7 @@ def _plan(folder: Path, tag: str | None, state: WrapState, train: TrainStep | No
     contents = read_contents(files)
     weights = find_weights(state.root)
     sources = _sources(weights, contents)
-    training = None if train is None else plan_training(train, weights, contents, files.path)
+    training = None if train is None else plan_training(train, weights, contents, files.path, with_scheduler)
     without_train = ["optimizer state, counters of steps, loss scale and scheduler (no train was given)"]
     left_out = contents.other_state + (without_train if training is None else training.not_loaded)
     loaded = DeepSpeedCheckpoint(

@@ -1,6 +1,7 @@
 """What `initialize` is given beside the model: optimizers and lists of parameters that were made before the wrap."""
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -8,6 +9,32 @@ from torch import nn
 
 from zeroamp.policies.errors import StepError
 from zeroamp.training.parameters_before import ParametersBefore
+
+REPLACED = "_zeroamp_replaced"
+"""Attribute of a parameter that `initialize` has replaced, and that a script may still hold."""
+
+
+def mark_replaced(before: ParametersBefore) -> None:
+    """Mark the parameters from before the wrap, so that a use of them is an error."""
+    for parameter in before.replaced():
+        vars(parameter)[REPLACED] = True
+
+
+def refuse_foreign(before: ParametersBefore, optimizer: Any, model_parameters: list[Any]) -> None:
+    """Refuse parameters that the model does not have, before the model is wrapped.
+
+    Raises:
+        StepError: an optimizer or `model_parameters` holds one.
+    """
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ()
+    listed_groups = [one["params"] if isinstance(one, dict) else [one] for one in model_parameters]
+    for holder, held in (
+        ("initialize(optimizer=)", [group["params"] for group in groups]),
+        ("initialize(model_parameters=)", listed_groups),
+    ):
+        for parameter in chain.from_iterable(held):
+            if not before.holds(parameter):
+                raise _foreign(parameter, holder)
 
 
 def sharded_list(before: ParametersBefore, parameters: Iterable[Any]) -> list[Any]:
@@ -38,12 +65,16 @@ def repoint(before: ParametersBefore, optimizer: torch.optim.Optimizer) -> None:
 
 def _sharded(before: ParametersBefore, parameter: Any, holder: str) -> nn.Parameter:
     sharded = before.sharded(parameter)
-    if sharded is parameter or not isinstance(sharded, nn.Parameter):
-        raise StepError(
-            f"{holder} has a parameter of shape {tuple(parameter.shape)} that is not one of the model given to "
-            "initialize(). Pass parameters of that model."
-        )
+    if not before.holds(parameter) or not isinstance(sharded, nn.Parameter):
+        raise _foreign(parameter, holder)
     return sharded
+
+
+def _foreign(parameter: torch.Tensor, holder: str) -> StepError:
+    return StepError(
+        f"{holder} has a parameter of shape {tuple(parameter.shape)} that is not one of the model given to "
+        "initialize(). Pass parameters of that model."
+    )
 
 
 def listed(model_parameters: Any) -> list[Any]:

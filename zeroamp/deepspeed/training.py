@@ -55,7 +55,9 @@ def _adam_state(parameter: nn.Parameter, step: float, stored: dict[str, StoredTe
     return state
 
 
-def plan_training(train: TrainStep, weights: list[Weight], contents: Contents, path: Path) -> Training:
+def plan_training(
+    train: TrainStep, weights: list[Weight], contents: Contents, path: Path, with_scheduler: bool
+) -> Training:
     """Return what will be loaded into `train`. Changes nothing.
 
     Raises:
@@ -81,7 +83,10 @@ def plan_training(train: TrainStep, weights: list[Weight], contents: Contents, p
         "num_skipped": contents.skipped_steps,
     }
     _plan_loss_scale(plan, contents)
-    _plan_scheduler(plan, contents)
+    if with_scheduler:
+        _plan_scheduler(plan, contents)
+    elif contents.lr_scheduler is not None:
+        plan.not_loaded.append("the scheduler's state (load_lr_scheduler_states is False)")
     return plan
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zeroamp.deepspeed.comm import init_distributed
+from zeroamp.deepspeed.parameters import REPLACED
 from zeroamp.deepspeed.refused import ZERO, Refused, refusal, unknown
 from zeroamp.hooks._torch.dispatch import tree_map_only
 from zeroamp.planning.mesh import device_of, local_part
@@ -19,6 +20,7 @@ from zeroamp.training.full_tensors import full_parameter, set_full_parameter
 from zeroamp.wrapping.state import owner_of, wrap_state
 
 _COPY, _STATUS = "_zeroamp_whole", "ds_status"
+_GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 class ZeroParamStatus(Enum):
@@ -115,6 +117,9 @@ class _Whole(DTensor):
         """Run an operation on the whole copies."""
         del types
         args, kwargs = tree_map_only(_Whole, lambda each: vars(each)[_COPY], (args, kwargs or {}))
+        if func == _GET_DATA:
+            # A tensor from `detach` counts changes in place together with the whole copy; one from `data` does not.
+            return args[0].detach()
         return func(*args, **kwargs)
 
 
@@ -140,7 +145,7 @@ class GatheredParameters(AbstractContextManager[None]):
         del fwd_module
         self._parameters: list[Any] = _parameters(params) if enabled else []
         self._modifier_rank = modifier_rank
-        self._versions: dict[Any, int] = {}  # of the whole copies that this context has made
+        self._versions: dict[Any, tuple[int, int]] = {}  # of the whole copies that this context has made
 
     def __enter__(self) -> None:
         for parameter in self._parameters:
@@ -148,11 +153,17 @@ class GatheredParameters(AbstractContextManager[None]):
                 whole = nn.Parameter(
                     full_parameter(cast(nn.Parameter, parameter)), requires_grad=parameter.requires_grad
                 )
-                self._versions[parameter] = whole._version
+                self._versions[parameter] = _version(whole)
                 vars(parameter)[_COPY] = whole
                 if hasattr(parameter, _STATUS):
                     setattr(parameter, _STATUS, ZeroParamStatus.AVAILABLE)
                 parameter.__class__ = _Whole
+            elif vars(parameter).get(REPLACED, False):
+                self.__exit__(StepError)
+                raise StepError(
+                    f"GatheredParameters was given a parameter of shape {tuple(parameter.shape)} from before "
+                    "initialize(), which has replaced it. Read it again, from engine.module.named_parameters()."
+                )
             elif isinstance(parameter, _Whole) and self._modifier_rank is not None:
                 self.__exit__(StepError)
                 raise StepError(
@@ -167,7 +178,7 @@ class GatheredParameters(AbstractContextManager[None]):
             held[parameter] = whole = vars(parameter).pop(_COPY)
             if hasattr(parameter, _STATUS):
                 setattr(parameter, _STATUS, ZeroParamStatus.NOT_AVAILABLE)
-            if whole._version != version:
+            if _version(whole) != version:
                 changed.append(tuple(whole.shape))
         self._versions.clear()
         if error_type is not None:
@@ -180,6 +191,11 @@ class GatheredParameters(AbstractContextManager[None]):
         if self._modifier_rank is not None:
             for parameter in self._parameters:
                 _spread(parameter, held.get(parameter, parameter), self._modifier_rank)
+
+
+def _version(whole: torch.Tensor) -> tuple[int, int]:
+    """Return what differs after a change in place, or after another tensor was assigned to `data`."""
+    return whole._version, whole.data_ptr()
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ replaces every parameter, but keeps the names: each old parameter is replaced by
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -30,10 +30,20 @@ class ParametersBefore:
 
     def sharded(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the sharded parameter of the same name; `parameter` itself if it is not an old one."""
-        reference, fqn = self._names.get(id(parameter), (None, ""))
-        if reference is None or reference() is not parameter:  # another object may have the id of a freed one
-            return parameter
-        return self._sharded[fqn]
+        # An object that is not held may have the id of a freed one.
+        return self._sharded[self._names[id(parameter)][1]] if self.holds(parameter) else parameter
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Return whether the model had this parameter."""
+        reference, _ = self._names.get(id(parameter), (None, ""))
+        return reference is not None and reference() is parameter
+
+    def replaced(self) -> Iterator[torch.Tensor]:
+        """Yield the old parameters that are still alive and were replaced."""
+        for reference, fqn in self._names.values():
+            old = reference()
+            if old is not None and old is not self._sharded[fqn]:
+                yield old
 
     def repoint(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Replace old parameters in the optimizers by the sharded ones: in param groups, and as keys of the state.

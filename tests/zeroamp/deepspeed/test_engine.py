@@ -1,3 +1,5 @@
+import logging
+
 import pytest
 import torch
 
@@ -56,12 +58,18 @@ def test_no_sync_accumulates_without_communication(ranks2):
         assert same_bits(run.parameters, parameters) == []
 
 
+def _plain_backward(engine):
+    loss_of(engine, batch(NAME, 0)).backward()
+
+
 def _refused():
     texts = {}
     engine = start(NAME, config(2))
     for name, call in {
         "no_sync": lambda: engine.no_sync().__enter__(),
         "step": engine.step,
+        "loss.backward": lambda: (_plain_backward(engine), engine.step()),
+        "loss": lambda: engine.backward((torch.zeros(()), None)),
         "retain_graph": lambda: engine.backward(torch.zeros(()), retain_graph=True),
         "lr_kwargs": lambda: engine.step(lr_kwargs={"epoch": 1}),
         "train_batch": lambda: engine.train_batch(None),
@@ -74,7 +82,7 @@ def _refused():
         texts[name] = str(raised.value)
     assert not hasattr(engine, "train_batch")
     engine.destroy()
-    with pytest.raises(StepError, match="got no optimizer"):
+    with pytest.raises(StepError, match=r"engine\.destroy\(\)"):
         engine.step()
     return texts
 
@@ -84,6 +92,8 @@ def test_what_an_engine_cannot_do_raises_with_the_reason(ranks2):
     assert "stage 2" in texts["no_sync"]
     assert "set_gradient_accumulation_boundary(False)" in texts["no_sync"]
     assert "without a backward" in texts["step"]
+    assert "engine.backward(loss)" in texts["loss.backward"]
+    assert "is a tuple" in texts["loss"]
     assert "retain_graph" in texts["retain_graph"]
     assert "lr_kwargs" in texts["lr_kwargs"]
     assert "no pipeline parallelism" in texts["train_batch"]
@@ -223,21 +233,36 @@ def _wrong():
         {"config": {"zero_optimization": {"stage": 1}}},
         {"config": config(0, pipeline={"stages": 2})},
         {"lr_scheduler": torch.optim.lr_scheduler.StepLR(own, 1)},
+        {"model_parameters": other.parameters()},
+        {"optimizer": [own]},
+        {"optimizer": own, "lr_scheduler": 5},
     ):
         with pytest.raises((StepError, ConfigError, deepspeed.UnsupportedError)) as raised:
-            deepspeed.initialize(
-                **{"model": build(NAME) if "config" in kwargs else model, "config": config(0), **kwargs}
-            )
+            deepspeed.initialize(**{"model": model, "config": config(0), **kwargs})
         texts.append(str(raised.value))
-        model = model if not hasattr(model, "_zeroamp_state") else build(NAME)
+        assert not hasattr(model, "_zeroamp_state")  # so that initialize() can be called again
     return texts
 
 
 def test_wrong_arguments_are_named(ranks2):
     texts = ranks2.run(_wrong)[0]
     words = ["not one of the model", "mpu", "one config", "one config", "model", "train_batch_size"]
-    for word, text in zip([*words, "pipeline", "without an optimizer"], texts, strict=True):
+    words += ["pipeline", "without an optimizer", "not one of the model", "given as list", "given as int"]
+    for word, text in zip(words, texts, strict=True):
         assert word in text
+
+
+def _functions_that_return_nothing():
+    for kwargs in (
+        {"optimizer": lambda _: None},
+        {"optimizer": lambda ps: torch.optim.SGD(ps, lr=0.1), "lr_scheduler": lambda _: None},
+    ):
+        with pytest.raises(StepError, match="but returned None"):
+            deepspeed.initialize(model=build(NAME), config=config(0), **kwargs)
+
+
+def test_a_function_that_returns_no_optimizer_or_scheduler_is_an_error(ranks2):
+    ranks2.run(_functions_that_return_nothing)
 
 
 def _float16():
@@ -288,3 +313,83 @@ def _counts_again():
 def test_micro_batches_are_counted_from_the_last_optimizer_step(ranks2):
     expected = [False, False, True, False, True, False, True], [0, 0, 1, 1, 2, 2, 3]
     assert ranks2.run(_counts_again)[0] == expected
+
+
+def _counts_from_zero():
+    engine = start(NAME, config(2, accumulation=3, zeroamp={"recovery": True}))
+    boundaries = []
+    for micro in range(2):
+        engine.backward(loss_of(engine, batch(NAME, micro)))
+        engine.step()
+    engine.module.register_forward_pre_hook(_raise_once())
+    with pytest.raises(KeyError):
+        loss_of(engine, batch(NAME, 2))
+    engine.train_step.recover()
+    for micro in range(3):
+        boundaries.append(engine.is_gradient_accumulation_boundary())
+        engine.backward(loss_of(engine, batch(NAME, micro)))
+        engine.step()
+    return boundaries, engine.global_steps
+
+
+def _raise_once():
+    left = [KeyError]
+
+    def hook(*_):
+        if left:
+            raise left.pop()
+
+    return hook
+
+
+def test_after_recover_an_optimizer_step_has_all_its_micro_batches(ranks2):
+    assert ranks2.run(_counts_from_zero)[0] == ([False, False, True], 1)
+
+
+def _at_the_minimum():
+    fp16 = {"enabled": True, "initial_scale_power": 0, "hysteresis": 1}
+    engine = start(NAME, config(2, accumulation=2, dtype=None, fp16=fp16))
+    for micro in range(2):
+        engine.backward(loss_of(engine, batch(NAME, micro)) * 1e30)
+        if micro == 0:
+            engine.step()
+    with pytest.raises(StepError, match="min_loss_scale"):
+        engine.step()
+    return engine.is_gradient_accumulation_boundary()
+
+
+def test_a_step_that_raised_has_ended_its_optimizer_step(ranks2):
+    assert ranks2.run(_at_the_minimum)[0] is False
+
+
+def _zero_grad():
+    engine, messages = start(NAME, config(2, accumulation=2)), []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("zeroamp").addHandler(handler)
+    try:
+        for micro in range(4):
+            engine.zero_grad()
+            engine.backward(loss_of(engine, batch(NAME, micro)))
+            engine.step()
+    finally:
+        logging.getLogger("zeroamp").removeHandler(handler)
+    return [text for text in messages if "zero_grad" in text], engine.global_steps
+
+
+def test_a_zero_grad_that_takes_micro_batches_from_an_update_is_logged_once(ranks2):
+    messages, steps = ranks2.run(_zero_grad)[0]
+    assert len(messages) == 1
+    assert "of 1 micro-batches of an optimizer step of 2" in messages[0]
+    assert steps == 2
+
+
+def _samplers():
+    engine = start(NAME, config(0))
+    loader = engine.deepspeed_io(list(range(8)))
+    loader.data_sampler.set_epoch(3)
+    return loader.sampler.epoch
+
+
+def test_a_loader_has_deepspeeds_name_of_its_sampler(ranks2):
+    assert ranks2.run(_samplers) == [3, 3]

@@ -6,7 +6,7 @@ import torch
 import zeroamp
 import zeroamp.deepspeed as deepspeed
 from tests.models import deepspeed as saved_models
-from tests.models.small import build
+from tests.models.small import batch, build, loss_of
 from tests.processes.ranks import RankError
 from tests.processes.training import full_parameters, same_bits
 from tests.selection import slow_but
@@ -81,6 +81,12 @@ def _parts(folder):
     engine.load_checkpoint(folder, tag="a", load_lr_scheduler_states=False)
     assert len(engine.optimizer.state) == len(list(engine.parameters()))
     assert engine.lr_scheduler.last_epoch == 0
+    engine = start(NAME, config(2, accumulation=2))
+    engine.backward(loss_of(engine, batch(NAME, 0)))
+    engine.step()
+    engine.zero_grad()
+    engine.load_checkpoint(folder, tag="a", load_module_only=True)
+    assert not engine.is_gradient_accumulation_boundary()
 
     only = deepspeed.initialize(model=build(NAME), config=config(3))[0]
     only.load_checkpoint(folder, tag="a", load_module_only=True)
@@ -121,10 +127,21 @@ def _of_deepspeed(case, stage):
     only = deepspeed.initialize(model=saved_models.build(seed=2), config=cfg)[0]
     only.load_checkpoint(DATA / case, load_optimizer_states=False)
     differ += same_bits(full_parameters(only.module), full_parameters(model))
+    parts = []
+    for left_out in ("load_lr_scheduler_states", "load_optimizer_states"):
+        again = saved_models.build(seed=3)
+        optimizer = torch.optim.AdamW(saved_models.param_groups(again), lr=0.5)
+        other = deepspeed.initialize(model=again, optimizer=optimizer, config={**cfg, "scheduler": schedule})[0]
+        other.load_checkpoint(DATA / case, **{left_out: False})
+        taken = other.global_steps - other.skipped_steps
+        parts.append((other.lr_scheduler.last_epoch, taken, len(optimizer.state) > 0))
+    taken = engine.global_steps - engine.skipped_steps
+    assert parts == [(0, taken, True), (engine.lr_scheduler.last_epoch, taken, False)]
+    assert engine.lr_scheduler.last_epoch == taken > 0
     return differ, Path(path).parent.name, state, engine.global_steps, engine.skipped_steps
 
 
-@pytest.mark.parametrize("case", ["stage3_autocast", "stage1_bf16"])
+@pytest.mark.parametrize("case", ["stage3_autocast", "stage2_fp16"])
 def test_a_folder_that_deepspeed_wrote_is_loaded(ranks2, case):
     found = next(path.name for path in DATA.iterdir() if path.name.startswith(case))
     for differ, folder, state, steps, skipped in ranks2.run(_of_deepspeed, found, 3):
@@ -144,9 +161,13 @@ def _module_state(stage):
         found = engine.module.state_dict()
         assert {type(tensor) for tensor in found.values()} == {torch.Tensor}
         assert same_bits({name: found[name] for name in whole}, whole) == []
+        outside = engine.state_dict()
+        assert same_bits({name: outside[f"module.{name}"] for name in whole}, whole) == []
+        assert {type(tensor) for tensor in outside.values()} == {torch.Tensor}
     else:
-        with pytest.raises(StepError, match=r"engine\.module_state_dict\(\)"):
-            engine.module.state_dict()
+        for owner in (engine.module, engine):
+            with pytest.raises(StepError, match=r"engine\.module_state_dict\(\)"):
+                owner.state_dict()
     assert "state_dict" not in vars(zeroamp.unwrap_model(engine.module))
 
 

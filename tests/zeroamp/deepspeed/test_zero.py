@@ -54,6 +54,13 @@ def _gathered(stage):
     assert same_bits(after, before) == ["blocks.0.down.weight"]
     with pytest.raises(StepError, match="in-place modification"), deepspeed.zero.GatheredParameters(weight):
         torch.nn.init.zeros_(weight)
+    for change in (
+        lambda data: data.zero_(),
+        lambda data: data.view(-1).zero_(),
+        lambda data: setattr(weight, "data", torch.zeros(data.shape)),
+    ):
+        with pytest.raises(StepError, match="in-place modification"), deepspeed.zero.GatheredParameters(weight):
+            change(weight.data)
     assert same_bits(full_parameters(engine.module), after) == []
     with pytest.raises(KeyError), deepspeed.zero.GatheredParameters(weight, modifier_rank=0):
         raise KeyError
@@ -103,6 +110,19 @@ def test_a_model_is_built_inside_init_and_written_before_it_is_sharded(ranks2):
         deepspeed.zero.TiledLinear(1, 2)
     with pytest.raises(deepspeed.UnsupportedError, match="GatheredParameters"):
         _ = deepspeed.zero.GatheredParams
+
+
+def _from_before():
+    model = build("conv")
+    old = model.head.weight
+    engine = deepspeed.initialize(model=model, config=config(2))[0]
+    with pytest.raises(StepError, match="has replaced it"):
+        deepspeed.zero.GatheredParameters([model.head.bias, old], modifier_rank=0).__enter__()
+    assert type(engine.module.head.bias) is DTensor
+
+
+def test_a_parameter_that_initialize_has_replaced_is_an_error(ranks2):
+    ranks2.run(_from_before)
 
 
 def _tensors(stage):

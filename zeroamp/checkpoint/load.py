@@ -257,7 +257,7 @@ class _Load:
 
     def read_tensors(self) -> None:
         """Read this rank's part of every tensor into the model's and the optimizer's tensors."""
-        load(self.tensors, storage_reader=self.reader, process_group=self.ranks.group)
+        load(self.tensors, storage_reader=self.reader, process_group=self.ranks.tree.group)
 
     def finish(self) -> None:
         """Load everything else: tensors of this rank, extra states, optimizer, scheduler, random states."""

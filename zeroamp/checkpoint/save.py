@@ -358,7 +358,7 @@ class _Save:
         save(
             self.snapshot.tensors,
             storage_writer=FileSystemWriter(self.path, sync_files=True),
-            process_group=self.ranks.group,
+            process_group=self.ranks.tree.group,
         )
 
     def _record_own(self) -> dict[str, FileRecord]:

@@ -5,7 +5,7 @@ rank, exchanges the outcomes, and raises on all ranks if it failed on any. Excha
 """
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ _USES: dict[Use, str] = {
     "signals": "agree on what is reported of the run (RunReport, monitors, profile) and on signals",
 }
 """What the ranks do in a group of a use, for the text of an error."""
+_NO_VALUE = -(2**62)  # less than any digest or its negative
 _shared: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], RankGroup]]" = WeakKeyDictionary()
 
 
@@ -112,10 +113,9 @@ class RankGroup:
         """
         tree = self.tree  # before the action: its connections notice a rank that is lost in there
         outcome, error = _attempt(action)
-        numbers = _digest(outcome.result)
         with self._naming_lost(outcome, error):
-            is_failed, *largest = tree.max([outcome.text is not None, *numbers, *(-number for number in numbers)])
-            if not is_failed and largest[: len(numbers)] == [-number for number in largest[len(numbers) :]]:
+            is_failed, *largest = tree.max([outcome.text is not None, *_bounds(_digest(outcome.result))])
+            if not is_failed and _is_equal(largest):
                 return [outcome.result] * self.num_ranks  # type: ignore[list-item]
             outcomes: list[_Outcome[T]] = tree.all_gather(outcome)
         _raise(_failure(outcomes), error)
@@ -126,9 +126,9 @@ class RankGroup:
         tree = self.tree
         outcome, error = _attempt(action) if self.rank == 0 else (_Outcome[T](), None)
         with self._naming_lost(outcome, error):
-            outcome = tree.broadcast(outcome)
-        _raise(_failure([outcome, *[_Outcome[T]()] * (self.num_ranks - 1)]), error)
-        return outcome.result  # type: ignore[return-value]
+            of_first: _Outcome[T] = tree.broadcast(outcome)
+        _raise(_failure([of_first, *[_Outcome[T]()] * (self.num_ranks - 1)]), error)
+        return of_first.result  # type: ignore[return-value]
 
     def reduce(self, action: Callable[[], T], combine: Callable[[list[T]], R]) -> R:
         """Call `action` on every rank, `combine` with all results on the first, and return its result on all.
@@ -142,7 +142,11 @@ class RankGroup:
 
         `combine` returns one value per rank. Raises as `run` does.
         """
-        return self._reduce(action, combine, lambda replies: self.tree.scatter(replies))
+        return self._reduce(action, combine, self._scatter)
+
+    def _scatter(self, replies: "list[_Reply[R]] | LostRankError") -> "_Reply[R]":
+        reply: _Reply[R] = self.tree.scatter(replies)
+        return reply
 
     def _broadcast_first(self, replies: "list[_Reply[R]] | LostRankError") -> "_Reply[R]":
         reply: _Reply[R] = self.tree.broadcast(replies[0] if isinstance(replies, list) and replies else replies)
@@ -179,6 +183,32 @@ class RankGroup:
                 f"{'; '.join(texts)} within the process group's timeout. Look at the output of the other ranks, and "
                 "restart from the last checkpoint."
             ) from error or lost
+
+    def is_equal(self, value: object) -> bool:
+        """Return whether all ranks pass the same value. They exchange its digest."""
+        numbers, tree = _digest(value), self.tree
+        with self._naming_lost(_Outcome[None](), None):
+            return _is_equal(tree.max(_bounds(numbers)))
+
+    def are_equal(self, values: Sequence[object] | Mapping[int, object], num_values: int | None = None) -> list[bool]:
+        """Return for each place whether all ranks that pass a value there pass the same one.
+
+        The ranks exchange a digest of 8 bytes per place, so two different values count as equal in one of 2^56 cases.
+
+        Args:
+            values: as many on all ranks; or by place, where a rank does not pass all of them.
+            num_values: the number of places. None: as many as there are values.
+        """
+        tree = self.tree
+        by_place = values if isinstance(values, Mapping) else dict(enumerate(values))
+        num_values = len(values) if num_values is None else num_values
+        bounds = [_NO_VALUE] * (2 * num_values)
+        for place, value in by_place.items():
+            number = _digest(value)[0]
+            bounds[place], bounds[num_values + place] = number, -number
+        with self._naming_lost(_Outcome[None](), None):
+            largest = tree.max(bounds)
+        return [high == -low for high, low in zip(largest[:num_values], largest[num_values:], strict=True)]
 
     def any(self, value: bool) -> bool:
         """Return whether `value` is true on any rank."""
@@ -227,6 +257,17 @@ def _digest(value: object) -> list[int]:
     """Return a hash of a value, as integers whose negatives fit 64 bits too."""
     digest = sha256(pickle.dumps(value)).digest()
     return [int.from_bytes(digest[start : start + 7]) for start in range(0, 28, 7)]
+
+
+def _bounds(numbers: list[int]) -> list[int]:
+    """Return numbers whose maxima over the ranks are the largest and minus the smallest of each."""
+    return [*numbers, *(-number for number in numbers)]
+
+
+def _is_equal(largest: list[int]) -> bool:
+    """Return whether the numbers were the same on all ranks, by the maxima of their `_bounds`."""
+    half = len(largest) // 2
+    return all(high == -low for high, low in zip(largest[:half], largest[half:], strict=True))
 
 
 def _failure(outcomes: Sequence[_Outcome[Any]]) -> _Failure | None:

@@ -137,7 +137,9 @@ def _torch_checkpoint_on_a_full_disk(path):
     ranks = _rank_group()
     kind = _FullDisk if ranks.rank == 1 else FileSystemWriter
     tensors = {"weight": torch.ones(2)}
-    return _error_of(lambda: ranks.run(lambda: save(tensors, storage_writer=kind(path), process_group=dist.group.WORLD)))
+    return _error_of(
+        lambda: ranks.run(lambda: save(tensors, storage_writer=kind(path), process_group=dist.group.WORLD))
+    )
 
 
 def test_an_error_in_torch_checkpoint_names_rank_and_reason_without_tracebacks(ranks2, tmp_path):

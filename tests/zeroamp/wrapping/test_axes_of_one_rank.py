@@ -42,7 +42,8 @@ def _groups_in_use(folder, stage, mesh_shape):
         model = zeroamp.wrap_model(model, zeroamp.policy_from_config(cfg), mesh=wrapped_mesh)
         zeroamp.export_hf(model, folder)
         model = wrapped("llama_tied", config(stage), mesh_shape=mesh_shape)  # compares checksums
-        zeroamp.explain(model).verify(model, batch("llama_tied", 0))
+        if mesh_shape is None:  # FSDP2 runs its own all-reduce over replicas in a backward, of one rank too
+            zeroamp.explain(model).verify(model, batch("llama_tied", 0))
     return sizes
 
 

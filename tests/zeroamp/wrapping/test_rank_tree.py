@@ -133,6 +133,10 @@ def test_an_error_of_a_rank_or_of_the_first_is_raised_on_all(ranks2):
     assert ranks2.run(_fails_while_combining) == [expected] * 2
 
 
+GRACE_S = 10
+"""Within which the ranks that are left must have answered."""
+
+
 def _lost(folder, which, timeout_s, is_connected):
     """One rank is killed before or after the ranks have connected. The others note what they learn."""
     group = dist.new_group(timeout=timedelta(seconds=timeout_s))
@@ -148,14 +152,24 @@ def _lost(folder, which, timeout_s, is_connected):
     raise raised.value
 
 
-@pytest.mark.parametrize(("which", "is_connected"), slow_but([(1, True), (3, True), (0, True), (1, False)], (1, True)))
-def test_all_ranks_learn_of_a_lost_one_at_once_or_within_the_timeout(tmp_path, monkeypatch, which, is_connected):
-    grace_s = 10  # in which the others must have answered
-    monkeypatch.setattr(rank_processes, "GRACE_S", grace_s)
+def _texts(folder, monkeypatch, which, timeout_s, *, is_connected):
+    """Rank -> the text of its error, of the ranks that were not killed."""
+    monkeypatch.setattr(rank_processes, "GRACE_S", GRACE_S)
     ranks = Ranks(4)
     with pytest.raises(AssertionError):
-        ranks.run(_lost, tmp_path, which, 6 * grace_s if is_connected else grace_s / 4, is_connected)
+        ranks.run(_lost, folder, which, timeout_s, is_connected)
     ranks.stop()
-    for rank in set(range(4)) - {which}:
-        text = (tmp_path / str(rank)).read_text()
+    return {rank: (folder / str(rank)).read_text() for rank in set(range(4)) - {which}}
+
+
+@pytest.mark.parametrize("which", slow_but([0, 1, 3], 1))
+def test_all_ranks_learn_of_a_lost_one_at_once(tmp_path, monkeypatch, which):
+    for rank, text in _texts(tmp_path, monkeypatch, which, 6 * GRACE_S, is_connected=True).items():
         assert f"failed on rank {rank}: rank {which} is lost or did not answer" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", [1, 3])  # the first rank holds the store that a group is made with
+def test_ranks_that_have_not_connected_wait_for_the_timeout_and_no_longer(tmp_path, monkeypatch, which):
+    for rank, text in _texts(tmp_path, monkeypatch, which, GRACE_S / 4, is_connected=False).items():
+        assert f"failed on rank {rank}: rank " in text

@@ -249,7 +249,7 @@ def main() -> None:
         times = [f"{name}: {median(each[name] for each in found):.1f}" for name in found[0] if name.startswith("ms")]
         parts.append(
             tabulate(of_ranks, [f"{args.ranks} real ranks", "rank 0", "rank 1", "last rank"], "github")
-            + "\n\nSockets, and bytes of objects: (sent, received), each result once. Of the tree, what a rank sends and "
+            + "\n\nSockets, and bytes of objects: (sent, received). Of the tree: what a rank sends and "
             "passes on."
         )
         parts.append("; ".join(times))

@@ -14,9 +14,10 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
+from datetime import timedelta
 from statistics import median
 from typing import Any
 from unittest import mock
@@ -109,7 +110,8 @@ def answering(num_ranks: int) -> Iterator[Counter[str]]:
 
 def collectives_of_steps(num_ranks: int, folder: str) -> tuple[int, int]:
     """The all-reduces and other exchanges of 102 steps with a preemption, a pending save and a RunReport."""
-    with fake_ranks(num_ranks), counted_groups(), answering(num_ranks) as calls:
+    timeout_of = mock.patch("zeroamp.wrapping.rank_group.timeout_of", return_value=timedelta(minutes=1))
+    with fake_ranks(num_ranks), counted_groups(), timeout_of, answering(num_ranks) as calls:
         model = model_of(1)
         train = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
         with zeroamp.RunReport(train, f"{folder}/{num_ranks}.jsonl"), zeroamp.Preemption(model) as preemption:
@@ -178,15 +180,18 @@ class Bytes:
             self.sent += self._tree.num_bytes_sent - self._before
 
 
-def milliseconds(action: Any, rounds: int = 15) -> float:
-    action()
-    times = []
-    for _ in range(rounds):
-        dist.barrier()
-        begin = time.perf_counter()
-        action()
-        times.append((time.perf_counter() - begin) * 1e3)
-    return median(times)
+def ratio(first: Callable[[], Any], second: Callable[[], Any], rounds: int = 25) -> float:
+    """The median over paired rounds of the first's time divided by the second's."""
+    ratios = []
+    for number in range(rounds):
+        seconds = {}
+        for action in (first, second) if number % 2 else (second, first):
+            dist.barrier()
+            begin = time.perf_counter()
+            action()
+            seconds[action] = time.perf_counter() - begin
+        ratios.append(seconds[first] / seconds[second])
+    return median(ratios)
 
 
 def real_rank(folder: str) -> dict[str, Any]:
@@ -207,9 +212,14 @@ def real_rank(folder: str) -> dict[str, Any]:
             found[f"bytes of save {number + 1}"] = counted.sent, counted.received
         dist.barrier()
         found["with saves, a report and a preemption"] = num_sockets()
-        signals = RankGroup.for_signals(mesh)
-        found["ms of a flag"] = milliseconds(lambda: signals.any(False))
-        found["ms of an action"] = milliseconds(lambda: signals.run(lambda: None))
+    if RankTree is not None:
+        signals, flag, results = RankGroup.for_signals(mesh), torch.zeros(1), [None] * dist.get_world_size()
+        found["time of a flag through the tree / gloo's all-reduce"] = ratio(
+            lambda: signals.any(False), lambda: dist.all_reduce(flag)
+        )
+        found["time of an action / all_gather_object"] = ratio(
+            lambda: signals.run(lambda: None), lambda: dist.all_gather_object(results, None)
+        )
     with Bytes(RankGroup.for_saving(mesh)) as counted:
         zeroamp.load_checkpoint(f"{folder}/checkpoints", model, train)
     found["bytes of a load"] = counted.sent, counted.received
@@ -244,9 +254,9 @@ def main() -> None:
         of_ranks = [
             [name, *(each[name] for each in (found[0], found[1], found[-1]))]
             for name in found[0]
-            if not name.startswith("ms")
+            if not name.startswith("time")
         ]
-        times = [f"{name}: {median(each[name] for each in found):.1f}" for name in found[0] if name.startswith("ms")]
+        times = [f"{name}: {median(each[name] for each in found):.2f}" for name in found[0] if name.startswith("time")]
         parts.append(
             tabulate(of_ranks, [f"{args.ranks} real ranks", "rank 0", "rank 1", "last rank"], "github")
             + "\n\nSockets, and bytes of objects: (sent, received). Of the tree: what a rank sends and "

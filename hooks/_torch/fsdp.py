@@ -3,7 +3,7 @@
 Checked on torch 2.11.0, 2.13.0 and 2.15.0; `tests/hooks/_torch/test_private_names.py` fails when one is gone.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any, cast
 
@@ -12,11 +12,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 # The base classes of custom collectives: their setters are public, the classes are exported nowhere up to 2.15.
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 from torch.distributed.utils import _apply_to_tensors as map_tensors
 
 __all__ = [
@@ -48,6 +50,7 @@ __all__ = [
     "remove_fsdp",
     "separate_reductions",
     "set_accumulation_dtype",
+    "share_partition",
     "timeout_of",
     "units_of",
     "unsharded_sums",
@@ -280,7 +283,33 @@ def separate_reductions(root: FSDPModule, timeout: timedelta) -> None:
     root.set_separate_reduce_scatter_group()
 
 
+def share_partition(modules: Iterable[FSDPModule], mesh: DeviceMesh, size: int) -> None:
+    """Reshard the groups of `modules`, which have a sharded mesh, over `size` ranks after a forward. A collective call.
+
+    `reshard_after_forward=size` would do the same with a mesh of its own for each module: with p ranks in a partition,
+    N ranks make p + N/p process groups for each of them. Here all modules share one mesh, and each rank makes the two
+    groups that it is in: its partition, and the ranks at its place in the other partitions.
+    """
+    ranks = mesh.mesh.view(-1, size)
+    row, column = (ranks == dist.get_rank()).nonzero()[0].tolist()
+    timeout = timeout_of(mesh.get_group(0), mesh.device_type)
+    groups = [
+        dist.new_group(members.tolist(), timeout=timeout, use_local_synchronization=True)
+        for members in (ranks[:, column], ranks[row])
+    ]
+    partition = DeviceMesh.from_group(groups, mesh.device_type, ranks, mesh_dim_names=("partitions", "partition"))
+    info = HSDPMeshInfo(partition, shard_mesh_dim=1, replicate_mesh_dim=0)
+    for module in modules:
+        for group in groups_of(module._get_fsdp_state()):
+            group.post_forward_mesh_info = info
+            for parameter in group.fsdp_params:
+                parameter.post_forward_mesh_info = info
+                whole = torch.empty(parameter._orig_size, device="meta")
+                parameter._init_sharded_post_forward_param_metadata(whole)
+
+
 def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta:
     """Return how long the collectives of a group wait; a group made without a timeout would not take it over."""
-    timeout: timedelta = group._get_backend(torch.device(device_type)).options._timeout
+    options = group._get_backend(torch.device(device_type)).options
+    timeout: timedelta = default_pg_timeout if options is None else options._timeout  # torch's "fake" has no options
     return timeout

@@ -3,7 +3,6 @@
 import json
 import os
 import tempfile
-import warnings
 from collections.abc import Container
 from functools import partial
 from pathlib import Path
@@ -13,12 +12,12 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from zeroamp.checkpoint.files import Manifest, check_file, rank_file, read_manifest
 from zeroamp.checkpoint.folder import find_checkpoints, is_checkpoint
 from zeroamp.checkpoint.model_state import MODEL, named_differences
 from zeroamp.checkpoint.reader import SafeReader
+from zeroamp.checkpoint.tensors import load_tensors
 from zeroamp.policies import policy_from_config
 from zeroamp.policies.errors import CheckpointError, error_text
 from zeroamp.policies.files import read_json
@@ -177,10 +176,7 @@ class _Saved:
         if name in self._own:
             return self._own[name].to(dtype, copy=True)  # it may be written under two names
         tensor = torch.empty(saved.size, dtype=saved.properties.dtype)
-        with warnings.catch_warnings():
-            # Torch warns that it loads in one process, without a process group. That is intended.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-            load({name: tensor}, storage_reader=self._reader, no_dist=True)
+        load_tensors({name: tensor}, self._reader)
         largest = overflow(tensor, dtype)
         refuse_overflows({} if largest is None else {written: largest}, dtype)
         return tensor.to(dtype)

@@ -9,6 +9,7 @@ weights.json          how to export the weights without the model; for a transfo
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -28,11 +29,26 @@ VALUES = "train.pt"
 """Step counts, and one scheduler and one description per optimizer, the same on all ranks."""
 FORMAT = 1
 _DIGEST = "sha256"
+_OF_RANK = re.compile(r"rank_(\d+)\.pt|__(\d+)_\d+\.distcp")
 
 
 def rank_file(rank: int) -> str:
     """Return the name of the file with what one rank has of its own."""
     return f"rank_{rank:05d}.pt"
+
+
+def checking_rank(name: str, index: int, num_ranks: int) -> int:
+    """Return the rank that checks the digest of a file at a load.
+
+    With as many ranks as at the save, it is the rank that reads the file next: from the memory of its host, then.
+
+    Args:
+        name: of the file.
+        index: its place among the checkpoint's files.
+        num_ranks: that load.
+    """
+    of_rank = _OF_RANK.fullmatch(name)
+    return (int(of_rank[1] or of_rank[2]) if of_rank else index) % num_ranks
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -142,6 +158,21 @@ def record_file(path: Path) -> FileRecord:
     """Return size and digest of a file, for the manifest."""
     with open_regular(path) as file:
         return FileRecord(num_bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def record_content(content: bytes) -> FileRecord:
+    """Return size and digest of a file with this content, for the manifest."""
+    return FileRecord(num_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+
+
+def refuse_other_size(path: Path, record: FileRecord) -> None:
+    """Raise CheckpointError if a file that was just written has another size than what was written."""
+    num_bytes = path.stat().st_size
+    if num_bytes != record.num_bytes:
+        raise CheckpointError(
+            f"{path} has {num_bytes} bytes, but {record.num_bytes} were written into it. Another process changes files "
+            "in the folder, or its file system loses writes. Save into another folder."
+        )
 
 
 def check_file(path: Path, record: FileRecord) -> None:

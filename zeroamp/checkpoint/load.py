@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from zeroamp.checkpoint.background import saving_of
 from zeroamp.checkpoint.files import (
@@ -16,6 +15,7 @@ from zeroamp.checkpoint.files import (
     DamagedCheckpointError,
     Manifest,
     check_file,
+    checking_rank,
     rank_file,
     read_manifest,
 )
@@ -29,6 +29,7 @@ from zeroamp.checkpoint.optimizer_state import (
     optimizer_targets,
 )
 from zeroamp.checkpoint.reader import SafeReader
+from zeroamp.checkpoint.tensors import load_tensors
 from zeroamp.hooks.random_state import set_random_state
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import CheckpointError, describe
@@ -146,8 +147,9 @@ def _candidates(folder: Path) -> list[Path]:
 
 
 def _check_share(path: Path, manifest: Manifest, ranks: RankGroup) -> None:
-    for name in sorted(manifest.files)[ranks.rank :: ranks.num_ranks]:
-        check_file(path / name, manifest.files[name])
+    for index, name in enumerate(sorted(manifest.files)):
+        if checking_rank(name, index, ranks.num_ranks) == ranks.rank:
+            check_file(path / name, manifest.files[name])
 
 
 class _Load:
@@ -257,7 +259,7 @@ class _Load:
 
     def read_tensors(self) -> None:
         """Read this rank's part of every tensor into the model's and the optimizer's tensors."""
-        load(self.tensors, storage_reader=self.reader, process_group=self.ranks.group)
+        load_tensors(self.tensors, self.reader)
 
     def finish(self) -> None:
         """Load everything else: tensors of this rank, extra states, optimizer, scheduler, random states."""

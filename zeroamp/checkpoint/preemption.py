@@ -1,14 +1,20 @@
 """`Preemption`: turns a signal that any rank received into a last save on all ranks."""
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from zeroamp.training.step_sums import Receive, step_sums_of
 from zeroamp.wrapping.rank_group import RankGroup
 from zeroamp.wrapping.state import wrap_state
+
+_of_root: "WeakKeyDictionary[nn.Module, dict[tuple[int, ...], list[Preemption]]]" = WeakKeyDictionary()
+"""Wrapped model -> signals -> what was constructed and has not ended its context, the newest last."""
 
 
 class Preemption:
@@ -27,15 +33,22 @@ class Preemption:
     """
 
     def __init__(self, model: nn.Module, signals: Iterable[int] = (signal.SIGTERM,)) -> None:
-        """Make a process group of the ranks of a wrapped model, so all of them construct this.
+        """All ranks construct this, between the same two optimizer steps.
 
         Raises:
             WrapError: `model` is not wrapped.
         """
-        self._ranks = RankGroup.for_signals(wrap_state(model).mesh)
+        state = wrap_state(model)
+        self._ranks = RankGroup.for_signals(state.mesh)
+        self._sums = step_sums_of(state)
         self._signals = tuple(signals)
         self._handlers: dict[int, Any] = {}
-        self._was_received = False
+        self._was_received = False  # on this rank
+        self._is_requested = False  # as far as all ranks know
+        self._num_seen = self._sums.num_sums  # at the last call of `is_requested`
+        self._open = _of_root.setdefault(state.root, {}).setdefault(self._signals, [])
+        self._open.append(self)
+        self._sums.put(("preemption", self._signals), partial(_ask, self._open))
 
     def __enter__(self) -> Self:
         """Take over the signals. Python allows this in the main thread only."""
@@ -46,10 +59,34 @@ class Preemption:
         """Restore the handlers that the signals had before."""
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
+        if self in self._open:
+            self._open.remove(self)
+        for outer in self._open[-1:]:  # the sums so far had another one's flag
+            outer._num_seen = self._sums.num_sums
 
     def is_requested(self) -> bool:
-        """Return whether any rank received a signal, the same on all. All call this: it is one small all-reduce."""
-        return self._ranks.any(self._was_received)
+        """Return whether any rank received a signal, the same on all. All ranks call this at the same place.
+
+        If an optimizer step of the model has ended since the last call, this reads what the step's all-reduce summed:
+        on a CPU in that step, on other devices in the step before it, for which the host need not wait. Otherwise it is
+        one small exchange between the ranks.
+        """
+        num_sums = self._sums.num_sums
+        if num_sums == self._num_seen or self._open[-1:] != [self]:
+            self._is_requested |= self._ranks.any(self._was_received)
+        self._num_seen = num_sums
+        return self._is_requested
 
     def _receive(self, _number: int, _frame: FrameType | None) -> None:
         self._was_received = True
+
+
+def _ask(opened: "list[Preemption]") -> tuple[Sequence[float], Receive]:
+    """Return whether this rank received a signal, which the newest context handles, for the step's all-reduce."""
+    newest = opened[-1] if opened else None
+
+    def receive(sums: Sequence[float]) -> None:
+        if newest is not None:
+            newest._is_requested |= sums[0] > 0
+
+    return [float(newest is not None and newest._was_received)], receive

@@ -15,6 +15,7 @@ from zeroamp.checkpoint.model_state import MODEL
 from zeroamp.planning.mesh import local_part, replicate_size
 from zeroamp.policies.dtypes import INTEGER_BY_NUM_BYTES
 from zeroamp.policies.errors import CheckpointError
+from zeroamp.wrapping.rank_group import RankGroup
 from zeroamp.wrapping.state import wrap_state
 
 _CHUNK = 2**22
@@ -50,13 +51,23 @@ def checksum(tensor: torch.Tensor, *, chunk: int = _CHUNK) -> torch.Tensor:
     return total
 
 
-def refuse_different_replicas(of_ranks: list[dict[str, int]], mesh: DeviceMesh) -> None:
-    """Raise CheckpointError if two ranks that hold the same shard have different checksums of it.
+def refuse_different_replicas(sums: dict[str, int], mesh: DeviceMesh, ranks: RankGroup) -> None:
+    """Raise CheckpointError if two ranks that hold the same shard have different checksums of it. All ranks call this.
+
+    The ranks compare one digest per shard. Only where these differ, they send each other the checksums.
 
     Args:
-        of_ranks: what `checksums` returned, of the mesh's ranks in ascending order.
+        sums: what `checksums` returned on this rank.
         mesh: 1-D, or 2-D (replicate, shard).
+        ranks: those of the mesh.
     """
+    if mesh.ndim == 1 or mesh.size(0) == 1:
+        return
+    if not all(ranks.are_equal({mesh.get_local_rank(1): sums}, mesh.size(1))):
+        _refuse_differing(ranks.run(lambda: sums), mesh)
+
+
+def _refuse_differing(of_ranks: list[dict[str, int]], mesh: DeviceMesh) -> None:
     order = {rank: index for index, rank in enumerate(sorted(mesh.mesh.flatten().tolist()))}
     for name in of_ranks[0]:
         for replicas in mesh.mesh.t().tolist() if mesh.ndim == 2 else ():

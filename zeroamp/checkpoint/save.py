@@ -2,11 +2,11 @@
 
     snapshot   plain values and random states as bytes, tensors by name (copied to CPU memory for a background save)
     draft      the first rank makes an empty folder
-    write      each rank writes its shards (torch.distributed.checkpoint) and its own file, to the disk (fsync)
-    digest     each rank computes the digests of the files it wrote
+    write      each rank writes its shards (see `tensors`) and its own file, to the disk (fsync), and computes digests
     publish    the first rank writes the manifest and the pointer, renames the draft, then removes old checkpoints
 
-Each line is a `RankGroup.run`: an error of one rank is raised on all ranks, and the draft is removed.
+Each line runs in a `RankGroup`: an error of one rank is raised on all ranks, and the draft is removed. Ranks exchange
+digests of what must be equal on all, and more only where these differ.
 """
 
 import io
@@ -21,19 +21,18 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from zeroamp.checkpoint.archives import load_archive, unsafe_names
 from zeroamp.checkpoint.background import saving_of
 from zeroamp.checkpoint.export import export_files
-from zeroamp.checkpoint.files import METADATA, VALUES, FileRecord, Manifest, rank_file, record_file
+from zeroamp.checkpoint.files import VALUES, FileRecord, Manifest, rank_file, record_content, refuse_other_size
 from zeroamp.checkpoint.folder import Draft, is_checkpoint_name, open_draft
 from zeroamp.checkpoint.model_state import extra_states, frozen_names, model_tensors, shard_dims
 from zeroamp.checkpoint.optimizer_state import OPTIMIZER, optimizer_state
 from zeroamp.checkpoint.replicas import checksums, refuse_different_replicas, refuse_different_scalars
+from zeroamp.checkpoint.tensors import PlanCache, save_tensors
 from zeroamp.hooks.random_state import random_state
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import CheckpointError, describe
@@ -132,13 +131,13 @@ def save_checkpoint(
         state=state,
         run=saving.run or uuid.uuid4().hex,
         keep=keep,
+        plans=saving.plans,
     )
     saving.run = checkpoint.run
     if not async_:
         return checkpoint.write()
-    signals = RankGroup.for_signals(state.mesh)  # made before a thread is at work
     future = ranks.background = checkpoint.write_in_background()
-    saving.begin(future, signals)
+    saving.begin(future)
     return future
 
 
@@ -194,8 +193,10 @@ def take_snapshot(
     # After an evaluation at stage 1 or 2, the sharded parameters are not in their modules.
     reshard(state.root.modules())
     snapshot = Snapshot()
+    digests: dict[str, str] = {}
+    sums: dict[str, int] = {}
 
-    def collect() -> tuple[dict[str, str], dict[str, int]]:
+    def collect() -> None:
         refuse_unsharded(state.root)
         snapshot.tensors = model_tensors(state.root, excluded)
         dims = shard_dims(snapshot.tensors)
@@ -210,12 +211,12 @@ def take_snapshot(
         values["shard_dims"] = dims
         snapshot.values = _to_bytes(values, "The state of optimizer and scheduler")
         snapshot.files = export_files(state.root, excluded)
-        digests = {name: _digest(tensor) for name, tensor in snapshot.tensors.items()}
-        return digests, checksums(snapshot.tensors, state.mesh)
+        digests.update({name: _digest(tensor) for name, tensor in snapshot.tensors.items()})
+        sums.update(checksums(snapshot.tensors, state.mesh))
 
-    digests, sums = zip(*ranks.run(collect), strict=True)
-    differing = _differing(list(digests))
-    refuse_different_replicas(list(sums), state.mesh)
+    ranks.run(collect)
+    differing = _differing(digests, ranks)
+    refuse_different_replicas(sums, state.mesh, ranks)
     refuse_different_scalars(differing, state.root)
 
     def pack() -> None:
@@ -234,21 +235,36 @@ def take_snapshot(
     return snapshot
 
 
-def _differing(digests: list[dict[str, str]]) -> list[str]:
-    """Return the names of the tensors whose values are not the same on all ranks.
+def _differing(digests: dict[str, str], ranks: RankGroup) -> list[str]:
+    """Return the names of the tensors whose values are not the same on all ranks, sorted. All ranks call this.
 
     Raises:
         CheckpointError: only some ranks have a tensor, or the shapes of a buffer differ.
     """
+    names = sorted(digests)
+    if ranks.is_equal([(name, digests[name]) for name in names]):
+        return []
+    forms = [(name, "" if name.startswith(OPTIMIZER) else _form(digests[name])) for name in names]
+    if not ranks.is_equal(forms):
+        _refuse_forms(ranks.run(lambda: digests))
+    are_equal = ranks.are_equal([digests[name] for name in names])
+    return [name for name, is_equal in zip(names, are_equal, strict=True) if not is_equal]
+
+
+def _form(digest: str) -> str:
+    return digest.partition(" ")[0]
+
+
+def _refuse_forms(digests: list[dict[str, str]]) -> None:
+    """Raise CheckpointError for a tensor that only some ranks have, or for a buffer whose shapes differ."""
     names = sorted(set().union(*digests))
-    forms = {name: {of_rank.get(name, "none").partition(" ")[0] for of_rank in digests} for name in names}
+    forms = {name: {_form(of_rank.get(name, "none")) for of_rank in digests} for name in names}
     for name in names:
         if "none" in forms[name] or (len(forms[name]) > 1 and not name.startswith(OPTIMIZER)):
             raise CheckpointError(
                 f"{name} must have the same shape and dtype on all ranks, but is {' or '.join(sorted(forms[name]))}, "
                 "depending on the rank. Register it on every rank, in one shape."
             )
-    return [name for name in names if len({of_rank[name] for of_rank in digests}) > 1]
 
 
 def _scheduler_state(scheduler: Scheduler | None) -> dict[str, Any] | None:
@@ -296,10 +312,13 @@ class _Save:
     state: WrapState
     run: str
     keep: int | None
+    plans: PlanCache
     draft: Draft | None = None
     """The first rank's."""
     path: Path = field(default_factory=Path)
     """The draft's, on all ranks."""
+    records: dict[str, FileRecord] = field(default_factory=dict)
+    """Of the files that this rank wrote, by name. Another host might not see them yet."""
 
     def write_in_background(self) -> Future[Path]:
         """Copy the tensors, then write in a thread.
@@ -327,9 +346,8 @@ class _Save:
         try:
             self.path = self.ranks.on_first(self._open_draft)
             self.ranks.run(self._write_own)
-            self.ranks.run(self._write_tensors)
-            records = self.ranks.run(self._record_own)
-            return self.ranks.on_first(lambda: self._publish(records))
+            self.records |= save_tensors(self.snapshot.tensors, self.path, self.ranks, self.plans)
+            return self.ranks.reduce(self._sync, self._publish)
         except BaseException as error:
             if self.draft is not None:
                 self.draft.discard()
@@ -349,25 +367,18 @@ class _Save:
             )
         for name, content in self._own_files().items():
             write_durably(self.path / name, content)
+            self.records[name] = record_content(content)
 
     def _own_files(self) -> dict[str, bytes]:
         own = {rank_file(self.ranks.rank): self.snapshot.own}
         return {**own, VALUES: self.snapshot.values, **self.snapshot.files} if self.ranks.rank == 0 else own
 
-    def _write_tensors(self) -> None:
-        save(
-            self.snapshot.tensors,
-            storage_writer=FileSystemWriter(self.path, sync_files=True),
-            process_group=self.ranks.group,
-        )
-
-    def _record_own(self) -> dict[str, FileRecord]:
-        """Return size and digest of each file that this rank wrote; another host might not see them yet."""
-        names = [*self._own_files(), *(path.name for path in self.path.glob(f"__{self.ranks.rank}_*"))]
-        if self.ranks.rank == 0:
-            names.append(METADATA)
+    def _sync(self) -> dict[str, FileRecord]:
+        """Write the entries of the folder to the disk, and return the records of this rank's files."""
         sync_to_disk(self.path)
-        return {name: record_file(self.path / name) for name in names}
+        for name, record in self.records.items():
+            refuse_other_size(self.path / name, record)
+        return self.records
 
     def _publish(self, records: list[dict[str, FileRecord]]) -> Path:
         if self.draft is None:

@@ -3,6 +3,7 @@
 import atexit
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -156,6 +157,14 @@ def process_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
         return None
     ranks = mesh.mesh.flatten().tolist()
     return cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))
+
+
+def axis_groups(mesh: DeviceMesh) -> Iterator[dist.ProcessGroup]:
+    """Yield the process groups of the axes that have several ranks, the first axis first.
+
+    A collective over an axis of one rank changes nothing, and NCCL would make a communicator for it.
+    """
+    return (mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1)
 
 
 def refuse_partition(policy: Policy, mesh: DeviceMesh) -> None:

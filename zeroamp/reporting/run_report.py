@@ -3,7 +3,7 @@
 import os
 import platform
 import weakref
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +19,7 @@ from zeroamp.reporting.run_warnings import RunWarnings
 from zeroamp.reporting.step_record import StepRecord
 from zeroamp.reporting.step_recorder import Figures, existing_recorder, recorder_of
 from zeroamp.reporting.writers import JsonlWriter, ProgressLine, Writers
+from zeroamp.training.step_sums import Receive
 from zeroamp.version import __version__
 from zeroamp.wrapping.state import WrapState, signals_of, wrap_state
 
@@ -69,8 +70,8 @@ class RunReport:
             peak_flops: peak FLOP/s of one rank's device in the dtype that computes, by its data sheet. With
                 `flops_per_step`: MFU = flops_per_step / (step_s x ranks x peak_flops).
             num_steps: shows a line of progress towards so many optimizer steps. None: none.
-            steps_per_check: steps between two exchanges of busy times and allocator flushes among the ranks, one small
-                message over the CPU each. 0: none, and no warnings of them.
+            steps_per_check: steps between two exchanges of the ranks' busy times and allocator flushes, two numbers
+                per rank in the all-reduce of such a step. 0: none, and no warnings of them.
 
         Raises:
             StepError: a number is not positive and finite; on all ranks, an optimizer step of `train` has begun, or
@@ -92,7 +93,10 @@ class RunReport:
         self._ranks.run(lambda: _check_is_possible(train))
         self._ranks.on_first(lambda: self._open(Path(path), num_steps, _header(state, figures)))
         warnings = self._warnings if self._ranks.rank == 0 else None
-        self._check = _RankCheck(self._ranks.run, warnings, steps_per_check) if steps_per_check else None
+        self._check = None
+        if steps_per_check:
+            self._check = _RankCheck(self._ranks.rank, self._ranks.num_ranks, warnings, steps_per_check)
+            train.sums.put("run report", self._check.ask)
         self._recorder = recorder_of(train)
         self._recorder.add(self._record)
         self._recorder.figures = figures
@@ -117,7 +121,8 @@ class RunReport:
             return
         self._is_open = False
         self._finalizer.detach()  # which keeps this alive
-        self._check = None  # an exchange is for all ranks, and this one may be leaving alone, after an error
+        if self._check is not None:
+            self._check.close()  # it stays in the all-reduce: this rank may be leaving alone, after an error
         self._recorder.remove(self._record)
         self._recorder.figures = None
         self._writers.close()
@@ -139,32 +144,59 @@ class RunReport:
 
 
 class _RankCheck:
-    """Exchanges the ranks' busy times and allocator flushes every so many steps, on the group of the CPU's flags.
+    """Exchanges the ranks' busy times and allocator flushes every so many steps, in the all-reduce of such a step.
 
-    Each rank's median: one hiccup makes no slow rank. The first step is left out, which allocates and compiles.
+    Each rank's median: one hiccup makes no slow rank. The first step is left out, which allocates and compiles. Each
+    rank adds its numbers at its own place among zeros, so that the sums are the numbers of all ranks.
     """
 
-    def __init__(self, exchange: Callable[..., list[Any]], warnings: RunWarnings | None, every: int) -> None:
-        self._exchange = exchange
+    def __init__(self, rank: int, num_ranks: int, warnings: RunWarnings | None, every: int) -> None:
+        self._rank = rank
+        self._num_ranks = num_ranks
         self._warnings = warnings
         self._every = every
+        self._num_sums = 0  # the steps that were summed, the same on all ranks, also after `close`
+        self._is_open = True
         self._busy_s: list[float] = []
         self._num_flushes: int | None = None  # of the process, at the last exchange; None before the first step
+        self._flushes = 0  # of the process, after the last step
+
+    def close(self) -> None:
+        """Send zeros from now on."""
+        self._is_open, self._warnings = False, None
 
     def step(self, record: StepRecord) -> None:
-        """Take one step in; at every so-many-th exchange. The same step on all ranks, which had as many records."""
-        flushes = record.num_alloc_retries or 0
+        """Take one step in."""
+        self._flushes = record.num_alloc_retries or 0
         if self._num_flushes is None:
+            self._num_flushes = self._flushes
+        else:
+            self._busy_s.append(record.busy_s)
+
+    def ask(self) -> tuple[Sequence[float], Receive]:
+        """Return the numbers of this step for the all-reduce: in most steps none."""
+        num_taken = self._num_sums - 1  # records at hand, without the first; on an accelerator the last one is missing
+        if num_taken <= 0 or num_taken % self._every:
+            return (), self._count
+        num_sent, flushes = len(self._busy_s), self._flushes
+        numbers = [0.0] * (2 * self._num_ranks)
+        if self._is_open and num_sent:
+            numbers[self._rank] = median(self._busy_s)
+            numbers[self._num_ranks + self._rank] = flushes - (self._num_flushes or 0)
+
+        def receive(sums: Sequence[float]) -> None:
+            self._count(sums)
+            del self._busy_s[:num_sent]
             self._num_flushes = flushes
-            return
-        self._busy_s.append(record.busy_s)
-        if len(self._busy_s) < self._every:
-            return
-        mine = median(self._busy_s), flushes - self._num_flushes
-        self._busy_s, self._num_flushes = [], flushes
-        busy_s, num_flushes = zip(*self._exchange(lambda: mine), strict=True)
-        if self._warnings is not None:
-            self._warnings.look_at_ranks(busy_s, num_flushes, self._every)
+            # A rank that has closed its report, or has no record yet, sent zeros.
+            if self._warnings is not None and all(sums[: self._num_ranks]):
+                num_flushes = [int(number) for number in sums[self._num_ranks :]]
+                self._warnings.look_at_ranks(sums[: self._num_ranks], num_flushes, self._every)
+
+        return numbers, receive
+
+    def _count(self, _sums: Sequence[float]) -> None:
+        self._num_sums += 1
 
 
 def _check_is_possible(train: "TrainStep") -> None:

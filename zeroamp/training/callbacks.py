@@ -61,9 +61,15 @@ class Callbacks(list[Callback]):
     agreement: Callback | None = None
     """Compares the ranks in each optimizer step. It is not in the list, so the caller cannot remove it."""
 
+    sums: Sequence[Callback] = ()
+    """The `StepSums` of the `TrainStep` and of its model."""
+
     def with_statistics(self) -> list[Callback]:
-        """Return all callbacks, `agreement` last: the order of their numbers in the step's all-reduce."""
-        return [*self, *([] if self.agreement is None else [self.agreement])]
+        """Return all callbacks, in the order of their numbers in the step's all-reduce: `agreement`, then `sums` last.
+
+        `sums` without parts are left out.
+        """
+        return [*self, *([] if self.agreement is None else [self.agreement]), *filter(None, self.sums)]
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:

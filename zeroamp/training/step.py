@@ -35,6 +35,7 @@ from zeroamp.training.norm import clip_factor, local_sum_of_squares, multiply_gr
 from zeroamp.training.optimizer_kinds import checked_on_shards, refuse_unsupported
 from zeroamp.training.rank_agreement import Done, RankAgreement, description_of
 from zeroamp.training.step_report import StepReport, learning_rates, log_step
+from zeroamp.training.step_sums import StepSums, step_sums_of
 from zeroamp.training.unused_parameters import UnusedParameters
 from zeroamp.wrapping.rank_agreement import Description, run_alike
 from zeroamp.wrapping.state import autocast_of, reshard, wrap_state
@@ -144,6 +145,9 @@ class TrainStep:
         self._agreement: RankAgreement | None = None
         if self._state.mesh.size() > 1 and dist.get_backend(self._world) != "fake":  # whose all-reduce sums nothing
             self.callbacks.agreement = self._agreement = RankAgreement(self._state, self.optimizers)
+        self.sums = StepSums(device_of(self._state.mesh))
+        """Numbers that are summed over the ranks in each step of this TrainStep."""
+        self.callbacks.sums = (self.sums, step_sums_of(self._state))
 
     def _checked(self) -> tuple[None, Description]:
         self.micro_batches.refuse_low_shards()
@@ -524,7 +528,7 @@ class TrainStep:
         start = sum(map(len, own))
         of_replicated = statistics[2 + len(usage) : start]
         for callback, numbers in of_callbacks:
-            if numbers:
+            if numbers or isinstance(callback, StepSums):
                 callback.on_statistics(statistics[start : start + len(numbers)])
                 start += len(numbers)
         self._unused.discard_gradients(statistics[2 : 2 + len(usage)])

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from zeroamp.planning.mesh import device_of
+from zeroamp.planning.mesh import axis_groups, device_of
 from zeroamp.policies.dtypes import DTYPE_BY_NAME, short_name
 from zeroamp.policies.errors import CheckpointError, describe
 from zeroamp.weights.drafts import has_writer, locked, make_draft, make_folder, sync_to_disk, unlock
@@ -163,8 +163,8 @@ def whole_weight(weight: Weight, mesh: DeviceMesh, dtype: torch.dtype) -> torch.
         sharded = DTensor.from_local(local, mesh, weight.tensor.placements, run_check=False, shape=shape, stride=stride)
         return sharded.full_tensor()
     values = local.clone(memory_format=torch.contiguous_format)
-    for axis in range(mesh.ndim):
-        dist.broadcast(values, group=mesh.get_group(axis), group_src=0)
+    for group in axis_groups(mesh):
+        dist.broadcast(values, group=group, group_src=0)
     return values
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroamp.planning.mesh import device_of
+from zeroamp.planning.mesh import axis_groups, device_of
 from zeroamp.planning.parameter_uses import quantization_tensors
 
 
@@ -28,7 +28,7 @@ def broadcast_module_states(model: nn.Module, mesh: DeviceMesh, ignored: Contain
 def _broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
     # No copy if the tensor is contiguous and on the device.
     flat = tensor.detach().to(device_of(mesh)).contiguous().reshape(-1)
-    for axis in range(mesh.ndim):  # from (0, 0) to all (i, 0), and from these to all (i, j)
-        dist.broadcast(flat.view(torch.uint8), group=mesh.get_group(axis), group_src=0)
+    for group in axis_groups(mesh):  # from (0, 0) to all (i, 0), and from these to all (i, j)
+        dist.broadcast(flat.view(torch.uint8), group=group, group_src=0)
     if flat.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
         tensor.detach().copy_(flat.view(tensor.shape))

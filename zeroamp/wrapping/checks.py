@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroamp.hooks._torch.fsdp import can_shard_integers, has_reduction_options
-from zeroamp.planning.mesh import expected_shards
+from zeroamp.planning.mesh import axis_groups, expected_shards
 from zeroamp.planning.parameter_uses import has_own_storage_class, quantization_tensors
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.dtypes import INTEGER_BY_NUM_BYTES, short_name
@@ -91,7 +91,7 @@ def _structure(module: nn.Module) -> str:
 
 
 def check_ranks_agree(model: nn.Module, mesh: DeviceMesh, ignored: Container[str] = ()) -> None:
-    """Compare a checksum of every parameter over all ranks of `mesh` (one small collective per axis).
+    """Compare a checksum of every parameter over all ranks of `mesh` (one small collective per axis of several ranks).
 
     What quantized parameters need to be dequantized is compared too.
 
@@ -107,8 +107,8 @@ def check_ranks_agree(model: nn.Module, mesh: DeviceMesh, ignored: Container[str
         return
     sums = torch.stack([_checksum(tensor) for _, tensor in named])
     bounds = torch.cat([sums, -sums]).to(mesh.device_type)  # the maximum of -x is minus the minimum of x
-    for axis in range(mesh.ndim):
-        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    for group in axis_groups(mesh):
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
     largest, smallest = bounds[: len(named)], -bounds[len(named) :]
     differing = (largest != smallest).nonzero()
     if len(differing) > 0:

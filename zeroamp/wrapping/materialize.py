@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from zeroamp.planning.mesh import axis_groups
 from zeroamp.planning.parameter_uses import children_first
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.errors import WrapError
@@ -124,9 +125,8 @@ def _copy_shard(parameter: nn.Parameter, full: torch.Tensor) -> None:
 @contextmanager
 def _same_seed(mesh: DeviceMesh, device: torch.device) -> Iterator[None]:
     seed = torch.tensor([torch.initial_seed() % 2**62], dtype=torch.int64, device=device)
-    for axis in range(mesh.ndim):
-        group = mesh.get_group(axis)
-        dist.broadcast(seed, src=dist.get_global_rank(group, 0), group=group)
+    for group in axis_groups(mesh):
+        dist.broadcast(seed, group=group, group_src=0)
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices=devices, device_type="cuda" if device.type == "cpu" else device.type):
         torch.manual_seed(int(seed.item()))

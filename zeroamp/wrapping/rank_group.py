@@ -1,62 +1,63 @@
 """`RankGroup`: a process group of a model's ranks on the CPU, and errors of one rank that are raised on all of them.
 
 A rank that raises alone leaves the others in a collective that never ends. `RankGroup.run` calls a function on every
-rank, exchanges the outcomes, and raises on all ranks if it failed on any.
+rank, exchanges the outcomes, and raises on all ranks if it failed on any. Exchanges run along a `RankTree`.
 """
 
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroamp.hooks._torch.fsdp import timeout_of
+from zeroamp.hooks._torch.gloo import new_lazy_group
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
 from zeroamp.policies.errors import CheckpointError, ZeroAmpError, error_text
+from zeroamp.wrapping.rank_tree import LostRankError, RankTree
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException
 
 T = TypeVar("T")
+R = TypeVar("R")
 Use = Literal["saving", "signals"]
 _USES: dict[Use, str] = {
     "saving": "save or load",
     "signals": "agree on what is reported of the run (RunReport, monitors, profile) and on signals",
 }
 """What the ranks do in a group of a use, for the text of an error."""
+_NO_VALUE = -(2**62)  # less than any digest or its negative
 _shared: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], RankGroup]]" = WeakKeyDictionary()
 
 
 class RankGroup:
-    """A gloo process group of the ranks of a mesh.
+    """The ranks of a mesh on the CPU: runs actions on them, and exchanges what came of it.
 
-    It is separate from the process groups of training, so that a background save does not mix with their collectives.
+    Its gloo process group is separate from those of training, so that a background save does not mix with their
+    collectives. The first exchange makes the group, and a rank connects with its neighbours in a `RankTree` only.
     """
 
     def __init__(self, mesh: DeviceMesh, use: Use = "saving") -> None:
-        """Make the group, with the timeout of the mesh's own. All ranks of `mesh` call this."""
-        ranks = sorted(mesh.mesh.flatten().tolist())
-        timeout = timeout_of(mesh.get_group(0), mesh.device_type)
-        # Local synchronization only if the mesh is a part of the world: torch then names the group by the number of
-        # groups that a rank is in, and ranks in different numbers of groups would wait for ever.
-        is_local = len(ranks) < dist.get_world_size()
-        self.group: dist.ProcessGroup = dist.new_group(
-            ranks, timeout=timeout, backend="gloo", use_local_synchronization=is_local
-        )
-        pause_before_exit()
-        self.rank = dist.get_rank(self.group)
-        self.num_ranks = len(ranks)
+        """Communicates nothing."""
+        self._ranks = sorted(mesh.mesh.flatten().tolist())
+        self._timeout = timeout_of(mesh.get_group(0), mesh.device_type)
+        self.rank = self._ranks.index(dist.get_rank())
+        self.num_ranks = len(self._ranks)
         self._use = use
+        self._tree: RankTree | None = None
         self.background: Future[Any] | None = None
         """A save whose thread uses the group."""
 
     @classmethod
     def shared(cls, mesh: DeviceMesh, use: Use) -> "RankGroup":
-        """Return the group of the mesh's ranks for a use. The first call, on all of them, makes it.
+        """Return the group of the mesh's ranks for a use.
 
         Models share it: each group costs connections and threads, which last until the process ends.
         """
@@ -86,47 +87,134 @@ class RankGroup:
         """Return the shared group for flags and reports of the main thread, which no save in the background uses."""
         return cls.shared(mesh, "signals")
 
+    @property
+    def tree(self) -> RankTree:
+        """The connections. The first use makes the process group, so all ranks get here together."""
+        if self._tree is None:
+            # Local synchronization only if the mesh is a part of the world: torch then names the group by the number of
+            # groups that a rank is in, and ranks in different numbers of groups would wait for ever.
+            is_local = self.num_ranks < dist.get_world_size()
+            tree = RankTree(new_lazy_group(self._ranks, self._timeout, is_local=is_local))
+            pause_before_exit()
+            with self._naming_lost(_Outcome[None](), None):
+                tree.max([])  # connects: the loss of a rank is noticed at once from here on
+            self._tree = tree
+        return self._tree
+
     def run(self, action: Callable[[], T]) -> list[T]:
         """Call `action` on every rank and return the results of all, in rank order.
+
+        Results that are the same on all ranks are not sent: their digests are compared.
 
         Raises:
             CheckpointError: on all ranks, if `action` raised on any, with the text of each error. On the remaining
                 ranks, if a rank is lost.
             ZeroAmpError: on all ranks, if all errors have the same subclass: that subclass.
         """
-        outcome: _Outcome[T] = _Outcome()
-        error: BaseException | None = None
-        try:
-            outcome.result = action()
-        except (Exception, _checkpoint_exception()) as raised:
-            error = raised
-            outcome.text, outcome.error_type = _text(raised), type(raised) if isinstance(raised, ZeroAmpError) else None
-        outcomes = self._exchange(outcome, error)
-        _raise_if_failed(outcomes, error)
-        return [outcome.result for outcome in outcomes]
-
-    def _exchange(self, outcome: "_Outcome[T]", error: BaseException | None) -> list[Any]:
-        outcomes: list[Any] = [None] * self.num_ranks
-        try:
-            dist.all_gather_object(outcomes, outcome, group=self.group)
-        except RuntimeError as lost:  # gloo names neither the collective nor who waited
-            texts = [_text(lost)] if outcome.text is None else [outcome.text, _text(lost)]
-            raise CheckpointError(
-                f"all_gather_object of the {self.num_ranks} ranks that {_USES[self._use]} failed on rank {self.rank}: "
-                f"{'; '.join(texts)}. A rank is lost or did not answer within the process group's timeout: look at the "
-                "output of the other ranks, and restart from the last checkpoint."
-            ) from error or lost
-        return outcomes
+        tree = self.tree  # before the action: its connections notice a rank that is lost in there
+        outcome, error = _attempt(action)
+        with self._naming_lost(outcome, error):
+            is_failed, *largest = tree.max([outcome.text is not None, *_bounds(_digest(outcome.result))])
+            if not is_failed and _is_equal(largest):
+                return [outcome.result] * self.num_ranks  # type: ignore[list-item]
+            outcomes: list[_Outcome[T]] = tree.all_gather(outcome)
+        _raise(_failure(outcomes), error)
+        return [each.result for each in outcomes]  # type: ignore[misc]
 
     def on_first(self, action: Callable[[], T]) -> T:
         """Call `action` on the first rank only, and return its result on all. Raises as `run` does."""
-        return self.run(lambda: action() if self.rank == 0 else None)[0]  # type: ignore[return-value]
+        tree = self.tree
+        outcome, error = _attempt(action) if self.rank == 0 else (_Outcome[T](), None)
+        with self._naming_lost(outcome, error):
+            of_first: _Outcome[T] = tree.broadcast(outcome)
+        _raise(_failure([of_first, *[_Outcome[T]()] * (self.num_ranks - 1)]), error)
+        return of_first.result  # type: ignore[return-value]
+
+    def reduce(self, action: Callable[[], T], combine: Callable[[list[T]], R]) -> R:
+        """Call `action` on every rank, `combine` with all results on the first, and return its result on all.
+
+        The results go to the first rank only. Raises as `run` does.
+        """
+        return self._reduce(action, lambda results: [combine(results)], self._broadcast_first)
+
+    def reduce_scatter(self, action: Callable[[], T], combine: Callable[[list[T]], Sequence[R]]) -> R:
+        """Call `action` on every rank, `combine` with all results on the first, and return to each rank its own.
+
+        `combine` returns one value per rank. Raises as `run` does.
+        """
+        return self._reduce(action, combine, self._scatter)
+
+    def _scatter(self, replies: "list[_Reply[R]] | LostRankError") -> "_Reply[R]":
+        reply: _Reply[R] = self.tree.scatter(replies)
+        return reply
+
+    def _broadcast_first(self, replies: "list[_Reply[R]] | LostRankError") -> "_Reply[R]":
+        reply: _Reply[R] = self.tree.broadcast(replies[0] if isinstance(replies, list) and replies else replies)
+        return reply
+
+    def _reduce(
+        self,
+        action: Callable[[], T],
+        combine: Callable[[list[T]], Sequence[R]],
+        send: "Callable[[list[_Reply[R]] | LostRankError], _Reply[R]]",
+    ) -> R:
+        tree = self.tree
+        outcome, error = _attempt(action)
+        replies: list[_Reply[R]] | LostRankError = []
+        with self._naming_lost(outcome, error):
+            outcomes = tree.gather(outcome)
+            if isinstance(outcomes, LostRankError):
+                replies = outcomes
+            elif outcomes:
+                replies, raised = _combined(outcomes, combine)
+                error = error or raised
+            reply = send(replies)
+        _raise(reply.failure, error)
+        return reply.value  # type: ignore[return-value]
+
+    @contextmanager
+    def _naming_lost(self, outcome: "_Outcome[Any]", error: BaseException | None) -> Iterator[None]:
+        try:
+            yield
+        except LostRankError as lost:
+            texts = [str(lost)] if outcome.text is None else [outcome.text, str(lost)]
+            raise CheckpointError(
+                f"An exchange between the {self.num_ranks} ranks that {_USES[self._use]} failed on rank {self.rank}: "
+                f"{'; '.join(texts)} within the process group's timeout. Look at the output of the other ranks, and "
+                "restart from the last checkpoint."
+            ) from error or lost
+
+    def is_equal(self, value: object) -> bool:
+        """Return whether all ranks pass the same value. They exchange its digest."""
+        numbers, tree = _digest(value), self.tree
+        with self._naming_lost(_Outcome[None](), None):
+            return _is_equal(tree.max(_bounds(numbers)))
+
+    def are_equal(self, values: Sequence[object] | Mapping[int, object], num_values: int | None = None) -> list[bool]:
+        """Return for each place whether all ranks that pass a value there pass the same one.
+
+        The ranks exchange a digest of 8 bytes per place, so two different values count as equal in one of 2^56 cases.
+
+        Args:
+            values: as many on all ranks; or by place, where a rank does not pass all of them.
+            num_values: the number of places. None: as many as there are values.
+        """
+        tree = self.tree
+        by_place = values if isinstance(values, Mapping) else dict(enumerate(values))
+        num_values = len(values) if num_values is None else num_values
+        bounds = [_NO_VALUE] * (2 * num_values)
+        for place, value in by_place.items():
+            number = _digest(value)[0]
+            bounds[place], bounds[num_values + place] = number, -number
+        with self._naming_lost(_Outcome[None](), None):
+            largest = tree.max(bounds)
+        return [high == -low for high, low in zip(largest[:num_values], largest[num_values:], strict=True)]
 
     def any(self, value: bool) -> bool:
         """Return whether `value` is true on any rank."""
-        flag = torch.tensor([value], dtype=torch.uint8)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.group)
-        return bool(flag.item())
+        tree = self.tree
+        with self._naming_lost(_Outcome[bool](), None):
+            return bool(tree.max([value])[0])
 
     def all(self, value: bool) -> bool:
         """Return whether `value` is true on every rank."""
@@ -142,7 +230,48 @@ class _Outcome(Generic[T]):
     error_type: type[ZeroAmpError] | None = None
 
 
-def _raise_if_failed(outcomes: list[_Outcome[T]], cause: BaseException | None) -> None:
+@dataclass(slots=True)
+class _Reply(Generic[R]):
+    """Of the first rank: the combined result, or why there is none."""
+
+    value: R | None = None
+    failure: "_Failure | None" = None
+
+
+class _Failure(NamedTuple):
+    """The error that all ranks raise."""
+
+    error_type: type[ZeroAmpError]
+    text: str
+
+
+def _attempt(action: Callable[[], T]) -> tuple[_Outcome[T], BaseException | None]:
+    """Call `action` on this rank. Returns its outcome, and the error."""
+    try:
+        return _Outcome(action()), None
+    except (Exception, _checkpoint_exception()) as raised:
+        return _Outcome(None, _text(raised), type(raised) if isinstance(raised, ZeroAmpError) else None), raised
+
+
+def _digest(value: object) -> list[int]:
+    """Return a hash of a value, as integers whose negatives fit 64 bits too."""
+    digest = sha256(pickle.dumps(value)).digest()
+    return [int.from_bytes(digest[start : start + 7]) for start in range(0, 28, 7)]
+
+
+def _bounds(numbers: list[int]) -> list[int]:
+    """Return numbers whose maxima over the ranks are the largest and minus the smallest of each."""
+    return [*numbers, *(-number for number in numbers)]
+
+
+def _is_equal(largest: list[int]) -> bool:
+    """Return whether the numbers were the same on all ranks, by the maxima of their `_bounds`."""
+    half = len(largest) // 2
+    return all(high == -low for high, low in zip(largest[:half], largest[half:], strict=True))
+
+
+def _failure(outcomes: Sequence[_Outcome[Any]]) -> _Failure | None:
+    """Return the common error of the ranks' outcomes, which are in rank order; None if none failed."""
     ranks_by_text: dict[str, list[int]] = {}
     types = set()
     for rank, outcome in enumerate(outcomes):
@@ -150,14 +279,33 @@ def _raise_if_failed(outcomes: list[_Outcome[T]], cause: BaseException | None) -
             ranks_by_text.setdefault(outcome.text, []).append(rank)
             types.add(outcome.error_type)
     if not ranks_by_text:
-        return
+        return None
     (common, *others) = types
     error_type = CheckpointError if others or common is None else common
     texts = []
     for text, ranks in ranks_by_text.items():
         where = "" if len(ranks) == len(outcomes) else f"rank {', '.join(map(str, ranks))}: "
         texts.append(where + text)
-    text = "; ".join(texts)
+    return _Failure(error_type, "; ".join(texts))
+
+
+def _combined(
+    outcomes: Sequence[_Outcome[T]], combine: Callable[[list[T]], Sequence[R]]
+) -> tuple[list[_Reply[R]], BaseException | None]:
+    """Return the first rank's replies to the outcomes, and the error that `combine` raised."""
+    failure, raised = _failure(outcomes), None
+    if failure is None:
+        combined, raised = _attempt(lambda: combine([outcome.result for outcome in outcomes]))  # type: ignore[misc]
+        failure = _failure([combined, *[_Outcome[Any]()] * (len(outcomes) - 1)])
+        if combined.result is not None:
+            return [_Reply(value) for value in combined.result], None
+    return [_Reply(failure=failure)] * len(outcomes), raised
+
+
+def _raise(failure: _Failure | None, cause: BaseException | None) -> None:
+    if failure is None:
+        return
+    error_type, text = failure
     if cause is not None and type(cause) is error_type and str(cause) == text:
         raise cause  # the same on all ranks
     raise error_type(text) from cause

@@ -9,11 +9,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from zeroamp.hooks._torch.fsdp import can_be_sharded
+from zeroamp.hooks._torch.fsdp import can_be_sharded, share_partition
 from zeroamp.hooks.typed_groups import PlacementFn, group_policy, place_shards, shard_typed_group
 from zeroamp.planning.group_dtypes import GroupKey, group_dtypes, unit_key
 from zeroamp.planning.groups import GroupKind, GroupPlan, ParamPlan
-from zeroamp.planning.mesh import device_of, ranks_of
+from zeroamp.planning.mesh import device_of, ranks_of, shard_size
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.schedule import live_units, reshards_after_forward
 from zeroamp.policies.policy import Offload
@@ -37,6 +37,7 @@ def shard_model(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, FSD
     live = live_units(plan)
     offload = offload_policy(plan.policy.offload, mesh.device_type)
     holders: dict[str, FSDPModule] = {}
+    partitioned: list[FSDPModule] = []  # resharded over a secondary partition after a forward
     own_groups: dict[str, GroupPlan] = {}
     for group in plan.groups:
         if group.kind == "unit":
@@ -50,14 +51,20 @@ def shard_model(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, FSD
             [param.fqn for param in group.params],
             mesh=mesh,
             mp_policy=_mp_policy(group.key, plan, mesh),
-            reshard_after_forward=_reshard_after_forward(group.kind, group.unit, plan, live),
+            reshard_after_forward=reshards_after_forward(group.kind, group.unit, plan, live),
             offload_policy=offload,
             shard_placement_fn=_placements(model, group, plan, mesh),
         )
+        if _has_partition(group.kind, group.unit, plan, mesh, live):
+            partitioned.append(holders[group.name])
     for unit in (*plan.units, ""):
         _store(model, own_groups[unit].params if unit in own_groups else (), mesh)
-        reshard = _reshard_after_forward("unit", unit, plan, live)
+        reshard = reshards_after_forward("unit", unit, plan, live)
         _shard_unit(model, unit, own_groups.get(unit), plan, mesh, reshard, offload)
+        if _has_partition("unit", unit, plan, mesh, live):
+            partitioned.append(cast(FSDPModule, model.get_submodule(plan.modules_of(unit)[0])))
+    if partitioned:
+        share_partition(partitioned, mesh, plan.policy.hpz_partition_size)
     _check_sharded(model, plan)
     for module in model.modules():  # bitsandbytes' QuantState is no buffer, which FSDP2 would move
         if (state := getattr(module, "quant_state", None)) is not None and hasattr(state, "to"):
@@ -92,7 +99,7 @@ def _shard_unit(
     group: GroupPlan | None,
     plan: Plan,
     mesh: DeviceMesh,
-    reshard_after_forward: bool | int,
+    reshard_after_forward: bool,
     offload: OffloadPolicy,
 ) -> None:
     modules = [model.get_submodule(fqn) for fqn in plan.modules_of(unit)]
@@ -119,12 +126,13 @@ def _mp_policy(key: GroupKey, plan: Plan, mesh: DeviceMesh) -> MixedPrecisionPol
     return group_policy(dtypes.param, dtypes.unsharded_accumulate)
 
 
-def _reshard_after_forward(kind: GroupKind, unit: str, plan: Plan, live: set[str]) -> bool | int:
-    if not reshards_after_forward(kind, unit, plan, live):
-        return False
-    if unit in plan.own_units.lookups:
-        return True  # no second all-gather, which a secondary partition would serve
-    return plan.policy.hpz_partition_size if plan.policy.hpz_partition_size > 1 else True
+def _has_partition(kind: GroupKind, unit: str, plan: Plan, mesh: DeviceMesh, live: set[str]) -> bool:
+    """Return whether a group is resharded over a secondary partition, a part of the ranks that shard, after a forward.
+
+    Not a lookup's: it has no second all-gather, which a secondary partition would serve.
+    """
+    is_part = 1 < plan.policy.hpz_partition_size < shard_size(mesh)
+    return is_part and unit not in plan.own_units.lookups and reshards_after_forward(kind, unit, plan, live)
 
 
 def offload_policy(offload: Offload, device_type: str) -> OffloadPolicy:

@@ -1,6 +1,8 @@
 """Every private name of torch that `hooks/_torch` uses is listed here and is there; no other file uses any."""
 
 import ast
+import itertools
+import os
 from datetime import timedelta
 
 import torch
@@ -12,7 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tests.measuring.sources import ROOT, python_files
-from zeroamp.hooks._torch import dispatch, optimizer
+from zeroamp.hooks._torch import dispatch, gloo, optimizer
 from zeroamp.hooks._torch import fsdp as _fsdp
 
 FOLDER = ROOT / "hooks" / "_torch"
@@ -34,11 +36,15 @@ PRIVATE = {
         *("_fsdp_param_group", "_fsdp_param_groups", "_to_sharded", "_unsharded_param", "_modules_to_run_forward"),
         *("_pre_forward", "_post_forward", "_root_post_backward_final_callback", "_get_backend", "_timeout"),
         *("_reduce_dtype", "_apply_to_tensors", "_lazy_init"),
+        # Of `share_partition`:
+        *("torch.distributed.fsdp._fully_shard._fsdp_common", "_orig_size"),
+        "_init_sharded_post_forward_param_metadata",
         # Of `remove_fsdp`:
         *("_pre_forward_hook_handle", "_post_forward_hook_handle", "_post_load_hook_handle"),
         *("_module_to_pre_save_state_dict_hook_handle", "_module_to_pre_load_state_dict_hook_handle"),
         *("_is_fsdp_managed_module", "_fsdp_use_orig_params"),
     },
+    "gloo.py": set(),
     "group_gradients.py": {
         *("_get_fsdp_state", "_unsharded_param", "_partial_reduce_output", "_register_post_backward_hook"),
         "_set_unsharded_grad_dtypes",
@@ -112,6 +118,68 @@ def _missing_of_recovery():
         for names, owner in ((of_comm, state._comm_ctx), (of_state, state._state_ctx), (of_group, group)):
             there |= {name: name in vars(owner) for name in names}
     return [name for name, is_there in there.items() if not is_there]
+
+
+def _partition(*, by_torch):
+    """What a group of two odd parameters has of a partition of two ranks of four."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (4,))
+    module = fully_shard(nn.Linear(3, 7), mesh=mesh, reshard_after_forward=2 if by_torch else True)
+    if not by_torch:
+        _fsdp.share_partition([module], mesh, 2)
+    (group,) = _fsdp.groups_of(module._get_fsdp_state())
+    info = group.post_forward_mesh_info
+    found = [type(info), info.mesh.mesh.tolist(), info.shard_mesh_size, info.shard_mesh_rank]
+    found += [dist.get_process_group_ranks(each) for each in (info.shard_process_group, info.replicate_process_group)]
+    for parameter in group.fsdp_params:
+        assert parameter.post_forward_mesh_info is info
+        found += [parameter.sharded_post_forward_size, parameter.contiguous_sharded_post_forward_stride]
+    output = module(torch.ones(1, 3))
+    found.append([tuple(p.to_local().shape) for p in module.parameters()])
+    output.sum().backward()
+    return str(found), [parameter.grad.full_tensor().tolist() for parameter in module.parameters()]
+
+
+def test_a_shared_partition_is_what_torch_makes_for_each_module(ranks4):
+    assert ranks4.run(_partition, by_torch=False) == ranks4.run(_partition, by_torch=True)
+
+
+def _sockets():
+    return sum(os.readlink(file.path).startswith("socket:") for file in os.scandir("/proc/self/fd") if _is_open(file))
+
+
+def _is_open(file):
+    return os.path.lexists(file.path)
+
+
+def _connections():
+    """Sockets that a gloo group opens when it is made, when two ranks send to each other, and a group of torch's."""
+    counts = [_sockets()]
+    lazy = gloo.new_lazy_group(range(4), timedelta(seconds=30), is_local=False)
+    dist.barrier()
+    counts.append(_sockets())
+    sent = torch.tensor([dist.get_rank()])
+    if dist.get_rank() in (0, 3):
+        other = 3 - dist.get_rank()
+        if other:
+            dist.send(sent, other, group=lazy)
+        else:
+            dist.recv(sent, other, group=lazy)
+    dist.barrier()
+    counts.append(_sockets())
+    dist.new_group(range(4), backend="gloo")
+    dist.barrier()
+    counts.append(_sockets())
+    return [after - before for before, after in itertools.pairwise(counts)], os.environ.get("TORCH_GLOO_LAZY_INIT")
+
+
+def test_a_lazy_group_connects_when_two_ranks_send(ranks4):
+    listens = 1
+    for rank, (made, is_set) in enumerate(ranks4.run(_connections)):
+        assert made[0] == listens
+        assert made[1] in ((1, 2) if rank in (0, 3) else (0,))
+        assert made[2] >= 3, "torch's own connects with all others"
+        assert is_set is None
 
 
 def _left_by_remove_fsdp():

@@ -119,10 +119,14 @@ def test_a_unit_that_dominates_the_peak_is_warned_of_once_at_stage_3():
 
 
 def exchanged(busy_s, every):
-    """What a rank with these busy times says of itself, in each exchange."""
+    """What a rank with these busy times says of itself, in each exchange, up to the step after the last one."""
     said = []
-    check = _RankCheck(lambda action: [said.append(action()) or action()] * 2, None, every)
-    for step, value in enumerate(busy_s, start=1):
+    check = _RankCheck(0, 1, None, every)
+    for step, value in enumerate([*busy_s, 0.0], start=1):
+        numbers, receive = check.ask()
+        if numbers:
+            said.append(tuple(numbers))
+        receive(numbers)
         check.step(record(step, step_s=value, exposed_communication_s=0.0, num_alloc_retries=3 * step))
     return said
 
@@ -137,14 +141,16 @@ def _slow_second_rank(path):
     """The exchange over ranks: the second one says that it was busy three times as long."""
     train = train_step(config(3))
     with log_lines() as lines, zeroamp.RunReport(train, path, steps_per_check=2) as run:
-        check = run._check
-        exchange, check._exchange = check._exchange, lambda action: exchange(lambda: _slowed(action()))
+        train.sums.put("run report", lambda: _slowed(*run._check.ask()))
         take_steps(train, 5)
     return [line for line in lines if line.startswith("slow rank")]
 
 
-def _slowed(answer):
-    return (3.0 if dist.get_rank() == 1 else 1.0), answer[1]
+def _slowed(numbers, receive):
+    if numbers:
+        assert [index for index, number in enumerate(numbers) if number] == [dist.get_rank()]
+        numbers[dist.get_rank()] = 3.0 if dist.get_rank() == 1 else 1.0
+    return numbers, receive
 
 
 def test_the_ranks_times_are_exchanged_and_the_first_rank_warns(ranks2, tmp_path):
@@ -158,3 +164,18 @@ def test_the_ranks_times_are_exchanged_and_the_first_rank_warns(ranks2, tmp_path
         "latency-bound groups",
         "slow rank",
     ]
+
+
+def _leaves_alone(path):
+    """One rank closes its report, after an error of its own, and trains on with the others."""
+    train = train_step(config(3))
+    with log_lines() as lines, zeroamp.RunReport(train, path, steps_per_check=2) as run:
+        take_steps(train, 2)
+        if dist.get_rank() == 1:
+            run.close()
+        take_steps(train, 4)
+    return train.num_steps, [line for line in lines if line.startswith("slow rank")]
+
+
+def test_a_rank_that_closes_its_report_alone_stays_in_the_exchange(ranks2, tmp_path):
+    assert ranks2.run(_leaves_alone, str(tmp_path / "run.jsonl")) == [(6, [])] * 2

@@ -1,0 +1,193 @@
+"""Writes and reads the tensors of a checkpoint: the steps of torch.distributed.checkpoint, on a `RankGroup`.
+
+    plan     each rank lists the parts that it holds; the first rank chooses who writes which, and describes all of them
+    write    each rank writes its parts into one file, and computes the file's digest meanwhile
+    finish   the first rank writes `.metadata`: where each part is
+
+Torch's `save` and `load` run the same steps. They gather the lists and the places of all parts on the first rank, and
+for a load the names of all tensors on all ranks. Here the messages pass along the tree of the ranks. A rank does not
+send what has not changed since the last save of the model, because the first rank retains it. A load needs no exchange:
+each rank plans alone what it reads.
+
+Torch has a cache of plans too (`enable_plan_caching`). It does not compare dtypes, so a tensor that was cast since the
+last save would be described in its old dtype.
+"""
+
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.storage import StorageReader, WriteResult
+
+from zeroamp.checkpoint.files import FileRecord
+from zeroamp.wrapping.rank_group import RankGroup
+
+
+@dataclass(slots=True)
+class PlanCache:
+    """What the last save of a model exchanged. On each rank: what it sent. On the first rank: what it received."""
+
+    ranks: RankGroup | None = None
+    """The ranks of the last save. If they change, the cache is emptied."""
+    sent_plan: bytes = b""
+    """Digest of this rank's list of parts."""
+    plan: SavePlan | None = None
+    """The parts that this rank writes."""
+    sent_results: bytes = b""
+    """Digest of the places of the parts that this rank wrote."""
+    plans: list[SavePlan] = field(default_factory=list)
+    """The first rank's: the lists of all ranks."""
+    metadata: Metadata | None = None
+    """The first rank's: the description of all tensors."""
+    results: list[list[WriteResult]] = field(default_factory=list)
+    """The first rank's: the places of the parts of all ranks."""
+
+    def clear(self, ranks: RankGroup) -> None:
+        """Forget what other ranks exchanged."""
+        self.ranks, self.plan, self.metadata = ranks, None, None
+        self.sent_plan = self.sent_results = b""
+        self.plans, self.results = [], []
+
+
+def save_tensors(
+    tensors: dict[str, torch.Tensor], path: Path, ranks: RankGroup, cache: PlanCache
+) -> dict[str, FileRecord]:
+    """Write tensors into the folder `path`, which is empty of tensors. Every rank of `ranks` calls this.
+
+    Returns:
+        The records of the files that this rank wrote.
+
+    Raises:
+        CheckpointError: on all ranks, if any could not write.
+    """
+    if cache.ranks is not ranks:
+        cache.clear(ranks)
+    writer, planner = _Writer(path), DefaultSavePlanner()
+    digests = [b"", b""]
+
+    def plan() -> SavePlan | None:
+        writer.set_up_storage_writer(ranks.rank == 0, rank=ranks.rank, use_collectives=True)
+        planner.set_up_planner(tensors, writer.storage_meta(), ranks.rank == 0)
+        own = writer.prepare_local_plan(planner.create_local_plan())
+        digests[0] = _digest(own)
+        return None if digests[0] == cache.sent_plan else own
+
+    def choose(sent: list[SavePlan | None]) -> list[SavePlan | None]:
+        if not any(sent):
+            return sent
+        plans = _merged(cache.plans, sent)
+        of_ranks, metadata = planner.create_global_plan(plans)
+        replies = writer.prepare_global_plan(of_ranks)
+        cache.plans, cache.metadata = plans, metadata
+        return list(replies)
+
+    chosen = ranks.reduce_scatter(plan, choose)
+    cache.sent_plan, cache.plan = digests[0], chosen or cache.plan
+
+    def write() -> list[WriteResult] | None:
+        if cache.plan is None:
+            raise AssertionError("expected the plan of an earlier save, got None")
+        written = writer.write_data(planner.finish_plan(cache.plan), planner)
+        written.wait()
+        digests[1] = _digest(written.value())
+        return None if digests[1] == cache.sent_results else written.value()
+
+    def finish(sent: list[list[WriteResult] | None]) -> None:
+        if cache.metadata is None:
+            raise AssertionError("expected the metadata of an earlier save, got None")
+        results = _merged(cache.results, sent)
+        writer.finish(cache.metadata, results)
+        cache.results = results
+
+    ranks.reduce(write, finish)
+    cache.sent_results = digests[1]
+    return writer.records
+
+
+def load_tensors(tensors: dict[str, torch.Tensor], reader: StorageReader) -> None:
+    """Read this rank's part of every tensor, in place. Communicates nothing."""
+    planner = DefaultLoadPlanner()
+    metadata = reader.read_metadata()
+    planner.set_up_planner(tensors, metadata, is_coordinator=False)
+    reader.set_up_storage_reader(metadata, is_coordinator=False)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    reader.read_data(planner.finish_plan(plan), planner).wait()
+
+
+def _digest(value: object) -> bytes:
+    return sha256(pickle.dumps(value)).digest()
+
+
+def _merged(before: list[Any], sent: list[Any]) -> list[Any]:
+    """Return what each rank sent; of a rank that sent nothing, what it sent before."""
+    return [before[rank] if value is None else value for rank, value in enumerate(sent)]
+
+
+class _Writer(FileSystemWriter):
+    """Torch's writer, which also computes the digest of each file while it is written."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, sync_files=True)
+        self.fs: _HashingFileSystem = _HashingFileSystem()
+
+    @property
+    def records(self) -> dict[str, FileRecord]:
+        """The records of the files that this rank wrote."""
+        return self.fs.records
+
+
+class _HashingFileSystem(FileSystem):
+    def __init__(self) -> None:
+        self.records: dict[str, FileRecord] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            hashing = _HashingFile(cast(IO[bytes], stream))
+            yield hashing
+        self.records[Path(path).name] = hashing.record
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.records[Path(new_path).name] = self.records.pop(Path(path).name)
+
+
+class _HashingFile:
+    """A file that is written from its start to its end."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._hash = sha256()
+        self._num_bytes = 0
+
+    @property
+    def record(self) -> FileRecord:
+        return FileRecord(num_bytes=self._num_bytes, sha256=self._hash.hexdigest())
+
+    def write(self, content: Any) -> int:
+        num_bytes = self._file.write(content)
+        self._hash.update(content)
+        self._num_bytes += num_bytes
+        return num_bytes
+
+    def tell(self) -> int:
+        return self._num_bytes
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,95 @@
+"""`StepSums`: numbers that features add to the one all-reduce of each optimizer step, and their sums over the ranks.
+
+A preemption, a save in the background and a `RunReport` need to know in every step what the other ranks know. They add
+a number to the step's all-reduce, so a step has no second collective, and none on the host.
+
+[Note: One step late]
+On a CPU the sums are known at once. On other devices the host would have to wait for the device, so the sums of a step
+are copied to the host and read in the next step. This depends on the kind of device alone, and so all ranks get a sum
+in the same step.
+
+[Note: Always as many numbers]
+The ranks must add equally many numbers in each step, and a rank may leave a `with` block alone, after an error. So
+what was put here stays. It then adds zeros.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from zeroamp.planning.mesh import device_of
+from zeroamp.training.callbacks import Callback
+from zeroamp.wrapping.state import WrapState
+
+Receive = Callable[[Sequence[float]], None]
+"""Called with the sums over the ranks of the numbers that were asked for with it, in the same or in the next step."""
+Part = Callable[[], tuple[Sequence[float], Receive]]
+"""Called before the all-reduce of a step. Returns numbers, as many on all ranks, and who gets their sums. It must not
+depend on being called once per step: after an error there may be no sums."""
+
+_of_root: "WeakKeyDictionary[nn.Module, StepSums]" = WeakKeyDictionary()
+
+
+def step_sums_of(state: WrapState) -> "StepSums":
+    """Return the numbers that are added to the steps of every `TrainStep` of a model."""
+    if state.root not in _of_root:
+        _of_root[state.root] = StepSums(device_of(state.mesh))
+    return _of_root[state.root]
+
+
+class StepSums(Callback):
+    """Comes after all other callbacks of a step, so that a step that one of them ends with an error has no sums."""
+
+    def __init__(self, device: torch.device, *, is_late: bool | None = None) -> None:
+        """`device`: of the sums. `is_late`: whether they are read in the next step; None: unless it is the CPU."""
+        self.num_sums = 0
+        """Steps whose numbers were summed, the same on all ranks."""
+        self._device = device
+        self._is_late = device.type != "cpu" if is_late is None else is_late
+        self._parts: dict[Hashable, Part] = {}
+        self._asked: list[tuple[int, Receive]] = []  # of this step: the count of the numbers of each part
+        self._before: Callable[[], None] | None = None  # reads the sums of the step before
+
+    def __bool__(self) -> bool:
+        """Whether there are parts: without them a step does nothing here."""
+        return bool(self._parts)
+
+    def put(self, key: Hashable, part: Part) -> None:
+        """Add a part, or replace the one of the same key. All ranks do so between the same two steps."""
+        self._parts[key] = part
+
+    def statistics(self) -> Sequence[float]:
+        """Ask all parts for their numbers."""
+        asked = [part() for part in self._parts.values()]
+        self._asked = [(len(numbers), receive) for numbers, receive in asked]
+        return [number for numbers, _ in asked for number in numbers]
+
+    def on_statistics(self, sums: torch.Tensor, /) -> None:
+        """Hand the sums to the parts, see [Note: One step late]."""
+        self.num_sums += 1
+        read: Callable[[], None] | None = self._reader(sums)
+        if self._is_late:
+            read, self._before = self._before, read
+        if read is not None:
+            read()
+
+    def _reader(self, sums: torch.Tensor) -> Callable[[], None]:
+        """Begin to copy the sums to the host. Returns a function that waits for them and hands them to the parts."""
+        asked = self._asked
+        copied = sums.to("cpu", non_blocking=True)
+        event = None
+        if self._device.type != "cpu":
+            event = torch.Event(self._device)
+            event.record()
+
+        def read() -> None:
+            if event is not None:
+                event.synchronize()
+            values, start = copied.tolist(), 0
+            for count, receive in asked:
+                receive(values[start : start + count])
+                start += count
+
+        return read

@@ -34,6 +34,7 @@ PRIVATE = {
         *("_fsdp_param_group", "_fsdp_param_groups", "_to_sharded", "_unsharded_param", "_modules_to_run_forward"),
         *("_pre_forward", "_post_forward", "_root_post_backward_final_callback", "_get_backend", "_timeout"),
         *("_reduce_dtype", "_apply_to_tensors", "_lazy_init"),
+        *("torch.distributed.fsdp._fully_shard", "_fsdp_param", "_chunk_with_empty"),  # see test_chunks.py
         # Of `remove_fsdp`:
         *("_pre_forward_hook_handle", "_post_forward_hook_handle", "_post_load_hook_handle"),
         *("_module_to_pre_save_state_dict_hook_handle", "_module_to_pre_load_state_dict_hook_handle"),

@@ -166,17 +166,18 @@ def chunks_on_demand() -> Iterator[None]:
     FSDP2 cuts each parameter into as many tensors as there are ranks, and those twice where it reshards after the
     forward. At 16,384 ranks these are millions of tensors, of which nearly all are empty.
     """
-    chunk = _fsdp_param._chunk_with_empty
+    fsdp_param: Any = _fsdp_param
+    chunk = fsdp_param._chunk_with_empty
 
-    def lazily(tensor: torch.Tensor, num_chunks: int, dim: int) -> Sequence[torch.Tensor]:
+    def lazily(tensor: torch.Tensor, num_chunks: int, dim: int) -> Any:
         # torch gives a dimension of length 0 one chunk of that shape, a case that no sharded parameter is.
         return LazyChunks(tensor, num_chunks, dim) if tensor.size(dim) else chunk(tensor, num_chunks, dim)
 
-    _fsdp_param._chunk_with_empty = lazily  # type: ignore[assignment]  # FSDP2 indexes what it returns
+    fsdp_param._chunk_with_empty = lazily
     try:
         yield
     finally:
-        _fsdp_param._chunk_with_empty = chunk
+        fsdp_param._chunk_with_empty = chunk
 
 
 def set_accumulation_dtype(unit: FSDPModule, dtype: torch.dtype) -> bool:

@@ -115,11 +115,11 @@ _OVERWRITES = frozenset(
 """Ops that set every element of their first argument."""
 
 
-class _Overwrites(TorchDispatchMode):
+class _Overwrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records which of `tensors` an op overwrites whole, and whether one is read before that."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         wanted = [tensor for tensor in tensors if tensor.numel() > 0]
         self._unset = {storage_key(tensor): tensor.numel() for tensor in wanted}
         self._is_certain = len(self._unset) == len(wanted)  # else two of them are in one storage

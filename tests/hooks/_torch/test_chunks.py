@@ -84,15 +84,17 @@ def test_a_parameter_costs_as_many_tensors_with_many_ranks_as_with_few():
             return super().__getitem__(index)
 
     original = _fsdp_param._chunk_with_empty
-    with pytest.raises(RuntimeError, match="stop"), chunks_on_demand():
+    with chunks_on_demand():
         assert isinstance(_fsdp_param._chunk_with_empty(torch.ones(4), 2, dim=0), LazyChunks)
         assert isinstance(_fsdp_param._chunk_with_empty(torch.ones(0, 3), 2, dim=0), list)
-        raise RuntimeError("stop")
+    assert _fsdp_param._chunk_with_empty is original
+    with pytest.raises(IndexError), chunks_on_demand():
+        _fsdp_param._chunk_with_empty(torch.ones(4), 2, dim=0)[2]
     assert _fsdp_param._chunk_with_empty is original
 
     for num_ranks in (2, 4096):
         made.clear()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_fsdp_param, "_chunk_with_empty", lambda *args, **kwargs: Counting(*args, **kwargs))
+            patch.setattr(_fsdp_param, "_chunk_with_empty", Counting)
             _sharded(1, num_ranks, 0, True)
         assert sorted(made) == [0] * 3 + [1] * 6  # three parameters: the shard, the first, the shard after the forward

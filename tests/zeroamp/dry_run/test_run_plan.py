@@ -273,8 +273,8 @@ def test_each_mesh_is_what_a_plan_of_that_mesh_says():
     for mesh in _meshes().tried[:4]:
         shape = (mesh.shape.num_replicas, mesh.shape.num_shards)
         alone = plan(world_size=64, stages=(3,), mesh=shape if shape[0] > 1 else None).stages[0]
-        # The optimizer's part is scaled: but for its counters of steps, 4 bytes for each parameter.
-        assert mesh.peak_bytes == pytest.approx(alone.peak_bytes, abs=8 * len(alone.plan.params))
+        # The optimizer's part is scaled, with its counters of steps, which matter in a model of kilobytes only.
+        assert mesh.peak_bytes - alone.nccl_bytes == pytest.approx(alone.memory.peak_bytes(), rel=5e-3)
         assert mesh.time.communication == alone.time.communication
         assert mesh.time.total == pytest.approx(alone.time.total, rel=1e-3)
     partition = plan({"zero_hpz_partition_size": 8}, world_size=64, stages=(3,)).stages[0]

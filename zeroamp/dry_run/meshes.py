@@ -5,8 +5,10 @@ from dataclasses import dataclass, replace
 
 from zeroamp.dry_run.step_time import StepTime
 from zeroamp.planning.mesh import Ranks
+from zeroamp.planning.mesh_notes import LONGEST_RING
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.traffic import padded_numel
+from zeroamp.policies.errors import some_of
 
 EQUAL_TIME = 0.005
 """Meshes whose step takes at most this part longer than the shortest are taken as equally fast."""
@@ -80,7 +82,8 @@ def shapes_to_try(
 def advise(shapes: Sequence[MeshShape], plan_mesh: Callable[[MeshShape], MeshPlan]) -> MeshAdvice | None:
     """Plan each mesh, and choose. None where there is none to try.
 
-    Among equally fast ones (`EQUAL_TIME`), the one with the least memory is the best.
+    Among equally fast ones (`EQUAL_TIME`), the one with the least memory is the best, of those without rings that
+    `wrap_model` would warn of, if there are any.
     """
     tried = [plan_mesh(shape) for shape in shapes]
     if not tried:
@@ -91,7 +94,7 @@ def advise(shapes: Sequence[MeshShape], plan_mesh: Callable[[MeshShape], MeshPla
         return MeshAdvice(tried=tuple(tried), best=best, reason="no mesh fits; this one needs the least memory")
     shortest = min(mesh.time.total for mesh in fitting)
     equal = [mesh for mesh in fitting if mesh.time.total <= (1 + EQUAL_TIME) * shortest]
-    best = min(equal, key=lambda mesh: mesh.peak_bytes)
+    best = min(equal, key=lambda mesh: (mesh.shape.num_shards > LONGEST_RING, mesh.peak_bytes))
     return MeshAdvice(tried=tuple(tried), best=best, reason=_reason(best, tried, fitting))
 
 
@@ -112,7 +115,8 @@ def _reason(best: MeshPlan, tried: Sequence[MeshPlan], fitting: Sequence[MeshPla
             parts.append(f"padding {best.padding:.0%}, not {flat.padding:.0%}")
     too_large = [mesh for mesh in tried if mesh.time.total < best.time.total and mesh not in fitting]
     if too_large:
-        parts.append(f"{', '.join(str(mesh.shape) for mesh in too_large)} would be faster but would not fit")
+        names = [str(mesh.shape) for mesh in too_large]
+        parts.append(f"faster, but too large for the GPU: {some_of(names, 3)}")
     return "; ".join(parts)
 
 

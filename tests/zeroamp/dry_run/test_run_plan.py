@@ -277,7 +277,8 @@ def test_each_mesh_is_what_a_plan_of_that_mesh_says():
         assert mesh.peak_bytes - alone.nccl_bytes == pytest.approx(alone.memory.peak_bytes(), rel=5e-3)
         assert mesh.time.communication == alone.time.communication
         assert mesh.time.total == pytest.approx(alone.time.total, rel=1e-3)
-    partition = plan({"zero_hpz_partition_size": 8}, world_size=64, stages=(3,)).stages[0]
+    zero = {"stage": 3, "zero_hpz_partition_size": 8, "stage3_param_persistence_threshold": 0}
+    partition = plan({"zero_optimization": zero}, world_size=64, stages=(3,)).stages[0]
     assert _meshes().tried[4].time.communication == partition.time.communication
 
 
@@ -321,10 +322,11 @@ def test_reductions_on_their_own_communicator_let_gathers_pass():
 
 
 def test_of_equally_fast_meshes_the_smallest_without_long_rings_is_the_best():
-    """On links so fast that nothing waits, and a GPU so slow that latency hides."""
-    gpu = replace(zeroamp.GPUS["h100"], low_tflops=1e-6, fp32_tflops=1e-6, tf32_tflops=1e-6)
+    """On a GPU so slow that all latency hides."""
+    gpu = replace(zeroamp.GPUS["h100"], low_tflops=1e-9, fp32_tflops=1e-9, tf32_tflops=1e-9)
     advice = plan(world_size=4096, stages=(3,), gpu=gpu, batch=1).meshes
-    assert len({round(mesh.time.total, 1) for mesh in advice.tried}) == 1
+    times = [mesh.time.total for mesh in advice.tried]
+    assert max(times) < 1.004 * min(times)
     assert advice.best.shape.num_shards <= 1024
     short = [mesh for mesh in advice.tried if mesh.shape.num_shards <= 1024]
     assert advice.best.peak_bytes == min(mesh.peak_bytes for mesh in short)

@@ -1,5 +1,6 @@
 """`plan_run` and what it returns."""
 
+import functools
 import json
 from dataclasses import replace
 
@@ -254,12 +255,17 @@ def test_other_gpus_take_other_times(run):
     assert [time.optimizer for time in times] == [8 / gpu.memory_gb_per_s for gpu in zeroamp.GPUS.values()]
 
 
+SMALL = replace(zeroamp.GPUS["h100"], memory_gb=5.4)
+"""Every mesh of the small model fits on it, beside what NCCL takes."""
+
+
+@functools.cache
 def _meshes(**options):
     return plan(world_size=64, stages=(3,), **options).meshes
 
 
 def test_meshes_are_tried_from_one_node_on_and_a_partition_too():
-    advice = _meshes(gpu="h100")
+    advice = _meshes(gpu=SMALL)
     assert [str(mesh.shape) for mesh in advice.tried] == ["8x8", "4x16", "2x32", "1x64", "1x64 hpZ 8"]
     assert all(mesh.fits for mesh in advice.tried)
     # Of a model of kilobytes a step is latency: the rings inside a node are the fastest.
@@ -270,7 +276,7 @@ def test_meshes_are_tried_from_one_node_on_and_a_partition_too():
 
 
 def test_each_mesh_is_what_a_plan_of_that_mesh_says():
-    for mesh in _meshes().tried[:4]:
+    for mesh in (_meshes().tried[0], _meshes().tried[3]):
         shape = (mesh.shape.num_replicas, mesh.shape.num_shards)
         alone = plan(world_size=64, stages=(3,), mesh=shape if shape[0] > 1 else None).stages[0]
         # The optimizer's part is scaled, with its counters of steps, which matter in a model of kilobytes only.
@@ -283,7 +289,7 @@ def test_each_mesh_is_what_a_plan_of_that_mesh_says():
 
 
 def test_the_best_mesh_fits_although_another_is_faster():
-    peaks = [mesh.peak_bytes for mesh in _meshes(gpu="h100").tried]
+    peaks = [mesh.peak_bytes for mesh in _meshes(gpu=SMALL).tried]
     gpu = replace(zeroamp.GPUS["h100"], memory_gb=(peaks[0] - 1) / 1e9)
     advice = _meshes(gpu=gpu)
     assert not advice.tried[0].fits
@@ -311,9 +317,7 @@ def test_shapes_to_try_with_levels_and_with_a_number_of_nodes_that_is_no_power_o
 def test_reductions_on_their_own_communicator_let_gathers_pass():
     """Slow links: gathers of the backward do not wait for reductions that were started before."""
     one, two = (
-        plan(
-            {"zeroamp": {"separate_reduce_scatter_group": separate}}, stages=(3,), intra_gb_per_s=1, gpu="h100", batch=1
-        ).stages[0]
+        plan({"zeroamp": {"separate_reduce_scatter_group": separate}}, stages=(3,), intra_gb_per_s=1, batch=1).stages[0]
         for separate in (False, True)
     )
     assert two.time.communication == one.time.communication

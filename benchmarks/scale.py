@@ -6,7 +6,7 @@ Plans: LLaMA-3 8B, 70B and 405B with activation checkpointing, one sample per mi
 and 16,384 ranks of nodes of eight. All times are models (`docs/plan.md`); none was measured on a GPU.
 
 Wrapping: rank 0 of fake ranks, on the meta device without initialisation; the processor's time. Between torch's chunks
-and ours (`chunks_on_demand`) only at 1,024 ranks: at 16,384 torch's take minutes.
+and ours (`chunks_on_demand`) only at 1,024 ranks: the cost of torch's grows with their number.
 
 Initialising: a LLaMA of 0.1e9 parameters, rank 0 of 8 fake ranks, on the CPU: the processor's time of recording what
 initialisers overwrite beside that of filling with NaN and looking for it, in turns.

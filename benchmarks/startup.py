@@ -133,14 +133,14 @@ def wrapped(num_blocks: int) -> dict[str, object]:
     numel = sum(parameter.numel() for parameter in model.parameters())
     with timed_fully_shard() as of_fsdp2:
         begin = time.process_time()
-        zeroamp.wrap_model(model, policy)
+        zeroamp.wrap_model(model, policy, materialize=False)
         seconds = time.process_time() - begin
     optimizer = torch.optim.AdamW(model.parameters())
     begin = time.process_time()
     zeroamp.TrainStep(model, optimizer)
     of_train_step = time.process_time() - begin
     again = llama(num_blocks)
-    calls = num_calls(lambda: zeroamp.wrap_model(again, policy))
+    calls = num_calls(lambda: zeroamp.wrap_model(again, policy, materialize=False))
     return {
         "blocks": num_blocks,
         "parameters": f"{numel / 1e9:.1f}e9",
@@ -159,7 +159,7 @@ def main() -> None:
     add_out(parser)
     options = parser.parse_args()
     parts = ["## Import", imports(options.rounds), "## What the quick start imports beside FSDP2", shares()]
-    with fake_ranks(NUM_RANKS), patch("zeroamp.wrapping.wrap.materialize"):
+    with fake_ranks(NUM_RANKS):
         wrapped(2)  # what only the first model of a process does
         rows = [wrapped(num_blocks) for num_blocks in options.blocks]
     parts += ["## Wrapping", tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)]

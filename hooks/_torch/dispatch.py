@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Variable, profiler
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "run_op",
     "storage_key",
     "storage_of",
+    "tree_leaves",
     "tree_map",
     "tree_map_only",
     "untraced",

@@ -3,7 +3,8 @@
 Checked on torch 2.11.0, 2.13.0 and 2.15.0; `tests/hooks/_torch/test_private_names.py` fails when one is gone.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 # The base classes of custom collectives: their setters are public, the classes are exported nowhere up to 2.15.
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
@@ -26,12 +28,14 @@ __all__ = [
     "COMMUNICATION",
     "END_OF_BACKWARD",
     "FORWARD_HOOKS",
+    "LazyChunks",
     "PostForward",
     "PreForward",
     "ReduceScatter",
     "all_gather",
     "can_be_sharded",
     "can_shard_integers",
+    "chunks_on_demand",
     "communication_methods",
     "discard_unsharded_gradients",
     "divide_factor",
@@ -148,6 +152,51 @@ def can_shard_integers(mesh: DeviceMesh) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+class LazyChunks(Sequence[torch.Tensor]):
+    """The chunks that FSDP2's `_chunk_with_empty` returns, each made when it is asked for.
+
+    Chunk i has `ceil(length / num_chunks)` rows of dimension `dim`, from row i times as many on; the last of them has
+    fewer where these do not divide the length. What is left of `num_chunks` are flat empty tensors.
+    """
+
+    def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._num_chunks, self._dim = tensor, num_chunks, dim
+
+    def __len__(self) -> int:
+        return self._num_chunks
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[position] for position in range(*index.indices(len(self)))]
+        index = range(len(self))[index]  # raises IndexError, and counts from the end where it is negative
+        length = self._tensor.size(self._dim)
+        size = -(-length // self._num_chunks)
+        if index * size >= length:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, index * size, min(size, length - index * size))
+
+
+@contextmanager
+def chunks_on_demand() -> Iterator[None]:
+    """Let `fully_shard` make, inside, only those chunks of a parameter that it uses: this rank's and the first.
+
+    FSDP2 cuts each parameter into as many tensors as there are ranks, and those twice where it reshards after the
+    forward. At 16,384 ranks these are millions of tensors, of which nearly all are empty.
+    """
+    fsdp_param: Any = _fsdp_param
+    chunk = fsdp_param._chunk_with_empty
+
+    def lazily(tensor: torch.Tensor, num_chunks: int, dim: int) -> Any:
+        # torch gives a dimension of length 0 one chunk of that shape, a case that no sharded parameter is.
+        return LazyChunks(tensor, num_chunks, dim) if tensor.size(dim) else chunk(tensor, num_chunks, dim)
+
+    fsdp_param._chunk_with_empty = lazily
+    try:
+        yield
+    finally:
+        fsdp_param._chunk_with_empty = chunk
 
 
 def set_accumulation_dtype(unit: FSDPModule, dtype: torch.dtype) -> bool:

@@ -22,6 +22,7 @@ from zeroamp.cli.options import (
     Auto,
     AutoWrap,
     ConfigPath,
+    GpusPerNode,
     Inputs,
     Model,
     OptionalModel,
@@ -32,7 +33,8 @@ from zeroamp.cli.options import (
 )
 from zeroamp.cli.plan import plan
 from zeroamp.ledger.explain import Ledger
-from zeroamp.planning.mesh import mesh_shape
+from zeroamp.planning.mesh import Ranks, mesh_shape
+from zeroamp.planning.mesh_notes import mesh_notes
 from zeroamp.planning.plan import Plan, build_plan
 from zeroamp.policies import Policy, policy_from_config
 from zeroamp.policies.errors import some_of
@@ -76,12 +78,16 @@ def check(
     *,
     model: OptionalModel = None,
     world_size: WorldSize = None,
+    gpus_per_node: GpusPerNode = 8,
     auto: Auto = None,
     auto_wrap: AutoWrap = None,
     inputs: Inputs = None,
     verbose: Verbosity = 0,
 ) -> None:
-    """Print what becomes of every key of a config, or what is wrong."""
+    """Print what becomes of every key of a config, or what is wrong.
+
+    With --model and --world-size, also what that many ranks make slow: padding, long rings, all-to-alls between hosts.
+    """
     if auto_wrap and model is None:
         raise typer.BadParameter("units are those of a model: name it with --model.", param_hint="--auto-wrap")
     if inputs and model is None:
@@ -96,6 +102,8 @@ def check(
             typer.echo(f"{model}: {len(plan.units)} units below the root, {len(plan.groups)} groups{low}")
             for line in _override_lines(plan):
                 typer.echo(line)
+            if world_size is not None and (notes := mesh_notes(plan, _ranks(plan.policy, world_size), gpus_per_node)):
+                typer.echo(notes)
 
 
 def _override_lines(plan: Plan) -> Iterator[str]:
@@ -158,8 +166,13 @@ def _plan(source: str, policy: Policy, auto_wrap: list[str] | None, inputs: str 
 def _ledger(plan: Plan, world_size: int | None) -> Ledger:
     if world_size is None:
         return Ledger(plan=plan)
-    *replicas, num_shards = mesh_shape(plan.policy.stage, world_size, plan.policy.dp_replicate_size)
-    return Ledger(plan=plan, num_shards=num_shards, num_replicas=replicas[0] if replicas else None)
+    ranks = _ranks(plan.policy, world_size)
+    return Ledger(plan=plan, num_shards=ranks.num_shards, num_replicas=ranks.num_replicas)
+
+
+def _ranks(policy: Policy, world_size: int) -> Ranks:
+    *replicas, num_shards = mesh_shape(policy.stage, world_size, policy.dp_replicate_size)
+    return Ranks(num_shards=num_shards, num_replicas=replicas[0] if replicas else None)
 
 
 @app.command()

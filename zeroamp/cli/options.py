@@ -21,6 +21,7 @@ WorldSize = Annotated[
         "--world-size", metavar="N", min=1, help="Ranks of the run, for keys that depend on them and for bytes."
     ),
 ]
+GpusPerNode = Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs that the faster links join.")]
 Auto = Annotated[
     list[str] | None, typer.Option("--auto", metavar="KEY=VALUE", help='Value of a key that is "auto"; repeatable.')
 ]

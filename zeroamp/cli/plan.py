@@ -10,7 +10,17 @@ from typing import Annotated, Any, cast
 import typer
 
 from zeroamp.cli.model_source import load_inputs, load_model
-from zeroamp.cli.options import Auto, AutoWrap, ConfigPath, Inputs, Model, Verbosity, auto_values, messages_to_stderr
+from zeroamp.cli.options import (
+    Auto,
+    AutoWrap,
+    ConfigPath,
+    GpusPerNode,
+    Inputs,
+    Model,
+    Verbosity,
+    auto_values,
+    messages_to_stderr,
+)
 from zeroamp.dry_run.checks import STAGES
 from zeroamp.dry_run.gpus import GPUS
 from zeroamp.dry_run.inputs import InputFactory
@@ -36,7 +46,7 @@ def plan(
         bool, typer.Option("--checkpointing/--no-checkpointing", help="Each unit recomputes its forward.")
     ] = False,
     gpu: Annotated[str, typer.Option(help=f"One of {', '.join(GPUS)}.")] = "h100",
-    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs that the faster links join.")] = 8,
+    gpus_per_node: GpusPerNode = 8,
     intra: Annotated[
         float | None, typer.Option(metavar="GB/S", min=0.001, help="From a GPU into its node, one direction.")
     ] = None,

@@ -29,6 +29,11 @@ class OptimizerCosts:
     moved_bytes: int
     """What the ops of a step read and write."""
 
+    def scaled(self, factor: float) -> "OptimizerCosts":
+        """Return the costs of `factor` times as many elements on the rank, each element costing the same."""
+        changes = tuple(round(factor * change) for change in self.changes)
+        return OptimizerCosts(round(factor * self.state_bytes), changes, round(factor * self.moved_bytes))
+
 
 def optimizer_costs(
     plan: Plan, ranks: Ranks, factory: OptimizerFactory | None, *, foreach: bool | None = None

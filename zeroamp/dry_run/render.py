@@ -11,12 +11,15 @@ from zeroamp.ledger.tables import Row, fold, render
 from zeroamp.policies.dtypes import short_name
 
 if TYPE_CHECKING:
+    from zeroamp.dry_run.meshes import MeshAdvice, MeshPlan
     from zeroamp.dry_run.run_plan import RunPlan, StagePlan
+    from zeroamp.dry_run.step_time import StepTime
 
 _NOTE = (
     "GiB per rank at the moments of the peaks, in a step after the first; GB communicated as zeroamp.traffic(model) "
-    "counts them. Not counted: the driver's context, the collectives' own buffers, fragmentation. Times assume "
-    "{compute:.0%} of peak FLOP/s, {memory:.0%} of memory bandwidth and {network:.0%} of the links, and no latency."
+    "counts them. NCCL: an estimate of what it takes beside the peak, with the driver's context. Not counted: "
+    "fragmentation. Times assume {compute:.0%} of peak FLOP/s, {memory:.0%} of memory bandwidth and {network:.0%} of "
+    "the links, and the latencies by which NCCL chooses its algorithms."
 )
 _ROUTING_NOTE = "The routing is taken as balanced: every expert of a layer gets equally many tokens."
 
@@ -27,6 +30,7 @@ def render_run(run: RunPlan) -> str:
     parts = [
         _title(run),
         render([_stage_row(run, stage) for stage in run.stages]),
+        *([] if run.meshes is None else [_meshes(run.meshes, shown)]),
         *(f"stage {stage}: not possible: {reason}" for stage, reason in run.refused.items()),
         f"Memory of one rank at the peak, GiB\n{render(_kind_rows(run))}",
         f"Bytes communicated per step, GB\n{render(_traffic_rows(run))}",
@@ -34,6 +38,24 @@ def render_run(run: RunPlan) -> str:
         _NOTE.format(**asdict(run.efficiency)) + (f" {_ROUTING_NOTE}" if run.has_experts else ""),
     ]
     return "\n\n".join(parts)
+
+
+def _meshes(advice: MeshAdvice, shown: StagePlan) -> str:
+    rows = [
+        {
+            "mesh": str(mesh.shape),
+            "peak GiB": _gib(mesh.peak_bytes),
+            "fits": "yes" if mesh.fits else "no",
+            "step s": _seconds(mesh.time.total),
+            "network s": _seconds(mesh.time.communication),
+            "latency s": _seconds(mesh.time.latency),
+            "exposed s": _seconds(mesh.time.exposed),
+            "padding": f"{mesh.padding:.1%}",
+        }
+        for mesh in advice.tried
+    ]
+    title = f"Meshes (replicas x shards) at stage {shown.stage}; peaks with NCCL"
+    return f"{title}\n{render(rows)}\nBest mesh: {advice.best.shape}: {advice.reason}."
 
 
 def run_to_dict(run: RunPlan) -> dict[str, Any]:
@@ -53,7 +75,38 @@ def run_to_dict(run: RunPlan) -> dict[str, Any]:
         "routing": "balanced" if run.has_experts else None,
         "low_share": run.stages[0].plan.low_share,
         "stages": [_stage_dict(run, stage) for stage in run.stages],
+        "meshes": None if run.meshes is None else _meshes_dict(run.meshes),
         "refused": {str(stage): reason for stage, reason in run.refused.items()},
+    }
+
+
+def _meshes_dict(advice: MeshAdvice) -> dict[str, Any]:
+    return {
+        "best": _mesh_dict(advice.best),
+        "reason": advice.reason,
+        "tried": [_mesh_dict(mesh) for mesh in advice.tried],
+    }
+
+
+def _mesh_dict(mesh: MeshPlan) -> dict[str, Any]:
+    return {
+        **asdict(mesh.shape),
+        "peak_bytes": mesh.peak_bytes,
+        "fits": mesh.fits,
+        "seconds": _seconds_dict(mesh.time),
+        "padding": mesh.padding,
+    }
+
+
+def _seconds_dict(time: StepTime) -> dict[str, float]:
+    return {
+        "total": time.total,
+        "compute": time.compute,
+        "optimizer": time.optimizer,
+        "communication": time.communication,
+        "latency": time.latency,
+        "sums": time.sums,
+        "exposed_communication": time.exposed,
     }
 
 
@@ -66,17 +119,12 @@ def _stage_dict(run: RunPlan, stage: StagePlan) -> dict[str, Any]:
         "num_replicas": stage.ranks.num_replicas,
         "memory": {"peak": _peak(stage.memory), **{phase: _peak(stage.memory, phase) for phase in PHASES}},
         "peak_bytes": stage.memory.peak_bytes(),
+        "nccl_bytes": stage.nccl_bytes,
         "peak_bytes_with_other_checkpointing": stage.other_memory.peak_bytes(),
         "host_bytes": _host_bytes(stage.memory),
         "fits": run.fits(stage),
         "largest_batch": stage.largest_batch,
-        "seconds": {
-            "total": time.total,
-            "compute": time.compute,
-            "optimizer": time.optimizer,
-            "communication": time.communication,
-            "exposed_communication": time.exposed,
-        },
+        "seconds": _seconds_dict(time),
         "flops": time.flops,
         "traffic": rows.traffic,
         "groups": rows.groups,
@@ -104,6 +152,7 @@ def _stage_row(run: RunPlan, stage: StagePlan) -> Row:
         "mesh": "x".join(map(str, shape)),
         **{f"{phase} GiB": _gib(memory.peak_bytes(phase)) for phase in PHASES},
         "peak GiB": _gib(memory.peak_bytes()),
+        "NCCL GiB": _gib(stage.nccl_bytes),
         f"{other} checkpoints": _gib(stage.other_memory.peak_bytes()),
         "fits": "yes" if run.fits(stage) else "no",
         "largest batch": stage.largest_batch,
@@ -111,6 +160,8 @@ def _stage_row(run: RunPlan, stage: StagePlan) -> Row:
         "step s": _seconds(time.total),
         "compute s": _seconds(time.compute),
         "network s": _seconds(time.communication),
+        "latency s": _seconds(time.latency),
+        "sums s": _seconds(time.sums),
         "exposed s": _seconds(time.exposed),
         "TFLOP/s per GPU": round(time.flops / time.total / 1e12, 1),
     }

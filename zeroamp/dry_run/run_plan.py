@@ -1,7 +1,7 @@
 """`plan_run`: memory, traffic and time of a training run, stage by stage, before it runs."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,21 @@ from zeroamp.dry_run.events import Change
 from zeroamp.dry_run.gpus import Gpu, find_gpu
 from zeroamp.dry_run.inputs import Arguments, InputFactory, arguments_for
 from zeroamp.dry_run.memory import memory_timeline
+from zeroamp.dry_run.meshes import MeshAdvice, MeshPlan, MeshShape, advise, padding_of, shapes_to_try
+from zeroamp.dry_run.network import Network, two_levels
 from zeroamp.dry_run.optimizer_step import OptimizerCosts, OptimizerFactory, optimizer_costs
 from zeroamp.dry_run.plot import plot_run
 from zeroamp.dry_run.render import render_run, run_to_dict
-from zeroamp.dry_run.step_time import Efficiency, Network, StepTime, step_time
+from zeroamp.dry_run.step_time import Efficiency, StepTime, step_time
 from zeroamp.dry_run.timeline import Timeline
 from zeroamp.dry_run.traced_micro_batch import MicroBatch
 from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.hooks.tracing.experts import experts_implementation
+from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.mesh import Ranks, current_device_type
 from zeroamp.planning.plan import Plan, build_plan
 from zeroamp.planning.safe_parameters import needs_trace
-from zeroamp.planning.traffic import plan_traffic
+from zeroamp.planning.traffic import local_numel, plan_traffic
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.errors import ConfigError, ZeroAmpError
 from zeroamp.policies.policy import Policy, Stage
@@ -47,6 +50,8 @@ class StagePlan:
     traffic: Traffic
     """Bytes of the collectives of one step, as `zeroamp.traffic(model)` will count them."""
     time: StepTime
+    nccl_bytes: int
+    """GPU memory that NCCL takes beside `memory`: see `Network.nccl_bytes`."""
     largest_batch: int
     """Samples per micro-batch and rank that fit on the GPU. 0: not even one."""
 
@@ -54,6 +59,11 @@ class StagePlan:
     def stage(self) -> Stage:
         """The ZeRO stage."""
         return self.plan.policy.stage
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the largest sum of bytes on the GPU, with what NCCL takes."""
+        return self.memory.peak_bytes() + self.nccl_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +84,8 @@ class RunPlan:
     stages: tuple[StagePlan, ...]
     refused: dict[Stage, str]
     """Stages that the config's other keys or the mesh do not allow, and why."""
+    meshes: MeshAdvice | None = None
+    """The meshes that were tried at the policy's stage. None on one node, and at stage 0."""
     has_experts: bool = False
     """Whether transformers' experts are in the model: every expert of a layer is taken to get equally many tokens."""
 
@@ -94,8 +106,8 @@ class RunPlan:
         plot_run(self, Path(path))
 
     def fits(self, stage: StagePlan) -> bool:
-        """Whether a stage's peak is at most the GPU's memory."""
-        return stage.memory.peak_bytes() <= self.gpu.memory_bytes
+        """Whether a stage's peak, with what NCCL takes, is at most the GPU's memory."""
+        return stage.peak_bytes <= self.gpu.memory_bytes
 
 
 def plan_run(
@@ -156,14 +168,21 @@ def plan_run(
     batch = batch or policy.train_micro_batch_size_per_gpu or 1
     intra, inter = intra_gb_per_s or gpu.intra_gb_per_s, inter_gb_per_s or gpu.inter_gb_per_s
     network = Network(
-        gpus_per_node=gpus_per_node, intra_gb_per_s=intra, inter_gb_per_s=inter, efficiency=efficiency.network
+        gpus_per_node=gpus_per_node,
+        intra_gb_per_s=intra,
+        inter_gb_per_s=inter,
+        efficiency=efficiency.network,
+        ranks_per_node=two_levels(policy, gpus_per_node),
     )
-    planner = _Planner(model, seq, current_device_type(), inputs, loss_fn, optimizer)
+    planner = _Planner(
+        model, seq, current_device_type(), inputs, loss_fn, optimizer, batch, checkpointing, gpu, network, efficiency
+    )
     possible, refused = possible_stages(policy, stages, world_size, mesh)
     planned: list[StagePlan] = []
     for of_stage, ranks in possible:
         plan = planner.plan(of_stage, auto_wrap_policy)
-        planned.append(planner.stage(plan, ranks, batch, checkpointing, gpu, network, efficiency))
+        planned.append(planner.stage(plan, ranks))
+    shown = next((stage for stage in planned if stage.stage == policy.stage), planned[0])
     return RunPlan(
         policy=policy,
         world_size=world_size,
@@ -176,6 +195,7 @@ def plan_run(
         activations=planner.activations(planned[0].plan, batch),
         stages=tuple(planned),
         refused=refused,
+        meshes=planner.meshes(shown.plan, world_size, auto_wrap_policy),
         has_experts=any(experts_implementation(module) is not None for module in model.modules()),
     )
 
@@ -190,6 +210,11 @@ class _Planner:
     inputs: InputFactory | None
     loss_fn: LossFunction | None
     optimizer: OptimizerFactory | None
+    batch: int
+    checkpointing: bool
+    gpu: Gpu
+    network: Network
+    efficiency: Efficiency
     traced: dict[tuple[object, ...], MicroBatch] = field(default_factory=dict)
     costs: dict[int | None, OptimizerCosts] = field(default_factory=dict)
     """Ranks that shard -> what the optimizer costs: parameters are the same at every stage."""
@@ -203,16 +228,7 @@ class _Planner:
         args, kwargs = self.arguments(1) if needs_trace(policy) else ((), {})
         return build_plan(self.model, policy, auto_wrap_policy, kwargs or args or None, self.device_type)
 
-    def stage(
-        self,
-        plan: Plan,
-        ranks: Ranks,
-        batch: int,
-        checkpointing: bool,
-        gpu: Gpu,
-        network: Network,
-        efficiency: Efficiency,
-    ) -> StagePlan:
+    def stage(self, plan: Plan, ranks: Ranks) -> StagePlan:
         """Plan one stage."""
         key = ranks.shards(plan.policy)
         if key not in self.costs:
@@ -223,16 +239,74 @@ class _Planner:
         def memory(batch: int, checkpointing: bool) -> Timeline:
             return memory_timeline(plan, ranks, self.micro_batch(plan, batch, checkpointing), costs)
 
-        events = self.micro_batch(plan, batch, checkpointing).events
+        nccl_bytes, checkpointing = self.nccl_bytes(plan, ranks), self.checkpointing
         return StagePlan(
             plan=plan,
             ranks=ranks,
-            memory=memory(batch, checkpointing),
-            other_memory=memory(batch, not checkpointing),
+            memory=memory(self.batch, checkpointing),
+            other_memory=memory(self.batch, not checkpointing),
             traffic=plan_traffic(plan, ranks),
-            time=step_time(plan, ranks, events, costs.moved_bytes, gpu=gpu, network=network, efficiency=efficiency),
-            largest_batch=largest_batch(lambda batch: memory(batch, checkpointing).peak_bytes(), gpu.memory_bytes),
+            time=self.time(plan, ranks, costs),
+            nccl_bytes=nccl_bytes,
+            largest_batch=largest_batch(
+                lambda batch: memory(batch, checkpointing).peak_bytes() + nccl_bytes, self.gpu.memory_bytes
+            ),
         )
+
+    def time(self, plan: Plan, ranks: Ranks, costs: OptimizerCosts) -> StepTime:
+        """Return the time of a step."""
+        events = self.micro_batch(plan, self.batch, self.checkpointing).events
+        given: dict[str, Any] = {"gpu": self.gpu, "network": self.network, "efficiency": self.efficiency}
+        return step_time(plan, ranks, events, costs.moved_bytes, **given)
+
+    def nccl_bytes(self, plan: Plan, ranks: Ranks) -> int:
+        """Return the memory of NCCL on these ranks."""
+        return self.network.nccl_bytes(
+            num_shards=ranks.shards(plan.policy) or 1,
+            num_replicas=ranks.num_replicas or 1,
+            partition=plan.policy.hpz_partition_size,
+            all_to_all=any(
+                group_dtypes(group.key, plan.policy, ranks).reduction == "all_to_all" for group in plan.groups
+            ),
+            separate=plan.policy.separate_reduce_scatter_group,
+        )
+
+    def meshes(self, plan: Plan, world_size: int, auto_wrap_policy: AutoWrapPolicy) -> MeshAdvice | None:
+        """Plan the meshes that a run on these ranks could have, at the stage of `plan`, and choose one."""
+        policy, costs = plan.policy, next(iter(self.costs.items()))
+        if policy.stage == 0:
+            return None
+        plain = plan if policy.hpz_partition_size == 1 else self._with_partition(policy, 1, auto_wrap_policy)
+
+        def plan_mesh(shape: MeshShape) -> MeshPlan:
+            of = plain if shape.partition == 1 else self._with_partition(policy, shape.partition, auto_wrap_policy)
+            # Of element-wise optimizers exact, but for the counters of steps: a step of one takes seconds to trace.
+            scaled = costs[1].scaled(local_elements(of, shape.num_shards) / local_elements(of, costs[0] or 1))
+            planner = self if shape.ranks_per_node is None else self._in_levels(shape.ranks_per_node)
+            memory = memory_timeline(of, shape.ranks, self.micro_batch(of, self.batch, self.checkpointing), scaled)
+            peak_bytes = memory.peak_bytes() + planner.nccl_bytes(of, shape.ranks)
+            return MeshPlan(
+                shape=shape,
+                peak_bytes=peak_bytes,
+                fits=peak_bytes <= self.gpu.memory_bytes,
+                time=planner.time(of, shape.ranks, scaled),
+                padding=padding_of(of, shape.num_shards),
+            )
+
+        shapes = shapes_to_try(
+            world_size,
+            self.network.gpus_per_node,
+            with_partition=policy.stage == 3,
+            with_levels=hasattr(policy, "ranks_per_node") and self.network.ranks_per_node == 1,
+        )
+        return advise(list(shapes), plan_mesh)
+
+    def _in_levels(self, ranks_per_node: int) -> "_Planner":
+        """Return the same planner for collectives in two levels."""
+        return replace(self, network=replace(self.network, ranks_per_node=ranks_per_node))
+
+    def _with_partition(self, policy: Policy, partition: int, auto_wrap_policy: AutoWrapPolicy) -> Plan:
+        return self.plan(policy.replace(zero_hpz_partition_size=partition), auto_wrap_policy)
 
     def micro_batch(self, plan: Plan, batch: int, checkpointing: bool) -> MicroBatch:
         """Return the trace of `batch` samples. Stages whose units and dtypes are the same share it.
@@ -269,6 +343,11 @@ class _Planner:
                 if isinstance(event, Change) and event.kind == "activations" and event.num_bytes > 0:
                     by_unit[event.unit][checkpointing] += event.num_bytes
         return {unit: (without, with_it) for unit, (without, with_it) in by_unit.items()}
+
+
+def local_elements(plan: Plan, num_shards: int) -> int:
+    """Return the trainable elements that a rank holds, padding included; at least 1."""
+    return max(1, sum(local_numel(param, num_shards) for param in plan.params if param.is_trainable))
 
 
 def largest_batch(peak_bytes: Callable[[int], int], limit: int) -> int:

@@ -1,4 +1,4 @@
-"""The shortest time of a step: two queues, of ops and of collectives, that wait for each other.
+"""The shortest time of a step: queues, of ops and of collectives, that wait for each other.
 
 [Note: Two queues]
 An op takes the larger of its floating-point operations at the peak of its dtype and its bytes at the memory's
@@ -10,19 +10,15 @@ too, in a queue of their own, beside the ops, as FSDP2 starts them:
 * a reduction starts when its gradients are there, are copied in (an op) and the network is free; the next one's copy
   waits until it is done, and so does the optimizer for the last.
 
-The host is taken to be always ahead. Communication is exposed where ops wait for it. All-gathers and reductions are in
-one queue, although a full-duplex network may overlap them to some extent.
+The host is taken to be always ahead. Communication is exposed where ops wait for it.
 
-[Note: Collectives]
-With n ranks and B the bytes of the unsharded tensor (the convention of `zeroamp.Traffic`):
-
-* all-gather, reduce-scatter: a ring moves B (n - 1) / n through every link; an all-reduce twice that. A ring that
-  leaves the node is as fast as the node's cards together (as many rings run as there are cards), at most as fast as the
-  links inside.
-* all-to-all: a rank sends B / n to each other one. Those outside of its node go through its own card; so across nodes
-  an all-to-all of the same bytes takes longer than a reduce-scatter, up to as many times as a node has cards.
-
-Latency is not in it: with thousands of ranks and small groups it adds to every collective.
+[Note: Queues of collectives]
+Collectives of one communicator run one after the other, in the order in which they were started: gathers and
+reductions wait for each other, unless `zeroamp.separate_reduce_scatter_group` is on. Then a gather does not wait for a
+reduction, but takes the links from it for its time. The all-reduce over replicas, and gathers over a partition (hpZ),
+have communicators of their own; they have a queue of their own where they use other links than the rest, one of the two
+being inside a node. Times of collectives: see `zeroamp.dry_run.network`. What a rank sums itself runs after the
+collective, at the memory's bandwidth, beside the ops; that it takes bandwidth from them is not counted.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,7 +29,7 @@ import torch
 
 from zeroamp.dry_run.events import MAX_MICRO_BATCHES, Event, Mark, Op
 from zeroamp.dry_run.gpus import Gpu
-from zeroamp.hooks.collectives.traffic import Collective
+from zeroamp.dry_run.network import Network
 from zeroamp.planning.fsdp_replay import GroupListener, Replay
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
@@ -50,45 +46,6 @@ class Efficiency:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Network:
-    """The links between ranks. Ranks are numbered node by node."""
-
-    gpus_per_node: int
-    intra_gb_per_s: float
-    """10^9 bytes per second, one direction, from an accelerator into its node."""
-    inter_gb_per_s: float
-    """The same to other nodes, per accelerator."""
-    efficiency: float
-    """The part of these that collectives reach."""
-
-    def ring_bytes_per_s(self, num_ranks: int, stride: int) -> float:
-        """Return what a ring over ranks 0, stride, 2 stride, … moves per second."""
-        per_node = max(1, min(num_ranks, self.gpus_per_node // stride))
-        is_inside = num_ranks * stride <= self.gpus_per_node
-        slowest = self.intra_gb_per_s if is_inside else min(self.intra_gb_per_s, per_node * self.inter_gb_per_s)
-        return slowest * 1e9 * self.efficiency
-
-    def seconds(self, collective: Collective, num_bytes: int, num_ranks: int, stride: int = 1) -> float:
-        """Return the time of one call. See [Note: Collectives].
-
-        Args:
-            collective: which.
-            num_bytes: of the unsharded tensor.
-            num_ranks: of its process group.
-            stride: between the numbers of two neighbouring ranks of the group.
-        """
-        if num_ranks == 1:
-            return 0.0
-        if collective == "all_to_all":
-            inside = min(num_ranks, max(1, self.gpus_per_node // stride))
-            part = num_bytes / num_ranks / (1e9 * self.efficiency)
-            intra, inter = self.intra_gb_per_s, self.inter_gb_per_s
-            return max(part * (inside - 1) / intra, part * (num_ranks - inside) / inter)
-        rounds = 2 if collective == "all_reduce" else 1
-        return rounds * num_bytes * (num_ranks - 1) / num_ranks / self.ring_bytes_per_s(num_ranks, stride)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime:
     """Seconds of one optimizer step on one rank, all its micro-batches together."""
 
@@ -98,8 +55,12 @@ class StepTime:
     """The update, which is bound by memory."""
     communication: float
     """All collectives, one after the other."""
+    latency: float
+    """The part of it that is latency of hops, not time of bytes."""
+    sums: float
+    """What ranks sum themselves, after all-to-alls."""
     exposed: float
-    """What ops wait for."""
+    """What ops wait for, of collectives and sums."""
     flops: int
     """Of matrix products, convolutions and attention, recomputation included."""
 
@@ -131,13 +92,15 @@ def step_time(
     weights = [1] * num_run
     if num_run == MAX_MICRO_BATCHES:
         weights[1] += num_micro_batches - num_run
-    now, busy, sent = (
-        sum(weight * difference[i] for weight, difference in zip(weights, differences, strict=True)) for i in range(3)
+    now, busy, sent, latency, sums = (
+        sum(weight * difference[i] for weight, difference in zip(weights, differences, strict=True)) for i in range(5)
     )
     return StepTime(
         compute=busy,
         optimizer=moved_by_optimizer / (gpu.memory_gb_per_s * 1e9 * efficiency.memory),
         communication=sent,
+        latency=latency,
+        sums=sums,
         exposed=now - busy,
         flops=num_micro_batches * sum(event.flops for event in events if isinstance(event, Op)),
     )
@@ -152,6 +115,9 @@ class _Clock(GroupListener):
         self._partition = plan.policy.hpz_partition_size
         self._num_shards = ranks.shards(plan.policy) or 1
         self._num_replicas = ranks.num_replicas or 1
+        self._reductions = "reductions" if plan.policy.separate_reduce_scatter_group else "gathers"
+        self._shards_are_inside = network.nodes_of(self._num_shards) == 1
+        self._partition_is_inside = network.nodes_of(max(1, self._partition)) == 1 and not self._shards_are_inside
         uses_tf32 = torch.get_float32_matmul_precision() != "highest"
         fp32 = gpu.tf32_tflops if uses_tf32 else gpu.fp32_tflops
         self._low, self._fp32 = (peak * 1e12 * efficiency.compute for peak in (gpu.low_tflops, fp32))
@@ -171,15 +137,19 @@ class _Clock(GroupListener):
         self._partitioned: set[str] = set()  # groups that are sharded over a partition
         self._now = 0.0  # of the ops
         self._busy = 0.0  # how long ops ran
-        self._free = 0.0  # when the network is
-        self._sent = 0.0  # how long it ran
+        # When each queue of collectives is free. See [Note: Queues of collectives]
+        self._free = {"gathers": 0.0, "reductions": 0.0, "replicas": 0.0, "partition": 0.0}
+        self._sent = 0.0  # how long collectives ran
+        self._latency = 0.0  # the part of it that is latency
+        self._summed = 0.0  # how long own sums ran
         self._gathered: dict[str, float] = {}  # group -> when its gather is done
         self._copied = 0.0  # when the last gather was copied out
         self._reduced = 0.0  # when the last reduction is done
+        self._all_reduced = 0.0  # when the last all-reduce over replicas is done
 
-    def read(self) -> tuple[float, float, float]:
-        """Return the time, how long ops ran, and how long the network did."""
-        return self._now, self._busy, self._sent
+    def read(self) -> tuple[float, float, float, float, float]:
+        """Return the time, and how long ops, collectives, their latencies and own sums were."""
+        return self._now, self._busy, self._sent, self._latency, self._summed
 
     def micro_batch(self, events: Iterable[Event], *, is_last: bool) -> None:
         self._is_last = is_last
@@ -191,14 +161,17 @@ class _Clock(GroupListener):
                 event.reach(self._replay, is_last=is_last)
         self._replay.end_micro_batch(is_last=is_last)
         if is_last:
-            self._now = max(self._now, self._reduced)
+            self._now = max(self._now, self._reduced, self._all_reduced)
 
     def all_gather_started(self, group: str) -> None:
         for call, num_bytes in self._calls[group]:
             if not call.is_of_gradients:
-                num_ranks = self._partition if group in self._partitioned else self._num_shards
-                seconds = self._network.seconds(call.collective, num_bytes, num_ranks)
-                self._gathered[group] = self._send(seconds, self._copied)
+                if group in self._partitioned:
+                    parts = self._network.parts(call.collective, num_bytes, self._partition)
+                    queue = "partition" if self._partition_is_inside else "gathers"
+                else:
+                    parts, queue = self._network.gather_parts(num_bytes, self._num_shards), "gathers"
+                self._gathered[group] = self._send(queue, parts, self._copied)
         self._partitioned.discard(group)
 
     def all_gather_ended(self, group: str, *, in_forward: bool) -> None:
@@ -229,16 +202,31 @@ class _Clock(GroupListener):
         copied = calls[0][1] + self._copied_twice[group] * calls[0][0].dtype.itemsize
         self._compute(2 * copied / self._memory)
         for call, num_bytes in calls:
-            is_over_replicas = call.collective == "all_reduce"
-            num_ranks = self._num_replicas if is_over_replicas else self._num_shards
-            stride = self._num_shards if is_over_replicas else 1
-            self._reduced = self._send(self._network.seconds(call.collective, num_bytes, num_ranks, stride), self._now)
+            if call.collective == "all_reduce":
+                parts = self._network.parts(call.collective, num_bytes, self._num_replicas, self._num_shards)
+                queue = "replicas" if self._shards_are_inside else self._reductions
+                self._all_reduced = self._send(queue, parts, max(self._now, self._reduced))
+            else:
+                of = (call.collective, num_bytes, call.dtype.itemsize, self._num_shards)
+                sent = self._send(self._reductions, self._network.reduce_parts(*of), self._now)
+                seconds = self._network.sum_bytes(*of) / self._memory
+                self._summed += seconds
+                self._reduced = sent + seconds
 
     def _compute(self, seconds: float) -> None:
         self._now += seconds
         self._busy += seconds
 
-    def _send(self, seconds: float, earliest: float) -> float:
-        self._free = max(self._free, earliest) + seconds
+    def _send(self, queue: str, parts: tuple[float, float], earliest: float) -> float:
+        """Run a collective of (latency, time of its bytes) in a queue, and return when it is done."""
+        seconds, free = sum(parts), self._free
+        start = max(free[queue], earliest)
+        if queue == "reductions":
+            start = max(start, free["gathers"])
+        free[queue] = start + seconds
+        if queue == "gathers" and free["reductions"] > start:  # it takes the links from the reduction that runs
+            free["reductions"] += seconds
+            self._reduced += seconds
         self._sent += seconds
-        return self._free
+        self._latency += parts[0]
+        return free[queue]

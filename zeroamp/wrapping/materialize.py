@@ -4,8 +4,9 @@ No rank ever holds a full copy. Only shards are allocated; then each module that
 own initialisation, and retains its shard of them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from zeroamp.hooks._torch.dispatch import TorchDispatchMode, is_view_op, storage_key, storage_of, tree_leaves
+from zeroamp.hooks.random_state import random_state, set_random_state
 from zeroamp.planning.mesh import axis_groups
 from zeroamp.planning.parameter_uses import children_first
 from zeroamp.planning.plan import Plan
@@ -65,7 +68,7 @@ def _initialize(module: nn.Module, fqn: str, initializers: list[Callable[[], obj
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         module._parameters[name] = nn.Parameter(full, requires_grad=parameter.requires_grad)
     try:
-        missed = _run_first_that_covers(module, initializers)
+        missed = _run_first_that_covers(module, initializers, device)
         if missed is not None:
             raise WrapError(
                 f"{f'{fqn}.{missed}' if fqn else missed} is on the meta device, and "
@@ -78,27 +81,81 @@ def _initialize(module: nn.Module, fqn: str, initializers: list[Callable[[], obj
         module._parameters.update(sharded)
 
 
-def _run_first_that_covers(module: nn.Module, initializers: list[Callable[[], object]]) -> str | None:
+def _run_first_that_covers(
+    module: nn.Module, initializers: list[Callable[[], object]], device: torch.device
+) -> str | None:
     """Run the initialisers in turn until all own tensors are set. Returns the name of one that none of them sets."""
     missed = next((name for name, _ in _own_tensors(module)), None)
     for initializer in initializers:
-        missed = _first_unset(module, initializer)
+        missed = _first_unset(module, initializer, device)
         if missed is None:
             break
     return missed
 
 
-def _first_unset(module: nn.Module, initializer: Callable[[], object]) -> str | None:
-    """Fill the module's tensors, run `initializer`, and return the name of the first tensor that it did not set.
+def _first_unset(module: nn.Module, initializer: Callable[[], object], device: torch.device) -> str | None:
+    """Run `initializer`, and return the name of the first tensor of the module that it did not set, None if all are.
+
+    The ops that it runs are recorded, which costs nothing per element and does not wait for the device. Only if these
+    do not tell (a tensor was set in parts, or by its own values), it runs once more, over a fill.
+    """
+    states = random_state(device)
+    with _Overwrites(tensor for _, tensor in _own_tensors(module)) as overwrites:
+        initializer()
+    if overwrites.are_whole():
+        return None
+    return _first_left_of_a_fill(module, initializer, states, device)
+
+
+_OVERWRITES = frozenset(
+    (
+        *("bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_"),
+        *("random_", "uniform_", "zero_"),
+    )
+)
+"""Ops that set every element of their first argument."""
+
+
+class _Overwrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records which of `tensors` an op overwrites whole, and whether one is read before that."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        wanted = [tensor for tensor in tensors if tensor.numel() > 0]
+        self._unset = {storage_key(tensor): tensor.numel() for tensor in wanted}
+        self._is_certain = len(self._unset) == len(wanted)  # else two of them are in one storage
+
+    def are_whole(self) -> bool:
+        """Return whether each tensor was overwritten, all its elements by one op, before anything read them."""
+        return self._is_certain and not self._unset
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        reads = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)]
+        written = reads.pop(0) if name in _OVERWRITES else None
+        takes_values = not (is_view_op(func) or name.startswith("new_") or name.endswith("_like"))
+        if takes_values and any(
+            storage_of(tensor) is not None and storage_key(tensor) in self._unset for tensor in reads
+        ):
+            self._is_certain = False
+        if written is not None and written.numel() == self._unset.get(storage_key(written)):
+            # No two elements of a tensor that is written in place are one: as many as all are all.
+            del self._unset[storage_key(written)]
+        return func(*args, **(kwargs or {}))
+
+
+def _first_left_of_a_fill(
+    module: nn.Module, initializer: Callable[[], object], states: dict[str, Any], device: torch.device
+) -> str | None:
+    """Fill the module's tensors, run `initializer`, and return the name of the first tensor that has some of the fill.
 
     The fill is NaN. Integers and booleans have no such value: for them, the initialiser runs again over another fill,
-    and what differs was not set.
+    and what differs was not set. Each run starts from `states`.
     """
     exact = [(name, tensor) for name, tensor in _own_tensors(module) if not _has_nan(tensor)]
-    before = torch.get_rng_state()
     results = []
     for fill in (0, 1) if exact else (0,):
-        torch.set_rng_state(before)
+        set_random_state(states, device)
         for _, tensor in _own_tensors(module):
             tensor.fill_(float("nan") if _has_nan(tensor) else fill)
         initializer()

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from zeroamp.hooks._torch.fsdp import can_be_sharded, share_partition
+from zeroamp.hooks._torch.fsdp import can_be_sharded, chunks_on_demand, share_partition
 from zeroamp.hooks.typed_groups import PlacementFn, group_policy, place_shards, shard_typed_group
 from zeroamp.planning.group_dtypes import GroupKey, group_dtypes, unit_key
 from zeroamp.planning.groups import GroupKind, GroupPlan, ParamPlan
@@ -27,6 +27,11 @@ def shard_model(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, FSD
     Returns:
         The holders of the groups that are not a unit's own, by group name.
     """
+    with chunks_on_demand():
+        return _shard(model, plan, mesh)
+
+
+def _shard(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, FSDPModule]:
     unsharded = plan.empty_params if plan.replicated is None else (*plan.empty_params, *plan.replicated.params)
     _store(model, unsharded, mesh)
     for param in unsharded:  # FSDP2 moves only what it shards

@@ -26,6 +26,7 @@ from zeroamp.planning.mesh import (
     shard_device,
     start_process_group,
 )
+from zeroamp.planning.mesh_notes import mesh_notes, ranks_of_host
 from zeroamp.planning.plan import Plan, build_plan
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.batch_sizes import check_batch_sizes
@@ -141,6 +142,8 @@ def wrap_model(
 def _log_summary(model: nn.Module, plan: Plan, mesh: DeviceMesh, name: str, seconds: float) -> None:
     if warning := describe_uncast_experts(plan, model):
         logger.warning("%s", warning)
+    if notes := mesh_notes(plan, ranks_of(mesh), ranks_of_host()):
+        logger.warning("%s", notes)
     if logger.isEnabledFor(logging.INFO):
         logger.info("%s", size_summary(plan, ranks_of(mesh), name=name, seconds=seconds))
 

@@ -39,6 +39,7 @@ PRIVATE = {
         # Of `share_partition`:
         *("torch.distributed.fsdp._fully_shard._fsdp_common", "_orig_size"),
         "_init_sharded_post_forward_param_metadata",
+        *("torch.distributed.fsdp._fully_shard", "_fsdp_param", "_chunk_with_empty"),  # see test_chunks.py
         # Of `remove_fsdp`:
         *("_pre_forward_hook_handle", "_post_forward_hook_handle", "_post_load_hook_handle"),
         *("_module_to_pre_save_state_dict_hook_handle", "_module_to_pre_load_state_dict_hook_handle"),

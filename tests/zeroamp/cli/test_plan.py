@@ -50,7 +50,14 @@ def test_options_reach_the_plan(arguments, tmp_path):
     assert code == 0
     assert [(stage["num_replicas"], stage["num_shards"]) for stage in data["stages"]] == [(2, 4)]
     assert data["gpu"]["name"] == "a100"
-    assert data["network"] == {"gpus_per_node": 4, "intra_gb_per_s": 100, "inter_gb_per_s": 10}
+    assert data["network"] == {
+        "gpus_per_node": 4,
+        "intra_gb_per_s": 100,
+        "inter_gb_per_s": 10,
+        "ranks_per_node": 1,
+    }
+    assert data["meshes"]["best"] in data["meshes"]["tried"]
+    assert data["meshes"]["reason"]
     assert data["efficiency"]["compute"] == 0.5
     assert data["checkpointing"] is True
     assert plot.exists()

@@ -1,5 +1,6 @@
 """`plan_run` and what it returns."""
 
+import functools
 import json
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import zeroamp
 from tests.models.small import Llama, Moe, hf_llama_config
 from tests.processes.training import config
 from tests.zeroamp.dry_run.plans import FULL, TOKENS, plan, tokens
+from zeroamp.dry_run.meshes import shapes_to_try
 from zeroamp.dry_run.step_time import step_time
 from zeroamp.dry_run.timeline import KINDS
 from zeroamp.planning.mesh import Ranks
@@ -44,8 +46,10 @@ def test_checkpointing_keeps_less(run):
 
 
 def test_the_largest_batch_fits_and_the_next_does_not():
-    gpu = replace(zeroamp.GPUS["h100"], memory_gb=4e-3)
+    nccl_gb = 1.06 + 7 * 32 * 14 * 2**20 / 1e9  # all-to-alls between eight ranks of a node
+    gpu = replace(zeroamp.GPUS["h100"], memory_gb=4e-3 + nccl_gb)
     run = plan(gpu=gpu, stages=(1, 3))
+    assert [stage.nccl_bytes for stage in run.stages] == [round(1e9 * nccl_gb)] * 2
     assert [run.fits(stage) for stage in run.stages] == [True, True]
     for stage in run.stages:
         assert stage.largest_batch > 2
@@ -188,12 +192,14 @@ def test_one_rank_waits_for_nothing():
 
 
 def test_slow_links_are_waited_for_and_fast_ones_hide_behind_the_ops():
-    slow, fast = _time(intra_gb_per_s=1e-3), _time(intra_gb_per_s=1e9)
+    slow, half, fast = (_time(intra_gb_per_s=speed) for speed in (1e-3, 5e-4, 1e9))
     assert slow.compute == pytest.approx(fast.compute)
-    assert slow.communication == pytest.approx(1e12 * fast.communication)
+    assert half.communication - half.latency == pytest.approx(2 * (slow.communication - slow.latency))
+    assert half.latency == slow.latency > 0
     # Of a step that is all communication, what is exposed is all but what the ops take.
     assert slow.total == pytest.approx(slow.communication + slow.optimizer, rel=1e-3)
-    assert fast.exposed < 1e-3 * fast.compute
+    assert fast.communication == pytest.approx(fast.latency, rel=1e-3)
+    assert fast.exposed <= fast.communication + fast.sums
 
 
 def test_the_flops_are_those_of_torch_s_counter():
@@ -247,3 +253,84 @@ def test_other_gpus_take_other_times(run):
         for gpu in zeroamp.GPUS.values()
     ]
     assert [time.optimizer for time in times] == [8 / gpu.memory_gb_per_s for gpu in zeroamp.GPUS.values()]
+
+
+SMALL = replace(zeroamp.GPUS["h100"], memory_gb=5.4)
+"""Every mesh of the small model fits on it, beside what NCCL takes."""
+
+
+@functools.cache
+def _meshes(**options):
+    return plan(world_size=64, stages=(3,), **options).meshes
+
+
+def test_meshes_are_tried_from_one_node_on_and_a_partition_too():
+    advice = _meshes(gpu=SMALL)
+    assert [str(mesh.shape) for mesh in advice.tried] == ["8x8", "4x16", "2x32", "1x64", "1x64 hpZ 8"]
+    assert all(mesh.fits for mesh in advice.tried)
+    # Of a model of kilobytes a step is latency: the rings inside a node are the fastest.
+    assert str(advice.best.shape) == "8x8"
+    assert advice.best.time.total == min(mesh.time.total for mesh in advice.tried)
+    assert "one replica (1x64)" in advice.reason
+    assert "latency" in advice.reason
+
+
+def test_each_mesh_is_what_a_plan_of_that_mesh_says():
+    for mesh in (_meshes().tried[0], _meshes().tried[3]):
+        shape = (mesh.shape.num_replicas, mesh.shape.num_shards)
+        alone = plan(world_size=64, stages=(3,), mesh=shape if shape[0] > 1 else None).stages[0]
+        # The optimizer's part is scaled, with its counters of steps, which matter in a model of kilobytes only.
+        assert mesh.peak_bytes - alone.nccl_bytes == pytest.approx(alone.memory.peak_bytes(), rel=5e-3)
+        assert mesh.time.communication == alone.time.communication
+        assert mesh.time.total == pytest.approx(alone.time.total, rel=1e-3)
+    zero = {"stage": 3, "zero_hpz_partition_size": 8, "stage3_param_persistence_threshold": 0}
+    partition = plan({"zero_optimization": zero}, world_size=64, stages=(3,)).stages[0]
+    assert _meshes().tried[4].time.communication == partition.time.communication
+
+
+def test_the_best_mesh_fits_although_another_is_faster():
+    peaks = [mesh.peak_bytes for mesh in _meshes(gpu=SMALL).tried]
+    gpu = replace(zeroamp.GPUS["h100"], memory_gb=(peaks[0] - 1) / 1e9)
+    advice = _meshes(gpu=gpu)
+    assert not advice.tried[0].fits
+    assert advice.best.fits
+    assert "too large for the GPU: 8x8" in advice.reason
+
+
+def test_where_no_mesh_fits_the_one_with_the_least_memory_is_named():
+    advice = _meshes()  # on a GPU of a kilobyte
+    assert advice.best.peak_bytes == min(mesh.peak_bytes for mesh in advice.tried)
+    assert advice.reason.startswith("no mesh fits")
+
+
+def test_one_node_has_no_meshes_to_try_and_stage_0_neither():
+    assert plan(stages=(3,)).meshes is None
+    assert plan({"stage": 0}, world_size=64, stages=(0,)).meshes is None
+
+
+def test_shapes_to_try_with_levels_and_with_a_number_of_nodes_that_is_no_power_of_two():
+    shapes = [str(shape) for shape in shapes_to_try(24, 8, with_partition=False, with_levels=True)]
+    assert shapes == ["3x8", "1x24", "1x24 two levels"]
+    assert list(shapes_to_try(20, 8, with_partition=True)) == []
+
+
+def test_reductions_on_their_own_communicator_let_gathers_pass():
+    """Slow links: gathers of the backward do not wait for reductions that were started before."""
+    one, two = (
+        plan({"zeroamp": {"separate_reduce_scatter_group": separate}}, stages=(3,), intra_gb_per_s=1, batch=1).stages[0]
+        for separate in (False, True)
+    )
+    assert two.time.communication == one.time.communication
+    assert two.time.exposed < one.time.exposed
+    assert two.nccl_bytes - one.nccl_bytes == 500_000_000
+
+
+def test_of_equally_fast_meshes_the_smallest_without_long_rings_is_the_best():
+    """On a GPU so slow that all latency hides."""
+    gpu = replace(zeroamp.GPUS["h100"], low_tflops=1e-9, fp32_tflops=1e-9, tf32_tflops=1e-9)
+    advice = plan(world_size=4096, stages=(3,), gpu=gpu, batch=1).meshes
+    times = [mesh.time.total for mesh in advice.tried]
+    assert max(times) < 1.004 * min(times)
+    assert advice.best.shape.num_shards <= 1024
+    short = [mesh for mesh in advice.tried if mesh.shape.num_shards <= 1024]
+    assert advice.best.peak_bytes == min(mesh.peak_bytes for mesh in short)

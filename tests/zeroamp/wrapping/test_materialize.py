@@ -5,9 +5,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import zeroamp
 from tests.models.small import batch, build, loss_of
+from tests.processes.ranks import RankError
 from tests.processes.training import config, full_parameters, same_bits
 
 NAME = "llama_untied"
@@ -52,3 +54,87 @@ def _without_values():
 
 def test_a_forward_without_values_raises(ranks2):
     assert ranks2.run(_without_values) == [True, True]
+
+
+class InParts(nn.Module):
+    """Owns a parameter and a buffer; `how` they are initialised differs."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.weight = nn.Parameter(torch.empty(6, 4))
+        self.register_buffer("count", torch.empty(3, dtype=torch.int64))
+
+    def reset_parameters(self):
+        self.num_runs = getattr(self, "num_runs", 0) + 1
+        self.count.fill_(7)
+        if self.how == "whole":
+            nn.init.kaiming_uniform_(self.weight)
+        elif self.how == "view":
+            self.weight.data.view(-1, 2)[:] = torch.randn(12, 2)
+        elif self.how == "orthogonal":
+            nn.init.orthogonal_(self.weight)
+        elif self.how == "thirds":
+            for part in self.weight.chunk(3):
+                nn.init.normal_(part)
+        elif self.how == "out":
+            torch.eye(6, 4, out=self.weight)
+        elif self.how == "two of three":
+            for part in self.weight.chunk(3)[:2]:
+                nn.init.normal_(part)
+        elif self.how == "scaled":
+            self.weight.mul_(2)
+        elif self.how == "copied":
+            self.weight.copy_(self.weight * 2)
+        elif self.how == "replaced by a part":
+            self.weight.data = self.weight.data.clone()
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def _initialised(how):
+    with torch.device("meta"):
+        model = nn.Sequential(InParts(how))
+    torch.manual_seed(3)
+    model = zeroamp.wrap_model(model, zeroamp.policy_from_config(config(3, dtype=None)))
+    torch.manual_seed(3)
+    plain = InParts(how)
+    plain.weight.requires_grad_(False)
+    plain.reset_parameters()
+    same = torch.equal(model[0].weight.full_tensor(), plain.weight)
+    return same and model[0].count.tolist() == [7] * 3, model[0].num_runs
+
+
+@pytest.mark.parametrize(("how", "num_runs"), [("whole", 1), ("view", 1), ("orthogonal", 1), ("thirds", 3), ("out", 3)])
+def test_an_initialiser_runs_once_if_it_sets_tensors_whole(ranks2, how, num_runs):
+    """Over a fill it runs twice more: the integers of the buffer have no NaN."""
+    assert ranks2.run(_initialised, how) == [(True, num_runs)] * 2
+
+
+@pytest.mark.parametrize("how", ["two of three", "scaled", "copied", "replaced by a part", "nothing"])
+def test_a_tensor_of_which_no_or_not_every_element_is_set_is_refused(ranks2, how):
+    with pytest.raises(RankError, match=r"0\.weight is on the meta device.*InParts does not initialise it"):
+        ranks2.run(_initialised, how)
+
+
+def _scanned():
+    """Names of the ops over whole tensors that look for values, while a model that sets its tensors is made."""
+    names = set()
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.add(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with torch.device("meta"):
+        model = build(NAME)
+    with Names():
+        zeroamp.wrap_model(model, zeroamp.policy_from_config(config(3)))
+    return names
+
+
+def test_nothing_looks_for_values_where_initialisers_set_tensors_whole(ranks2):
+    names = ranks2.run(_scanned)[0]
+    assert "normal_" in names or "uniform_" in names
+    assert "isnan" not in names

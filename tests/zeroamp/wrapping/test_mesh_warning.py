@@ -1,0 +1,29 @@
+"""`wrap_model` warns once of what its mesh makes slow."""
+
+import torch
+from torch import nn
+
+import zeroamp
+from benchmarks.fake_ranks import fake_ranks
+from tests.measuring.logs import log_lines
+from tests.processes.training import config
+
+
+def _warnings(num_ranks, **options):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    with fake_ranks(num_ranks), log_lines() as lines:
+        zeroamp.wrap_model(model, zeroamp.policy_from_config(config(3, **options)), materialize=False)
+    return [line for line in lines if "Sharded over" in line]
+
+
+def test_a_mesh_over_hosts_is_warned_of_in_one_line_and_one_host_is_not(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    (line,) = _warnings(16)
+    assert "between hosts of 8 ranks" in line
+    assert _warnings(8) == []
+    assert _warnings(16, zeroamp={"dp_replicate_size": 2}) == []
+    (line,) = _warnings(2048)
+    assert "rings of 2,048 ranks" in line
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert _warnings(16) == [], "the hosts are not known"

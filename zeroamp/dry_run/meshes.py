@@ -1,0 +1,129 @@
+"""Which mesh is best for a run: shards x replicas and secondary partitions, each planned with the same micro-batch."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from zeroamp.dry_run.step_time import StepTime
+from zeroamp.planning.mesh import Ranks
+from zeroamp.planning.mesh_notes import LONGEST_RING
+from zeroamp.planning.plan import Plan
+from zeroamp.planning.traffic import padded_numel
+from zeroamp.policies.errors import some_of
+
+EQUAL_TIME = 0.005
+"""Meshes whose step takes at most this part longer than the shortest are taken as equally fast."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshShape:
+    """A mesh to try."""
+
+    num_replicas: int
+    num_shards: int
+    partition: int = 1
+    """Ranks of the secondary partition (hpZ), `zero_optimization.zero_hpz_partition_size`. 1: none."""
+    ranks_per_node: int | None = None
+    """Ranks of the first of two levels, `zeroamp.ranks_per_node`. None: as the config has it."""
+
+    def __str__(self) -> str:
+        """Return it as `--mesh` takes it, replicas x shards, then the partition and the levels."""
+        text = f"{self.num_replicas}x{self.num_shards}"
+        text += f" hpZ {self.partition}" if self.partition > 1 else ""
+        return text if self.ranks_per_node is None else f"{text} two levels"
+
+    @property
+    def ranks(self) -> Ranks:
+        """Return the numbers of ranks: of one replica, a mesh of one axis."""
+        return Ranks(num_shards=self.num_shards, num_replicas=self.num_replicas if self.num_replicas > 1 else None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshPlan:
+    """One mesh of a run."""
+
+    shape: MeshShape
+    peak_bytes: int
+    """Of one rank, with what NCCL takes. The optimizer's part is scaled from that of another number of shards."""
+    fits: bool
+    time: StepTime
+    padding: float
+    """Elements that are moved and held as padding, as a part of the parameters' elements."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshAdvice:
+    """The meshes that were tried at one stage, by their shards, and the best of them."""
+
+    tried: tuple[MeshPlan, ...]
+    best: MeshPlan
+    """The fastest that fits; where none fits, the one with the least memory."""
+    reason: str
+
+
+def shapes_to_try(
+    world_size: int, gpus_per_node: int, *, with_partition: bool, with_levels: bool = False
+) -> Iterator[MeshShape]:
+    """Yield shards over one node, over 2, 4, … nodes, and over all ranks; then a partition inside a node.
+
+    Nothing on one node, or where nodes are not full. `with_levels`: shards over several nodes in two levels too.
+    """
+    if world_size <= gpus_per_node or world_size % gpus_per_node or gpus_per_node == 1:
+        return
+    sizes = [gpus_per_node * 2**power for power in range((world_size // gpus_per_node).bit_length())]
+    for num_shards in sorted({size for size in sizes if world_size % size == 0} | {world_size}):
+        shape = MeshShape(num_replicas=world_size // num_shards, num_shards=num_shards)
+        yield shape
+        if with_levels and num_shards > gpus_per_node:
+            yield replace(shape, ranks_per_node=gpus_per_node)
+    if with_partition:
+        yield MeshShape(num_replicas=1, num_shards=world_size, partition=gpus_per_node)
+
+
+def advise(shapes: Sequence[MeshShape], plan_mesh: Callable[[MeshShape], MeshPlan]) -> MeshAdvice | None:
+    """Plan each mesh, and choose. None where there is none to try.
+
+    Among equally fast ones (`EQUAL_TIME`), the one with the least memory is the best, of those without rings that
+    `wrap_model` would warn of, if there are any.
+    """
+    tried = [plan_mesh(shape) for shape in shapes]
+    if not tried:
+        return None
+    fitting = [mesh for mesh in tried if mesh.fits]
+    if not fitting:
+        best = min(tried, key=lambda mesh: mesh.peak_bytes)
+        return MeshAdvice(tried=tuple(tried), best=best, reason="no mesh fits; this one needs the least memory")
+    shortest = min(mesh.time.total for mesh in fitting)
+    equal = [mesh for mesh in fitting if mesh.time.total <= (1 + EQUAL_TIME) * shortest]
+    best = min(equal, key=lambda mesh: (mesh.shape.num_shards > LONGEST_RING, mesh.peak_bytes))
+    return MeshAdvice(tried=tuple(tried), best=best, reason=_reason(best, tried, fitting))
+
+
+def _reason(best: MeshPlan, tried: Sequence[MeshPlan], fitting: Sequence[MeshPlan]) -> str:
+    flat = next(mesh for mesh in tried if mesh.shape.num_replicas == 1)
+    parts = []
+    if flat is best:
+        parts.append(
+            f"no other mesh that fits is over {EQUAL_TIME:.1%} faster, and this one needs the least memory of those"
+        )
+    else:
+        parts.append(f"{best.time.total:.3g} s per step, {flat.time.total:.3g} s with one replica ({flat.shape})")
+        for what, own, other in (
+            ("latency", best.time.latency, flat.time.latency),
+            ("exposed", best.time.exposed, flat.time.exposed),
+        ):
+            if other - own > EQUAL_TIME * flat.time.total:
+                parts.append(f"{what} {own:.3g} s, not {other:.3g} s")
+        if flat.padding - best.padding > 0.01:
+            parts.append(f"padding {best.padding:.0%}, not {flat.padding:.0%}")
+    too_large = [mesh for mesh in tried if mesh.time.total < best.time.total and mesh not in fitting]
+    if too_large:
+        names = [str(mesh.shape) for mesh in too_large]
+        parts.append(f"faster, but too large for the GPU: {some_of(names, 3)}")
+    return "; ".join(parts)
+
+
+def padding_of(plan: Plan, num_shards: int) -> float:
+    """Return the elements of padding as a part of the elements of all sharded parameters."""
+    params = [param for group in plan.groups for param in group.params]
+    numel = sum(param.numel for param in params)
+    return sum(padded_numel(param, num_shards) for param in params) / numel - 1 if numel else 0.0

@@ -1,0 +1,207 @@
+"""The time of one collective: bytes over bandwidths, and the latency of its hops; and the memory that NCCL takes.
+
+[Note: Collectives]
+With n ranks and B the bytes of the unsharded tensor (the convention of `zeroamp.Traffic`):
+
+* all-gather, reduce-scatter: a ring moves B (n - 1) / n through every link; an all-reduce twice that. A ring that
+  leaves the node is as fast as the node's cards together (as many rings run as there are cards), at most as fast as the
+  links inside.
+* all-to-all: a rank sends B / n to each other one. Those outside of its node go through its own card; so across nodes
+  an all-to-all of the same bytes takes longer than a reduce-scatter, up to as many times as a node has cards.
+* in two levels, with g ranks per node and m = n / g nodes: an all-to-all inside the node, a sum in fp32, an all-to-all
+  of the B / g elements' partial sums between the ranks of equal number in each node, and another sum. An all-gather
+  goes the other way round: between the nodes, then inside. So a card sends 4 / w x B / g (m - 1) / m of a reduction,
+  where w is the bytes per element of what is sent, instead of B (n - g) / n.
+
+[Note: Latency]
+The constants are those by which NCCL chooses its algorithms (NCCL, src/graph/tuning.cc, `baseLat` and `hwLat`, as of
+2.2x): microseconds per call and per hop over NVLink, PCIe or a network, for the protocols LL128 and Simple. A ring of n
+ranks on m nodes makes n - 1 hops, of which m - 1 leave a node; an all-reduce twice as many. A tree makes
+2 (n / m - 1 + log2 m) of them. LL128 sends 120 bytes of data in 128, and NCCL has it for NVLink only. As NCCL does, the
+fastest of these is taken. For sends to single ranks NCCL has no constants: an all-to-all is taken to serve
+`PEERS_AT_ONCE` ranks at a time, each with one hop, which is an assumption.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from zeroamp.hooks.collectives.traffic import Collective
+from zeroamp.policies.policy import Policy
+
+
+class _Protocol(NamedTuple):
+    """Microseconds of a call and of a hop, and the part of the bandwidth that is left for data."""
+
+    base: float
+    nvlink: float
+    pcie: float
+    net: float
+    bandwidth: float
+
+
+_SIMPLE_RING = _Protocol(8.4, 3.4, 5.7, 14.0, 1.0)
+_LL128_RING = _Protocol(14.0, 1.9, 2.5, 4.0, 120 / 128)
+# NCCL gives a tree 0.9 of a ring's bandwidth.
+_SIMPLE_TREE = _Protocol(8.4, 4.0, 4.0, 14.0, 0.9)
+_LL128_TREE = _Protocol(14.0, 1.25, 1.9, 8.5, 0.9 * 120 / 128)
+
+PEERS_AT_ONCE = 8
+"""Ranks that an all-to-all sends to at a time. An assumption."""
+
+FASTEST_PCIE_GB_PER_S = 64
+"""Links inside a node of at most so many 10^9 bytes per second, one direction, are taken for PCIe (5.0 x16)."""
+
+BYTES_OF_FIRST_COMMUNICATOR = 1_060_000_000
+"""GPU memory of a process with one NCCL communicator of a ring, the driver's context included: measured by a user on
+8 x H100 (https://github.com/NVIDIA/nccl/issues/1685)."""
+BYTES_OF_COMMUNICATOR = 500_000_000
+"""Of each further communicator. An assumption: that of above, without the driver's context of about as much."""
+BYTES_PER_PEER = 32 * 14 * 2**20
+"""Of an all-to-all, for each other rank of the node: 32 channels, each with buffers of 10, 2 and 2 MiB. 7 of them are
+the 3.28 GB that were measured there at the first all-to-all. Peers in other nodes share buffers: not counted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Network:
+    """The links between ranks. Ranks are numbered node by node."""
+
+    gpus_per_node: int
+    intra_gb_per_s: float
+    """10^9 bytes per second, one direction, from an accelerator into its node."""
+    inter_gb_per_s: float
+    """The same to other nodes, per accelerator."""
+    efficiency: float
+    """The part of these that collectives reach."""
+    ranks_per_node: int = 1
+    """Ranks of the first of two levels, for collectives over the ranks that shard. 1: in one level. See `two_levels`"""
+
+    def nodes_of(self, num_ranks: int, stride: int = 1) -> int:
+        """Return on how many nodes ranks 0, stride, 2 stride, … are."""
+        return math.ceil(num_ranks / self._per_node(num_ranks, stride))
+
+    def _per_node(self, num_ranks: int, stride: int) -> int:
+        return max(1, min(num_ranks, self.gpus_per_node // stride))
+
+    def ring_bytes_per_s(self, num_ranks: int, stride: int) -> float:
+        """Return what a ring over ranks 0, stride, 2 stride, … moves per second."""
+        per_node = self._per_node(num_ranks, stride)
+        is_inside = self.nodes_of(num_ranks, stride) == 1
+        slowest = self.intra_gb_per_s if is_inside else min(self.intra_gb_per_s, per_node * self.inter_gb_per_s)
+        return slowest * 1e9 * self.efficiency
+
+    def seconds(self, collective: Collective, num_bytes: int | float, num_ranks: int, stride: int = 1) -> float:
+        """Return the time of one call. See [Note: Collectives] and [Note: Latency].
+
+        Args:
+            collective: which.
+            num_bytes: of the unsharded tensor.
+            num_ranks: of its process group.
+            stride: between the numbers of two neighbouring ranks of the group.
+        """
+        return sum(self.parts(collective, num_bytes, num_ranks, stride))
+
+    def parts(
+        self, collective: Collective, num_bytes: int | float, num_ranks: int, stride: int = 1
+    ) -> tuple[float, float]:
+        """Return the same as (latency, time of the bytes)."""
+        if num_ranks == 1:
+            return 0.0, 0.0
+        if collective == "all_to_all":
+            inside = self._per_node(num_ranks, stride)
+            part = num_bytes / num_ranks / (1e9 * self.efficiency)
+            intra, inter = part * (inside - 1) / self.intra_gb_per_s, part * (num_ranks - inside) / self.inter_gb_per_s
+            return self._latency_of_peers(inside - 1, num_ranks - inside), max(intra, inter)
+        nodes = self.nodes_of(num_ranks, stride)
+        rounds = 2 if collective == "all_reduce" else 1
+        per_ring = rounds * num_bytes * (num_ranks - 1) / num_ranks / self.ring_bytes_per_s(num_ranks, stride)
+        in_node, between = rounds * (num_ranks - nodes), rounds * (nodes - 1)
+        found = [self._by(protocol, in_node, between, per_ring) for protocol in self._usable(_SIMPLE_RING, _LL128_RING)]
+        if collective == "all_reduce":
+            in_tree, up = 2 * (math.ceil(num_ranks / nodes) - 1), 2 * int(math.log2(nodes))
+            of_tree = 2 * num_bytes / self.ring_bytes_per_s(num_ranks, stride)
+            found += [self._by(protocol, in_tree, up, of_tree) for protocol in self._usable(_SIMPLE_TREE, _LL128_TREE)]
+        return min(found, key=sum)
+
+    @property
+    def _is_pcie(self) -> bool:
+        return self.intra_gb_per_s <= FASTEST_PCIE_GB_PER_S
+
+    def _usable(self, simple: _Protocol, ll128: _Protocol) -> list[_Protocol]:
+        return [simple] if self._is_pcie else [simple, ll128]
+
+    def _by(self, protocol: _Protocol, in_node: int, between: int, seconds: float) -> tuple[float, float]:
+        hop = protocol.pcie if self._is_pcie else protocol.nvlink
+        return (protocol.base + in_node * hop + between * protocol.net) * 1e-6, seconds / protocol.bandwidth
+
+    def _latency_of_peers(self, num_inside: int, num_outside: int) -> float:
+        inside, outside = (math.ceil(number / PEERS_AT_ONCE) for number in (num_inside, num_outside))
+        return self._by(_SIMPLE_RING, inside, outside, 0.0)[0]
+
+    def levels(self, num_ranks: int) -> tuple[int, int] | None:
+        """Return (ranks per node, nodes) where collectives over `num_ranks` neighbours run in two levels, else None."""
+        size = self.ranks_per_node
+        return (size, num_ranks // size) if size > 1 and num_ranks > size and num_ranks % size == 0 else None
+
+    def gather_parts(self, num_bytes: int, num_ranks: int) -> tuple[float, float]:
+        """Return (latency, time of the bytes) of an all-gather over the ranks that shard, in one level or two."""
+        if (levels := self.levels(num_ranks)) is None:
+            return self.parts("all_gather", num_bytes, num_ranks)
+        size, nodes = levels
+        between = self.parts("all_gather", num_bytes / size, nodes, size)
+        inside = self.parts("all_gather", num_bytes, size)
+        return between[0] + inside[0], between[1] + inside[1]
+
+    def reduce_parts(
+        self, collective: Collective, num_bytes: int, itemsize: int, num_ranks: int
+    ) -> tuple[float, float]:
+        """Return the same of a reduction; `itemsize` is the bytes of one element of what is sent.
+
+        Only what ranks sum themselves runs in two levels: an all-to-all.
+        """
+        levels = self.levels(num_ranks)
+        if levels is None or collective != "all_to_all":
+            return self.parts(collective, num_bytes, num_ranks)
+        size, nodes = levels
+        inside = self.parts("all_to_all", num_bytes, size)
+        between = self.parts("all_to_all", 4 * num_bytes / itemsize / size, nodes, size)
+        return inside[0] + between[0], inside[1] + between[1]
+
+    def sum_bytes(self, collective: Collective, num_bytes: int, itemsize: int, num_ranks: int) -> float:
+        """Return what a rank's own sum of a reduction reads and writes: all that it received, and an fp32 result.
+
+        With E elements, that is (w + 4 / n) E bytes, by one kernel; in two levels the partial sums are written and read
+        too, (w + 8 / g + 4 / n) E. 0 where the backend sums.
+        """
+        if collective != "all_to_all":
+            return 0.0
+        numel, levels = num_bytes / itemsize, self.levels(num_ranks)
+        return num_bytes + 4 * numel / num_ranks + (0 if levels is None else 8 * numel / levels[0])
+
+    def nccl_bytes(
+        self, *, num_shards: int, num_replicas: int, partition: int, all_to_all: bool, separate: bool
+    ) -> int:
+        """Return the GPU memory that NCCL takes outside of torch's allocator, the driver's context included.
+
+        By the constants of this file: the first communicator, one more for replicas, for a partition (hpZ), for
+        reductions of their own and for the second level; and the buffers of the all-to-alls inside the node.
+
+        Args:
+            num_shards: ranks that one parameter is sharded over.
+            num_replicas: ranks that hold the same shard.
+            partition: ranks of a secondary partition; 1: none.
+            all_to_all: whether gradients are sent by all-to-alls.
+            separate: whether reductions have a communicator of their own.
+        """
+        if num_shards * num_replicas == 1:
+            return 0
+        in_two_levels = self.levels(num_shards) is not None
+        further = [num_shards > 1 and num_replicas > 1, partition > 1, separate, in_two_levels]
+        num_peers = self._per_node(num_shards, 1) - 1 if all_to_all else 0
+        return BYTES_OF_FIRST_COMMUNICATOR + sum(further) * BYTES_OF_COMMUNICATOR + num_peers * BYTES_PER_PEER
+
+
+def two_levels(policy: Policy, gpus_per_node: int) -> int:
+    """Return the ranks of the first of two levels that a config asks for; 1: its collectives run in one level."""
+    asked = getattr(policy, "ranks_per_node", None)
+    return gpus_per_node if asked == "auto" else int(asked or 1)

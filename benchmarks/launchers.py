@@ -141,9 +141,12 @@ class Campaign:
             time.sleep(0.2)
 
     def write(self) -> None:
-        """Write the rows."""
-        (self.root / "launchers.json").write_text(json.dumps(self.results, indent=1) + "\n")
-        lines = [f"- {row.pop('case')}: " + "; ".join(f"{k} {v}" for k, v in row.items()) for row in self.results]
+        """Write the rows, beside those of other cases that an earlier call wrote."""
+        path = self.root / "launchers.json"
+        rows = {row["case"]: row for row in (json.loads(path.read_text()) if path.exists() else [])}
+        rows |= {row["case"]: row for row in self.results}
+        path.write_text(json.dumps([rows[case] for case in CASES if case in rows], indent=1) + "\n")
+        lines = ["- " + "; ".join(f"{key}: {value}" for key, value in row.items()) for row in rows.values()]
         (self.root / "launchers.md").write_text("\n".join(lines) + "\n")
 
 
@@ -317,10 +320,16 @@ def on_ray(campaign: Campaign, out: Path, *, is_struck: bool) -> dict[str, Any]:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     log = out / "ray.log"
-    quiet = {"HOME": str(out), "RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_MEMORY_MONITOR": "1", "RAY_TRAIN_METRICS_ENABLED": "0"}
+    log.touch()
+    quiet = {
+        "HOME": str(out),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DISABLE_MEMORY_MONITOR": "1",
+        "RAY_TRAIN_METRICS_ENABLED": "0",
+    }
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as scratch, log.open("wb") as output:
         command = [sys.executable, "-c", RAY, scratch, str(LAUNCH / "ray_train.py"), "--cpu", "--workers", "2"]
-        command += ["--storage", str(out), "--name", "run", *campaign.options()]
+        command += ["--storage", str(out), "--name", "run", *campaign.options("--save-every", 5)]
         driver = subprocess.Popen(
             command, cwd=ROOT, env={**campaign.environment(), **quiet}, stdout=output, stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -212,7 +212,7 @@ def test_skypilots_task_runs_the_script_with_its_nodes(calls, monkeypatch):
     assert done.returncode == 0, done.stderr
     agent, args = parsed(*lines(calls, "torchrun"), monkeypatch)
     assert (agent.nnodes, agent.nproc_per_node, agent.rdzv_endpoint) == ("2", "8", "10.0.0.1:29400")
-    assert str(args.out.parent) in task["file_mounts"]
+    assert str(args.out.parent) in task["volumes"]
 
 
 @pytest.mark.parametrize(

@@ -350,8 +350,9 @@ def on_ray(campaign: Campaign, out: Path, *, is_struck: bool) -> dict[str, Any]:
 
 
 def starts(text: str) -> str:
-    """Return after which steps a run went on."""
-    return "from the beginning, " + ", ".join(f"after step {n}" for n in re.findall(r"going on after step (\d+)", text))
+    """Return after which steps a run went on. Ray prints each line twice."""
+    steps = dict.fromkeys(re.findall(r"going on after step (\d+)", text))
+    return ", ".join(["from the beginning", *(f"after step {step}" for step in steps)])
 
 
 CASES: dict[str, Callable[[Campaign, Path], dict[str, Any]]] = {

@@ -1,8 +1,7 @@
-"""Going on from a checkpoint: the state of training, the run so far, and the position in the data."""
+"""Going on from a checkpoint: the state of training, the run so far, and what another number of ranks changes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -11,6 +10,7 @@ from _output import Run
 import zeroamp
 
 CHECKPOINTS = "checkpoints"  # the folder in --out
+BATCH = "train_batch_size"
 
 
 def resume(model: torch.nn.Module, train: zeroamp.TrainStep, asked: str | None, checkpoints: Path) -> Run | None:
@@ -27,7 +27,25 @@ def resume(model: torch.nn.Module, train: zeroamp.TrainStep, asked: str | None, 
     return None if extra is None else Run(**extra)
 
 
-def skip(batches: Iterator[torch.Tensor], num_tokens: int, *, num_tokens_per_batch: int) -> None:
-    """Pass over the micro-batches that hold the `num_tokens` (over all ranks) that were trained on before."""
-    for _ in range(num_tokens // num_tokens_per_batch):
-        next(batches)
+def batch_sizes(*, ranks: int, micro_batch_size: int, accumulation: int) -> dict[str, int]:
+    """What makes a batch, under the names of the config."""
+    return {
+        "ranks": ranks,
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "gradient_accumulation_steps": accumulation,
+        BATCH: ranks * micro_batch_size * accumulation,
+    }
+
+
+def note_change(run: Run, sizes: dict[str, int]) -> str | None:
+    """Put the batch sizes into a run that goes on; return a line of what changed, which the run keeps, or None."""
+    before, run.batch_sizes, run.world_size = run.batch_sizes, sizes, sizes["ranks"]
+    changes = [f"{name} {before[name]} -> {size}" for name, size in sizes.items() if before.get(name, size) != size]
+    if not changes:
+        return None
+    if before[BATCH] == sizes[BATCH]:
+        changes.append(f"{BATCH} is still {sizes[BATCH]}")
+    else:
+        changes.append(f"set {BATCH} in the config to keep it")
+    run.changes.append(f"after step {len(run.losses)}: {', '.join(changes)}")
+    return run.changes[-1]

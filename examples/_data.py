@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -88,28 +89,28 @@ def pack(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, *, s
 
 
 def training_batches(
-    sequences: torch.Tensor, *, micro_batch_size: int, rank: int, world_size: int, seed: int
+    sequences: torch.Tensor, *, micro_batch_size: int, rank: int, world_size: int, seed: int, start: int = 0
 ) -> Iterator[torch.Tensor]:
     """Endless micro-batches of this rank: int64 [micro_batch_size, seq_len]; reshuffled each time the data is used up.
 
-    In each pass the ranks' rows are disjoint and of equal number.
+    All ranks deal the same endless order of rows, from its row `start` on, one row to each rank in turn. The rows of
+    an optimizer step are then the same for any number of ranks, if the step has the same number of rows.
     """
-    num_sequences_per_rank = len(sequences) // world_size
-    if num_sequences_per_rank == 0:
+    if len(sequences) < world_size:
         raise DataError(
             f"data: {len(sequences)} training sequence(s) for {world_size} ranks; each rank needs at least one. "
             "Give more text, a smaller --seq-len, or fewer ranks."
         )
-    generator = torch.Generator().manual_seed(seed)
-    rows: list[torch.Tensor] = []
+    rows = itertools.islice(_endless_order(len(sequences), seed), start + rank, None, world_size)
     while True:
-        # Every rank draws the same permutation and takes every world_size-th row of it.
-        order = torch.randperm(len(sequences), generator=generator)[rank::world_size][:num_sequences_per_rank]
-        for index in order:
-            rows.append(sequences[index])
-            if len(rows) == micro_batch_size:
-                yield torch.stack(rows)
-                rows = []
+        yield torch.stack([sequences[row] for row in itertools.islice(rows, micro_batch_size)])
+
+
+def _endless_order(num_rows: int, seed: int) -> Iterator[int]:
+    """One permutation of the rows after another."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield from torch.randperm(num_rows, generator=generator).tolist()
 
 
 def evaluation_batches(

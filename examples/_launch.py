@@ -14,17 +14,20 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
-def start_process_group() -> torch.device:
-    """Start the process group from torchrun's environment, or one of a single process; return this rank's device."""
+def start_process_group(timeout: timedelta = COLLECTIVE_TIMEOUT) -> torch.device:
+    """Start the process group from torchrun's environment, or one of a single process; return this rank's device.
+
+    A collective that waits for longer than `timeout` fails.
+    """
     if "RANK" not in os.environ:
         os.environ.update(ALONE)
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     start = partial(
         dist.init_process_group,
         store=dist.PrefixStore(_name_of_start(world_size), store),
         rank=rank,
         world_size=world_size,
-        timeout=COLLECTIVE_TIMEOUT,
+        timeout=timeout,
     )
     if not torch.cuda.is_available():
         start("gloo")

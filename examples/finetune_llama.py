@@ -6,10 +6,11 @@ With --save-every and --resume auto it survives what kills it, bit for bit:
 
     torchrun --nproc-per-node 2 --max-restarts 3 examples/finetune_llama.py --save-every 10 --resume auto
 
-On SIGTERM it saves at the end of the step and ends. The same file runs on one process without torchrun, on CPUs (gloo)
-and on GPUs (NCCL). It prints the dtype ledger and the held-out loss before and after, and writes `model/` (for
-`from_pretrained`), `losses.json`, `loss.png` and `run.jsonl` to --out. `zeroamp report` makes a table and plots of the
-last one, of several runs side by side.
+On SIGTERM it saves at the end of the step and ends. With --train-batch-size and --micro-batch-size another number of
+ranks goes on with the same rows in every step; `examples/launch/` starts it on several machines. The same file runs on
+one process without torchrun, on CPUs (gloo) and on GPUs (NCCL). It prints the dtype ledger and the held-out loss before
+and after, and writes `model/` (for `from_pretrained`), `losses.json`, `loss.png` and `run.jsonl` to --out. `zeroamp
+report` makes a table and plots of the last one, of several runs side by side.
 """
 
 from __future__ import annotations
@@ -18,16 +19,20 @@ import argparse
 import json
 import logging
 import math
+import signal
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from _checkpoints import CHECKPOINTS, resume, skip
+from _checkpoints import CHECKPOINTS, batch_sizes, note_change, resume
 from _data import IGNORED_LABEL, evaluation_batches, pack, read_documents, split_documents, training_batches
-from _launch import start_process_group
+from _launch import COLLECTIVE_TIMEOUT, start_process_group
 from _output import Run, plot_losses
 from _weights import load_model
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -48,13 +53,18 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
     logging.basicConfig(format="%(message)s")
     logging.getLogger("zeroamp").setLevel(logging.INFO)  # the size of the wrapped model, and warnings
-    device = start_process_group()
+    device = start_process_group(timedelta(seconds=args.timeout))
     finetune(args, device)
     dist.destroy_process_group()
 
 
-def finetune(args: argparse.Namespace, device: torch.device) -> None:
-    """Run everything between the start and the end of the process group."""
+def finetune(
+    args: argparse.Namespace, device: torch.device, on_save: Callable[[Path, Run], None] | None = None
+) -> None:
+    """Run everything between the start and the end of the process group.
+
+    `on_save` is called on all ranks with each checkpoint, which is then written before training goes on.
+    """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if rank == 0:
         print(f"loading {args.model} and the text; {world_size} rank(s) on {device.type}", flush=True)
@@ -75,15 +85,23 @@ def finetune(args: argparse.Namespace, device: torch.device) -> None:
         print(zeroamp.explain(model))
         print(f"{len(train_rows)} training and {len(held_out_rows)} held-out sequences of {args.seq_len} tokens")
     run = resume(model, train, args.resume, args.out / CHECKPOINTS)
+    sizes = batch_sizes(
+        ranks=world_size,
+        micro_batch_size=args.micro_batch_size,
+        accumulation=policy.gradient_accumulation_steps,
+    )
     if run is None:
-        run = Run(args={name: str(value) for name, value in vars(args).items()}, world_size=world_size)
+        options = {name: str(value) for name, value in vars(args).items()}
+        run = Run(args=options, world_size=world_size, batch_sizes=sizes)
         run.held_out_before = held_out_loss(model, held_out_rows, args.micro_batch_size, device)
         if rank == 0:
             print(f"held-out loss before training: {run.held_out_before:.4f}", flush=True)
         if rank == 0:
             (args.out / RUN_FILE).unlink(missing_ok=True)  # of another run with the same --out
-    elif rank == 0:
-        print(f"going on after step {len(run.losses)}", flush=True)
+    else:
+        change = note_change(run, sizes)
+        if rank == 0:
+            print(f"going on after step {len(run.losses)}", *filter(None, [change]), sep="\n", flush=True)
     with zeroamp.RunReport(
         train,
         args.out / RUN_FILE,
@@ -91,7 +109,7 @@ def finetune(args: argparse.Namespace, device: torch.device) -> None:
         flops_per_step=flops * policy.gradient_accumulation_steps * world_size,
         peak_flops=None if args.peak_tflops is None else args.peak_tflops * 1e12,
     ):
-        is_complete = train_loop(model, train, train_rows, args, device, run)
+        is_complete = train_loop(model, train, train_rows, args, device, run, on_save)
     if not is_complete:
         return
     run.held_out_after = held_out_loss(model, held_out_rows, args.micro_batch_size, device)
@@ -126,16 +144,22 @@ def train_loop(
     args: argparse.Namespace,
     device: torch.device,
     run: Run,
+    on_save: Callable[[Path, Run], None] | None,
 ) -> bool:
     """Take optimizer steps until `args.steps` are in `run`; return False where a signal ended it earlier."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     batches = training_batches(
-        rows, micro_batch_size=args.micro_batch_size, rank=rank, world_size=world_size, seed=args.seed
+        rows,
+        micro_batch_size=args.micro_batch_size,
+        rank=rank,
+        world_size=world_size,
+        seed=args.seed,
+        start=sum(run.num_tokens) // args.seq_len,  # after the rows that were trained on before
     )
-    skip(batches, sum(run.num_tokens), num_tokens_per_batch=args.micro_batch_size * args.seq_len * world_size)
     save = partial(zeroamp.save_checkpoint, args.out / CHECKPOINTS, model, train, keep=args.keep)
     model.train()
-    with zeroamp.Preemption(model) as preemption:
+    is_main = threading.current_thread() is threading.main_thread()  # only there Python allows a handler; Ray's is not
+    with zeroamp.Preemption(model, (signal.SIGTERM,) if is_main else ()) as preemption:
         while len(run.losses) < args.steps:
             start, num_tokens = time.perf_counter(), 0
             report = None
@@ -152,12 +176,16 @@ def train_loop(
             step = len(run.losses)
             if preemption.is_requested():
                 path = save(step=step, extra=asdict(run))
+                if on_save is not None:
+                    on_save(path, run)
                 if rank == 0:
                     print(f"asked to end: saved {path}; --resume auto goes on from it", flush=True)
                 return False
             if args.save_every is not None and step % args.save_every == 0:
-                # Written while training goes on; the next save, or the end of the loop, waits for it.
-                save(step=step, extra=asdict(run), async_=True)
+                if on_save is not None:
+                    on_save(save(step=step, extra=asdict(run)), run)
+                else:  # written while training goes on; the next save, or the end of the loop, waits for it
+                    save(step=step, extra=asdict(run), async_=True)
         train.saving.wait()
     return True
 
@@ -188,9 +216,13 @@ def load_rows(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> t
 
 
 def read_config(args: argparse.Namespace) -> dict[str, object]:
-    """The DeepSpeed-style config of --config, with --grad-accum and --micro-batch-size put into it."""
+    """The DeepSpeed-style config of --config, with the batch sizes of the command line put into it."""
     config = json.loads(args.config.read_text(encoding="utf-8"))
-    asked = {"gradient_accumulation_steps": args.grad_accum, "train_micro_batch_size_per_gpu": args.micro_batch_size}
+    asked = {
+        "train_batch_size": args.train_batch_size,
+        "train_micro_batch_size_per_gpu": args.micro_batch_size,
+        "gradient_accumulation_steps": args.grad_accum,
+    }
     return config | {key: value for key, value in asked.items() if value is not None}
 
 
@@ -211,6 +243,11 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--data", type=Path, help="JSON lines with text, question + answer, or messages (default: chatterbot-corpus)")
     add("--steps", type=positive_int, default=30, help="optimizer steps")
     add("--micro-batch-size", type=positive_int, help="sequences per rank and forward (default: the config's, or 4)")
+    add(
+        "--train-batch-size",
+        type=positive_int,
+        help="sequences per step, of any number of ranks (default: the config's)",
+    )
     add("--grad-accum", type=positive_int, help="micro-batches per optimizer step (default: the config's)")
     add("--seq-len", type=positive_int, default=128, help="tokens per sequence")
     add("--lr", type=float, default=3e-4, help="peak learning rate, where the config has no optimizer")
@@ -221,6 +258,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--save-every", type=positive_int, metavar="STEPS", help="save to OUT/checkpoints each time (default: never)")
     add("--keep", type=positive_int, default=2, help="how many checkpoints stay")
     add("--resume", metavar="auto|PATH", help="go on from OUT/checkpoints, if there is one, or from a checkpoint")
+    timeout_s = int(COLLECTIVE_TIMEOUT.total_seconds())
+    add("--timeout", type=positive_int, default=timeout_s, help="seconds until a rank that waits for another fails")
     add("--peak-tflops", type=float, help="peak of one device in the dtype that computes, for the utilisation (MFU)")
     add("--gradient-checkpointing", action="store_true", help="recompute each layer in backward to save memory")
     args = parser.parse_args(arguments)

@@ -25,7 +25,7 @@ def resolve_batch_sizes(
     if steps is None:
         steps = _accumulation_steps(total, micro, ranks)
     if total is not None and micro is None and ranks is not None:
-        micro = _divide(total, steps * ranks, f"{steps} accumulation steps x {ranks} ranks")
+        micro = _divide(total, steps * ranks, f"{steps} accumulation steps x {ranks} ranks", ranks, steps)
     if total is None and micro is not None and ranks is not None:
         total = micro * steps * ranks
     check_batch_sizes(total, micro, steps, ranks)
@@ -62,14 +62,27 @@ def _accumulation_steps(total: int | None, micro: int | None, ranks: int | None)
             "of ranks. Pass world_size= to policy_from_config (--world-size on the command line), start with torchrun, "
             "or set the key."
         )
-    return _divide(total, micro * ranks, f"{_MICRO} {micro} x {ranks} ranks")
+    return _divide(total, micro * ranks, f"{_MICRO} {micro} x {ranks} ranks", ranks, micro)
 
 
-def _divide(total: int, factor: int, words: str) -> int:
+def _divide(total: int, factor: int, words: str, ranks: int, micro: int = 1) -> int:
     if total % factor:
         valid = f"a multiple of {factor} = {words}"
-        raise ConfigError(describe(_TOTAL, f"{total}", valid, "Change one of them; nothing is rounded."))
+        remedy = f"Change one of them; nothing is rounded. {_what_divides(total, factor, ranks, micro)}"
+        raise ConfigError(describe(_TOTAL, f"{total}", valid, remedy))
     return total // factor
+
+
+def _what_divides(total: int, factor: int, ranks: int, per_rank: int) -> str:
+    """Say which totals and numbers of ranks nearest to these would divide: a lost host may have changed the ranks."""
+    totals = [str(near) for near in (total // factor * factor, -(-total // factor) * factor) if near]
+    words = f"With {ranks} ranks, {_TOTAL} {' or '.join(totals)} would do"
+    if total % per_rank:
+        return f"{words}."
+    fitting = [number for number in range(1, total // per_rank + 1) if total // per_rank % number == 0]
+    near = [max((n for n in fitting if n < ranks), default=None), min((n for n in fitting if n > ranks), default=None)]
+    numbers = " or ".join(str(number) for number in near if number is not None)
+    return f"{words}; with {_TOTAL} {total}, {numbers} ranks would."
 
 
 def data_parallel_ranks(world_size: int | None) -> int | None:

@@ -16,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import _data  # noqa: E402
 import _weights  # noqa: E402
 
+import zeroamp  # noqa: E402
+
 
 @pytest.fixture(scope="module")
 def tokenizer():
@@ -71,6 +73,29 @@ def test_ranks_train_on_different_rows_and_together_on_all():
     first, second = (_first_pass(12, world_size=2, rank=rank) for rank in range(2))
     assert len(first) == len(second) == 6
     assert sorted(first + second) == list(range(12))
+
+
+@pytest.mark.parametrize("num_rows", [16, 19])  # a pass ends at the end of a step, or within one
+def test_a_step_has_the_same_rows_whichever_ranks_take_it(num_rows):
+    config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
+
+    def rows_of_steps(num_steps, world_size, start):
+        steps = zeroamp.policy_from_config(config, world_size=world_size).gradient_accumulation_steps
+        rows, num_batches = torch.arange(num_rows)[:, None], steps * num_steps
+        ranks = [
+            _data.training_batches(rows, micro_batch_size=2, rank=rank, world_size=world_size, seed=0, start=start)
+            for rank in range(world_size)
+        ]
+        of_ranks = [torch.cat(list(itertools.islice(batches, num_batches))).view(num_steps, -1) for batches in ranks]
+        return torch.cat(of_ranks, dim=1).sort(dim=1).values.tolist()
+
+    expected = rows_of_steps(7, world_size=2, start=0)
+    assert len({tuple(rows) for rows in expected}) > 1
+    elastic = rows_of_steps(2, world_size=2, start=0)
+    elastic += rows_of_steps(3, world_size=1, start=16)
+    elastic += rows_of_steps(1, world_size=4, start=40)
+    elastic += rows_of_steps(1, world_size=2, start=48)
+    assert elastic == expected
 
 
 def test_training_goes_on_after_the_last_row_in_another_order():

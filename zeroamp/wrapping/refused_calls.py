@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.fsdp import can_be_sharded
+from zeroamp.planning.mesh import TORCHFT_REMEDY
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import WrapError
 from zeroamp.wrapping.state import Removable
@@ -33,6 +34,7 @@ _REFUSED = {
     ),
 }
 """Method of a model -> the text of the error that it raises on a wrapped model."""
+_ALL_REDUCE_HOOK = f"set_all_reduce_hook was called on a wrapped model, as for torchft. {TORCHFT_REMEDY}"
 _ADAPTERS = (
     "Adapters of a wrapped model cannot be added, merged or removed, because its parameters are sharded. Call "
     "get_peft_model, add_adapter and load_adapter before wrap_model. To write an adapter, or the model with an adapter "
@@ -65,6 +67,7 @@ def refuse_calls(model: nn.Module) -> Iterator[Removable]:
             yield from replace_method(root, name, partial(_raising, _ADAPTERS))
     for fqn, module in model.named_modules():
         if isinstance(module, FSDPModule):
+            yield from replace_method(module, "set_all_reduce_hook", partial(_raising, _ALL_REDUCE_HOOK))
             yield from replace_method(module, "_apply", partial(_same_dtypes, model.get_submodule(fqn), fqn))
     # Not its pre-hook: FSDP2's own, which reshards the root's parameters, comes first.
     yield from replace_method(model, "_load_from_state_dict", partial(_shards_only, model))

@@ -23,6 +23,7 @@ from zeroamp.planning.mesh import (
     process_group,
     ranks_of,
     refuse_partition,
+    refuse_torchft,
     shard_device,
     start_process_group,
 )
@@ -95,6 +96,8 @@ def wrap_model(
     if mesh is None and not dist.is_initialized():
         _refuse_unusable(model)
         start_process_group()
+    if mesh is not None:
+        refuse_torchft(mesh)
     device_type = current_device_type() if mesh is None else mesh.device_type
     world = None if mesh is None else process_group(mesh)
 

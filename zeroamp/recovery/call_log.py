@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from zeroamp.hooks._torch.fsdp import all_gather, reduce_scatter
+from zeroamp.hooks.collectives.rank_sums import all_reduce_in_tree_order, exchange
 from zeroamp.hooks.collectives.traffic import STEP, Collective, IssuedCollective, ReduceOp
 from zeroamp.wrapping.state import WrapState
 
@@ -85,7 +86,9 @@ class CallLog:
 class ZeroBuffers:
     """Buffers for issuing the rest of an optimizer step with zeros: twice the memory of its largest call."""
 
-    def __init__(self, calls: Sequence[Call], device: torch.device) -> None:
+    def __init__(self, calls: Sequence[Call], device: torch.device, *, in_tree_order: bool = True) -> None:
+        """`in_tree_order`: whether all-reduces are zeroamp's own, which is two collectives of the backend."""
+        self._in_tree_order = in_tree_order
         num_bytes = max((call.numel * call.dtype.itemsize for call in calls), default=0)
         self._calls = calls
         self._zeros = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -102,6 +105,8 @@ class ZeroBuffers:
             elif call.collective == "reduce_scatter":
                 reduce_scatter(received[:part], zeros, call.process_group, call.op)
             elif call.collective == "all_to_all":
-                dist.all_to_all_single(received, zeros, group=call.process_group)
+                exchange(zeros, received, call.process_group)
+            elif self._in_tree_order:
+                all_reduce_in_tree_order(received.zero_(), call.process_group)
             else:
                 dist.all_reduce(received.zero_(), op=call.op, group=call.process_group)

@@ -45,13 +45,13 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     policy = state.plan.policy
     state.handles += cast_unit_inputs(model, state.plan)
     buffers = ReceiveBuffers()
+    state.gradients = follow_gradients(model)
     for group in state.plan.groups:
         unit = [model.get_submodule(fqn) for fqn in state.plan.modules_of(group.unit)]
         holder = state.holders.get(group.name)
         if holder is not None:
             state.handles += attach_typed_group(holder, unit)
         attach_collectives(cast(FSDPModule, holder or unit[0]), group, state, buffers)
-    state.gradients = follow_gradients(model)
     keep_reduction_inputs(cast(FSDPModule, model), policy.reduce_scatter_input_buffers)
     if policy.separate_reduce_scatter_group:
         separate_reductions(cast(FSDPModule, model), timeout_of(state.mesh.get_group(0), state.mesh.device_type))

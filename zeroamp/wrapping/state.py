@@ -1,6 +1,6 @@
 """`WrapState`: the plan, mesh, hooks and counters that `wrap_model` attaches to a model."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -75,8 +75,9 @@ class WrapState:
     guard: BackwardGuard | None = None
     fp32_regions: list[Fp32Region] = field(default_factory=list)
     shard_accumulator: ShardAccumulator | None = None
-    all_reduced_once: list[FSDPModule] = field(default_factory=list)
-    """The modules whose own group is all-reduced over replicas in the last micro-batch only."""
+    replica_switches: list[Callable[[bool], None]] = field(default_factory=list)
+    """One per group whose replicas are summed in the last micro-batch only: called before each backward with whether it
+    is the last."""
     gradients: list[GroupGradients] = field(default_factory=list)
     """One entry per parameter group of FSDP2."""
     handles: list[Removable] = field(default_factory=list)

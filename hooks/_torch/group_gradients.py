@@ -229,7 +229,7 @@ def _autograd_sums(parameter: Any) -> bool:
 
 def _padded_shard_numel(parameter: Any, num_shards: int) -> int:
     """Return the elements that a rank's shard takes in the flat reduced gradients: dimension 0 is padded."""
-    first, *others = parameter.sharded_param.shape
+    shape: torch.Size = parameter.sharded_param.shape
     if parameter.fsdp_placement.dim == 0:
-        return -(-first // num_shards) * math.prod(others)
-    return math.prod((first, *others)) // num_shards
+        return -(-shape[0] // num_shards) * math.prod(shape[1:])
+    return shape.numel() // num_shards

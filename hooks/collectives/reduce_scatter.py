@@ -28,6 +28,7 @@ import torch.distributed as dist
 from zeroamp.hooks._torch.dispatch import at_end_of_backward, backward_id
 from zeroamp.hooks._torch.fsdp import ReduceScatter, reduce_scatter
 from zeroamp.hooks.collectives.issued import issue
+from zeroamp.hooks.collectives.nodes import Nodes
 from zeroamp.hooks.collectives.rank_sums import all_reduce_in_tree_order, exchange
 from zeroamp.hooks.collectives.traffic import CollectiveListener, IssuedCollective, ReduceOp
 from zeroamp.hooks.collectives.tree_sum import tree_sum
@@ -94,6 +95,10 @@ class GroupReduceScatter(ReduceScatter):
     replicas: dist.ProcessGroup | None = None
     """Where replicas are summed in the order of the tree, by `sum_over_replicas`: their group. Else None, and FSDP2 or
     nobody sums them."""
+    nodes: Nodes | None = None
+    """Where the ranks that shard are reduced in two levels."""
+    replica_nodes: Nodes | None = None
+    """Where `replicas` are."""
     divides_outside: bool = False
     """Whether FSDP2 itself divides: see [Note: Dividing fp16]."""
     group_name: str = ""
@@ -181,7 +186,7 @@ class GroupReduceScatter(ReduceScatter):
             if whole is not None and factor is not None:
                 reduced.copy_(whole)  # FSDP2 divided the copy that it made
         issued = IssuedCollective("all_reduce", reduced, self.group_name, group)
-        issue(lambda: all_reduce_in_tree_order(reduced, group, divide_by), issued, self.listeners)
+        issue(lambda: all_reduce_in_tree_order(reduced, group, divide_by, self.replica_nodes), issued, self.listeners)
         self.end_all_reduce()
 
     def _sum(
@@ -189,7 +194,7 @@ class GroupReduceScatter(ReduceScatter):
     ) -> None:
         received = self.buffers.like(input_tensor) if self.shares_buffers else torch.empty_like(input_tensor)
         issued = IssuedCollective("all_to_all", input_tensor, self.group_name, group)
-        rows = issue(lambda: exchange(input_tensor, received, group), issued, self.listeners)
+        rows = issue(lambda: exchange(input_tensor, received, group, self.nodes), issued, self.listeners)
         with self.ranges.inside("sum", f"{self.group_name} -> fp32"):
             tree_sum(rows, output_tensor, divide_by)
 

@@ -21,7 +21,7 @@ _WARPS = 4
 _THREADS = 32 * _WARPS
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _subtree(rows, first: tl.constexpr, num_rows: tl.constexpr, row_stride, columns, is_inside):  # type: ignore[no-untyped-def]
     """Return the sum of `num_rows` rows from `first` on, in fp32, in the order of the tree."""
     if num_rows == 1:
@@ -39,7 +39,7 @@ def _subtree(rows, first: tl.constexpr, num_rows: tl.constexpr, row_stride, colu
     return total
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _sum_rows(  # type: ignore[no-untyped-def]
     rows, output, numel, divide_by, num_rows: tl.constexpr, divides: tl.constexpr, width: tl.constexpr
 ):

@@ -146,8 +146,7 @@ class Recovery(Callback):
         rest = self._rest_of_step()
         failure = failure or Failure(where="the training loop", text=describe_error(sys.exception()))
         self._abandon()  # first: it frees the memory that the rest needs
-        in_tree_order = self._state.plan.policy.reduce_accumulate_dtype == "fp32"
-        buffers = ZeroBuffers(rest, device_of(self._state.mesh), in_tree_order=in_tree_order)
+        buffers = ZeroBuffers(rest, device_of(self._state.mesh), state=self._state)
         try:
             buffers.issue()
             self._end_as_failed(failure)

@@ -26,7 +26,10 @@ def attach_collectives(module: FSDPModule, group: GroupPlan, state: WrapState, b
     """
     mesh, listeners = state.mesh, state.listeners
     dtypes = group_dtypes(group.key, state.plan.policy, ranks_of(mesh))
-    module.set_custom_all_gather(GroupAllGather(group_name=group.name, listeners=listeners, ranges=state.ranges))
+    nodes = state.nodes.get(mesh.ndim - 1)
+    module.set_custom_all_gather(
+        GroupAllGather(group_name=group.name, nodes=nodes, listeners=listeners, ranges=state.ranges)
+    )
     is_summed_here = mesh.ndim == 2 and dtypes.sums_in_tree_order
     reduction = GroupReduceScatter(
         communication_dtype=dtypes.communication,
@@ -37,6 +40,8 @@ def attach_collectives(module: FSDPModule, group: GroupPlan, state: WrapState, b
         world_size=shard_size(mesh),
         is_replicated=replicate_size(mesh) > 1,
         replicas=mesh.get_group(0) if is_summed_here and replicate_size(mesh) > 1 else None,
+        nodes=nodes,
+        replica_nodes=state.nodes.get(0) if mesh.ndim == 2 else None,
         divides_outside=dtypes.unsharded_accumulate == torch.float16,
         group_name=group.name,
         listeners=listeners,

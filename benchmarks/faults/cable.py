@@ -17,7 +17,7 @@ from benchmarks.faults.disk import NotPossibleHereError
 from benchmarks.faults.processes import at_end
 
 _PORT = 29511
-_INTERFACE = "cable"
+INTERFACE = "cable"
 _COLLECTIVE = re.compile(r"all.?gather|all.?reduce|reduce.?scatter|barrier|broadcast", re.IGNORECASE)
 _CLONE_NEWNET = 0x40000000
 _NUM_STEPS = 30
@@ -27,7 +27,7 @@ def cut(runs: Runs) -> Attempt:
     """Cut the cable in mid-training. Both ends must fail in time, naming a collective; then the run goes on."""
     job = runs.job(num_ranks=2, num_steps=_NUM_STEPS)
     attempt = runs.attempt("cable between two hosts cut", job)
-    with _two_hosts() as hosts:
+    with two_hosts() as hosts:
         start = attempt.start(before=hosts.enter, init_method=hosts.init_method)
         start.wait_for_step(runs.random.randint(1, _NUM_STEPS // 2))
         time.sleep(runs.random.uniform(0, 0.1))
@@ -43,7 +43,7 @@ def cut(runs: Runs) -> Attempt:
 
 
 @dataclass(frozen=True)
-class _Hosts:
+class Hosts:
     """Processes that keep one network namespace each, by rank: all of it ends with them."""
 
     keepers: tuple[subprocess.Popen[bytes], ...]
@@ -60,7 +60,7 @@ class _Hosts:
         if libc.setns(descriptor, _CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), "setns")
         os.close(descriptor)
-        os.environ["GLOO_SOCKET_IFNAME"] = _INTERFACE
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
 
     def ip(self, rank: int, *arguments: str) -> None:
         """Run the command `ip` on the host of a rank."""
@@ -69,28 +69,28 @@ class _Hosts:
 
     def cut(self) -> None:
         """Take the second host's end of the cable down."""
-        self.ip(1, "link", "set", _INTERFACE, "down")
+        self.ip(1, "link", "set", INTERFACE, "down")
 
     def _namespace(self, rank: int) -> Path:
         return _network_of(self.keepers[rank].pid)
 
 
 @contextmanager
-def _two_hosts() -> Iterator[_Hosts]:
+def two_hosts() -> Iterator[Hosts]:
     with ExitStack() as stack:
         keepers = []
         for _ in range(2):
             keepers.append(subprocess.Popen(["unshare", "--net", "sleep", "900"], stderr=subprocess.PIPE))
             stack.enter_context(at_end(functools.partial(_end, keepers[-1])))
-        hosts = _Hosts(tuple(keepers))
+        hosts = Hosts(tuple(keepers))
         for keeper in keepers:
             _wait_for_namespace(keeper)
-        peer = ("peer", "name", _INTERFACE, "netns", str(keepers[1].pid))
-        hosts.ip(0, "link", "add", _INTERFACE, "type", "veth", *peer)
+        peer = ("peer", "name", INTERFACE, "netns", str(keepers[1].pid))
+        hosts.ip(0, "link", "add", INTERFACE, "type", "veth", *peer)
         for rank in range(2):
-            hosts.ip(rank, "address", "add", f"{_address(rank)}/24", "dev", _INTERFACE)
+            hosts.ip(rank, "address", "add", f"{_address(rank)}/24", "dev", INTERFACE)
             hosts.ip(rank, "link", "set", "lo", "up")
-            hosts.ip(rank, "link", "set", _INTERFACE, "up")
+            hosts.ip(rank, "link", "set", INTERFACE, "up")
         yield hosts
 
 
@@ -124,7 +124,7 @@ def try_networks() -> None:
     if missing:
         raise NotPossibleHereError(f"no command {missing[0]}")
     try:
-        with _two_hosts():
+        with two_hosts():
             pass
     except subprocess.CalledProcessError as error:
         raise NotPossibleHereError(f"no network of one's own: {error.stderr.decode().strip()}") from error

@@ -24,7 +24,7 @@ A group that ran in an earlier micro-batch but not in the last one reduces zeros
 """
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -194,6 +194,16 @@ def follow_gradients(root: nn.Module) -> list[GroupGradients]:
     """Attach a `GroupGradients` to each parameter group of a root. Call once, after `fully_shard` of all units."""
     groups = {id(group): group for unit in units_of(root) for group in groups_of(unit._get_fsdp_state())}
     return [GroupGradients(group) for group in groups.values()]  # the modules of a merged unit share theirs
+
+
+def by_module(gradients: list[GroupGradients], root: nn.Module) -> dict[nn.Module, GroupGradients]:
+    """Return the `GroupGradients` of each module's own group, where it has one."""
+    by_group = {id(each._group): each for each in gradients}
+    return {
+        cast(nn.Module, unit): by_group[id(group)]
+        for unit in units_of(root)
+        for group in groups_of(unit._get_fsdp_state())
+    }
 
 
 def _has_gradient(parameter: Any) -> bool:

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-_BLOCK = 2**18
+BLOCK = 2**18
 """Columns of a block: 1 MiB in fp32. Smaller ones cost time: each op has a fixed cost."""
 
 
@@ -60,7 +60,7 @@ def _kernel() -> Any:
     return tree_sum
 
 
-def _loop(rows: torch.Tensor, output: torch.Tensor, divide_by: float, block: int = _BLOCK) -> int:
+def _loop(rows: torch.Tensor, output: torch.Tensor, divide_by: float, block: int = BLOCK) -> int:
     # See [Note: The loop].
     num_rows, numel = rows.shape
     on_cpu = rows.device.type == "cpu"

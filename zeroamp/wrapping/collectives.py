@@ -1,14 +1,13 @@
 """Installs zeroamp's collectives into the FSDP2 groups of a model, one set per typed group."""
 
 from functools import partial
-from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks._torch.fsdp import divide_factor, leave_replicas_alone
+from zeroamp.hooks._torch.group_gradients import GroupGradients
 from zeroamp.hooks.collectives.all_gather import GroupAllGather
 from zeroamp.hooks.collectives.reduce_scatter import GroupReduceScatter, ReceiveBuffers
 from zeroamp.hooks.collectives.traffic import IssuedCollective, notify
@@ -18,7 +17,9 @@ from zeroamp.planning.mesh import ranks_of, replicate_size, shard_size
 from zeroamp.wrapping.state import WrapState
 
 
-def attach_collectives(module: FSDPModule, group: GroupPlan, state: WrapState, buffers: ReceiveBuffers) -> None:
+def attach_collectives(
+    module: FSDPModule, group: GroupPlan, state: WrapState, buffers: ReceiveBuffers, gradients: GroupGradients
+) -> None:
     """Give `module`'s own FSDP2 group the dtypes that were planned for it, the state's listeners, and its ranges.
 
     Replicas are summed in the order of the tree, in the hook that FSDP2 calls after each reduction. With the backend's
@@ -56,7 +57,9 @@ def attach_collectives(module: FSDPModule, group: GroupPlan, state: WrapState, b
     if is_summed_here:
         leave_replicas_alone(module)
         if replicate_size(mesh) > 1:
-            _sum_replicas(module, reduction, state, is_once=is_once)
+            _sum_replicas(module, reduction, gradients)
+            if is_once:
+                state.replica_switches.append(partial(setattr, gradients, "sums_replicas"))
     elif mesh.ndim == 2:  # FSDP2 runs the all-reduce over an axis of one rank too
         if is_once:
             state.replica_switches.append(partial(module.set_requires_all_reduce, recurse=False))
@@ -70,11 +73,8 @@ def attach_collectives(module: FSDPModule, group: GroupPlan, state: WrapState, b
         module.set_all_reduce_hook(all_reduced)
 
 
-def _sum_replicas(module: FSDPModule, reduction: GroupReduceScatter, state: WrapState, *, is_once: bool) -> None:
-    """Sum over replicas after each reduction of `module`'s own group, or once per optimizer step."""
-    gradients = next(group for group in state.gradients if group.is_of(cast(nn.Module, module)))
-    if is_once:
-        state.replica_switches.append(partial(setattr, gradients, "sums_replicas"))
+def _sum_replicas(module: FSDPModule, reduction: GroupReduceScatter, gradients: GroupGradients) -> None:
+    """Sum over replicas after each reduction of `module`'s own group that `gradients` says to complete."""
 
     def complete(reduced: torch.Tensor) -> None:
         if reduced.device.type != "cpu":

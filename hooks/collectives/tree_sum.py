@@ -22,7 +22,6 @@ is the tree above. It needs log2(N) - 1 blocks in fp32, and never a copy of the 
 1.25 times as long as adding row after row (paired runs, 2 to 256 rows).
 """
 
-import importlib.util
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -53,10 +52,10 @@ def tree_sum(rows: torch.Tensor, output: torch.Tensor, divide_by: float = 1) -> 
 @cache
 def _kernel() -> Any:
     """Return `tree_kernel.tree_sum`, or None where there is no Triton."""
-    if importlib.util.find_spec("triton") is None:
+    try:
+        from zeroamp.hooks.collectives.tree_kernel import tree_sum
+    except ImportError:
         return None
-    from zeroamp.hooks.collectives.tree_kernel import tree_sum
-
     return tree_sum
 
 

@@ -80,6 +80,11 @@ class GroupGradients:
         places = (index for index, each in enumerate(self._group.fsdp_params) if each.sharded_param is parameter)
         self._used.update(places)
 
+    @property
+    def group_id(self) -> int:
+        """The `id` of FSDP2's parameter group."""
+        return id(self._group)
+
     def is_of(self, module: nn.Module) -> bool:
         """Return whether the group is one of a module's own."""
         return isinstance(module, FSDPModule) and self._group in groups_of(module._get_fsdp_state())
@@ -198,7 +203,7 @@ def follow_gradients(root: nn.Module) -> list[GroupGradients]:
 
 def by_module(gradients: list[GroupGradients], root: nn.Module) -> dict[nn.Module, GroupGradients]:
     """Return the `GroupGradients` of each module's own group, where it has one."""
-    by_group = {id(each._group): each for each in gradients}
+    by_group = {each.group_id: each for each in gradients}
     return {
         cast(nn.Module, unit): by_group[id(group)]
         for unit in units_of(root)

@@ -236,7 +236,10 @@ class _GroupMemory(GroupListener):
             writer.add("unsharded gradients", last_copied := of_param[fqn])
         writer.add("communication buffers", sizes.sent)
         self._kept_inputs.append(sizes.sent)
-        writer.add("unsharded gradients", -raw - unused)
+        # A local variable of FSDP2's `foreach_reduce` holds the last gradient; a copied one is counted.
+        last = next(reversed(of_param), "")
+        held = 0 if last in sizes.transposed or not sizes.is_sharded else min(raw, of_param.get(last, 0))
+        writer.add("unsharded gradients", held - raw - unused)
         writer.add("gradients", sizes.reduced)
         if sizes.shares_buffer:
             self._receive(sizes.received, sizes.communication)
@@ -258,7 +261,7 @@ class _GroupMemory(GroupListener):
             writer.add("gradients", sizes.low_sum * is_first)
         if self._sums_shards_low or not is_first:
             writer.add("gradients", -sizes.gradient)
-        writer.add("unsharded gradients", -last_copied)
+        writer.add("unsharded gradients", -last_copied - held)
 
     def _release_buffers(self) -> None:
         self._writer.add("communication buffers", -self._receive_buffers.total())

@@ -26,6 +26,7 @@ OWN_AUTO = (
     "torch_autocast.lower_precision_safe_modules",
     "data_types.keep_in_fp32_modules",
     "zeroamp.shard_dim",
+    "zeroamp.ranks_per_node",
 )
 """Keys to which "auto" is a value of its own."""
 

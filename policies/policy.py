@@ -167,6 +167,8 @@ class Policy:
     overrides = _Key(lambda config: config.zeroamp.overrides)
     external_autocast = _Key(lambda config: config.zeroamp.external_autocast)
     dp_replicate_size = _Key(lambda config: config.zeroamp.dp_replicate_size)
+    ranks_per_node = _Key(lambda config: config.zeroamp.ranks_per_node)
+    partials_between_nodes = _Key(lambda config: config.zeroamp.partials_between_nodes)
     count_traffic = _Key(lambda config: config.zeroamp.count_traffic is not False)
     ranges = _Key(lambda config: config.zeroamp.ranges)
     reduce = _Key(lambda config: config.zeroamp.reduce)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 # The base classes of custom collectives: their setters are public, the classes are exported nowhere up to 2.15.
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.utils import _apply_to_tensors as map_tensors
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "has_reduction_options",
     "init_unsharded",
     "keep_reduction_inputs",
+    "leave_replicas_alone",
     "map_tensors",
     "modules_to_run",
     "parameter_pairs",
@@ -315,6 +316,20 @@ def keep_reduction_inputs(root: FSDPModule, num_inputs: int) -> None:
     """Let so many flat inputs of reductions be in flight. 1 is FSDP2's default, on versions that know no other too."""
     if num_inputs > 1:
         root.set_reduce_scatter_max_input_buffers(num_inputs)
+
+
+def leave_replicas_alone(unit: FSDPModule) -> None:
+    """Let FSDP2 sum the gradients of `unit`'s own groups over shards only, not over replicas.
+
+    The groups' collectives no longer know of the mesh's first axis; parameters, gradients and their DTensors do. FSDP2
+    still calls the hook of `set_all_reduce_hook` after each reduction, in its stream for all-reduces.
+    """
+    for group in groups_of(unit._get_fsdp_state()):
+        info = group.mesh_info
+        alone = FSDPMeshInfo(mesh=info.mesh, shard_mesh_dim=info.shard_mesh_dim)
+        if group.post_forward_mesh_info is info:  # the same ranks after the forward, which FSDP2 tells by equality
+            group.post_forward_mesh_info = alone
+        group.mesh_info = alone
 
 
 def separate_reductions(root: FSDPModule, timeout: timedelta) -> None:

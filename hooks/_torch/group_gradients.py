@@ -15,9 +15,16 @@ FSDP2 ends a group's backward, and reduces it, with each run of its module: auto
 after all runs, so all reductions but the last are of zeros. A head may run for each chunk of a sequence. After
 `reduce_once`, only the first run of a forward ends the group's backward; its backward comes last. If it comes before
 other gradients, FSDP2 reduces the rest at the end of the whole backward.
+
+[Note: Sums that await their replicas]
+With HSDP, each replica sums the micro-batches of an optimizer step, and these sums are summed over replicas once. FSDP2
+adds the reductions of the micro-batches in `parameter.grad`. The hook of the last one moves them from there into the
+flat reduced shard (`add_partial_sums`), before the sum over replicas, and FSDP2 makes `parameter.grad` from the result.
+A group that ran in an earlier micro-batch but not in the last one reduces zeros then.
 """
 
-from typing import Any
+import math
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -41,6 +48,10 @@ class GroupGradients:
         self._is_pending = False  # a backward ended without a reduction
         self._used: set[int] = set()  # positions in `fsdp_params`
         self._completed: set[int] = set()  # positions of those that were reduced as zeros
+        self.sums_replicas = True
+        """Whether the next reduction is summed over replicas; False before the last micro-batch, where that is once."""
+        self._awaits_replicas = False  # `parameter.grad` holds sums of this replica alone
+        self._in_reduction: list[int] = []  # positions in the flat gradients that are reduced now
         self._trains = [parameter.sharded_param.requires_grad for parameter in group.fsdp_params]
         self._pre_forward_of_fsdp, self._post_backward_of_fsdp = group.pre_forward, group.post_backward
         group.pre_forward, group.post_backward = self._pre_forward, self._post_backward
@@ -68,6 +79,11 @@ class GroupGradients:
         """Count a sharded parameter of the group as used, after its gradient was set by hand."""
         places = (index for index, each in enumerate(self._group.fsdp_params) if each.sharded_param is parameter)
         self._used.update(places)
+
+    @property
+    def group_id(self) -> int:
+        """The `id` of FSDP2's parameter group."""
+        return id(self._group)
 
     def is_of(self, module: nn.Module) -> bool:
         """Return whether the group is one of a module's own."""
@@ -97,10 +113,51 @@ class GroupGradients:
 
     def reset(self) -> None:
         """Begin another optimizer step: clear `used`, and release the partial sums over shards."""
-        self._num_forwards, self._is_pending = 0, False
+        self._num_forwards, self._is_pending, self._awaits_replicas = 0, False, False
         self._used.clear()
         self._completed.clear()
         self._group._partial_reduce_output = None
+
+    @property
+    def _is_last_with_partial_sums(self) -> bool:
+        if self._awaits_replicas:
+            return self.sums_replicas
+        return self._group._partial_reduce_output is not None and self._group.all_reduce_grads  # FSDP2's own
+
+    def add_partial_sums(self, reduced: torch.Tensor) -> bool:
+        """Complete the flat reduced shard of this rank for the sum over replicas; return whether that sum is now.
+
+        See [Note: Sums that await their replicas]. Call in the hook of `set_all_reduce_hook`.
+
+        Raises:
+            RuntimeError: a parameter was frozen between two micro-batches: its sum would never be complete.
+        """
+        if not self.sums_replicas:
+            self._awaits_replicas = True
+            return False
+        if not self._awaits_replicas:
+            return True
+        self._awaits_replicas, offset = False, 0
+        for index, parameter in enumerate(self._group.fsdp_params):
+            sharded = parameter.sharded_param
+            if index not in self._in_reduction:
+                if sharded.grad is not None:
+                    raise RuntimeError(
+                        f"A parameter of shape {tuple(sharded.shape)} was frozen between two micro-batches of an "
+                        "optimizer step, where shards are replicated. Freeze it between optimizer steps."
+                    )
+                continue
+            if sharded.grad is not None:
+                shard = torch.as_strided(
+                    reduced, parameter.sharded_size, parameter.contiguous_sharded_stride, storage_offset=offset
+                )
+                partial = sharded.grad.to_local()
+                shard.add_(partial.to(reduced.device, non_blocking=True))
+                if partial.device.type != "cpu":
+                    partial.record_stream(torch.accelerator.current_stream(partial.device))
+                sharded.grad = None
+            offset += _padded_shard_numel(parameter, self._group.mesh_info.shard_mesh_size)
+        return True
 
     def _pre_forward(self, *args: Any) -> Any:
         self._num_forwards += torch.is_grad_enabled()
@@ -131,9 +188,10 @@ class GroupGradients:
         self._used.update(used)
         if not group.reduce_grads:
             self._is_pending |= ran or bool(used)
-        elif ran or used or self._is_pending or (group._partial_reduce_output is not None and group.all_reduce_grads):
+        elif ran or used or self._is_pending or self._is_last_with_partial_sums:
             self._is_pending = False
             self._completed.update(_complete(group.fsdp_params))
+            self._in_reduction = [i for i, parameter in enumerate(group.fsdp_params) if _has_gradient(parameter)]
         return self._post_backward_of_fsdp(*unused)
 
 
@@ -141,6 +199,16 @@ def follow_gradients(root: nn.Module) -> list[GroupGradients]:
     """Attach a `GroupGradients` to each parameter group of a root. Call once, after `fully_shard` of all units."""
     groups = {id(group): group for unit in units_of(root) for group in groups_of(unit._get_fsdp_state())}
     return [GroupGradients(group) for group in groups.values()]  # the modules of a merged unit share theirs
+
+
+def by_module(gradients: list[GroupGradients], root: nn.Module) -> dict[nn.Module, GroupGradients]:
+    """Return the `GroupGradients` of each module's own group, where it has one."""
+    by_group = {each.group_id: each for each in gradients}
+    return {
+        cast(nn.Module, unit): by_group[id(group)]
+        for unit in units_of(root)
+        for group in groups_of(unit._get_fsdp_state())
+    }
 
 
 def _has_gradient(parameter: Any) -> bool:
@@ -172,3 +240,11 @@ def _complete(parameters: list[Any]) -> list[int]:
 def _autograd_sums(parameter: Any) -> bool:
     """Return whether `unsharded_accumulated_grad` reads the sum that autograd itself makes: from torch 2.15 on."""
     return isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property)
+
+
+def _padded_shard_numel(parameter: Any, num_shards: int) -> int:
+    """Return the elements that a rank's shard takes in the flat reduced gradients: dimension 0 is padded."""
+    shape: torch.Size = parameter.sharded_param.shape
+    if parameter.fsdp_placement.dim == 0:
+        return -(-shape[0] // num_shards) * math.prod(shape[1:])
+    return shape.numel() // num_shards

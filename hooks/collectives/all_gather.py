@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from zeroamp.hooks._torch.fsdp import AllGather, all_gather
+from zeroamp.hooks._torch.fsdp import AllGather
 from zeroamp.hooks.collectives.issued import NamedWork, issue
+from zeroamp.hooks.collectives.nodes import Nodes, all_gather_of_axis
 from zeroamp.hooks.collectives.traffic import CollectiveListener, IssuedCollective
 from zeroamp.hooks.observers.ranges import Ranges
 from zeroamp.policies.dtypes import short_name
@@ -23,6 +24,8 @@ class GroupAllGather(AllGather):
     """
 
     group_name: str
+    nodes: Nodes | None = None
+    """Where the ranks that shard are gathered in two levels; a group of fewer ranks (hpZ) is gathered flat."""
     listeners: Sequence[CollectiveListener] = ()
     ranges: Ranges = field(default_factory=Ranges)
 
@@ -41,6 +44,8 @@ class GroupAllGather(AllGather):
         with self.ranges.inside("all_gather", f"{self.group_name} {short_name(output_tensor.dtype)}"):
             issued = IssuedCollective("all_gather", output_tensor, self.group_name, group)
             work = issue(
-                lambda: all_gather(output_tensor, input_tensor, group, async_op=async_op), issued, self.listeners
+                lambda: all_gather_of_axis(output_tensor, input_tensor, group, self.nodes, async_op=async_op),
+                issued,
+                self.listeners,
             )
         return work if work is None else NamedWork(work, issued, self.listeners)

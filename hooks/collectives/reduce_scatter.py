@@ -1,21 +1,20 @@
 """The gradient reduction of one typed group: it communicates in one dtype and sums in the same or another one.
 
-[Note: Summing in fp32]
-Under autocast the raw gradient of a safe parameter is already in the low precision, so communicating it in that dtype
-loses nothing. A native low-precision reduce-scatter loses bits in its partial sums. Here each rank sends every other
-rank its chunk unchanged (an all-to-all, the same bytes as a reduce-scatter), and sums what it received in fp32, in the
-order of the ranks. That is the fp32 reduction of the same gradients at half the bytes, and deterministic.
+Summed in fp32, the reduction is an all-to-all and a sum in the order of the tree: see `rank_sums.py`. Summed by the
+backend, it is the backend's reduce-scatter.
 
 [Note: Dividing fp16]
 A native sum of fp16 can overflow before it is divided, and dividing first can underflow. As FSDP2 does for its own fp16
 reductions, divide by about sqrt(N) before and by the rest after: equal gradients on N ranks may then be as large as
-65504 / sqrt(N) and as small as sqrt(N) x 2^-24. A sum in fp32 needs neither. (With float16
-accumulation at stages 0 and 1, FSDP2 always divides this way itself, and calls with SUM.)
+65504 / sqrt(N) and as small as sqrt(N) x 2^-24. A sum in fp32 needs neither. With float16 accumulation at stages 0
+and 1 (`divides_outside`), FSDP2 always divides this way itself, by the ranks that shard, and calls with SUM.
 
 [Note: Divide factor]
 With `set_gradient_divide_factor(factor)` FSDP2 passes PREMUL_SUM, which only NCCL has. Here the sum is divided by the
-factor instead, fp16 in two parts as above. With `zeroamp.reduce` "sum" (factor 1) nothing is divided: fp16 overflows
-as soon as the sum exceeds its range, and the loss scale then falls.
+factor instead, fp16 in two parts as above. Where replicas are summed in the order of the tree (`sum_over_replicas`),
+nothing is divided before that sum, which divides once, by the number of all ranks or by the factor. With
+`zeroamp.reduce` "sum" (factor 1) nothing is divided: fp16 overflows as soon as the sum exceeds its range, and the loss
+scale then falls.
 """
 
 import math
@@ -29,7 +28,10 @@ import torch.distributed as dist
 from zeroamp.hooks._torch.dispatch import at_end_of_backward, backward_id
 from zeroamp.hooks._torch.fsdp import ReduceScatter, reduce_scatter
 from zeroamp.hooks.collectives.issued import issue
+from zeroamp.hooks.collectives.nodes import Nodes
+from zeroamp.hooks.collectives.rank_sums import all_reduce_in_tree_order, exchange
 from zeroamp.hooks.collectives.traffic import CollectiveListener, IssuedCollective, ReduceOp
+from zeroamp.hooks.collectives.tree_sum import tree_sum
 from zeroamp.hooks.observers.ranges import OpenRange, Ranges
 from zeroamp.policies.dtypes import short_name
 
@@ -80,7 +82,7 @@ class GroupReduceScatter(ReduceScatter):
     reduce_dtype: torch.dtype
     """Of the output. An all-to-all sums in it; a backend sums in `communication_dtype`, and its output is cast."""
     collective: Literal["reduce_scatter", "all_to_all"] | None
-    """See [Note: Summing in fp32]. None where one rank shards: FSDP2 then copies the input to the output."""
+    """"all_to_all": see `rank_sums.py`. None where one rank shards: FSDP2 then copies the input to the output."""
     op: ReduceOp = dist.ReduceOp.AVG
     """What the backend's reduce-scatter is issued with. Where it is SUM and FSDP2 asks for AVG, see
     [Note: Dividing fp16]."""
@@ -90,6 +92,15 @@ class GroupReduceScatter(ReduceScatter):
     """Ranks of the mesh axis that shards."""
     is_replicated: bool = False
     """Whether an all-reduce over replicas follows, in `reduce_dtype`."""
+    replicas: dist.ProcessGroup | None = None
+    """Where replicas are summed in the order of the tree, by `sum_over_replicas`: their group. Else None, and FSDP2 or
+    nobody sums them."""
+    nodes: Nodes | None = None
+    """Where the ranks that shard are reduced in two levels."""
+    replica_nodes: Nodes | None = None
+    """Where `replicas` are."""
+    divides_outside: bool = False
+    """Whether FSDP2 itself divides: see [Note: Dividing fp16]."""
     group_name: str = ""
     listeners: Sequence[CollectiveListener] = ()
     buffers: ReceiveBuffers = field(default_factory=ReceiveBuffers)
@@ -103,6 +114,8 @@ class GroupReduceScatter(ReduceScatter):
     """From `allocate` of the input to that of the output: FSDP2 copies the gradients in between."""
     _all_reduce: OpenRange | None = None
     """From the reduction over shards to `end_all_reduce`."""
+    _input: torch.Tensor | None = None
+    """Of a reduction whose parameters are whole on one rank, until its replicas are summed."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an empty 1-D tensor: the input in `communication_dtype`, the output in `reduce_dtype`.
@@ -124,6 +137,7 @@ class GroupReduceScatter(ReduceScatter):
         tensor = torch.empty(numel, dtype=self.reduce_dtype if is_output else self.communication_dtype, device=device)
         if not is_output:
             self._pending_input = backward_id(), numel
+            self._input = tensor if self.world_size == 1 and self.replicas is not None else None
         return tensor
 
     def __call__(
@@ -146,7 +160,7 @@ class GroupReduceScatter(ReduceScatter):
         sent, total = short_name(self.communication_dtype), short_name(output_tensor.dtype)
         with self.ranges.inside("reduce_scatter", f"{self.group_name} {sent}, sum {total}"):
             if self.collective == "all_to_all":
-                self._sum_in_rank_order(output_tensor, input_tensor, group, divide_by)
+                self._sum(output_tensor, input_tensor, group, 1 if self.replicas is not None else divide_by)
             else:
                 self._reduce_scatter(output_tensor, input_tensor, group, op, divide_by)
         self._begin_all_reduce()
@@ -159,21 +173,30 @@ class GroupReduceScatter(ReduceScatter):
         if self.is_replicated:
             self._all_reduce = self.ranges.open("all_reduce", f"{self.group_name} {short_name(self.reduce_dtype)}")
 
-    def _sum_in_rank_order(
+    def sum_over_replicas(self, reduced: torch.Tensor) -> None:
+        """Sum the reduced shard (fp32) over `replicas`, in place, and divide: see [Note: Divide factor]."""
+        group, whole, self._input = self.replicas, self._input, None
+        if group is None:
+            raise AssertionError("expected replicas that are summed in the order of the tree, got none")
+        factor = self.divide_factor()
+        if self.divides_outside:
+            divide_by = 1.0 if factor is not None else group.size()
+        else:
+            divide_by = group.size() * self.world_size if factor is None else factor
+            if whole is not None and factor is not None:
+                reduced.copy_(whole)  # FSDP2 divided the copy that it made
+        issued = IssuedCollective("all_reduce", reduced, self.group_name, group)
+        issue(lambda: all_reduce_in_tree_order(reduced, group, divide_by, self.replica_nodes), issued, self.listeners)
+        self.end_all_reduce()
+
+    def _sum(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, divide_by: float
     ) -> None:
-        # See [Note: Summing in fp32].
-        # One chunk from every rank, communication dtype.
         received = self.buffers.like(input_tensor) if self.shares_buffers else torch.empty_like(input_tensor)
         issued = IssuedCollective("all_to_all", input_tensor, self.group_name, group)
-        issue(lambda: dist.all_to_all_single(received, input_tensor, group=group), issued, self.listeners)
-        chunks = received.view(group.size(), -1)
+        rows = issue(lambda: exchange(input_tensor, received, group, self.nodes), issued, self.listeners)
         with self.ranges.inside("sum", f"{self.group_name} -> fp32"):
-            output_tensor.copy_(chunks[0])
-            for chunk in chunks[1:]:
-                output_tensor.add_(chunk)  # promotes to fp32
-            if divide_by != 1:
-                output_tensor.div_(divide_by)
+            tree_sum(rows, output_tensor, divide_by)
 
     def _reduce_scatter(
         self,

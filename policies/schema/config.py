@@ -63,7 +63,7 @@ class ZeroampBlock(Block):
     reduce_accumulate_dtype: Annotated[
         Literal["fp32", "native"],
         Honoured(
-            "how low-precision gradients are summed over ranks: `fp32` in rank order, after they "
+            "how gradients are summed over ranks: `fp32` in the order of one balanced tree, after low-precision ones "
             "were sent low; `native` by the backend, in the communication dtype"
         ),
     ] = "fp32"
@@ -82,6 +82,20 @@ class ZeroampBlock(Block):
     dp_replicate_size: Annotated[
         PositiveInt, Honoured("HSDP: replicas, each sharded over its part of the ranks, where no mesh is passed")
     ] = 1
+    ranks_per_node: Annotated[
+        Literal["auto", "off"] | PositiveInt,
+        Honoured(
+            "ranks of one node: reductions and gathers over several nodes then run in two levels, with the same bits. "
+            "`auto`: the launcher's `LOCAL_WORLD_SIZE`; `off` or 1: flat (docs/precision.md)"
+        ),
+    ] = "auto"
+    partials_between_nodes: Annotated[
+        Literal["fp32", "3 bytes", "bf16"],
+        Honoured(
+            "how sums of one node are sent to the others: `fp32` changes no bit; `3 bytes` rounds each to 2^-16, "
+            "`bf16` to 2^-8, for fewer bytes"
+        ),
+    ] = "fp32"
     sync_module_states: Annotated[
         bool,
         Honoured(

@@ -34,8 +34,8 @@ def train(
     on each rank and averaging once (stages 0 and 1).
     accumulation: micro-batches per optimizer step, one number, or one per step.
     loss_scale: a fixed one, a power of two.
-    num_replicas: neighbouring ranks share a shard group. Their averages, summed over micro-batches, are then
-    averaged over the replicas (HSDP).
+    num_replicas: neighbouring ranks share a shard group. Their sums, added over micro-batches, are then summed over the
+    replicas (HSDP), and divided by the number of all ranks.
     make_optimizers: {fqn: parameter} -> the optimizers, in place of AdamW.
     """
     model = build(name)
@@ -102,14 +102,21 @@ def _combine(table, reduce_each, num_replicas):
     table = [[torch.zeros_like(like) if gradient is None else gradient for gradient in rank] for rank in table]
     if not reduce_each:
         table = [[_sum(micros)] for micros in table]
+    if num_replicas == 1:
+        return _sum([tree(micros) / len(table) for micros in zip(*table, strict=True)])
     shard_size = len(table) // num_replicas
     replicas = [table[i : i + shard_size] for i in range(0, len(table), shard_size)]
-    return _sum([_sum_of_averages(ranks) for ranks in replicas]) / num_replicas
+    return tree([_sum([tree(micros) for micros in zip(*ranks, strict=True)]) for ranks in replicas]) / len(table)
 
 
-def _sum_of_averages(table):
-    """table[rank][micro] of one replica -> the sum over micro-batches of the averages over ranks."""
-    return _sum([_sum(micros) / len(table) for micros in zip(*table, strict=True)])
+def tree(ranks):
+    """The sum over ranks: a balanced binary tree in fp32, whose left part is the largest power of two."""
+    if len(ranks) == 1:
+        return ranks[0].float()
+    left = 1
+    while 2 * left < len(ranks):
+        left *= 2
+    return tree(ranks[:left]) + tree(ranks[left:])
 
 
 def _sum(tensors):

@@ -12,6 +12,7 @@ Per group, in bytes of the group's parameters padded to the ranks that shard (`p
   many reductions have begun after it as inputs may be in flight (one by default), or the last backward of the step has
   ended. What an all-to-all receives is in one buffer per dtype for all groups, as large as the largest so far, until
   the backward has ended. An own unit releases it first, and has a buffer for the time of its reduction.
+  A CPU sums them in a few blocks of fp32. A sum of replicas needs a buffer of the shard's size, and one of its chunk's.
   Where shards accumulate in a low dtype, each is added to a sum of that dtype, and all sums are cast back at the end.
 * parameters that are sharded over another dimension than 0: an all-gather copies them out twice, so that all those of
   the group exist twice for a moment. A reduction first copies their gradients, one after the other; each is freed
@@ -32,6 +33,7 @@ from zeroamp.dry_run.events import MAX_MICRO_BATCHES, Change, Event, GradientRea
 from zeroamp.dry_run.optimizer_step import OptimizerCosts
 from zeroamp.dry_run.timeline import HOST_KINDS, Timeline, TimelineWriter
 from zeroamp.dry_run.traced_micro_batch import MicroBatch
+from zeroamp.hooks.collectives.tree_sum import BLOCK
 from zeroamp.planning.fsdp_replay import GroupListener, Replay
 from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.groups import GroupPlan
@@ -91,7 +93,13 @@ class _Sizes:
         self.communication = dtypes.communication
         self.sent = padded_trained * dtypes.communication.itemsize
         self.received = self.sent if dtypes.reduction == "all_to_all" else 0
+        # What a CPU adds rows in, a block at a time: see `hooks/collectives/tree_sum.py`.
+        num_blocks = max(0, (num_shards - 1).bit_length() - 1) if dtypes.reduction == "all_to_all" else 0
+        self.summed_in = num_blocks * min(BLOCK, padded_trained // num_shards) * torch.float32.itemsize
         self.reduced = padded_trained // num_shards * dtypes.reduce.itemsize
+        # Sums of replicas: the others' chunks, and this rank's sum.
+        num_replicas = (ranks.num_replicas or 1) if dtypes.replica is not None and dtypes.sums_in_tree_order else 1
+        self.of_replicas = self.reduced + self.reduced // num_replicas if num_replicas > 1 else 0
         self.gradient = padded_trained // num_shards * dtypes.stored.itemsize
         self.low_sum = padded_trained // num_shards * dtypes.sharded_accumulate.itemsize
 
@@ -228,13 +236,22 @@ class _GroupMemory(GroupListener):
             writer.add("unsharded gradients", last_copied := of_param[fqn])
         writer.add("communication buffers", sizes.sent)
         self._kept_inputs.append(sizes.sent)
-        writer.add("unsharded gradients", -raw - unused)
+        # A local variable of FSDP2's `foreach_reduce` holds the last gradient; a copied one is counted.
+        last = next(reversed(of_param), "")
+        held = 0 if last in sizes.transposed or not sizes.is_sharded else min(raw, of_param.get(last, 0))
+        writer.add("unsharded gradients", held - raw - unused)
         writer.add("gradients", sizes.reduced)
         if sizes.shares_buffer:
             self._receive(sizes.received, sizes.communication)
         else:
             writer.add("communication buffers", sizes.received)
+        if self._on_cpu:
+            writer.add("communication buffers", sizes.summed_in)
+            writer.add("communication buffers", -sizes.summed_in)
+        if not sizes.shares_buffer:
             writer.add("communication buffers", -sizes.received)
+        writer.add("communication buffers", sizes.of_replicas)
+        writer.add("communication buffers", -sizes.of_replicas)
         if sizes.reduced != sizes.gradient:  # cast to the stored dtype
             writer.add("gradients", sizes.gradient)
             writer.add("gradients", -sizes.reduced)
@@ -244,7 +261,7 @@ class _GroupMemory(GroupListener):
             writer.add("gradients", sizes.low_sum * is_first)
         if self._sums_shards_low or not is_first:
             writer.add("gradients", -sizes.gradient)
-        writer.add("unsharded gradients", -last_copied)
+        writer.add("unsharded gradients", -last_copied - held)
 
     def _release_buffers(self) -> None:
         self._writer.add("communication buffers", -self._receive_buffers.total())

@@ -88,12 +88,15 @@ class GroupDtypes:
     """Whether parameters are all-gathered: not where one rank holds them whole."""
     reduction: Reduction | None
     """How gradients are summed over the ranks that shard: "reduce_scatter" by the backend, in `communication`;
-    "all_to_all" by each rank, in fp32, after it received the others' gradients in `communication`. None where one rank
-    holds them whole."""
+    "all_to_all" by each rank, in fp32 and in the order of the tree, after it received the others' gradients in
+    `communication`. None where one rank holds them whole."""
     reduction_op: ReduceOp
     """What `reduction` is issued with. An all-to-all copies, which is noted as SUM."""
     replica_op: ReduceOp
     """What the all-reduce over replicas is issued with."""
+    sums_in_tree_order: bool
+    """Whether zeroamp sums over ranks, in the order of `hooks/collectives/tree_sum.py`: shards, and replicas too. Else
+    the backend does, in an order of its own."""
 
     @property
     def between_ranks(self) -> torch.dtype:
@@ -198,17 +201,19 @@ def group_dtypes(key: GroupKey, policy: Policy, ranks: Ranks) -> GroupDtypes:
             reduction=None,
             reduction_op=dist.ReduceOp.SUM,
             replica_op=dist.ReduceOp.SUM,
+            sums_in_tree_order=False,
         )
     num_shards = ranks.shards(policy)
     sums_in_fp32 = policy.reduce_accumulate_dtype == "fp32"
     # gloo and NCCL average fp16 by summing first: replicas of an fp16 shard would overflow.
     is_averaged_in_fp32 = key.communication == torch.float16 and (ranks.num_replicas or 1) > 1
     reduce = torch.float32 if sums_in_fp32 or is_averaged_in_fp32 else key.communication
-    # FSDP2 runs the all-reduce wherever the mesh has that axis, over one rank too.
     has_replicas = policy.stage == 0 or (ranks.num_replicas is not None and num_shards is not None)
+    if sums_in_fp32 and ranks.num_replicas == 1:
+        has_replicas = False  # else FSDP2 runs the all-reduce wherever the mesh has that axis, over one rank too
     reduction: Reduction | None = None
     if num_shards != 1:
-        reduction = "all_to_all" if sums_in_fp32 and key.communication != torch.float32 else "reduce_scatter"
+        reduction = "all_to_all" if sums_in_fp32 else "reduce_scatter"
     unsharded_accumulate = unsharded_accumulation(policy)
     # FSDP2 sums, and divides itself, where it accumulates in float16.
     averages = policy.reduce == "mean" and not ranks.is_one and unsharded_accumulate != torch.float16
@@ -226,5 +231,6 @@ def group_dtypes(key: GroupKey, policy: Policy, ranks: Ranks) -> GroupDtypes:
         all_gathers=num_shards != 1,
         reduction=reduction,
         reduction_op=dist.ReduceOp.SUM if reduction == "all_to_all" or is_divided_here else op,
-        replica_op=op,
+        replica_op=dist.ReduceOp.SUM if sums_in_fp32 else op,
+        sums_in_tree_order=sums_in_fp32,
     )

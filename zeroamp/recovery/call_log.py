@@ -18,7 +18,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from zeroamp.hooks._torch.fsdp import all_gather, reduce_scatter
+from zeroamp.hooks._torch.fsdp import reduce_scatter
+from zeroamp.hooks.collectives.nodes import all_gather_of_axis
+from zeroamp.hooks.collectives.rank_sums import all_reduce_in_tree_order, exchange
 from zeroamp.hooks.collectives.traffic import STEP, Collective, IssuedCollective, ReduceOp
 from zeroamp.wrapping.state import WrapState
 
@@ -85,7 +87,10 @@ class CallLog:
 class ZeroBuffers:
     """Buffers for issuing the rest of an optimizer step with zeros: twice the memory of its largest call."""
 
-    def __init__(self, calls: Sequence[Call], device: torch.device) -> None:
+    def __init__(self, calls: Sequence[Call], device: torch.device, *, state: WrapState) -> None:
+        self._in_tree_order = state.plan.policy.reduce_accumulate_dtype == "fp32"
+        self._of_shards = state.nodes.get(state.mesh.ndim - 1)
+        self._of_replicas = state.nodes.get(0) if state.mesh.ndim == 2 else None
         num_bytes = max((call.numel * call.dtype.itemsize for call in calls), default=0)
         self._calls = calls
         self._zeros = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -98,10 +103,12 @@ class ZeroBuffers:
             received = self._received[: call.numel * call.dtype.itemsize].view(call.dtype)
             part = call.numel // call.process_group.size()
             if call.collective == "all_gather":
-                all_gather(received, zeros[:part], call.process_group, async_op=False)
+                all_gather_of_axis(received, zeros[:part], call.process_group, self._of_shards)
             elif call.collective == "reduce_scatter":
                 reduce_scatter(received[:part], zeros, call.process_group, call.op)
             elif call.collective == "all_to_all":
-                dist.all_to_all_single(received, zeros, group=call.process_group)
+                exchange(zeros, received, call.process_group, self._of_shards)
+            elif self._in_tree_order:
+                all_reduce_in_tree_order(received.zero_(), call.process_group, nodes=self._of_replicas)
             else:
                 dist.all_reduce(received.zero_(), op=call.op, group=call.process_group)

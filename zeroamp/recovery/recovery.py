@@ -146,7 +146,7 @@ class Recovery(Callback):
         rest = self._rest_of_step()
         failure = failure or Failure(where="the training loop", text=describe_error(sys.exception()))
         self._abandon()  # first: it frees the memory that the rest needs
-        buffers = ZeroBuffers(rest, device_of(self._state.mesh))
+        buffers = ZeroBuffers(rest, device_of(self._state.mesh), state=self._state)
         try:
             buffers.issue()
             self._end_as_failed(failure)

@@ -155,15 +155,15 @@ class MicroBatches:
         """Set FSDP2's flags for the backward of one micro-batch, by its place in the optimizer step.
 
         Stages 0 and 1 reduce once per optimizer step. With HSDP, stages 2 and 3 sum the micro-batches of each replica,
-        and then average over replicas once. Stages 0 to 2 leave parameters unsharded until the end of the
+        and then sum over replicas once. Stages 0 to 2 leave parameters unsharded until the end of the
         optimizer step. Stage 3 does so for the model-wide group only, because the next forward unshards that group
         first. docs/precision.md has the table.
         """
         stage = self._state.plan.policy.stage
         self._root.set_is_last_backward(is_last)
         self._root.set_requires_gradient_sync(is_last or stage >= 2)
-        for module in self._state.all_reduced_once:
-            module.set_requires_all_reduce(is_last, recurse=False)
+        for switch in self._state.replica_switches:
+            switch(is_last)
         self._root.set_reshard_after_backward(is_last or stage == 3)
         for group in self._state.plan.groups:
             if group.kind == "model-wide":

@@ -15,7 +15,7 @@ from zeroamp.hooks._torch.fsdp import (
     separate_reductions,
     timeout_of,
 )
-from zeroamp.hooks._torch.group_gradients import follow_gradients
+from zeroamp.hooks._torch.group_gradients import by_module, follow_gradients
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
 from zeroamp.hooks.collectives.reduce_scatter import ReceiveBuffers
 from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
@@ -45,13 +45,15 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     policy = state.plan.policy
     state.handles += cast_unit_inputs(model, state.plan)
     buffers = ReceiveBuffers()
+    state.gradients = follow_gradients(model)
+    gradients = by_module(state.gradients, model)
     for group in state.plan.groups:
         unit = [model.get_submodule(fqn) for fqn in state.plan.modules_of(group.unit)]
         holder = state.holders.get(group.name)
         if holder is not None:
             state.handles += attach_typed_group(holder, unit)
-        attach_collectives(cast(FSDPModule, holder or unit[0]), group, state, buffers)
-    state.gradients = follow_gradients(model)
+        carrier = holder or cast(FSDPModule, unit[0])
+        attach_collectives(carrier, group, state, buffers, gradients[cast(nn.Module, carrier)])
     keep_reduction_inputs(cast(FSDPModule, model), policy.reduce_scatter_input_buffers)
     if policy.separate_reduce_scatter_group:
         separate_reductions(cast(FSDPModule, model), timeout_of(state.mesh.get_group(0), state.mesh.device_type))

@@ -5,6 +5,7 @@ made of parts of different initialisations; at stage 0 and with HSDP, replicas w
 """
 
 import json
+import os
 from collections.abc import Container
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroamp.hooks._torch.fsdp import can_shard_integers, has_reduction_options
 from zeroamp.planning.mesh import axis_groups, expected_shards
+from zeroamp.planning.nodes import LOCAL_WORLD_SIZE
 from zeroamp.planning.parameter_uses import has_own_storage_class, quantization_tensors
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.dtypes import INTEGER_BY_NUM_BYTES, short_name
@@ -50,6 +52,7 @@ def description_of(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> Des
         **config,
         "the use of a monitor": str(any(monitors)),
         "the mesh": layout,
+        f"whether {LOCAL_WORLD_SIZE} is set": str(LOCAL_WORLD_SIZE in os.environ),
         **_parameters(model, plan, expected_shards(policy, mesh)),
         **{f"module {fqn or 'root'}": _structure(module) for fqn, module in model.named_modules()},
         "the list of units": str([plan.modules_of(unit) for unit in (*plan.units, "")]),

@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from zeroamp.hooks._torch.fsdp import divide_factor
+from zeroamp.hooks._torch.fsdp import divide_factor, leave_replicas_alone
+from zeroamp.hooks._torch.group_gradients import GroupGradients
 from zeroamp.hooks.collectives.all_gather import GroupAllGather
 from zeroamp.hooks.collectives.reduce_scatter import GroupReduceScatter, ReceiveBuffers
 from zeroamp.hooks.collectives.traffic import IssuedCollective, notify
@@ -16,15 +17,21 @@ from zeroamp.planning.mesh import ranks_of, replicate_size, shard_size
 from zeroamp.wrapping.state import WrapState
 
 
-def attach_collectives(module: FSDPModule, group: GroupPlan, state: WrapState, buffers: ReceiveBuffers) -> None:
+def attach_collectives(
+    module: FSDPModule, group: GroupPlan, state: WrapState, buffers: ReceiveBuffers, gradients: GroupGradients
+) -> None:
     """Give `module`'s own FSDP2 group the dtypes that were planned for it, the state's listeners, and its ranges.
 
-    Through FSDP2's public setters. The all-reduce over replicas stays FSDP2's own, in the dtype of the reduce-scatter's
-    output. Listeners hear of it after it was issued.
+    Replicas are summed in the order of the tree, in the hook that FSDP2 calls after each reduction. With the backend's
+    sums, their all-reduce stays FSDP2's own, and listeners hear of it after it was issued.
     """
     mesh, listeners = state.mesh, state.listeners
     dtypes = group_dtypes(group.key, state.plan.policy, ranks_of(mesh))
-    module.set_custom_all_gather(GroupAllGather(group_name=group.name, listeners=listeners, ranges=state.ranges))
+    nodes = state.nodes.get(mesh.ndim - 1)
+    module.set_custom_all_gather(
+        GroupAllGather(group_name=group.name, nodes=nodes, listeners=listeners, ranges=state.ranges)
+    )
+    is_summed_here = mesh.ndim == 2 and dtypes.sums_in_tree_order
     reduction = GroupReduceScatter(
         communication_dtype=dtypes.communication,
         reduce_dtype=dtypes.reduce,
@@ -33,6 +40,10 @@ def attach_collectives(module: FSDPModule, group: GroupPlan, state: WrapState, b
         divide_factor=partial(divide_factor, module),
         world_size=shard_size(mesh),
         is_replicated=replicate_size(mesh) > 1,
+        replicas=mesh.get_group(0) if is_summed_here and replicate_size(mesh) > 1 else None,
+        nodes=nodes,
+        replica_nodes=state.nodes.get(0) if mesh.ndim == 2 else None,
+        divides_outside=dtypes.unsharded_accumulate == torch.float16,
         group_name=group.name,
         listeners=listeners,
         buffers=buffers,
@@ -40,11 +51,18 @@ def attach_collectives(module: FSDPModule, group: GroupPlan, state: WrapState, b
         ranges=state.ranges,
     )
     module.set_custom_reduce_scatter(reduction)
-    if mesh.ndim == 2 and state.plan.policy.stage >= 2 and dtypes.replica_once:
-        state.all_reduced_once.append(module)
     if state.plan.policy.reduce == "sum":
         module.set_gradient_divide_factor(1.0)
-    if mesh.ndim == 2:  # FSDP2 runs the all-reduce over an axis of one rank too
+    is_once = state.plan.policy.stage >= 2 and dtypes.replica_once
+    if is_summed_here:
+        leave_replicas_alone(module)
+        if replicate_size(mesh) > 1:
+            _sum_replicas(module, reduction, gradients)
+            if is_once:
+                state.replica_switches.append(partial(setattr, gradients, "sums_replicas"))
+    elif mesh.ndim == 2:  # FSDP2 runs the all-reduce over an axis of one rank too
+        if is_once:
+            state.replica_switches.append(partial(module.set_requires_all_reduce, recurse=False))
         replicas = mesh.get_group(0)
 
         def all_reduced(reduced: torch.Tensor) -> None:
@@ -53,3 +71,18 @@ def attach_collectives(module: FSDPModule, group: GroupPlan, state: WrapState, b
             notify(listeners, IssuedCollective("all_reduce", reduced, group.name, replicas, op))
 
         module.set_all_reduce_hook(all_reduced)
+
+
+def _sum_replicas(module: FSDPModule, reduction: GroupReduceScatter, gradients: GroupGradients) -> None:
+    """Sum over replicas after each reduction of `module`'s own group that `gradients` says to complete."""
+
+    def complete(reduced: torch.Tensor) -> None:
+        if reduced.device.type != "cpu":
+            # FSDP2 may add it to `parameter.grad` in this stream, and release it without waiting.
+            reduced.record_stream(torch.accelerator.current_stream(reduced.device))
+        if gradients.add_partial_sums(reduced):
+            reduction.sum_over_replicas(reduced)
+        else:
+            reduction.end_all_reduce()
+
+    module.set_all_reduce_hook(complete)

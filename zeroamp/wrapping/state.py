@@ -1,6 +1,6 @@
 """`WrapState`: the plan, mesh, hooks and counters that `wrap_model` attaches to a model."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from zeroamp.hooks._torch.fsdp import parameter_pairs, release
 from zeroamp.hooks._torch.group_gradients import GroupGradients
 from zeroamp.hooks.collectives.issued import IssuedInStep
+from zeroamp.hooks.collectives.nodes import Nodes
 from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
 from zeroamp.hooks.collectives.traffic import CollectiveListener, Traffic
 from zeroamp.hooks.guards import BackwardGuard
@@ -59,6 +60,8 @@ class WrapState:
     mesh: DeviceMesh
     world: dist.ProcessGroup | None = None
     """A process group of all ranks of the mesh; None is the default group."""
+    nodes: Mapping[int, Nodes] = field(default_factory=dict)
+    """Mesh axis -> its two levels, for an axis over several nodes."""
     traffic: Traffic
     """What the collectives moved since it was last reset."""
     ranges: Ranges = field(default_factory=Ranges)
@@ -75,8 +78,9 @@ class WrapState:
     guard: BackwardGuard | None = None
     fp32_regions: list[Fp32Region] = field(default_factory=list)
     shard_accumulator: ShardAccumulator | None = None
-    all_reduced_once: list[FSDPModule] = field(default_factory=list)
-    """The modules whose own group is all-reduced over replicas in the last micro-batch only."""
+    replica_switches: list[Callable[[bool], None]] = field(default_factory=list)
+    """One per group whose replicas are summed in the last micro-batch only: called before each backward with whether it
+    is the last."""
     gradients: list[GroupGradients] = field(default_factory=list)
     """One entry per parameter group of FSDP2."""
     handles: list[Removable] = field(default_factory=list)

@@ -44,6 +44,7 @@ from zeroamp.wrapping.checks import (
     description_of,
 )
 from zeroamp.wrapping.materialize import cast_buffers, materialize_model
+from zeroamp.wrapping.nodes import nodes_of_mesh
 from zeroamp.wrapping.rank_agreement import Description, run_alike
 from zeroamp.wrapping.shard import shard_model
 from zeroamp.wrapping.state import WrapState, record_state, wrap_state
@@ -135,6 +136,7 @@ def wrap_model(
     traffic = Traffic(enabled=policy.count_traffic)
     ranges = Ranges(policy.ranges)
     state = WrapState(root=model, plan=plan, mesh=mesh, world=world, traffic=traffic, ranges=ranges, holders=holders)
+    state.nodes = nodes_of_mesh(policy, mesh, world)
     attach_hooks(model, state)
     record_state(model, state)
     if is_first_rank(mesh):

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from tests.measuring.collectives import Collectives
 from tests.measuring.sources import ROOT, python_files
 from zeroamp.hooks._torch import dispatch, gloo, optimizer
 from zeroamp.hooks._torch import fsdp as _fsdp
@@ -33,6 +34,7 @@ PRIVATE = {
     "fsdp.py": {
         *("torch.distributed._composable.contract", "torch.distributed._composable_state", "_module_state_mapping"),
         *("torch.distributed.fsdp._fully_shard._fsdp_api", "_get_fsdp_state", "_set_unshard_async_op"),
+        "torch.distributed.fsdp._fully_shard._fsdp_common",
         *("_fsdp_param_group", "_fsdp_param_groups", "_to_sharded", "_unsharded_param", "_modules_to_run_forward"),
         *("_pre_forward", "_post_forward", "_root_post_backward_final_callback", "_get_backend", "_timeout"),
         *("_reduce_dtype", "_apply_to_tensors", "_lazy_init"),
@@ -67,6 +69,8 @@ OF_PRIVATE_CLASSES = {
     *("mesh_info", "shard_process_group", "reduce_scatter_process_group", "post_backward", "device_handle"),
     *("all_gather_work", "all_gather_event", "all_gather_state", "reduce_scatter_state", "post_forward_order"),
     *("pre_forward", "reduce_grads", "all_reduce_grads"),
+    *("post_forward_mesh_info", "shard_mesh_dim", "shard_mesh_size", "fsdp_placement"),
+    *("sharded_size", "contiguous_sharded_stride"),
     *("all_states", "iter_forward_root", "post_backward_final_callback_queued", "gradient_divide_factor"),
 }
 """Names of FSDP2's private classes that begin with none."""
@@ -93,12 +97,43 @@ def _missing_of_fsdp():
     there |= {name: callable(getattr(state, name, None)) for name in (*_fsdp.FORWARD_HOOKS, _fsdp.END_OF_BACKWARD)}
     there["_modules_to_run_forward"] = isinstance(state._modules_to_run_forward, set)
     of_parameters = ("sharded_param", "unsharded_param", "unsharded_accumulated_grad", "_unsharded_param")
+    of_parameters += ("fsdp_placement", "sharded_size", "contiguous_sharded_stride")
     there |= {name: hasattr(parameter, name) for name in of_parameters}
-    groups = ["shard_process_group", *["reduce_scatter_process_group"] * _fsdp.has_reduction_options()]
+    there["post_forward_mesh_info"] = hasattr(group, "post_forward_mesh_info")
+    groups = [
+        "shard_process_group",
+        "shard_mesh_dim",
+        "shard_mesh_size",
+        *["reduce_scatter_process_group"] * _fsdp.has_reduction_options(),
+    ]
     there |= {name: hasattr(group.mesh_info, name) for name in groups}
     there["gradient_divide_factor"] = _fsdp.divide_factor(module) is None
     there["_timeout"] = isinstance(_fsdp.timeout_of(dist.group.WORLD, "cpu"), timedelta)
     return [name for name, is_there in there.items() if not is_there]
+
+
+def _of_replicas():
+    """What `leave_replicas_alone` leaves of a group: type of its mesh's info, size of its shard group, placements."""
+    torch.manual_seed(0)
+    module = nn.Linear(2, 2)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    _fsdp.leave_replicas_alone(module)
+    (group,) = _fsdp.groups_of(module._get_fsdp_state())
+    same = group.post_forward_mesh_info is group.mesh_info
+    seen = []
+    module.set_all_reduce_hook(lambda reduced: seen.append(reduced.numel()))
+    with Collectives() as collectives:
+        module(torch.ones(1, 2) * (dist.get_rank() + 1)).sum().backward()
+    gradient = module.weight.grad
+    return type(group.mesh_info).__name__, same, seen, dict(collectives.calls), gradient.placements, gradient.to_local()
+
+
+def test_fsdp2_leaves_replicas_to_the_hook(ranks2):
+    for rank, (name, same, seen, calls, placements, gradient) in enumerate(ranks2.run(_of_replicas)):
+        assert (name, same, seen, calls) == ("FSDPMeshInfo", True, [6], {})
+        assert str(placements) == "(Replicate(), Shard(dim=0))"
+        assert torch.equal(gradient, torch.full((2, 2), rank + 1.0))
 
 
 def _missing_of_recovery():

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.oracles.one_process import tree
 from zeroamp.hooks.collectives.reduce_scatter import GroupReduceScatter, ReceiveBuffers
 
 NUMEL = 1000
@@ -18,7 +19,7 @@ def _gradient(rank, world_size):
 
 
 def _comm(accumulate, communication_dtype=torch.bfloat16, *, world_size, reduce_dtype=None, **options):
-    sums_here = accumulate == "fp32" and communication_dtype != torch.float32
+    sums_here = accumulate == "fp32"
     return GroupReduceScatter(
         communication_dtype=communication_dtype,
         reduce_dtype=reduce_dtype or (torch.float32 if accumulate == "fp32" else communication_dtype),
@@ -42,11 +43,9 @@ def _reduce(accumulate, op_name):
 
 @pytest.mark.parametrize("op", ["AVG", "SUM"])
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_sums_in_fp32_in_rank_order(request, world_size, op):
+def test_sums_in_fp32_in_the_order_of_the_tree(request, world_size, op):
     results = request.getfixturevalue(f"ranks{world_size}").run(_reduce, "fp32", op)
-    total = torch.zeros(NUMEL * world_size)
-    for rank in range(world_size):
-        total += _gradient(rank, world_size).float()
+    total = tree([_gradient(rank, world_size) for rank in range(world_size)])
     expected = total / world_size if op == "AVG" else total
     assert torch.equal(torch.cat(results), expected)
 
@@ -120,8 +119,8 @@ def _peak(accumulate, communication_dtype):
 def test_one_reduction_needs_no_more_than_its_formula(ranks4, accumulate, communication_dtype):
     peak, sent_bytes, shard_bytes = ranks4.run(_peak, accumulate, communication_dtype)[0]
     assert sent_bytes == 4 * NUMEL * communication_dtype.itemsize
-    sums_here = accumulate == "fp32" and communication_dtype != torch.float32
-    assert peak == (2 if sums_here else 1) * sent_bytes + shard_bytes
+    # Received gradients, and one block of the sum of four rows.
+    assert peak == sent_bytes + shard_bytes + (sent_bytes + 4 * NUMEL if accumulate == "fp32" else 0)
     assert shard_bytes == NUMEL * (4 if accumulate == "fp32" else communication_dtype.itemsize)
 
 

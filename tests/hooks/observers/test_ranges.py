@@ -254,7 +254,7 @@ CASTS = {f"cast ({group} -> {dtype})" for group, dtype in GROUPS.items()}
 CASTS_TO_FP32 = {f"cast ({group} -> fp32)" for group in GROUPS}
 GATHERS = {f"all_gather ({group} {dtype})" for group, dtype in GROUPS.items()}
 REDUCTIONS = {f"reduce_scatter ({group} {dtype}, sum fp32)" for group, dtype in GROUPS.items()}
-SUMS = {f"sum ({fqn} -> fp32)" for fqn in BLOCKS}
+SUMS = {f"sum ({group} -> fp32)" for group in GROUPS}
 ALL_REDUCES = {f"all_reduce ({group} fp32)" for group in GROUPS}
 
 

@@ -109,7 +109,7 @@ def test_safe_parameters_that_a_run_found_compute_low(ranks2):
     ids=str,
 )
 def test_sharding_options_and_replicas(ranks4, fields):
-    seen = ranks4.run(_of_options, {"stage": 3, "threshold": 0, "accumulation": 2}, fields, (1, 4))[0]
+    seen = ranks4.run(_of_options, {"stage": 3, "threshold": 0, "accumulation": 2}, fields, (2, 2))[0]
     assert seen["is_traffic_as_planned"]
     low = next(row for row in seen["groups"] if row["group"] == "blocks.0")
     assert (low["promised"]["wire"], low["promised"]["replicas"]) == ("bf16", "fp32")

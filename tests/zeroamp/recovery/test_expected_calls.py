@@ -128,6 +128,7 @@ def _ops_of_the_all_reduces(options, mesh_shape):
 @pytest.mark.parametrize("mesh_shape", [None, (2, 1)])
 @pytest.mark.parametrize("more", [{}, {**FP16, "accumulation": 2, "data_types": {"grad_accum_dtype": "fp16"}}], ids=str)
 def test_the_logged_op_of_the_all_reduce_is_fsdp2s(ranks2, mesh_shape, more):
-    options = {"stage": 0 if mesh_shape is None else 1, **more}
+    native = {"zeroamp": {"reduce_accumulate_dtype": "native"}, "comm": "fp32"}
+    options = {"stage": 0 if mesh_shape is None else 1, **more, **native}
     logged, issued = ranks2.run(_ops_of_the_all_reduces, options, mesh_shape)[0]
     assert logged == issued != []

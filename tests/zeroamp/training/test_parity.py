@@ -5,6 +5,7 @@ import torch
 
 from tests.models.small import MODELS, Llama
 from tests.oracles import one_process
+from tests.processes.ranks import Ranks
 from tests.processes.training import check_run, check_same_run, config, same_bits, train
 from tests.selection import slow_but
 
@@ -83,14 +84,64 @@ def test_native_bf16_reduction_is_another_sum_than_fp32(ranks2):
 
 
 @pytest.mark.parametrize("name", slow_but(["llama_untied", "encoder"], "encoder"))
-def test_stages_1_to_3_agree_on_4_ranks(ranks4, name):
-    # Stage 0 is left out: gloo's all-reduce adds four ranks in another order than its reduce-scatter does.
-    _check_equal(ranks4.run(_all_stages, name, (1, 2, 3), {}))
+def test_all_stages_equal_one_process_on_4_ranks(ranks4, name):
+    by_rank = ranks4.run(_all_stages, name, (0, 1, 2, 3), {})
+    _check(by_rank, one_process.train(name, world_size=4, num_steps=NUM_STEPS, clip=CLIP))
 
 
-def test_hybrid_sharding_averages_over_shards_then_replicas(ranks4):
+FEW_STEPS = 4
+
+
+def _stages_and_meshes(shapes, options):
+    """Runs of stages 0 to 3 on all ranks in one axis, and of stages 1 to 3 on meshes of (replicas, shards)."""
+    flat = [train("encoder", config(stage, clip=CLIP, **options), FEW_STEPS) for stage in (0, 1, 2, 3)]
+    cfgs = [(shape, config(stage, clip=CLIP, **options)) for shape in shapes for stage in (1, 2, 3)]
+    return flat, [train("encoder", cfg, FEW_STEPS, mesh_shape=shape) for shape, cfg in cfgs]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "shapes"),
+    [
+        pytest.param(3, [], marks=pytest.mark.slow),
+        pytest.param(5, [(5, 1)], marks=pytest.mark.slow),
+        pytest.param(6, [(3, 2)]),
+        pytest.param(8, [(2, 4), (4, 2), (8, 1)], marks=pytest.mark.slow),
+    ],
+)
+def test_all_stages_and_meshes_have_the_bits_of_one_tree(world_size, shapes):
+    ranks = Ranks(world_size)
+    try:
+        by_rank = ranks.run(_stages_and_meshes, shapes, {})
+    finally:
+        ranks.stop()
+    oracle = one_process.train("encoder", world_size=world_size, num_steps=FEW_STEPS, clip=CLIP)
+    for rank, (flat, hybrid) in enumerate(by_rank):
+        for run in (*flat, *hybrid):
+            check_run(run, rank, oracle)
+
+
+@pytest.mark.slow
+def test_another_number_of_shards_than_a_power_of_two_is_a_tree_too(request):
+    ranks = Ranks(6)
+    try:
+        by_rank = ranks.run(_stages_and_meshes, [(2, 3)], {})
+    finally:
+        ranks.stop()
+    oracle = one_process.train("encoder", world_size=6, num_steps=FEW_STEPS, clip=CLIP, num_replicas=2)
+    for rank, (_, hybrid) in enumerate(by_rank):
+        for run in hybrid:
+            check_run(run, rank, oracle)
+
+
+def test_hybrid_sharding_has_the_bits_of_one_axis(ranks4):
     by_rank = ranks4.run(_all_stages, "llama_tied", (1, 2, 3), {}, mesh_shape=(2, 2))
-    _check(by_rank, one_process.train("llama_tied", world_size=4, num_steps=NUM_STEPS, clip=CLIP, num_replicas=2))
+    _check(by_rank, one_process.train("llama_tied", world_size=4, num_steps=NUM_STEPS, clip=CLIP))
+
+
+def test_hybrid_sharding_sums_micro_batches_before_replicas(ranks4):
+    by_rank = ranks4.run(_all_stages, "llama_tied", (2, 3), {"accumulation": 3}, mesh_shape=(2, 2))
+    options = {"world_size": 4, "num_steps": NUM_STEPS, "clip": CLIP, "accumulation": 3, "reduce_each": True}
+    _check(by_rank, one_process.train("llama_tied", num_replicas=2, **options))
 
 
 @pytest.mark.parametrize("name", slow_but(["llama_tied", "conv", "encoder"], "llama_tied"))

@@ -42,13 +42,14 @@ def _llama(stage, accumulation, options):
 @pytest.mark.parametrize(("stage", "gathers", "reduces"), [(1, 4, 3), (2, 4, 9), (3, 19, 9)])
 def test_three_units_and_three_micro_batches_cost_what_each_stage_promises(ranks2, stage, gathers, reduces):
     calls, _ = ranks2.run(_three_units, stage)[0]
-    assert calls == {("all_gather", FP32): gathers, ("reduce_scatter", FP32): reduces, ("all_reduce", FP64): 1}
+    assert calls == {("all_gather", FP32): gathers, ("all_to_all", FP32): reduces, ("all_reduce", FP64): 1}
 
 
 def test_stage_0_gathers_nothing_and_reduces_once(ranks2):
     calls, elements = ranks2.run(_llama, 0, MICRO_BATCHES, {})[0]
-    assert calls == {("all_reduce", FP32): 5, ("all_reduce", FP64): 1}
-    assert elements["all_reduce", FP32] == BLOCK + SMALL + ROOT
+    # The two halves of each all-reduce; the only all-gathers.
+    assert calls == {("all_to_all", FP32): 5, ("all_gather", FP32): 5, ("all_reduce", FP64): 1}
+    assert elements["all_to_all", FP32] == elements["all_gather", FP32] == BLOCK + SMALL + ROOT
 
 
 @pytest.mark.parametrize(("stage", "gathers", "reduces"), [(1, 1, 1), (2, 1, 3), (3, 6, 3)])
@@ -59,33 +60,33 @@ def test_safe_parameters_travel_in_bf16_and_the_others_in_fp32(ranks2, stage, ga
         ("all_gather", BF16): 3 * gathers,
         ("all_gather", FP32): root_gathers + 1,  # the model-wide group once per step, whatever the stage
         ("all_to_all", BF16): 3 * reduces,
-        ("reduce_scatter", FP32): 2 * reduces,
+        ("all_to_all", FP32): 2 * reduces,
         ("all_reduce", FP64): 1,  # norm and loss
     }
     assert elements["all_gather", BF16] == gathers * BLOCK
     assert elements["all_gather", FP32] == root_gathers * ROOT + SMALL
     assert elements["all_to_all", BF16] == reduces * BLOCK
-    assert elements["reduce_scatter", FP32] == reduces * (ROOT + SMALL)
+    assert elements["all_to_all", FP32] == reduces * (ROOT + SMALL)
 
 
 def test_stage_3_costs_one_gather_and_one_reduction_more_than_one_dtype_would(ranks2):
     calls, _ = ranks2.run(_llama, 3, 1, {})[0]
     assert calls["all_gather", BF16] + calls["all_gather", FP32] == 8  # 2 per block, the root, the model-wide group
-    assert calls["all_to_all", BF16] + calls["reduce_scatter", FP32] == 5
+    assert calls["all_to_all", BF16] + calls["all_to_all", FP32] == 5
 
 
 def test_with_a_threshold_of_zero_every_unit_gathers_its_fp32_parameters_itself(ranks2):
     calls, elements = ranks2.run(_llama, 3, 1, {"threshold": 0})[0]
     assert calls["all_gather", BF16] == 6
     assert calls["all_gather", FP32] == 7
-    assert calls["reduce_scatter", FP32] == 4
+    assert calls["all_to_all", FP32] == 4
     assert elements["all_gather", FP32] == 2 * SMALL + ROOT
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_communication_data_type_fp32_is_honoured_with_bf16_gathers(ranks2, stage):
     calls, _ = ranks2.run(_llama, stage, 1, {"comm": "fp32"})[0]
-    assert calls["reduce_scatter", FP32] == 5
+    assert calls["all_to_all", FP32] == 5
     assert ("all_to_all", BF16) not in calls
     assert calls["all_gather", BF16] == (6 if stage == 3 else 3)
 

@@ -178,7 +178,7 @@ def test_a_merged_unit_costs_the_collectives_of_one(ranks2, fields, num_units):
         ("all_gather", BF16): 2 * num_units,
         ("all_gather", FP32): 2 * num_units + 1,  # the norms, and the root
         ("all_to_all", BF16): num_units,
-        ("reduce_scatter", FP32): num_units + 1,
+        ("all_to_all", FP32): num_units + 1,
         ("all_reduce", torch.float64): 1,
     }
     assert counted == calls

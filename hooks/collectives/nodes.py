@@ -1,0 +1,145 @@
+"""Reductions and gathers of one mesh axis in two levels: inside each node, and between nodes.
+
+[Note: Two levels]
+An axis of N = m x g ranks, numbered node by node, has m nodes of g ranks. In a flat all-to-all each rank sends (m-1)/m
+of its gradients to other nodes. In two levels the ranks of a node first exchange their gradients unchanged, so that
+each holds, for every node, the terms of one chunk, and sums them in fp32. Then the ranks with the same place in their
+nodes exchange these partial sums and add them. As g is a power of two, this is the tree of `tree_sum.py`, bit for bit.
+
+Bytes that leave one node in a reduction of B bytes of bf16 gradients, of 2 nodes of 4 ranks: flat 2 B; partial sums in
+fp32 1 B, in 3 bytes 0.75 B, in bf16 0.5 B. In general flat g B (m-1)/m, fp32 2 B (m-1)/m.
+
+The all-gather goes the other way: between nodes first, then inside the node. It moves a ring's bytes between nodes, B
+(m-1)/m, in m-1 + g-1 steps instead of N-1.
+
+[Note: Partial sums]
+"fp32" is exact. "3 bytes" rounds each partial sum to 15 bits after the leading one (to nearest, ties to even): a
+relative error of at most 2^-16 each. "bf16" rounds it to 7 bits: at most 2^-8. Partial sums are added in fp32.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from zeroamp.hooks._torch.fsdp import all_gather
+from zeroamp.hooks.collectives.tree_sum import tree_sum
+
+Partials = Literal["fp32", "3 bytes", "bf16"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Nodes:
+    """The two process groups of one axis: see [Note: Two levels]."""
+
+    inside: dist.ProcessGroup
+    """The ranks of this node, in their order: a power of two."""
+    across: dist.ProcessGroup
+    """The ranks with this rank's place in their nodes, node by node."""
+    partials: Partials = "fp32"
+    """In which form partial sums leave the node: see [Note: Partial sums]."""
+
+    def size(self) -> int:
+        """Return the number of ranks of the axis."""
+        return self.inside.size() * self.across.size()
+
+    def exchange(self, chunks: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+        """Exchange chunks inside the node and partial sums between nodes.
+
+        Args:
+            chunks: (N x M,), contiguous, one chunk for each rank of the axis. Overwritten.
+            received: like `chunks`. Overwritten.
+
+        Returns:
+            (m, M), the partial sums of this rank's chunk, one per node: fp32, or bf16 where they are sent so. In the
+            memory of `chunks` or `received`.
+        """
+        num_inside, num_nodes = self.inside.size(), self.across.size()
+        by_place = received.view(num_inside, num_nodes, -1)
+        by_place.copy_(chunks.view(num_nodes, num_inside, -1).transpose(0, 1))
+        dist.all_to_all_single(chunks, received, group=self.inside)
+        numel = chunks.numel() // num_inside
+        partial = _as(received, torch.float32, numel)
+        tree_sum(chunks.view(num_inside, -1), partial)
+        if self.partials == "3 bytes":
+            packed = pack(partial)
+            into = _as(chunks, torch.uint8, packed.numel())
+            dist.all_to_all_single(into, packed, group=self.across)
+            return unpack(into, partial).view(num_nodes, -1)
+        sent = partial if self.partials == "fp32" else partial.to(torch.bfloat16)
+        into = _as(chunks, sent.dtype, numel)
+        dist.all_to_all_single(into, sent, group=self.across)
+        return into.view(num_nodes, -1)
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False) -> dist.Work | None:
+        """All-gather between nodes, then inside the node. `output` (N x S,) is complete after `wait` of the result.
+
+        Args:
+            output: (N x S,), contiguous.
+            input: (S,), contiguous; may be a part of `output`.
+            async_op: whether to return after the first half, with the second under way.
+        """
+        num_inside, num_nodes = self.inside.size(), self.across.size()
+        by_node = torch.empty(num_nodes * input.numel(), dtype=input.dtype, device=input.device)
+        by_place = torch.empty_like(output)
+        all_gather(by_node, input, self.across, async_op=False)
+        work = all_gather(by_place, by_node, self.inside, async_op=async_op)
+        into = output.view(num_nodes, num_inside, -1)
+        part = by_place.view(num_inside, num_nodes, -1).transpose(0, 1)
+        if work is None:
+            into.copy_(part)
+            return None
+        return _Ordered(work, into, part)
+
+
+def all_gather_of_axis(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: dist.ProcessGroup,
+    nodes: Nodes | None,
+    *,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """All-gather over `group`: in two levels where `nodes` are given and the group has all their ranks, else flat."""
+    if nodes is None or group.size() != nodes.size():
+        return all_gather(output, input, group, async_op=async_op)
+    return nodes.all_gather(output, input, async_op=async_op)
+
+
+class _Ordered(dist.Work):
+    """The work of a gather, which puts what it received into the order of the ranks when it is waited for."""
+
+    def __init__(self, work: dist.Work, into: torch.Tensor, part: torch.Tensor) -> None:
+        super().__init__()
+        self._work, self._into, self._part = work, into, part
+        self._is_done = False
+
+    def wait(self, *arguments: object) -> bool:
+        """Wait for the collective, and copy."""
+        result = self._work.wait(*arguments)  # type: ignore[arg-type]
+        if not self._is_done:
+            self._into.copy_(self._part)
+            self._is_done = True
+        return result
+
+
+def _as(memory: torch.Tensor, dtype: torch.dtype, numel: int) -> torch.Tensor:
+    """Return the first bytes of a contiguous 1-D tensor as `numel` elements of `dtype`."""
+    return memory[: -(-numel * dtype.itemsize // memory.element_size())].view(dtype)[:numel]
+
+
+def pack(values: torch.Tensor) -> torch.Tensor:
+    """Return fp32 values rounded to 3 bytes each: (3 x M,), uint8. See [Note: Partial sums]."""
+    bits = values.view(torch.int32)
+    rounded = bits + 0x7F + ((bits >> 8) & 1)
+    rounded = torch.where(values.isnan(), bits | 0x400000, rounded)  # rounding a nan's bits may make them a number's
+    return rounded.view(torch.uint8).view(-1, 4)[:, 1:].reshape(-1)
+
+
+def unpack(packed: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Write the fp32 values of `pack` to `output`, and return it."""
+    of_value = output.view(torch.uint8).view(-1, 4)
+    of_value[:, :1] = 0
+    of_value[:, 1:] = packed.view(-1, 3)
+    return output

@@ -1,0 +1,70 @@
+"""Sums over the ranks of one mesh axis, in the order of the tree: of shards, and of replicas. See `tree_sum.py`.
+
+[Note: Summing in fp32]
+Under autocast the raw gradient of a safe parameter is already in the low precision, so communicating it in that dtype
+loses nothing. A native low-precision reduce-scatter loses bits in its partial sums. Here each rank sends every other
+rank its chunk unchanged (an all-to-all, the same bytes as a ring's reduce-scatter), and sums what it received in fp32,
+in the order of the tree. That is the fp32 reduction of the same gradients at half the bytes. fp32 gradients are summed
+the same way, at the bytes of a ring.
+
+[Note: All-reduce in tree order]
+An all-reduce is the same sum of chunks, and an all-gather of the sums: the bytes of a ring's all-reduce. A backend's
+own all-reduce adds in an order of its own.
+"""
+
+import torch
+import torch.distributed as dist
+
+from zeroamp.hooks._torch.fsdp import all_gather
+from zeroamp.hooks.collectives.nodes import Nodes
+from zeroamp.hooks.collectives.tree_sum import tree_sum
+
+
+def exchange(
+    chunks: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup, nodes: Nodes | None = None
+) -> torch.Tensor:
+    """Exchange chunks, so that every rank has the terms of its own sum: see [Note: Summing in fp32].
+
+    Args:
+        chunks: (N x M,), contiguous, one chunk for each of the N ranks of the group, in their order. May be
+            overwritten.
+        received: like `chunks`. Overwritten.
+        group: the ranks.
+        nodes: where the group spans nodes and is reduced in two levels.
+
+    Returns:
+        (N, M), or (nodes, M), the rows that `tree_sum` adds, in the memory of the arguments.
+    """
+    if nodes is not None:
+        return nodes.exchange(chunks, received)
+    dist.all_to_all_single(received, chunks, group=group)
+    return received.view(group.size(), -1)
+
+
+def all_reduce_in_tree_order(
+    tensor: torch.Tensor, group: dist.ProcessGroup, divide_by: float = 1, nodes: Nodes | None = None
+) -> None:
+    """Sum a tensor over the ranks of `group`, in place: see [Note: All-reduce in tree order].
+
+    Needs memory of about the tensor's size, which is allocated before the first collective is issued.
+
+    Args:
+        tensor: 1-D, contiguous, fp32. If its size is no multiple of the ranks, it is copied into one that is.
+        group: the ranks, in the order of the tree.
+        divide_by: divides the sum.
+        nodes: where the group spans nodes and is reduced in two levels.
+    """
+    num_ranks, numel = group.size(), tensor.numel()
+    length = -(-numel // num_ranks)
+    chunks = tensor
+    if length * num_ranks != numel:
+        chunks = tensor.new_zeros(length * num_ranks)
+        chunks[:numel].copy_(tensor)
+    received, total = torch.empty_like(chunks), tensor.new_empty(length)
+    tree_sum(exchange(chunks, received, group, nodes), total, divide_by)
+    if nodes is not None:
+        nodes.all_gather(chunks, total)
+    else:
+        all_gather(chunks, total, group, async_op=False)
+    if chunks is not tensor:
+        tensor.copy_(chunks[:numel])

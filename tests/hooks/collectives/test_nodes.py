@@ -1,0 +1,80 @@
+"""Reductions and gathers in two levels against sums and tensors written out."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.oracles.one_process import tree
+from zeroamp.hooks.collectives.nodes import Nodes, all_gather_of_axis, pack, unpack
+from zeroamp.hooks.collectives.rank_sums import all_reduce_in_tree_order, exchange
+from zeroamp.hooks.collectives.tree_sum import tree_sum
+
+NUMEL = 123
+BOUNDS = {"3 bytes": 2.0**-16, "bf16": 2.0**-8}
+
+
+def _nodes(num_inside, partials):
+    rank, size = dist.get_rank(), dist.get_world_size()
+    inside = list(range(rank - rank % num_inside, rank - rank % num_inside + num_inside))
+    members = (inside, list(range(rank % num_inside, size, num_inside)))
+    groups = [dist.new_group(ranks, use_local_synchronization=True) for ranks in members]
+    return Nodes(inside=groups[0], across=groups[1], partials=partials)
+
+
+def _gradient(rank, size, dtype):
+    return torch.randn(NUMEL * size, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def _reduced(num_inside, partials, dtype):
+    """This rank's sum of a reduction, the sum of an all-reduce over as many numbers less 5, and all gathered chunks."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    nodes, total = _nodes(num_inside, partials), torch.empty(NUMEL)
+    chunks = _gradient(rank, size, dtype)
+    tree_sum(exchange(chunks, torch.empty_like(chunks), dist.group.WORLD, nodes), total, size)
+    everywhere = _gradient(rank, size, torch.float32)[:-5].clone()
+    all_reduce_in_tree_order(everywhere, dist.group.WORLD, 3, nodes)
+    gathered = []
+    for async_op in (False, True):
+        output = torch.empty(NUMEL * size)
+        own = output[rank * NUMEL : (rank + 1) * NUMEL]  # in place, as FSDP2 does
+        own.copy_(_gradient(rank, size, torch.float32)[:NUMEL])
+        work = all_gather_of_axis(output, own, dist.group.WORLD, nodes, async_op=async_op)
+        assert (work is not None) == async_op
+        if work is not None:
+            assert work.wait()
+        gathered.append(output)
+    return total, everywhere, gathered
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("num_ranks", "num_inside"), [(4, 2), (8, 4), (8, 2)])
+def test_two_levels_have_the_bits_of_the_tree(request, num_ranks, num_inside, dtype):
+    ranks = request.getfixturevalue(f"ranks{num_ranks}")
+    by_rank = ranks.run(_reduced, num_inside, "fp32", dtype)
+    expected = tree([_gradient(rank, num_ranks, dtype) for rank in range(num_ranks)]) / num_ranks
+    assert torch.equal(torch.cat([total for total, _, _ in by_rank]), expected)
+    summed = tree([_gradient(rank, num_ranks, torch.float32)[:-5] for rank in range(num_ranks)]) / 3
+    chunks = torch.cat([_gradient(rank, num_ranks, torch.float32)[:NUMEL] for rank in range(num_ranks)])
+    for _, everywhere, gathered in by_rank:
+        assert torch.equal(everywhere, summed)
+        assert all(torch.equal(each, chunks) for each in gathered)
+
+
+@pytest.mark.parametrize("partials", BOUNDS)
+def test_rounded_partial_sums_are_those_of_the_nodes_rounded_once(ranks4, partials):
+    by_rank = ranks4.run(_reduced, 2, partials, torch.bfloat16)
+    first, second = (tree([_gradient(rank, 4, torch.bfloat16) for rank in node]) for node in ((0, 1), (2, 3)))
+    found, exact = torch.cat([total for total, _, _ in by_rank]) * 4, first + second
+    assert not torch.equal(found, exact)
+    assert ((found - exact).abs() <= BOUNDS[partials] * (first.abs() + second.abs()) * (1 + 2**-20)).all()
+
+
+def test_three_bytes_round_to_nearest_and_keep_what_is_no_number():
+    values = torch.cat([torch.randn(10_000) * 2.0 ** torch.randint(-100, 100, (10_000,)), torch.tensor([0.0, -0.0])])
+    back = unpack(pack(values), torch.empty_like(values))
+    assert ((back - values).abs() <= BOUNDS["3 bytes"] * values.abs()).all()
+    assert torch.equal(unpack(pack(back), torch.empty_like(back)), back)  # what has 3 bytes stays
+    odd = torch.tensor([float("inf"), -float("inf"), 3.4028235e38, 1.0 + 2**-16, 1.0 + 3 * 2**-16])
+    assert unpack(pack(odd), torch.empty(5)).tolist() == [float("inf"), -float("inf"), float("inf"), 1.0, 1.0 + 2**-14]
+    nans = torch.tensor([0x7FFFFFFF, 0x7F800001, -1], dtype=torch.int32).view(torch.float32)
+    assert unpack(pack(nans), torch.empty(3)).isnan().all()

@@ -1,0 +1,136 @@
+"""The order in which ranks are summed: the loop and the kernel against the tree written out, bit for bit."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from zeroamp.hooks.collectives import tree_sum as module
+from zeroamp.hooks.collectives.tree_sum import tree_sum
+
+ROOT = Path(__file__).parents[3]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+NUMS = (1, 2, 3, 5, 6, 8, 17, 64)
+
+
+def written_out(rows):
+    if len(rows) == 1:
+        return rows[0].float()
+    left = max(2**power for power in range(20) if 2**power < len(rows))
+    return written_out(rows[:left]) + written_out(rows[left:])
+
+
+def some_rows(num_rows, numel, dtype):
+    """Rows whose sum depends on its order: of very different sizes."""
+    generator = torch.Generator().manual_seed(num_rows * 7919 + numel)
+    sizes = 2.0 ** torch.randint(-6, 6, (num_rows, numel), generator=generator)
+    return (torch.randn(num_rows, numel, generator=generator) * sizes).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_rows", [*range(1, 18), 31, 64, 100])
+def test_the_loop_adds_in_the_order_of_the_tree(num_rows, dtype):
+    rows, total = some_rows(num_rows, 1003, dtype), torch.empty(1003)
+    for divide_by in (1, num_rows, 2.7):
+        tree_sum(rows, total, divide_by)
+        assert torch.equal(total, written_out(rows) / divide_by)
+
+
+def test_the_order_matters_to_these_rows():
+    rows = some_rows(8, 1003, torch.float32)
+    assert not torch.equal(written_out(rows), sum(rows[1:], rows[0]))
+
+
+@pytest.mark.parametrize("block", [1, 100, 1003])
+def test_blocks_change_nothing(block):
+    rows, total = some_rows(7, 1003, torch.bfloat16), torch.empty(1003)
+    module._loop(rows, total, 7, block)
+    assert torch.equal(total, written_out(rows) / 7)
+
+
+def test_a_tree_of_blocks_of_a_power_of_two_is_the_same_tree():
+    rows = some_rows(12, 500, torch.float32)
+    blocks = torch.stack([written_out(rows[first : first + 4]) for first in range(0, 12, 4)])
+    assert torch.equal(written_out(blocks), written_out(rows))
+
+
+def kernel_equals_the_tree(device):
+    """Run the kernel; return how often it was launched for each number of rows."""
+    from zeroamp.hooks.collectives import tree_kernel
+
+    launches = {}
+    for num_rows in (*NUMS, 65, 130):
+        for dtype in DTYPES:
+            for numel in (1, 1003, 4096):
+                rows, total = some_rows(num_rows, numel, dtype).to(device), torch.empty(numel, device=device)
+                for divide_by in (1, 3):
+                    launches[num_rows] = tree_kernel.tree_sum(rows, total, divide_by)
+                    assert torch.equal(total.cpu(), written_out(rows.cpu()) / divide_by), (num_rows, dtype, numel)
+    return launches
+
+
+NEEDS_TRITON = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs triton, 290 MB, which is no requirement of a CPU's tests"
+)
+
+
+def _run(call, **environment):
+    code = f"from tests.hooks.collectives.test_tree_sum import *; {call}"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.slow
+@NEEDS_TRITON
+def test_the_kernel_has_the_bits_of_the_tree_in_the_interpreter():
+    found = _run("print(kernel_equals_the_tree('cpu'))", TRITON_INTERPRET="1")
+    assert found == str(dict.fromkeys(NUMS, 1) | {65: 3, 130: 3})
+
+
+def compiled_for_an_h100():
+    """Print the number of 16-byte loads and IEEE divisions of the kernel for 8 rows of bf16. Needs no GPU."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from zeroamp.hooks.collectives import tree_kernel
+
+    constants = {"num_rows": 8, "divides": True, "width": 1024}
+    types = {"rows": "*bf16", "output": "*fp32", "numel": "i32", "divide_by": "fp32"}
+    source = ASTSource(
+        fn=tree_kernel._sum_rows,
+        signature=types | dict.fromkeys(constants, "constexpr"),
+        constexprs=constants,
+        attrs={(place,): [["tt.divisibility", 16]] for place in range(3)},
+    )
+    code = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+    print(code.count("ld.global.v4.b32"), code.count("ld.global"), code.count("div.rn.f32"), code.count("div."))
+
+
+@pytest.mark.slow
+@NEEDS_TRITON
+def test_the_kernel_compiles_to_16_byte_loads_and_ieee_divisions():
+    assert _run("compiled_for_an_h100()") == "8 8 8 8"  # of one thread: 8 columns of 8 rows
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_kernel_has_the_bits_of_the_tree_on_cuda():
+    launches = kernel_equals_the_tree("cuda")
+    assert all(launches[num_rows] == 1 for num_rows in NUMS)
+    rows = some_rows(8, 4096, torch.bfloat16).cuda()
+    total, looped = torch.empty(4096, device="cuda"), torch.empty(4096, device="cuda")
+    assert tree_sum(rows, total, 3) == 1  # what a reduction calls takes the kernel
+    assert module._loop(rows, looped, 3) == 12  # a copy and an add per pair, three adds, the division
+    assert torch.equal(total, looped)

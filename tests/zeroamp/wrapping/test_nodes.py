@@ -1,0 +1,114 @@
+"""Training in two levels: the bits of the flat reduction, two process groups, and nothing where there is one node."""
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zeroamp
+from tests.measuring.collectives import Collectives
+from tests.models.small import batch, loss_of
+from tests.oracles import one_process
+from tests.processes.training import check_run, config, train, wrapped
+from zeroamp.wrapping.state import wrap_state
+
+NUM_STEPS = 3
+CLIP = 0.5
+
+
+def _options(per_node, **more):
+    return {"zeroamp": {"ranks_per_node": per_node, **more}}
+
+
+def _runs(per_node, shapes, stages):
+    configs = [(shape, stage) for shape in shapes for stage in stages if shape is None or stage > 0]
+    cfg = _options(per_node)
+    return [train("encoder", config(stage, clip=CLIP, **cfg), NUM_STEPS, mesh_shape=shape) for shape, stage in configs]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "per_node", "shapes"),
+    [
+        (4, 2, [None]),
+        pytest.param(8, 4, [None, (2, 4), (4, 2)], marks=pytest.mark.slow),
+        pytest.param(8, 2, [None, (2, 4)], marks=pytest.mark.slow),
+    ],
+)
+def test_two_levels_train_to_the_bits_of_the_tree(request, num_ranks, per_node, shapes):
+    by_rank = request.getfixturevalue(f"ranks{num_ranks}").run(_runs, per_node, shapes, (0, 1, 2, 3))
+    oracle = one_process.train("encoder", world_size=num_ranks, num_steps=NUM_STEPS, clip=CLIP)
+    for rank, runs in enumerate(by_rank):
+        assert len(runs) == 4 + 3 * (len(shapes) - 1)
+        for run in runs:
+            check_run(run, rank, oracle)
+
+
+def _wrapped_with(per_node, stage=3, mesh_shape=None, partials="fp32"):
+    """Axes in two levels, groups made by wrap_model, WARNINGs of it, and the calls of one optimizer step."""
+    made, messages, new_group = [], [], dist.new_group
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("zeroamp").addHandler(handler)
+    dist.new_group = lambda ranks, **options: (made.append(list(ranks)), new_group(ranks, **options))[1]
+    try:
+        cfg = config(stage, **_options(per_node, partials_between_nodes=partials))
+        model = wrapped("llama_untied", cfg, mesh_shape=mesh_shape)
+    finally:
+        dist.new_group = new_group
+        logging.getLogger("zeroamp").removeHandler(handler)
+    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with Collectives() as collectives:
+        step.backward(loss_of(model, batch("llama_untied", 0)))
+        step.step()
+    return list(wrap_state(model).nodes), made, messages, dict(collectives.calls), dict(zeroamp.traffic(model).calls)
+
+
+def test_two_process_groups_are_made_for_all_units(ranks4):
+    by_rank = ranks4.run(_wrapped_with, 2)
+    assert [made for _, made, *_ in by_rank] == [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]]]
+    axes, _, messages, calls, counted = by_rank[0]
+    assert (axes, messages) == ([0], [])
+    flat = ranks4.run(_wrapped_with, "off")[0]
+    assert (flat[0], flat[1], flat[4]) == ([], [], counted)  # one reduction is counted as one
+    # Inside the node in bf16, between nodes in fp32; twice as many gathers.
+    assert calls["all_to_all", torch.bfloat16] == flat[3]["all_to_all", torch.bfloat16]
+    both = flat[3]["all_to_all", torch.float32] + flat[3]["all_to_all", torch.bfloat16]
+    assert calls["all_to_all", torch.float32] == both + flat[3]["all_to_all", torch.float32]
+    assert calls["all_gather", torch.bfloat16] == 2 * flat[3]["all_gather", torch.bfloat16]
+
+
+@pytest.mark.parametrize(("per_node", "mesh_shape"), [(4, None), (2, (2, 2)), (1, None)])
+def test_nothing_is_made_where_an_axis_is_inside_a_node_or_has_one_rank_on_each(ranks4, per_node, mesh_shape):
+    axes, made, messages, _, _ = ranks4.run(_wrapped_with, per_node, 3, mesh_shape)[0]
+    assert (axes, made, messages) == ([], [], [])
+
+
+def test_nodes_that_do_not_fit_are_reduced_flat_with_a_warning(ranks4):
+    by_rank = ranks4.run(_wrapped_with, 3)
+    assert [(axes, made) for axes, made, *_ in by_rank] == [([], [])] * 4
+    (message,), *others = [messages for _, _, messages, _, _ in by_rank]
+    assert "nodes of 3" in message
+    assert "dp_replicate_size" in message
+    assert others == [[], [], []]
+
+
+def _fail_and_recover(stage, mesh_shape=None):
+    cfg = config(stage, zeroamp={"ranks_per_node": 2, "recovery": True})
+    model = wrapped("encoder", cfg, mesh_shape=mesh_shape)
+    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for index in range(3):
+        try:
+            loss = loss_of(model, batch("encoder", index))
+            if index == 1 and dist.get_rank() == 1:
+                raise ArithmeticError("on this rank")
+            step.backward(loss)
+            step.step()
+        except (ArithmeticError, zeroamp.PeerError):
+            step.recover()
+    return step.num_steps
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_that_failed_issues_the_rest_in_two_levels(ranks4, stage):
+    assert ranks4.run(_fail_and_recover, stage) == [2] * 4

@@ -1,0 +1,54 @@
+"""Which ranks of a mesh axis share a node: `zeroamp.ranks_per_node`."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from zeroamp.policies.policy import Policy
+
+LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
+"""torchrun's variable: the processes that it started on this node."""
+
+
+def ranks_per_node(policy: Policy) -> int | None:
+    """Return how many ranks a node has, as the config or the launcher says; None where nobody does, or it is off."""
+    asked = policy.ranks_per_node
+    if asked == "auto":
+        found = os.environ.get(LOCAL_WORLD_SIZE, "")
+        return int(found) if found.isdecimal() and int(found) > 0 else None
+    return None if asked == "off" else asked
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AxisNodes:
+    """How the ranks of one axis lie on nodes."""
+
+    num_nodes: int
+    num_inside: int | None
+    """Ranks of the axis on each node, neighbours in the axis, a power of two above 1. None: not so."""
+
+    @property
+    def is_two_level(self) -> bool:
+        """Whether a reduction in two levels is possible, and another one than the flat reduction."""
+        return self.num_nodes > 1 and self.num_inside is not None
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether nodes have several ranks of the axis, but not so that a reduction in two levels has the same bits."""
+        return self.num_nodes > 1 and self.num_inside is None
+
+
+def nodes_of_axis(ranks: Sequence[int], per_node: int) -> AxisNodes:
+    """Return how an axis of these global ranks, in the axis's order, lies on nodes of `per_node` consecutive ranks.
+
+    An axis with one rank on each node has nodes of one rank: `num_inside` is None and `is_uneven` is True only where
+    some node has several.
+    """
+    runs = [(node, len(list(run))) for node, run in groupby(rank // per_node for rank in ranks)]
+    nodes, sizes = {node for node, _ in runs}, {size for _, size in runs}
+    if sizes == {1} and len(nodes) == len(runs):
+        return AxisNodes(num_nodes=1, num_inside=None)  # nothing to sum inside a node
+    (size, *others) = sizes
+    is_even = not others and len(nodes) == len(runs) and size & (size - 1) == 0
+    return AxisNodes(num_nodes=len(nodes), num_inside=size if is_even else None)

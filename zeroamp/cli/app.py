@@ -35,6 +35,7 @@ from zeroamp.cli.plan import plan
 from zeroamp.ledger.explain import Ledger
 from zeroamp.planning.mesh import Ranks, mesh_shape
 from zeroamp.planning.mesh_notes import mesh_notes
+from zeroamp.planning.nodes import ranks_per_node
 from zeroamp.planning.plan import Plan, build_plan
 from zeroamp.policies import Policy, policy_from_config
 from zeroamp.policies.errors import some_of
@@ -86,7 +87,8 @@ def check(
 ) -> None:
     """Print what becomes of every key of a config, or what is wrong.
 
-    With --model and --world-size, also what that many ranks make slow: padding, long rings, all-to-alls between hosts.
+    With --model and --world-size, also what that many ranks make slow: padding, long rings, flat
+    all-to-alls between nodes.
     """
     if auto_wrap and model is None:
         raise typer.BadParameter("units are those of a model: name it with --model.", param_hint="--auto-wrap")
@@ -102,7 +104,8 @@ def check(
             typer.echo(f"{model}: {len(plan.units)} units below the root, {len(plan.groups)} groups{low}")
             for line in _override_lines(plan):
                 typer.echo(line)
-            if world_size is not None and (notes := mesh_notes(plan, _ranks(plan.policy, world_size), gpus_per_node)):
+            per_node = gpus_per_node if policy.ranks_per_node == "auto" else ranks_per_node(policy)
+            if world_size is not None and (notes := mesh_notes(plan, _ranks(policy, world_size), per_node)):
                 typer.echo(notes)
 
 

@@ -76,6 +76,9 @@ class Network:
     ranks_per_node: int = 1
     """Ranks of the first of two levels, for collectives over the ranks that shard. 1: in one level. See `two_levels`"""
 
+    partial_itemsize: int = 4
+    """Bytes of an element of a partial sum between nodes, by `zeroamp.partials_between_nodes`."""
+
     def nodes_of(self, num_ranks: int, stride: int = 1) -> int:
         """Return on how many nodes ranks 0, stride, 2 stride, … are."""
         return math.ceil(num_ranks / self._per_node(num_ranks, stride))
@@ -164,7 +167,7 @@ class Network:
             return self.parts(collective, num_bytes, num_ranks)
         size, nodes = levels
         inside = self.parts("all_to_all", num_bytes, size)
-        between = self.parts("all_to_all", 4 * num_bytes / itemsize / size, nodes, size)
+        between = self.parts("all_to_all", self.partial_itemsize * num_bytes / itemsize / size, nodes, size)
         return inside[0] + between[0], inside[1] + between[1]
 
     def sum_bytes(self, collective: Collective, num_bytes: int, itemsize: int, num_ranks: int) -> float:
@@ -201,7 +204,12 @@ class Network:
         return BYTES_OF_FIRST_COMMUNICATOR + sum(further) * BYTES_OF_COMMUNICATOR + num_peers * BYTES_PER_PEER
 
 
+ITEMSIZE_OF_PARTIALS = {"fp32": 4, "3 bytes": 3, "bf16": 2}
+"""Value of `zeroamp.partials_between_nodes` -> bytes of an element."""
+
+
 def two_levels(policy: Policy, gpus_per_node: int) -> int:
     """Return the ranks of the first of two levels that a config asks for; 1: its collectives run in one level."""
-    asked = getattr(policy, "ranks_per_node", None)
-    return gpus_per_node if asked == "auto" else int(asked or 1)
+    asked = gpus_per_node if policy.ranks_per_node == "auto" else policy.ranks_per_node
+    is_used = asked != "off" and policy.reduce_accumulate_dtype == "fp32"
+    return int(asked) if is_used and int(asked) & (int(asked) - 1) == 0 else 1

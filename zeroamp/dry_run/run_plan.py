@@ -15,7 +15,7 @@ from zeroamp.dry_run.gpus import Gpu, find_gpu
 from zeroamp.dry_run.inputs import Arguments, InputFactory, arguments_for
 from zeroamp.dry_run.memory import memory_timeline
 from zeroamp.dry_run.meshes import MeshAdvice, MeshPlan, MeshShape, advise, padding_of, shapes_to_try
-from zeroamp.dry_run.network import Network, two_levels
+from zeroamp.dry_run.network import ITEMSIZE_OF_PARTIALS, Network, two_levels
 from zeroamp.dry_run.optimizer_step import OptimizerCosts, OptimizerFactory, optimizer_costs
 from zeroamp.dry_run.plot import plot_run
 from zeroamp.dry_run.render import render_run, run_to_dict
@@ -173,6 +173,7 @@ def plan_run(
         inter_gb_per_s=inter,
         efficiency=efficiency.network,
         ranks_per_node=two_levels(policy, gpus_per_node),
+        partial_itemsize=ITEMSIZE_OF_PARTIALS[policy.partials_between_nodes],
     )
     planner = _Planner(
         model, seq, current_device_type(), inputs, loss_fn, optimizer, batch, checkpointing, gpu, network, efficiency
@@ -297,7 +298,7 @@ class _Planner:
             world_size,
             self.network.gpus_per_node,
             with_partition=policy.stage == 3,
-            with_levels=hasattr(policy, "ranks_per_node") and self.network.ranks_per_node == 1,
+            with_levels=policy.reduce_accumulate_dtype == "fp32" and self.network.ranks_per_node == 1,
         )
         return advise(list(shapes), plan_mesh)
 

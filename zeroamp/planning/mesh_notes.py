@@ -1,9 +1,8 @@
 """What costs a run of many ranks more than it must, as far as the numbers of ranks and the plan say it."""
 
-import os
-
 from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.mesh import Ranks
+from zeroamp.planning.nodes import nodes_of_axis
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.traffic import padded_numel
 
@@ -15,16 +14,16 @@ LONGEST_RING = 1024
 """Ranks of a ring from which on its latency is noted: each collective waits for one hop after the other."""
 
 
-def ranks_of_host() -> int | None:
-    """Return how many ranks run on this host, as torchrun's environment says it; None where it does not."""
-    number = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(number) if number.isdigit() and int(number) > 0 else None
+def mesh_notes(plan: Plan, ranks: Ranks, per_node: int | None, why_flat: str | None = None) -> str | None:
+    """Return one line about padding, long rings and all-to-alls between nodes on these ranks; None if there is none.
 
+    Reads numbers only.
 
-def mesh_notes(plan: Plan, ranks: Ranks, ranks_per_host: int | None) -> str | None:
-    """Return one line about padding, long rings and all-to-alls between hosts on these ranks; None if there is none.
-
-    Reads numbers only. `ranks_per_host` None: not known, and nothing is said of hosts.
+    Args:
+        plan: of the model.
+        ranks: those of the mesh.
+        per_node: ranks of one node, from `ranks_per_node`; None: not known, and nothing is said of nodes.
+        why_flat: why reductions between nodes have one level, where the mesh is known. None: as the numbers say.
     """
     num_shards = ranks.shards(plan.policy) or 1
     params = [param for group in plan.groups for param in group.params]
@@ -33,19 +32,22 @@ def mesh_notes(plan: Plan, ranks: Ranks, ranks_per_host: int | None) -> str | No
     notes = []
     if padding > MOST_PADDING * numel and padding >= LEAST_PADDING_NUMEL:
         notes.append(f"{padding / numel:.0%} of padding is held and communicated beside the parameters")
-    in_levels = (getattr(plan.policy, "ranks_per_node", None) or 1) != 1
-    if num_shards > LONGEST_RING and not in_levels:
+    layout = nodes_of_axis(range(num_shards), per_node) if per_node is not None else None
+    if layout is not None and layout.is_uneven and why_flat is None:
+        why_flat = f"nodes of {per_node} ranks do not divide the ranks that shard into equal blocks of a power of two"
+    is_two_level = layout is not None and layout.is_two_level and why_flat is None
+    if num_shards > LONGEST_RING and not is_two_level:
         notes.append(f"all-gathers are rings of {num_shards:,} ranks, whose latency grows with the ranks")
-    if ranks_per_host is not None and num_shards > ranks_per_host and not in_levels:
-        exchanged = [g for g in plan.groups if group_dtypes(g.key, plan.policy, ranks).reduction == "all_to_all"]
-        if exchanged:
-            notes.append(
-                f"gradients go between hosts of {ranks_per_host} ranks by all-to-alls, which send up to "
-                f"{ranks_per_host} times the bytes of a ring through each network card"
-            )
+    dtypes = [group_dtypes(group.key, plan.policy, ranks) for group in plan.groups]
+    if why_flat is not None and any(each.reduction == "all_to_all" for each in dtypes):
+        notes.append(
+            "gradients go between nodes by flat all-to-alls, which send up to as many times the bytes of a ring "
+            f"through each network card as a node has ranks, because {why_flat}"
+        )
     if not notes:
         return None
     return (
         f"Sharded over {num_shards:,} ranks: {'; '.join(notes)}. More replicas (zeroamp.dp_replicate_size, or a mesh) "
-        "avoid it where memory allows: `zeroamp plan` compares meshes."
+        'avoid it where memory allows: `zeroamp plan` compares meshes. "ranks_per_node": "off" silences what is said '
+        "of nodes."
     )

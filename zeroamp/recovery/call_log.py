@@ -89,8 +89,9 @@ class ZeroBuffers:
 
     def __init__(self, calls: Sequence[Call], device: torch.device, *, state: WrapState) -> None:
         self._in_tree_order = state.plan.policy.reduce_accumulate_dtype == "fp32"
-        self._of_shards = state.nodes.get(state.mesh.ndim - 1)
-        self._of_replicas = state.nodes.get(0) if state.mesh.ndim == 2 else None
+        of_shards = state.mesh.ndim - 1
+        self._gathers, self._reductions = state.nodes.gathers.get(of_shards), state.nodes.reductions.get(of_shards)
+        self._of_replicas = state.nodes.reductions.get(0) if state.mesh.ndim == 2 else None
         num_bytes = max((call.numel * call.dtype.itemsize for call in calls), default=0)
         self._calls = calls
         self._zeros = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
@@ -103,11 +104,11 @@ class ZeroBuffers:
             received = self._received[: call.numel * call.dtype.itemsize].view(call.dtype)
             part = call.numel // call.process_group.size()
             if call.collective == "all_gather":
-                all_gather_of_axis(received, zeros[:part], call.process_group, self._of_shards)
+                all_gather_of_axis(received, zeros[:part], call.process_group, self._gathers)
             elif call.collective == "reduce_scatter":
                 reduce_scatter(received[:part], zeros, call.process_group, call.op)
             elif call.collective == "all_to_all":
-                exchange(zeros, received, call.process_group, self._of_shards)
+                exchange(zeros, received, call.process_group, self._reductions)
             elif self._in_tree_order:
                 all_reduce_in_tree_order(received.zero_(), call.process_group, nodes=self._of_replicas)
             else:

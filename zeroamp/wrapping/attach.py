@@ -55,7 +55,8 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
         carrier = holder or cast(FSDPModule, unit[0])
         attach_collectives(carrier, group, state, buffers, gradients[cast(nn.Module, carrier)])
     keep_reduction_inputs(cast(FSDPModule, model), policy.reduce_scatter_input_buffers)
-    if policy.separate_reduce_scatter_group:
+    # Reductions in two levels have groups of their own already.
+    if policy.separate_reduce_scatter_group and not state.nodes.reductions:
         separate_reductions(cast(FSDPModule, model), timeout_of(state.mesh.get_group(0), state.mesh.device_type))
     if state.mesh.device_type == "cpu":
         gather_in_background(cast(FSDPModule, model))

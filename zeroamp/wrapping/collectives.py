@@ -27,9 +27,9 @@ def attach_collectives(
     """
     mesh, listeners = state.mesh, state.listeners
     dtypes = group_dtypes(group.key, state.plan.policy, ranks_of(mesh))
-    nodes = state.nodes.get(mesh.ndim - 1)
+    gathers = state.nodes.gathers.get(mesh.ndim - 1)
     module.set_custom_all_gather(
-        GroupAllGather(group_name=group.name, nodes=nodes, listeners=listeners, ranges=state.ranges)
+        GroupAllGather(group_name=group.name, nodes=gathers, listeners=listeners, ranges=state.ranges)
     )
     is_summed_here = mesh.ndim == 2 and dtypes.sums_in_tree_order
     reduction = GroupReduceScatter(
@@ -41,8 +41,8 @@ def attach_collectives(
         world_size=shard_size(mesh),
         is_replicated=replicate_size(mesh) > 1,
         replicas=mesh.get_group(0) if is_summed_here and replicate_size(mesh) > 1 else None,
-        nodes=nodes,
-        replica_nodes=state.nodes.get(0) if mesh.ndim == 2 else None,
+        nodes=state.nodes.reductions.get(mesh.ndim - 1),
+        replica_nodes=state.nodes.reductions.get(0) if mesh.ndim == 2 else None,
         divides_outside=dtypes.unsharded_accumulate == torch.float16,
         group_name=group.name,
         listeners=listeners,

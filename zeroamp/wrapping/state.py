@@ -1,6 +1,6 @@
 """`WrapState`: the plan, mesh, hooks and counters that `wrap_model` attaches to a model."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule
 from zeroamp.hooks._torch.fsdp import parameter_pairs, release
 from zeroamp.hooks._torch.group_gradients import GroupGradients
 from zeroamp.hooks.collectives.issued import IssuedInStep
-from zeroamp.hooks.collectives.nodes import Nodes
 from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
 from zeroamp.hooks.collectives.traffic import CollectiveListener, Traffic
 from zeroamp.hooks.guards import BackwardGuard
@@ -27,6 +26,7 @@ from zeroamp.hooks.root_forward import RootForward
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.errors import StepError, WrapError
+from zeroamp.wrapping.nodes import MeshNodes
 from zeroamp.wrapping.rank_group import RankGroup
 
 _ATTRIBUTE = "_zeroamp_state"
@@ -60,8 +60,8 @@ class WrapState:
     mesh: DeviceMesh
     world: dist.ProcessGroup | None = None
     """A process group of all ranks of the mesh; None is the default group."""
-    nodes: Mapping[int, Nodes] = field(default_factory=dict)
-    """Mesh axis -> its two levels, for an axis over several nodes."""
+    nodes: MeshNodes = field(default_factory=MeshNodes)
+    """How the axes of the mesh lie on nodes."""
     traffic: Traffic
     """What the collectives moved since it was last reset."""
     ranges: Ranges = field(default_factory=Ranges)

@@ -27,7 +27,8 @@ from zeroamp.planning.mesh import (
     shard_device,
     start_process_group,
 )
-from zeroamp.planning.mesh_notes import mesh_notes, ranks_of_host
+from zeroamp.planning.mesh_notes import mesh_notes
+from zeroamp.planning.nodes import ranks_per_node
 from zeroamp.planning.plan import Plan, build_plan
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.batch_sizes import check_batch_sizes
@@ -140,17 +141,18 @@ def wrap_model(
     attach_hooks(model, state)
     record_state(model, state)
     if is_first_rank(mesh):
-        _log_summary(model, plan, mesh, name, time.perf_counter() - begin)
+        _log_summary(state, name, time.perf_counter() - begin)
     return cast(FSDPModule, model)
 
 
-def _log_summary(model: nn.Module, plan: Plan, mesh: DeviceMesh, name: str, seconds: float) -> None:
-    if warning := describe_uncast_experts(plan, model):
+def _log_summary(state: WrapState, name: str, seconds: float) -> None:
+    plan, ranks = state.plan, ranks_of(state.mesh)
+    if warning := describe_uncast_experts(plan, state.root):
         logger.warning("%s", warning)
-    if notes := mesh_notes(plan, ranks_of(mesh), ranks_of_host()):
+    if notes := mesh_notes(plan, ranks, ranks_per_node(plan.policy), state.nodes.why_flat):
         logger.warning("%s", notes)
     if logger.isEnabledFor(logging.INFO):
-        logger.info("%s", size_summary(plan, ranks_of(mesh), name=name, seconds=seconds))
+        logger.info("%s", size_summary(plan, ranks, name=name, seconds=seconds))
 
 
 def _check_fits(policy: Policy, mesh: DeviceMesh) -> None:

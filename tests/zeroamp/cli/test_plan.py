@@ -54,7 +54,8 @@ def test_options_reach_the_plan(arguments, tmp_path):
         "gpus_per_node": 4,
         "intra_gb_per_s": 100,
         "inter_gb_per_s": 10,
-        "ranks_per_node": 1,
+        "ranks_per_node": 4,
+        "partial_itemsize": 4,
     }
     assert data["meshes"]["best"] in data["meshes"]["tried"]
     assert data["meshes"]["reason"]

@@ -17,13 +17,16 @@ def _warnings(num_ranks, **options):
     return [line for line in lines if "Sharded over" in line]
 
 
-def test_a_mesh_over_hosts_is_warned_of_in_one_line_and_one_host_is_not(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+def test_a_mesh_over_uneven_nodes_is_warned_of_in_one_line_and_an_even_one_is_not(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "6")
     (line,) = _warnings(16)
-    assert "between hosts of 8 ranks" in line
-    assert _warnings(8) == []
+    assert "do not lie on nodes of 6" in line
+    assert _warnings(6) == []
+    assert _warnings(16, zeroamp={"ranks_per_node": "off"}) == []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert _warnings(16) == []
     assert _warnings(16, zeroamp={"dp_replicate_size": 2}) == []
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert _warnings(16) == [], "the nodes are not known"
     (line,) = _warnings(2048)
     assert "rings of 2,048 ranks" in line
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert _warnings(16) == [], "the hosts are not known"

@@ -11,6 +11,7 @@ from tests.measuring.collectives import Collectives
 from tests.models.small import batch, loss_of
 from tests.oracles import one_process
 from tests.processes.training import check_run, config, train, wrapped
+from tests.selection import needs_options
 from zeroamp.wrapping.state import wrap_state
 
 NUM_STEPS = 3
@@ -61,7 +62,13 @@ def _wrapped_with(per_node, stage=3, mesh_shape=None, partials="fp32"):
     with Collectives() as collectives:
         step.backward(loss_of(model, batch("llama_untied", 0)))
         step.step()
-    return list(wrap_state(model).nodes), made, messages, dict(collectives.calls), dict(zeroamp.traffic(model).calls)
+    return (
+        list(wrap_state(model).nodes.reductions),
+        made,
+        messages,
+        dict(collectives.calls),
+        dict(zeroamp.traffic(model).calls),
+    )
 
 
 def test_two_process_groups_are_made_for_all_units(ranks4):
@@ -76,6 +83,23 @@ def test_two_process_groups_are_made_for_all_units(ranks4):
     both = flat[3]["all_to_all", torch.float32] + flat[3]["all_to_all", torch.bfloat16]
     assert calls["all_to_all", torch.float32] == both + flat[3]["all_to_all", torch.float32]
     assert calls["all_gather", torch.bfloat16] == 2 * flat[3]["all_gather", torch.bfloat16]
+
+
+def _with_groups_of_their_own():
+    cfg = config(3, clip=CLIP, zeroamp={"ranks_per_node": 2, "separate_reduce_scatter_group": True})
+    model = wrapped("encoder", cfg)
+    nodes = wrap_state(model).nodes
+    groups = [group for each in (nodes.gathers[0], nodes.reductions[0]) for group in (each.inside, each.across)]
+    own = {group.group_name for group in groups}
+    return len(own), train("encoder", cfg, NUM_STEPS)
+
+
+@needs_options
+def test_gathers_and_reductions_have_groups_of_their_own_where_asked(ranks4):
+    oracle = one_process.train("encoder", world_size=4, num_steps=NUM_STEPS, clip=CLIP)
+    for rank, (num_groups, run) in enumerate(ranks4.run(_with_groups_of_their_own)):
+        assert num_groups == 4
+        check_run(run, rank, oracle)
 
 
 @pytest.mark.parametrize(("per_node", "mesh_shape"), [(4, None), (2, (2, 2)), (1, None)])

@@ -258,6 +258,8 @@ OTHER_VALUES = {
     "zeroamp.reduce": "sum",
     "zeroamp.ranges": "off",
     "zeroamp.shard_dim": 0,
+    "zeroamp.ranks_per_node": 4,
+    "zeroamp.partials_between_nodes": "bf16",
     **{f"{name}.job_name": "run" for name in ("tensorboard", "csv_monitor")},
 }
 ENABLED_BY = {

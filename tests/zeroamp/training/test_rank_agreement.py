@@ -236,7 +236,7 @@ def _the_other_is_killed(stage):
 @pytest.mark.parametrize(
     ("stage", "text"),
     [
-        (0, r"collective of FSDP2.* in optimizer step 2"),
+        (0, r"all_reduce of blocks\.\d \(\d+ elements, fp32\) over ranks 0, 1 in optimizer step 2"),
         (3, r"all_(gather|to_all) of blocks\.\d \(\d+ elements, bf16\) over ranks 0, 1 in optimizer step 2, where 1"),
     ],
 )

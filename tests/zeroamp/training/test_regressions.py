@@ -63,7 +63,7 @@ def _two_models():
     zeroamp.traffic(model).reset()
     step.backward(loss_of(model, batch("llama_untied", dist.get_rank())))
     report = step.step()
-    wires = {key.dtype for key in zeroamp.traffic(model).calls if key.collective == "reduce_scatter"}
+    wires = {key.dtype for key in zeroamp.traffic(model).calls if key.collective == "all_to_all"}
     return report.loss_scale, report.grad_norm, wires, torch.is_autocast_enabled("cpu")
 
 

@@ -167,12 +167,13 @@ class ZeroampBlock(Block):
         ),
     ] = 1
     separate_reduce_scatter_group: Annotated[
-        bool,
+        bool | None,
         Honoured(
-            "reductions have a process group of their own, torch 2.13+: beside all-gathers, not "
-            "after them, as in one NCCL communicator; same bits"
+            "reductions have a process group of their own, torch 2.13+: beside all-gathers, not after them, as in one "
+            "NCCL communicator; same bits. Default: true where gradients go between nodes in one level, unless "
+            "`zeroamp.recovery` is on"
         ),
-    ] = False
+    ] = None
 
 
 class Config(Block):

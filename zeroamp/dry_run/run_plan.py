@@ -269,7 +269,7 @@ class _Planner:
             all_to_all=any(
                 group_dtypes(group.key, plan.policy, ranks).reduction == "all_to_all" for group in plan.groups
             ),
-            separate=plan.policy.separate_reduce_scatter_group,
+            separate=bool(plan.policy.separate_reduce_scatter_group),
         )
 
     def meshes(self, plan: Plan, world_size: int, auto_wrap_policy: AutoWrapPolicy) -> MeshAdvice | None:

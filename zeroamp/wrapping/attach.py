@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroamp.hooks._torch.fsdp import (
     gather_in_background,
+    has_reduction_options,
     keep_reduction_inputs,
     separate_reductions,
     timeout_of,
@@ -55,8 +56,7 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
         carrier = holder or cast(FSDPModule, unit[0])
         attach_collectives(carrier, group, state, buffers, gradients[cast(nn.Module, carrier)])
     keep_reduction_inputs(cast(FSDPModule, model), policy.reduce_scatter_input_buffers)
-    # Reductions in two levels have groups of their own already.
-    if policy.separate_reduce_scatter_group and not state.nodes.reductions:
+    if _separates_reductions(state):
         separate_reductions(cast(FSDPModule, model), timeout_of(state.mesh.get_group(0), state.mesh.device_type))
     if state.mesh.device_type == "cpu":
         gather_in_background(cast(FSDPModule, model))
@@ -80,6 +80,14 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
         state.handles += cast_in_recomputation(model, state.plan)
     if (dtype := sharded_accumulation(policy)) != torch.float32:
         state.shard_accumulator = ShardAccumulator(dtype, state.mesh.device_type)
+
+
+def _separates_reductions(state: WrapState) -> bool:
+    """Return whether FSDP2 gets another process group for reductions. Those in two levels have their own already."""
+    policy, nodes = state.plan.policy, state.nodes
+    if policy.separate_reduce_scatter_group is None:  # a gather would wait for a reduction that takes many times longer
+        return nodes.why_flat is not None and has_reduction_options() and not policy.recovery
+    return policy.separate_reduce_scatter_group and not nodes.reductions
 
 
 def _attach_root_forward(model: nn.Module, state: WrapState) -> None:

@@ -160,7 +160,7 @@ def check_torch(policy: Policy) -> None:
     """Raise ConfigError if `policy` sets an option that FSDP2 of the installed torch does not have."""
     asked = {
         "zeroamp.reduce_scatter_input_buffers": policy.reduce_scatter_input_buffers > 1,
-        "zeroamp.separate_reduce_scatter_group": policy.separate_reduce_scatter_group,
+        "zeroamp.separate_reduce_scatter_group": bool(policy.separate_reduce_scatter_group),
     }
     for key in (key for key, is_asked in asked.items() if is_asked and not has_reduction_options()):
         remedy = "Leave it out, or install a newer torch."

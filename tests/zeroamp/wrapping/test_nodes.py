@@ -12,6 +12,7 @@ from tests.models.small import batch, loss_of
 from tests.oracles import one_process
 from tests.processes.training import check_run, config, train, wrapped
 from tests.selection import needs_options
+from zeroamp.hooks._torch.fsdp import groups_of, has_reduction_options, units_of
 from zeroamp.wrapping.state import wrap_state
 
 NUM_STEPS = 3
@@ -85,6 +86,20 @@ def test_two_process_groups_are_made_for_all_units(ranks4):
     assert calls["all_gather", torch.bfloat16] == 2 * flat[3]["all_gather", torch.bfloat16]
 
 
+def _groups_of_reductions(recovery):
+    cfg = config(3, zeroamp={"ranks_per_node": 3, "recovery": recovery})
+    infos = [
+        group.mesh_info for unit in units_of(wrapped("encoder", cfg)) for group in groups_of(unit._get_fsdp_state())
+    ]
+    return len({info.reduce_scatter_process_group.group_name for info in infos if info.reduce_scatter_process_group})
+
+
+@needs_options
+def test_flat_reductions_between_nodes_have_a_group_of_their_own(ranks4):
+    assert ranks4.run(_groups_of_reductions, False) == [1] * 4
+    assert ranks4.run(_groups_of_reductions, True) == [0] * 4
+
+
 def _with_groups_of_their_own():
     cfg = config(3, clip=CLIP, zeroamp={"ranks_per_node": 2, "separate_reduce_scatter_group": True})
     model = wrapped("encoder", cfg)
@@ -110,7 +125,8 @@ def test_nothing_is_made_where_an_axis_is_inside_a_node_or_has_one_rank_on_each(
 
 def test_nodes_that_do_not_fit_are_reduced_flat_with_a_warning(ranks4):
     by_rank = ranks4.run(_wrapped_with, 3)
-    assert [(axes, made) for axes, made, *_ in by_rank] == [([], [])] * 4
+    own = [[0, 1, 2, 3]] if has_reduction_options() else []  # of the reductions
+    assert [(axes, made) for axes, made, *_ in by_rank] == [([], own)] * 4
     (message,), *others = [messages for _, _, messages, _, _ in by_rank]
     assert "nodes of 3" in message
     assert "dp_replicate_size" in message

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import zeroamp
@@ -44,6 +45,21 @@ def test_the_good_one_is_exported(folder):
     found = load_file(folder.parent / "out" / "model.safetensors")
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == NAMES
     assert torch.equal(found["0.weight"], torch.arange(24.0).view(6, 4))
+
+
+def _by_getattr(member, _protocol):
+    return getattr, (type(member), member.name)
+
+
+def test_one_that_an_early_python_3_11_wrote_is_exported(monkeypatch, tmp_path, request):
+    """Python 3.11.0 to 3.11.3 pickle a member of an enum as a call of getattr."""
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", _by_getattr)
+    folder = request.getfixturevalue("folder")
+    assert b"getattr" in next(folder.iterdir()).joinpath(".metadata").read_bytes()
+    zeroamp.export_checkpoint(folder, tmp_path / "out")
+    assert {
+        name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "out/model.safetensors").items()
+    } == NAMES
 
 
 def refused(folder, craft):

@@ -167,7 +167,7 @@ class GroupGradients:
         return True
 
     def _set_aside(self) -> None:
-        """Take gradients of all replicas out of `parameter.grad`: an optimizer step goes on after its last micro-batch."""
+        """Take gradients of all replicas out of `parameter.grad`, where the step goes on after its last micro-batch."""
         for index, parameter in enumerate(self._group.fsdp_params):
             if parameter.sharded_param.grad is not None:
                 self._of_all_replicas[index] = parameter.sharded_param.grad

@@ -110,7 +110,7 @@ def _wrapped_after_some_ranks_made_a_group(options, fields):
 
 @pytest.mark.parametrize(
     ("options", "fields"),
-    [(_options(2), {}), ({}, {"hpz_partition_size": 2})],
+    [(_options(2), {}), ({"threshold": 0}, {"hpz_partition_size": 2})],
 )
 def test_groups_are_made_where_the_program_has_made_some_for_a_part_of_the_ranks(ranks4, options, fields):
     assert ranks4.run(_wrapped_after_some_ranks_made_a_group, options, fields) == [1] * 4

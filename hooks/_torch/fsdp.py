@@ -23,6 +23,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.utils import _apply_to_tensors as map_tensors
 
+from zeroamp.hooks._torch.process_groups import equalise_numbers_of_groups
+
 __all__ = [
     "AllGather",
     "COMMUNICATION",
@@ -332,11 +334,12 @@ def leave_replicas_alone(unit: FSDPModule) -> None:
         group.mesh_info = alone
 
 
-def separate_reductions(root: FSDPModule, timeout: timedelta) -> None:
+def separate_reductions(root: FSDPModule, mesh: DeviceMesh, timeout: timedelta) -> None:
     """Give reductions a process group of their own. A collective call.
 
     FSDP2 would make it with the default timeout, so it is made here: FSDP2 takes one that is there.
     """
+    equalise_numbers_of_groups(mesh)
     made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     for unit in units_of(cast(nn.Module, root)):
         for group in groups_of(unit._get_fsdp_state()):
@@ -354,6 +357,7 @@ def share_partition(modules: Iterable[FSDPModule], mesh: DeviceMesh, size: int) 
     N ranks make p + N/p process groups for each of them. Here all modules share one mesh, and each rank makes the two
     groups that it is in: its partition, and the ranks at its place in the other partitions.
     """
+    equalise_numbers_of_groups(mesh)
     ranks = mesh.mesh.view(-1, size)
     row, column = (ranks == dist.get_rank()).nonzero()[0].tolist()
     timeout = timeout_of(mesh.get_group(0), mesh.device_type)

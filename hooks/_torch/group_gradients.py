@@ -20,7 +20,9 @@ other gradients, FSDP2 reduces the rest at the end of the whole backward.
 With HSDP, each replica sums the micro-batches of an optimizer step, and these sums are summed over replicas once. FSDP2
 adds the reductions of the micro-batches in `parameter.grad`. The hook of the last one moves them from there into the
 flat reduced shard (`add_partial_sums`), before the sum over replicas, and FSDP2 makes `parameter.grad` from the result.
-A group that ran in an earlier micro-batch but not in the last one reduces zeros then.
+A group that ran in an earlier micro-batch but not in the last one reduces zeros then. Where the optimizer step goes on
+after its last micro-batch (`TrainStep.reopen`), what all replicas have summed and divided is set aside before the next
+sums of one replica, and the next result is added to it.
 """
 
 import math
@@ -52,6 +54,7 @@ class GroupGradients:
         """Whether the next reduction is summed over replicas; False before the last micro-batch, where that is once."""
         self._awaits_replicas = False  # `parameter.grad` holds sums of this replica alone
         self._in_reduction: list[int] = []  # positions in the flat gradients that are reduced now
+        self._of_all_replicas: dict[int, torch.Tensor] = {}  # position -> what `parameter.grad` held before such sums
         self._trains = [parameter.sharded_param.requires_grad for parameter in group.fsdp_params]
         self._pre_forward_of_fsdp, self._post_backward_of_fsdp = group.pre_forward, group.post_backward
         group.pre_forward, group.post_backward = self._pre_forward, self._post_backward
@@ -114,6 +117,7 @@ class GroupGradients:
     def reset(self) -> None:
         """Begin another optimizer step: clear `used`, and release the partial sums over shards."""
         self._num_forwards, self._is_pending, self._awaits_replicas = 0, False, False
+        self._of_all_replicas.clear()
         self._used.clear()
         self._completed.clear()
         self._group._partial_reduce_output = None
@@ -133,6 +137,8 @@ class GroupGradients:
             RuntimeError: a parameter was frozen between two micro-batches: its sum would never be complete.
         """
         if not self.sums_replicas:
+            if not self._awaits_replicas:
+                self._set_aside()
             self._awaits_replicas = True
             return False
         if not self._awaits_replicas:
@@ -141,7 +147,7 @@ class GroupGradients:
         for index, parameter in enumerate(self._group.fsdp_params):
             sharded = parameter.sharded_param
             if index not in self._in_reduction:
-                if sharded.grad is not None:
+                if sharded.grad is not None or index in self._of_all_replicas:
                     raise RuntimeError(
                         f"A parameter of shape {tuple(sharded.shape)} was frozen between two micro-batches of an "
                         "optimizer step, where shards are replicated. Freeze it between optimizer steps."
@@ -156,8 +162,16 @@ class GroupGradients:
                 if partial.device.type != "cpu":
                     partial.record_stream(torch.accelerator.current_stream(partial.device))
                 sharded.grad = None
+            sharded.grad = self._of_all_replicas.pop(index, None)  # to which FSDP2 adds the result
             offset += _padded_shard_numel(parameter, self._group.mesh_info.shard_mesh_size)
         return True
+
+    def _set_aside(self) -> None:
+        """Take gradients of all replicas out of `parameter.grad`, where the step goes on after its last micro-batch."""
+        for index, parameter in enumerate(self._group.fsdp_params):
+            if parameter.sharded_param.grad is not None:
+                self._of_all_replicas[index] = parameter.sharded_param.grad
+                parameter.sharded_param.grad = None
 
     def _pre_forward(self, *args: Any) -> Any:
         self._num_forwards += torch.is_grad_enabled()

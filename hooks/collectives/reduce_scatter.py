@@ -185,6 +185,9 @@ class GroupReduceScatter(ReduceScatter):
             divide_by = group.size() * self.world_size if factor is None else factor
             if whole is not None and factor is not None:
                 reduced.copy_(whole)  # FSDP2 divided the copy that it made
+                if whole.device.type != "cpu":
+                    # FSDP2 releases its input when its own stream, and not this one, is done with it.
+                    whole.record_stream(torch.accelerator.current_stream(whole.device))
         issued = IssuedCollective("all_reduce", reduced, self.group_name, group)
         issue(lambda: all_reduce_in_tree_order(reduced, group, divide_by, self.replica_nodes), issued, self.listeners)
         self.end_all_reduce()

@@ -44,7 +44,7 @@ def _sum_rows(  # type: ignore[no-untyped-def]
     rows, output, numel, divide_by, num_rows: tl.constexpr, divides: tl.constexpr, width: tl.constexpr
 ):
     """Write the sum of rows p x num_rows ... (p + 1) x num_rows - 1 to row p of `output`, for p = program_id(1)."""
-    stride = numel.to(tl.int64)
+    stride = tl.cast(numel, tl.int64)  # not `.to`: a numel of 1 is compiled as a constant, which has no methods
     subtree = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0).to(tl.int64) * width + tl.arange(0, width)
     is_inside = columns < numel

@@ -30,7 +30,7 @@ class ReplicatedGradients:
         zero = torch.zeros((), dtype=torch.float64, device=device)
         gradients = [zero if p.grad is None else p.grad.to(torch.float64) for p in self._parameters]
         is_used = [float(p.grad is not None) for p in self._parameters]
-        return [torch.stack(gradients), torch.tensor(is_used, dtype=torch.float64, device=device)]
+        return [torch.stack(gradients), torch.tensor(is_used, dtype=torch.float64).to(device, non_blocking=True)]
 
     @torch.no_grad()
     def set_gradients(self, statistics: torch.Tensor, divide_factor: float) -> torch.Tensor:

@@ -520,9 +520,11 @@ class TrainStep:
                 callback.on_no_gradient(error)
             raise error
         more = [number for _, numbers in of_callbacks for number in numbers]
+        # Not made on the device, which would make the host wait for the whole backward.
+        of_all = torch.tensor(more, dtype=statistics.dtype).to(statistics.device, non_blocking=True) if more else None
         usage, replicated = self._unused.usage(), self.micro_batches.replicated
         own = [statistics, usage, *replicated.statistics(statistics.device)]
-        statistics = torch.cat([*own, *([statistics.new_tensor(more)] if more else [])])
+        statistics = torch.cat([*own, *([] if of_all is None else [of_all])])
         issued = IssuedCollective("all_reduce", statistics, STEP, self._world)
         issue(lambda: dist.all_reduce(statistics, group=self._world), issued, self._state.listeners)
         start = sum(map(len, own))

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroamp.hooks._torch.fsdp import all_gather, timeout_of
+from zeroamp.hooks._torch.process_groups import equalise_numbers_of_groups
 from zeroamp.hooks.collectives.issued import issue
 from zeroamp.hooks.collectives.nodes import Nodes
 from zeroamp.hooks.collectives.traffic import IssuedCollective
@@ -37,7 +38,8 @@ def nodes_of_mesh(policy: Policy, mesh: DeviceMesh, world: dist.ProcessGroup | N
     process groups are made and used once: a backend connects ranks at their first collective, and NCCL takes memory.
     """
     per_node = ranks_per_node(policy)
-    if per_node is None or per_node >= mesh.size() or policy.reduce_accumulate_dtype != "fp32":
+    # The ranks of the world, not of the mesh: on nodes of different sizes, all ranks must decide alike.
+    if per_node is None or per_node >= dist.get_world_size() or policy.reduce_accumulate_dtype != "fp32":
         return MeshNodes()
     if not _is_equal(per_node, mesh, world):
         return MeshNodes(why_flat="nodes have different numbers of ranks")
@@ -51,6 +53,8 @@ def nodes_of_mesh(policy: Policy, mesh: DeviceMesh, world: dist.ProcessGroup | N
         elif any(layout.is_uneven or layout.is_two_level for layout in layouts):
             ranks = some_of([str(rank) for rank in dist.get_process_group_ranks(mesh.get_group(axis))])
             why_flat = f"the ranks {ranks} do not lie on nodes of {per_node} as equal blocks of a power of two"
+    if found:
+        equalise_numbers_of_groups(mesh)
     reductions = {axis: _made(axis, layout, mesh, policy) for axis, layout in found.items()}
     gathers = reductions
     if policy.separate_reduce_scatter_group and mesh.ndim - 1 in found:

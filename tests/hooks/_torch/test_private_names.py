@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from tests.measuring.collectives import Collectives
 from tests.measuring.sources import ROOT, python_files
-from zeroamp.hooks._torch import dispatch, gloo, optimizer
+from zeroamp.hooks._torch import dispatch, gloo, optimizer, process_groups
 from zeroamp.hooks._torch import fsdp as _fsdp
 
 FOLDER = ROOT / "hooks" / "_torch"
@@ -57,6 +57,7 @@ PRIVATE = {
         *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
         *("_muon", "_zeropower_via_newtonschulz", "_adjust_lr"),
     },
+    "process_groups.py": {"_world"},
     "recovery.py": {
         *("_get_fsdp_state", "_all_gather_result", "_state_ctx", "_comm_ctx", "_reset_iter_state", "_training_state"),
         *("_post_forward_indices", "_partial_reduce_output", "_all_reduce_state", "_post_reduce_event"),
@@ -216,6 +217,22 @@ def test_a_lazy_group_connects_when_two_ranks_send(ranks4):
         assert made[1] in ((1, 2) if rank in (0, 3) else (0,))
         assert made[2] >= 3, "torch's own connects with all others"
         assert is_set is None
+
+
+def _made_by_some_ranks_more_than_by_others():
+    """Numbers of groups of which torch knows, before and after, and a sum over a group that two ranks make."""
+    dist.new_group([0, 1])  # a collective of all ranks, after which only two of them are in a group more
+    before = len(process_groups._world.pg_names)
+    process_groups.equalise_numbers_of_groups(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    mesh_groups, ranks = 2, [dist.get_rank() % 2, dist.get_rank() % 2 + 2]
+    total = torch.ones(1)
+    after = len(process_groups._world.pg_names)
+    dist.all_reduce(total, group=dist.new_group(ranks, use_local_synchronization=True))
+    return before + mesh_groups, after, int(total)
+
+
+def test_ranks_that_were_in_different_numbers_of_groups_make_groups_of_a_part_of_them(ranks4):
+    assert ranks4.run(_made_by_some_ranks_more_than_by_others) == [(4, 4, 2), (4, 4, 2), (3, 4, 2), (3, 4, 2)]
 
 
 def _left_by_remove_fsdp():

@@ -100,20 +100,23 @@ def test_the_kernel_has_the_bits_of_the_tree_in_the_interpreter():
     assert found == str(dict.fromkeys(NUMS, 1) | {65: 3, 130: 3})
 
 
-def compiled_for_an_h100():
-    """Print the number of 16-byte loads and IEEE divisions of the kernel for 8 rows of bf16. Needs no GPU."""
+def compiled_for_an_h100(**more):
+    """Print the number of 16-byte loads and IEEE divisions of the kernel for 8 rows of bf16. Needs no GPU.
+
+    `more` are arguments that are constants too, as Triton makes them of integers that are 1.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
     from zeroamp.hooks.collectives import tree_kernel
 
-    constants = {"num_rows": 8, "divides": True, "width": 1024}
+    constants = {"num_rows": 8, "divides": True, "width": 1024, **more}
     types = {"rows": "*bf16", "output": "*fp32", "numel": "i32", "divide_by": "fp32"}
     source = ASTSource(
         fn=tree_kernel._sum_rows,
         signature=types | dict.fromkeys(constants, "constexpr"),
         constexprs=constants,
-        attrs={(place,): [["tt.divisibility", 16]] for place in range(3)},
+        attrs={(place,): [["tt.divisibility", 16]] for place in range(3) if list(types)[place] not in more},
     )
     code = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
     print(code.count("ld.global.v4.b32"), code.count("ld.global"), code.count("div.rn.f32"), code.count("div."))
@@ -123,6 +126,7 @@ def compiled_for_an_h100():
 @NEEDS_TRITON
 def test_the_kernel_compiles_to_16_byte_loads_and_ieee_divisions():
     assert _run("compiled_for_an_h100()") == "8 8 8 8"  # of one thread: 8 columns of 8 rows
+    assert _run("compiled_for_an_h100(numel=1)") == "0 64 8 8", "as Triton compiles it for shards of one element"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

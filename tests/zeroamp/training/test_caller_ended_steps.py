@@ -392,6 +392,30 @@ def test_an_optimizer_step_goes_on_after_reopen(ranks2, stage):
                 torch.testing.assert_close(reopened[name], known[name], rtol=1e-3, atol=1e-4)
 
 
+def _continued_without_a_reduction_over_replicas():
+    """A last micro-batch, one that is not, and a last one again; and the same where the last one is known."""
+    found = []
+    for marks in ((True, False, True), (False, True, True), (False, False, True)):
+        model = wrapped(NAME, config(2, comm="fp32"), mesh_shape=(2, 2))
+        train = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        norms = []
+        for step in range(2):
+            for micro, is_last in enumerate(marks):
+                index = (3 * step + micro) * dist.get_world_size() + dist.get_rank()
+                train.reopen()
+                train.backward(loss_of(model, batch(NAME, index)).float() / 3, is_last=is_last, divide=False)
+            norms.append(float(train.clip_grad_norm()))
+            train.update()
+        found.append(norms)
+    return found
+
+
+def test_replicas_are_summed_once_where_a_reopened_step_has_micro_batches_that_are_not_the_last(ranks4):
+    for *reopened, known in ranks4.run(_continued_without_a_reduction_over_replicas):
+        for norms in reopened:
+            assert norms == pytest.approx(known, rel=1e-5)
+
+
 def _refused_reopenings():
     texts = []
     for cfg, is_last in ((config(2, data_types={"grad_accum_dtype": "bf16"}), True), (config(2), None)):

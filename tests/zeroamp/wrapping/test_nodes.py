@@ -100,6 +100,22 @@ def test_flat_reductions_between_nodes_have_a_group_of_their_own(ranks4):
     assert ranks4.run(_groups_of_reductions, True) == [0] * 4
 
 
+def _wrapped_after_some_ranks_made_a_group(options, fields):
+    dist.new_group([0, 1])  # the program's own: the other two ranks are in one group less
+    model = wrapped("llama_tied", config(3, **options), fields=fields)
+    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    step.backward(loss_of(model, batch("llama_tied", 0)))
+    return step.step().step
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [(_options(2), {}), ({"threshold": 0}, {"hpz_partition_size": 2})],
+)
+def test_groups_are_made_where_the_program_has_made_some_for_a_part_of_the_ranks(ranks4, options, fields):
+    assert ranks4.run(_wrapped_after_some_ranks_made_a_group, options, fields) == [1] * 4
+
+
 def _with_groups_of_their_own():
     cfg = config(3, clip=CLIP, zeroamp={"ranks_per_node": 2, "separate_reduce_scatter_group": True})
     model = wrapped("encoder", cfg)

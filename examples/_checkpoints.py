@@ -28,7 +28,7 @@ def resume(model: torch.nn.Module, train: zeroamp.TrainStep, asked: str | None, 
 
 
 def batch_sizes(*, ranks: int, micro_batch_size: int, accumulation: int) -> dict[str, int]:
-    """What makes a batch, under the names of the config."""
+    """Return the ranks and batch sizes, under the names of the config."""
     return {
         "ranks": ranks,
         "train_micro_batch_size_per_gpu": micro_batch_size,
@@ -38,7 +38,7 @@ def batch_sizes(*, ranks: int, micro_batch_size: int, accumulation: int) -> dict
 
 
 def note_change(run: Run, sizes: dict[str, int]) -> str | None:
-    """Put the batch sizes into a run that goes on; return a line of what changed, which the run keeps, or None."""
+    """Put the batch sizes into a resumed run. Return a line of what changed, which the run stores too, or None."""
     before, run.batch_sizes, run.world_size = run.batch_sizes, sizes, sizes["ranks"]
     changes = [f"{name} {before[name]} -> {size}" for name, size in sizes.items() if before.get(name, size) != size]
     if not changes:

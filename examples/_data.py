@@ -93,8 +93,8 @@ def training_batches(
 ) -> Iterator[torch.Tensor]:
     """Endless micro-batches of this rank: int64 [micro_batch_size, seq_len]; reshuffled each time the data is used up.
 
-    All ranks deal the same endless order of rows, from its row `start` on, one row to each rank in turn. The rows of
-    an optimizer step are then the same for any number of ranks, if the step has the same number of rows.
+    All ranks use the same endless order of rows. From row `start` on, each rank takes one row in turn. So an optimizer
+    step has the same rows on any number of ranks, if it has the same number of rows.
     """
     if len(sequences) < world_size:
         raise DataError(

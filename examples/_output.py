@@ -17,9 +17,9 @@ class Run:
     world_size: int
     """Ranks of the last start."""
     batch_sizes: dict[str, int] = field(default_factory=dict)
-    """Of the last start, by the names of the config, and the ranks."""
+    """Batch sizes and ranks of the last start, under the names of the config."""
     changes: list[str] = field(default_factory=list)
-    """What each start with other batch sizes or ranks changed."""
+    """One line per start with other batch sizes or ranks: what changed."""
     held_out_before: float = float("nan")
     held_out_after: float = float("nan")
     losses: list[float] = field(default_factory=list)

@@ -6,11 +6,11 @@ With --save-every and --resume auto it survives what kills it, bit for bit:
 
     torchrun --nproc-per-node 2 --max-restarts 3 examples/finetune_llama.py --save-every 10 --resume auto
 
-On SIGTERM it saves at the end of the step and ends. With --train-batch-size and --micro-batch-size another number of
-ranks goes on with the same rows in every step; `examples/launch/` starts it on several machines. The same file runs on
-one process without torchrun, on CPUs (gloo) and on GPUs (NCCL). It prints the dtype ledger and the held-out loss before
-and after, and writes `model/` (for `from_pretrained`), `losses.json`, `loss.png` and `run.jsonl` to --out. `zeroamp
-report` makes a table and plots of the last one, of several runs side by side.
+On SIGTERM it saves at the end of the step and ends. With --train-batch-size and --micro-batch-size it resumes on
+another number of ranks with the same rows in every step. `examples/launch/` starts it on several machines. The same
+file runs on one process without torchrun, on CPUs (gloo) and on GPUs (NCCL). It prints the dtype ledger and the
+held-out loss before and after, and writes `model/` (for `from_pretrained`), `losses.json`, `loss.png` and `run.jsonl`
+to --out. `zeroamp report` makes a table and plots of the last one, of several runs side by side.
 """
 
 from __future__ import annotations
@@ -158,7 +158,8 @@ def train_loop(
     )
     save = partial(zeroamp.save_checkpoint, args.out / CHECKPOINTS, model, train, keep=args.keep)
     model.train()
-    is_main = threading.current_thread() is threading.main_thread()  # only there Python allows a handler; Ray's is not
+    # Python allows a signal handler in the main thread only. Ray trains in another one.
+    is_main = threading.current_thread() is threading.main_thread()
     with zeroamp.Preemption(model, (signal.SIGTERM,) if is_main else ()) as preemption:
         while len(run.losses) < args.steps:
             start, num_tokens = time.perf_counter(), 0

@@ -74,7 +74,7 @@ def _divide(total: int, factor: int, words: str, ranks: int, micro: int = 1) -> 
 
 
 def _what_divides(total: int, factor: int, ranks: int, per_rank: int) -> str:
-    """Say which totals and numbers of ranks nearest to these would divide: a lost host may have changed the ranks."""
+    """Return which totals and numbers of ranks, nearest to these, divide: a lost host may have changed the ranks."""
     totals = [str(near) for near in (total // factor * factor, -(-total // factor) * factor) if near]
     words = f"With {ranks} ranks, {_TOTAL} {' or '.join(totals)} would do"
     if total % per_rank:

@@ -4,8 +4,8 @@
         --train-batch-size 256 --micro-batch-size 4 --steps 1000 --save-every 50
 
 All other options go to finetune_llama.py. FOLDER is on a file system that all hosts mount: the ranks write the shards
-of a checkpoint into it themselves, and Ray keeps count of the checkpoints. A worker that is lost makes Ray start all of
-them from the newest checkpoint; so does this command, given the same --name.
+of a checkpoint into it themselves, and Ray keeps count of the checkpoints. If a worker is lost, Ray starts all of them
+again from the newest checkpoint that it has counted. This command does so too, given the same --name.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def train_rank(config: dict[str, Any]) -> None:
 
 
 def report(path: Path, run: Any) -> None:
-    """Make Ray count a checkpoint, which lies where Ray would copy it to."""
+    """Report a checkpoint to Ray. It is already in the folder that Ray would copy it to."""
     ray.train.report(
         {"step": len(run.losses), "loss": run.losses[-1]},
         checkpoint=ray.train.Checkpoint.from_directory(str(path)),

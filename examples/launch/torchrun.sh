@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
 # Starts this host's ranks. Run it on every host with the same values: by hand, by a service manager, or by the other
-# files of this folder. Options after it go to finetune_llama.py. docs/multi-node.md says what each value is for.
+# files of this folder. Arguments go to finetune_llama.py. docs/multi-node.md explains each value.
 
 # Edit here, or set these in the environment.
-HOSTS=${HOSTS:-2}                                             # 2: wait for a host that is away. 1:2: go on without it
+HOSTS=${HOSTS:-2}                                             # 2: wait for a lost host. 1:2: go on without it
 RANKS_PER_HOST=${RANKS_PER_HOST:-auto}                        # auto: one for each GPU
 HEAD=${HEAD:?set it to the host that keeps the rendezvous}    # an address that all hosts reach
 PORT=${PORT:-29400}                                           # free on HEAD
 OUT=${OUT:?set it to a folder that all hosts see}             # checkpoints and results
-STARTS=${STARTS:-20}                                          # of torchrun, if it fails: a host without network, say
-PAUSE=${PAUSE:-10}                                            # seconds between them
-LOCAL_ADDR=${LOCAL_ADDR:-}                                    # of this host, where its name does not resolve to it
-IS_HEAD=${IS_HEAD:-}                                          # true or false, where the name of HEAD does not tell
+STARTS=${STARTS:-20}                                          # starts of torchrun, which may fail: without network, say
+PAUSE=${PAUSE:-10}                                            # seconds between starts
+LOCAL_ADDR=${LOCAL_ADDR:-}                                    # this host's address, if its name does not resolve to it
+IS_HEAD=${IS_HEAD:-}                                          # true or false, if the name of HEAD does not show it
 TRAINING=(examples/finetune_llama.py --config examples/configs/zero3_autocast_bf16.json
     --train-batch-size 256 --micro-batch-size 4 --steps 1000 --save-every 50 --resume auto --out "$OUT")
 

@@ -146,7 +146,7 @@ def can_be_sharded(parameter: nn.Parameter) -> bool:
 def can_shard_integers(mesh: DeviceMesh) -> bool:
     """Return whether FSDP2 of this torch shards frozen parameters of an integer dtype (pytorch issue 177844).
 
-    It is tried on a parameter of the meta device, which communicates nothing: the fix has no public name.
+    Found out by sharding a parameter on the meta device, which communicates nothing: the fix has no public name.
     """
     probe = nn.Module()
     probe.weight = nn.Parameter(torch.empty(1, dtype=torch.uint8, device="meta"), requires_grad=False)
@@ -158,10 +158,10 @@ def can_shard_integers(mesh: DeviceMesh) -> bool:
 
 
 class LazyChunks(Sequence[torch.Tensor]):
-    """The chunks that FSDP2's `_chunk_with_empty` returns, each made when it is asked for.
+    """The chunks that FSDP2's `_chunk_with_empty` returns, each made when it is read.
 
-    Chunk i has `ceil(length / num_chunks)` rows of dimension `dim`, from row i times as many on; the last of them has
-    fewer where these do not divide the length. What is left of `num_chunks` are flat empty tensors.
+    With size = `ceil(length / num_chunks)`, chunk i has rows i x size to (i + 1) x size of dimension `dim`. The last
+    chunk with rows has fewer if size does not divide the length. Chunks after it are flat empty tensors.
     """
 
     def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
@@ -183,16 +183,16 @@ class LazyChunks(Sequence[torch.Tensor]):
 
 @contextmanager
 def chunks_on_demand() -> Iterator[None]:
-    """Let `fully_shard` make, inside, only those chunks of a parameter that it uses: this rank's and the first.
+    """Let `fully_shard`, called inside, make only the chunks of a parameter that it uses: this rank's and the first.
 
-    FSDP2 cuts each parameter into as many tensors as there are ranks, and those twice where it reshards after the
-    forward. At 16,384 ranks these are millions of tensors, of which nearly all are empty.
+    FSDP2 cuts each parameter into as many tensors as there are ranks, and does so twice if it reshards after the
+    forward. At 16,384 ranks these are millions of tensors, nearly all of them empty.
     """
     fsdp_param: Any = _fsdp_param
     chunk = fsdp_param._chunk_with_empty
 
     def lazily(tensor: torch.Tensor, num_chunks: int, dim: int) -> Any:
-        # torch gives a dimension of length 0 one chunk of that shape, a case that no sharded parameter is.
+        # For a dimension of length 0 torch returns one chunk of the tensor's shape. No sharded parameter has one.
         return LazyChunks(tensor, num_chunks, dim) if tensor.size(dim) else chunk(tensor, num_chunks, dim)
 
     fsdp_param._chunk_with_empty = lazily
@@ -323,13 +323,13 @@ def keep_reduction_inputs(root: FSDPModule, num_inputs: int) -> None:
 def leave_replicas_alone(unit: FSDPModule) -> None:
     """Let FSDP2 sum the gradients of `unit`'s own groups over shards only, not over replicas.
 
-    The groups' collectives no longer know of the mesh's first axis; parameters, gradients and their DTensors do. FSDP2
-    still calls the hook of `set_all_reduce_hook` after each reduction, in its stream for all-reduces.
+    The groups' collectives no longer use the mesh's first axis; the DTensors of parameters and gradients retain it.
+    FSDP2 still calls the hook of `set_all_reduce_hook` after each reduction, in its stream for all-reduces.
     """
     for group in groups_of(unit._get_fsdp_state()):
         info = group.mesh_info
         alone = FSDPMeshInfo(mesh=info.mesh, shard_mesh_dim=info.shard_mesh_dim)
-        if group.post_forward_mesh_info is info:  # the same ranks after the forward, which FSDP2 tells by equality
+        if group.post_forward_mesh_info is info:  # FSDP2 compares the two, to see if the ranks are the same
             group.post_forward_mesh_info = alone
         group.mesh_info = alone
 
@@ -353,8 +353,8 @@ def separate_reductions(root: FSDPModule, mesh: DeviceMesh, timeout: timedelta) 
 def share_partition(modules: Iterable[FSDPModule], mesh: DeviceMesh, size: int) -> None:
     """Reshard the groups of `modules`, which have a sharded mesh, over `size` ranks after a forward. A collective call.
 
-    `reshard_after_forward=size` would do the same with a mesh of its own for each module: with p ranks in a partition,
-    N ranks make p + N/p process groups for each of them. Here all modules share one mesh, and each rank makes the two
+    `reshard_after_forward=size` would do the same, but makes a mesh for each module: with p ranks in a partition, N
+    ranks then make p + N/p process groups per module. Here all modules share one mesh, and each rank makes the two
     groups that it is in: its partition, and the ranks at its place in the other partitions.
     """
     equalise_numbers_of_groups(mesh)

@@ -16,8 +16,8 @@ _LAZY = "TORCH_GLOO_LAZY_INIT"
 def new_lazy_group(ranks: Sequence[int], timeout: timedelta, *, is_local: bool) -> dist.ProcessGroup:
     """Return a gloo group of `ranks`, without connections. All of them call this.
 
-    Gloo otherwise connects each rank with all others: a socket per rank and group, and minutes at thousands of ranks.
-    With `is_local`, the ranks outside of the group do not call this.
+    Otherwise gloo connects each rank with all others: a socket per pair of ranks, and minutes at thousands of ranks.
+    With `is_local`, ranks outside of the group do not call this.
     """
     before = os.environ.get(_LAZY)
     os.environ[_LAZY] = "1"

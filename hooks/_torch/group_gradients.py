@@ -51,7 +51,8 @@ class GroupGradients:
         self._used: set[int] = set()  # positions in `fsdp_params`
         self._completed: set[int] = set()  # positions of those that were reduced as zeros
         self.sums_replicas = True
-        """Whether the next reduction is summed over replicas; False before the last micro-batch, where that is once."""
+        """Whether the next reduction is summed over replicas. False before the last micro-batch, if replicas are summed
+        once per optimizer step."""
         self._awaits_replicas = False  # `parameter.grad` holds sums of this replica alone
         self._in_reduction: list[int] = []  # positions in the flat gradients that are reduced now
         self._of_all_replicas: dict[int, torch.Tensor] = {}  # position -> what `parameter.grad` held before such sums
@@ -129,7 +130,7 @@ class GroupGradients:
         return self._group._partial_reduce_output is not None and self._group.all_reduce_grads  # FSDP2's own
 
     def add_partial_sums(self, reduced: torch.Tensor) -> bool:
-        """Complete the flat reduced shard of this rank for the sum over replicas; return whether that sum is now.
+        """Complete the flat reduced shard of this rank for the sum over replicas; return whether it is summed now.
 
         See [Note: Sums that await their replicas]. Call in the hook of `set_all_reduce_hook`.
 

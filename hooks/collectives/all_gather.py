@@ -25,7 +25,7 @@ class GroupAllGather(AllGather):
 
     group_name: str
     nodes: Nodes | None = None
-    """Where the ranks that shard are gathered in two levels; a group of fewer ranks (hpZ) is gathered flat."""
+    """The two levels of an all-gather over all ranks that shard. None: flat, as it always is over fewer ranks (hpZ)."""
     listeners: Sequence[CollectiveListener] = ()
     ranges: Ranges = field(default_factory=Ranges)
 

@@ -1,13 +1,14 @@
-"""Reductions and gathers of one mesh axis in two levels: inside each node, and between nodes.
+"""Reductions and all-gathers over one mesh axis in two levels: inside each node, and between nodes.
 
 [Note: Two levels]
 An axis of N = m x g ranks, numbered node by node, has m nodes of g ranks. In a flat all-to-all each rank sends (m-1)/m
-of its gradients to other nodes. In two levels the ranks of a node first exchange their gradients unchanged, so that
-each holds, for every node, the terms of one chunk, and sums them in fp32. Then the ranks with the same place in their
-nodes exchange these partial sums and add them. As g is a power of two, this is the tree of `tree_sum.py`, bit for bit.
+of its gradients to other nodes. In two levels the ranks of a node first exchange their gradients unchanged. Each rank
+then holds this node's terms of one chunk for every node, and sums them in fp32. Then the ranks with the same place in
+their nodes exchange these partial sums and add them. As g is a power of two, this is the tree of `tree_sum.py`, bit for
+bit.
 
-Bytes that leave one node in a reduction of B bytes of bf16 gradients, of 2 nodes of 4 ranks: flat 2 B; partial sums in
-fp32 1 B, in 3 bytes 0.75 B, in bf16 0.5 B. In general flat g B (m-1)/m, fp32 2 B (m-1)/m.
+Bytes that leave one node in a reduction of B bytes of bf16 gradients, with 2 nodes of 4 ranks: flat 2 B; partial sums
+in fp32 1 B, in 3 bytes 0.75 B, in bf16 0.5 B. In general flat g B (m-1)/m, fp32 2 B (m-1)/m.
 
 The all-gather goes the other way: between nodes first, then inside the node. It moves a ring's bytes between nodes, B
 (m-1)/m, in m-1 + g-1 steps instead of N-1.
@@ -38,7 +39,7 @@ class Nodes:
     across: dist.ProcessGroup
     """The ranks with this rank's place in their nodes, node by node."""
     partials: Partials = "fp32"
-    """In which form partial sums leave the node: see [Note: Partial sums]."""
+    """The format in which partial sums leave the node: see [Note: Partial sums]."""
 
     def size(self) -> int:
         """Return the number of ranks of the axis."""
@@ -52,8 +53,8 @@ class Nodes:
             received: like `chunks`. Overwritten.
 
         Returns:
-            (m, M), the partial sums of this rank's chunk, one per node: fp32, or bf16 where they are sent so. In the
-            memory of `chunks` or `received`.
+            (m, M), the partial sums of this rank's chunk, one per node: bf16 if sent in bf16, else fp32. In the memory
+            of `chunks` or `received`.
         """
         num_inside, num_nodes = self.inside.size(), self.across.size()
         by_place = received.view(num_inside, num_nodes, -1)
@@ -78,7 +79,7 @@ class Nodes:
         Args:
             output: (N x S,), contiguous.
             input: (S,), contiguous; may be a part of `output`.
-            async_op: whether to return after the first half, with the second under way.
+            async_op: whether to return while the all-gather inside the node still runs.
         """
         num_inside, num_nodes = self.inside.size(), self.across.size()
         by_node = torch.empty(num_nodes * input.numel(), dtype=input.dtype, device=input.device)
@@ -101,14 +102,14 @@ def all_gather_of_axis(
     *,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """All-gather over `group`: in two levels where `nodes` are given and the group has all their ranks, else flat."""
+    """All-gather over `group`: in two levels if `nodes` is given and has as many ranks as the group, else flat."""
     if nodes is None or group.size() != nodes.size():
         return all_gather(output, input, group, async_op=async_op)
     return nodes.all_gather(output, input, async_op=async_op)
 
 
 class _Ordered(dist.Work):
-    """The work of a gather, which puts what it received into the order of the ranks when it is waited for."""
+    """The work of an all-gather in two levels. Its `wait` copies the received chunks into the order of the ranks."""
 
     def __init__(self, work: dist.Work, into: torch.Tensor, part: torch.Tensor) -> None:
         super().__init__()
@@ -133,7 +134,7 @@ def pack(values: torch.Tensor) -> torch.Tensor:
     """Return fp32 values rounded to 3 bytes each: (3 x M,), uint8. See [Note: Partial sums]."""
     bits = values.view(torch.int32)
     rounded = bits + 0x7F + ((bits >> 8) & 1)
-    rounded = torch.where(values.isnan(), bits | 0x400000, rounded)  # rounding a nan's bits may make them a number's
+    rounded = torch.where(values.isnan(), bits | 0x400000, rounded)  # rounding the bits of a NaN may give a number
     return rounded.view(torch.uint8).view(-1, 4)[:, 1:].reshape(-1)
 
 

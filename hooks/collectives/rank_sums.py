@@ -1,15 +1,15 @@
-"""Sums over the ranks of one mesh axis, in the order of the tree: of shards, and of replicas. See `tree_sum.py`.
+"""Sums over the ranks of one mesh axis, in the order of the tree: over shards, and over replicas. See `tree_sum.py`.
 
 [Note: Summing in fp32]
 Under autocast the raw gradient of a safe parameter is already in the low precision, so communicating it in that dtype
 loses nothing. A native low-precision reduce-scatter loses bits in its partial sums. Here each rank sends every other
 rank its chunk unchanged (an all-to-all, the same bytes as a ring's reduce-scatter), and sums what it received in fp32,
 in the order of the tree. That is the fp32 reduction of the same gradients at half the bytes. fp32 gradients are summed
-the same way, at the bytes of a ring.
+the same way, with the bytes of a ring's reduce-scatter.
 
 [Note: All-reduce in tree order]
-An all-reduce is the same sum of chunks, and an all-gather of the sums: the bytes of a ring's all-reduce. A backend's
-own all-reduce adds in an order of its own.
+An all-reduce is the same sum of chunks, and then an all-gather of the sums: the bytes of a ring's all-reduce. A
+backend's own all-reduce adds in an order of its own.
 """
 
 import torch
@@ -30,7 +30,7 @@ def exchange(
             overwritten.
         received: like `chunks`. Overwritten.
         group: the ranks.
-        nodes: where the group spans nodes and is reduced in two levels.
+        nodes: the two levels of the group. None: one level.
 
     Returns:
         (N, M), or (nodes, M), the rows that `tree_sum` adds, in the memory of the arguments.
@@ -49,10 +49,10 @@ def all_reduce_in_tree_order(
     Needs memory of about the tensor's size, which is allocated before the first collective is issued.
 
     Args:
-        tensor: 1-D, contiguous, fp32. If its size is no multiple of the ranks, it is copied into one that is.
+        tensor: 1-D, contiguous, fp32. If the number of ranks does not divide its size, a padded copy is summed.
         group: the ranks, in the order of the tree.
         divide_by: divides the sum.
-        nodes: where the group spans nodes and is reduced in two levels.
+        nodes: the two levels of the group. None: one level.
     """
     num_ranks, numel = group.size(), tensor.numel()
     length = -(-numel // num_ranks)

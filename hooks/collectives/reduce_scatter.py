@@ -93,12 +93,12 @@ class GroupReduceScatter(ReduceScatter):
     is_replicated: bool = False
     """Whether an all-reduce over replicas follows, in `reduce_dtype`."""
     replicas: dist.ProcessGroup | None = None
-    """Where replicas are summed in the order of the tree, by `sum_over_replicas`: their group. Else None, and FSDP2 or
-    nobody sums them."""
+    """The group of the replicas that `sum_over_replicas` sums in the order of the tree. None: FSDP2 sums the replicas,
+    or there are none."""
     nodes: Nodes | None = None
-    """Where the ranks that shard are reduced in two levels."""
+    """The two levels of the reduction over the ranks that shard. None: one level."""
     replica_nodes: Nodes | None = None
-    """Where `replicas` are."""
+    """The two levels of the sum over `replicas`. None: one level."""
     divides_outside: bool = False
     """Whether FSDP2 itself divides: see [Note: Dividing fp16]."""
     group_name: str = ""
@@ -115,7 +115,7 @@ class GroupReduceScatter(ReduceScatter):
     _all_reduce: OpenRange | None = None
     """From the reduction over shards to `end_all_reduce`."""
     _input: torch.Tensor | None = None
-    """Of a reduction whose parameters are whole on one rank, until its replicas are summed."""
+    """The input of a reduction whose parameters are whole on each rank, until its replicas are summed."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an empty 1-D tensor: the input in `communication_dtype`, the output in `reduce_dtype`.

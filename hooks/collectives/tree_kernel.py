@@ -2,12 +2,12 @@
 
 A program adds one block of columns. It reads every row once, in 16-byte loads where the rows are aligned, adds in fp32
 in exactly the order of the tree, and writes once: for N rows of bf16, 2 N + 4 bytes per column and one launch. The tree
-is unrolled when the kernel is compiled, once per number of rows. Of more than `LARGEST` rows, whole subtrees of
-`LARGEST` are summed first, in one launch, and then their sums: LARGEST is a power of two, so the tree is the same.
+is unrolled when the kernel is compiled, once per number of rows. With more than `LARGEST` rows, whole subtrees of
+`LARGEST` rows are summed first, in one launch, and then their sums. LARGEST is a power of two, so the tree is the same.
 
 Rows are added one by one and not with `tl.sum`, whose order is its own. `tl.div_rn` is the IEEE division; `/` is an
 approximation on CUDA. With TRITON_INTERPRET=1 the kernel runs on a CPU, where tests compare its bits with the loop's.
-Arguments of kernels have no types: Triton would read them.
+Arguments of kernels have no type annotations: Triton would interpret them.
 """
 
 import torch

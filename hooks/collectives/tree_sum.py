@@ -1,25 +1,25 @@
 """The one order in which gradients of several ranks are added, and the sum itself.
 
 [Note: One order of summation]
-The sum over N ranks is a balanced binary tree over the rank's index, in fp32: the left part of a tree of N is the
-largest power of two below N, the right part the rest.
+The sum over N ranks is a balanced binary tree over the rank's index, in fp32. The left part has as many ranks as the
+largest power of two below N, the right part has the others.
 
     T(1) = row 0        T(N) = T(first L rows) + T(other N - L rows),  L = the largest power of two < N
 
-Every sum over ranks has this order: flat, in two levels, of replicas, on every device. A tree whose leaves are the
-sums of blocks of equal size, a power of two, is the same tree. So a sum over the ranks of each node and then over the
-nodes has the bits of the flat sum, and HSDP with a power of two of shards those of all its ranks in one axis. With 2
-or 3 ranks it is the order of the ranks. The error grows with log2(N), where that of a sum in the order of the ranks
-grows with N.
+Every sum over ranks has this order: flat, in two levels, of replicas, on every device. If blocks of equal size, a power
+of two, are summed first, the tree over these sums is the same tree. So a sum over the ranks of each node and then over
+the nodes has the bits of the flat sum. HSDP with a power of two of shards has the bits of all its ranks in one axis.
+With 2 or 3 ranks it is the order of the ranks. The error grows with log2(N), where that of a sum in the order of the
+ranks grows with N.
 
-The division by the number of ranks comes once, after the whole tree, and is a division (IEEE), not a multiplication by
+The sum is divided by the number of ranks once, after the whole tree. This is a division (IEEE), not a multiplication by
 the inverse, which differs in the last bit unless N is a power of two.
 
 [Note: The loop]
-Without the kernel of `tree_kernel.py`, a block of columns at a time is added pair by pair, as a binary counter carries:
-sums of equal numbers of rows are added as soon as both are there, and what is left over at the end from the right. This
-is the tree above. It needs log2(N) - 1 blocks in fp32, and never a copy of the input in fp32. On a CPU it takes 1.0 to
-1.25 times as long as adding row after row (paired runs, 2 to 256 rows).
+Without the kernel of `tree_kernel.py`, rows are added pair by pair, one block of columns at a time, as a binary counter
+carries: two sums of equally many rows are added as soon as both are there. The sums left at the end are added from the
+right. This is the tree above. It needs log2(N) - 1 blocks in fp32, and never a copy of the input in fp32. On a CPU it
+takes 1.0 to 1.25 times as long as adding row after row (paired runs, 2 to 256 rows).
 """
 
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ def _loop(rows: torch.Tensor, output: torch.Tensor, divide_by: float, block: int
     # See [Note: The loop].
     num_rows, numel = rows.shape
     on_cpu = rows.device.type == "cpu"
-    # CUDA divides by a number on the host as it multiplies by the inverse: a divisor on the device is divided by.
+    # CUDA multiplies by the inverse of a divisor on the host. It divides by a divisor on the device.
     divisor = divide_by if on_cpu else torch.full((), divide_by, dtype=torch.float32, device=rows.device)
     num_temporaries = max(0, (num_rows - 1).bit_length() - 1)
     temporaries = torch.empty((num_temporaries, min(block, numel)), dtype=torch.float32, device=rows.device)

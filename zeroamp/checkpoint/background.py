@@ -29,7 +29,8 @@ def saving_of(state: WrapState) -> "Saving":
 class Saving(Callback):
     """The run's name, and the save in the background. A training step calls it at its end.
 
-    From the first background save on, each step's all-reduce has one more number: whether the save goes on on a rank.
+    From the first background save on, each step's all-reduce has one more number: whether the save still runs on a
+    rank.
     """
 
     def __init__(self, state: WrapState) -> None:

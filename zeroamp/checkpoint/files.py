@@ -40,12 +40,12 @@ def rank_file(rank: int) -> str:
 def checking_rank(name: str, index: int, num_ranks: int) -> int:
     """Return the rank that checks the digest of a file at a load.
 
-    With as many ranks as at the save, it is the rank that reads the file next: from the memory of its host, then.
+    With as many ranks as at the save, it is the rank that reads the file next: the file is then in its host's memory.
 
     Args:
-        name: of the file.
-        index: its place among the checkpoint's files.
-        num_ranks: that load.
+        name: the file's name.
+        index: the file's place among the checkpoint's files.
+        num_ranks: ranks that load.
     """
     of_rank = _OF_RANK.fullmatch(name)
     return (int(of_rank[1] or of_rank[2]) if of_rank else index) % num_ranks
@@ -166,7 +166,7 @@ def record_content(content: bytes) -> FileRecord:
 
 
 def refuse_other_size(path: Path, record: FileRecord) -> None:
-    """Raise CheckpointError if a file that was just written has another size than what was written."""
+    """Raise CheckpointError if a file that was just written does not have the size of what was written."""
     num_bytes = path.stat().st_size
     if num_bytes != record.num_bytes:
         raise CheckpointError(

@@ -14,7 +14,7 @@ from zeroamp.wrapping.rank_group import RankGroup
 from zeroamp.wrapping.state import wrap_state
 
 _of_root: "WeakKeyDictionary[nn.Module, dict[tuple[int, ...], list[Preemption]]]" = WeakKeyDictionary()
-"""Wrapped model -> signals -> what was constructed and has not ended its context, the newest last."""
+"""Wrapped model -> signals -> the `Preemption`s whose context has not ended, the newest last."""
 
 
 class Preemption:
@@ -33,7 +33,7 @@ class Preemption:
     """
 
     def __init__(self, model: nn.Module, signals: Iterable[int] = (signal.SIGTERM,)) -> None:
-        """All ranks construct this, between the same two optimizer steps.
+        """Follow signals of a wrapped model's ranks. All ranks construct this between the same two optimizer steps.
 
         Raises:
             WrapError: `model` is not wrapped.
@@ -44,7 +44,7 @@ class Preemption:
         self._signals = tuple(signals)
         self._handlers: dict[int, Any] = {}
         self._was_received = False  # on this rank
-        self._is_requested = False  # as far as all ranks know
+        self._is_requested = False  # on any rank, as of the last exchange
         self._num_seen = self._sums.num_sums  # at the last call of `is_requested`
         self._open = _of_root.setdefault(state.root, {}).setdefault(self._signals, [])
         self._open.append(self)
@@ -61,15 +61,15 @@ class Preemption:
             signal.signal(number, handler)
         if self in self._open:
             self._open.remove(self)
-        for outer in self._open[-1:]:  # the sums so far had another one's flag
+        for outer in self._open[-1:]:  # the sums so far had the flag of the inner context
             outer._num_seen = self._sums.num_sums
 
     def is_requested(self) -> bool:
         """Return whether any rank received a signal, the same on all. All ranks call this at the same place.
 
-        If an optimizer step of the model has ended since the last call, this reads what the step's all-reduce summed:
-        on a CPU in that step, on other devices in the step before it, for which the host need not wait. Otherwise it is
-        one small exchange between the ranks.
+        If an optimizer step of the model has ended since the last call, this reads what a step's all-reduce summed. On
+        a CPU it is that step, on other devices the step before it, for which the host need not wait. Otherwise the
+        ranks exchange one small message.
         """
         num_sums = self._sums.num_sums
         if num_sums == self._num_seen or self._open[-1:] != [self]:
@@ -82,7 +82,7 @@ class Preemption:
 
 
 def _ask(opened: "list[Preemption]") -> tuple[Sequence[float], Receive]:
-    """Return whether this rank received a signal, which the newest context handles, for the step's all-reduce."""
+    """Return, for the step's all-reduce, whether this rank received a signal. The newest context handles it."""
     newest = opened[-1] if opened else None
 
     def receive(sums: Sequence[float]) -> None:

@@ -50,7 +50,7 @@ _KNOWN = {
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),  # its name from Python 3.13 on
-    ("builtins", "getattr"),  # how Python 3.11.0 to 3.11.3 pickle members of an enum; not called, as nothing here is
+    ("builtins", "getattr"),  # Python 3.11.0 to 3.11.3 pickle enum members by it. Nothing here is called
 }
 
 

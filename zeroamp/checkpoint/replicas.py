@@ -59,7 +59,7 @@ def refuse_different_replicas(sums: dict[str, int], mesh: DeviceMesh, ranks: Ran
     Args:
         sums: what `checksums` returned on this rank.
         mesh: 1-D, or 2-D (replicate, shard).
-        ranks: those of the mesh.
+        ranks: the mesh's ranks.
     """
     if mesh.ndim == 1 or mesh.size(0) == 1:
         return

@@ -318,7 +318,7 @@ class _Save:
     path: Path = field(default_factory=Path)
     """The draft's, on all ranks."""
     records: dict[str, FileRecord] = field(default_factory=dict)
-    """Of the files that this rank wrote, by name. Another host might not see them yet."""
+    """Size and digest of each file that this rank wrote, by name. Another host might not see the files yet."""
 
     def write_in_background(self) -> Future[Path]:
         """Copy the tensors, then write in a thread.

@@ -5,9 +5,9 @@
     finish   the first rank writes `.metadata`: where each part is
 
 Torch's `save` and `load` run the same steps. They gather the lists and the places of all parts on the first rank, and
-for a load the names of all tensors on all ranks. Here the messages pass along the tree of the ranks. A rank does not
-send what has not changed since the last save of the model, because the first rank retains it. A load needs no exchange:
-each rank plans alone what it reads.
+for a load the names of all tensors on all ranks. Here the messages pass along the tree of the ranks. The first rank
+retains what a save exchanged, so a rank does not send what has not changed since the model's last save. A load needs no
+exchange of plans: each rank plans alone what it reads.
 
 Torch has a cache of plans too (`enable_plan_caching`). It does not compare dtypes, so a tensor that was cast since the
 last save would be described in its old dtype.
@@ -53,7 +53,7 @@ class PlanCache:
     """The first rank's: the places of the parts of all ranks."""
 
     def clear(self, ranks: RankGroup) -> None:
-        """Forget what other ranks exchanged."""
+        """Empty the cache, for these ranks."""
         self.ranks, self.plan, self.metadata = ranks, None, None
         self.sent_plan = self.sent_results = b""
         self.plans, self.results = [], []
@@ -129,7 +129,7 @@ def _digest(value: object) -> bytes:
 
 
 def _merged(before: list[Any], sent: list[Any]) -> list[Any]:
-    """Return what each rank sent; of a rank that sent nothing, what it sent before."""
+    """Return what each rank sent. For a rank that sent None, return what it sent before."""
     return [before[rank] if value is None else value for rank, value in enumerate(sent)]
 
 

@@ -87,8 +87,8 @@ def check(
 ) -> None:
     """Print what becomes of every key of a config, or what is wrong.
 
-    With --model and --world-size, also what that many ranks make slow: padding, long rings, flat
-    all-to-alls between nodes.
+    With --model and --world-size, also print what is slow on that many ranks: padding, long rings,
+    flat all-to-alls between nodes.
     """
     if auto_wrap and model is None:
         raise typer.BadParameter("units are those of a model: name it with --model.", param_hint="--auto-wrap")

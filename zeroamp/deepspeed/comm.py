@@ -73,13 +73,13 @@ def init_distributed(
         verbose: has no effect.
         timeout: of the collectives.
         init_method: a URL.
-        dist_init_required: False: there is a process group already.
+        dist_init_required: False requires that there is a process group already.
         config: has no effect: `initialize` reads the config.
         rank: of this process, with `world_size`; -1: as the environment says.
         world_size: the number of processes.
 
     Raises:
-        WrapError: `dist_init_required` is False and there is no process group; or as `start_process_group`.
+        WrapError: `dist_init_required` is False and there is no process group, or `start_process_group` raises it.
     """
     del auto_mpi_discovery, verbose, config
     if dist.is_initialized():

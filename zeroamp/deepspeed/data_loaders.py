@@ -22,7 +22,7 @@ def data_loader(
     """Return a loader in which each rank sees its own part of a dataset.
 
     The part is that of torch's `DistributedSampler`, whose order is the same in every epoch unless
-    `loader.sampler.set_epoch(epoch)` is called. DeepSpeed's name of it, `loader.data_sampler`, works, too.
+    `loader.sampler.set_epoch(epoch)` is called. `loader.data_sampler`, DeepSpeed's name, is the same sampler.
     An iterable dataset parts itself.
 
     Args:
@@ -46,7 +46,7 @@ def data_loader(
         drop_last=drop_last,
         pin_memory=pin_memory and torch.accelerator.is_available(),
     )
-    vars(loader)["data_sampler"] = loader.sampler  # DeepSpeed's name of it
+    vars(loader)["data_sampler"] = loader.sampler  # DeepSpeed's name
     return loader
 
 

@@ -30,7 +30,7 @@ engines: "WeakSet[DeepSpeedEngine]" = WeakSet()
 
 
 class _CountAgain(Callback):
-    """Lets an engine count micro-batches from 0 after its optimizer step was discarded: by `recover`, for example."""
+    """Resets an engine's count of micro-batches when its optimizer step is discarded: by `recover`, for example."""
 
     def __init__(self, engine: "DeepSpeedEngine") -> None:
         self._engine = engine
@@ -79,7 +79,7 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
         """Calls of `step`."""
         self._num_accumulated = 0  # micro-batches since the last optimizer step
         self._is_destroyed = False
-        self._has_warned = False  # of a zero_grad inside an optimizer step
+        self._has_warned = False  # of zero_grad between micro-batches
         self._step_applied = False
         self._boundary: bool | None = None
         self._in_no_sync = False
@@ -156,10 +156,10 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
         self.micro_steps += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
-        """Discard the gradients since the last optimizer step. Its micro-batches are counted on, as in DeepSpeed.
+        """Discard the gradients since the last optimizer step. The count of micro-batches continues, as in DeepSpeed.
 
-        `step` discards gradients after an update, so no loop needs this call. Between the micro-batches of an optimizer
-        step it is logged once as a warning: the update will lack the micro-batches before.
+        `step` discards gradients after an update, so no loop needs this call. A call between the micro-batches of an
+        optimizer step logs a warning once: the update will lack the micro-batches before the call.
         """
         if self.train_step is None:
             return
@@ -169,8 +169,8 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
         if num_done > 0 and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "zero_grad discarded the gradients of %d micro-batches of an optimizer step of %d, so its update will "
-                "lack them. Leave the call out: engine.step() discards gradients after the update.",
+                "zero_grad discarded the gradients of %d of the %d micro-batches of an optimizer step, so its update "
+                "will lack them. Remove the call: engine.step() discards gradients after the update.",
                 num_done,
                 self.gradient_accumulation_steps(),
             )

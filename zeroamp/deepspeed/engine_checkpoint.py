@@ -124,7 +124,7 @@ def load(
         client_state = _load_ours(engine, path / INSIDE, parts)
     else:
         client_state = _load_theirs(engine, Path(folder), name, parts)
-    engine._num_accumulated = 0  # also if zero_grad was called between micro-batches before
+    engine._num_accumulated = 0  # zero_grad between micro-batches may have left a count
     return str(path), client_state
 
 
@@ -236,7 +236,7 @@ def whole_or_error(
     Args:
         stage: ZeRO stage.
         state_dict: of a wrapped module, or of the engine around it.
-        depth: how many calls above the returned function is the caller that is looked at.
+        depth: how many frames above the returned function the caller is, whose module decides.
     """
 
     @wraps(state_dict)

@@ -68,7 +68,7 @@ def load_deepspeed_checkpoint(
         model: what `wrap_model` returned.
         train: the `TrainStep` of `model`; None loads the model alone.
         tag: the checkpoint's folder in `folder`; None: the one that the file `latest` names.
-        load_lr_scheduler_states: whether a scheduler of `scheduler_from_config` goes on from DeepSpeed's.
+        load_lr_scheduler_states: whether a scheduler of `scheduler_from_config` resumes from the state of DeepSpeed's.
 
     Raises:
         CheckpointError: on all ranks, before anything was changed. The text names the file that is missing, damaged or

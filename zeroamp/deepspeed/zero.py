@@ -118,7 +118,7 @@ class _Whole(DTensor):
         del types
         args, kwargs = tree_map_only(_Whole, lambda each: vars(each)[_COPY], (args, kwargs or {}))
         if func == _GET_DATA:
-            # A tensor from `detach` counts changes in place together with the whole copy; one from `data` does not.
+            # A tensor from `detach` shares the whole copy's version counter; one from `data` does not.
             return args[0].detach()
         return func(*args, **kwargs)
 
@@ -194,7 +194,7 @@ class GatheredParameters(AbstractContextManager[None]):
 
 
 def _version(whole: torch.Tensor) -> tuple[int, int]:
-    """Return what differs after a change in place, or after another tensor was assigned to `data`."""
+    """Return values that differ after a change in place, or after an assignment to `data`."""
     return whole._version, whole.data_ptr()
 
 

@@ -12,7 +12,7 @@ Per group, in bytes of the group's parameters padded to the ranks that shard (`p
   many reductions have begun after it as inputs may be in flight (one by default), or the last backward of the step has
   ended. What an all-to-all receives is in one buffer per dtype for all groups, as large as the largest so far, until
   the backward has ended. An own unit releases it first, and has a buffer for the time of its reduction.
-  A CPU sums them in a few blocks of fp32. A sum of replicas needs a buffer of the shard's size, and one of its chunk's.
+  A CPU sums them in a few blocks of fp32. A sum of replicas needs a buffer of the shard's size, and one of a chunk's.
   Where shards accumulate in a low dtype, each is added to a sum of that dtype, and all sums are cast back at the end.
 * parameters that are sharded over another dimension than 0: an all-gather copies them out twice, so that all those of
   the group exist twice for a moment. A reduction first copies their gradients, one after the other; each is freed
@@ -236,7 +236,7 @@ class _GroupMemory(GroupListener):
             writer.add("unsharded gradients", last_copied := of_param[fqn])
         writer.add("communication buffers", sizes.sent)
         self._kept_inputs.append(sizes.sent)
-        # A local variable of FSDP2's `foreach_reduce` holds the last gradient; a copied one is counted.
+        # A local variable of FSDP2's `foreach_reduce` holds the last gradient; one that was copied is counted already.
         last = next(reversed(of_param), "")
         held = 0 if last in sizes.transposed or not sizes.is_sharded else min(raw, of_param.get(last, 0))
         writer.add("unsharded gradients", held - raw - unused)

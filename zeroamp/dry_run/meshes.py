@@ -1,4 +1,4 @@
-"""Which mesh is best for a run: shards x replicas and secondary partitions, each planned with the same micro-batch."""
+"""Compares meshes for a run: shards x replicas and secondary partitions, each planned with the same micro-batch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from zeroamp.planning.traffic import padded_numel
 from zeroamp.policies.errors import some_of
 
 EQUAL_TIME = 0.005
-"""Meshes whose step takes at most this part longer than the shortest are taken as equally fast."""
+"""Meshes whose steps are at most this part longer than the shortest count as equally fast."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,14 +26,14 @@ class MeshShape:
     """Ranks of the first of two levels, `zeroamp.ranks_per_node`. None: as the config has it."""
 
     def __str__(self) -> str:
-        """Return it as `--mesh` takes it, replicas x shards, then the partition and the levels."""
+        """Return replicas x shards, as `--mesh` takes them, then the partition and the levels."""
         text = f"{self.num_replicas}x{self.num_shards}"
         text += f" hpZ {self.partition}" if self.partition > 1 else ""
         return text if self.ranks_per_node is None else f"{text} two levels"
 
     @property
     def ranks(self) -> Ranks:
-        """Return the numbers of ranks: of one replica, a mesh of one axis."""
+        """Return the numbers of ranks. With one replica the mesh has one axis."""
         return Ranks(num_shards=self.num_shards, num_replicas=self.num_replicas if self.num_replicas > 1 else None)
 
 
@@ -43,16 +43,16 @@ class MeshPlan:
 
     shape: MeshShape
     peak_bytes: int
-    """Of one rank, with what NCCL takes. The optimizer's part is scaled from that of another number of shards."""
+    """Of one rank, with NCCL's memory. The optimizer's part is scaled from its size with another number of shards."""
     fits: bool
     time: StepTime
     padding: float
-    """Elements that are moved and held as padding, as a part of the parameters' elements."""
+    """Elements of padding, which are stored and communicated too, as a part of the parameters' elements."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshAdvice:
-    """The meshes that were tried at one stage, by their shards, and the best of them."""
+    """The meshes that were tried at one stage, in order of their shards, and the best of them."""
 
     tried: tuple[MeshPlan, ...]
     best: MeshPlan
@@ -65,7 +65,8 @@ def shapes_to_try(
 ) -> Iterator[MeshShape]:
     """Yield shards over one node, over 2, 4, … nodes, and over all ranks; then a partition inside a node.
 
-    Nothing on one node, or where nodes are not full. `with_levels`: shards over several nodes in two levels too.
+    Yields nothing on one node, or if nodes are not full. `with_levels`: also yield shards over several nodes in two
+    levels.
     """
     if world_size <= gpus_per_node or world_size % gpus_per_node or gpus_per_node == 1:
         return
@@ -80,10 +81,10 @@ def shapes_to_try(
 
 
 def advise(shapes: Sequence[MeshShape], plan_mesh: Callable[[MeshShape], MeshPlan]) -> MeshAdvice | None:
-    """Plan each mesh, and choose. None where there is none to try.
+    """Plan each mesh, and choose the best. Returns None if there is no mesh to try.
 
-    Among equally fast ones (`EQUAL_TIME`), the one with the least memory is the best, of those without rings that
-    `wrap_model` would warn of, if there are any.
+    Among equally fast meshes (`EQUAL_TIME`), those without a ring that `wrap_model` would warn of come first, then
+    those with less memory.
     """
     tried = [plan_mesh(shape) for shape in shapes]
     if not tried:

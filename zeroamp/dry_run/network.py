@@ -1,4 +1,4 @@
-"""The time of one collective: bytes over bandwidths, and the latency of its hops; and the memory that NCCL takes.
+"""Models the time of one collective (bytes over bandwidth, and the latency of hops), and the memory that NCCL takes.
 
 [Note: Collectives]
 With n ranks and B the bytes of the unsharded tensor (the convention of `zeroamp.Traffic`):
@@ -9,15 +9,15 @@ With n ranks and B the bytes of the unsharded tensor (the convention of `zeroamp
 * all-to-all: a rank sends B / n to each other one. Those outside of its node go through its own card; so across nodes
   an all-to-all of the same bytes takes longer than a reduce-scatter, up to as many times as a node has cards.
 * in two levels, with g ranks per node and m = n / g nodes: an all-to-all inside the node, a sum in fp32, an all-to-all
-  of the B / g elements' partial sums between the ranks of equal number in each node, and another sum. An all-gather
-  goes the other way round: between the nodes, then inside. So a card sends 4 / w x B / g (m - 1) / m of a reduction,
-  where w is the bytes per element of what is sent, instead of B (n - g) / n.
+  of these partial sums between the ranks with the same place in their nodes, and another sum. An all-gather goes the
+  other way round: between the nodes, then inside. So in a reduction a card sends 4 / w x B / g (m - 1) / m, where w is
+  the bytes per element of the gradients that are sent, instead of B (n - g) / n.
 
 [Note: Latency]
 The constants are those by which NCCL chooses its algorithms (NCCL, src/graph/tuning.cc, `baseLat` and `hwLat`, as of
 2.2x): microseconds per call and per hop over NVLink, PCIe or a network, for the protocols LL128 and Simple. A ring of n
 ranks on m nodes makes n - 1 hops, of which m - 1 leave a node; an all-reduce twice as many. A tree makes
-2 (n / m - 1 + log2 m) of them. LL128 sends 120 bytes of data in 128, and NCCL has it for NVLink only. As NCCL does, the
+2 (n / m - 1 + log2 m) of them. LL128 sends 120 bytes of data in 128, and NCCL uses it with NVLink only. As in NCCL, the
 fastest of these is taken. For sends to single ranks NCCL has no constants: an all-to-all is taken to serve
 `PEERS_AT_ONCE` ranks at a time, each with one hop, which is an assumption.
 """
@@ -56,10 +56,11 @@ BYTES_OF_FIRST_COMMUNICATOR = 1_060_000_000
 """GPU memory of a process with one NCCL communicator of a ring, the driver's context included: measured by a user on
 8 x H100 (https://github.com/NVIDIA/nccl/issues/1685)."""
 BYTES_OF_COMMUNICATOR = 500_000_000
-"""Of each further communicator. An assumption: that of above, without the driver's context of about as much."""
+"""Of each further communicator. An assumption: the memory of the first, without the driver's context, about half."""
 BYTES_PER_PEER = 32 * 14 * 2**20
-"""Of an all-to-all, for each other rank of the node: 32 channels, each with buffers of 10, 2 and 2 MiB. 7 of them are
-the 3.28 GB that were measured there at the first all-to-all. Peers in other nodes share buffers: not counted."""
+"""Of an all-to-all, for each other rank of the node: 32 channels, each with buffers of 10, 2 and 2 MiB. For 7 ranks
+this is the 3.28 GB that the same user measured at the first all-to-all. Peers in other nodes share buffers: not
+counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,8 +75,7 @@ class Network:
     efficiency: float
     """The part of these that collectives reach."""
     ranks_per_node: int = 1
-    """Ranks of the first of two levels, for collectives over the ranks that shard. 1: in one level. See `two_levels`"""
-
+    """Ranks of the first of two levels, for collectives over the ranks that shard. 1: one level. See `two_levels`."""
     partial_itemsize: int = 4
     """Bytes of an element of a partial sum between nodes, by `zeroamp.partials_between_nodes`."""
 
@@ -107,7 +107,7 @@ class Network:
     def parts(
         self, collective: Collective, num_bytes: int | float, num_ranks: int, stride: int = 1
     ) -> tuple[float, float]:
-        """Return the same as (latency, time of the bytes)."""
+        """Return the time of one call as (latency, time of the bytes), both in seconds."""
         if num_ranks == 1:
             return 0.0, 0.0
         if collective == "all_to_all":
@@ -158,9 +158,9 @@ class Network:
     def reduce_parts(
         self, collective: Collective, num_bytes: int, itemsize: int, num_ranks: int
     ) -> tuple[float, float]:
-        """Return the same of a reduction; `itemsize` is the bytes of one element of what is sent.
+        """Return (latency, time of the bytes) of a reduction; `itemsize` is the bytes of one element that is sent.
 
-        Only what ranks sum themselves runs in two levels: an all-to-all.
+        Only reductions that ranks sum themselves run in two levels: all-to-alls.
         """
         levels = self.levels(num_ranks)
         if levels is None or collective != "all_to_all":
@@ -171,10 +171,10 @@ class Network:
         return inside[0] + between[0], inside[1] + between[1]
 
     def sum_bytes(self, collective: Collective, num_bytes: int, itemsize: int, num_ranks: int) -> float:
-        """Return what a rank's own sum of a reduction reads and writes: all that it received, and an fp32 result.
+        """Return the bytes that a rank's own sum of a reduction reads and writes: what it received, and an fp32 result.
 
-        With E elements, that is (w + 4 / n) E bytes, by one kernel; in two levels the partial sums are written and read
-        too, (w + 8 / g + 4 / n) E. 0 where the backend sums.
+        With E elements, that is (w + 4 / n) E bytes, by one kernel. In two levels the partial sums are written and read
+        too: (w + 8 / g + 4 / n) E. 0 if the backend sums.
         """
         if collective != "all_to_all":
             return 0.0
@@ -186,8 +186,8 @@ class Network:
     ) -> int:
         """Return the GPU memory that NCCL takes outside of torch's allocator, the driver's context included.
 
-        By the constants of this file: the first communicator, one more for replicas, for a partition (hpZ), for
-        reductions of their own and for the second level; and the buffers of the all-to-alls inside the node.
+        By the constants of this file: the first communicator; a further one each for replicas, a partition (hpZ),
+        separate reductions and the second level; and the buffers of the all-to-alls inside the node.
 
         Args:
             num_shards: ranks that one parameter is sharded over.
@@ -209,7 +209,7 @@ ITEMSIZE_OF_PARTIALS = {"fp32": 4, "3 bytes": 3, "bf16": 2}
 
 
 def two_levels(policy: Policy, gpus_per_node: int) -> int:
-    """Return the ranks of the first of two levels that a config asks for; 1: its collectives run in one level."""
+    """Return the ranks of the first of two levels by a config. 1: its collectives run in one level."""
     asked = gpus_per_node if policy.ranks_per_node == "auto" else policy.ranks_per_node
     is_used = asked != "off" and policy.reduce_accumulate_dtype == "fp32"
     return int(asked) if is_used and int(asked) & (int(asked) - 1) == 0 else 1

@@ -281,7 +281,7 @@ class _Planner:
 
         def plan_mesh(shape: MeshShape) -> MeshPlan:
             of = plain if shape.partition == 1 else self._with_partition(policy, shape.partition, auto_wrap_policy)
-            # Of element-wise optimizers exact, but for the counters of steps: a step of one takes seconds to trace.
+            # Exact for element-wise optimizers, but for their step counters. Tracing a step per mesh takes seconds.
             scaled = costs[1].scaled(local_elements(of, shape.num_shards) / local_elements(of, costs[0] or 1))
             planner = self if shape.ranks_per_node is None else self._in_levels(shape.ranks_per_node)
             memory = memory_timeline(of, shape.ranks, self.micro_batch(of, self.batch, self.checkpointing), scaled)

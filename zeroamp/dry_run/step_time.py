@@ -13,12 +13,12 @@ too, in a queue of their own, beside the ops, as FSDP2 starts them:
 The host is taken to be always ahead. Communication is exposed where ops wait for it.
 
 [Note: Queues of collectives]
-Collectives of one communicator run one after the other, in the order in which they were started: gathers and
-reductions wait for each other, unless `zeroamp.separate_reduce_scatter_group` is on. Then a gather does not wait for a
-reduction, but takes the links from it for its time. The all-reduce over replicas, and gathers over a partition (hpZ),
-have communicators of their own; they have a queue of their own where they use other links than the rest, one of the two
-being inside a node. Times of collectives: see `zeroamp.dry_run.network`. What a rank sums itself runs after the
-collective, at the memory's bandwidth, beside the ops; that it takes bandwidth from them is not counted.
+Collectives of one communicator run one after the other, in the order in which they were started: all-gathers and
+reductions wait for each other, unless `zeroamp.separate_reduce_scatter_group` is on. Then an all-gather does not wait
+for a reduction: the reduction stops while the all-gather uses the links. The all-reduce over replicas, and all-gathers
+over a partition (hpZ), have communicators of their own. They have a queue of their own if they use other links than the
+rest: if one of the two is inside a node. Times of collectives: see `zeroamp.dry_run.network`. A rank's own sum runs
+after the collective, at the memory's bandwidth, beside the ops; that it takes bandwidth from the ops is not counted.
 """
 
 from collections.abc import Iterable, Sequence
@@ -56,11 +56,11 @@ class StepTime:
     communication: float
     """All collectives, one after the other."""
     latency: float
-    """The part of it that is latency of hops, not time of bytes."""
+    """The part of `communication` that is latency of hops, not time of bytes."""
     sums: float
-    """What ranks sum themselves, after all-to-alls."""
+    """The ranks' own sums, after all-to-alls."""
     exposed: float
-    """What ops wait for, of collectives and sums."""
+    """How long ops wait for collectives and sums."""
     flops: int
     """Of matrix products, convolutions and attention, recomputation included."""
 
@@ -148,7 +148,7 @@ class _Clock(GroupListener):
         self._all_reduced = 0.0  # when the last all-reduce over replicas is done
 
     def read(self) -> tuple[float, float, float, float, float]:
-        """Return the time, and how long ops, collectives, their latencies and own sums were."""
+        """Return the time, and how long ops, collectives, latencies of collectives, and own sums took."""
         return self._now, self._busy, self._sent, self._latency, self._summed
 
     def micro_batch(self, events: Iterable[Event], *, is_last: bool) -> None:
@@ -224,7 +224,7 @@ class _Clock(GroupListener):
         if queue == "reductions":
             start = max(start, free["gathers"])
         free[queue] = start + seconds
-        if queue == "gathers" and free["reductions"] > start:  # it takes the links from the reduction that runs
+        if queue == "gathers" and free["reductions"] > start:  # the running reduction stops for as long
             free["reductions"] += seconds
             self._reduced += seconds
         self._sent += seconds

@@ -95,8 +95,8 @@ class GroupDtypes:
     replica_op: ReduceOp
     """What the all-reduce over replicas is issued with."""
     sums_in_tree_order: bool
-    """Whether zeroamp sums over ranks, in the order of `hooks/collectives/tree_sum.py`: shards, and replicas too. Else
-    the backend does, in an order of its own."""
+    """Whether zeroamp itself sums over shards and replicas, in the order of `hooks/collectives/tree_sum.py`. Else the
+    backend sums, in an order of its own."""
 
     @property
     def between_ranks(self) -> torch.dtype:
@@ -210,7 +210,7 @@ def group_dtypes(key: GroupKey, policy: Policy, ranks: Ranks) -> GroupDtypes:
     reduce = torch.float32 if sums_in_fp32 or is_averaged_in_fp32 else key.communication
     has_replicas = policy.stage == 0 or (ranks.num_replicas is not None and num_shards is not None)
     if sums_in_fp32 and ranks.num_replicas == 1:
-        has_replicas = False  # else FSDP2 runs the all-reduce wherever the mesh has that axis, over one rank too
+        has_replicas = False  # FSDP2's own all-reduce, of the other cases, runs over an axis of one rank too
     reduction: Reduction | None = None
     if num_shards != 1:
         reduction = "all_to_all" if sums_in_fp32 else "reduce_scatter"

@@ -1,4 +1,4 @@
-"""What costs a run of many ranks more than it must, as far as the numbers of ranks and the plan say it."""
+"""Finds avoidable costs of a run on many ranks, from the numbers of ranks and the plan alone."""
 
 from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.mesh import Ranks
@@ -7,11 +7,11 @@ from zeroamp.planning.plan import Plan
 from zeroamp.planning.traffic import padded_numel
 
 MOST_PADDING = 0.05
-"""Padding, as a part of the elements of the sharded parameters, from which on it is noted."""
+"""Padding above this part of the elements of the sharded parameters is noted."""
 LEAST_PADDING_NUMEL = 2**20
-"""Elements of padding below which it is not: those of small models cost nothing."""
+"""Padding of fewer elements than this is not noted: that of small models costs nothing."""
 LONGEST_RING = 1024
-"""Ranks of a ring from which on its latency is noted: each collective waits for one hop after the other."""
+"""The latency of a ring of more ranks than this is noted: each collective waits for one hop after the other."""
 
 
 def mesh_notes(plan: Plan, ranks: Ranks, per_node: int | None, why_flat: str | None = None) -> str | None:
@@ -21,9 +21,9 @@ def mesh_notes(plan: Plan, ranks: Ranks, per_node: int | None, why_flat: str | N
 
     Args:
         plan: of the model.
-        ranks: those of the mesh.
-        per_node: ranks of one node, from `ranks_per_node`; None: not known, and nothing is said of nodes.
-        why_flat: why reductions between nodes have one level, where the mesh is known. None: as the numbers say.
+        ranks: the mesh's ranks.
+        per_node: ranks of one node, from `ranks_per_node`. None: not known, and no note is about nodes.
+        why_flat: why reductions between nodes have one level, if the mesh is known. None: as the numbers show.
     """
     num_shards = ranks.shards(plan.policy) or 1
     params = [param for group in plan.groups for param in group.params]

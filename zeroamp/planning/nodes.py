@@ -1,4 +1,4 @@
-"""Which ranks of a mesh axis share a node: `zeroamp.ranks_per_node`."""
+"""Finds out which ranks of a mesh axis share a node: `zeroamp.ranks_per_node`."""
 
 import os
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
 
 
 def ranks_per_node(policy: Policy) -> int | None:
-    """Return how many ranks a node has, as the config or the launcher says; None where nobody does, or it is off."""
+    """Return how many ranks a node has, by the config or the launcher; None if neither sets it, or if it is "off"."""
     asked = policy.ranks_per_node
     if asked == "auto":
         found = os.environ.get(LOCAL_WORLD_SIZE, "")
@@ -22,28 +22,27 @@ def ranks_per_node(policy: Policy) -> int | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AxisNodes:
-    """How the ranks of one axis lie on nodes."""
+    """How the ranks of one axis are placed on nodes."""
 
     num_nodes: int
     num_inside: int | None
-    """Ranks of the axis on each node, neighbours in the axis, a power of two above 1. None: not so."""
+    """Ranks of the axis on each node, if they are neighbours in the axis and a power of two above 1; else None."""
 
     @property
     def is_two_level(self) -> bool:
-        """Whether a reduction in two levels is possible, and another one than the flat reduction."""
+        """Whether a reduction in two levels is possible, and differs from the flat reduction."""
         return self.num_nodes > 1 and self.num_inside is not None
 
     @property
     def is_uneven(self) -> bool:
-        """Whether nodes have several ranks of the axis, but not so that a reduction in two levels has the same bits."""
+        """Whether nodes have several ranks of the axis, but placed so that two levels would change the bits."""
         return self.num_nodes > 1 and self.num_inside is None
 
 
 def nodes_of_axis(ranks: Sequence[int], per_node: int) -> AxisNodes:
     """Return how an axis of these global ranks, in the axis's order, lies on nodes of `per_node` consecutive ranks.
 
-    An axis with one rank on each node has nodes of one rank: `num_inside` is None and `is_uneven` is True only where
-    some node has several.
+    For an axis with one rank on each node, `num_inside` is None and `is_uneven` is False: a node has nothing to sum.
     """
     runs = [(node, len(list(run))) for node, run in groupby(rank // per_node for rank in ranks)]
     nodes, sizes = {node for node, _ in runs}, {size for _, size in runs}

@@ -122,7 +122,7 @@ class RunReport:
         self._is_open = False
         self._finalizer.detach()  # which keeps this alive
         if self._check is not None:
-            self._check.close()  # it stays in the all-reduce: this rank may be leaving alone, after an error
+            self._check.close()  # its zeros stay in the all-reduce: this rank may leave alone, after an error
         self._recorder.remove(self._record)
         self._recorder.figures = None
         self._writers.close()
@@ -146,8 +146,8 @@ class RunReport:
 class _RankCheck:
     """Exchanges the ranks' busy times and allocator flushes every so many steps, in the all-reduce of such a step.
 
-    Each rank's median: one hiccup makes no slow rank. The first step is left out, which allocates and compiles. Each
-    rank adds its numbers at its own place among zeros, so that the sums are the numbers of all ranks.
+    Each rank sends its median, so one slow step makes no slow rank. The first step, which allocates and compiles, is
+    left out. Each rank puts its numbers at its own place among zeros, so the sums are the numbers of all ranks.
     """
 
     def __init__(self, rank: int, num_ranks: int, warnings: RunWarnings | None, every: int) -> None:
@@ -155,7 +155,7 @@ class _RankCheck:
         self._num_ranks = num_ranks
         self._warnings = warnings
         self._every = every
-        self._num_sums = 0  # the steps that were summed, the same on all ranks, also after `close`
+        self._num_sums = 0  # steps whose numbers were summed, the same on all ranks, also after `close`
         self._is_open = True
         self._busy_s: list[float] = []
         self._num_flushes: int | None = None  # of the process, at the last exchange; None before the first step
@@ -166,7 +166,7 @@ class _RankCheck:
         self._is_open, self._warnings = False, None
 
     def step(self, record: StepRecord) -> None:
-        """Take one step in."""
+        """Record one step."""
         self._flushes = record.num_alloc_retries or 0
         if self._num_flushes is None:
             self._num_flushes = self._flushes
@@ -175,7 +175,8 @@ class _RankCheck:
 
     def ask(self) -> tuple[Sequence[float], Receive]:
         """Return the numbers of this step for the all-reduce: in most steps none."""
-        num_taken = self._num_sums - 1  # records at hand, without the first; on an accelerator the last one is missing
+        # Steps recorded, without the first. On an accelerator the last one is not recorded yet.
+        num_taken = self._num_sums - 1
         if num_taken <= 0 or num_taken % self._every:
             return (), self._count
         num_sent, flushes = len(self._busy_s), self._flushes

@@ -67,7 +67,7 @@ class Callbacks(list[Callback]):
     def with_statistics(self) -> list[Callback]:
         """Return all callbacks, in the order of their numbers in the step's all-reduce: `agreement`, then `sums` last.
 
-        `sums` without parts are left out.
+        Each `StepSums` without parts is left out.
         """
         return [*self, *([] if self.agreement is None else [self.agreement]), *filter(None, self.sums)]
 

@@ -30,7 +30,7 @@ class ParametersBefore:
 
     def sharded(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the sharded parameter of the same name; `parameter` itself if it is not an old one."""
-        # An object that is not held may have the id of a freed one.
+        # `holds` compares the object too: another one may have the id of a freed parameter.
         return self._sharded[self._names[id(parameter)][1]] if self.holds(parameter) else parameter
 
     def holds(self, parameter: torch.Tensor) -> bool:

@@ -5,12 +5,12 @@ a number to the step's all-reduce, so a step has no second collective, and none 
 
 [Note: One step late]
 On a CPU the sums are known at once. On other devices the host would have to wait for the device, so the sums of a step
-are copied to the host and read in the next step. This depends on the kind of device alone, and so all ranks get a sum
-in the same step.
+are copied to the host and read in the next step. Whether it is so depends on the type of device alone, so all
+ranks read a sum in the same step.
 
 [Note: Always as many numbers]
-The ranks must add equally many numbers in each step, and a rank may leave a `with` block alone, after an error. So
-what was put here stays. It then adds zeros.
+The ranks must add equally many numbers in each step, but a rank may leave a `with` block alone, after an error. So a
+part that was put here is never removed. After its `with` block it adds zeros.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -24,10 +24,10 @@ from zeroamp.training.callbacks import Callback
 from zeroamp.wrapping.state import WrapState
 
 Receive = Callable[[Sequence[float]], None]
-"""Called with the sums over the ranks of the numbers that were asked for with it, in the same or in the next step."""
+"""Called with the sums over the ranks of the numbers that were returned with it, in the same or in the next step."""
 Part = Callable[[], tuple[Sequence[float], Receive]]
-"""Called before the all-reduce of a step. Returns numbers, as many on all ranks, and who gets their sums. It must not
-depend on being called once per step: after an error there may be no sums."""
+"""Called before the all-reduce of a step. Returns numbers, equally many on all ranks, and the function that gets their
+sums. It must not count its calls as steps: after an error there may be no sums."""
 
 _of_root: "WeakKeyDictionary[nn.Module, StepSums]" = WeakKeyDictionary()
 
@@ -43,13 +43,13 @@ class StepSums(Callback):
     """Comes after all other callbacks of a step, so that a step that one of them ends with an error has no sums."""
 
     def __init__(self, device: torch.device, *, is_late: bool | None = None) -> None:
-        """`device`: of the sums. `is_late`: whether they are read in the next step; None: unless it is the CPU."""
+        """`device`: of the sums. `is_late`: whether they are read in the next step. None: unless it is the CPU."""
         self.num_sums = 0
         """Steps whose numbers were summed, the same on all ranks."""
         self._device = device
         self._is_late = device.type != "cpu" if is_late is None else is_late
         self._parts: dict[Hashable, Part] = {}
-        self._asked: list[tuple[int, Receive]] = []  # of this step: the count of the numbers of each part
+        self._asked: list[tuple[int, Receive]] = []  # of this step: how many numbers each part returned
         self._before: Callable[[], None] | None = None  # reads the sums of the step before
 
     def __bool__(self) -> bool:

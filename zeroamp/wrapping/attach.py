@@ -84,9 +84,9 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
 
 
 def _separates_reductions(state: WrapState) -> bool:
-    """Return whether FSDP2 gets another process group for reductions. Those in two levels have their own already."""
+    """Return whether FSDP2 gets another process group for reductions. Two levels have groups of their own already."""
     policy, nodes = state.plan.policy, state.nodes
-    if policy.separate_reduce_scatter_group is None:  # a gather would wait for a reduction that takes many times longer
+    if policy.separate_reduce_scatter_group is None:  # else all-gathers wait for reductions many times as long
         return nodes.why_flat is not None and has_reduction_options() and not policy.recovery
     return policy.separate_reduce_scatter_group and not nodes.reductions
 

@@ -23,7 +23,7 @@ def attach_collectives(
     """Give `module`'s own FSDP2 group the dtypes that were planned for it, the state's listeners, and its ranges.
 
     Replicas are summed in the order of the tree, in the hook that FSDP2 calls after each reduction. With the backend's
-    sums, their all-reduce stays FSDP2's own, and listeners hear of it after it was issued.
+    sums, FSDP2 issues the all-reduce over replicas, and listeners are called after it was issued.
     """
     mesh, listeners = state.mesh, state.listeners
     dtypes = group_dtypes(group.key, state.plan.policy, ranks_of(mesh))
@@ -74,11 +74,11 @@ def attach_collectives(
 
 
 def _sum_replicas(module: FSDPModule, reduction: GroupReduceScatter, gradients: GroupGradients) -> None:
-    """Sum over replicas after each reduction of `module`'s own group that `gradients` says to complete."""
+    """Sum over replicas after each reduction of `module`'s own group for which `add_partial_sums` returns True."""
 
     def complete(reduced: torch.Tensor) -> None:
         if reduced.device.type != "cpu":
-            # FSDP2 may add it to `parameter.grad` in this stream, and release it without waiting.
+            # FSDP2 may add `reduced` to `parameter.grad` in this stream, and release it without waiting.
             reduced.record_stream(torch.accelerator.current_stream(reduced.device))
         if gradients.add_partial_sums(reduced):
             reduction.sum_over_replicas(reduced)

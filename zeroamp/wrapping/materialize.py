@@ -96,8 +96,9 @@ def _run_first_that_covers(
 def _first_unset(module: nn.Module, initializer: Callable[[], object], device: torch.device) -> str | None:
     """Run `initializer`, and return the name of the first tensor of the module that it did not set, None if all are.
 
-    The ops that it runs are recorded, which costs nothing per element and does not wait for the device. Only if these
-    do not tell (a tensor was set in parts, or by its own values), it runs once more, over a fill.
+    The ops of `initializer` are recorded, which costs nothing per element and does not wait for the device. If the
+    record does not show that all tensors are set (one was set in parts, or from its own values), `initializer` runs
+    once more, over a fill.
     """
     states = random_state(device)
     with _Overwrites(tensor for _, tensor in _own_tensors(module)) as overwrites:
@@ -139,7 +140,7 @@ class _Overwrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ):
             self._is_certain = False
         if written is not None and written.numel() == self._unset.get(storage_key(written)):
-            # No two elements of a tensor that is written in place are one: as many as all are all.
+            # Elements of a tensor that is written in place do not overlap: equal counts mean that all were written.
             del self._unset[storage_key(written)]
         return func(*args, **(kwargs or {}))
 

@@ -1,4 +1,4 @@
-"""Makes the process groups of reductions and gathers in two levels, once per wrapped model."""
+"""Makes the process groups of reductions and all-gathers in two levels, once per wrapped model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,22 +20,22 @@ from zeroamp.policies.policy import Policy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshNodes:
-    """How the axes of a mesh lie on nodes. By default in one level each, on one node."""
+    """The two levels of the axes of a mesh. By default no axis has them."""
 
     reductions: Mapping[int, Nodes] = field(default_factory=dict)
     """Axis -> its two levels; at most one axis has them."""
     gathers: Mapping[int, Nodes] = field(default_factory=dict)
-    """The same; other process groups than `reductions` where `zeroamp.separate_reduce_scatter_group` is on."""
+    """The same for all-gathers, in other process groups if `zeroamp.separate_reduce_scatter_group` is on."""
     why_flat: str | None = None
-    """Why an axis that spans nodes has one level. None: no axis is so."""
+    """Why an axis that spans nodes has one level. None: there is no such axis."""
 
 
 def nodes_of_mesh(policy: Policy, mesh: DeviceMesh, world: dist.ProcessGroup | None) -> MeshNodes:
     """Return the two levels of the mesh axis that has them. All ranks of the mesh call this.
 
-    Where all ranks share a node, where the launcher does not say how many a node has, and with the backend's own sums,
-    nothing is communicated and nothing is made. Else the ranks compare their numbers in one small all-reduce, and two
-    process groups are made and used once: a backend connects ranks at their first collective, and NCCL takes memory.
+    If all ranks share a node, if the ranks of a node are not known, or with the backend's own sums, this communicates
+    nothing and makes nothing. Else the ranks compare their `ranks_per_node` in one small all-reduce, and make two
+    process groups. Each is used once here: a backend connects ranks, and NCCL takes memory, at the first collective.
     """
     per_node = ranks_per_node(policy)
     # The ranks of the world, not of the mesh: on nodes of different sizes, all ranks must decide alike.

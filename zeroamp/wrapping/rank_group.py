@@ -38,10 +38,10 @@ _shared: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]],
 
 
 class RankGroup:
-    """The ranks of a mesh on the CPU: runs actions on them, and exchanges what came of it.
+    """Runs actions on all ranks of a mesh, and exchanges their results on the CPU.
 
     Its gloo process group is separate from those of training, so that a background save does not mix with their
-    collectives. The first exchange makes the group, and a rank connects with its neighbours in a `RankTree` only.
+    collectives. The first exchange makes the group. A rank connects only with its neighbours in a `RankTree`.
     """
 
     def __init__(self, mesh: DeviceMesh, use: Use = "saving") -> None:
@@ -111,7 +111,7 @@ class RankGroup:
                 ranks, if a rank is lost.
             ZeroAmpError: on all ranks, if all errors have the same subclass: that subclass.
         """
-        tree = self.tree  # before the action: its connections notice a rank that is lost in there
+        tree = self.tree  # before the action: connections show if a rank is lost during it
         outcome, error = _attempt(action)
         with self._naming_lost(outcome, error):
             is_failed, *largest = tree.max([outcome.text is not None, *_bounds(_digest(outcome.result))])
@@ -193,10 +193,10 @@ class RankGroup:
     def are_equal(self, values: Sequence[object] | Mapping[int, object], num_values: int | None = None) -> list[bool]:
         """Return for each place whether all ranks that pass a value there pass the same one.
 
-        The ranks exchange a digest of 8 bytes per place, so two different values count as equal in one of 2^56 cases.
+        The ranks exchange a digest of 8 bytes per place. Two different values count as equal in one of 2^56 cases.
 
         Args:
-            values: as many on all ranks; or by place, where a rank does not pass all of them.
+            values: equally many on all ranks; or by place, if a rank does not pass all of them.
             num_values: the number of places. None: as many as there are values.
         """
         tree = self.tree
@@ -232,7 +232,7 @@ class _Outcome(Generic[T]):
 
 @dataclass(slots=True)
 class _Reply(Generic[R]):
-    """Of the first rank: the combined result, or why there is none."""
+    """What the first rank sends back: the combined result, or why there is none."""
 
     value: R | None = None
     failure: "_Failure | None" = None

@@ -1,7 +1,8 @@
 """`RankTree`: messages between the ranks of a gloo group along a binary tree.
 
-A rank talks to its parent and to two children, so it needs three connections, and a message passes log2(ranks) others.
-Gloo's own collectives pass through all ranks one after the other, and its gathers connect the first rank with all.
+A rank exchanges messages with its parent and two children. So it needs three connections, and a message passes
+log2(ranks) ranks. Messages of gloo's own collectives pass through all ranks one after the other, and its gathers
+connect the first rank with all.
 
 [Note: A lost rank]
 A rank that cannot reach another passes on the number of the lost rank, up and down the tree, before it raises. So all
@@ -33,7 +34,7 @@ class RankTree:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self.num_bytes_sent = 0
-        """Of objects, by this rank."""
+        """Bytes of objects that this rank has sent."""
         self.group = group
         self._parent = None if self.rank == 0 else (self.rank - 1) // 2
         self._children = [child for child in (2 * self.rank + 1, 2 * self.rank + 2) if child < self.num_ranks]
@@ -54,7 +55,7 @@ class RankTree:
         if self._parent is not None and not (self._send(found, self._parent) and self._receive(found, self._parent)):
             found[0] = self._parent + 1
         for child in self._children:
-            self._send(found, child)  # one that is lost by now is found to be so at the next message
+            self._send(found, child)  # a child that is lost by now is noticed at the next message
         lost, *largest = found.tolist()
         if lost:
             raise self._lost(lost - 1)
@@ -70,14 +71,14 @@ class RankTree:
             content = self._receive_bytes(child)
             found |= {_LOST: b"%d" % child} if content is None else pickle.loads(content)
         if self._parent is not None:
-            self._send_bytes(pickle.dumps(found), self._parent)  # if it is lost, the reply will not come
+            self._send_bytes(pickle.dumps(found), self._parent)  # if the parent is lost, its reply will not come
             return []
         if _LOST in found:
             return self._lost(int(found[_LOST]))
         return [_unpack(found[rank]) for rank in range(self.num_ranks)]
 
     def broadcast(self, value: Any = None) -> Any:
-        """Return the root's value on all ranks. The others' are ignored.
+        """Return the root's value on all ranks. Values on other ranks are ignored.
 
         Raises:
             LostRankError: the root passed one, or a rank is lost.
@@ -90,7 +91,7 @@ class RankTree:
         return _raised(value if self._parent is None else _unpack(content))
 
     def scatter(self, values: "Sequence[Any] | LostRankError" = ()) -> Any:
-        """Return the rank's own of the root's values, which are in rank order. The others' are ignored.
+        """Return this rank's own of the root's values, which are in rank order. Values on other ranks are ignored.
 
         Raises:
             LostRankError: the root passed one, or a rank is lost.
@@ -120,7 +121,7 @@ class RankTree:
         """Return whether the tensor was sent."""
         try:
             dist.send(tensor, group=self.group, group_dst=rank)
-        except RuntimeError:  # gloo names neither the collective nor who waited
+        except RuntimeError:  # gloo's error names no rank; the caller's does
             return False
         return True
 
@@ -133,7 +134,7 @@ class RankTree:
         return True
 
     def _send_bytes(self, content: bytes, rank: int) -> None:
-        """Send bytes. A rank that is lost is found to be so where its answer is missing."""
+        """Send bytes. A lost receiver is noticed later, when its answer is missing."""
         self.num_bytes_sent += len(content)
         if self._send(torch.tensor([len(content)]), rank):
             self._send(torch.frombuffer(bytearray(content), dtype=torch.uint8), rank)

@@ -134,7 +134,7 @@ def _mp_policy(key: GroupKey, plan: Plan, mesh: DeviceMesh) -> MixedPrecisionPol
 def _has_partition(kind: GroupKind, unit: str, plan: Plan, mesh: DeviceMesh, live: set[str]) -> bool:
     """Return whether a group is resharded over a secondary partition, a part of the ranks that shard, after a forward.
 
-    Not a lookup's: it has no second all-gather, which a secondary partition would serve.
+    The group of a lookup is not: it has no second all-gather, which a secondary partition would serve.
     """
     is_part = 1 < plan.policy.hpz_partition_size < shard_size(mesh)
     return is_part and unit not in plan.own_units.lookups and reshards_after_forward(kind, unit, plan, live)

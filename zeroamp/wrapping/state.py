@@ -61,7 +61,7 @@ class WrapState:
     world: dist.ProcessGroup | None = None
     """A process group of all ranks of the mesh; None is the default group."""
     nodes: MeshNodes = field(default_factory=MeshNodes)
-    """How the axes of the mesh lie on nodes."""
+    """The two levels of the mesh's axes, if they span nodes."""
     traffic: Traffic
     """What the collectives moved since it was last reset."""
     ranges: Ranges = field(default_factory=Ranges)
@@ -79,8 +79,8 @@ class WrapState:
     fp32_regions: list[Fp32Region] = field(default_factory=list)
     shard_accumulator: ShardAccumulator | None = None
     replica_switches: list[Callable[[bool], None]] = field(default_factory=list)
-    """One per group whose replicas are summed in the last micro-batch only: called before each backward with whether it
-    is the last."""
+    """One per group whose replicas are summed in the last micro-batch only. Called before each backward, with whether
+    that backward is the last of its optimizer step."""
     gradients: list[GroupGradients] = field(default_factory=list)
     """One entry per parameter group of FSDP2."""
     handles: list[Removable] = field(default_factory=list)

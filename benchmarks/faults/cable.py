@@ -18,13 +18,15 @@ from benchmarks.faults.processes import at_end
 
 _PORT = 29511
 INTERFACE = "cable"
-_COLLECTIVE = re.compile(r"all.?gather|all.?reduce|reduce.?scatter|barrier|broadcast", re.IGNORECASE)
+_COLLECTIVE = re.compile(
+    r"all.?gather|all.?reduce|reduce.?scatter|all.?to.?all|barrier|broadcast|An exchange between", re.IGNORECASE
+)
 _CLONE_NEWNET = 0x40000000
 _NUM_STEPS = 30
 
 
 def cut(runs: Runs) -> Attempt:
-    """Cut the cable in mid-training. Both ends must fail in time, naming a collective; then the run goes on."""
+    """Cut the cable in mid-training. Both ends must fail in time, and name a collective or an exchange."""
     job = runs.job(num_ranks=2, num_steps=_NUM_STEPS)
     attempt = runs.attempt("cable between two hosts cut", job)
     with two_hosts() as hosts:

@@ -34,7 +34,7 @@ def start_process_group(timeout: timedelta = COLLECTIVE_TIMEOUT) -> torch.device
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    # gloo beside NCCL, because saving gathers tensors on the CPU.
+    # gloo beside NCCL, for tensors on the CPU.
     start("cpu:gloo,cuda:nccl", device_id=device)
     return device
 

@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> ray.train.Result:
         train_rank,
         train_loop_config={"examples": str(EXAMPLES), "options": options},
         scaling_config=ray.train.ScalingConfig(num_workers=asked.workers, use_gpu=not asked.cpu),
-        # gloo beside NCCL, because saving gathers tensors on the CPU.
+        # gloo beside NCCL, for tensors on the CPU.
         torch_config=ray.train.torch.TorchConfig(
             backend="gloo" if asked.cpu else "cpu:gloo,cuda:nccl", timeout_s=asked.timeout
         ),

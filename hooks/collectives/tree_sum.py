@@ -19,7 +19,7 @@ the inverse, which differs in the last bit unless N is a power of two.
 Without the kernel of `tree_kernel.py`, rows are added pair by pair, one block of columns at a time, as a binary counter
 carries: two sums of equally many rows are added as soon as both are there. The sums left at the end are added from the
 right. This is the tree above. It needs log2(N) - 1 blocks in fp32, and never a copy of the input in fp32. On a CPU it
-takes 1.0 to 1.25 times as long as adding row after row (paired runs, 2 to 256 rows).
+takes 0.9 to 1.4 times as long as adding row after row (`benchmarks/records/`, paired runs).
 """
 
 from collections.abc import Sequence

@@ -170,7 +170,7 @@ class ZeroampBlock(Block):
         bool | None,
         Honoured(
             "reductions have a process group of their own, torch 2.13+: beside all-gathers, not after them, as in one "
-            "NCCL communicator; same bits. Default: true where gradients go between nodes in one level, unless "
+            "NCCL communicator; same bits. Default: true where nodes do not allow two levels, unless "
             "`zeroamp.recovery` is on"
         ),
     ] = None

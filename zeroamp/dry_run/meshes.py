@@ -83,8 +83,8 @@ def shapes_to_try(
 def advise(shapes: Sequence[MeshShape], plan_mesh: Callable[[MeshShape], MeshPlan]) -> MeshAdvice | None:
     """Plan each mesh, and choose the best. Returns None if there is no mesh to try.
 
-    Among equally fast meshes (`EQUAL_TIME`), those without a ring that `wrap_model` would warn of come first, then
-    those with less memory.
+    Among equally fast meshes (`EQUAL_TIME`), those with at most `LONGEST_RING` shards come first, then those with less
+    memory: a lost rank stops fewer others, and rings are short also without two levels.
     """
     tried = [plan_mesh(shape) for shape in shapes]
     if not tried:

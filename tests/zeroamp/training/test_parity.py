@@ -102,9 +102,9 @@ def _stages_and_meshes(shapes, options):
 @pytest.mark.parametrize(
     ("world_size", "shapes"),
     [
-        pytest.param(3, [], marks=pytest.mark.slow),
+        (3, []),
         pytest.param(5, [(5, 1)], marks=pytest.mark.slow),
-        pytest.param(6, [(3, 2)]),
+        pytest.param(6, [(3, 2)], marks=pytest.mark.slow),
         pytest.param(8, [(2, 4), (4, 2), (8, 1)], marks=pytest.mark.slow),
     ],
 )

@@ -14,6 +14,7 @@ from tests.models.small import batch, build, loss_of
 from tests.oracles import one_process
 from tests.processes.ranks import RankError
 from tests.processes.training import check_run, config, full_parameters, policy, same_bits, train
+from tests.selection import slow_but
 from zeroamp.planning.plan import build_plan
 
 NUM_STEPS = 4
@@ -93,7 +94,7 @@ def test_a_loss_scale_is_taken_out(ranks2):
         check_run(run, rank, oracle)
 
 
-@pytest.mark.parametrize("name", ["clip", "siglip"])
+@pytest.mark.parametrize("name", slow_but(["clip", "siglip"], "clip"))
 def test_contrastive_models_of_transformers_equal_one_process(ranks2, tmp_path, name):
     transformers = pytest.importorskip("transformers", reason="the models are transformers'")
     oracle = one_process.train(name, world_size=2, num_steps=NUM_STEPS, clip=CLIP)

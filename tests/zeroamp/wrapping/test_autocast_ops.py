@@ -219,7 +219,10 @@ def _compiled_and_eager(name, ops, use_checkpoint):
     return results
 
 
-@pytest.mark.parametrize(("name", "use_checkpoint"), [("grouped", False), ("grouped", True), ("Mixtral", False)])
+@pytest.mark.parametrize(
+    ("name", "use_checkpoint"),
+    [("grouped", False), ("grouped", True), pytest.param("Mixtral", False, marks=pytest.mark.slow)],
+)
 def test_a_compiled_block_has_the_bits_of_an_eager_one(ranks2, name, use_checkpoint):
     for eager, compiled in ranks2.run(_compiled_and_eager, name, ("grouped_mm",), use_checkpoint):
         assert compiled[0] == eager[0]

@@ -231,7 +231,7 @@ SUMS = pytest.param(
 )
 
 
-@pytest.mark.parametrize("options", [{"threshold": 0}, BF16, SUMS], ids=str)
+@pytest.mark.parametrize("options", [{"threshold": 0}, pytest.param(BF16, marks=pytest.mark.slow), SUMS], ids=str)
 def test_planned_memory_is_that_measured(ranks4, options):
     for stage in (1, 2, 3):
         for rank, (found, predicted) in enumerate(ranks4.run(measured_step, "odd_bank", {"stage": stage, **options})):

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.processes.launch import ROOT
+from tests.selection import slow_but
 
 SCRIPT = """
 import logging
@@ -46,7 +47,7 @@ def _run(stage, **environment):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 3], 3))
 def test_a_plain_script_trains_like_plain_torch_and_ends_cleanly(stage):
     done = _run(stage)
     assert done.returncode == 0, done.stderr

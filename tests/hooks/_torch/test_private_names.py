@@ -211,9 +211,9 @@ def _connections():
 
 
 def test_a_lazy_group_connects_when_two_ranks_send(ranks4):
-    listens = 1
     for rank, (made, is_set) in enumerate(ranks4.run(_connections)):
-        assert made[0] == listens
+        # One listens. The store may connect once more. Connections with all others would be three.
+        assert made[0] in (1, 2)
         assert made[1] in ((1, 2) if rank in (0, 3) else (0,))
         assert made[2] >= 3, "torch's own connects with all others"
         assert is_set is None

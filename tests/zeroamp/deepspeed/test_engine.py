@@ -380,7 +380,7 @@ def _zero_grad():
 def test_a_zero_grad_that_takes_micro_batches_from_an_update_is_logged_once(ranks2):
     messages, steps = ranks2.run(_zero_grad)[0]
     assert len(messages) == 1
-    assert "of 1 micro-batches of an optimizer step of 2" in messages[0]
+    assert "of 1 of the 2 micro-batches of an optimizer step" in messages[0]
     assert steps == 2
 
 

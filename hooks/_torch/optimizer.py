@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
@@ -27,6 +28,21 @@ def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
     step = vars(optimizer).get("step")
     is_scheduled = hasattr(step, "_wrapped_by_lr_sched") and getattr(step, "__wrapped__", None) is type(optimizer).step
     return step is not None and not is_scheduled
+
+
+def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer's kernels read `found_inf` and `grad_scale`, which GradScaler sets, on the device."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+@contextmanager
+def guarded(optimizer: Any, found_inf: torch.Tensor, grad_scale: torch.Tensor | None) -> Iterator[None]:
+    """Let `optimizer.step` read `found_inf`, and divide gradients by `grad_scale`; both 0-D fp32, on the device."""
+    optimizer.found_inf, optimizer.grad_scale = found_inf, grad_scale
+    try:
+        yield
+    finally:
+        del optimizer.found_inf, optimizer.grad_scale
 
 
 MuonUpdate = Callable[..., None]

@@ -3,11 +3,12 @@
 [Note: The end of an optimizer step]
 The last collective of an optimizer step is the sum of its statistics. One of them is the number of ranks that failed. A
 rank that failed first issues the remaining collectives of the step (see [Note: Issuing the rest]); the others reach the
-sum as usual. So all ranks get the same number of failures before any of them updates a parameter.
+sum as usual. So all ranks get the same number of failures, and none updates a parameter if there is one: the host reads
+the number before the update, or the update itself does (see [Note: A guarded update]).
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -23,7 +24,7 @@ from zeroamp.policies.errors import PeerError, StepError
 from zeroamp.recovery.call_log import Call, CallLog, ZeroBuffers
 from zeroamp.recovery.expected_calls import expected_calls_of_evaluation, expected_calls_of_step
 from zeroamp.recovery.forward_watch import ForwardWatch
-from zeroamp.training.callbacks import Callback
+from zeroamp.training.callbacks import HostReader
 from zeroamp.training.micro_batches import RESTART, Failure, describe_error
 from zeroamp.training.step import TrainStep
 from zeroamp.wrapping.state import wrap_state
@@ -35,7 +36,7 @@ def attach_recovery(train: TrainStep) -> None:
     train.callbacks.append(recovery)
 
 
-class Recovery(Callback):
+class Recovery(HostReader):
     """Tracks failures on this rank, and exchanges them with the other ranks at the end of each optimizer step."""
 
     def __init__(self, train: TrainStep) -> None:
@@ -55,7 +56,7 @@ class Recovery(Callback):
 
     @property
     def _is_inside_step(self) -> bool:
-        """Whether others may still be in this optimizer step: not after `on_statistics` found that it is over."""
+        """Whether others may still be in this optimizer step: not after `_end` found that it is over."""
         return not self._is_over or self._watch.has_begun or self._micro_batches.failure is not None
 
     @property
@@ -68,13 +69,21 @@ class Recovery(Callback):
         """Return 0, the number of failures: a failed rank sends 1 from `_end_as_failed` instead."""
         return (0.0,)
 
-    def on_statistics(self, sums: torch.Tensor) -> None:
-        """End the optimizer step. Waits for the device: nothing may be updated before it is known that no rank failed.
+    def stops(self, sums: torch.Tensor, /) -> torch.Tensor:
+        """Return whether a rank failed: 0-D bool."""
+        return sums[0] != 0
+
+    def reader(self) -> Callable[[Sequence[float]], None]:
+        """Return `_end`."""
+        return self._end
+
+    def _end(self, sums: Sequence[float]) -> None:
+        """End the optimizer step. Nothing was updated if a rank failed.
 
         Raises:
             PeerError: a rank failed.
         """
-        if float(sums[0]) == 0:
+        if sums[0] == 0:
             self._is_over = False
             self._watch.end_step()
             return
@@ -97,7 +106,7 @@ class Recovery(Callback):
         self._watch.has_begun = False
 
     def _end_as_failed(self, failure: Failure) -> None:
-        """End the optimizer step after a failure on this rank: the other ranks raise in `on_statistics`."""
+        """End the optimizer step after a failure on this rank: the other ranks raise in `_end`."""
         # As many numbers as on the other ranks: the step's own, then the callbacks' statistics.
         numbers = [0.0] * num_statistics(self._state.plan)
         for callback in self._callbacks.with_statistics():

@@ -55,6 +55,30 @@ class Callback:
         """Called after `zero_grad` or `recover` discarded the current optimizer step."""
 
 
+class HostReader(Callback):
+    """A callback of zeroamp whose sums the host reads, after the update has been launched where that is possible.
+
+    See [Note: Who waits for it] in `zeroamp.training.statistics`.
+    """
+
+    is_late = False
+    """Whether the host reads the sums in the next step, so that it does not wait for the device in this one."""
+
+    def stops(self, _sums: torch.Tensor, /) -> torch.Tensor | None:
+        """Return whether no rank may update its parameters: 0-D bool, on the device. None: the sums never say so."""
+        return None
+
+    def reader(self) -> Callable[[Sequence[float]], None]:
+        """Return the function that gets the sums of the numbers that `statistics` returned last.
+
+        It may raise, on all ranks alike.
+        """
+        raise NotImplementedError
+
+    def on_settled(self) -> None:
+        """Called in each step whose sums ended it with no error."""
+
+
 class Callbacks(list[Callback]):
     """The callbacks of one `TrainStep`."""
 
@@ -71,6 +95,14 @@ class Callbacks(list[Callback]):
         """
         return [*self, *([] if self.agreement is None else [self.agreement]), *filter(None, self.sums)]
 
+    def run_before_update(self) -> bool:
+        """Return whether a callback runs between the step's all-reduce and the update."""
+        return any(
+            _overrides(callback, "before_update")
+            or (_overrides(callback, "on_statistics") and not isinstance(callback, HostReader))
+            for callback in self
+        )
+
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         """Call `on_phase_begin` on entry and `on_phase_end` on exit, of the callbacks present on entry."""
@@ -82,6 +114,10 @@ class Callbacks(list[Callback]):
         finally:
             for callback in callbacks:
                 callback.on_phase_end(phase)
+
+
+def _overrides(callback: Callback, name: str) -> bool:
+    return getattr(getattr(callback, name), "__func__", None) is not getattr(Callback, name)
 
 
 StepObserver = Callable[[nn.Module], None]

@@ -46,20 +46,19 @@ class LossScaler:
         """Return the loss times the scale, in the loss's shape."""
         return self._grad_scaler.scale(loss)
 
-    def overflowed(self, norm: torch.Tensor, num_steps: int) -> bool:
-        """Update the scale after a step with this unscaled global norm (0-D fp64). Return whether to skip the step.
+    def overflowed(self, norm: float, num_steps: int) -> bool:
+        """Update the scale after a step with this unscaled global norm. Return whether to skip the step.
 
         The fp64 sum of squares of finite fp32 gradients is finite. So the norm is non-finite exactly if a gradient is,
-        and all ranks agree. Waits for the device, as `GradScaler.step` does.
+        and all ranks agree.
 
         Raises:
             StepError: on all ranks, if a gradient overflowed at the minimum scale.
         """
         if not self.enabled:
             return False
-        value = float(norm)
-        overflow = not math.isfinite(value)
-        self._norms.append(value)
+        overflow = not math.isfinite(norm)
+        self._norms.append(norm)
         if overflow and self.config.is_exhausted(self.state):
             raise StepError(
                 f"A gradient overflowed at the loss scale {self.scale:g}, which is fp16.min_loss_scale "

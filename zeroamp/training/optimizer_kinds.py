@@ -33,6 +33,9 @@ ELEMENTWISE = (
 )
 """Element-wise optimizers whose state has the parameter's shape or one element. Subclasses may update differently."""
 
+GUARDED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+"""Optimizers whose fused kernels leave everything as it is because of a number on the device."""
+
 WHOLE_PARAMETERS = (
     "torch.optim.Adafactor",
     "torch.optim._adafactor.Adafactor",  # where torch does not set the public module's name
@@ -53,6 +56,16 @@ def kind_of(optimizer: torch.optim.Optimizer, *, on_shards: bool) -> Kind:
     if type(optimizer) is torch.optim.Muon and not has_own_step(optimizer):
         return "muon"
     return "DTensors"
+
+
+def is_guarded_by_the_device(optimizer: torch.optim.Optimizer, *, on_shards: bool) -> bool:
+    """Return whether an optimizer leaves out its update if the device finds that it must.
+
+    So do fused Adam, AdamW and SGD of torch. Before the update of any other one, the host waits for the device, where
+    the update may have to be left out. See [Note: A guarded update] in `zeroamp.training.update`.
+    """
+    is_fused = all(group.get("fused") is True for group in optimizer.param_groups)
+    return not on_shards and type(optimizer) in GUARDED and is_fused
 
 
 def is_bound_to_shard(parameter: torch.Tensor, state: Mapping[str, Any]) -> bool:

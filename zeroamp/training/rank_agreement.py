@@ -7,7 +7,8 @@ raises. A rank does not see the difference if its number happens to be the mean 
 a cryptographic hash, so this happens in one of 2^50 steps with differing ranks. The others then wait for the timeout.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -16,9 +17,8 @@ import torch
 from torch import nn
 
 from zeroamp.hooks.collectives.issued import IssuedInStep
-from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import StepError
-from zeroamp.training.callbacks import Callback
+from zeroamp.training.callbacks import HostReader
 from zeroamp.training.checks import Scheduler, StatefulScheduler
 from zeroamp.wrapping.rank_agreement import Description, differences
 from zeroamp.wrapping.state import WrapState
@@ -108,7 +108,7 @@ class _Facts(NamedTuple):
         return int.from_bytes(blake2b(text.encode(), digest_size=8).digest())
 
 
-class RankAgreement(Callback):
+class RankAgreement(HostReader):
     """Compares in every optimizer step what the ranks did: see [Note: One number per step].
 
     On a CPU the ranks raise in the same step. On other devices the result is read in the next step: reading it at once
@@ -129,7 +129,7 @@ class RankAgreement(Callback):
         self._parameters = list(state.root.parameters())
         self._num_ranks = state.mesh.size()
         self._facts: _Facts | None = None  # behind the number that was last sent
-        self._late = None if state.mesh.device_type == "cpu" else _LateFlag(device_of(state.mesh))
+        self.is_late = state.mesh.device_type != "cpu"
 
     def statistics(self) -> Sequence[float]:
         """Return this rank's number for the step that ends, and begin the next one."""
@@ -151,20 +151,31 @@ class RankAgreement(Callback):
     def _number(self, facts: _Facts) -> int:
         return facts.digest() % (2**53 // self._num_ranks)
 
-    def on_statistics(self, sums: torch.Tensor, /) -> None:
-        """Compare the number with the sum.
+    def stops(self, sums: torch.Tensor, /) -> torch.Tensor:
+        """Return whether the ranks differ: 0-D bool."""
+        return sums[0] != self._expected(self._sent())
 
-        Raises:
-            StepError: on all ranks, if ranks differed in this optimizer step; on a device, in the one before.
+    def reader(self) -> Callable[[Sequence[float]], None]:
+        """Return the function that compares the number that was sent last with the sum.
+
+        It raises StepError on all ranks if the ranks differed: in that optimizer step; on a device, in the next one.
         """
+        return partial(self._compare, self._sent())
+
+    def _compare(self, facts: _Facts, sums: Sequence[float]) -> None:
+        if sums[0] == self._expected(facts):
+            return
+        if self.is_late:
+            raise self._error("The optimizer step before this one", facts, "Restart from a checkpoint before it.")
+        raise self._error("This optimizer step", facts, "Nothing was updated in it.")
+
+    def _sent(self) -> _Facts:
         if self._facts is None:
-            raise AssertionError("expected statistics() before on_statistics()")
-        expected = self._num_ranks * self._number(self._facts)
-        if self._late is not None:
-            if (before := self._late.exchange(sums[0] != expected, self._facts)) is not None:
-                raise self._error("The optimizer step before this one", before, "Restart from a checkpoint before it.")
-        elif sums.numpy()[0] != expected:  # host memory: runs no op
-            raise self._error("This optimizer step", self._facts, "Nothing was updated in it.")
+            raise AssertionError("expected statistics() to have been called before")
+        return self._facts
+
+    def _expected(self, facts: _Facts) -> int:
+        return self._num_ranks * self._number(facts)
 
     def _error(self, what: str, facts: _Facts, remedy: str) -> StepError:
         found = differences(self._describe(facts), self._state.world)
@@ -181,23 +192,3 @@ class RankAgreement(Callback):
             found[f"requires_grad of {names.get(id(parameter), 'a removed parameter')}"] = str(bool(is_trained))
         calls = {f"the count of {self._issued.names[code]}": str(count) for code, count in facts.calls.items()}
         return found | calls  # in the order of their first call
-
-
-class _LateFlag:
-    """Reads a flag of the device one step later, so that the host need not wait for it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._flag = torch.empty((), dtype=torch.bool, pin_memory=True)
-        self._copied = torch.Event(device)
-        self._facts: _Facts | None = None
-
-    def exchange(self, flag: torch.Tensor, facts: _Facts) -> _Facts | None:
-        """Return the facts of the step before if its flag was set, and begin to copy the flag of this step."""
-        before = self._facts
-        if before is not None:
-            self._copied.synchronize()
-            before = before if bool(self._flag) else None
-        self._flag.copy_(flag, non_blocking=True)
-        self._copied.record()
-        self._facts = facts
-        return before

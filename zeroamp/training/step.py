@@ -4,24 +4,19 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeroamp.hooks._torch.fsdp import divide_factors
-from zeroamp.hooks.collectives.issued import issue
-from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective
-from zeroamp.planning.mesh import device_of, replicate_size
+from zeroamp.planning.mesh import device_of
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.errors import StepError
-from zeroamp.training import update
 from zeroamp.training.callbacks import Callbacks, tell_observers
 from zeroamp.training.checks import (
     Scheduler,
     checked_max_norm,
-    no_gradient,
     refuse_different_factors,
     refuse_foreign,
     refuse_loss,
@@ -31,12 +26,13 @@ from zeroamp.training.checks import (
 from zeroamp.training.extensions import attach_extensions, load
 from zeroamp.training.loss_scale import LossScaler
 from zeroamp.training.micro_batches import Failure, MicroBatches
-from zeroamp.training.norm import clip_factor, local_sum_of_squares, multiply_gradients
+from zeroamp.training.norm import clip_factor, multiply_gradients
 from zeroamp.training.optimizer_kinds import checked_on_shards, refuse_unsupported
 from zeroamp.training.rank_agreement import Done, RankAgreement, description_of
+from zeroamp.training.statistics import LossSum, StepStatistics, Summed
 from zeroamp.training.step_report import StepReport, learning_rates, log_step
 from zeroamp.training.step_sums import StepSums, step_sums_of
-from zeroamp.training.unused_parameters import UnusedParameters
+from zeroamp.training.update import OptimizerUpdate
 from zeroamp.wrapping.rank_agreement import Description, run_alike
 from zeroamp.wrapping.state import autocast_of, reshard, wrap_state
 
@@ -120,7 +116,6 @@ class TrainStep:
         self._world = self._state.world
         self.micro_batches = MicroBatches(self._state)
         """The micro-batches of the current optimizer step."""
-        self._unused = UnusedParameters(self._state)
         run_alike(
             self._checked,
             what="TrainStep",
@@ -130,6 +125,11 @@ class TrainStep:
             device=device_of(self._state.mesh),
         )
         self._num_held = _num_held(self.optimizers)
+        self._updates = [
+            OptimizerUpdate(optimizer, self._state, on_shards=on_shards)
+            for optimizer, on_shards in zip(self.optimizers, self._on_shards, strict=True)
+        ]
+        self._statistics = StepStatistics(self._state, self.micro_batches, self._callbacks)
         is_float16 = self._policy.low_dtype == torch.float16
         self._scaler = LossScaler(self._policy.loss_scale, self._state.mesh.device_type, enabled=is_float16)
         self._loss_sum: torch.Tensor | None = None  # 0-D fp32: sum of this rank's losses that `backward` divided
@@ -387,7 +387,7 @@ class TrainStep:
         if self._clipped is None:
             self._refuse_incomplete("step")
         with self.callbacks.phase("optimizer"):
-            clipped = self._clipped or self._clip(self._policy.gradient_clipping)
+            clipped = self._clipped or self._clip(self._policy.gradient_clipping, is_whole=True)
             report = self._update(clipped, self.optimizers)
         return self._end(report)
 
@@ -481,88 +481,64 @@ class TrainStep:
                 "last, or the one with is_last=True."
             )
 
-    def _clip(self, max_norm: float) -> "_Clipped":
-        """Norm over all ranks, overflow check, unscale and clip in one pass."""
+    def _clip(self, max_norm: float, *, is_whole: bool = False) -> "_Clipped":
+        """Norm over all ranks, overflow check, unscale and clip in one pass.
+
+        With `is_whole`, the update follows at once. Then the host need not know before it whether there is one: see
+        [Note: A guarded update].
+        """
         if self._agreement is not None:
             done = (self.num_steps, self.num_skipped, self._num_divided, self._is_ended_by_caller)
             self._agreement.done = Done(*done, max_norm, self._scaler.scale, self._state.root.training)
+        scale = self._scaler.scale
+        skips = self._scaler.enabled or self._policy.skip_nonfinite_steps or self._policy.check_grad_overflow
+        losses = ((self._loss_sum, self._num_divided), (self._whole_loss, 1))
         try:
             with self._state.ranges.inside("norm"):
-                loss, squares = self._sum_over_ranks()
-            scale = self._scaler.scale
-            norm = squares.sqrt() / scale
-            skips = self._policy.skip_nonfinite_steps or self._policy.check_grad_overflow
-            skipped = self._scaler.overflowed(norm, self.num_steps) or (skips and not math.isfinite(float(norm)))
-            if not skipped and (max_norm > 0 or scale != 1.0):
+                summed = self._statistics.sum_over_ranks(
+                    [LossSum(loss, divisor) for loss, divisor in losses if loss is not None],
+                    scale=scale,
+                    reads_norm=skips,
+                    prepare=self._prepare_updates,
+                )
+            is_guarded = is_whole and summed.is_awaited and self._can_be_guarded(summed.norm.device)
+            clipped = _Clipped(summed, scale, summed.found_inf() if is_guarded else None)
+            if not is_guarded:
+                clipped.skipped = self._settle(summed)
+                for hand_out in summed.to_callbacks:
+                    hand_out()
+            if is_guarded and max_norm == 0 and _is_power_of_two(scale):
+                clipped.grad_scale = scale
+            elif not clipped.skipped and (max_norm > 0 or scale != 1.0):
                 with self._state.ranges.inside("clip"):
-                    factor = clip_factor(norm.float(), max_norm) / scale
+                    factor = clip_factor(clipped.norm, max_norm) / scale
                     multiply_gradients(self.micro_batches.with_gradient(), factor)
                 self._state.gradient_scale = 1.0
         except BaseException:  # after any error, the next backward begins a new optimizer step
             self._finish()
             raise
-        return _Clipped(loss, norm.float(), scale, skipped)
+        return clipped
 
-    def _sum_over_ranks(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the mean loss and the sum of squares of the scaled gradient, 0-D fp64.
+    def _prepare_updates(self) -> None:
+        for update in self._updates:
+            update.prepare()
 
-        One all-reduce sums both. It is the only collective of an optimizer step besides those of the micro-batches.
-        Callbacks may add numbers to this all-reduce. Gradients of parameters that no rank used are discarded.
+    def _can_be_guarded(self, device: torch.device) -> bool:
+        """Return whether the update of all optimizers may be launched before the host knows whether there is one."""
+        return not self.callbacks.run_before_update() and all(each.can_be_guarded(device) for each in self._updates)
+
+    def _settle(self, summed: Summed) -> bool:
+        """Let the host learn from the sums over ranks how the step ends. Return whether it is skipped.
+
+        Raises:
+            PeerError: another rank failed.
+            StepError: the ranks differ, or a gradient overflowed at the minimum loss scale.
         """
-        with self.micro_batches.noting("step"):
-            self.micro_batches.finish()
-            statistics = self._local_statistics()
-            of_callbacks = [(callback, callback.statistics()) for callback in self.callbacks.with_statistics()]
-            has_gradient = bool(self.micro_batches.with_gradient())
-        if not has_gradient:
-            error = no_gradient()
-            for callback in tuple(self.callbacks):
-                callback.on_no_gradient(error)
-            raise error
-        more = [number for _, numbers in of_callbacks for number in numbers]
-        # Not made on the device, which would make the host wait for the whole backward.
-        of_all = torch.tensor(more, dtype=statistics.dtype).to(statistics.device, non_blocking=True) if more else None
-        usage, replicated = self._unused.usage(), self.micro_batches.replicated
-        own = [statistics, usage, *replicated.statistics(statistics.device)]
-        statistics = torch.cat([*own, *([] if of_all is None else [of_all])])
-        issued = IssuedCollective("all_reduce", statistics, STEP, self._world)
-        issue(lambda: dist.all_reduce(statistics, group=self._world), issued, self._state.listeners)
-        start = sum(map(len, own))
-        of_replicated = statistics[2 + len(usage) : start]
-        for callback, numbers in of_callbacks:
-            if numbers or isinstance(callback, StepSums):
-                callback.on_statistics(statistics[start : start + len(numbers)])
-                start += len(numbers)
-        self._unused.discard_gradients(statistics[2 : 2 + len(usage)])
-        self._state.is_summed = True
-        loss, squares = statistics[0], statistics[1]
-        if own[2:]:
-            squares = squares + replicated.set_gradients(of_replicated, self._divide_factor())
-        return loss, squares
-
-    def _divide_factor(self) -> float:
-        """Return the number that sums of gradients over ranks are divided by."""
-        factors = (factor for _, factor in divide_factors(self._state.root))
-        factor = next(factors, 1.0 if self._policy.reduce == "sum" else None)
-        return self._state.mesh.size() if factor is None else factor
-
-    def _local_statistics(self) -> torch.Tensor:
-        """Return this rank's part of the mean loss and of the sum of squares, 1-D fp64 of 2 elements.
-
-        With replicas, several ranks hold the same shard. Each divides its squares by the number of replicas, so that
-        the sum over ranks counts the shard once. Of ignored parameters every rank holds a whole gradient.
-        """
-        mesh = self._state.mesh
-        device = device_of(mesh)  # the collective runs here; loss and shards may be elsewhere
-        losses = ((self._loss_sum, self._num_divided), (self._whole_loss, 1))
-        parts = [loss.to(device, torch.float64) / (n * mesh.size()) for loss, n in losses if loss is not None]
-        with_gradient, ignored = self.micro_batches.with_gradient(), self.micro_batches.ignored
-        averaged = [parameter for parameter in with_gradient if parameter not in ignored] if ignored else with_gradient
-        squares = local_sum_of_squares(self.micro_batches.replicated.sharded(averaged), device) / replicate_size(mesh)
-        if ignored:
-            own = [parameter for parameter in with_gradient if parameter in ignored]
-            squares = squares + local_sum_of_squares(own, device) / mesh.size()
-        return torch.stack([sum(parts[1:], parts[0]), squares])
+        self._statistics.settle(summed)
+        if not summed.reads_norm:
+            return False
+        norm = summed.norm_on_host()
+        return self._scaler.overflowed(norm, self.num_steps) or not math.isfinite(norm)
 
     def _step_optimizers(self, clipped: "_Clipped", optimizers: Sequence[torch.optim.Optimizer]) -> None:
         for callback in tuple(self.callbacks):
@@ -571,10 +547,10 @@ class TrainStep:
             # A forward since clip_grad_norm would leave the old weights unsharded.
             reshard(self.micro_batches.units)
         if not clipped.skipped:
-            for own, on_shards in zip(self.optimizers, self._on_shards, strict=True):
-                if any(own is optimizer for optimizer in optimizers):
-                    with self._state.ranges.inside("optimizer", type(own).__name__):
-                        update.step(own, self._state, on_shards=on_shards)
+            for update in self._updates:
+                if any(update.optimizer is optimizer for optimizer in optimizers):
+                    with self._state.ranges.inside("optimizer", type(update.optimizer).__name__):
+                        update.step(clipped.found_inf, clipped.scale_on_device())
 
     def _update(self, clipped: "_Clipped", optimizers: Sequence[torch.optim.Optimizer]) -> StepReport:
         try:
@@ -582,6 +558,9 @@ class TrainStep:
             with self.micro_batches.noting("optimizer.step"):
                 rates = tuple(rate for optimizer in self.optimizers for rate in learning_rates(optimizer))
                 self._step_optimizers(clipped, optimizers)
+            if clipped.found_inf is not None:  # an error here says that nothing was updated
+                clipped.skipped = self._settle(clipped.summed)
+            with self.micro_batches.noting("optimizer.step"):
                 if not clipped.skipped:
                     self.num_steps += 1
                     for own, scheduler in zip(self.optimizers, self.schedulers, strict=True):
@@ -590,7 +569,7 @@ class TrainStep:
             self.num_skipped += clipped.skipped
             report = StepReport(
                 step=self.num_steps,
-                loss_tensor=clipped.loss,
+                loss_tensor=clipped.summed.loss,
                 grad_norm_tensor=clipped.norm,
                 loss_scale=clipped.scale,
                 skipped=clipped.skipped,
@@ -613,6 +592,8 @@ class TrainStep:
         self._clipped, self._is_ended_by_caller, self._is_stepped = None, None, True
         self._loss_sum, self._whole_loss, self._num_divided = None, None, 0
         self._state.gradient_scale = 1.0
+        for update in self._updates:
+            update.drop()
 
     def recover(self) -> int:
         """Continue training after an exception. Call this on every rank that raised, outside of the except block.
@@ -677,12 +658,26 @@ def _only(values: tuple[T, ...], name: str) -> T:
     return values[0]
 
 
-class _Clipped(NamedTuple):
+def _is_power_of_two(scale: float) -> bool:
+    return math.frexp(scale)[0] == 0.5
+
+
+class _Clipped:
     """The results of `clip_grad_norm` that `update` needs."""
 
-    loss: torch.Tensor
-    """0-D fp64: the mean over ranks."""
-    norm: torch.Tensor
-    """0-D fp32: unscaled, before clipping."""
-    scale: float
-    skipped: bool
+    def __init__(self, summed: Summed, scale: float, found_inf: torch.Tensor | None) -> None:
+        self.summed = summed
+        self.norm = summed.norm.float()
+        """0-D fp32: unscaled, before clipping."""
+        self.scale = scale
+        self.found_inf = found_inf
+        """0-D fp32, on the device, if the host does not know yet whether the step is skipped."""
+        self.skipped = False
+        self.grad_scale = 1.0
+        """What gradients are still multiplied by."""
+
+    def scale_on_device(self) -> torch.Tensor | None:
+        """Return what the update divides gradients by, 0-D fp32; None if there is nothing to divide."""
+        if self.grad_scale == 1.0:
+            return None
+        return torch.full((), self.grad_scale, device=self.norm.device)

@@ -4,9 +4,9 @@ A preemption, a save in the background and a `RunReport` need to know in every s
 a number to the step's all-reduce, so a step has no second collective, and none on the host.
 
 [Note: One step late]
-On a CPU the sums are known at once. On other devices the host would have to wait for the device, so the sums of a step
-are copied to the host and read in the next step. Whether it is so depends on the type of device alone, so all
-ranks read a sum in the same step.
+On a CPU the sums are known at the end of their step. On other devices the host would have to wait for the device, so
+the sums of a step are copied to the host and read in the next step. Whether it is so depends on the type of device
+alone, so all ranks read a sum in the same step.
 
 [Note: Always as many numbers]
 The ranks must add equally many numbers in each step, but a rank may leave a `with` block alone, after an error. So a
@@ -14,13 +14,14 @@ part that was put here is never removed. After its `with` block it adds zeros.
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from zeroamp.planning.mesh import device_of
-from zeroamp.training.callbacks import Callback
+from zeroamp.training.callbacks import HostReader
 from zeroamp.wrapping.state import WrapState
 
 Receive = Callable[[Sequence[float]], None]
@@ -39,18 +40,16 @@ def step_sums_of(state: WrapState) -> "StepSums":
     return _of_root[state.root]
 
 
-class StepSums(Callback):
+class StepSums(HostReader):
     """Comes after all other callbacks of a step, so that a step that one of them ends with an error has no sums."""
 
     def __init__(self, device: torch.device, *, is_late: bool | None = None) -> None:
         """`device`: of the sums. `is_late`: whether they are read in the next step. None: unless it is the CPU."""
         self.num_sums = 0
         """Steps whose numbers were summed, the same on all ranks."""
-        self._device = device
-        self._is_late = device.type != "cpu" if is_late is None else is_late
+        self.is_late = device.type != "cpu" if is_late is None else is_late
         self._parts: dict[Hashable, Part] = {}
         self._asked: list[tuple[int, Receive]] = []  # of this step: how many numbers each part returned
-        self._before: Callable[[], None] | None = None  # reads the sums of the step before
 
     def __bool__(self) -> bool:
         """Whether there are parts: without them a step does nothing here."""
@@ -66,30 +65,17 @@ class StepSums(Callback):
         self._asked = [(len(numbers), receive) for numbers, receive in asked]
         return [number for numbers, _ in asked for number in numbers]
 
-    def on_statistics(self, sums: torch.Tensor, /) -> None:
-        """Hand the sums to the parts, see [Note: One step late]."""
+    def reader(self) -> Callable[[Sequence[float]], None]:
+        """Return the function that hands the sums to the parts, see [Note: One step late]."""
+        return partial(_hand_out, self._asked)
+
+    def on_settled(self) -> None:
+        """Count the step."""
         self.num_sums += 1
-        read: Callable[[], None] | None = self._reader(sums)
-        if self._is_late:
-            read, self._before = self._before, read
-        if read is not None:
-            read()
 
-    def _reader(self, sums: torch.Tensor) -> Callable[[], None]:
-        """Begin to copy the sums to the host. Returns a function that waits for them and hands them to the parts."""
-        asked = self._asked
-        copied = sums.to("cpu", non_blocking=True)
-        event = None
-        if self._device.type != "cpu":
-            event = torch.Event(self._device)
-            event.record()
 
-        def read() -> None:
-            if event is not None:
-                event.synchronize()
-            values, start = copied.tolist(), 0
-            for count, receive in asked:
-                receive(values[start : start + count])
-                start += count
-
-        return read
+def _hand_out(asked: Sequence[tuple[int, Receive]], sums: Sequence[float]) -> None:
+    start = 0
+    for count, receive in asked:
+        receive(sums[start : start + count])
+        start += count

@@ -145,22 +145,10 @@ def test_ranks_whose_value_is_the_mean_of_all_differ_too(ranks4, values, text):
     assert text in texts[0]
 
 
-class _LateOnCpu:
-    """What a device's flag does: it is known in the next step."""
-
-    def __init__(self):
-        self.flag, self.facts = False, None
-
-    def exchange(self, flag, facts):
-        before = self.facts if self.flag else None
-        self.flag, self.facts = bool(flag), facts
-        return before
-
-
 def _late():
     model = wrapped(NAME, config(3))
     train = _train_step(model)
-    train.callbacks.agreement._late = _LateOnCpu()
+    train.callbacks.agreement.is_late = True
     for index in range(2):
         train.optimizer.param_groups[0]["lr"] = 0.1 + 0.1 * (index == 1) * dist.get_rank()
         _step(train, model, index)

@@ -12,6 +12,7 @@ import zeroamp
 from tests.models.small import batch, loss_of
 from tests.processes.training import config, wrapped
 from zeroamp.checkpoint import save as save_module
+from zeroamp.training.statistics import Slice, StepStatistics, Summed
 from zeroamp.training.step_sums import StepSums
 
 NAME = "llama_tied"
@@ -21,14 +22,16 @@ HOST_COLLECTIVES = ("all_reduce", "all_gather_object", "broadcast_object_list", 
 def test_parts_get_the_sums_of_their_numbers_in_the_same_step_or_one_late():
     for is_late in (False, True):
         sums, got = StepSums(torch.device("cpu"), is_late=is_late), []
+        statistics = StepStatistics(None, None, None)
         assert not sums
         sums.put("a", lambda got=got: ([1.0], lambda values: got.append(("a", values))))
         sums.put("b", lambda got=got: ([], lambda values: got.append(("b", values))))
         for step in range(2):
             if step == 1:  # asked for in this step only
                 sums.put("c", lambda got=got: ([2.0, 3.0], lambda values: got.append(("c", values))))
-            numbers = sums.statistics()
-            sums.on_statistics(torch.tensor(numbers) * 10 + step)
+            summed = torch.tensor(sums.statistics(), dtype=torch.float64) * 10 + step
+            slices = [Slice(sums, sums.reader(), 0, len(summed))]
+            statistics.settle(Summed(summed[0], summed[0], summed, slices, [], reads_norm=False))
         first, second = [("a", [10.0]), ("b", [])], [("a", [11.0]), ("b", []), ("c", [21.0, 31.0])]
         assert got == (first if is_late else first + second)
         assert sums.num_sums == 2

@@ -14,7 +14,7 @@ import zeroamp
 from tests.models.small import batch, build, loss_of
 from tests.processes.training import config, full_parameters, same_bits, wrapped
 from tests.selection import slow_but
-from zeroamp.training.update import step, works_on_shards
+from zeroamp.training.update import OptimizerUpdate, works_on_shards
 
 NAME = "llama_tied"
 
@@ -244,7 +244,7 @@ def _with_state_of_somebody_else():
     for _ in range(2):
         parameter.grad = torch.ones_like(parameter)
         found.append(works_on_shards(optimizer))
-        step(optimizer, None)
+        OptimizerUpdate(optimizer, None).step()
     return [*found, sorted(optimizer.state[parameter])]
 
 
@@ -254,6 +254,6 @@ def test_state_of_what_an_optimizer_does_not_hold_is_left_alone():
     optimizer.state["all"], optimizer.state[other] = 3, {"exp_avg": 4}
     for _ in range(2):
         parameter.grad = torch.ones(2)
-        step(optimizer, None)
+        OptimizerUpdate(optimizer, None).step()
     assert (optimizer.state["all"], optimizer.state[other]) == (3, {"exp_avg": 4})
     assert optimizer.state[parameter]["step"] == 2

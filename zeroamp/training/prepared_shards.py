@@ -1,0 +1,253 @@
+"""`PreparedShards`: the plain shards that an optimizer updates in the place of its DTensors.
+
+[Note: Prepared once]
+An optimizer gets a tensor, a gradient and a dict of state for each shard. All but the gradient are the same in every
+step, so they are prepared once, and checked in each step by comparing objects: the parameters and their memory, the
+param groups, the optimizer's state. Whatever changed one of them (loading, `add_param_group`, another layout), the
+shards are prepared again. What the optimizer left is compared in the same way, and stored only if it is another object.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain, compress
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from zeroamp.hooks._torch.dtensor import layouts, local_tensors
+from zeroamp.planning.mesh import local_part, num_shards_of
+
+
+class PreparedShards:
+    """Plain shards of the parameters of one optimizer, with gradients and state in the memory of its DTensors."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, as_parameters: bool = False) -> None:
+        """Prepare the shards, without gradients.
+
+        Args:
+            optimizer: of parameters of a wrapped model.
+            as_parameters: give the optimizer an `nn.Parameter` per shard. Optimizers of other libraries may need it.
+                torch's own do not, and to build one takes time.
+        """
+        self._optimizer = optimizer
+        self._as_parameters = as_parameters
+        self._own_state = own_state = optimizer.state
+        params = [list(group["params"]) for group in optimizer.param_groups]
+        with torch.no_grad():  # otherwise each `to_local` records an autograd function
+            shown = [_Shown(each, own_state.get(each), as_parameters) for each in chain.from_iterable(params)]
+        self._shown = shown
+        self._parameters = [each.parameter for each in shown]
+        self._sharded = [each for each in shown if isinstance(each.parameter, DTensor)]
+        self._plain = [each for each in shown if not isinstance(each.parameter, DTensor)]
+        self._sharded_parameters = [each.parameter for each in self._sharded]
+        self._memory = [each.memory for each in self._sharded]
+        self._addresses = [each.memory.data_ptr() for each in (*self._sharded, *self._plain)]
+        shards = iter(each.shard for each in shown)
+        self._shards_of_groups = [[next(shards) for _ in group] for group in params]
+        held = {id(each.parameter) for each in shown}  # by identity: hashing a tensor is a call of Python
+        self._others = {key: values for key, values in own_state.items() if id(key) not in held}
+        self._state: defaultdict[Any, Any] = defaultdict(dict, self._others)
+        self._state.update((each.shard, dict(each.state)) for each in shown if each.state)
+        self._own_objects = _objects(own_state)
+        self._objects = _objects(self._state)
+        self._gradients: list[torch.Tensor | None] | None = None
+        self._having: list[_Shown] = []  # those with a gradient
+
+    def is_current(self) -> bool:
+        """Return whether the optimizer has the parameters, the memory and the state that were prepared."""
+        groups, memory = self._optimizer.param_groups, list(local_tensors(self._sharded_parameters))
+        return (
+            self._optimizer.state is self._own_state
+            and [len(group["params"]) for group in groups] == [len(shards) for shards in self._shards_of_groups]
+            and all(map(is_, chain.from_iterable(group["params"] for group in groups), self._parameters))
+            and all(map(is_, memory, self._memory))
+            and [each.data_ptr() for each in (*memory, *(each.parameter for each in self._plain))] == self._addresses
+            and _are_same(_objects(self._own_state), self._own_objects)
+        )
+
+    def take_gradients(self) -> bool:
+        """Give the shards the gradients that their parameters have now.
+
+        Returns:
+            Whether all are sharded like their parameters and have their dtype. If not, none was taken. Not asked of the
+            gradients of optimizers of other libraries.
+        """
+        gradients = [each.parameter.grad for each in self._shown]
+        if self._gradients is not None and all(map(is_, gradients, self._gradients)):
+            return True
+        having = list(filter(_has_gradient, self._shown))
+        if not (self._as_parameters or self._are_usable(having)):
+            return False
+        with torch.no_grad():
+            for each in having:
+                each.take_gradient()
+        for each in set(self._having).difference(having):
+            each.shard.grad = None
+        self._gradients, self._having = gradients, having
+        return True
+
+    def _are_usable(self, having: list["_Shown"]) -> bool:
+        gradients = [_gradient(each) for each in having]
+        parameters = [each.parameter for each in having]
+        are_sharded = [type(gradient) is DTensor for gradient in gradients]
+        if are_sharded != [type(parameter) is DTensor for parameter in parameters]:
+            return False
+        if [gradient.dtype for gradient in gradients] != [parameter.dtype for parameter in parameters]:
+            return False
+        gradients, parameters = list(compress(gradients, are_sharded)), list(compress(parameters, are_sharded))
+        pairs = zip(layouts(gradients), layouts(parameters), gradients, parameters, strict=True)
+        return all(own is other or is_sharded_like(gradient, parameter) for own, other, gradient, parameter in pairs)
+
+    def drop_gradients(self) -> None:
+        """Release the gradients."""
+        for each in self._having:
+            each.shard.grad = None
+        self._gradients, self._having = None, []
+
+    def are_on(self, device: torch.device, *, with_state: bool) -> bool:
+        """Return whether all shards with a gradient are on `device`, and have state if `with_state` asks for it."""
+        if with_state and not all(each.has_state for each in self._having):
+            return False
+        return {each.shard.device for each in self._having} <= {device}
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Give the optimizer the shards; put its DTensors back afterwards, and store the state that it made."""
+        optimizer, own_state = self._optimizer, self._own_state
+        own_params = [group["params"] for group in optimizer.param_groups]
+        updated = [each.parameter for each in self._having]
+        try:
+            optimizer.state = self._state
+            for group, shards in zip(optimizer.param_groups, self._shards_of_groups, strict=True):
+                group["params"] = list(shards)
+            yield
+        except BaseException:
+            self._own_objects = []  # nobody knows what it changed
+            raise
+        finally:
+            optimizer.state = own_state
+            for group, params in zip(optimizer.param_groups, own_params, strict=True):
+                group["params"] = params
+            # As an update of the DTensors does: autograd and caches keyed by the version then detect the change.
+            torch.autograd.graph.increment_version(updated)
+        self._store()
+
+    def _store(self) -> None:
+        """Store state that is new; `is_current` is False afterwards if there is any."""
+        with torch.no_grad():
+            if self._as_parameters:
+                for each in self._shown:
+                    each.copy_back()
+            if _are_same(_objects(self._state), self._objects):
+                return  # all was changed in place
+            for each in self._shown:
+                each.keep(self._state.get(each.shard, {}), self._own_state)
+        own_shards = {id(each.shard) for each in self._shown}
+        self._own_state.update({key: values for key, values in self._state.items() if id(key) not in own_shards})
+        self._own_objects = []  # no step finds it the same
+
+
+def _has_gradient(each: "_Shown") -> bool:
+    return each.parameter.grad is not None
+
+
+def _gradient(each: "_Shown") -> torch.Tensor:
+    if each.parameter.grad is None:
+        raise AssertionError("expected a parameter with a gradient, got None")
+    return each.parameter.grad
+
+
+def _objects(state: dict[Any, Any]) -> list[object]:
+    """Return the keys, the dicts and the values of an optimizer's state, which are compared by identity."""
+    of_parameters = [values for values in state.values() if isinstance(values, dict)]
+    return [*state, *state.values(), *chain.from_iterable(map(dict.values, of_parameters))]
+
+
+def _are_same(found: list[object], expected: list[object]) -> bool:
+    return len(found) == len(expected) and all(map(is_, found, expected))
+
+
+def is_sharded_like(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Return whether two DTensors have the same mesh and placements."""
+    if not isinstance(tensor, DTensor) or not isinstance(parameter, DTensor):
+        raise AssertionError(f"expected DTensors, got {type(tensor).__name__} and {type(parameter).__name__}")
+    own, mesh = tensor.device_mesh, parameter.device_mesh
+    # First by identity: an equality of meshes costs more than all else here.
+    return (own is mesh or own == mesh) and tensor.placements == parameter.placements
+
+
+class _Shown:
+    """One parameter whose shard an optimizer gets.
+
+    Kernels of other libraries need not take tensors without elements. So a rank whose shard has none shows a row of
+    zeros in its place, and its state is made for that row.
+    """
+
+    __slots__ = ("_is_empty", "has_state", "memory", "parameter", "shard", "state")
+
+    def __init__(self, parameter: torch.Tensor, state: dict[str, Any] | None, as_parameter: bool) -> None:
+        self.parameter = parameter
+        self.memory = local_part(parameter)
+        """The parameter's own shard."""
+        self._is_empty = self.memory.numel() == 0 and num_shards_of(parameter) > 1
+        shard = self.shown(self.memory)
+        self.shard = nn.Parameter(shard, requires_grad=parameter.requires_grad) if as_parameter else shard.detach()
+        """A plain tensor of the parameter's memory, with its gradient."""
+        self.state = {
+            name: self.shown(value) if isinstance(value, DTensor) else value for name, value in (state or {}).items()
+        }
+        """As the optimizer gets it."""
+        self.has_state = bool(self.state) and not any(value is None for value in self.state.values())
+        """Whether a step makes no state."""
+
+    def take_gradient(self) -> None:
+        """Give the shard the gradient of the parameter."""
+        self.shard.grad = self.shown(_gradient(self))
+
+    def shown(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of a tensor. In place of a shard without elements it is a row of zeros."""
+        local = local_part(tensor)
+        return local.new_zeros([length or 1 for length in local.shape]) if self._is_empty else local
+
+    def copy_back(self) -> None:
+        """Copy the shard to the parameter's memory if the optimizer assigned `parameter.data`."""
+        if not self._is_empty and self.shard.data_ptr() != self.memory.data_ptr():
+            self.memory.copy_(self.shard)
+
+    def keep(self, state: dict[str, Any], own_state: dict[torch.Tensor, dict[str, Any]]) -> None:
+        """Store what the optimizer left as the parameter's state.
+
+        Tensors of the shard's shape become DTensors. If there is another one of at least one dimension, or an integer
+        one, all stay plain: they are quantized, or statistics of this rank's shard, and belong together.
+        """
+        if state.keys() == self.state.keys() and all(map(is_, state.values(), self.state.values())):
+            return  # all was changed in place
+        own = own_state.setdefault(self.parameter, {})
+        for name in own.keys() - state.keys():
+            del own[name]
+        is_elementwise = all(self._is_elementwise(value) for value in state.values())
+        for name, value in state.items():
+            if name not in own or value is not self.state[name]:
+                own[name] = self._sharded(value) if is_elementwise and self._has_shape(value) else value
+
+    def _is_elementwise(self, value: object) -> bool:
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            return True
+        return self._has_shape(value) and (value.is_floating_point() or value.dtype == torch.bool)
+
+    def _has_shape(self, value: object) -> bool:
+        return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == self.shard.shape
+
+    def _sharded(self, value: torch.Tensor) -> torch.Tensor:
+        like = self.parameter
+        if not isinstance(like, DTensor):
+            return value
+        if self._is_empty:
+            value = value.new_empty(self.memory.shape)
+        return DTensor.from_local(
+            value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )

@@ -1,0 +1,208 @@
+"""The one all-reduce of an optimizer step: loss, norm, and the numbers of callbacks.
+
+[Note: Who waits for it]
+The device gets the sums, and the host should not wait for them before it has launched the update. So `Summed` has two
+ways to learn from them. `found_inf` is a number on the device: 1 if nothing may be updated. `settle` reads the numbers
+on the host, and raises or says that the step is skipped. `TrainStep` calls `settle` after the update if the optimizers
+take `found_inf`, else before it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from zeroamp.hooks._torch.fsdp import divide_factors
+from zeroamp.hooks.collectives.issued import issue
+from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective
+from zeroamp.planning.mesh import device_of, replicate_size
+from zeroamp.training.callbacks import Callback, Callbacks, HostReader
+from zeroamp.training.checks import no_gradient
+from zeroamp.training.host_copy import HostCopy
+from zeroamp.training.micro_batches import MicroBatches
+from zeroamp.training.norm import local_sum_of_squares
+from zeroamp.training.unused_parameters import UnusedParameters
+from zeroamp.wrapping.state import WrapState
+
+
+class LossSum(NamedTuple):
+    """Losses of one rank."""
+
+    total: torch.Tensor
+    """0-D fp32."""
+    divisor: int
+    """Their mean is `total / divisor`."""
+
+
+class Slice(NamedTuple):
+    """The sums of one reader among all sums, from `start` to `stop`."""
+
+    reader: HostReader
+    read: Callable[[Sequence[float]], None]
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class Summed:
+    """The sums over the ranks of one optimizer step."""
+
+    loss: torch.Tensor
+    """0-D fp64: the mean over ranks."""
+    norm: torch.Tensor
+    """0-D fp64: unscaled, before clipping."""
+    statistics: torch.Tensor
+    """1-D fp64: all sums."""
+    slices: list[Slice]
+    """What the host reads of them."""
+    to_callbacks: list[Callable[[], None]]
+    """Hand the sums to callbacks that take them on the device."""
+    reads_norm: bool
+    """Whether the host reads the norm, to skip a step in which it is not finite."""
+    host: HostCopy | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.slices or self.reads_norm:
+            self.host = HostCopy(torch.cat([self.statistics, self.norm.reshape(1)]))
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the host reads any of it in this step."""
+        return self.reads_norm or any(not each.reader.is_late for each in self.slices)
+
+    def found_inf(self) -> torch.Tensor:
+        """Return 1 if no rank may update its parameters, else 0: 0-D fp32, the same on all ranks."""
+        stops = [each.reader.stops(self.statistics[each.start : each.stop]) for each in self.slices]
+        flags = [stop for stop in stops if stop is not None]
+        if self.reads_norm:
+            flags.append(~torch.isfinite(self.norm))
+        return torch.stack(flags).any().float() if flags else torch.zeros((), device=self.norm.device)
+
+    def norm_on_host(self) -> float:
+        """Return the norm as a number. Waits for the device."""
+        if self.host is None:
+            raise AssertionError("expected the norm to be copied to the host")
+        return self.host.values()[-1]
+
+    def read(self, each: Slice) -> None:
+        """Hand a reader its sums. Waits for the device."""
+        if self.host is None:
+            raise AssertionError("expected the sums to be copied to the host")
+        each.read(self.host.values()[each.start : each.stop])
+
+
+class StepStatistics:
+    """Sums the statistics of the optimizer steps of one `TrainStep` over the ranks."""
+
+    def __init__(self, state: WrapState, micro_batches: MicroBatches, callbacks: Callbacks) -> None:
+        self._state = state
+        self._micro_batches = micro_batches
+        self._callbacks = callbacks
+        self._unused = UnusedParameters(state)
+        self._before: Summed | None = None  # of the step before, whose late numbers were not read yet
+
+    def sum_over_ranks(
+        self, losses: Sequence[LossSum], *, scale: float, reads_norm: bool, prepare: Callable[[], None]
+    ) -> Summed:
+        """Sum loss, squares of gradients and the numbers of callbacks by one all-reduce.
+
+        It is the only collective of an optimizer step besides those of the micro-batches. Gradients of parameters that
+        no rank used are discarded.
+
+        Args:
+            losses: of this rank.
+            scale: the loss scale of the gradients.
+            reads_norm: whether the host will read the norm.
+            prepare: called when this rank's gradients are complete, before the all-reduce.
+
+        Raises:
+            StepError: no parameter has a gradient.
+        """
+        with self._micro_batches.noting("step"):
+            self._micro_batches.finish()
+            statistics = self._local(losses)
+            of_callbacks = [(callback, callback.statistics()) for callback in self._callbacks.with_statistics()]
+            has_gradient = bool(self._micro_batches.with_gradient())
+            prepare()
+        if not has_gradient:
+            error = no_gradient()
+            for callback in tuple(self._callbacks):
+                callback.on_no_gradient(error)
+            raise error
+        more = [number for _, numbers in of_callbacks for number in numbers]
+        # Not made on the device, which would make the host wait for the whole backward.
+        of_all = torch.tensor(more, dtype=statistics.dtype).to(statistics.device, non_blocking=True) if more else None
+        usage, replicated = self._unused.usage(), self._micro_batches.replicated
+        own = [statistics, usage, *replicated.statistics(statistics.device)]
+        statistics = torch.cat([*own, *([] if of_all is None else [of_all])])
+        issued = IssuedCollective("all_reduce", statistics, STEP, self._state.world)
+        issue(lambda: dist.all_reduce(statistics, group=self._state.world), issued, self._state.listeners)
+        start = sum(map(len, own))
+        slices, to_callbacks = _parts_of(statistics, start, of_callbacks)
+        self._unused.discard_gradients(statistics[2 : 2 + len(usage)])
+        self._state.is_summed = True
+        loss, squares = statistics[0], statistics[1]
+        if own[2:]:
+            squares = squares + replicated.set_gradients(statistics[2 + len(usage) : start], self._divide_factor())
+        return Summed(loss, squares.sqrt() / scale, statistics, slices, to_callbacks, reads_norm)
+
+    def _divide_factor(self) -> float:
+        """Return the number that sums of gradients over ranks are divided by."""
+        factors = (factor for _, factor in divide_factors(self._state.root))
+        factor = next(factors, 1.0 if self._state.plan.policy.reduce == "sum" else None)
+        return self._state.mesh.size() if factor is None else factor
+
+    def _local(self, losses: Sequence[LossSum]) -> torch.Tensor:
+        """Return this rank's part of the mean loss and of the sum of squares, 1-D fp64 of 2 elements.
+
+        With replicas, several ranks hold the same shard. Each divides its squares by the number of replicas, so that
+        the sum over ranks counts the shard once. Of ignored parameters every rank holds a whole gradient.
+        """
+        mesh = self._state.mesh
+        device = device_of(mesh)  # the collective runs here; loss and shards may be elsewhere
+        parts = [loss.total.to(device, torch.float64) / (loss.divisor * mesh.size()) for loss in losses]
+        with_gradient, ignored = self._micro_batches.with_gradient(), self._micro_batches.ignored
+        averaged = [parameter for parameter in with_gradient if parameter not in ignored] if ignored else with_gradient
+        squares = local_sum_of_squares(self._micro_batches.replicated.sharded(averaged), device) / replicate_size(mesh)
+        if ignored:
+            own = [parameter for parameter in with_gradient if parameter in ignored]
+            squares = squares + local_sum_of_squares(own, device) / mesh.size()
+        return torch.stack([sum(parts[1:], parts[0]), squares])
+
+    def settle(self, summed: Summed) -> None:
+        """Hand the readers their sums: those of this step, and the late ones of the step before.
+
+        Raises:
+            PeerError: another rank failed.
+            StepError: the ranks differ.
+        """
+        for each in summed.slices:
+            if not each.reader.is_late:
+                summed.read(each)
+        late = [each for each in summed.slices if each.reader.is_late]
+        before, self._before = self._before, summed if late else None
+        if before is not None:
+            for each in before.slices:
+                if each.reader.is_late:
+                    before.read(each)
+        for each in summed.slices:
+            each.reader.on_settled()
+
+
+def _parts_of(
+    statistics: torch.Tensor, start: int, of_callbacks: Sequence[tuple[Callback, Sequence[float]]]
+) -> tuple[list[Slice], list[Callable[[], None]]]:
+    """Return what the host reads of the sums, and the calls of callbacks that take theirs on the device."""
+    slices: list[Slice] = []
+    calls: list[Callable[[], None]] = []
+    for callback, numbers in of_callbacks:
+        stop = start + len(numbers)
+        if isinstance(callback, HostReader):
+            slices.append(Slice(callback, callback.reader(), start, stop))
+        elif numbers:
+            calls.append(partial(callback.on_statistics, statistics[start:stop]))
+        start = stop
+    return slices, calls

@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 _local_tensor = attrgetter("_local_tensor")
 _spec = attrgetter("_spec")
@@ -16,6 +17,11 @@ _spec = attrgetter("_spec")
 def local_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield the shards of DTensors, in the same memory, outside of autograd."""
     return map(_local_tensor, tensors)
+
+
+def local_parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the shards of DTensors, in the same memory, outside of autograd; of other tensors all."""
+    return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 def layouts(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:

@@ -10,15 +10,12 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from zeroamp.planning.mesh import local_part
+from zeroamp.hooks._torch.dtensor import local_parts
 
 
-def local_gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """Return this rank's shard of `parameter.grad`, as a plain tensor."""
-    gradient = parameter.grad
-    if gradient is None:
-        raise AssertionError("expected a parameter with a gradient, got None")
-    return local_part(gradient)
+def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """Return this rank's shards of the gradients, as plain tensors. Each parameter must have a gradient."""
+    return local_parts(parameter.grad for parameter in parameters)  # type: ignore[misc]
 
 
 @torch.no_grad()
@@ -28,7 +25,7 @@ def local_sum_of_squares(parameters: Sequence[nn.Parameter], device: torch.devic
     The sum is in fp64: sharded and unsharded fp32 sums differ in the last bit, so that ZeRO stages would disagree.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for gradients in _by_device(local_gradient(parameter) for parameter in parameters).values():
+    for gradients in _by_device(local_gradients(parameters)).values():
         norms = torch._foreach_norm(gradients, dtype=torch.float64)
         total = total + torch.stack(norms).square().sum().to(device)
     return total
@@ -47,7 +44,7 @@ def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 @torch.no_grad()
 def multiply_gradients(parameters: Sequence[nn.Parameter], factor: torch.Tensor) -> None:
     """Multiply all gradient shards by `factor`, 0-D fp32, on any device."""
-    for device, gradients in _by_device(local_gradient(parameter) for parameter in parameters).items():
+    for device, gradients in _by_device(local_gradients(parameters)).items():
         torch._foreach_mul_(gradients, factor.to(device))
 
 

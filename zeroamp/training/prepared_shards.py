@@ -44,7 +44,7 @@ class PreparedShards:
         self._sharded = [each for each in shown if isinstance(each.parameter, DTensor)]
         self._plain = [each for each in shown if not isinstance(each.parameter, DTensor)]
         self._sharded_parameters = [each.parameter for each in self._sharded]
-        self._memory = [each.memory for each in self._sharded]
+        self._memory = list(local_tensors(self._sharded_parameters))
         self._addresses = [each.memory.data_ptr() for each in (*self._sharded, *self._plain)]
         shards = iter(each.shard for each in shown)
         self._shards_of_groups = [[next(shards) for _ in group] for group in params]

@@ -501,8 +501,9 @@ class TrainStep:
                     reads_norm=skips,
                     prepare=self._prepare_updates,
                 )
-            is_guarded = is_whole and summed.is_awaited and self._can_be_guarded(summed.norm.device)
-            clipped = _Clipped(summed, scale, summed.found_inf() if is_guarded else None)
+            is_alone = is_whole and not self.callbacks.run_before_update()
+            is_guarded = is_alone and summed.is_awaited and self._can_be_guarded(summed.norm.device)
+            clipped = _Clipped(summed, scale, is_alone, summed.found_inf() if is_guarded else None)
             if not is_guarded:
                 clipped.skipped = self._settle(summed)
                 for hand_out in summed.to_callbacks:
@@ -525,7 +526,7 @@ class TrainStep:
 
     def _can_be_guarded(self, device: torch.device) -> bool:
         """Return whether the update of all optimizers may be launched before the host knows whether there is one."""
-        return not self.callbacks.run_before_update() and all(each.can_be_guarded(device) for each in self._updates)
+        return all(each.can_be_guarded(device) for each in self._updates)
 
     def _settle(self, summed: Summed) -> bool:
         """Let the host learn from the sums over ranks how the step ends. Return whether it is skipped.
@@ -543,14 +544,14 @@ class TrainStep:
     def _step_optimizers(self, clipped: "_Clipped", optimizers: Sequence[torch.optim.Optimizer]) -> None:
         for callback in tuple(self.callbacks):
             callback.before_update()
-        if optimizers:
+        if optimizers and not clipped.is_alone:
             # A forward since clip_grad_norm would leave the old weights unsharded.
             reshard(self.micro_batches.units)
         if not clipped.skipped:
             for update in self._updates:
                 if any(update.optimizer is optimizer for optimizer in optimizers):
                     with self._state.ranges.inside("optimizer", type(update.optimizer).__name__):
-                        update.step(clipped.found_inf, clipped.scale_on_device())
+                        update.step(clipped.found_inf, clipped.scale_on_device(), is_prepared=clipped.is_alone)
 
     def _update(self, clipped: "_Clipped", optimizers: Sequence[torch.optim.Optimizer]) -> StepReport:
         try:
@@ -665,11 +666,13 @@ def _is_power_of_two(scale: float) -> bool:
 class _Clipped:
     """The results of `clip_grad_norm` that `update` needs."""
 
-    def __init__(self, summed: Summed, scale: float, found_inf: torch.Tensor | None) -> None:
+    def __init__(self, summed: Summed, scale: float, is_alone: bool, found_inf: torch.Tensor | None) -> None:
         self.summed = summed
         self.norm = summed.norm.float()
         """0-D fp32: unscaled, before clipping."""
         self.scale = scale
+        self.is_alone = is_alone
+        """Whether no code of others runs before the update."""
         self.found_inf = found_inf
         """0-D fp32, on the device, if the host does not know yet whether the step is skipped."""
         self.skipped = False

@@ -84,15 +84,23 @@ class OptimizerUpdate:
         if self._shards is not None:
             self._shards.drop_gradients()
 
-    def step(self, found_inf: torch.Tensor | None = None, grad_scale: torch.Tensor | None = None) -> None:
+    def step(
+        self,
+        found_inf: torch.Tensor | None = None,
+        grad_scale: torch.Tensor | None = None,
+        *,
+        is_prepared: bool = False,
+    ) -> None:
         """Call `optimizer.step()`.
 
         Args:
             found_inf: 0-D fp32 on the device: 1 to leave parameters and state as they are, else 0. Only if
                 `can_be_guarded`.
             grad_scale: 0-D fp32 on the device, a power of two: gradients are divided by it. Only with `found_inf`.
+            is_prepared: whether nothing but gradients was changed since `prepare`.
         """
-        self.prepare()
+        if self._shards is None or not is_prepared or not self._shards.take_gradients():
+            self.prepare()
         if self._shards is not None:
             guard = nullcontext() if found_inf is None else guarded(self.optimizer, found_inf, grad_scale)
             with self._shards.shown(), guard:

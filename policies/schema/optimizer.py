@@ -27,7 +27,9 @@ class _TorchParams(Block):
     foreach: Annotated[
         bool | None, Honoured("torch's implementation over lists of tensors. Default: torch chooses by device")
     ] = None
-    fused: Annotated[bool | None, Honoured("torch's implementation in one kernel. Default: torch chooses")] = None
+    fused: Annotated[
+        bool | None, Honoured("torch's implementation in one kernel. Default: true on CUDA, unless `foreach` is set")
+    ] = None
     maximize: Annotated[bool, Honoured("go up the gradient")] = False
     differentiable: Annotated[bool, Unsupported(_BUILD_IT)] = False
     max_grad_norm: Annotated[object, Unsupported('Write "gradient_clipping" at the top level.', (None,))] = None

@@ -134,8 +134,7 @@ class StepRecorder(Callback):
             self._traffic[f"{issued.collective} {short_name(issued.tensor.dtype)}"] += issued.tensor.nbytes
 
     def _end_step(self, report: StepReport) -> Callable[[], StepRecord]:
-        values = torch.stack([report.loss_tensor, report.grad_norm_tensor.double()])
-        values = values.to("cpu", non_blocking=True)  # into page-locked memory; the clock's last mark comes after it
+        read_values = report.begin_read()  # the clock's last mark comes after the copy
         rates = [
             rate.to("cpu", non_blocking=True) if isinstance(rate, torch.Tensor) else rate for rate in report.lr_values
         ]
@@ -149,7 +148,7 @@ class StepRecorder(Callback):
 
         def record() -> StepRecord:
             split = read_split()
-            loss, norm = values.tolist()
+            loss, norm = read_values()
             return StepRecord(
                 step=report.step,
                 loss=loss,

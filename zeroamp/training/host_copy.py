@@ -1,6 +1,7 @@
 """`HostCopy`: numbers of a device, on their way to the host."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -24,3 +25,7 @@ class HostCopy:
                 self._event.synchronize()
             self._values = self._copied.tolist()
         return self._values
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let step reports be pickled and copied: waits for the copy."""
+        return HostCopy, (torch.tensor(self.values(), dtype=torch.float64),)

@@ -66,7 +66,8 @@ class Summed:
 
     def __post_init__(self) -> None:
         if self.slices or self.reads_norm:
-            self.host = HostCopy(torch.cat([self.statistics, self.norm.reshape(1)]))
+            norms = [self.norm, self.norm.float().double()]
+            self.host = HostCopy(torch.cat([self.statistics, torch.stack(norms)]))
 
     @property
     def is_awaited(self) -> bool:
@@ -83,15 +84,25 @@ class Summed:
 
     def norm_on_host(self) -> float:
         """Return the norm as a number. Waits for the device."""
-        if self.host is None:
-            raise AssertionError("expected the norm to be copied to the host")
-        return self.host.values()[-1]
+        return self._on_host()[-2]
+
+    def loss_and_norm(self) -> Callable[[], tuple[float, float]] | None:
+        """Return a function that waits for the copy and returns the loss, and the norm in fp32; None without a copy."""
+        return None if self.host is None else partial(_loss_and_norm, self.host)
 
     def read(self, each: Slice) -> None:
         """Hand a reader its sums. Waits for the device."""
+        each.read(self._on_host()[each.start : each.stop])
+
+    def _on_host(self) -> Sequence[float]:
         if self.host is None:
             raise AssertionError("expected the sums to be copied to the host")
-        each.read(self.host.values()[each.start : each.stop])
+        return self.host.values()
+
+
+def _loss_and_norm(host: HostCopy) -> tuple[float, float]:
+    numbers = host.values()
+    return numbers[0], numbers[-1]
 
 
 class StepStatistics:

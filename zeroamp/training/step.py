@@ -504,7 +504,8 @@ class TrainStep:
             is_alone = is_whole and not self.callbacks.run_before_update()
             is_guarded = is_alone and summed.is_awaited and self._can_be_guarded(summed.norm.device)
             clipped = _Clipped(summed, scale, is_alone, summed.found_inf() if is_guarded else None)
-            if not is_guarded:
+            clipped.is_settled = not is_guarded and (summed.is_awaited or not is_alone)
+            if clipped.is_settled:
                 clipped.skipped = self._settle(summed)
                 for hand_out in summed.to_callbacks:
                     hand_out()
@@ -559,7 +560,7 @@ class TrainStep:
             with self.micro_batches.noting("optimizer.step"):
                 rates = tuple(rate for optimizer in self.optimizers for rate in learning_rates(optimizer))
                 self._step_optimizers(clipped, optimizers)
-            if clipped.found_inf is not None:  # an error here says that nothing was updated
+            if not clipped.is_settled:  # errors of this step say that nothing was updated
                 clipped.skipped = self._settle(clipped.summed)
             with self.micro_batches.noting("optimizer.step"):
                 if not clipped.skipped:
@@ -577,6 +578,7 @@ class TrainStep:
                 num_skipped=self.num_skipped,
                 is_scale_exhausted=self._scaler.is_exhausted,
                 lr_values=rates,
+                read=clipped.summed.loss_and_norm(),
             )
             every = self._policy.steps_per_print
             if every and (self.num_steps + self.num_skipped) % every == 0:
@@ -675,6 +677,8 @@ class _Clipped:
         """Whether no code of others runs before the update."""
         self.found_inf = found_inf
         """0-D fp32, on the device, if the host does not know yet whether the step is skipped."""
+        self.is_settled = False
+        """Whether the host has read what it reads of the sums in this step."""
         self.skipped = False
         self.grad_scale = 1.0
         """What gradients are still multiplied by."""

@@ -1,13 +1,14 @@
 """`StepReport`: loss, gradient norm, loss scale and learning rates of one optimizer step."""
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroamp.planning.mesh import is_first_rank
+from zeroamp.training.host_copy import HostCopy
 
 logger = logging.getLogger("zeroamp")
 
@@ -39,15 +40,25 @@ class StepReport:
     lr_values: tuple[float | torch.Tensor, ...] = ()
     """Learning rate of each param group in this step, a number or a tensor as in the optimizer."""
 
+    read: Callable[[], tuple[float, float]] | None = field(default=None, repr=False, compare=False)
+    """Returns loss and norm from a copy that was begun for another reason; None: there is none."""
+
     @property
     def loss(self) -> float:
         """The mean loss; waits for the device."""
-        return float(self.loss_tensor)
+        return float(self.loss_tensor) if self.read is None else self.read()[0]
 
     @property
     def grad_norm(self) -> float:
         """The gradient norm; waits for the device."""
-        return float(self.grad_norm_tensor)
+        return float(self.grad_norm_tensor) if self.read is None else self.read()[1]
+
+    def begin_read(self) -> Callable[[], tuple[float, float]]:
+        """Begin to copy loss and norm to the host. Return the function that waits for the copy and returns them."""
+        if self.read is not None:
+            return self.read
+        copy = HostCopy(torch.stack([self.loss_tensor.double(), self.grad_norm_tensor.double()]))
+        return lambda: (copy.values()[0], copy.values()[1])
 
     @property
     def lr(self) -> tuple[float, ...]:

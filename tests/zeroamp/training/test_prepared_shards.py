@@ -1,0 +1,126 @@
+"""The shards that an optimizer gets are prepared once, and again after each change of what they were prepared from."""
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import zeroamp
+from tests.models.small import batch, loss_of
+from tests.processes.training import config, full_parameters, same_bits, wrapped
+from zeroamp.training.prepared_shards import PreparedShards
+
+NAME = "llama_tied"
+
+
+def _unfreeze(_, model, __):
+    next(model.parameters()).requires_grad_(True)
+
+
+def _freeze(_, model, __):
+    list(model.parameters())[2].requires_grad_(False)
+
+
+def _load_optimizer(train, *_):
+    state = copy.deepcopy(train.optimizer.state_dict())
+    train.optimizer.load_state_dict(state)
+
+
+def _load_checkpoint(train, model, folder):
+    path = zeroamp.save_checkpoint(folder / "saved", model, train)
+    for parameter in model.parameters():
+        parameter.detach().to_local().add_(1.0)
+    zeroamp.load_checkpoint(path, model, train)
+
+
+def _load_model(_, model, __):
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+
+
+def _assign(_, model, __):
+    """Loading that replaces parameters' memory."""
+    for parameter in list(model.parameters())[:2]:
+        parameter.data = DTensor.from_local(
+            parameter.detach().to_local().clone(), parameter.device_mesh, parameter.placements, run_check=False
+        )
+
+
+def _add_group(train, model, __):
+    held = {id(p) for group in train.optimizer.param_groups for p in group["params"]}
+    others = [parameter for parameter in model.parameters() if id(parameter) not in held]
+    train.optimizer.add_param_group({"params": others, "lr": 1e-3})
+
+
+def _replace_a_value(train, *_):
+    state = train.optimizer.state
+    for values in list(state.values())[:2]:
+        values["exp_avg"] = torch.zeros_like(values["exp_avg"])
+
+
+def _replace_a_list(train, *_):
+    group = train.optimizer.param_groups[0]
+    group["params"] = list(reversed(group["params"]))
+
+
+def _forget_a_state(train, *_):
+    train.optimizer.state.pop(next(iter(train.optimizer.state)))
+
+
+CHANGES = {
+    "unfreezing": (_unfreeze, [5]),  # its state is made in step 4
+    "freezing": (_freeze, []),
+    "loading the optimizer": (_load_optimizer, [4]),
+    "loading a checkpoint": (_load_checkpoint, [4]),
+    "loading the model": (_load_model, []),
+    "assigning parameters": (_assign, []),
+    "a new param group": (_add_group, [4, 5]),
+    "another value in the state": (_replace_a_value, [4]),
+    "another order": (_replace_a_list, [4]),
+    "a state that was removed": (_forget_a_state, [4, 5]),
+}
+"""What changes after step 3, and the steps in which the shards are prepared again."""
+
+
+def _train(kind, folder, is_prepared_once):
+    model = wrapped(NAME, config(3, clip=1.0))
+    first, *others = model.parameters()
+    first.requires_grad_(kind != "unfreezing")
+    held = others[1:] if kind == "a new param group" else others
+    optimizer = torch.optim.AdamW([first, *held], lr=1e-2, weight_decay=0.1)
+    train = zeroamp.TrainStep(model, optimizer)
+    made, real = [], PreparedShards.__init__
+
+    def count(shards, *args, **kwargs):
+        made.append(index)
+        real(shards, *args, **kwargs)
+
+    patches = [mock.patch.object(PreparedShards, "__init__", count)]
+    if not is_prepared_once:
+        patches.append(mock.patch.object(PreparedShards, "is_current", return_value=False))
+    for patch in patches:
+        patch.start()
+    try:
+        for index in range(7):
+            train.backward(loss_of(model, batch(NAME, 2 * index + dist.get_rank())))
+            train.step()
+            if index == 3:
+                CHANGES[kind][0](train, model, folder)
+    finally:
+        for patch in patches:
+            patch.stop()
+    return full_parameters(model), made
+
+
+def _both(kind, folder):
+    return _train(kind, folder / "one", True), _train(kind, folder / "other", False)
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_change_is_seen_and_the_bits_are_those_of_shards_prepared_in_each_step(ranks2, kind, tmp_path):
+    for (once, made), (each, made_in_each) in ranks2.run(_both, kind, tmp_path):
+        assert same_bits(once, each) == []
+        assert made == [0, 1, *CHANGES[kind][1]], "the state was made in step 0"
+        assert set(made_in_each) == set(range(7))

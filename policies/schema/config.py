@@ -120,8 +120,8 @@ class ZeroampBlock(Block):
     skip_nonfinite_steps: Annotated[
         bool,
         Honoured(
-            "in every mode, skip the steps whose gradient norm is inf or nan, as float16 always does. Each step then "
-            "reads the norm on the host, before the update"
+            "in every mode, skip the steps whose gradient norm is inf or nan, as float16 always does. The host then "
+            "reads the norm in each step: with fused optimizers after the update has begun, else before it"
         ),
     ] = False
     shard_dim: Annotated[

@@ -8,7 +8,7 @@ shards are prepared again. What the optimizer left is compared in the same way, 
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, compress
 from operator import is_
@@ -56,6 +56,7 @@ class PreparedShards:
         self._objects = _objects(self._state)
         self._gradients: list[torch.Tensor | None] | None = None
         self._having: list[_Shown] = []  # those with a gradient
+        self._in_common: tuple[bool, set[torch.device]] | None = None  # of all shards
 
     def is_current(self) -> bool:
         """Return whether the optimizer has the parameters, the memory and the state that were prepared."""
@@ -110,9 +111,11 @@ class PreparedShards:
 
     def are_on(self, device: torch.device, *, with_state: bool) -> bool:
         """Return whether all shards with a gradient are on `device`, and have state if `with_state` asks for it."""
-        if with_state and not all(each.has_state for each in self._having):
-            return False
-        return {each.shard.device for each in self._having} <= {device}
+        if len(self._having) < len(self._shown):
+            have_state, devices = _in_common(self._having)
+        else:
+            have_state, devices = self._in_common = self._in_common or _in_common(self._shown)
+        return (have_state or not with_state) and devices <= {device}
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -149,6 +152,11 @@ class PreparedShards:
         own_shards = {id(each.shard) for each in self._shown}
         self._own_state.update({key: values for key, values in self._state.items() if id(key) not in own_shards})
         self._own_objects = []  # no step finds it the same
+
+
+def _in_common(shown: Sequence["_Shown"]) -> tuple[bool, set[torch.device]]:
+    """Return whether no step makes state for these shards, and their devices."""
+    return all(each.has_state for each in shown), {each.shard.device for each in shown}
 
 
 def _has_gradient(each: "_Shown") -> bool:

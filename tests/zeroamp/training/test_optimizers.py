@@ -110,3 +110,40 @@ def test_auto_values_are_filled_by_arguments():
     cfg = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}}
     optimizer = zeroamp.optimizer_from_config(cfg, [torch.nn.Parameter(torch.zeros(1))], lr=0.25, weight_decay=0.5)
     assert (optimizer.defaults["lr"], optimizer.defaults["weight_decay"]) == (0.25, 0.5)
+
+
+class _OnCuda(torch.Tensor):
+    """A tensor that says that it is on a CUDA device: what decides is the device alone."""
+
+    @property
+    def device(self):
+        return torch.device("cuda", 0)
+
+
+def _parameter(kind):
+    tensor = torch.zeros(2)
+    return nn.Parameter(tensor) if kind == "cpu" else tensor.as_subclass(_OnCuda).requires_grad_()
+
+
+@pytest.mark.parametrize(
+    ("devices", "params", "fused", "foreach"),
+    [
+        (("cuda", "cuda"), {}, True, None),
+        (("cuda", "cuda"), {"fused": False}, False, None),
+        (("cuda", "cuda"), {"foreach": True}, None, True),
+        (("cuda", "cpu"), {}, None, None),
+        (("cpu", "cpu"), {}, None, None),
+        (("cpu", "cpu"), {"fused": True}, True, None),
+    ],
+)
+def test_the_default_is_fused_where_all_parameters_are_on_cuda(devices, params, fused, foreach):
+    for kind in ("AdamW", "Adam", "SGD"):
+        held = [_parameter(device) for device in devices]
+        cfg = {"optimizer": {"type": kind, "params": {"lr": 0.1, **params}}}
+        for given in (held, iter(held), [{"params": held[:1]}, {"params": held[1:], "lr": 1.0}], _named(held)):
+            group = optimizer_from_config(cfg, given).param_groups[-1]
+            assert (group["fused"], group["foreach"]) == (fused, foreach)
+
+
+def _named(parameters):
+    return [(str(index), parameter) for index, parameter in enumerate(parameters)]

@@ -155,6 +155,7 @@ def _fails(kind, stage, fp16):
     factory, arguments = OPTIMIZERS[kind]
     optimizer = factory(model.parameters(), lr=1e-2, fused=True, **arguments)
     step = zeroamp.TrainStep(model, optimizer)
+    step.callbacks.agreement = step._agreement = None  # it finds that a rank failed, too
     raised, changed = "", []
     with Guards() as guards:
         for index in range(5):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import step_memory, step_time
+from benchmarks import step_memory, step_python, step_time
 from benchmarks.peers.engine import Engine, mean
 from benchmarks.peers.engines import VARIANTS
 from benchmarks.peers.model import SHAPES, Decoder
@@ -194,3 +194,9 @@ def test_a_record_has_the_command_and_every_round(tmp_path):
     assert {name: len(mine) for name, mine in values["rounds"].items()} == {"zeroamp 3": 3, "FSDP2 bf16 reshard": 3}
     assert values["not run"] == {"DDP autocast": "not with a fake process group"}
     assert values["versions"]["torch"] == torch.__version__
+
+
+def test_a_steps_python_is_split_at_the_sum_and_at_the_update():
+    spent = step_python.measure(12, step_python.MODES["fp16"], 2, fused=True)
+    assert tuple(spent) == step_python.PARTS
+    assert all(milliseconds > 0 for milliseconds in spent.values())

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from tests.measuring.collectives import Collectives
 from tests.measuring.sources import ROOT, python_files
-from zeroamp.hooks._torch import dispatch, gloo, optimizer, process_groups
+from zeroamp.hooks._torch import dispatch, dtensor, gloo, optimizer, process_groups
 from zeroamp.hooks._torch import fsdp as _fsdp
 
 FOLDER = ROOT / "hooks" / "_torch"
@@ -31,6 +31,7 @@ PRIVATE = {
         *("torch.utils._pytree", "_C", "_cdata", "_current_graph_task_id", "_execution_engine"),
         *("_is_profiler_enabled", "_will_engine_execute_node", "_ops", "_grouped_mm", "_unsafe_view", "_base"),
     },
+    "dtensor.py": {"_local_tensor", "_spec"},
     "fsdp.py": {
         *("torch.distributed._composable.contract", "torch.distributed._composable_state", "_module_state_mapping"),
         *("torch.distributed.fsdp._fully_shard._fsdp_api", "_get_fsdp_state", "_set_unshard_async_op"),
@@ -55,7 +56,7 @@ PRIVATE = {
     "optimizer.py": {
         *("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks", "_wrapped_by_lr_sched"),
         *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
-        *("_muon", "_zeropower_via_newtonschulz", "_adjust_lr"),
+        *("_muon", "_zeropower_via_newtonschulz", "_adjust_lr", "_step_supports_amp_scaling"),
     },
     "process_groups.py": {"_world"},
     "recovery.py": {
@@ -300,6 +301,42 @@ def test_the_names_of_optimizers_do_what_is_said_of_them():
     assert not optimizer.has_own_step(sgd)
     sgd.step = lambda: None
     assert optimizer.has_own_step(sgd)
+
+
+def test_fused_optimizers_say_that_they_take_found_inf():
+    """A step with `found_inf` 1 changes nothing, also not the count of steps."""
+    for cls, arguments in ((torch.optim.Adam, {}), (torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9})):
+        parameter = nn.Parameter(torch.ones(3))
+        assert not optimizer.takes_found_inf(cls([parameter], **arguments))
+        fused = cls([parameter], lr=0.5, fused=True, **arguments)
+        assert optimizer.takes_found_inf(fused)
+        seen = []
+        for flag in (0.0, 1.0, 0.0):
+            parameter.grad = torch.full((3,), 4.0)
+            with optimizer.guarded(fused, torch.tensor(flag), torch.tensor(2.0)):
+                fused.step()
+            seen.append([value.detach().clone() for value in (parameter, *fused.state[parameter].values())])
+        assert all(map(torch.equal, seen[0], seen[1]))
+        assert not torch.equal(seen[1][0], seen[2][0])
+        assert not hasattr(fused, "found_inf")
+
+
+def _spec_of_a_gradient():
+    """FSDP2 gives a parameter's gradient the layout object of the parameter."""
+    model = nn.Linear(4, 4)
+    fully_shard(model)
+    model(torch.ones(2, 4)).sum().backward()
+    parameters = list(model.parameters())
+    gradients = [parameter.grad for parameter in parameters]
+    shards = [parameter.detach().to_local() for parameter in parameters]
+    ours = list(dtensor.local_tensors(parameters))
+    same_memory = [own.data_ptr() == shard.data_ptr() for own, shard in zip(ours, shards, strict=True)]
+    shared = [a is b for a, b in zip(dtensor.layouts(parameters), dtensor.layouts(gradients), strict=True)]
+    return same_memory, shared, dtensor.local_parts([torch.ones(1), *parameters])[1:] == ours
+
+
+def test_the_names_of_dtensors_exist(ranks2):
+    assert ranks2.run(_spec_of_a_gradient) == [([True, True], [True, True], True)] * 2
 
 
 def test_muon_calls_one_function_per_param_group_with_the_arguments_known_here():

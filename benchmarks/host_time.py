@@ -2,10 +2,10 @@
 
     python -m benchmarks.host_time [--layers 32] [--rounds 100] [--out FOLDER]
 
-One process is rank 0 of --world-size fake ranks, whose collectives return at once. The shapes are tiny, so that the time
-is that of Python and of dispatching ops. ZeRO-3 with the default config. Each engine has a model of its own; a round
-takes one forward and one backward of each, in an order that rotates. Timed is the CPU time of the process, with the
-garbage collector off. `zeroamp`'s backward is `TrainStep.backward`. The optimizer step between two rounds is not timed.
+One process is rank 0 of --world-size fake ranks, whose collectives return at once. The shapes are tiny, so that the
+time is that of Python and of dispatching ops. ZeRO-3 with the default config. Each engine has a model of its own; a
+round takes one forward and one backward of each, in an order that rotates. Timed is the CPU time of the process, with
+the garbage collector off. zeroamp's backward is `TrainStep.backward`. The optimizer step of a round is not timed.
 
 FSDP2 has the units of zeroamp's plan. Where zeroamp has a model-wide group beside them, the head is one more unit of
 FSDP2. All engines then issue equally many all-gathers and reductions, which is checked.
@@ -285,10 +285,10 @@ def report(engines: dict[str, Engine], seconds: Seconds, layers: int) -> str:
     groups = {name: num_groups(engine) for name, engine in engines.items() if name.startswith("zeroamp")}
     return "\n\n".join(
         [
-            f"{layers} layers of width {shape_of(layers).width}, {BATCH} sequence of {LENGTH} tokens, ZeRO-3. Parameter "
-            f"groups: {', '.join(f'{name} {count}' for name, count in groups.items())}; FSDP2 as many.",
-            "CPU time of the process. Ratios to FSDP2 of the same mode: of the medians, and the median and quartiles of "
-            "the ratios of each round.",
+            f"{layers} layers of width {shape_of(layers).width}, {BATCH} sequence of {LENGTH} tokens, ZeRO-3. "
+            f"Parameter groups: {', '.join(f'{name} {count}' for name, count in groups.items())}; FSDP2 as many.",
+            "CPU time of the process. Ratios to FSDP2 of the same mode: of the medians, and the median and quartiles "
+            "of the ratios of each round.",
             record.markdown(time_rows(seconds)),
             "Hooks of a unit, and Python functions called per unit.",
             record.markdown(hook_rows(engines, layers)),
@@ -317,7 +317,8 @@ def main() -> None:
         check(engines)
         seconds = measure(engines, options.rounds)
         found = ", ".join(f"{name} {version}" for name, version in record.versions().items())
-        head = f"`{record.command('benchmarks.host_time')}`\n\n{record.hardware(CPU)}. {found}. {options.rounds} rounds."
+        command, hardware = record.command("benchmarks.host_time"), record.hardware(CPU)
+        head = f"`{command}`\n\n{hardware}. {found}. {options.rounds} rounds."
         body = f"{head}\n\n{report(engines, seconds, options.layers)}"
     print(body)
     if options.out is not None:

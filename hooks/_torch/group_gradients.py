@@ -77,6 +77,8 @@ class GroupGradients:
 
     def only_zeros(self) -> list[nn.Parameter]:
         """Return the sharded parameters whose gradients since `reset` are zeros of this class on this rank."""
+        if not self._completed:
+            return []
         return [self._group.fsdp_params[index].sharded_param for index in self._completed - self._used]
 
     def use(self, parameter: nn.Parameter) -> None:

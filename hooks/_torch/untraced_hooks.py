@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.utils.hooks import RemovableHandle
 
 from zeroamp.hooks._torch.dispatch import untraced
 from zeroamp.hooks._torch.fsdp import groups_of, units_of
@@ -31,12 +32,12 @@ def exclude_hooks_once(root: nn.Module) -> None:
         for group in groups_of(state):
             for name in OF_GROUP:
                 _replace(group, name)
-        hooks_of = {state._pre_forward_hook_handle: "_pre_forward", state._post_forward_hook_handle: "_post_forward"}
-        for handle, name in hooks_of.items():
-            for hooks in (unit._forward_pre_hooks, unit._forward_hooks):  # type: ignore[attr-defined]
-                # A unit of several modules has hooks of another kind, whose handle has no id.
-                if (number := getattr(handle, "id", None)) in hooks and name in vars(state):
-                    hooks[number] = getattr(state, name)
+        handles = {"_pre_forward": state._pre_forward_hook_handle, "_post_forward": state._post_forward_hook_handle}
+        for name, handle in handles.items():
+            # A unit of several modules has other hooks, behind a handle of several.
+            if name in vars(state) and isinstance(handle, RemovableHandle):
+                hooks: Any = handle.hooks_dict_ref()
+                hooks[handle.id] = getattr(state, name)  # in the place of FSDP2's
 
 
 def _replace(owner: Any, name: str) -> None:

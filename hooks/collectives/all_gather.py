@@ -50,6 +50,7 @@ class GroupAllGather(AllGather):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool
     ) -> dist.Work | None:
         issued = IssuedCollective("all_gather", output_tensor, self.group_name, group)
-        arguments = output_tensor, input_tensor, group, self.nodes, async_op
-        work = issue(all_gather_of_axis, issued, self.listeners, *arguments)
+        work = issue(
+            all_gather_of_axis, issued, self.listeners, output_tensor, input_tensor, group, self.nodes, async_op
+        )
         return work if work is None else NamedWork(work, issued, self.listeners)

@@ -1,0 +1,63 @@
+"""FSDP2's hooks are excluded from torch.compile once, and are the same otherwise."""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+
+from zeroamp.hooks._torch.untraced_hooks import OF_GROUP, OF_STATE, exclude_hooks_once
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(_fsdp_common, "_dynamo_disable"), reason="this torch excludes no hook in each call"
+)
+
+
+def _model(*, is_excluded_once):
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2,))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+    if is_excluded_once:
+        exclude_hooks_once(model)
+    return model
+
+
+def _runs():
+    """Return (names of a unit's hooks, how often FSDP2 made a function in a step, gradients), without and with it."""
+    found = []
+    for is_excluded_once in (False, True):
+        model = _model(is_excluded_once=is_excluded_once)
+        x = torch.arange(8.0).view(2, 4)
+        model(x).sum().backward()
+        with mock.patch.object(torch._dynamo, "disable", wraps=torch._dynamo.disable) as disable:
+            model(x).sum().backward()
+        hooks = [*model[1]._forward_pre_hooks.values(), *model[1]._forward_hooks.values()]
+        names = [hook.__name__ for hook in hooks]
+        gradients = [parameter.grad.to_local() for parameter in model.parameters()]
+        found.append((names, disable.call_count, gradients))
+    return found
+
+
+def test_fsdp2_makes_no_function_in_a_step(ranks2):
+    for (names, calls, gradients), (names_once, calls_once, gradients_once) in ranks2.run(_runs):
+        assert names_once == names == ["_pre_forward", "_post_forward"]
+        # Three hooks of each of three states, two of each of two groups, and the end of the backward, which is left.
+        assert (calls, calls_once) == (14, 1)
+        assert all(torch.equal(*pair) for pair in zip(gradients, gradients_once, strict=True))
+
+
+def _replaced():
+    model = _model(is_excluded_once=True)
+    state = model[1]._get_fsdp_state()
+    return [name for name in OF_STATE if name in vars(state)], [
+        name for name in OF_GROUP for group in state._fsdp_param_groups if name in vars(group)
+    ]
+
+
+def test_every_hook_is_found(ranks2):
+    assert ranks2.run(_replaced)[0] == ([*OF_STATE], [*OF_GROUP])

@@ -68,16 +68,16 @@ class SharedCasts:
         """Return the copy for a Linear's forward with these arguments. None: leave them. Call with autocast on."""
         if torch.compiler.is_compiling() or len(args) != 1:  # a compiler fuses the casts
             return None
-        tensor = args[0]
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype != torch.float32 or tensor.is_inference():
-            return None  # inference tensors have no version
-        requires_grad = tensor.requires_grad
-        # Autocast makes a copy for each reader; but of leaves one for all, as of weights.
-        if (requires_grad and tensor.is_leaf) or tensor.device.type != self._device_type:
+        tensor: Any = args[0]
+        of, copy = None if self._of is None else self._of(), self._copy
+        is_known = of is not None and of is tensor and copy is not None and self._version == of._version
+        if not is_known and not self._is_cast_by_autocast(tensor):
             return None
-        copy = self._copy
-        if copy is None or self._of is None or self._of() is not tensor or self._version != tensor._version:
-            low = tensor.to(torch.get_autocast_dtype(self._device_type))
+        requires_grad = tensor.requires_grad
+        if requires_grad and tensor.is_leaf:  # of leaves, autocast makes one copy for all readers, as of weights
+            return None
+        if copy is None or not is_known:
+            low: torch.Tensor = tensor.to(torch.get_autocast_dtype(self._device_type))
             self._of, self._version, self._copy = weakref.ref(tensor, self._forget), tensor._version, low.detach()
             return low
         if not (requires_grad and torch.is_grad_enabled()):
@@ -87,6 +87,15 @@ class SharedCasts:
             low.data = copy
             return low
         return cast(torch.Tensor, _Shared.apply(tensor, copy))  # type: ignore[no-untyped-call]
+
+    def _is_cast_by_autocast(self, value: Any) -> bool:
+        """Whether autocast casts an argument of a Linear, and it has a version. Those of inference mode have none."""
+        return (
+            isinstance(value, torch.Tensor)
+            and value.dtype == torch.float32
+            and value.device.type == self._device_type
+            and not value.is_inference()
+        )
 
     def _forget(self, of: weakref.ref[torch.Tensor]) -> None:
         if self._of is of:

@@ -17,7 +17,7 @@ from zeroamp.hooks._torch.fsdp import (
     timeout_of,
 )
 from zeroamp.hooks._torch.group_gradients import by_module, follow_gradients
-from zeroamp.hooks._torch.untraced_hooks import exclude_hooks_once
+from zeroamp.hooks._torch.shorter_hooks import shorten_hooks
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
 from zeroamp.hooks.collectives.reduce_scatter import ReceiveBuffers
 from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
@@ -47,7 +47,7 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     policy = state.plan.policy
     state.handles += cast_unit_inputs(model, state.plan)
     buffers = ReceiveBuffers()
-    exclude_hooks_once(model)
+    shorten_hooks(model)
     state.gradients = follow_gradients(model)
     gradients = by_module(state.gradients, model)
     for group in state.plan.groups:

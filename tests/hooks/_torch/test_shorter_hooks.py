@@ -1,5 +1,6 @@
-"""FSDP2's hooks are excluded from torch.compile once, and are the same otherwise."""
+"""FSDP2's hooks do once what they did in each call, and are the same otherwise."""
 
+import inspect
 from unittest import mock
 
 import pytest
@@ -9,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 
-from zeroamp.hooks._torch.untraced_hooks import OF_GROUP, OF_STATE, exclude_hooks_once
+from zeroamp.hooks._torch.shorter_hooks import OF_GROUP, OF_STATE, shorten_hooks
 
 pytestmark = pytest.mark.skipif(
     not hasattr(_fsdp_common, "_dynamo_disable"), reason="this torch excludes no hook in each call"
@@ -23,31 +24,38 @@ def _model(*, is_excluded_once):
     for module in (*model, model):
         fully_shard(module, mesh=mesh)
     if is_excluded_once:
-        exclude_hooks_once(model)
+        shorten_hooks(model)
     return model
 
 
 def _runs():
-    """Return (names of a unit's hooks, how often FSDP2 made a function in a step, gradients), without and with it."""
+    """Return (names of a unit's hooks, functions that FSDP2 made, signatures, gradients), without and with it."""
     found = []
     for is_excluded_once in (False, True):
         model = _model(is_excluded_once=is_excluded_once)
         x = torch.arange(8.0).view(2, 4)
         model(x).sum().backward()
-        with mock.patch.object(torch._dynamo, "disable", wraps=torch._dynamo.disable) as disable:
-            model(x).sum().backward()
+        with (
+            mock.patch.object(torch._dynamo, "disable", wraps=torch._dynamo.disable) as disable,
+            mock.patch.object(inspect, "signature", wraps=inspect.signature) as signature,
+        ):
+            model(x.requires_grad_()).sum().backward()
         hooks = [*model[1]._forward_pre_hooks.values(), *model[1]._forward_hooks.values()]
         names = [hook.__name__ for hook in hooks]
         gradients = [parameter.grad.to_local() for parameter in model.parameters()]
-        found.append((names, disable.call_count, gradients))
+        gradients.append(x.grad)
+        found.append((names, disable.call_count, signature.call_count, gradients))
     return found
 
 
-def test_fsdp2_makes_no_function_in_a_step(ranks2):
-    for (names, calls, gradients), (names_once, calls_once, gradients_once) in ranks2.run(_runs):
+def test_a_step_makes_no_function_and_inspects_no_signature(ranks2):
+    for before, after in ranks2.run(_runs):
+        names, calls, signatures, gradients = before
+        names_once, calls_once, signatures_once, gradients_once = after
         assert names_once == names == ["_pre_forward", "_post_forward"]
         # Three hooks of each of three states, two of each of two groups, and the end of the backward, which is left.
         assert (calls, calls_once) == (14, 1)
+        assert (signatures, signatures_once) == (2, 0)
         assert all(torch.equal(*pair) for pair in zip(gradients, gradients_once, strict=True))
 
 

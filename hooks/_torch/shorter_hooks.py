@@ -1,4 +1,6 @@
-"""What FSDP2's own hooks do again in each call, done once. Torch 2.13 and 2.15; 2.11 does nothing of it.
+"""What FSDP2's own hooks do again in each call, done once.
+
+Torch 2.13 does both of the following in each call, 2.15 the first only, 2.11 neither.
 
 [Note: Functions made in each call]
 Each call of an FSDP2 hook makes another function that `torch.compile` does not trace, and calls that. Making it takes
@@ -8,7 +10,7 @@ the host about 3 microseconds: five times per unit in a forward and a backward. 
 The function of autograd that starts a group's reduction has a `setup_context`. `torch.autograd.Function.apply` then
 inspects the signature of its `forward` in each call, to fill in default arguments. It has none. The inspection takes
 about 10 microseconds per unit and forward. `_PostBackward.apply` leaves it out, except inside of transforms of
-`torch.func`, where torch goes another way.
+`torch.func`, where torch goes another way. From torch 2.15 on, `apply` is C++ that asks for the signature itself.
 """
 
 from collections.abc import Callable
@@ -70,9 +72,10 @@ def _inspect_no_signature(group: Any) -> None:
 
 @cache
 def _with_our_function(method: FunctionType) -> FunctionType | None:
-    """Return FSDP2's method with `_PostBackward` in the place of its function; None if that has no `setup_context`."""
+    """Return FSDP2's method with `_PostBackward` in the place of its function; None if no signature is left out."""
     function = _fsdp_param_group.RegisterPostBackwardFunction
-    if "setup_context" not in vars(function):
+    is_python = isinstance(vars(torch.autograd.Function).get("apply"), classmethod)
+    if not is_python or "setup_context" not in vars(function):
         return None
 
     class _PostBackward(function):  # type: ignore[misc, valid-type]

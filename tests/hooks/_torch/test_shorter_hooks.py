@@ -55,7 +55,8 @@ def test_a_step_makes_no_function_and_inspects_no_signature(ranks2):
         assert names_once == names == ["_pre_forward", "_post_forward"]
         # Three hooks of each of three states, two of each of two groups, and the end of the backward, which is left.
         assert (calls, calls_once) == (14, 1)
-        assert (signatures, signatures_once) == (2, 0)
+        is_python = isinstance(vars(torch.autograd.Function)["apply"], classmethod)  # not from torch 2.15 on
+        assert (signatures, signatures_once) == (2, 0 if is_python else 2)
         assert all(torch.equal(*pair) for pair in zip(gradients, gradients_once, strict=True))
 
 

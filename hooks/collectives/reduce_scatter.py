@@ -67,7 +67,7 @@ class ReceiveBuffers:
             buffer = None
             self._buffers.pop(key, None)
             self._buffers[key] = buffer = torch.empty_like(tensor)
-        return buffer[: tensor.numel()]
+        return buffer if buffer.numel() == tensor.numel() else buffer[: tensor.numel()]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

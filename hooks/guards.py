@@ -16,10 +16,16 @@ from zeroamp.hooks.tensors import tensors_in
 from zeroamp.policies.errors import PrecisionError, StepError, WrapError
 
 
-def attach_safe_module_guard(module: nn.Module, fqn: str, device_type: str) -> RemovableHandle:
-    """Raise before a forward of a safe module outside autocast, where it would compute in low precision unasked."""
+def attach_safe_module_guard(
+    module: nn.Module, fqn: str, device_type: str, cast: Callable[[tuple[Any, ...]], Any] | None = None
+) -> RemovableHandle:
+    """Raise before a forward of a safe module outside autocast, where it would compute in low precision unasked.
 
-    def check(module: nn.Module, _args: Any) -> None:
+    `cast` takes the positional arguments and returns what a forward pre-hook does: None leaves them. It shares the
+    guard's hook, because each hook of each Linear takes the host time.
+    """
+
+    def check(module: nn.Module, args: tuple[Any, ...]) -> Any:
         if not torch.is_autocast_enabled(device_type):
             raise PrecisionError(
                 f"{fqn} (a {type(module).__name__}) ran with autocast off, but its parameters are all-gathered in "
@@ -28,6 +34,7 @@ def attach_safe_module_guard(module: nn.Module, fqn: str, device_type: str) -> R
                 "model switches autocast off, leave its class out of torch_autocast.lower_precision_safe_modules, or "
                 "set gather fp32 for it in zeroamp.overrides: its parameters then stay fp32."
             )
+        return None if cast is None else cast(args)
 
     return module.register_forward_pre_hook(check)
 

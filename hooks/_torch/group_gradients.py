@@ -77,6 +77,8 @@ class GroupGradients:
 
     def only_zeros(self) -> list[nn.Parameter]:
         """Return the sharded parameters whose gradients since `reset` are zeros of this class on this rank."""
+        if not self._completed:
+            return []
         return [self._group.fsdp_params[index].sharded_param for index in self._completed - self._used]
 
     def use(self, parameter: nn.Parameter) -> None:
@@ -186,27 +188,38 @@ class GroupGradients:
         of the sharded one only.
         """
         for index, parameter in enumerate(self._group.fsdp_params):
-            unsharded = getattr(parameter, "_unsharded_param", parameter.sharded_param)
-            trained = self._trains[index]
-            if not (parameter.sharded_param.requires_grad == unsharded.requires_grad == trained):
+            sharded, trained = parameter.sharded_param, self._trains[index]
+            unsharded = getattr(parameter, "_unsharded_param", sharded)
+            if sharded.requires_grad is not trained or unsharded.requires_grad is not trained:
                 self._trains[index] = not trained
-                for form in (parameter.sharded_param, unsharded):
+                for form in (sharded, unsharded):
                     form.requires_grad_(not trained)
 
     def _post_backward(self, *unused: Any) -> Any:
         group = self._group
-        if not all(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params):
-            return None  # never unsharded: the unit has not run yet. FSDP2 fails on it if the backward does not reduce
+        used, has_sums, lacks_gradient = [], False, False
+        for index, parameter in enumerate(group.fsdp_params):  # one loop: runs for each unit of each backward
+            unsharded = getattr(parameter, "_unsharded_param", None)
+            if unsharded is None:
+                return None  # the unit has not run yet. FSDP2 fails on it if the backward does not reduce
+            if parameter.unsharded_accumulated_grad is not None:
+                has_sums = True
+                used.append(index)
+            elif unsharded.grad is not None:
+                used.append(index)
+            elif unsharded.requires_grad:
+                lacks_gradient = True
         ran = self._num_forwards > 0
         self._num_forwards = 0 if self._reduces_once else self._num_forwards - ran
-        used = [index for index, parameter in enumerate(group.fsdp_params) if _has_gradient(parameter)]
         self._used.update(used)
         if not group.reduce_grads:
             self._is_pending |= ran or bool(used)
         elif ran or used or self._is_pending or self._is_last_with_partial_sums:
             self._is_pending = False
-            self._completed.update(_complete(group.fsdp_params))
-            self._in_reduction = [i for i, parameter in enumerate(group.fsdp_params) if _has_gradient(parameter)]
+            if has_sums or lacks_gradient:  # else each that is trained has its gradient, and of one dtype
+                self._completed.update(_complete(group.fsdp_params))
+                used = [i for i, parameter in enumerate(group.fsdp_params) if _has_gradient(parameter)]
+            self._in_reduction = used
         return self._post_backward_of_fsdp(*unused)
 
 

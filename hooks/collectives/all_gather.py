@@ -31,7 +31,7 @@ class GroupAllGather(AllGather):
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an empty 1-D tensor for the unsharded group."""
-        return torch.empty(math.prod(int(length) for length in size), dtype=dtype, device=device)
+        return torch.empty(math.prod(map(int, size)), dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -41,11 +41,16 @@ class GroupAllGather(AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """All-gather `input_tensor` (this rank's shards) into `output_tensor` (all ranks')."""
+        if not self.ranges.is_active:
+            return self._issue(output_tensor, input_tensor, group, async_op)
         with self.ranges.inside("all_gather", f"{self.group_name} {short_name(output_tensor.dtype)}"):
-            issued = IssuedCollective("all_gather", output_tensor, self.group_name, group)
-            work = issue(
-                lambda: all_gather_of_axis(output_tensor, input_tensor, group, self.nodes, async_op=async_op),
-                issued,
-                self.listeners,
-            )
+            return self._issue(output_tensor, input_tensor, group, async_op)
+
+    def _issue(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+    ) -> dist.Work | None:
+        issued = IssuedCollective("all_gather", output_tensor, self.group_name, group)
+        work = issue(
+            all_gather_of_axis, issued, self.listeners, output_tensor, input_tensor, group, self.nodes, async_op
+        )
         return work if work is None else NamedWork(work, issued, self.listeners)

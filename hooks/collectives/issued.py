@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from zlib import crc32
 
 import torch
@@ -78,14 +78,16 @@ class IssuedInStep:
         self.num_backwards, self.order, self.calls = 0, 0, {}
 
 
-def issue(call: Callable[[], T], issued: IssuedCollective, listeners: Sequence[CollectiveListener]) -> T:
-    """Run `call`, which issues one collective, and notify the listeners of it.
+def issue(
+    call: Callable[..., T], issued: IssuedCollective, listeners: Sequence[CollectiveListener], *arguments: Any
+) -> T:
+    """Run `call` with the arguments, which issues one collective, and notify the listeners of it.
 
     Raises:
         PeerError: the backend ended the collective. See `peer_lost`.
     """
     try:
-        result = call()
+        result = call(*arguments)
     except RuntimeError as error:
         raise peer_lost(error, issued, listeners) from error
     notify(listeners, issued)

@@ -99,7 +99,6 @@ def all_gather_of_axis(
     input: torch.Tensor,
     group: dist.ProcessGroup,
     nodes: Nodes | None,
-    *,
     async_op: bool = False,
 ) -> dist.Work | None:
     """All-gather over `group`: in two levels if `nodes` is given and has as many ranks as the group, else flat."""

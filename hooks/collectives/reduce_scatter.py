@@ -35,6 +35,8 @@ from zeroamp.hooks.collectives.tree_sum import tree_sum
 from zeroamp.hooks.observers.ranges import OpenRange, Ranges
 from zeroamp.policies.dtypes import short_name
 
+_SUM, _AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+
 
 @dataclass(slots=True)
 class ReceiveBuffers:
@@ -65,7 +67,7 @@ class ReceiveBuffers:
             buffer = None
             self._buffers.pop(key, None)
             self._buffers[key] = buffer = torch.empty_like(tensor)
-        return buffer[: tensor.numel()]
+        return buffer if buffer.numel() == tensor.numel() else buffer[: tensor.numel()]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -123,21 +125,24 @@ class GroupReduceScatter(ReduceScatter):
         `dtype` is FSDP2's `reduce_dtype`, in which unsharded gradients accumulate. It is not used here.
         """
         del dtype
-        numel = math.prod(int(length) for length in size)
-        is_output = self._pending_input == (backward_id(), numel * self.world_size)
+        numel = math.prod(map(int, size))
+        backward = backward_id()
+        is_output = self._pending_input == (backward, numel * self.world_size)
         self._pending_input = None  # also where what follows raises
         if is_output:
-            self.ranges.close(self._cast)
+            if self._cast is not None:
+                self.ranges.close(self._cast)
             if self.world_size == 1:  # no reduction over shards comes: FSDP2 copies
                 self._begin_all_reduce()
-        else:
-            if not self.shares_buffers:
-                self.buffers.release()
+            return torch.empty(numel, dtype=self.reduce_dtype, device=device)
+        if not self.shares_buffers:
+            self.buffers.release()
+        self._cast = None
+        if self.ranges.is_active:
             self._cast = self.ranges.open("cast", f"{self.group_name} -> {short_name(self.communication_dtype)}")
-        tensor = torch.empty(numel, dtype=self.reduce_dtype if is_output else self.communication_dtype, device=device)
-        if not is_output:
-            self._pending_input = backward_id(), numel
-            self._input = tensor if self.world_size == 1 and self.replicas is not None else None
+        tensor = torch.empty(numel, dtype=self.communication_dtype, device=device)
+        self._pending_input = backward, numel
+        self._input = tensor if self.world_size == 1 and self.replicas is not None else None
         return tensor
 
     def __call__(
@@ -151,19 +156,34 @@ class GroupReduceScatter(ReduceScatter):
         """Reduce `input_tensor` (unsharded, communication dtype) into `output_tensor` (this rank's shard)."""
         if async_op:
             raise AssertionError("expected FSDP2 to reduce on its own stream, got async_op=True")
-        divide_by: float = 1 if op == dist.ReduceOp.SUM else group.size()
-        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        divide_by: float = 1
+        if op is _AVG or op == _AVG:  # FSDP2 passes the same object, and comparing ops by value takes microseconds
+            divide_by = group.size()
+        elif op != _SUM:
             factor = self.divide_factor()  # see [Note: Divide factor]
             if factor is None:
                 raise AssertionError(f"expected SUM, AVG or a divide factor, got {op}")
-            op, divide_by = dist.ReduceOp.SUM, factor
+            op, divide_by = _SUM, factor
+        if not self.ranges.is_active:
+            self._reduce(output_tensor, input_tensor, group, op, divide_by)
+            return
         sent, total = short_name(self.communication_dtype), short_name(output_tensor.dtype)
         with self.ranges.inside("reduce_scatter", f"{self.group_name} {sent}, sum {total}"):
-            if self.collective == "all_to_all":
-                self._sum(output_tensor, input_tensor, group, 1 if self.replicas is not None else divide_by)
-            else:
-                self._reduce_scatter(output_tensor, input_tensor, group, op, divide_by)
+            self._reduce(output_tensor, input_tensor, group, op, divide_by)
         self._begin_all_reduce()
+
+    def _reduce(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        divide_by: float,
+    ) -> None:
+        if self.collective == "all_to_all":
+            self._sum(output_tensor, input_tensor, group, 1 if self.replicas is not None else divide_by)
+        else:
+            self._reduce_scatter(output_tensor, input_tensor, group, op, divide_by)
 
     def end_all_reduce(self) -> None:
         """Note that the all-reduce over replicas was issued, which is FSDP2's own and follows the call."""
@@ -197,7 +217,10 @@ class GroupReduceScatter(ReduceScatter):
     ) -> None:
         received = self.buffers.like(input_tensor) if self.shares_buffers else torch.empty_like(input_tensor)
         issued = IssuedCollective("all_to_all", input_tensor, self.group_name, group)
-        rows = issue(lambda: exchange(input_tensor, received, group, self.nodes), issued, self.listeners)
+        rows = issue(exchange, issued, self.listeners, input_tensor, received, group, self.nodes)
+        if not self.ranges.is_active:
+            tree_sum(rows, output_tensor, divide_by)
+            return
         with self.ranges.inside("sum", f"{self.group_name} -> fp32"):
             tree_sum(rows, output_tensor, divide_by)
 
@@ -219,7 +242,7 @@ class GroupReduceScatter(ReduceScatter):
             reduced = torch.empty_like(output_tensor, dtype=input_tensor.dtype)
         op = dist.ReduceOp.SUM if divides_here else op
         issued = IssuedCollective("reduce_scatter", input_tensor, self.group_name, group, op)
-        issue(lambda: reduce_scatter(reduced, input_tensor, group, op), issued, self.listeners)
+        issue(reduce_scatter, issued, self.listeners, reduced, input_tensor, group, op)
         if reduced is not output_tensor:
             output_tensor.copy_(reduced)
         if divides_here and divide_by != 1:

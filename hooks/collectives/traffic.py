@@ -71,20 +71,43 @@ class Traffic:
     """
 
     enabled: bool = True
-    calls: Counter[TrafficKey] = field(default_factory=Counter)
-    num_bytes: Counter[TrafficKey] = field(default_factory=Counter)
+    _calls: Counter[TrafficKey] = field(default_factory=Counter)
+    _num_bytes: Counter[TrafficKey] = field(default_factory=Counter)
+    _seen: dict[tuple[Collective, torch.dtype, str, int], int] = field(default_factory=dict)
+    """Collective, dtype, group and elements -> calls that are not in the two counters yet. A training step counts here,
+    because the host may bound it; who reads sorts them out."""
+
+    @property
+    def calls(self) -> Counter[TrafficKey]:
+        """Number of calls."""
+        self._sort_out()
+        return self._calls
+
+    @property
+    def num_bytes(self) -> Counter[TrafficKey]:
+        """Bytes of the unsharded tensors."""
+        self._sort_out()
+        return self._num_bytes
 
     def on_collective(self, issued: IssuedCollective) -> None:
         """Add one call and the bytes of its tensor."""
         if self.enabled:
-            key = TrafficKey(issued.collective, issued.tensor.dtype, issued.group_name)
-            self.calls[key] += 1
-            self.num_bytes[key] += issued.tensor.nbytes
+            collective, tensor, group_name, _, _ = issued
+            seen = collective, tensor.dtype, group_name, tensor.numel()
+            self._seen[seen] = self._seen.get(seen, 0) + 1
+
+    def _sort_out(self) -> None:
+        for (collective, dtype, group_name, numel), calls in self._seen.items():
+            key = TrafficKey(collective, dtype, group_name)
+            self._calls[key] += calls
+            self._num_bytes[key] += calls * numel * dtype.itemsize
+        self._seen.clear()
 
     def reset(self) -> None:
         """Start again from zero."""
-        self.calls.clear()
-        self.num_bytes.clear()
+        self._seen.clear()
+        self._calls.clear()
+        self._num_bytes.clear()
 
     def by_dtype(self) -> dict[tuple[Collective, torch.dtype], tuple[int, int]]:
         """Return (calls, bytes) per collective and dtype, all groups together."""

@@ -66,6 +66,12 @@ def _loop(rows: torch.Tensor, output: torch.Tensor, divide_by: float, block: int
     # CUDA multiplies by the inverse of a divisor on the host. It divides by a divisor on the device.
     divisor = divide_by if on_cpu else torch.full((), divide_by, dtype=torch.float32, device=rows.device)
     num_temporaries = max(0, (num_rows - 1).bit_length() - 1)
+    if num_temporaries == 0 and numel <= block:  # two rows of a small unit: slicing would take longer than adding
+        launches = _add(rows.unbind(), [output])
+        if divide_by != 1:
+            output.div_(divisor)
+            launches += 1
+        return 0 if on_cpu else launches
     temporaries = torch.empty((num_temporaries, min(block, numel)), dtype=torch.float32, device=rows.device)
     launches = 0
     for begin in range(0, numel, block):

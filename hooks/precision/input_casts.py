@@ -20,14 +20,19 @@ def cast_inputs(dtype: torch.dtype) -> PreForward:
     Register the hook after FSDP2's own pre-hook, which moves the root's inputs to the device. The hook casts tensors in
     the same containers as FSDP2 does, dataclasses included.
     """
-    cast = partial(_cast, dtype)
+    in_container = partial(_cast, dtype)
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):  # most inputs of a unit: without torch's walk, which takes as long as casts
+            return _cast(dtype, value)
+        return value if value is None else map_tensors(in_container, value)
 
     @untraced
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return map_tensors(cast, args), map_tensors(cast, kwargs)
+        return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
 
     return before
 
 
 def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+    return tensor.to(dtype) if tensor.dtype != dtype and tensor.is_floating_point() else tensor

@@ -161,10 +161,11 @@ class MicroBatches:
         """
         stage = self._state.plan.policy.stage
         self._root.set_is_last_backward(is_last)
-        self._root.set_requires_gradient_sync(is_last or stage >= 2)
+        for unit in self.units:  # not recursively, which would walk through all modules twice
+            unit.set_requires_gradient_sync(is_last or stage >= 2, recurse=False)
+            unit.set_reshard_after_backward(is_last or stage == 3, recurse=False)
         for switch in self._state.replica_switches:
             switch(is_last)
-        self._root.set_reshard_after_backward(is_last or stage == 3)
         for group in self._state.plan.groups:
             if group.kind == "model-wide":
                 self._state.holders[group.name].set_reshard_after_backward(is_last, recurse=False)

@@ -17,6 +17,7 @@ from zeroamp.hooks._torch.fsdp import (
     timeout_of,
 )
 from zeroamp.hooks._torch.group_gradients import by_module, follow_gradients
+from zeroamp.hooks._torch.shorter_hooks import shorten_hooks
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
 from zeroamp.hooks.collectives.reduce_scatter import ReceiveBuffers
 from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
@@ -46,6 +47,7 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     policy = state.plan.policy
     state.handles += cast_unit_inputs(model, state.plan)
     buffers = ReceiveBuffers()
+    shorten_hooks(model)
     state.gradients = follow_gradients(model)
     gradients = by_module(state.gradients, model)
     for group in state.plan.groups:
@@ -76,8 +78,7 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     for module in state.plan.fp32_regions.modules_of(model):
         state.fp32_regions.append(Fp32Region(module, state.mesh.device_type, output_dtype))
     if policy.mode == "autocast":
-        _guard_safe_modules(model, state)
-        state.handles += share_casts(model, state.plan, state.mesh.device_type)
+        state.handles += _guard_safe_modules(model, state)
         state.handles += cast_in_recomputation(model, state.plan)
     if (dtype := sharded_accumulation(policy)) != torch.float32:
         state.shard_accumulator = ShardAccumulator(dtype, state.mesh.device_type)
@@ -165,15 +166,22 @@ def _guard_calls_from_outside(model: nn.Module, plan: Plan) -> Iterator[Removabl
         yield attach_sharded_guard(model, fqn, name)
 
 
-def _guard_safe_modules(model: nn.Module, state: WrapState) -> None:
+def _guard_safe_modules(model: nn.Module, state: WrapState) -> Iterator[RemovableHandle]:
+    """Guard the safe modules, and let Linears among them share casts: in one hook of each module that has both."""
+    casts = SharedCasts(state.mesh.device_type)
+    sharing = set(linears_that_share(model, state.plan))
     low = [param for param in state.plan.params if param.dtypes.param != param.dtypes.stored]
     # A traced run that found a parameter safe may have found it outside autocast, cast by the model itself.
     is_auto = state.plan.policy.lower_precision_safe_modules == "auto"
     classes = resolve_safe_classes(DEFAULT_SAFE_MODULES, model) if is_auto else (nn.Module,)
     for fqn in sorted({owner for param in low for owner in param.owner_fqns}):
-        if not isinstance(model.get_submodule(fqn), classes):
-            continue
-        state.handles.append(attach_safe_module_guard(model.get_submodule(fqn), fqn, state.mesh.device_type))
+        module = model.get_submodule(fqn)
+        if isinstance(module, classes):
+            cast_input = casts.cast if module in sharing else None
+            yield attach_safe_module_guard(module, fqn, state.mesh.device_type, cast_input)
+            sharing.discard(cast(nn.Linear, module))
+    for linear in sharing:
+        yield casts.attach(linear)
 
 
 def cast_unit_inputs(model: nn.Module, plan: Plan) -> list[RemovableHandle]:
@@ -204,13 +212,19 @@ def share_casts(model: nn.Module, plan: Plan, device_type: str) -> list[Removabl
 
     Modules of the plan that the model does not have are left out.
     """
+    casts = SharedCasts(device_type)
+    return [casts.attach(linear) for linear in linears_that_share(model, plan)]
+
+
+def linears_that_share(model: nn.Module, plan: Plan) -> Iterator[nn.Linear]:
+    """Yield the safe Linears that share casts, see `share_casts`."""
     if plan.policy.mode != "autocast" or not plan.policy.share_casts:
-        return []
+        return
     modules = dict(model.named_modules())
     safe: dict[str, dict[str, nn.Module]] = {}  # unit -> its modules, each once
     for param in plan.params:
         if param.dtypes.param != param.dtypes.stored:
             found = {fqn: modules[fqn] for fqn in param.owner_fqns if fqn in modules}
             safe.setdefault(param.unit, {}).update(found)
-    casts = SharedCasts(device_type)
-    return [casts.attach(linear) for unit in safe.values() for linear in linears_that_may_share(unit.values())]
+    for unit in safe.values():
+        yield from linears_that_may_share(unit.values())

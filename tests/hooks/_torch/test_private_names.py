@@ -61,6 +61,7 @@ PRIVATE = {
     "recovery.py": {
         *("_get_fsdp_state", "_all_gather_result", "_state_ctx", "_comm_ctx", "_reset_iter_state", "_training_state"),
         *("_post_forward_indices", "_partial_reduce_output", "_all_reduce_state", "_post_reduce_event"),
+        "_device_handle",
     },
 }
 """File of `hooks/_torch` -> the names in it that begin with an underscore, or the module of one that is imported."""
@@ -72,6 +73,7 @@ OF_PRIVATE_CLASSES = {
     *("pre_forward", "reduce_grads", "all_reduce_grads"),
     *("post_forward_mesh_info", "shard_mesh_dim", "shard_mesh_size", "fsdp_placement"),
     *("sharded_size", "contiguous_sharded_stride"),
+    *("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream"),
     *("all_states", "iter_forward_root", "post_backward_final_callback_queued", "gradient_divide_factor"),
 }
 """Names of FSDP2's private classes that begin with none."""

@@ -44,6 +44,7 @@ from zeroamp.wrapping.checks import (
     check_torch,
     description_of,
 )
+from zeroamp.wrapping.connect import connect_ranks
 from zeroamp.wrapping.materialize import cast_buffers, materialize_model
 from zeroamp.wrapping.nodes import nodes_of_mesh
 from zeroamp.wrapping.rank_agreement import Description, run_alike
@@ -139,6 +140,7 @@ def wrap_model(
     state = WrapState(root=model, plan=plan, mesh=mesh, world=world, traffic=traffic, ranges=ranges, holders=holders)
     state.nodes = nodes_of_mesh(policy, mesh, world)
     attach_hooks(model, state)
+    connect_ranks(model, state)
     record_state(model, state)
     if is_first_rank(mesh):
         _log_summary(state, name, time.perf_counter() - begin)

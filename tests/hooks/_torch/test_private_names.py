@@ -52,6 +52,7 @@ PRIVATE = {
         *("_get_fsdp_state", "_unsharded_param", "_partial_reduce_output", "_register_post_backward_hook"),
         "_set_unsharded_grad_dtypes",
     },
+    "mesh_groups.py": {"_get_fsdp_state"},
     "optimizer.py": {
         *("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks", "_wrapped_by_lr_sched"),
         *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),

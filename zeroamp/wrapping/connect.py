@@ -1,12 +1,12 @@
 """Lets NCCL connect the ranks while a model is wrapped, and not in the middle of the first backward.
 
 [Note: When NCCL connects]
-NCCL connects ranks, and takes memory for that, at the first collective of a kind on a process group. It takes the memory
-from the driver, not from torch's allocator. An all-to-all takes the most: buffers for each other rank of the node, 3.3
-GB on 8 x H100 (https://github.com/NVIDIA/nccl/issues/1685). In the middle of the first backward torch's allocator may
-have taken that memory already. Then NCCL fails with an error that is no OutOfMemoryError, and the process group is lost.
-So each kind of collective runs once, with one element per rank, on each process group that training uses it on. The
-number of channels to a rank, and with it the memory, does not depend on the size of the call.
+NCCL connects ranks, and takes memory for that, at the first collective of a kind on a process group. It takes the
+memory from the driver, not from torch's allocator. An all-to-all takes the most: buffers for each other rank of the
+node, 3.3 GB on 8 x H100 (https://github.com/NVIDIA/nccl/issues/1685). In the middle of the first backward torch's
+allocator may have taken that memory already. Then NCCL fails with an error that is no OutOfMemoryError, and the process
+group is lost. So each kind of collective runs once, with one element per rank, on each process group that training uses
+it on. The first send to a rank connects all channels to it, however small it is (NCCL, `src/enqueue.cc`).
 
 NCCL may choose other algorithms, with buffers of their own, for larger calls (NVLS). These are not allocated here.
 """

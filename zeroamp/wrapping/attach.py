@@ -17,6 +17,7 @@ from zeroamp.hooks._torch.fsdp import (
     timeout_of,
 )
 from zeroamp.hooks._torch.group_gradients import by_module, follow_gradients
+from zeroamp.hooks._torch.offload import after_each_reduction
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
 from zeroamp.hooks.collectives.reduce_scatter import ReceiveBuffers
 from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
@@ -30,6 +31,7 @@ from zeroamp.hooks.precision.recomputed_casts import CastsInRecomputation
 from zeroamp.hooks.precision.shared_casts import SharedCasts, linears_that_may_share
 from zeroamp.hooks.root_forward import reshard_after_no_grad
 from zeroamp.hooks.typed_groups import attach_typed_group
+from zeroamp.planning.mesh import shard_device
 from zeroamp.planning.parameter_uses import modules_around
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.accumulation import sharded_accumulation
@@ -81,6 +83,8 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
         state.handles += cast_in_recomputation(model, state.plan)
     if (dtype := sharded_accumulation(policy)) != torch.float32:
         state.shard_accumulator = ShardAccumulator(dtype, state.mesh.device_type)
+        if shard_device(policy, state.mesh).type != state.mesh.device_type:
+            after_each_reduction(model, state.shard_accumulator.take)
 
 
 def _separates_reductions(state: WrapState) -> bool:

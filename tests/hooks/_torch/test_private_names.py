@@ -53,6 +53,7 @@ PRIVATE = {
         "_set_unsharded_grad_dtypes",
     },
     "mesh_groups.py": {"_get_fsdp_state"},
+    "offload.py": {"_get_fsdp_state", "_post_reduce_event"},
     "optimizer.py": {
         *("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks", "_wrapped_by_lr_sched"),
         *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),

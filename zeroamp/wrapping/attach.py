@@ -24,7 +24,7 @@ from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
 from zeroamp.hooks.guards import BackwardGuard, attach_safe_module_guard, attach_sharded_guard
 from zeroamp.hooks.observers.ranges import UnitRanges
 from zeroamp.hooks.own_units import OwnUnit
-from zeroamp.hooks.precision.autocast import enter_autocast, refuse_autocast, warn_of_other_autocast
+from zeroamp.hooks.precision.autocast import enter_autocast, forget_casts, refuse_autocast, warn_of_other_autocast
 from zeroamp.hooks.precision.fp32_regions import Fp32Region
 from zeroamp.hooks.precision.input_casts import cast_inputs
 from zeroamp.hooks.precision.recomputed_casts import CastsInRecomputation
@@ -99,6 +99,7 @@ def _attach_root_forward(model: nn.Module, state: WrapState) -> None:
     """Fill the list of what runs around the root's forward, and register it."""
     policy, forward, device_type = state.plan.policy, state.root_forward, state.mesh.device_type
     forward.add("reshard", reshard_after_no_grad(model))
+    forward.add("outer autocast", forget_casts)
     if policy.mode == "autocast":
         forward.add("outer autocast", warn_of_other_autocast(device_type, policy.gather_dtype))
         forward.add("autocast", enter_autocast(device_type, policy.gather_dtype, policy.autocast_ops))

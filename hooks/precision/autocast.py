@@ -59,7 +59,7 @@ def forget_casts(call: ForwardCall) -> None:
     For the place "outer autocast" of `RootForward`, in every mode. Takes about 0.1 µs.
     """
     if call.is_outermost:
-        torch.clear_autocast_cache()  # type: ignore[no-untyped-call]
+        torch.clear_autocast_cache()
 
 
 def warn_of_other_autocast(device_type: str, dtype: torch.dtype) -> Around:

@@ -1,9 +1,9 @@
 """Whether a device has fp64, in which a `TrainStep` sums numbers over the ranks.
 
 [Note: No two halves]
-Two fp32 numbers could hold one of fp64, but a sum over ranks would round each of them. The numbers of the step must be
-exact: one holds the counts of three parameters in 51 bits (see `unused_parameters.py`), others are flags and counts of
-failures. So a device without fp64 is refused.
+Two fp32 numbers hold 48 bits together, and a sum over ranks would round each of them. But one number of the step holds
+the counts of three parameters in 51 bits, and must be exact (see `unused_parameters.py`). So a device without fp64 is
+refused.
 """
 
 import torch

@@ -55,11 +55,8 @@ def test_nothing_runs_on_devices_that_all_have_it(monkeypatch, kind):
     refuse_without_fp64(torch.device(kind), None)
 
 
-def test_two_fp32_sums_would_not_be_exact():
-    count = (70_001 << 34) + (3 << 17) + 99_999  # three counts of 17 bits
+def test_two_fp32_numbers_do_not_hold_the_counts_of_three_parameters():
+    count = 2**50 + 2**26 - 1  # 51 bits; two halves have 2 x 24
     high = torch.tensor(count, dtype=torch.float64).float()
     low = torch.tensor(count - int(high), dtype=torch.float64).float()
-    assert int(high.double() + low.double()) == count  # two halves hold one number
-    ranks = 3
-    over_ranks = sum(high for _ in range(ranks)).double() + sum(low for _ in range(ranks)).double()
-    assert int(over_ranks) != ranks * count  # their sums over ranks do not
+    assert int(high.double() + low.double()) == count + 1

@@ -45,6 +45,7 @@ from zeroamp.wrapping.checks import (
     description_of,
 )
 from zeroamp.wrapping.connect import connect_ranks
+from zeroamp.wrapping.cuda_graphs import refuse_cuda_graphs
 from zeroamp.wrapping.materialize import cast_buffers, materialize_model
 from zeroamp.wrapping.nodes import nodes_of_mesh
 from zeroamp.wrapping.rank_agreement import Description, run_alike
@@ -109,6 +110,7 @@ def wrap_model(
         check_torch(policy)
         check_device(policy, device_type)
         plan = build_plan(model, policy, auto_wrap_policy, example_inputs, device_type, ignored_params)
+        refuse_cuda_graphs(model, device_type, plan.ignored_fqns)
         return plan, description_of(model, plan, mesh)
 
     # Before anything else is communicated: ranks that differ would wait for each other, or abort in the backend.

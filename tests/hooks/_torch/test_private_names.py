@@ -26,6 +26,7 @@ PRIVATE = {
         *("_C", "_dispatch_has_kernel", "_dispatch_has_kernel_for_dispatch_key", "_dispatch_keyset_full_after"),
         *("_is_view", "_ops"),
     },
+    "compiled.py": {"_compiled_call_impl"},
     "dispatch.py": {
         *("torch._compile", "_disable_dynamo", "torch._subclasses.fake_tensor", "torch.utils._python_dispatch"),
         *("torch.utils._pytree", "_C", "_cdata", "_current_graph_task_id", "_execution_engine"),

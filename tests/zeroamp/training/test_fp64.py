@@ -5,6 +5,8 @@ import torch
 import torch.distributed as dist
 
 import zeroamp
+from tests.processes.training import config, wrapped
+from zeroamp.training import step
 from zeroamp.training.fp64 import refuse_without_fp64
 
 
@@ -60,3 +62,18 @@ def test_two_fp32_numbers_do_not_hold_the_counts_of_three_parameters():
     high = torch.tensor(count, dtype=torch.float64).float()
     low = torch.tensor(count - int(high), dtype=torch.float64).float()
     assert int(high.double() + low.double()) == count + 1
+
+
+def _asked():
+    asked, original = [], step.refuse_without_fp64
+    step.refuse_without_fp64 = lambda device, group: asked.append(device.type)
+    try:
+        model = wrapped("llama_tied", config(3))
+        zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    finally:
+        step.refuse_without_fp64 = original
+    return asked
+
+
+def test_the_device_of_the_mesh_is_asked(ranks2):
+    assert ranks2.run(_asked)[0] == ["cpu"]

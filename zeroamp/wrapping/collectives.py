@@ -29,7 +29,13 @@ def attach_collectives(
     dtypes = group_dtypes(group.key, state.plan.policy, ranks_of(mesh))
     gathers = state.nodes.gathers.get(mesh.ndim - 1)
     module.set_custom_all_gather(
-        GroupAllGather(group_name=group.name, nodes=gathers, listeners=listeners, ranges=state.ranges)
+        GroupAllGather(
+            group_name=group.name,
+            nodes=gathers,
+            symmetric=state.symmetric_gather,
+            listeners=listeners,
+            ranges=state.ranges,
+        )
     )
     is_summed_here = mesh.ndim == 2 and dtypes.sums_in_tree_order
     reduction = GroupReduceScatter(

@@ -52,6 +52,7 @@ from zeroamp.wrapping.rank_agreement import Description, run_alike
 from zeroamp.wrapping.shard import shard_model
 from zeroamp.wrapping.state import WrapState, record_state, wrap_state
 from zeroamp.wrapping.summary import describe_master_weights, describe_uncast_experts, size_summary
+from zeroamp.wrapping.symmetric_memory import symmetric_gather
 
 logger = logging.getLogger("zeroamp")
 
@@ -141,6 +142,7 @@ def wrap_model(
     ranges = Ranges(policy.ranges)
     state = WrapState(root=model, plan=plan, mesh=mesh, world=world, traffic=traffic, ranges=ranges, holders=holders)
     state.nodes = nodes_of_mesh(policy, mesh, world)
+    state.symmetric_gather = symmetric_gather(policy, mesh, state.nodes)
     attach_hooks(model, state)
     connect_ranks(model, state)
     record_state(model, state)

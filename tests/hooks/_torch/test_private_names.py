@@ -61,6 +61,7 @@ PRIVATE = {
         *("_muon", "_zeropower_via_newtonschulz", "_adjust_lr"),
     },
     "process_groups.py": {"_world"},
+    "symmetric_memory.py": {"torch.distributed.fsdp._fully_shard", "_fsdp_collectives"},
     "recovery.py": {
         *("_get_fsdp_state", "_all_gather_result", "_state_ctx", "_comm_ctx", "_reset_iter_state", "_training_state"),
         *("_post_forward_indices", "_partial_reduce_output", "_all_reduce_state", "_post_reduce_event"),

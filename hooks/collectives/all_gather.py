@@ -26,15 +26,11 @@ class GroupAllGather(AllGather):
     group_name: str
     nodes: Nodes | None = None
     """The two levels of an all-gather over all ranks that shard. None: flat, as it always is over fewer ranks (hpZ)."""
-    symmetric: AllGather | None = None
-    """Allocates the output and runs the all-gather in its place, in memory that GPUs share. None: torch's memory."""
     listeners: Sequence[CollectiveListener] = ()
     ranges: Ranges = field(default_factory=Ranges)
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an empty 1-D tensor for the unsharded group."""
-        if self.symmetric is not None:
-            return self.symmetric.allocate(size, dtype=dtype, device=device)
         return torch.empty(math.prod(int(length) for length in size), dtype=dtype, device=device)
 
     def __call__(
@@ -47,12 +43,9 @@ class GroupAllGather(AllGather):
         """All-gather `input_tensor` (this rank's shards) into `output_tensor` (all ranks')."""
         with self.ranges.inside("all_gather", f"{self.group_name} {short_name(output_tensor.dtype)}"):
             issued = IssuedCollective("all_gather", output_tensor, self.group_name, group)
-            if (gather := self.symmetric) is not None:
-                work = issue(lambda: gather(output_tensor, input_tensor, group, async_op), issued, self.listeners)
-            else:
-                work = issue(
-                    lambda: all_gather_of_axis(output_tensor, input_tensor, group, self.nodes, async_op=async_op),
-                    issued,
-                    self.listeners,
-                )
+            work = issue(
+                lambda: all_gather_of_axis(output_tensor, input_tensor, group, self.nodes, async_op=async_op),
+                issued,
+                self.listeners,
+            )
         return work if work is None else NamedWork(work, issued, self.listeners)

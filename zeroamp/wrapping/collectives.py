@@ -10,6 +10,7 @@ from zeroamp.hooks._torch.fsdp import divide_factor, leave_replicas_alone
 from zeroamp.hooks._torch.group_gradients import GroupGradients
 from zeroamp.hooks.collectives.all_gather import GroupAllGather
 from zeroamp.hooks.collectives.reduce_scatter import GroupReduceScatter, ReceiveBuffers
+from zeroamp.hooks.collectives.symmetric_gather import SymmetricGather
 from zeroamp.hooks.collectives.traffic import IssuedCollective, notify
 from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.groups import GroupPlan
@@ -28,15 +29,10 @@ def attach_collectives(
     mesh, listeners = state.mesh, state.listeners
     dtypes = group_dtypes(group.key, state.plan.policy, ranks_of(mesh))
     gathers = state.nodes.gathers.get(mesh.ndim - 1)
-    module.set_custom_all_gather(
-        GroupAllGather(
-            group_name=group.name,
-            nodes=gathers,
-            symmetric=state.symmetric_gather,
-            listeners=listeners,
-            ranges=state.ranges,
-        )
-    )
+    gather = GroupAllGather(group_name=group.name, nodes=gathers, listeners=listeners, ranges=state.ranges)
+    if (symmetric := state.symmetric_gather) is not None:
+        gather = SymmetricGather(group_name=group.name, symmetric=symmetric, listeners=listeners, ranges=state.ranges)
+    module.set_custom_all_gather(gather)
     is_summed_here = mesh.ndim == 2 and dtypes.sums_in_tree_order
     reduction = GroupReduceScatter(
         communication_dtype=dtypes.communication,

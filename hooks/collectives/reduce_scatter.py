@@ -43,6 +43,7 @@ from zeroamp.hooks.collectives.rank_sums import all_reduce_in_tree_order, exchan
 from zeroamp.hooks.collectives.traffic import CollectiveListener, IssuedCollective, ReduceOp
 from zeroamp.hooks.collectives.tree_sum import tree_sum
 from zeroamp.hooks.observers.ranges import OpenRange, Ranges
+from zeroamp.hooks.tensors import hold_for_current_stream
 from zeroamp.policies.dtypes import short_name
 
 
@@ -199,9 +200,8 @@ class GroupReduceScatter(ReduceScatter):
             divide_by = group.size() * self.world_size if factor is None else factor
             if whole is not None and factor is not None:
                 reduced.copy_(whole)  # FSDP2 divided the copy that it made
-                if whole.device.type != "cpu":
-                    # FSDP2 releases its input when its own stream, and not this one, is done with it.
-                    whole.record_stream(torch.accelerator.current_stream(whole.device))
+                # FSDP2 releases its input when its own stream, and not this one, is done with it.
+                hold_for_current_stream(whole)
         issued = IssuedCollective("all_reduce", reduced, self.group_name, group)
         issue(lambda: all_reduce_in_tree_order(reduced, group, divide_by, self.replica_nodes), issued, self.listeners)
         self.end_all_reduce()

@@ -5,8 +5,8 @@ op the stream that it would run in, what it reads and what it writes. It reports
 of which neither is ordered behind the other, by vector clocks, as torch's sanitizer for CUDA does.
 
 A caching allocator gives freed memory to the next allocation in the stream in which it was allocated. So every use of
-freed memory must be ordered before the next allocation of that stream. `record_stream` is not modelled: zeroamp calls
-it where replicas are summed, and not on CPUs.
+freed memory must be ordered before the next allocation of that stream, but for uses in streams that `record_stream`
+has named: the allocator waits for these.
 """
 
 from dataclasses import dataclass, field
@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from zeroamp.hooks import tensors
 
 Clock = dict[int, int]
 
@@ -80,6 +82,8 @@ class _Memory:
     write: tuple[int, int]
     reads: Clock = field(default_factory=dict)
     by: str = ""
+    held_for: set[int] = field(default_factory=set)
+    """Streams that `record_stream` has named."""
 
     def uses(self) -> Clock:
         uses = dict(self.reads)
@@ -102,14 +106,24 @@ class Streams(TorchDispatchMode):
 
     def __enter__(self) -> "Streams":
         self._originals = torch.cpu.Stream, torch.cpu.Event, torch.cpu._current_stream, torch.accelerator.current_stream
+        self._has_streams = tensors.has_streams
         Stream.host, Stream.num_streams = {}, 0
         torch.cpu.Stream, torch.cpu.Event, torch.cpu._current_stream = Stream, Event, Stream()
         torch.accelerator.current_stream = lambda *_: torch.cpu.current_stream()
+        torch.Tensor.record_stream = lambda tensor, stream: self._hold(tensor, stream)  # noqa: PLW0108  # binds tensor
+        tensors.has_streams = lambda _device: True
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         torch.cpu.Stream, torch.cpu.Event, torch.cpu._current_stream, torch.accelerator.current_stream = self._originals
+        del torch.Tensor.record_stream  # what is left is that of its base class
+        tensors.has_streams = self._has_streams
+
+    def _hold(self, tensor: torch.Tensor, stream: Stream) -> None:
+        for key in _storages(tensor):
+            if key in self._memory:
+                self._memory[key].held_for.add(stream.index)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         stream, kwargs = torch.cpu.current_stream(), kwargs or {}
@@ -156,7 +170,7 @@ class Streams(TorchDispatchMode):
                 left.append(memory)
                 continue
             late = {index for index, time in memory.uses().items() if stream.clock.get(index, 0) < time}
-            if late:
+            if late := late - memory.held_for:
                 self.races.append(
                     f"{name} in stream {stream.index} may get memory of {memory.by} that stream {late} still uses"
                 )

@@ -12,6 +12,7 @@ from zeroamp.hooks.collectives.all_gather import GroupAllGather
 from zeroamp.hooks.collectives.reduce_scatter import GroupReduceScatter, ReceiveBuffers
 from zeroamp.hooks.collectives.symmetric_gather import SymmetricGather
 from zeroamp.hooks.collectives.traffic import IssuedCollective, notify
+from zeroamp.hooks.tensors import hold_for_current_stream
 from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.groups import GroupPlan
 from zeroamp.planning.mesh import ranks_of, replicate_size, shard_size
@@ -79,9 +80,8 @@ def _sum_replicas(module: FSDPModule, reduction: GroupReduceScatter, gradients: 
     """Sum over replicas after each reduction of `module`'s own group for which `add_partial_sums` returns True."""
 
     def complete(reduced: torch.Tensor) -> None:
-        if reduced.device.type != "cpu":
-            # FSDP2 may add `reduced` to `parameter.grad` in this stream, and release it without waiting.
-            reduced.record_stream(torch.accelerator.current_stream(reduced.device))
+        # FSDP2 may add `reduced` to `parameter.grad` in this stream, and release it without waiting.
+        hold_for_current_stream(reduced)
         if gradients.add_partial_sums(reduced):
             reduction.sum_over_replicas(reduced)
         else:

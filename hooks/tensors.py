@@ -1,4 +1,4 @@
-"""The tensors in whatever a forward or an op takes and returns."""
+"""The tensors in whatever a forward or an op takes and returns, and the streams that use their memory."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -20,3 +20,14 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         return
     for item in value:
         yield from tensors_in(item)
+
+
+def hold_for_current_stream(tensor: torch.Tensor) -> None:
+    """Keep the memory of a tensor of another stream until the current stream is done with it, if it is freed before."""
+    if has_streams(tensor.device):
+        tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+
+
+def has_streams(device: torch.device) -> bool:
+    """Return whether memory of a device may be freed while ops of another stream still use it. Not that of a CPU."""
+    return device.type != "cpu"

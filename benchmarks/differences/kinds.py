@@ -55,6 +55,7 @@ CONFIG = {
     "shared casts": _key("zeroamp.share_casts", False),
     "buffers in flight": _key("zeroamp.reduce_scatter_input_buffers", 2),
     "group of reductions": _key("zeroamp.separate_reduce_scatter_group", True),
+    "symmetric memory": _key("zeroamp.symmetric_memory", True),
     "optimizer of the config": Kind(
         error="WrapError", names="optimizer.params.lr", config={"optimizer.type": "AdamW", "optimizer.params.lr": 0.1}
     ),

@@ -34,6 +34,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks._torch.dispatch import is_in_backward
 from zeroamp.hooks._torch.fsdp import groups_of, units_of
+from zeroamp.hooks.tensors import hold_for_current_stream
 
 
 class GroupGradients:
@@ -162,8 +163,7 @@ class GroupGradients:
                 )
                 partial = sharded.grad.to_local()
                 shard.add_(partial.to(reduced.device, non_blocking=True))
-                if partial.device.type != "cpu":
-                    partial.record_stream(torch.accelerator.current_stream(partial.device))
+                hold_for_current_stream(partial)
                 sharded.grad = None
             sharded.grad = self._of_all_replicas.pop(index, None)  # to which FSDP2 adds the result
             offset += _padded_shard_numel(parameter, self._group.mesh_info.shard_mesh_size)

@@ -19,6 +19,7 @@ def abandon(root: FSDPModule) -> None:
     state: Any = root._get_fsdp_state()
     if not state._state_ctx.all_states:  # before the first forward there is nothing to forget, and no streams either
         return
+    _wait_for_streams(state)
     for group in groups:
         _drop_gather(group)
     for unit in units:
@@ -29,6 +30,19 @@ def abandon(root: FSDPModule) -> None:
         _reset_iteration(state)
     for unit in units:
         discard_unsharded_gradients(unit)
+
+
+def _wait_for_streams(state: Any) -> None:
+    """Let the current stream wait for all streams of FSDP2: what is dropped next may still be used in them.
+
+    The streams, not FSDP2's events. A reduction that raised after it had sent recorded no event, and on torch 2.11
+    FSDP2 has no method that waits for the others.
+    """
+    current, context = state._device_handle.current_stream(), state._comm_ctx
+    streams = [context.all_gather_copy_in_stream, context.all_gather_stream]
+    streams += [context.reduce_scatter_stream, context.all_reduce_stream]
+    for stream in streams:
+        current.wait_stream(stream)
 
 
 def _drop_gather(group: Any) -> None:

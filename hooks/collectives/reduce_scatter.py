@@ -15,6 +15,16 @@ factor instead, fp16 in two parts as above. Where replicas are summed in the ord
 nothing is divided before that sum, which divides once, by the number of all ranks or by the factor. With
 `zeroamp.reduce` "sum" (factor 1) nothing is divided: fp16 overflows as soon as the sum exceeds its range, and the loss
 scale then falls.
+
+[Note: Receive buffers]
+On a CPU a receive buffer is released at the end of each backward. Allocating it again at the next backward's first
+reduction does not raise the peak, because some activations have been released by then.
+
+On an accelerator it is kept. Its allocator has a pool of memory per stream, and the buffer is allocated, written and
+read in FSDP2's stream for reductions. The forward, which runs in another stream, could use a released buffer only after
+the allocator has run out of memory, waited for the device and returned all that it holds; and the next backward would
+allocate it again, in each step. So `zeroamp plan` counts the buffer during the whole step. The buffer of an own unit,
+which is as large as an embedding, is released after its one reduction, also on an accelerator.
 """
 
 import math
@@ -33,6 +43,7 @@ from zeroamp.hooks.collectives.rank_sums import all_reduce_in_tree_order, exchan
 from zeroamp.hooks.collectives.traffic import CollectiveListener, IssuedCollective, ReduceOp
 from zeroamp.hooks.collectives.tree_sum import tree_sum
 from zeroamp.hooks.observers.ranges import OpenRange, Ranges
+from zeroamp.hooks.tensors import hold_for_current_stream
 from zeroamp.policies.dtypes import short_name
 
 _SUM, _AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
@@ -40,11 +51,9 @@ _SUM, _AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
 @dataclass(slots=True)
 class ReceiveBuffers:
-    """Flat buffers for what the all-to-alls receive in one backward, one per dtype, shared by all groups of a model.
+    """Flat buffers for what the all-to-alls receive, one per dtype and device, shared by all groups of a model.
 
-    Sharing is safe because FSDP2 runs all reductions in one stream, one after the other. The buffers are released at
-    the end of each backward. Allocating them again at the next backward's first reduction does not raise the peak,
-    because some activations have been released by then.
+    Sharing is safe because FSDP2 runs all reductions in one stream, one after the other: see [Note: Receive buffers].
     """
 
     _buffers: dict[tuple[torch.dtype, torch.device], torch.Tensor] = field(default_factory=dict)
@@ -52,22 +61,28 @@ class ReceiveBuffers:
     """Which backward they belong to. A backward that raised did not release them: the next one does."""
 
     def release(self) -> None:
-        """Release all buffers now. The reductions that used them were issued before, in the same stream."""
-        self._buffers.clear()
+        """Release the buffers on a CPU now. The reductions that used them have run."""
+        for key in [key for key in self._buffers if not _is_kept(key[1])]:
+            del self._buffers[key]
 
     def like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a buffer of `tensor`'s size, dtype and device, which is valid until the next call."""
         key = tensor.dtype, tensor.device
         buffer = self._buffers.get(key)
-        if backward_id() not in (-1, self._backward):
+        if not _is_kept(tensor.device) and backward_id() not in (-1, self._backward):
             self._backward = backward_id()
-            at_end_of_backward(self._buffers.clear)
+            at_end_of_backward(self.release)
         if buffer is None or buffer.numel() < tensor.numel():
             # Released first: at no time do the old and the new one both exist.
             buffer = None
             self._buffers.pop(key, None)
             self._buffers[key] = buffer = torch.empty_like(tensor)
         return buffer if buffer.numel() == tensor.numel() else buffer[: tensor.numel()]
+
+
+def _is_kept(device: torch.device) -> bool:
+    """Return whether a device's receive buffers outlive the backward: see [Note: Receive buffers]."""
+    return device.type != "cpu"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -107,8 +122,8 @@ class GroupReduceScatter(ReduceScatter):
     listeners: Sequence[CollectiveListener] = ()
     buffers: ReceiveBuffers = field(default_factory=ReceiveBuffers)
     shares_buffers: bool = True
-    """False for an own unit, which is large and reduces once. Its receive buffer is freed after the reduction. The
-    shared buffers are released before it."""
+    """False for an own unit, which is large and reduces once. Its receive buffer is freed after the reduction. On a CPU
+    the shared buffers are released before it."""
     ranges: Ranges = field(default_factory=Ranges)
     _pending_input: tuple[int, int] | None = None
     """(backward, elements) of an input whose output was not yet asked for: how `allocate` tells the two apart."""
@@ -205,9 +220,8 @@ class GroupReduceScatter(ReduceScatter):
             divide_by = group.size() * self.world_size if factor is None else factor
             if whole is not None and factor is not None:
                 reduced.copy_(whole)  # FSDP2 divided the copy that it made
-                if whole.device.type != "cpu":
-                    # FSDP2 releases its input when its own stream, and not this one, is done with it.
-                    whole.record_stream(torch.accelerator.current_stream(whole.device))
+                # FSDP2 releases its input when its own stream, and not this one, is done with it.
+                hold_for_current_stream(whole)
         issued = IssuedCollective("all_reduce", reduced, self.group_name, group)
         issue(lambda: all_reduce_in_tree_order(reduced, group, divide_by, self.replica_nodes), issued, self.listeners)
         self.end_all_reduce()

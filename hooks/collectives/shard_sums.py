@@ -3,10 +3,15 @@
 FSDP2 adds each micro-batch's reduced shard to `parameter.grad`, which has the parameter's dtype. To accumulate in a
 lower dtype, `ShardAccumulator` moves `parameter.grad` into a buffer of that dtype after every reduction, and sets
 `parameter.grad` from the buffer at the end of the optimizer step.
+
+[Note: Offloaded shards]
+The reduced gradients of a group are copied to offloaded shards while the host goes on. They may be read after the
+event that FSDP2 records behind the copies of the group. The sum of a group waits until the next group has been reduced:
+the host then waits for one event per group, which usually has passed.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -22,57 +27,92 @@ class ShardAccumulator:
         self.device_type = device_type  # of the mesh: where gradients are reduced
         self._sums: dict[nn.Parameter, torch.Tensor] = {}
         self._handles: dict[nn.Parameter, RemovableHandle] = {}
+        self._offloaded: set[nn.Parameter] = set()  # watched parameters whose shards are on another device
+        self._copied: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients of a group that are not summed yet
+        self._after_copies: Any = None  # the event behind their copies
 
     @property
     def sums(self) -> Mapping[nn.Parameter, torch.Tensor]:
         """The sums so far, this rank's shards in `dtype`; empty between optimizer steps."""
+        self._sum_copied()
         return self._sums
 
     @property
     def is_watching(self) -> bool:
         """Whether `watch` was called, and `forget` not since."""
-        return bool(self._handles)
+        return bool(self._handles or self._offloaded)
 
     def forget(self) -> None:
         """Undo `watch`."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
+        self._offloaded.clear()
 
     def discard(self, parameters: Iterable[nn.Parameter]) -> None:
         """Release the sums of these parameters."""
+        self._sum_copied()
         for parameter in parameters:
             self._sums.pop(parameter, None)
 
     def drop(self) -> None:
         """Release the sums of an optimizer step that is discarded."""
         self._sums.clear()
+        self._copied, self._after_copies = [], None
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         """Accumulate the gradients of sharded, trainable parameters after every reduction from now on.
 
-        FSDP2 runs these hooks itself, once per reduction, with the sharded fp32 gradient in `parameter.grad`. Call
-        before each backward, so that parameters unfrozen in between are included.
+        FSDP2 runs these hooks itself, once per reduction, with the sharded fp32 gradient in `parameter.grad`. For
+        offloaded shards `take` must be called instead. Call before each backward, so that parameters unfrozen in
+        between are included.
         """
         for parameter in parameters:
-            if parameter.requires_grad and isinstance(parameter, DTensor) and parameter not in self._handles:
+            if not parameter.requires_grad or not isinstance(parameter, DTensor):
+                continue
+            if parameter.device.type != self.device_type:
+                self._offloaded.add(parameter)
+            elif parameter not in self._handles:
                 register = parameter.register_post_accumulate_grad_hook
                 self._handles[parameter] = register(self._take)  # type: ignore[no-untyped-call]
 
     def _take(self, parameter: torch.Tensor) -> None:
         shard = cast(DTensor, parameter.grad).to_local()  # sharded fp32
-        if shard.device.type != self.device_type:
-            # On torch 2.11, FSDP2 calls this while the copy to an offloaded shard may still be under way.
-            torch.accelerator.current_stream().synchronize()
         parameter.grad = None
-        key = cast(nn.Parameter, parameter)
-        if key in self._sums:
-            self._sums[key].add_(shard)  # computed in fp32, rounded once
+        self._add(cast(nn.Parameter, parameter), shard)
+
+    def take(self, parameters: Sequence[nn.Parameter], event: Any) -> None:
+        """Accumulate the gradients of a group with offloaded shards, later: see [Note: Offloaded shards].
+
+        Args:
+            parameters: those of the group. Parameters that are not watched, or have no gradient, are left alone.
+            event: after which `parameter.grad` holds its values. None if it does already.
+        """
+        taken = [parameter for parameter in parameters if parameter in self._offloaded and parameter.grad is not None]
+        if taken:
+            self._sum_copied()
+            self._copied = [(parameter, cast(DTensor, parameter.grad).to_local()) for parameter in taken]
+            self._after_copies = event
+        for parameter in taken:
+            parameter.grad = None
+
+    def _sum_copied(self) -> None:
+        """Add the last gradients of `take` to the sums."""
+        if self._after_copies is not None:
+            self._after_copies.synchronize()
+        for parameter, shard in self._copied:
+            self._add(parameter, shard)
+        self._copied, self._after_copies = [], None
+
+    def _add(self, parameter: nn.Parameter, shard: torch.Tensor) -> None:
+        if parameter in self._sums:
+            self._sums[parameter].add_(shard)  # computed in fp32, rounded once
         else:
-            self._sums[key] = shard.to(self.dtype)
+            self._sums[parameter] = shard.to(self.dtype)
 
     def flush(self) -> None:
         """Put the sums into `parameter.grad`, as fp32 DTensors, and forget them."""
+        self._sum_copied()
         for parameter, total in self._sums.items():
             sharded = cast(DTensor, parameter)
             parameter.grad = DTensor.from_local(

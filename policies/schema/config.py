@@ -174,6 +174,13 @@ class ZeroampBlock(Block):
             "`zeroamp.recovery` is on"
         ),
     ] = None
+    symmetric_memory: Annotated[
+        bool,
+        Honoured(
+            "all-gathers write to memory that GPUs share over NVLink, torch 2.13+ with NCCL, in one level: as FSDP2's "
+            "`set_symm_mem_for_comm`; same bits. See docs/precision.md"
+        ),
+    ] = False
 
 
 class Config(Block):

@@ -4,6 +4,7 @@ from contextlib import contextmanager
 
 import torch
 
+from zeroamp.hooks.collectives.reduce_scatter import GroupReduceScatter
 from zeroamp.wrapping.state import wrap_state
 
 
@@ -56,3 +57,29 @@ def failing_in(module, place):
         yield
     finally:
         handle.remove()
+
+
+@contextmanager
+def failing_allocation(number, seen):
+    """Raise in this allocation of reductions, the first is 1; append (elements, dtype) of the others to `seen`."""
+    allocate = GroupReduceScatter.allocate
+
+    def failing(*_args, **_kwargs):
+        raise Failed(f"in allocation {number}")
+
+    def counted(comm, size, **options):
+        if len(seen) + 1 == number:
+            empty, torch.empty = torch.empty, failing
+            try:
+                return allocate(comm, size, **options)
+            finally:
+                torch.empty = empty
+        tensor = allocate(comm, size, **options)
+        seen.append((tensor.numel(), tensor.dtype))
+        return tensor
+
+    GroupReduceScatter.allocate = counted
+    try:
+        yield
+    finally:
+        GroupReduceScatter.allocate = allocate

@@ -10,8 +10,9 @@ Per group, in bytes of the group's parameters padded to the ranks that shard (`p
 * a reduction: the flat input in the communication dtype, while the raw gradients are still there; then these are freed,
   and the output is allocated, of the reduce dtype: it is the gradient shard, where it is fp32. The input stays until as
   many reductions have begun after it as inputs may be in flight (one by default), or the last backward of the step has
-  ended. What an all-to-all receives is in one buffer per dtype for all groups, as large as the largest so far, until
-  the backward has ended. An own unit releases it first, and has a buffer for the time of its reduction.
+  ended. What an all-to-all receives is in one buffer per dtype for all groups. On an accelerator it is as large as the
+  largest of them, and is kept: it counts during the whole step. On a CPU it is as large as the largest so far, until
+  the backward has ended, and an own unit releases it first. An own unit has a buffer for the time of its reduction.
   A CPU sums them in a few blocks of fp32. A sum of replicas needs a buffer of the shard's size, and one of a chunk's.
   Where shards accumulate in a low dtype, each is added to a sum of that dtype, and all sums are cast back at the end.
 * parameters that are sharded over another dimension than 0: an all-gather copies them out twice, so that all those of
@@ -118,12 +119,16 @@ class _GroupMemory(GroupListener):
         self._sums_shards_low = accumulation_dtype(plan.policy) != torch.float32 and plan.policy.stage >= 2
         self._kept_gather = 0  # the flat buffer of the last gather of this forward
         self._kept_inputs: deque[int] = deque()  # the flat inputs of the last reductions
-        self._receive_buffers: Counter[torch.dtype] = Counter()  # communication dtype -> bytes, in this backward
+        self._receive_buffers: Counter[torch.dtype] = Counter()  # communication dtype -> bytes
         self._partitions: set[str] = set()  # groups that are sharded over a partition
         writer.add("parameters", sum(sizes.shard for sizes in self._sizes.values()))
         whole = [param for group in plan.all_groups if group.name not in self._sizes for param in group.params]
         self._whole = {param.fqn for param in whole}  # on each rank: replicated and ignored parameters
         writer.add("parameters", sum(param.numel * param.dtypes.stored.itemsize for param in whole))
+        if not on_cpu:  # kept from the step before
+            for sizes in self._sizes.values():
+                if sizes.shares_buffer:
+                    self._receive(sizes.received, sizes.communication)
 
     def micro_batch(self, events: Iterable[Event], *, is_first: bool, is_last: bool) -> None:
         self._writer.phase = "forward"
@@ -264,6 +269,8 @@ class _GroupMemory(GroupListener):
         writer.add("unsharded gradients", -last_copied - held)
 
     def _release_buffers(self) -> None:
+        if not self._on_cpu:
+            return
         self._writer.add("communication buffers", -self._receive_buffers.total())
         self._receive_buffers.clear()
 

@@ -8,7 +8,7 @@ rank failed.
 
 This holds for accelerator streams too. Collectives of different ranks are paired by the order in which each host issues
 them on a process group, not by the stream they run in. The rest is issued by one thread in one stream, in the recorded
-order of the hosts, after FSDP2's own streams were waited for; so its buffers may be used again by the next call.
+order of the hosts, after FSDP2's own streams were waited for; so the next call may use the memory of its buffers again.
 """
 
 from collections.abc import Sequence
@@ -85,31 +85,43 @@ class CallLog:
 
 
 class ZeroBuffers:
-    """Buffers for issuing the rest of an optimizer step with zeros: twice the memory of its largest call."""
+    """Buffers for issuing the rest of an optimizer step with zeros: twice the memory of the call that is issued."""
 
     def __init__(self, calls: Sequence[Call], device: torch.device, *, state: WrapState) -> None:
+        """Allocate the buffers of the largest call and release them: without that memory, nothing is issued.
+
+        Raises:
+            OutOfMemoryError: there is not enough memory, right after what ran out of memory was released.
+        """
         self._in_tree_order = state.plan.policy.reduce_accumulate_dtype == "fp32"
         of_shards = state.mesh.ndim - 1
         self._gathers, self._reductions = state.nodes.gathers.get(of_shards), state.nodes.reductions.get(of_shards)
         self._of_replicas = state.nodes.reductions.get(0) if state.mesh.ndim == 2 else None
-        num_bytes = max((call.numel * call.dtype.itemsize for call in calls), default=0)
-        self._calls = calls
-        self._zeros = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        self._received = torch.empty_like(self._zeros)
+        self._calls, self._device = calls, device
+        largest = max(calls, key=lambda call: call.numel * call.dtype.itemsize, default=None)
+        if largest is not None:
+            self._buffers(largest)
+
+    def _buffers(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return zeros and a buffer to receive into, of a call's size and dtype."""
+        zeros = torch.zeros(call.numel, dtype=call.dtype, device=self._device)
+        return zeros, torch.empty_like(zeros)
 
     def issue(self) -> None:
-        """Issue all calls, see [Note: Issuing the rest]."""
+        """Issue all calls, see [Note: Issuing the rest]. The buffers of a call are released before the next one."""
         for call in self._calls:
-            zeros = self._zeros[: call.numel * call.dtype.itemsize].view(call.dtype)
-            received = self._received[: call.numel * call.dtype.itemsize].view(call.dtype)
-            part = call.numel // call.process_group.size()
-            if call.collective == "all_gather":
-                all_gather_of_axis(received, zeros[:part], call.process_group, self._gathers)
-            elif call.collective == "reduce_scatter":
-                reduce_scatter(received[:part], zeros, call.process_group, call.op)
-            elif call.collective == "all_to_all":
-                exchange(zeros, received, call.process_group, self._reductions)
-            elif self._in_tree_order:
-                all_reduce_in_tree_order(received.zero_(), call.process_group, nodes=self._of_replicas)
-            else:
-                dist.all_reduce(received.zero_(), op=call.op, group=call.process_group)
+            self._issue(call)
+
+    def _issue(self, call: Call) -> None:
+        zeros, received = self._buffers(call)
+        part = call.numel // call.process_group.size()
+        if call.collective == "all_gather":
+            all_gather_of_axis(received, zeros[:part], call.process_group, self._gathers)
+        elif call.collective == "reduce_scatter":
+            reduce_scatter(received[:part], zeros, call.process_group, call.op)
+        elif call.collective == "all_to_all":
+            exchange(zeros, received, call.process_group, self._reductions)
+        elif self._in_tree_order:
+            all_reduce_in_tree_order(received.zero_(), call.process_group, nodes=self._of_replicas)
+        else:
+            dist.all_reduce(received.zero_(), op=call.op, group=call.process_group)

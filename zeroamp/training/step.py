@@ -24,6 +24,7 @@ from zeroamp.training.checks import (
     refuse_unusable,
 )
 from zeroamp.training.extensions import attach_extensions, load
+from zeroamp.training.fp64 import refuse_without_fp64
 from zeroamp.training.loss_scale import LossScaler
 from zeroamp.training.micro_batches import Failure, MicroBatches
 from zeroamp.training.norm import clip_factor, multiply_gradients
@@ -33,6 +34,7 @@ from zeroamp.training.statistics import LossSum, StepStatistics, Summed
 from zeroamp.training.step_report import StepReport, learning_rates, log_step
 from zeroamp.training.step_sums import StepSums, step_sums_of
 from zeroamp.training.update import OptimizerUpdate
+from zeroamp.wrapping.cuda_graphs import refuse_cuda_graphs
 from zeroamp.wrapping.rank_agreement import Description, run_alike
 from zeroamp.wrapping.state import autocast_of, reshard, wrap_state
 
@@ -155,6 +157,8 @@ class TrainStep:
         refuse_unusable(self.optimizers, self.schedulers, self._state.root, self.micro_batches.parameters)
         for optimizer, on_shards in zip(self.optimizers, self._on_shards, strict=True):
             refuse_unsupported(optimizer, on_shards=on_shards)
+        refuse_cuda_graphs(self.model, self._state.mesh.device_type)
+        refuse_without_fp64(device_of(self._state.mesh), self._world)
         return None, description_of(self._state.root, self.optimizers, self.schedulers, self._on_shards)
 
     @property

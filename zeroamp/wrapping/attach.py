@@ -17,6 +17,7 @@ from zeroamp.hooks._torch.fsdp import (
     timeout_of,
 )
 from zeroamp.hooks._torch.group_gradients import by_module, follow_gradients
+from zeroamp.hooks._torch.offload import after_each_reduction
 from zeroamp.hooks._torch.shorter_hooks import shorten_hooks
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
 from zeroamp.hooks.collectives.reduce_scatter import ReceiveBuffers
@@ -24,18 +25,20 @@ from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
 from zeroamp.hooks.guards import BackwardGuard, attach_safe_module_guard, attach_sharded_guard
 from zeroamp.hooks.observers.ranges import UnitRanges
 from zeroamp.hooks.own_units import OwnUnit
-from zeroamp.hooks.precision.autocast import enter_autocast, refuse_autocast, warn_of_other_autocast
+from zeroamp.hooks.precision.autocast import enter_autocast, forget_casts, refuse_autocast, warn_of_other_autocast
 from zeroamp.hooks.precision.fp32_regions import Fp32Region
 from zeroamp.hooks.precision.input_casts import cast_inputs
 from zeroamp.hooks.precision.recomputed_casts import CastsInRecomputation
 from zeroamp.hooks.precision.shared_casts import SharedCasts, linears_that_may_share
 from zeroamp.hooks.root_forward import reshard_after_no_grad
 from zeroamp.hooks.typed_groups import attach_typed_group
+from zeroamp.planning.mesh import shard_device
 from zeroamp.planning.parameter_uses import modules_around
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.accumulation import sharded_accumulation
 from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES, resolve_safe_classes
 from zeroamp.wrapping.collectives import attach_collectives
+from zeroamp.wrapping.cuda_graphs import refuse_capture
 from zeroamp.wrapping.prefetch import attach_prefetch
 from zeroamp.wrapping.quantized import keep_packing
 from zeroamp.wrapping.refused_calls import refuse_calls
@@ -82,6 +85,8 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
         state.handles += cast_in_recomputation(model, state.plan)
     if (dtype := sharded_accumulation(policy)) != torch.float32:
         state.shard_accumulator = ShardAccumulator(dtype, state.mesh.device_type)
+        if shard_device(policy, state.mesh).type != state.mesh.device_type:
+            after_each_reduction(model, state.shard_accumulator.take)
 
 
 def _separates_reductions(state: WrapState) -> bool:
@@ -96,6 +101,9 @@ def _attach_root_forward(model: nn.Module, state: WrapState) -> None:
     """Fill the list of what runs around the root's forward, and register it."""
     policy, forward, device_type = state.plan.policy, state.root_forward, state.mesh.device_type
     forward.add("reshard", reshard_after_no_grad(model))
+    forward.add("outer autocast", forget_casts)
+    if device_type == "cuda":
+        forward.add("outer autocast", refuse_capture(model, state.plan.ignored_fqns))
     if policy.mode == "autocast":
         forward.add("outer autocast", warn_of_other_autocast(device_type, policy.gather_dtype))
         forward.add("autocast", enter_autocast(device_type, policy.gather_dtype, policy.autocast_ops))

@@ -10,7 +10,9 @@ from zeroamp.hooks._torch.fsdp import divide_factor, leave_replicas_alone
 from zeroamp.hooks._torch.group_gradients import GroupGradients
 from zeroamp.hooks.collectives.all_gather import GroupAllGather
 from zeroamp.hooks.collectives.reduce_scatter import GroupReduceScatter, ReceiveBuffers
+from zeroamp.hooks.collectives.symmetric_gather import SymmetricGather
 from zeroamp.hooks.collectives.traffic import IssuedCollective, notify
+from zeroamp.hooks.tensors import hold_for_current_stream
 from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.groups import GroupPlan
 from zeroamp.planning.mesh import ranks_of, replicate_size, shard_size
@@ -28,9 +30,10 @@ def attach_collectives(
     mesh, listeners = state.mesh, state.listeners
     dtypes = group_dtypes(group.key, state.plan.policy, ranks_of(mesh))
     gathers = state.nodes.gathers.get(mesh.ndim - 1)
-    module.set_custom_all_gather(
-        GroupAllGather(group_name=group.name, nodes=gathers, listeners=listeners, ranges=state.ranges)
-    )
+    gather = GroupAllGather(group_name=group.name, nodes=gathers, listeners=listeners, ranges=state.ranges)
+    if (symmetric := state.symmetric_gather) is not None:
+        gather = SymmetricGather(group_name=group.name, symmetric=symmetric, listeners=listeners, ranges=state.ranges)
+    module.set_custom_all_gather(gather)
     is_summed_here = mesh.ndim == 2 and dtypes.sums_in_tree_order
     reduction = GroupReduceScatter(
         communication_dtype=dtypes.communication,
@@ -77,9 +80,8 @@ def _sum_replicas(module: FSDPModule, reduction: GroupReduceScatter, gradients: 
     """Sum over replicas after each reduction of `module`'s own group for which `add_partial_sums` returns True."""
 
     def complete(reduced: torch.Tensor) -> None:
-        if reduced.device.type != "cpu":
-            # FSDP2 may add `reduced` to `parameter.grad` in this stream, and release it without waiting.
-            reduced.record_stream(torch.accelerator.current_stream(reduced.device))
+        # FSDP2 may add `reduced` to `parameter.grad` in this stream, and release it without waiting.
+        hold_for_current_stream(reduced)
         if gradients.add_partial_sums(reduced):
             reduction.sum_over_replicas(reduced)
         else:

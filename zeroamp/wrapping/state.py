@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from zeroamp.hooks._torch.fsdp import parameter_pairs, release
+from zeroamp.hooks._torch.fsdp import AllGather, parameter_pairs, release
 from zeroamp.hooks._torch.group_gradients import GroupGradients
 from zeroamp.hooks.collectives.issued import IssuedInStep
 from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
@@ -62,6 +62,8 @@ class WrapState:
     """A process group of all ranks of the mesh; None is the default group."""
     nodes: MeshNodes = field(default_factory=MeshNodes)
     """The two levels of the mesh's axes, if they span nodes."""
+    symmetric_gather: AllGather | None = None
+    """The all-gather of `zeroamp.symmetric_memory`; None without it."""
     traffic: Traffic
     """What the collectives moved since it was last reset."""
     ranges: Ranges = field(default_factory=Ranges)

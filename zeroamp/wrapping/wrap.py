@@ -44,12 +44,15 @@ from zeroamp.wrapping.checks import (
     check_torch,
     description_of,
 )
+from zeroamp.wrapping.connect import connect_ranks
+from zeroamp.wrapping.cuda_graphs import refuse_cuda_graphs
 from zeroamp.wrapping.materialize import cast_buffers, materialize_model
 from zeroamp.wrapping.nodes import nodes_of_mesh
 from zeroamp.wrapping.rank_agreement import Description, run_alike
 from zeroamp.wrapping.shard import shard_model
 from zeroamp.wrapping.state import WrapState, record_state, wrap_state
 from zeroamp.wrapping.summary import describe_master_weights, describe_uncast_experts, size_summary
+from zeroamp.wrapping.symmetric_memory import symmetric_gather
 
 logger = logging.getLogger("zeroamp")
 
@@ -108,6 +111,7 @@ def wrap_model(
         check_torch(policy)
         check_device(policy, device_type)
         plan = build_plan(model, policy, auto_wrap_policy, example_inputs, device_type, ignored_params)
+        refuse_cuda_graphs(model, device_type, plan.ignored_fqns)
         return plan, description_of(model, plan, mesh)
 
     # Before anything else is communicated: ranks that differ would wait for each other, or abort in the backend.
@@ -138,7 +142,9 @@ def wrap_model(
     ranges = Ranges(policy.ranges)
     state = WrapState(root=model, plan=plan, mesh=mesh, world=world, traffic=traffic, ranges=ranges, holders=holders)
     state.nodes = nodes_of_mesh(policy, mesh, world)
+    state.symmetric_gather = symmetric_gather(policy, mesh, state.nodes)
     attach_hooks(model, state)
+    connect_ranks(model, state)
     record_state(model, state)
     if is_first_rank(mesh):
         _log_summary(state, name, time.perf_counter() - begin)

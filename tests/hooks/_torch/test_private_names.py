@@ -26,6 +26,7 @@ PRIVATE = {
         *("_C", "_dispatch_has_kernel", "_dispatch_has_kernel_for_dispatch_key", "_dispatch_keyset_full_after"),
         *("_is_view", "_ops"),
     },
+    "compiled.py": {"_compiled_call_impl"},
     "dispatch.py": {
         *("torch._compile", "_disable_dynamo", "torch._subclasses.fake_tensor", "torch.utils._python_dispatch"),
         *("torch.utils._pytree", "_C", "_cdata", "_current_graph_task_id", "_execution_engine"),
@@ -53,15 +54,19 @@ PRIVATE = {
         *("_get_fsdp_state", "_unsharded_param", "_partial_reduce_output", "_register_post_backward_hook"),
         "_set_unsharded_grad_dtypes",
     },
+    "mesh_groups.py": {"_get_fsdp_state"},
+    "offload.py": {"_get_fsdp_state", "_post_reduce_event"},
     "optimizer.py": {
         *("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks", "_wrapped_by_lr_sched"),
         *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
         *("_muon", "_zeropower_via_newtonschulz", "_adjust_lr", "_step_supports_amp_scaling"),
     },
     "process_groups.py": {"_world"},
+    "symmetric_memory.py": {"torch.distributed.fsdp._fully_shard", "_fsdp_collectives"},
     "recovery.py": {
         *("_get_fsdp_state", "_all_gather_result", "_state_ctx", "_comm_ctx", "_reset_iter_state", "_training_state"),
         *("_post_forward_indices", "_partial_reduce_output", "_all_reduce_state", "_post_reduce_event"),
+        "_device_handle",
     },
     "shorter_hooks.py": {  # see test_shorter_hooks.py
         *("torch.distributed.fsdp._fully_shard", "_fsdp_common", "_dynamo_disable", "_get_fsdp_state"),
@@ -79,6 +84,7 @@ OF_PRIVATE_CLASSES = {
     *("pre_forward", "reduce_grads", "all_reduce_grads"),
     *("post_forward_mesh_info", "shard_mesh_dim", "shard_mesh_size", "fsdp_placement"),
     *("sharded_size", "contiguous_sharded_stride"),
+    *("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream"),
     *("all_states", "iter_forward_root", "post_backward_final_callback_queued", "gradient_divide_factor"),
 }
 """Names of FSDP2's private classes that begin with none."""

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.oracles.one_process import tree
+from zeroamp.hooks._torch.dispatch import storage_key
 from zeroamp.hooks.collectives.reduce_scatter import GroupReduceScatter, ReceiveBuffers
 
 NUMEL = 1000
@@ -184,3 +185,15 @@ def test_what_a_backward_received_into_is_dropped_at_its_end_or_at_that_of_the_n
         RECEIVED.clear()
     _receive(buffers, [20])
     assert not buffers._buffers
+
+
+def test_an_accelerator_keeps_what_it_received_into_for_the_next_backward():
+    buffers = ReceiveBuffers()
+    on_meta = lambda numel: torch.empty(numel, dtype=torch.bfloat16, device="meta")  # noqa: E731
+    first = buffers.like(on_meta(20))
+    buffers.release()  # as before an own unit
+    _receive(buffers, [30])  # on the CPU: its buffer goes at the end of the backward
+    assert [key[1].type for key in buffers._buffers] == ["meta"]
+    assert storage_key(buffers.like(on_meta(10))) == storage_key(first)
+    assert storage_key(buffers.like(on_meta(21))) != storage_key(first)
+    assert len(buffers._buffers) == 1

@@ -1,5 +1,6 @@
 """What the dry run says of memory and traffic is what real training on two and four ranks shows."""
 
+from collections import Counter
 from unittest.mock import patch
 
 import pytest
@@ -7,10 +8,12 @@ import torch
 
 import zeroamp
 from tests.measuring.measured import measured_step
-from tests.models.small import batch, loss_of
+from tests.models.small import Llama, batch, loss_of
 from tests.processes.training import config, wrapped
 from tests.selection import slow_but
+from tests.zeroamp.dry_run.plans import plan
 from zeroamp.dry_run.memory import _Sizes
+from zeroamp.dry_run.timeline import KINDS, PHASES
 from zeroamp.hooks._torch.fsdp import has_reduction_options
 from zeroamp.hooks.collectives.reduce_scatter import GroupReduceScatter
 from zeroamp.planning.mesh import ranks_of
@@ -143,3 +146,18 @@ def test_hybrid_sharding_and_a_secondary_partition(ranks4):
     check(ranks4.run(measured_step, "llama_untied", {"stage": 3, "threshold": 0}, False, {}, (2, 2)))
     check(ranks4.run(measured_step, "llama_untied", {"stage": 2}, False, {}, (2, 2)))
     check(ranks4.run(measured_step, "llama_untied", {"stage": 3, "threshold": 0}, False, {"hpz_partition_size": 2}))
+
+
+def test_an_accelerator_holds_the_receive_buffers_of_all_groups_during_the_whole_step():
+    model = Llama(tied=False, num_blocks=6)
+    stage = plan({"threshold": 1000}, model).stages[-1]
+    sizes = [(group, _Sizes(group, stage.plan, stage.ranks)) for group in stage.plan.groups]
+    largest = Counter()
+    for group, size in sizes:
+        if group.unit not in stage.plan.own_units:
+            largest[size.communication] = max(largest[size.communication], size.received)
+    assert stage.plan.own_units
+    assert len(largest) == 2
+    assert all(largest.values())
+    held = stage.memory.num_bytes[stage.memory.phases != PHASES.index("init"), KINDS.index("communication buffers")]
+    assert held.min() == held[-1] == largest.total()

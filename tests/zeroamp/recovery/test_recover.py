@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zeroamp
 from tests.models.prepared import checkpoint_inside, checkpoint_outside, compile_blocks
 from tests.models.small import batch, loss_of
-from tests.processes.failures import Failed, failing_after, failing_in
+from tests.processes.failures import Failed, failing_after, failing_allocation, failing_in
 from tests.processes.ranks import RankError
 from tests.processes.training import config, full_parameters, policy, same_bits, wrapped
 from tests.selection import needs_options, slow_but
@@ -123,6 +123,32 @@ def test_a_rank_may_fail_after_any_collective_of_a_window(ranks2, stage, accumul
     assert left_out == sorted(left_out, reverse=True)
     # At stages 0 and 1 the first micro-batch issues gathers only, at stage 0 not even those.
     assert set(left_out) == ({0} if accumulation == 1 or stage == 0 else {0, 1})
+
+
+def _failing_allocations(numbers):
+    """Where one rank shards: the allocations of reductions of a whole window, before and after windows that fail."""
+    training = Training({"stage": 2}, mesh_shape=(2, 1))
+    found = []
+    for number in (None, *numbers, None):
+        found.append(seen := [])
+        with failing_allocation(number, seen):
+            if number is None:
+                training.window(len(found) > 1)
+            else:
+                training.failed_window(100 + number, nullcontext())
+    return found, training.outcome()
+
+
+def test_memory_that_is_missing_in_a_reduction_changes_no_dtype_of_later_ones(ranks2):
+    # With one shard, input and output have the same size: FSDP2 asks for both by the same call.
+    numbers = [1, 2, 3, 4]
+    answers = ranks2.run(_failing_allocations, numbers)
+    check_same([outcome for _, outcome in answers], ranks2.run(_without, {"stage": 2}, 2, {"mesh_shape": (2, 1)}))
+    first, *failed, last = answers[0][0]
+    assert last == first
+    assert {dtype for _, dtype in first[::2]} == {torch.bfloat16, torch.float32}  # inputs
+    assert {dtype for _, dtype in first[1::2]} == {torch.float32}  # outputs
+    assert [len(seen) for seen in failed] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("stage", slow_but([0, 3], 3))

@@ -1,0 +1,38 @@
+"""The all-gather of one typed group in memory that GPUs share: FSDP2's own, with listeners and a name in traces."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from zeroamp.hooks._torch.fsdp import AllGather
+from zeroamp.hooks.collectives.all_gather import GroupAllGather
+from zeroamp.hooks.collectives.issued import NamedWork, issue
+from zeroamp.hooks.collectives.traffic import IssuedCollective
+from zeroamp.policies.dtypes import short_name
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SymmetricGather(GroupAllGather):
+    """A `GroupAllGather` whose output another all-gather allocates and fills. One per group."""
+
+    symmetric: AllGather
+    """From `symmetric_all_gather`, shared by all groups of a model."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return an empty 1-D tensor for the unsharded group, in memory that the ranks share."""
+        return self.symmetric.allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """All-gather `input_tensor` (this rank's shards) into `output_tensor` (all ranks')."""
+        with self.ranges.inside("all_gather", f"{self.group_name} {short_name(output_tensor.dtype)}"):
+            issued = IssuedCollective("all_gather", output_tensor, self.group_name, group)
+            work = issue(lambda: self.symmetric(output_tensor, input_tensor, group, async_op), issued, self.listeners)
+        return work if work is None else NamedWork(work, issued, self.listeners)

@@ -1,0 +1,45 @@
+"""Whether a device has fp64, in which a `TrainStep` sums numbers over the ranks.
+
+[Note: No two halves]
+Two fp32 numbers hold 48 bits together, and a sum over ranks would round each of them. But one number of the step holds
+the counts of three parameters in 51 bits, and must be exact (see `unused_parameters.py`). So a device without fp64 is
+refused.
+"""
+
+import torch
+import torch.distributed as dist
+
+from zeroamp.policies.errors import StepError
+
+_WITH_FP64 = frozenset({"cpu", "cuda"})
+"""Device types of which every device has fp64, and whose backends send it: gloo and NCCL. Nothing is tried there."""
+
+
+def refuse_without_fp64(device: torch.device, group: dist.ProcessGroup | None) -> None:
+    """Try fp64 on devices that may lack it (MPS, some XPUs and HPUs). All ranks of `group` call this.
+
+    Computes three elements, and sums them over the ranks.
+
+    Args:
+        device: where the step's numbers are.
+        group: all ranks of the mesh. None: the default group.
+
+    Raises:
+        StepError: the device, or the backend of its collectives, has no fp64.
+    """
+    if device.type in _WITH_FP64:
+        return
+    found: object
+    try:
+        numbers = torch.full((3,), 2.0**52, dtype=torch.float64, device=device).add_(1)
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
+        found = numbers.tolist()
+    # torch has no one class for it: a TypeError on MPS, a RuntimeError of a kernel or of a backend elsewhere.
+    except (TypeError, RuntimeError) as error:
+        found = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    if found != [2.0**52 + 1] * 3:
+        raise StepError(
+            f"TrainStep sums the loss, the gradient norm and exact counts over the ranks in fp64, which the device "
+            f"{device} or its collectives do not have ({found}). Train on a device with fp64, or without a TrainStep: "
+            "loss.backward(), optimizer.step(), optimizer.zero_grad()."
+        )

@@ -1,0 +1,64 @@
+"""Refuses CUDA graphs of sharded parameters.
+
+[Note: Why no CUDA graphs]
+A CUDA graph reads and writes the addresses that it was recorded with. FSDP2 allocates the memory of unsharded
+parameters at each all-gather and frees it at each reshard, so the addresses change. Inductor (`mode="reduce-overhead"`)
+would find that out at each call and record the graph again, or copy the parameters. A graph that the caller captures
+(`torch.cuda.graph`) would read memory that holds other tensors by then. A module without parameters, such as a loss,
+may be compiled with CUDA graphs.
+"""
+
+from collections.abc import Collection
+
+import torch
+from torch import nn
+
+from zeroamp.hooks._torch.compiled import records_cuda_graphs
+from zeroamp.hooks.root_forward import Around, ForwardCall
+from zeroamp.policies.errors import WrapError
+
+
+def refuse_cuda_graphs(model: nn.Module, device_type: str, ignored: Collection[str] = ()) -> None:
+    """Raise WrapError if a module that holds parameters was compiled with CUDA graphs. See [Note: Why no CUDA graphs].
+
+    Args:
+        model: any module, compiled or not.
+        device_type: of the mesh. Inductor uses CUDA graphs on CUDA only: elsewhere nothing is looked at.
+        ignored: FQNs of parameters that are not sharded.
+    """
+    if device_type != "cuda":
+        return
+    for fqn, module in model.named_modules():
+        if not records_cuda_graphs(module):
+            continue
+        names = (f"{fqn}.{name}" if fqn else name for name, _ in module.named_parameters())
+        if any(name not in ignored for name in names):
+            raise WrapError(
+                f"{fqn or 'The model'} was compiled with CUDA graphs (torch.compile with mode reduce-overhead or "
+                "max-autotune, or the option triton.cudagraphs), but FSDP2 moves its parameters to other addresses in "
+                'each step. Compile it without a mode, or with mode="max-autotune-no-cudagraphs".'
+            )
+
+
+def refuse_capture(model: nn.Module, ignored: Collection[str]) -> Around:
+    """Return what raises WrapError in a forward that a CUDA graph captures. For CUDA, and outermost forwards.
+
+    The first forward also looks for modules that were compiled with CUDA graphs after `wrap_model`. A later one asks
+    the driver whether the current stream captures, and does nothing else.
+    """
+    has_run = False
+
+    def look(call: ForwardCall) -> None:
+        nonlocal has_run
+        if not call.is_outermost:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise WrapError(
+                "The model's forward was captured by a CUDA graph, but FSDP2 moves parameters to other addresses in "
+                "each step. Run it outside of torch.cuda.graph, and without torch.cuda.make_graphed_callables."
+            )
+        if not has_run:
+            refuse_cuda_graphs(model, "cuda", ignored)
+            has_run = True
+
+    return look

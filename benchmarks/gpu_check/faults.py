@@ -1,0 +1,68 @@
+"""Faults that can be planted with `--plant NAME`, to see that a verdict turns red. None is ever on by default.
+
+The name is read from an environment variable, so that the processes which a part starts see it too.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+VARIABLE = "ZEROAMP_GPU_CHECK_FAULT"
+
+_kept: list[torch.Tensor] = []
+
+
+def _wrong_bit(parameters: dict[str, torch.Tensor]) -> None:
+    """Change one element of one parameter."""
+    first = next(iter(parameters.values()))
+    with torch.no_grad():
+        getattr(first, "_local_tensor", first).view(-1)[0].mul_(1.5).add_(1)
+
+
+def _host_read(loss: torch.Tensor) -> None:
+    loss.item()
+
+
+def _hold_memory(device: torch.device, num_bytes: int) -> None:
+    """Hold as many bytes as are to be measured."""
+    _kept.append(torch.zeros(num_bytes, dtype=torch.uint8, device=device))
+
+
+def _other_order(rows: torch.Tensor, output: torch.Tensor, divide_by: float) -> None:
+    """Add the rows one after the other, which is not the order of the tree."""
+    total = rows[0].float()
+    for row in rows[1:]:
+        total = total + row
+    output.copy_(total / divide_by)
+
+
+def _wrong_loss(loss: torch.Tensor) -> None:
+    loss.mul_(1.1)
+
+
+FAULTS: dict[str, Callable[..., None]] = {
+    "wrong bit": _wrong_bit,
+    "wrong bit when disturbed": _wrong_bit,
+    "host read": _host_read,
+    "host read in step": _host_read,
+    "memory": _hold_memory,
+    "order of the sum": _other_order,
+    "loss": _wrong_loss,
+    "slow": lambda: time.sleep(0.05),
+    "hang": lambda: time.sleep(10_000),
+    "crash": lambda: os.kill(os.getpid(), signal.SIGKILL),
+}
+
+
+def planted(name: str, *args: Any) -> bool:
+    """Commit the fault if it is the planted one. Return whether it was."""
+    if name not in FAULTS:
+        raise AssertionError(f"expected one of {', '.join(FAULTS)}, got {name!r}")
+    if os.environ.get(VARIABLE) != name:
+        return False
+    FAULTS[name](*args)
+    return True

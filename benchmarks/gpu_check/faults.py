@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+import zeroamp
+
 VARIABLE = "ZEROAMP_GPU_CHECK_FAULT"
 
 _kept: list[torch.Tensor] = []
@@ -40,8 +42,9 @@ def _other_order(rows: torch.Tensor, output: torch.Tensor, divide_by: float) -> 
     output.copy_(total / divide_by)
 
 
-def _wrong_loss(loss: torch.Tensor) -> None:
-    loss.mul_(1.1)
+def _no_update() -> None:
+    """Let each optimizer step discard its gradients."""
+    zeroamp.TrainStep.step = zeroamp.TrainStep.zero_grad  # type: ignore[assignment]
 
 
 FAULTS: dict[str, Callable[..., None]] = {
@@ -51,8 +54,7 @@ FAULTS: dict[str, Callable[..., None]] = {
     "host read in step": _host_read,
     "memory": _hold_memory,
     "order of the sum": _other_order,
-    "loss": _wrong_loss,
-    "slow": lambda: time.sleep(0.05),
+    "no update": _no_update,
     "hang": lambda: time.sleep(10_000),
     "crash": lambda: os.kill(os.getpid(), signal.SIGKILL),
 }

@@ -19,7 +19,7 @@ _NOTE = (
     "GiB per rank at the moments of the peaks, in a step after the first; GB communicated as zeroamp.traffic(model) "
     "counts them. NCCL: an estimate of its memory beside the peak, with the driver's context. Not counted: "
     "fragmentation. Times assume {compute:.0%} of peak FLOP/s, {memory:.0%} of memory bandwidth and {network:.0%} of "
-    "the links, and the latencies by which NCCL chooses its algorithms."
+    "the links ({origin}), and the latencies by which NCCL chooses its algorithms."
 )
 _ROUTING_NOTE = "The routing is taken as balanced: every expert of a layer gets equally many tokens."
 

@@ -5,6 +5,9 @@ algorithm by the alignment of the operands too, and 16-bit arithmetic carries an
 and the record says how many runs have the same bits.
 """
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +20,12 @@ from tests.oracles import one_process
 from tests.processes.training import Run, config, same_bits, train
 
 CLIP = 0.5  # low enough that every step clips
-LOSSES, NORMS, PARAMETERS = 2e-3, 2e-2, 5e-2
+LOSSES, NORMS, PARAMETERS = 4e-3, 2e-2, 0.1
 """Largest relative differences on CUDA: of a loss, of a norm, and of what training changed (2-norms, all parameters).
-Replacing each bf16 product by one that is rounded once more gives 4e-4, 4e-3 and 2e-2 on a CPU."""
+On a CPU, changing every element of every 16-bit product by up to one unit in the last place gives 2e-3, 6e-3 and 0.05
+at most."""
+
+CUDA_TESTS = ("tests/hooks/collectives/test_tree_sum.py", "tests/zeroamp/planning/test_discover_targets.py")
 
 MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "autocast bf16": ({}, {}),
@@ -51,11 +57,26 @@ def run(place: Place) -> Result:
                     row = {"model": name, "mode": mode, "stage": stage, **compared(name, found, expected)}
                     rows.append(row)
                     failures += [f"{name}, {mode}, stage {stage}: {text}" for text in wrong(row, place)]
+    of_tests, text = cuda_tests()
+    failures += of_tests
     equal = sum(row["differing parameters"] == 0 for row in rows)
     what = f"{len(rows)} runs of {num_steps} steps against plain torch, {equal} with its bits"
     worst = {key: max(row[key] for row in rows) for key in ("losses", "norms", "change")}
     summary = f"{what}; largest relative differences {', '.join(f'{key} {value:.1e}' for key, value in worst.items())}"
-    return Result.of(failures, summary, tables={"One rank against plain torch": rows})
+    return Result.of(failures, f"{summary}; tests: {text}", tables={"One rank against plain torch": rows})
+
+
+def cuda_tests() -> tuple[list[str], str]:
+    """Run the tests that need CUDA or a torch built for it. Return the failures, and the last line of pytest.
+
+    Without CUDA they are skipped, which shows that they can be collected.
+    """
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "cuda", *CUDA_TESTS]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
+    lines = done.stdout.strip().splitlines()
+    last = lines[-1].strip("= ") if lines else done.stderr.strip()[-300:]
+    failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return ([f"tests: {' '.join(failed[:3]) or last}"] if done.returncode else []), last
 
 
 def compared(name: str, found: Run, expected: Any) -> dict[str, Any]:

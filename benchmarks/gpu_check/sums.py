@@ -37,7 +37,8 @@ def run(place: Place) -> Result:
         for dtype in (torch.bfloat16, torch.float32) if num_rows == 8 else (torch.bfloat16,):
             received = some_rows(num_rows, numel, dtype, place)
             row: dict[str, Any] = {"ranks": num_rows, "elements": numel, "dtype": str(dtype).removeprefix("torch.")}
-            expected = tree(list(received)) / num_rows
+            # by a tensor: CUDA multiplies by the inverse of a number
+            expected = tree(list(received)) / torch.full((numel,), float(num_rows), device=place.device)
             sums: dict[str, Callable[..., Any]] = {"loop": module._loop} | ({"kernel": kernel} if kernel else {})
             for name, function in sums.items():
                 total = torch.empty(numel, device=place.device)
@@ -54,6 +55,7 @@ def run(place: Place) -> Result:
                 if num_rows >= 8 and not place.small and row["kernel / copy"] < LEAST_OF_COPY:
                     failures.append(f"{num_rows} rows: the kernel reaches {row['kernel / copy']:.0%} of a copy's bandwidth")
             rows.append(row)
+    failures += _odd_sizes(kernel or module._loop, place)
     summary = f"bits of the tree for {', '.join(map(str, NUM_RANKS))} ranks"
     if speeds:
         summary += f"; of a copy's {copied:.0f} GB/s: {', '.join(speeds)}"
@@ -64,6 +66,21 @@ def run(place: Place) -> Result:
         tables={"The sum over ranks of one layer of LLaMA-3 8B": rows},
         values={"copy_gb_per_s": copied},
     )
+
+
+def _odd_sizes(function: Callable[..., Any], place: Place) -> list[str]:
+    """Return the sizes at which bits differ: of rows whose loads are not aligned, or masked, or in several launches."""
+    wrong = []
+    for num_rows in (1, 2, 5, 8, 17, 64, 65, 130):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            for numel in (1, 1003, 4096):
+                rows = some_rows(num_rows, numel, dtype, place)
+                total = torch.empty(numel, device=place.device)
+                for divide_by in (1, 3):
+                    function(rows, total, divide_by)
+                    if not torch.equal(total, tree(list(rows)) / torch.full_like(total, divide_by)):
+                        wrong.append(f"{num_rows} rows of {numel} in {dtype}, divided by {divide_by}: other bits")
+    return wrong
 
 
 def some_rows(num_rows: int, numel: int, dtype: torch.dtype, place: Place) -> torch.Tensor:

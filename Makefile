@@ -107,7 +107,7 @@ bench-gpu-8b-memory: $(GPU_VENV)/.installed
 gpu-wheels:
 	rm -rf $(GPU_WHEELS)
 	$(PYTHON) -m pip download --quiet --python-version $(GPU_PYTHON_VERSION) --only-binary=:all: --dest $(GPU_WHEELS) \
-		pydantic tabulate 'setuptools>=77'
+		pydantic tabulate 'setuptools>=77,<82'
 	du -sh $(GPU_WHEELS)
 
 gpu-check: $(GPU_VENV)/.installed
@@ -120,7 +120,7 @@ $(GPU_VENV)/.installed: pyproject.toml
 	$(PYTHON) -c "import sysconfig; print(*dict.fromkeys(sysconfig.get_paths()[name] for name in ('purelib', 'platlib')), sep='\n')" \
 		> $$($(GPU_VENV)/bin/python -c "import sysconfig; print(sysconfig.get_paths()['purelib'])")/packages_of_python.pth
 	$(GPU_VENV)/bin/python -c "import torch; print('using torch', torch.__version__, 'with a GPU' if torch.cuda.is_available() else 'on the CPU')"
-	$(PYTHON) -m pip --python $(GPU_VENV)/bin/python install --quiet --no-index --find-links $(GPU_WHEELS) pydantic tabulate 'setuptools>=77'
+	$(PYTHON) -m pip --python $(GPU_VENV)/bin/python install --quiet --no-index --find-links $(GPU_WHEELS) pydantic tabulate 'setuptools>=77,<82'
 	$(PYTHON) -m pip --python $(GPU_VENV)/bin/python install --quiet --no-index --no-deps --no-build-isolation --editable .
 	touch $@
 

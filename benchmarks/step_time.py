@@ -81,7 +81,7 @@ def time_rows(
 ) -> list[dict[str, str]]:
     """Return a row per engine: the median of a field of its samples, and its ratios to each base.
 
-    Of the time also tokens/s of one rank and, where the device's data sheet is known, the MFU (`benchmarks.throughput`).
+    Of the time also tokens/s of one rank and, where the device's data sheet is known, the MFU (`throughput.py`).
     """
     values = {name: [getattr(sample, of) for sample in mine] for name, mine in measured["samples"].items()}
     rows = []
@@ -133,7 +133,8 @@ def report(measured: dict[str, Any], options: Options, device: torch.device) -> 
     bases = [base for base in options.bases or DEFAULT_BASES if base in measured["samples"]]
     parts = [
         *record.head("benchmarks.step_time", options, device),
-        "Time of a step: median over the rounds; tokens/s are those of one rank. Ratios are taken round by round: their median and quartiles.",
+        "Time of a step: median over the rounds; tokens/s are those of one rank. Ratios are taken round by round: their "
+        "median and quartiles.",
         record.markdown(time_rows(measured, "seconds", bases, options, device)),
         "CPU time of the first rank's process in a step, in the same way.",
         record.markdown(time_rows(measured, "cpu_seconds", bases, options, device)),

@@ -44,7 +44,7 @@ def gpu_named(name: str, num_bytes: int) -> zeroamp.Gpu | None:
     """Return the figures of the data sheet for what a device calls itself, and for its memory."""
     words = name.lower().replace("-", " ").split()
     for gpu in zeroamp.GPUS.values():
-        model, _, size = gpu.name.partition("-")
+        model = gpu.name.partition("-")[0]
         if model in words and abs(num_bytes / BYTES_PER_GB / gpu.memory_gb - 1) < 0.2:
             return gpu
     return None

@@ -38,7 +38,7 @@ def without_tests(monkeypatch):
 def test_one_rank_has_the_bits_of_plain_torch(without_tests):
     result = correctness.run(SMALL)
     assert result.verdict == "ok", result.reason
-    assert "8 runs of 2 steps against plain torch, 8 with its bits" in result.reason
+    assert "16 runs of 2 steps against plain torch, 16 with its bits" in result.reason
 
 
 def test_a_wrong_bit_of_a_parameter_is_found(plant, without_tests):
@@ -46,7 +46,7 @@ def test_a_wrong_bit_of_a_parameter_is_found(plant, without_tests):
     result = correctness.run(SMALL)
     assert result.verdict == "FAILED"
     assert "llama_untied, autocast bf16, stage 0: not the bits of plain torch (1 parameters differ)" in result.reason
-    assert "and 5 more" in result.reason
+    assert "and 13 more" in result.reason
 
 
 def test_differences_on_cuda_have_limits():
@@ -210,7 +210,9 @@ def test_parts_that_no_time_is_left_for_are_not_measured(monkeypatch, capsys):
 
 def test_all_parts_and_the_installation_fit_into_ten_minutes():
     assert runner.WHOLE_S <= 600 - 30
-    assert sum(part.limit_s for part in runner.PARTS.values()) <= 1.2 * runner.WHOLE_S, "no part expects its whole limit"
+    assert sum(part.limit_s for part in runner.PARTS.values()) <= 1.2 * runner.WHOLE_S, (
+        "no part expects its whole limit"
+    )
 
 
 def test_flops_are_counted_as_published():
@@ -261,7 +263,9 @@ def test_disturbed_runs_have_the_same_bits_and_others_are_found(plant):
     plant("wrong bit when disturbed")
     result = disturbance.run(SMALL)
     assert result.verdict == "FAILED"
-    assert "again: other bits than undisturbed (stage 0 of 8, stage 1 of 8, stage 2 of 8, stage 3 of 8)" in result.reason
+    assert (
+        "again: other bits than undisturbed (stage 0 of 8, stage 1 of 8, stage 2 of 8, stage 3 of 8)" in result.reason
+    )
 
 
 def test_reports_of_the_sanitizer_count_where_fsdp2_alone_has_none():
@@ -270,17 +274,22 @@ def test_reports_of_the_sanitizer_count_where_fsdp2_alone_has_none():
     assert disturbance._reported(answers) == ["the sanitizer has 2 reports, and none of FSDP2 alone: a race"]
     answers[theirs]["reports"] = 3
     assert disturbance._reported(answers) == []
+    answers[ours] = {"error": "it broke"}
+    assert disturbance._reported(answers) == ["sanitizer: it broke"]
+    answers[theirs] = {"error": "it broke"}
+    assert disturbance._reported(answers) == []
+    assert disturbance._summary(answers) == "; reports of the sanitizer: it broke, of FSDP2 alone: it broke"
 
 
 @pytest.mark.slow
 def test_two_ranks_have_the_bits_of_plain_torch_and_a_wrong_one_is_found(plant):
     result = two_ranks.run(SMALL)
     assert result.verdict == "ok", result.reason
-    assert "4 runs of 2 steps, 4 with the bits of plain torch" in result.reason
+    assert "8 runs of 2 steps, 8 with the bits of plain torch" in result.reason
     plant("wrong bit")
     result = two_ranks.run(SMALL)
     assert result.verdict == "FAILED"
-    assert "rank 0, stage 1: change differ by" in result.reason
+    assert "rank 0, stage 0: change differ by" in result.reason
 
 
 @pytest.mark.slow

@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--small", action="store_true", help="small sizes: for a CPU, and for tests")
     parser.add_argument("--limit", type=float, help="seconds of each part, in place of its own limit")
-    parser.add_argument("--whole", type=float, help=f"seconds of all parts together, in place of {WHOLE_S:.0f} on a GPU")
+    parser.add_argument("--whole", type=float, help=f"seconds of all parts, in place of {WHOLE_S:.0f} on a GPU")
     parser.add_argument("--plant", choices=FAULTS, help="commit a fault that a part is to find")
     parser.add_argument("--out", type=Path, help="folder of the record")
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)  # in the process of one part
@@ -159,7 +159,13 @@ def write_record(folder: Path, results: dict[str, Result], seconds: dict[str, fl
     if VARIABLE in os.environ:
         parts.append(f"With a planted fault: {os.environ[VARIABLE]}.")
     overview = [
-        {"part": name, "what": PARTS[name].what, "verdict": result.verdict, "s": f"{seconds[name]:.0f}", "": result.reason}
+        {
+            "part": name,
+            "what": PARTS[name].what,
+            "verdict": result.verdict,
+            "s": f"{seconds[name]:.0f}",
+            "": result.reason,
+        }
         for name, result in results.items()
     ]
     parts.append(markdown(overview))

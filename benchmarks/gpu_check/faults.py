@@ -15,6 +15,7 @@ import zeroamp
 
 VARIABLE = "ZEROAMP_GPU_CHECK_FAULT"
 
+
 def _wrong_bit(parameters: dict[str, torch.Tensor]) -> None:
     """Change one element of one parameter."""
     first = next(iter(parameters.values()))
@@ -51,6 +52,11 @@ def _no_update() -> None:
     zeroamp.TrainStep.step = zeroamp.TrainStep.zero_grad  # type: ignore[assignment]
 
 
+def _no_waits() -> None:
+    """Let no stream wait for another one. On CUDA alone: a CPU has no streams."""
+    torch.cuda.Stream.wait_stream = torch.cuda.Stream.wait_event = lambda *_: None  # type: ignore[method-assign]
+
+
 FAULTS: dict[str, Callable[..., None]] = {
     "wrong bit": _wrong_bit,
     "wrong bit when disturbed": _wrong_bit,
@@ -59,6 +65,7 @@ FAULTS: dict[str, Callable[..., None]] = {
     "memory": _hold_memory,
     "order of the sum": _other_order,
     "no update": _no_update,
+    "streams do not wait": _no_waits,
     "hang": lambda: time.sleep(10_000),
     "crash": lambda: os.kill(os.getpid(), signal.SIGKILL),
 }

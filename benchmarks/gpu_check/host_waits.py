@@ -11,6 +11,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def run(place: Place) -> Result:
             with ranks.one_rank(place.device) if num_ranks == 1 else ranks.echoing_ranks(num_ranks):
                 phases = waits_of(zeroamp_training(place, **CASES[name]), place)
             row = {"case": name, "ranks": group, **{phase: len(found) for phase, found in phases.items()}}
-            rows.append(row | {"where": "; ".join(dict.fromkeys(sum(phases.values(), [])))})
+            rows.append(row | {"where": "; ".join(dict.fromkeys(chain(*phases.values())))})
             failures += [
                 f"{name}, {group}: {len(found)} waits in {NUM_STEPS} {phase}s, first at {found[0]}"
                 for phase, found in phases.items()
@@ -153,7 +154,9 @@ class _HostReads(TorchDispatchMode):
 
 def _caller() -> str:
     """Return file and line of the innermost frame that is neither torch's nor this module's."""
-    ours = [f for f in traceback.extract_stack(sys._getframe(1)) if "/torch/" not in f.filename and f.filename != __file__]
+    ours = [
+        f for f in traceback.extract_stack(sys._getframe(1)) if "/torch/" not in f.filename and f.filename != __file__
+    ]
     return f"{_short(ours[-1].filename)}:{ours[-1].lineno}" if ours else "torch"
 
 

@@ -43,11 +43,15 @@ def run(place: Place) -> Result:
             "between steps, MiB": f"{found['held'] / MIB:,.1f}",
         }
         if place.on_cuda:
-            row |= {"reserved, MiB": f"{found['reserved'] / MIB:,.1f}", "allocations tried again": str(found["retries"])}
+            row |= {
+                "reserved, MiB": f"{found['reserved'] / MIB:,.1f}",
+                "allocations tried again": str(found["retries"]),
+            }
         rows.append(row)
         failures += wrong(stage, ratio, found.get("retries", 0), place)
     last = rows[-1]
-    summary = f"stage 3: {last['allocated, MiB']} MiB allocated of {last['planned peak, MiB']} planned ({last['allocated / planned']})"
+    peaks = f"{last['allocated, MiB']} MiB allocated of {last['planned peak, MiB']} planned"
+    summary = f"stage 3: {peaks} ({last['allocated / planned']})"
     if place.on_cuda:
         summary += f", {last['reserved, MiB']} MiB reserved"
     return Result.of(

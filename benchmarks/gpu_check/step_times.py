@@ -8,6 +8,7 @@ Compiled or not, engines of the same numerics train to the same loss. On CUDA a 
 part of the peak FLOP/s with which `plan` would have predicted its time.
 """
 
+import gc
 import math
 from dataclasses import replace
 from statistics import median
@@ -42,6 +43,9 @@ def run(place: Place) -> Result:
         planted("no update")
         with ranks.one_rank(place.device) if not given.fake else ranks.fake_ranks(given.world_size):
             measured = step_time.measure(given, place.device)
+        gc.collect()
+        if place.on_cuda:
+            torch.cuda.empty_cache()  # of the engines before the next ones
         rows = rows_of(measured, given, place.device)
         tables[f"{given.described()}; {title}"] = rows
         values[title] = step_time.as_json(measured)
@@ -75,7 +79,11 @@ def rows_of(measured: dict[str, Any], options: Options, device: torch.device) ->
                 "ms": f"{median(seconds) * 1e3:.1f}",
                 "tokens/s": f"{tokens_per_step(options) / median(seconds):,.0f}",
                 **({} if reached is None else {"MFU": f"{reached:.1%}"}),
-                **{f"/ {base}": f"{ratios(seconds, samples[base]).middle:.3f}" for base in ENGINES[1:] if base in samples},
+                **{
+                    f"/ {base}": f"{ratios(seconds, samples[base]).middle:.3f}"
+                    for base in ENGINES[1:]
+                    if base in samples
+                },
                 "last loss": f"{measured['losses'][name]:.4f}",
             }
         )
@@ -104,7 +112,7 @@ def too_slow(seconds: dict[str, list[float]]) -> list[str]:
 
 
 def efficiencies(measured: dict[str, Any], options: Options, place: Place) -> dict[str, float | None]:
-    """Return the parts of the data sheet's peaks for `zeroamp.Efficiency`: of the memory by a copy, of compute by a step."""
+    """Return the parts of the data sheet's peaks for `zeroamp.Efficiency`: memory by a copy, compute by a step."""
     gpu = gpu_of(place.device)
     if gpu is None:
         return {}

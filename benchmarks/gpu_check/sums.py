@@ -53,7 +53,9 @@ def run(place: Place) -> Result:
             if kernel and dtype == torch.bfloat16:
                 speeds.append(f"{num_rows}: {row['kernel / copy']:.0%}")
                 if num_rows >= 8 and not place.small and row["kernel / copy"] < LEAST_OF_COPY:
-                    failures.append(f"{num_rows} rows: the kernel reaches {row['kernel / copy']:.0%} of a copy's bandwidth")
+                    failures.append(
+                        f"{num_rows} rows: the kernel reaches {row['kernel / copy']:.0%} of a copy's bandwidth"
+                    )
             rows.append(row)
     failures += _odd_sizes(kernel or module._loop, place)
     summary = f"bits of the tree for {', '.join(map(str, NUM_RANKS))} ranks"
@@ -101,7 +103,9 @@ def copy_bandwidth(place: Place) -> float:
     return 2 * source.nbytes / 1e9 / _seconds(lambda: target.copy_(source))
 
 
-def _speed(name: str, function: Callable[..., Any], rows: torch.Tensor, total: torch.Tensor, copied: float) -> dict[str, Any]:
+def _speed(
+    name: str, function: Callable[..., Any], rows: torch.Tensor, total: torch.Tensor, copied: float
+) -> dict[str, Any]:
     seconds = _seconds(lambda: function(rows, total, len(rows)))
     rate = (rows.nbytes + total.nbytes) / 1e9 / seconds  # what one pass needs: the loop moves more
     few, few_total = rows[:, :1024].contiguous(), total[:1024]

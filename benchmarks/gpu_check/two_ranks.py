@@ -8,12 +8,14 @@ import argparse
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 import zeroamp
 from benchmarks.gpu_check.correctness import CLIP, LOSSES, NORMS, PARAMETERS
@@ -26,12 +28,11 @@ from tests.processes.training import config, wrapped
 WORLD_SIZE = 2
 MODEL = "llama_untied"
 TIMEOUT = timedelta(seconds=60)
-NEEDED = ("all_gather_into_tensor", "all_to_all_single", "all_reduce")
 
 
 def run(place: Place) -> Result:
     """Start two ranks and compare them with plain torch."""
-    num_steps, stages = (2, (1, 3)) if place.small else (5, (0, 1, 2, 3))
+    num_steps, stages = 2 if place.small else 5, (0, 1, 2, 3)
     with tempfile.TemporaryDirectory() as folder:
         answers = _start(place, Path(folder), num_steps, stages)
     failures = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if isinstance(answer, str)]
@@ -50,8 +51,10 @@ def run(place: Place) -> Result:
         for stage, found in answer["runs"].items():
             row = {"rank": rank, "stage": stage, **_compared(found, expected)}
             rows.append(row)
-            limits = {"losses": LOSSES, "norms": NORMS, "change": PARAMETERS} if place.on_cuda else dict.fromkeys(
-                ("losses", "norms", "change"), 0.0
+            limits = (
+                {"losses": LOSSES, "norms": NORMS, "change": PARAMETERS}
+                if place.on_cuda
+                else dict.fromkeys(("losses", "norms", "change"), 0.0)
             )
             failures += [
                 f"rank {rank}, stage {stage}: {key} differ by {row[key]:.1e} from plain torch, more than {most}"
@@ -60,7 +63,9 @@ def run(place: Place) -> Result:
             ]
     worst = ", ".join(f"{key} {max(row[key] for row in rows):.1e}" for key in ("losses", "norms", "change"))
     equal = sum(row["differing shards"] == 0 for row in rows)
-    summary = f"{len(rows)} runs of {num_steps} steps, {equal} with the bits of plain torch; largest differences {worst}"
+    summary = (
+        f"{len(rows)} runs of {num_steps} steps, {equal} with the bits of plain torch; largest differences {worst}"
+    )
     return Result.of(failures, summary, tables={"Two ranks against plain torch": rows})
 
 
@@ -69,7 +74,8 @@ def _start(place: Place, folder: Path, num_steps: int, stages: tuple[int, ...]) 
     command = [sys.executable, "-m", "benchmarks.gpu_check.two_ranks", "--device", place.device.type]
     command += ["--folder", str(folder), "--steps", str(num_steps), "--stages", ",".join(map(str, stages))]
     ranks = [
-        subprocess.Popen([*command, "--rank", str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(WORLD_SIZE)
+        subprocess.Popen([*command, "--rank", str(rank)], stderr=subprocess.PIPE, text=True)
+        for rank in range(WORLD_SIZE)
     ]
     answers: list[Any] = []
     for rank, process in enumerate(ranks):
@@ -86,10 +92,8 @@ def _compared(found: dict[str, Any], expected: Any) -> dict[str, Any]:
     before = {fqn: parameter.detach() for fqn, parameter in build(MODEL).named_parameters()}
     distance = change = 0.0
     differing = 0
-    for fqn, (shard, dim, place) in found["shards"].items():
-        theirs, first = (
-            whole if dim is None else torch.chunk(whole, WORLD_SIZE, dim)[place] for whole in (parameters[fqn], before[fqn])
-        )
+    for fqn, (shard, dim, num_shards, place) in found["shards"].items():
+        theirs, first = (torch.chunk(whole, num_shards, dim)[place] for whole in (parameters[fqn], before[fqn]))
         distance += float((shard - theirs).double().pow(2).sum())
         change += float((theirs - first).double().pow(2).sum())
         differing += not torch.equal(shard, theirs)
@@ -104,16 +108,16 @@ def _compared(found: dict[str, Any], expected: Any) -> dict[str, Any]:
 def missing_collectives(device: torch.device) -> dict[str, str]:
     """Return the needed collectives that gloo refuses for tensors of this device, and its words."""
     refused = {}
+    calls: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+        "all_gather_into_tensor": lambda one, two: dist.all_gather_into_tensor(two, one),
+        "all_to_all_single": lambda _, two: dist.all_to_all_single(torch.empty_like(two), two),
+        "all_reduce": lambda one, _: dist.all_reduce(one.float()),
+    }
     for dtype in (torch.bfloat16, torch.float32):
         one, two = torch.ones(1, dtype=dtype, device=device), torch.ones(2, dtype=dtype, device=device)
-        calls = {
-            "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(two, one),
-            "all_to_all_single": lambda: dist.all_to_all_single(torch.empty_like(two), two),
-            "all_reduce": lambda: dist.all_reduce(one.float()),
-        }
-        for name in NEEDED:
+        for name, call in calls.items():
             try:
-                calls[name]()
+                call(one, two)
             except (RuntimeError, NotImplementedError) as error:
                 refused[name] = str(error).splitlines()[0]
     return refused
@@ -130,13 +134,17 @@ def _trained(stage: int, num_steps: int) -> dict[str, Any]:
         report = train.step()
         norms.append(float(report.grad_norm))
     planted("wrong bit", dict(model.named_parameters()))
-    shards = {}
-    for fqn, parameter in model.named_parameters():
-        placements = getattr(parameter, "placements", ())
-        dim = next((placement.dim for placement in placements if placement.is_shard()), None)
-        place = parameter.device_mesh.get_local_rank(parameter.device_mesh.ndim - 1) if dim is not None else 0
-        shards[fqn] = (getattr(parameter, "_local_tensor", parameter).detach().cpu(), dim, place)
-    return {"losses": losses, "norms": norms, "shards": shards}
+    return {"losses": losses, "norms": norms, "shards": {fqn: _shard(p) for fqn, p in model.named_parameters()}}
+
+
+def _shard(parameter: torch.Tensor) -> tuple[torch.Tensor, int, int, int]:
+    """Return this rank's part on the CPU, the dimension that is sharded, into how many parts, and which part it is."""
+    if not isinstance(parameter, DTensor):
+        return parameter.detach().cpu(), 0, 1, 0
+    axis = parameter.device_mesh.ndim - 1  # the axis that shards is the last; it has one rank at stage 0
+    dim = next(placement.dim for placement in parameter.placements if placement.is_shard())
+    mesh = parameter.device_mesh
+    return parameter.to_local().detach().cpu(), dim, mesh.size(axis), mesh.get_local_rank(axis)
 
 
 def main() -> None:

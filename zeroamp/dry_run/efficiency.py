@@ -19,7 +19,7 @@ class Efficiency:
     memory: float = 0.8
     network: float = 0.8
     origin: str = "as given"
-    """Where the numbers are from, in words that follow them: an assumption, a measurement and its record, the caller."""
+    """Where the numbers are from, in words that follow them: an assumption, a record of a measurement, the caller."""
 
 
 ASSUMED = Efficiency(origin="round assumptions, not measurements")

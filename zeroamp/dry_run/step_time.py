@@ -2,8 +2,8 @@
 
 [Note: Two queues]
 An op takes the larger of its floating-point operations at the peak of its dtype and its bytes at the memory's
-bandwidth, each times the efficiency (`zeroamp/dry_run/efficiency.py`). Ops run one after the other. Collectives run one after the other
-too, in a queue of their own, beside the ops, as FSDP2 starts them:
+bandwidth, each times the efficiency (`zeroamp/dry_run/efficiency.py`). Ops run one after the other. Collectives run
+one after the other too, in a queue of their own, beside the ops, as FSDP2 starts them:
 
 * an all-gather starts when the network is free and the unsharded parameters of the all-gather before it are copied out;
   the ops of the unit wait for it, and the copy out is an op;

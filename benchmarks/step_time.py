@@ -133,8 +133,8 @@ def report(measured: dict[str, Any], options: Options, device: torch.device) -> 
     bases = [base for base in options.bases or DEFAULT_BASES if base in measured["samples"]]
     parts = [
         *record.head("benchmarks.step_time", options, device),
-        "Time of a step: median over the rounds; tokens/s are those of one rank. Ratios are taken round by round: their "
-        "median and quartiles.",
+        "Time of a step: median over the rounds; tokens/s are those of one rank. Ratios are taken round by round: "
+        "their median and quartiles.",
         record.markdown(time_rows(measured, "seconds", bases, options, device)),
         "CPU time of the first rank's process in a step, in the same way.",
         record.markdown(time_rows(measured, "cpu_seconds", bases, options, device)),

@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 import time
+import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -300,3 +302,126 @@ def test_the_whole_check_runs_on_a_cpu(tmp_path):
     assert [line.split(": ")[0] for line in done.stdout.splitlines()] == list(runner.PARTS)
     assert all(": ok - " in line for line in done.stdout.splitlines())
     assert (tmp_path / "README.md").read_text().count("| ok ") == len(runner.PARTS)
+
+
+class OnStandIns(Place):
+    """A CPU whose part of `torch.cuda` is made up, so that every line for CUDA runs once before there is a GPU."""
+
+    __slots__ = ()
+
+    @property
+    def on_cuda(self):
+        return True
+
+
+class _Event:
+    def __init__(self, enable_timing=False):
+        self.at = 0.0
+
+    def record(self):
+        self.at = time.perf_counter()
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, end):
+        return 1e3 * (end.at - self.at)
+
+
+@pytest.fixture
+def stand_ins(monkeypatch):
+    numbers = {"num_alloc_retries": 0}
+    properties = SimpleNamespace(name="NVIDIA H100", total_memory=85 * 10**9, multi_processor_count=132)
+    for name, value in {
+        "Event": _Event,
+        "synchronize": lambda *_: None,
+        "empty_cache": lambda: None,
+        "get_device_properties": lambda _: properties,
+        "get_device_name": lambda _: properties.name,
+        "set_sync_debug_mode": lambda mode: None,
+        "memory_stats": lambda: numbers,
+        "memory_snapshot": lambda: [{"stream": 0, "total_size": 1}, {"stream": 7, "total_size": 2}],
+        "memory_allocated": lambda: 10 * 2**20,
+        "max_memory_allocated": lambda: 24 * 2**20,
+        "max_memory_reserved": lambda: 30 * 2**20,
+        "reset_peak_memory_stats": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(throughput, "gpu_of", lambda device: zeroamp.GPUS["h100"])
+    monkeypatch.setattr(step_times, "gpu_of", lambda device: zeroamp.GPUS["h100"])
+    return OnStandIns(device=torch.device("cpu"), small=True)
+
+
+def test_bandwidths_are_those_of_a_copy_s(stand_ins, monkeypatch):
+    monkeypatch.setattr(tree_sum, "_kernel", lambda: tree_sum._loop)
+    result = sums.run(stand_ins)
+    assert result.verdict == "ok", result.reason
+    (rows,) = result.tables.values()
+    for row in rows:
+        assert row["bits of the kernel"] == row["bits of the loop"] == "the tree's"
+        assert row["kernel / copy"] > 0
+        assert row["loop, host us"] > 0
+    assert "GB/s: 2: " in result.reason
+
+
+def test_a_kernel_that_is_far_from_a_copy_s_bandwidth_fails(stand_ins, monkeypatch):
+    monkeypatch.setattr(tree_sum, "_kernel", lambda: tree_sum._loop)
+    monkeypatch.setattr(sums, "copy_bandwidth", lambda place: 1e6)
+    monkeypatch.setattr(sums, "LAYER", 100_000)
+    large = OnStandIns(device=torch.device("cpu"))
+    assert "8 rows: the kernel reaches 0% of a copy's bandwidth" in sums.run(large).reason
+    monkeypatch.setattr(tree_sum, "_kernel", lambda: None)
+    assert "there is no Triton" in sums.run(stand_ins).reason
+
+
+def test_waits_that_torch_reports_are_counted(monkeypatch):
+    modes = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    places = []
+    with host_waits._cuda_waits(places):
+        warnings.warn("called a synchronizing CUDA operation", UserWarning, stacklevel=1)
+        warnings.warn("another one", UserWarning, stacklevel=1)
+    assert modes == ["warn", "default"]
+    assert len(places) == 1
+    assert "tests/test_gpu_check.py:" in places[0]
+
+
+def test_mfu_and_efficiencies_of_a_step(stand_ins, monkeypatch):
+    monkeypatch.setattr(sums, "copy_bandwidth", lambda place: 3000.0)
+    monkeypatch.setattr(step_times, "compute_efficiency", lambda *_, memory, **__: 0.5 if memory == 0.896 else None)
+    result = step_times.run(stand_ins)
+    alone = next(iter(result.tables.values()))
+    assert all(row["MFU"].endswith("%") for row in alone)
+    assert result.values["efficiency"] == {"compute": 0.5, "memory": 0.896}
+    assert "efficiencies for plan: {'compute': 0.5, 'memory': 0.896}" in result.reason
+
+
+def test_what_is_reserved_stands_beside_the_plan(stand_ins, monkeypatch):
+    monkeypatch.setattr(step_memory, "PeakOnCpu", step_memory.PeakOnGpu)
+    result = memory.run(stand_ins)
+    assert result.verdict == "ok", result.reason
+    assert "14.0 MiB allocated of 14.2 planned" in result.reason
+    assert "30.0 MiB reserved" in result.reason
+
+
+def test_the_environment_names_the_device(stand_ins):
+    found = runner.environment(stand_ins)
+    assert found["device"] == "NVIDIA H100, 79.2 GiB, 132 SMs"
+    assert found["nccl"] == "2.28.9"
+
+
+def test_every_variant_of_a_gpu_is_started(stand_ins, monkeypatch):
+    started = {}
+
+    def start(variant, environment, place):
+        started[variant] = environment
+        if variant in disturbance.SANITIZERS:
+            return {"reports": 0, "first": ""}
+        return {"bits": {"stage 3": "abc"}} if variant != "no caching of memory" else {"error": "out of memory"}
+
+    monkeypatch.setattr(disturbance, "_start", start)
+    result = disturbance.run(stand_ins)
+    assert result.reason == "no caching of memory: out of memory"
+    assert started["launches that block"] == {"CUDA_LAUNCH_BLOCKING": "1"}
+    assert set(started) == {*disturbance.EVERYWHERE, *disturbance.ON_CUDA, *disturbance.SANITIZERS}

@@ -14,7 +14,9 @@ def _note(run):
 
 def test_without_a_measurement_the_plan_says_that_it_assumes():
     run = plan(stages=(3,))
-    assert _note(run).startswith("70% of peak FLOP/s, 80% of memory bandwidth and 80% of the links (round assumptions, ")
+    assert _note(run).startswith(
+        "70% of peak FLOP/s, 80% of memory bandwidth and 80% of the links (round assumptions, "
+    )
     assert run.to_dict()["efficiency"]["origin"] == "round assumptions, not measurements"
 
 

@@ -14,6 +14,7 @@ import zeroamp
 from benchmarks import step_memory, throughput
 from benchmarks.gpu_check import __main__ as runner
 from benchmarks.gpu_check import correctness, disturbance, faults, host_waits, memory, step_times, sums, two_ranks
+from benchmarks.gpu_check.training import zeroamp_training
 from benchmarks.gpu_check.verdict import Place, Result
 from benchmarks.peers.model import SHAPES, Decoder
 from benchmarks.peers.options import Options
@@ -385,6 +386,19 @@ def test_waits_that_torch_reports_are_counted(monkeypatch):
     assert modes == ["warn", "default"]
     assert len(places) == 1
     assert "tests/test_gpu_check.py:" in places[0]
+
+
+def test_the_gap_before_the_update_is_that_of_the_profile(stand_ins, monkeypatch):
+    def kernel(name, start, end):
+        return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end))
+
+    update = "void at::native::multi_tensor_apply_kernel<FusedOptimizerTensorListMetadata<4>, FusedAdamMathFunctor>"
+    kernels = [kernel("nccl", 0, 90), kernel("gemm", 10, 40), kernel(update, 100, 200), kernel(update, 300, 400)]
+    assert host_waits.gap_before_update(kernels) == 10
+    assert host_waits.gap_before_update([*kernels, kernel("memcpy", 50, 120)]) == 0
+    assert host_waits.gap_before_update(kernels[:2]) is None
+    monkeypatch.setattr(host_waits, "zeroamp_training", lambda place, **_: zeroamp_training(place, 3))
+    assert "no kernel of the update" in host_waits.idle_before_update(stand_ins, stage=3)
 
 
 def test_mfu_and_efficiencies_of_a_step(stand_ins, monkeypatch):

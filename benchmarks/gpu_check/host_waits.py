@@ -4,17 +4,20 @@ On CUDA torch itself notices the calls that wait (`torch.cuda.set_sync_debug_mod
 one of them: the host may wait for an event once the update is queued. On a CPU nothing waits, so that what would wait
 is counted: reads of a tensor's value, and ops whose result has a size that depends on values. There, reads after the
 update's first kernel are allowed, because on CUDA they read pinned memory after an event.
+
+On CUDA a profile of one step also shows how long the GPU is idle before the update's first kernel.
 """
 
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu_check import ranks
@@ -33,6 +36,7 @@ CASES: dict[str, dict[str, Any]] = {
     "stage 3, recovery": {"stage": 3, "zeroamp": {"recovery": True}},
     "stage 3, float16": {"stage": 3, "torch_autocast": {"enabled": True, "dtype": "float16"}},
 }
+PROFILED = ("stage 3", "stage 3, recovery")
 UPDATE = "aten::_fused_adamw_"
 _WARNING = "called a synchronizing CUDA operation"
 _WAITING = {
@@ -58,11 +62,14 @@ def run(place: Place) -> Result:
                 for phase, found in phases.items()
                 if found
             ]
+    idle = {name: idle_before_update(place, **CASES[name]) for name in PROFILED} if place.on_cuda else {}
     how = "torch.cuda.set_sync_debug_mode" if place.on_cuda else "reads of values before the update"
     return Result.of(
         failures,
-        f"0 waits in forward, backward and step of {len(rows)} cases ({how})",
+        f"0 waits in forward, backward and step of {len(rows)} cases ({how})"
+        + "".join(f"; {name}: GPU idle for {found} before the update" for name, found in idle.items()),
         not_measured="" if place.on_cuda else "what torch.cuda.set_sync_debug_mode sees (no CUDA)",
+        values={"idle before the update": idle},
         tables={f"Waits of the host in {NUM_STEPS} steps": rows},
     )
 
@@ -84,6 +91,36 @@ def waits_of(training: Training, place: Place) -> dict[str, list[str]]:
             training.update()
     place.synchronize()
     return found
+
+
+def idle_before_update(place: Place, **config: Any) -> str:
+    """Return how long the GPU was idle before the update's first kernel, in the second of two profiled steps."""
+    activity = getattr(torch.profiler.ProfilerActivity, place.device.type.upper())  # alone: it slows the host least
+    with ranks.one_rank(place.device):
+        training = zeroamp_training(place, shape="100m", length=512, **config)
+        for _ in range(WARM_UP):
+            training.step()
+        for _ in range(2):  # the first one starts the profiler's own work
+            place.synchronize()
+            with torch.profiler.profile(activities=[activity]) as profiled:
+                training.step()
+                place.synchronize()
+    gap = gap_before_update([event for event in profiled.events() if event.device_type == DeviceType.CUDA])
+    return "an unknown time (no kernel of the update in the profile)" if gap is None else f"{gap:.0f} us"
+
+
+def gap_before_update(kernels: Sequence[Any]) -> float | None:
+    """Return the microseconds between the update's first kernel and the end of all before it; None without one.
+
+    Args:
+        kernels: what ran on the GPU, with `name` and `time_range`, in microseconds.
+    """
+    updates = [kernel.time_range.start for kernel in kernels if "fusedadam" in kernel.name.lower().replace("_", "")]
+    if not updates:
+        return None
+    first = min(updates)
+    before = [kernel.time_range.end for kernel in kernels if kernel.time_range.start < first]
+    return max(0.0, first - max(before, default=first))
 
 
 def _blind(place: Place) -> str:

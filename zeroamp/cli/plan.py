@@ -100,7 +100,7 @@ def _efficiency(gpu: str, compute: float | None) -> Efficiency:
     usual = efficiency_of(find_gpu(gpu))
     if compute is None:
         return usual
-    return replace(usual, compute=compute, origin=f"of compute as given, of the others {usual.origin}")
+    return replace(usual, compute=compute, origin=f"compute as given, the others {usual.origin}")
 
 
 def _mesh(text: str | None) -> tuple[int, int] | None:

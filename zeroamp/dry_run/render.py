@@ -19,9 +19,10 @@ _NOTE = (
     "GiB per rank at the moments of the peaks, in a step after the first; GB communicated as zeroamp.traffic(model) "
     "counts them. NCCL: an estimate of its memory beside the peak, with the driver's context. Not counted: "
     "fragmentation. Times assume {compute:.0%} of peak FLOP/s, {memory:.0%} of memory bandwidth and {network:.0%} of "
-    "the links ({origin}), and the latencies by which NCCL chooses its algorithms."
+    "the links, and the latencies by which NCCL chooses its algorithms."
 )
 _ROUTING_NOTE = "The routing is taken as balanced: every expert of a layer gets equally many tokens."
+_ORIGIN = "Parts of the peaks: {origin}."
 
 
 def render_run(run: RunPlan) -> str:
@@ -35,7 +36,7 @@ def render_run(run: RunPlan) -> str:
         f"Memory of one rank at the peak, GiB\n{render(_kind_rows(run))}",
         f"Bytes communicated per step, GB\n{render(_traffic_rows(run))}",
         f"Units and groups at stage {shown.stage}, bytes\n{render(fold(_group_rows(run, shown)))}",
-        _NOTE.format(**asdict(run.efficiency)) + (f" {_ROUTING_NOTE}" if run.has_experts else ""),
+        f"{_NOTE} {_ORIGIN}".format(**asdict(run.efficiency)) + (f" {_ROUTING_NOTE}" if run.has_experts else ""),
     ]
     return "\n\n".join(parts)
 

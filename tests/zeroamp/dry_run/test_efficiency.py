@@ -14,9 +14,8 @@ def _note(run):
 
 def test_without_a_measurement_the_plan_says_that_it_assumes():
     run = plan(stages=(3,))
-    assert _note(run).startswith(
-        "70% of peak FLOP/s, 80% of memory bandwidth and 80% of the links (round assumptions, "
-    )
+    assert _note(run).startswith("70% of peak FLOP/s, 80% of memory bandwidth and 80% of the links, and ")
+    assert "Parts of the peaks: round assumptions, not measurements." in _note(run)
     assert run.to_dict()["efficiency"]["origin"] == "round assumptions, not measurements"
 
 
@@ -26,13 +25,15 @@ def test_a_measurement_is_used_and_named(monkeypatch):
     assert efficiency_of(zeroamp.GPUS["h200"]) == efficiency.ASSUMED
     measured = plan(stages=(3,), gpu="h100")
     assert measured.efficiency == MEASURED
-    assert "(measured: records/that)" in _note(measured)
+    assert _note(measured).startswith("50% of peak FLOP/s, 90% of memory bandwidth and 70% of the links")
+    assert "Parts of the peaks: measured: records/that." in _note(measured)
 
 
 def test_what_the_caller_gives_counts_before_a_measurement(monkeypatch):
     monkeypatch.setattr(efficiency, "MEASURED", {"h100": MEASURED})
     run = plan(stages=(3,), gpu="h100", efficiency=zeroamp.Efficiency(compute=0.4))
-    assert _note(run).startswith("40% of peak FLOP/s, 80% of memory bandwidth and 80% of the links (as given)")
+    assert _note(run).startswith("40% of peak FLOP/s, 80% of memory bandwidth and 80% of the links, and ")
+    assert "Parts of the peaks: as given." in _note(run)
 
 
 def test_measurements_are_of_known_accelerators_and_name_their_record():

@@ -1,6 +1,7 @@
 """The check of zeroamp on one GPU: on the CPU at small size, and each verdict red with a fault that was planted."""
 
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from benchmarks.gpu_check import __main__ as runner
 from benchmarks.gpu_check import correctness, disturbance, faults, host_waits, memory, step_times, sums, two_ranks
 from benchmarks.gpu_check.training import zeroamp_training
 from benchmarks.gpu_check.verdict import Place, Result
+from benchmarks.peers.engines import builder
 from benchmarks.peers.model import SHAPES, Decoder
 from benchmarks.peers.options import Options
 from tests.measuring.sources import ROOT
@@ -216,6 +218,20 @@ def test_all_parts_and_the_installation_fit_into_ten_minutes():
     assert sum(part.limit_s for part in runner.PARTS.values()) <= 1.2 * runner.WHOLE_S, (
         "no part expects its whole limit"
     )
+
+
+def test_every_part_of_the_larger_benchmark_is_bounded_and_its_arguments_are_valid(monkeypatch):
+    done = subprocess.run(
+        ["make", "--dry-run", "bench-gpu"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
+    commands = [shlex.split(line) for line in done.stdout.splitlines() if line.startswith("timeout ")]
+    assert len(commands) == 7
+    for command in commands:
+        assert command[1] == "590"
+        assert command[4] in ("benchmarks.step_time", "benchmarks.step_memory")
+        monkeypatch.setattr(sys, "argv", ["module", *command[5:]])
+        options = Options.from_command_line("")
+        assert all(callable(builder(name)) for name in options.engines)
 
 
 def test_flops_are_counted_as_published():

@@ -46,12 +46,13 @@ def test_one_rank_has_the_bits_of_plain_torch(without_tests):
     assert "16 runs of 2 steps against plain torch, 16 with its bits" in result.reason
 
 
-def test_a_wrong_bit_of_a_parameter_is_found(plant, without_tests):
+def test_a_wrong_bit_of_a_parameter_is_found(plant, without_tests, monkeypatch):
+    monkeypatch.setattr(correctness, "MODES", {"autocast bf16": ({}, {})})
     plant("wrong bit")
     result = correctness.run(SMALL)
     assert result.verdict == "FAILED"
     assert "llama_untied, autocast bf16, stage 0: not the bits of plain torch (1 parameters differ)" in result.reason
-    assert "and 13 more" in result.reason
+    assert "and 1 more" in result.reason
 
 
 def test_differences_on_cuda_have_limits():
@@ -70,7 +71,8 @@ def test_the_host_waits_for_nothing_before_the_update():
 
 
 @pytest.mark.parametrize(("fault", "phase"), [("host read", "forward"), ("host read in step", "step")])
-def test_a_host_read_is_found(plant, fault, phase):
+def test_a_host_read_is_found(plant, fault, phase, monkeypatch):
+    monkeypatch.setattr(host_waits, "CASES", {"stage 3": {"stage": 3}})
     plant(fault)
     result = host_waits.run(SMALL)
     assert result.verdict == "FAILED"
@@ -167,8 +169,8 @@ def test_a_part_that_ends_or_hangs_fails_and_says_why(plant):
     assert runner.run_part("sums", SMALL, limit_s=100).reason.startswith("ended with code -9: ")
     plant("hang")
     begin = time.monotonic()
-    result = runner.run_part("sums", SMALL, limit_s=8)
-    assert result.line("sums") == "sums: FAILED - did not end in 8 s"
+    result = runner.run_part("sums", SMALL, limit_s=4)
+    assert result.line("sums") == "sums: FAILED - did not end in 4 s"
     assert time.monotonic() - begin < 20
 
 

@@ -279,14 +279,19 @@ def test_the_memory_of_a_gpu_has_columns_of_its_own():
 
 
 @pytest.mark.slow
-def test_disturbed_runs_have_the_same_bits_and_others_are_found(plant):
-    assert disturbance.run(SMALL).verdict == "ok"
+def test_disturbed_runs_have_the_same_bits():
+    result = disturbance.run(SMALL)
+    assert result.verdict == "ok", result.reason
+    assert "5 cases with the same bits in 4 variants" in result.reason
+
+
+@pytest.mark.slow
+def test_other_bits_in_a_disturbed_run_are_found(plant, monkeypatch):
+    monkeypatch.setattr(disturbance, "EVERYWHERE", {"plain": {}, "again": {}})
     plant("wrong bit when disturbed")
     result = disturbance.run(SMALL)
-    assert result.verdict == "FAILED"
-    assert (
-        "again: other bits than undisturbed (stage 0 of 8, stage 1 of 8, stage 2 of 8, stage 3 of 8)" in result.reason
-    )
+    cases = ", ".join(f"stage {stage} of 8" for stage in (0, 1, 2, 3))
+    assert result.line("x") == f"x: FAILED - again: other bits than undisturbed ({cases})"
 
 
 def test_reports_of_the_sanitizer_count_where_fsdp2_alone_has_none():
@@ -314,9 +319,10 @@ def test_two_ranks_have_the_bits_of_plain_torch_and_a_wrong_one_is_found(plant):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_whole_check_runs_on_a_cpu(tmp_path):
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--device", "cpu", "--small", "--out", tmp_path]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=290)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=580)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line.split(": ")[0] for line in done.stdout.splitlines()] == list(runner.PARTS)
     assert all(": ok - " in line for line in done.stdout.splitlines())

@@ -1,5 +1,6 @@
 # `make demo`, `make demo-lora`, `make test` (minutes) and `make test-all` (that and the tests marked slow); measurements: `make bench`, and
-# `make bench-gpu` on one GPU. Each sets up all it needs in .venv first.
+# `make bench-gpu` on one GPU. Each sets up all it needs in .venv first. `make gpu-check` checks zeroamp on one GPU in ten minutes, without a
+# package index; `make gpu-wheels` fetches, before, what it installs.
 #
 # Variables:
 #   PYTHON        interpreter that makes the virtual environment (3.11 or newer)
@@ -8,6 +9,10 @@
 #   RANKS         processes of `make demo`
 #   TEST_PROCESSES  files of tests at a time, each with ranks of its own; 0: one, in the process of pytest
 #   BENCH_OUT     folder of what `make bench` and `make bench-gpu` write
+#   GPU_PYTHON_VERSION  of the GPU machine's Python, for which `make gpu-wheels` fetches
+#   GPU_WHEELS    folder of the wheels of `make gpu-wheels`, from which `make gpu-check` installs
+#   GPU_CHECK     arguments of `make gpu-check`: --part sums, --device cpu --small, --plant "wrong bit", ...
+#   GPU_CHECK_OUT folder of the record of `make gpu-check`
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -21,6 +26,11 @@ export OMP_NUM_THREADS ?= 1
 TEST_PROCESSES ?= 2
 
 BENCH_OUT ?= runs/bench
+GPU_PYTHON_VERSION ?= 3.12
+GPU_WHEELS ?= wheels
+GPU_VENV ?= .venv-gpu
+GPU_CHECK ?=
+GPU_CHECK_OUT ?= runs/gpu-check
 MODULE := $(BIN)/python -m
 TWO_RANKS := $(MODULE) torch.distributed.run --standalone --nproc-per-node 2 -m
 SHARDED := zeroamp 2,zeroamp 3,FSDP2 bf16 reshard,FSDP2 bf16 no reshard,FSDP2 autocast reshard
@@ -28,7 +38,9 @@ CHOICES := zeroamp 3,zeroamp 3 again,zeroamp 3 casts not shared,zeroamp 3 recove
 	zeroamp 3 no model-wide group,zeroamp 3 units of two blocks,zeroamp 3 gathers waited for,zeroamp 3 optimizer on DTensors,$\
 	zeroamp 3 prefetch,zeroamp 3 live,zeroamp 3 merged,zeroamp 3 sizes of DeepSpeed
 
-.PHONY: demo demo-lora test test-slow test-all bench bench-gpu lint clean
+GPU_BENCHES := $(addprefix bench-gpu-,1b 1b-compile 1b-64 1b-1024 8b 8b-compile 8b-memory)
+
+.PHONY: demo demo-lora test test-slow test-all bench bench-gpu $(GPU_BENCHES) gpu-wheels gpu-check lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
@@ -61,16 +73,56 @@ bench: $(VENV)/.installed
 	$(TWO_RANKS) benchmarks.step_time --rounds 60 --engines "$(CHOICES)" --bases "zeroamp 3" --out $(BENCH_OUT)/3.7m-choices
 	$(TWO_RANKS) benchmarks.step_memory --out $(BENCH_OUT)/3.7m-memory
 
-# One process: of the 1b model all of it, of the 8b model one rank of eight, whose collectives move nothing.
-bench-gpu: $(VENV)/.installed
-	$(MODULE) benchmarks.step_time --model 1b --batch 2 --length 2048 --rounds 30 --engines "$(SHARDED),DDP autocast" \
-		--out $(BENCH_OUT)/1b
-	$(MODULE) benchmarks.step_time --model 1b --batch 2 --length 2048 --rounds 30 --engines "$(SHARDED),DDP autocast" \
-		--compile --out $(BENCH_OUT)/1b-compile
-	$(MODULE) benchmarks.step_memory --model 8b --batch 1 --length 4096 --checkpointing --fake --world-size 8 \
-		--rounds 10 --out $(BENCH_OUT)/8b-memory
-	$(MODULE) benchmarks.step_time --model 8b --batch 1 --length 4096 --checkpointing --fake --world-size 8 \
-		--rounds 20 --engines "zeroamp 3,FSDP2 bf16 reshard,FSDP2 autocast reshard" --out $(BENCH_OUT)/8b
+# One process: of the 1b model all of it, or one rank of 64 or 1,024 whose collectives move nothing; of the 8b model one rank of eight such. Each part
+# ends within ten minutes: it is stopped after 590 seconds. `make gpu-check` installs what they need, too.
+bench-gpu: $(GPU_BENCHES)
+
+GPU_MODULE = timeout 590 $(GPU_VENV)/bin/python -m
+ON_1B := --model 1b --batch 2 --length 2048
+ON_8B := --model 8b --batch 1 --length 4096 --checkpointing --fake --world-size 8
+BESIDE := zeroamp 3,FSDP2 bf16 reshard,FSDP2 autocast reshard
+
+bench-gpu-1b: $(GPU_VENV)/.installed
+	$(GPU_MODULE) benchmarks.step_time $(ON_1B) --rounds 30 --engines "$(BESIDE),DDP autocast,zeroamp 3 again" --out $(BENCH_OUT)/1b
+
+bench-gpu-1b-compile: $(GPU_VENV)/.installed
+	$(GPU_MODULE) benchmarks.step_time $(ON_1B) --rounds 30 --engines "$(BESIDE),DDP autocast" --compile --out $(BENCH_OUT)/1b-compile
+
+bench-gpu-1b-64: $(GPU_VENV)/.installed
+	$(GPU_MODULE) benchmarks.step_time $(ON_1B) --rounds 30 --engines "$(BESIDE)" --fake --world-size 64 --out $(BENCH_OUT)/1b-64
+
+bench-gpu-1b-1024: $(GPU_VENV)/.installed
+	$(GPU_MODULE) benchmarks.step_time $(ON_1B) --rounds 30 --engines "$(BESIDE)" --fake --world-size 1024 --out $(BENCH_OUT)/1b-1024
+
+bench-gpu-8b: $(GPU_VENV)/.installed
+	$(GPU_MODULE) benchmarks.step_time $(ON_8B) --rounds 20 --engines "$(BESIDE)" --out $(BENCH_OUT)/8b
+
+bench-gpu-8b-compile: $(GPU_VENV)/.installed
+	$(GPU_MODULE) benchmarks.step_time $(ON_8B) --rounds 20 --engines "$(BESIDE)" --compile --out $(BENCH_OUT)/8b-compile
+
+bench-gpu-8b-memory: $(GPU_VENV)/.installed
+	$(GPU_MODULE) benchmarks.step_memory $(ON_8B) --rounds 5 --engines "zeroamp 1,$(SHARDED)" --out $(BENCH_OUT)/8b-memory
+
+# Where there is an index, for a machine that has none. Small: what torch's own installation does not bring.
+gpu-wheels:
+	rm -rf $(GPU_WHEELS)
+	$(PYTHON) -m pip download --quiet --python-version $(GPU_PYTHON_VERSION) --only-binary=:all: --dest $(GPU_WHEELS) \
+		pydantic tabulate 'setuptools>=77,<82'
+	du -sh $(GPU_WHEELS)
+
+gpu-check: $(GPU_VENV)/.installed
+	$(GPU_VENV)/bin/python -m benchmarks.gpu_check --out $(GPU_CHECK_OUT) $(GPU_CHECK)
+
+# On top of the packages of PYTHON, which has torch and may be a virtual environment itself: then --system-site-packages shows those below it, and
+# the .pth file its own. Without ensurepip, which not every Python has: PYTHON's pip installs.
+$(GPU_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv --clear --system-site-packages --without-pip $(GPU_VENV)
+	$(PYTHON) -c "import sysconfig; print(*dict.fromkeys(sysconfig.get_paths()[name] for name in ('purelib', 'platlib')), sep='\n')" \
+		> $$($(GPU_VENV)/bin/python -c "import sysconfig; print(sysconfig.get_paths()['purelib'])")/packages_of_python.pth
+	$(GPU_VENV)/bin/python -c "import torch; print('using torch', torch.__version__, 'with a GPU' if torch.cuda.is_available() else 'on the CPU')"
+	$(PYTHON) -m pip --python $(GPU_VENV)/bin/python install --quiet --no-index --find-links $(GPU_WHEELS) pydantic tabulate 'setuptools>=77,<82'
+	$(PYTHON) -m pip --python $(GPU_VENV)/bin/python install --quiet --no-index --no-deps --no-build-isolation --editable .
+	touch $@
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -94,4 +146,4 @@ endif
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(GPU_VENV) $(GPU_WHEELS) build dist *.egg-info

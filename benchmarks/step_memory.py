@@ -6,13 +6,14 @@ On a GPU it is what torch's allocator held at most in one step, and the time of 
 most bytes of tensor storages that were alive at once, the smallest of a few steps: gloo's own thread may hold what it
 sent for a moment longer. Storages that torch makes without an op, and gloo's own buffers, are not among them; no time
 is given, since what watches the storages slows the steps down. DeepSpeed's include its buckets of 5e8 elements, which
-is its default however small the model is.
+is its default however small the model is. "Planned" is the peak by `plan_run`, of the first rank on a GPU.
 
 Without torchrun one rank runs alone; with --fake it is one of --world-size ranks that move nothing: its memory is that
 of a rank, and its time that of everything but communication. Of --rounds, --warm-up steps come first.
 """
 
 import gc
+from collections import Counter
 from contextlib import nullcontext
 from typing import Any
 
@@ -25,9 +26,13 @@ from benchmarks.peers.engines import ENGINES, builder
 from benchmarks.peers.options import Options
 from benchmarks.peers.processes import start
 from benchmarks.peers.timing import Spread, timed
+from benchmarks.throughput import planned
 from tests.measuring.allocated import Allocated
+from zeroamp.policies.policy import Stage
 
 MIB = 1024**2
+STAGES: dict[str, Stage] = {"zeroamp 1": 1, "zeroamp 2": 2, "zeroamp 3": 3}
+"""Engines that `plan` plans as they are."""
 
 
 class PeakOnCpu(Allocated):
@@ -45,6 +50,18 @@ class PeakOnCpu(Allocated):
 class PeakOnGpu(nullcontext[None]):
     """What torch's allocator counts."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._retries_before = self._retries()
+
+    def release(self) -> None:
+        """Give back what building has left in the allocator's caches."""
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def _retries(self) -> int:
+        return int(torch.cuda.memory_stats()["num_alloc_retries"])
+
     def reset_peak(self) -> None:
         """Begin anew."""
         torch.cuda.reset_peak_memory_stats()
@@ -57,6 +74,17 @@ class PeakOnGpu(nullcontext[None]):
         """Return the bytes now."""
         return torch.cuda.memory_allocated()
 
+    def reserved(self) -> dict[str, Any]:
+        """Return what the allocator took from the device: most since `reset_peak`, now by stream, and its failures."""
+        by_stream: Counter[str] = Counter()
+        for segment in torch.cuda.memory_snapshot():
+            by_stream[str(segment["stream"])] += segment["total_size"]
+        return {
+            "reserved": torch.cuda.max_memory_reserved(),
+            "reserved by stream": dict(by_stream),
+            "retries": self._retries() - self._retries_before,
+        }
+
 
 def measure(options: Options, device: torch.device) -> dict[str, dict[str, Any]]:
     """Return what was measured of each engine: numbers, or the reason why there are none."""
@@ -67,6 +95,9 @@ def measure(options: Options, device: torch.device) -> dict[str, dict[str, Any]]
     for name in options.engines or ENGINES:
         try:
             measured[name] = measure_one(name, ready)
+            if name in STAGES:
+                plan = planned(options, stage=STAGES[name], world_size=dist.get_world_size())
+                measured[name]["planned"] = plan.memory.peak_bytes()
         except UnavailableError as error:
             measured[name] = {"reason": str(error)}
         except torch.OutOfMemoryError:
@@ -83,13 +114,16 @@ def measure_one(name: str, ready: Setup) -> dict[str, Any]:
     """Build an engine, take steps, and let go of it.
 
     Returns:
-        "held", "peak": bytes between steps and at most in one, the largest of all ranks; "seconds": of every step.
+        "held", "peak": bytes between steps and at most in one, the largest of all ranks. On a GPU also "seconds" of
+        every step, and what its allocator reserved on this rank: see `PeakOnGpu.reserved`.
     """
     options = ready.options
     watch = PeakOnGpu() if ready.device.type == "cuda" else PeakOnCpu()
     with watch:
         before = watch.held_bytes()
         engine = builder(name)(ready)
+        if isinstance(watch, PeakOnGpu):
+            watch.release()
         peaks, seconds = [], []
         for index in range(options.warm_up + options.rounds):
             watch.reset_peak()
@@ -97,10 +131,11 @@ def measure_one(name: str, ready: Setup) -> dict[str, Any]:
             if index >= options.warm_up:
                 peaks.append(watch.peak_bytes() - before)
                 seconds.append(sample.seconds)
+        reserved = watch.reserved() if isinstance(watch, PeakOnGpu) else {}
         found = torch.tensor([watch.held_bytes() - before, min(peaks)], device=ready.device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     held, peak = found.tolist()
-    return {"held": held, "peak": peak, **({"seconds": seconds} if ready.device.type == "cuda" else {})}
+    return {"held": held, "peak": peak, **reserved, **({"seconds": seconds} if reserved else {})}
 
 
 def rows(measured: dict[str, dict[str, Any]]) -> list[dict[str, str]]:
@@ -113,6 +148,11 @@ def rows(measured: dict[str, dict[str, Any]]) -> list[dict[str, str]]:
         else:
             row["peak, MiB"] = f"{found['peak'] / MIB:,.1f}"
             row["between steps, MiB"] = f"{found['held'] / MIB:,.1f}"
+        if "planned" in found:
+            row["planned, MiB"] = f"{found['planned'] / MIB:,.1f}"
+        if "reserved" in found:
+            row["reserved, MiB"] = f"{found['reserved'] / MIB:,.1f}"
+            row["allocations tried again"] = str(found["retries"])
         if "seconds" in found:
             spread = Spread.of(found["seconds"])
             row["step, ms"] = f"{spread.middle * 1e3:.1f} ({spread.lower * 1e3:.1f} to {spread.upper * 1e3:.1f})"

@@ -27,6 +27,7 @@ from benchmarks.peers.engines import DEFAULT_BASES, DEFAULT_ENGINES, builder
 from benchmarks.peers.options import Options
 from benchmarks.peers.processes import start
 from benchmarks.peers.timing import ratios, rounds
+from benchmarks.throughput import mfu, tokens_per_step
 
 STEPS_BEFORE_COUNTING = 2  # in the first ones engines learn an order or make the optimizer's state
 
@@ -75,12 +76,21 @@ def measure(options: Options, device: torch.device) -> dict[str, Any]:
     return {"samples": samples, "traffic": traffic, "losses": losses, "reasons": reasons}
 
 
-def time_rows(measured: dict[str, Any], of: str, bases: Sequence[str]) -> list[dict[str, str]]:
-    """Return a row per engine: the median of a field of its samples, and its ratios to each base."""
+def time_rows(
+    measured: dict[str, Any], of: str, bases: Sequence[str], options: Options, device: torch.device
+) -> list[dict[str, str]]:
+    """Return a row per engine: the median of a field of its samples, and its ratios to each base.
+
+    Of the time also tokens/s of one rank and, where the device's data sheet is known, the MFU (`throughput.py`).
+    """
     values = {name: [getattr(sample, of) for sample in mine] for name, mine in measured["samples"].items()}
     rows = []
     for name, mine in values.items():
         row = {"engine": name, "ms": f"{median(mine) * 1e3:.2f}"}
+        if of == "seconds":
+            row["tokens/s"] = f"{tokens_per_step(options) / median(mine):,.0f}"
+            reached = mfu(options, median(mine), device)
+            row |= {} if reached is None else {"MFU": f"{reached:.1%}"}
         for base in bases:
             spread = ratios(mine, values[base])
             row[f"/ {base}"] = f"{spread.middle:.3f} ({spread.lower:.3f} to {spread.upper:.3f})"
@@ -123,10 +133,11 @@ def report(measured: dict[str, Any], options: Options, device: torch.device) -> 
     bases = [base for base in options.bases or DEFAULT_BASES if base in measured["samples"]]
     parts = [
         *record.head("benchmarks.step_time", options, device),
-        "Time of a step: median over the rounds. Ratios are taken round by round: their median and quartiles.",
-        record.markdown(time_rows(measured, "seconds", bases)),
+        "Time of a step: median over the rounds; tokens/s are those of one rank. Ratios are taken round by round: "
+        "their median and quartiles.",
+        record.markdown(time_rows(measured, "seconds", bases, options, device)),
         "CPU time of the first rank's process in a step, in the same way.",
-        record.markdown(time_rows(measured, "cpu_seconds", bases)),
+        record.markdown(time_rows(measured, "cpu_seconds", bases, options, device)),
         "What one step moves: MB (1e6 bytes) of unsharded tensors, calls in parentheses, counted at the process group. "
         "An all-reduce moves twice what a reduce-scatter of its size does.",
         record.markdown(traffic_rows(measured)),

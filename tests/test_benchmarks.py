@@ -30,7 +30,11 @@ def _without_deepspeed(measure, options):
 def _measured_times(options):
     measured = _without_deepspeed(step_time.measure, options)
     bases = ["FSDP2 bf16 reshard"]
-    return measured, step_time.time_rows(measured, "seconds", bases), step_time.traffic_rows(measured)
+    return (
+        measured,
+        step_time.time_rows(measured, "seconds", bases, options, torch.device("cpu")),
+        step_time.traffic_rows(measured),
+    )
 
 
 @pytest.fixture(scope="module")

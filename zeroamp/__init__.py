@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from zeroamp.checkpoint.save import save_checkpoint as save_checkpoint
     from zeroamp.deepspeed.load import DeepSpeedCheckpoint as DeepSpeedCheckpoint
     from zeroamp.deepspeed.load import load_deepspeed_checkpoint as load_deepspeed_checkpoint
+    from zeroamp.dry_run.efficiency import Efficiency as Efficiency
     from zeroamp.dry_run.gpus import GPUS as GPUS
     from zeroamp.dry_run.gpus import Gpu as Gpu
     from zeroamp.dry_run.run_plan import RunPlan as RunPlan
     from zeroamp.dry_run.run_plan import plan_run as plan_run
-    from zeroamp.dry_run.step_time import Efficiency as Efficiency
     from zeroamp.ledger.explain import Ledger as Ledger
     from zeroamp.ledger.explain import explain as explain
     from zeroamp.ledger.explain import traffic as traffic
@@ -69,7 +69,7 @@ _HOMES = {
     "CheckpointError": "zeroamp.policies.errors",
     "ConfigError": "zeroamp.policies.errors",
     "DeepSpeedCheckpoint": "zeroamp.deepspeed.load",
-    "Efficiency": "zeroamp.dry_run.step_time",
+    "Efficiency": "zeroamp.dry_run.efficiency",
     "GPUS": "zeroamp.dry_run.gpus",
     "Gpu": "zeroamp.dry_run.gpus",
     "Ledger": "zeroamp.ledger.explain",

@@ -7,6 +7,7 @@ import torch
 
 import zeroamp
 from benchmarks.peers.engine import Engine, Setup, mean
+from benchmarks.peers.options import Options
 from zeroamp.hooks._torch.fsdp import gather_in_background
 
 EVERYTHING = 10**12  # elements: more than any model here has
@@ -21,6 +22,21 @@ MERGED = dict.fromkeys(SIZES, 4_000_000)
 """Small units are one, and such a one stays gathered; larger ones (a block of the 100m model) are left as they are."""
 
 
+def policy_of(
+    options: Options, *, stage: int, zero: dict[str, Any] | None = None, own: dict[str, Any] | None = None
+) -> zeroamp.Policy:
+    """Return the policy of a stage. `zero` and `own` add to the blocks "zero_optimization" and "zeroamp"."""
+    return zeroamp.policy_from_config(
+        {
+            "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+            "zero_optimization": {"stage": stage, **(zero or {})},
+            "gradient_accumulation_steps": options.micro_batches,
+            "gradient_clipping": options.clip,
+            "zeroamp": own or {},
+        }
+    )
+
+
 def build(
     setup: Setup,
     *,
@@ -31,16 +47,7 @@ def build(
     steps_on_shards: bool = True,
 ) -> Engine:
     """Wrap a model. `zero` and `own` add to the blocks "zero_optimization" and "zeroamp"."""
-    options = setup.options
-    policy = zeroamp.policy_from_config(
-        {
-            "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
-            "zero_optimization": {"stage": stage, **(zero or {})},
-            "gradient_accumulation_steps": options.micro_batches,
-            "gradient_clipping": options.clip,
-            "zeroamp": own or {},
-        }
-    )
+    policy = policy_of(setup.options, stage=stage, zero=zero, own=own)
     model = zeroamp.wrap_model(setup.model(), policy)
     gather_in_background(model, enable=is_gathered_in_background and setup.device.type == "cpu")
     optimizer = setup.optimizer(model)

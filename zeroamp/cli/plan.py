@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -22,10 +23,10 @@ from zeroamp.cli.options import (
     messages_to_stderr,
 )
 from zeroamp.dry_run.checks import STAGES
-from zeroamp.dry_run.gpus import GPUS
+from zeroamp.dry_run.efficiency import Efficiency, efficiency_of
+from zeroamp.dry_run.gpus import GPUS, find_gpu
 from zeroamp.dry_run.inputs import InputFactory
 from zeroamp.dry_run.run_plan import plan_run
-from zeroamp.dry_run.step_time import Efficiency
 from zeroamp.policies import policy_from_config
 from zeroamp.policies.policy import Stage
 from zeroamp.reporting.files import check_picture
@@ -54,8 +55,9 @@ def plan(
         float | None, typer.Option(metavar="GB/S", min=0.001, help="From a GPU to other nodes, one direction.")
     ] = None,
     compute_efficiency: Annotated[
-        float, typer.Option("--compute-efficiency", min=0.01, max=1, help="Part of the peak FLOP/s that is reached.")
-    ] = Efficiency().compute,
+        float | None,
+        typer.Option("--compute-efficiency", min=0.01, max=1, help="Part of the peak FLOP/s that is reached."),
+    ] = None,
     inputs: Inputs = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, in bytes and seconds.")] = False,
     plot: Annotated[
@@ -85,13 +87,20 @@ def plan(
                 gpus_per_node=gpus_per_node,
                 intra_gb_per_s=intra,
                 inter_gb_per_s=inter,
-                efficiency=Efficiency(compute=compute_efficiency),
+                efficiency=_efficiency(gpu, compute_efficiency),
                 inputs=None if inputs is None else cast(InputFactory, load_inputs(inputs)),
                 auto_wrap_policy=auto_wrap,
             )
         typer.echo(json.dumps(run.to_dict(), indent=2, allow_nan=False) if as_json else run)
         if plot is not None:
             run.plot(plot)
+
+
+def _efficiency(gpu: str, compute: float | None) -> Efficiency:
+    usual = efficiency_of(find_gpu(gpu))
+    if compute is None:
+        return usual
+    return replace(usual, compute=compute, origin=f"compute as given, the others {usual.origin}")
 
 
 def _mesh(text: str | None) -> tuple[int, int] | None:

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
+from zeroamp.dry_run.efficiency import Efficiency
 from zeroamp.dry_run.gpus import Gpu
-from zeroamp.dry_run.step_time import Efficiency
 from zeroamp.planning.mesh import Ranks, mesh_shape
 from zeroamp.policies.errors import ConfigError, describe
 from zeroamp.policies.numbers import is_finite, is_integer
@@ -47,7 +47,8 @@ def check_speeds(gpu: Gpu, efficiency: Efficiency, **bandwidths: float | None) -
     for name, value in {**given, **figures}.items():
         if not is_finite(value, above=0):
             raise _refused(name, value, "a positive number")
-    for name, value in asdict(efficiency).items():
+    parts = {name: value for name, value in asdict(efficiency).items() if name != "origin"}
+    for name, value in parts.items():
         if not is_finite(value, above=0) or value > 1:
             raise _refused(f"efficiency.{name}", value, "a number above 0, at most 1")
 

@@ -22,6 +22,7 @@ _NOTE = (
     "{network:.0%} of the links, and the latencies by which NCCL chooses its algorithms."
 )
 _ROUTING_NOTE = "The routing is taken as balanced: every expert of a layer gets equally many tokens."
+_ORIGIN = "Parts of the peaks: {origin}."
 
 
 def render_run(run: RunPlan) -> str:
@@ -35,7 +36,7 @@ def render_run(run: RunPlan) -> str:
         f"Memory of one rank at the peak, GiB\n{render(_kind_rows(run))}",
         f"Bytes communicated per step, GB\n{render(_traffic_rows(run))}",
         f"Units and groups at stage {shown.stage}, bytes\n{render(fold(_group_rows(run, shown)))}",
-        _NOTE.format(**asdict(run.efficiency)) + (f" {_ROUTING_NOTE}" if run.has_experts else ""),
+        f"{_NOTE} {_ORIGIN}".format(**asdict(run.efficiency)) + (f" {_ROUTING_NOTE}" if run.has_experts else ""),
     ]
     return "\n\n".join(parts)
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from zeroamp.dry_run.checks import STAGES, check_counts, check_mesh_and_stages, check_speeds, possible_stages
+from zeroamp.dry_run.efficiency import Efficiency, efficiency_of
 from zeroamp.dry_run.equal_layers import trace_few_layers
 from zeroamp.dry_run.events import Change
 from zeroamp.dry_run.gpus import Gpu, find_gpu
@@ -19,7 +20,7 @@ from zeroamp.dry_run.network import ITEMSIZE_OF_PARTIALS, Network, two_levels
 from zeroamp.dry_run.optimizer_step import OptimizerCosts, OptimizerFactory, optimizer_costs
 from zeroamp.dry_run.plot import plot_run
 from zeroamp.dry_run.render import render_run, run_to_dict
-from zeroamp.dry_run.step_time import Efficiency, StepTime, step_time
+from zeroamp.dry_run.step_time import StepTime, step_time
 from zeroamp.dry_run.timeline import Timeline
 from zeroamp.dry_run.traced_micro_batch import MicroBatch
 from zeroamp.hooks.collectives.traffic import Traffic
@@ -149,7 +150,7 @@ def plan_run(
         gpus_per_node: ranks that the faster links join.
         intra_gb_per_s: 10^9 bytes per second from a GPU into its node, one direction. None: the GPU's usual link.
         inter_gb_per_s: the same to other nodes, per GPU.
-        efficiency: the parts of the peaks that are reached.
+        efficiency: the parts of the peaks that are reached. None: what was measured on this GPU, else an assumption.
         inputs: function of (batch, seq) that returns what the forward takes; called under `torch.device("meta")`.
             None: a transformers model's token ids and labels.
         loss_fn: makes a scalar of the model's output. Default: its `.loss`, or the output itself.
@@ -163,7 +164,7 @@ def plan_run(
     gpu = find_gpu(gpu) if isinstance(gpu, str) else gpu
     check_counts(world_size=world_size, batch=batch, seq=seq, gpus_per_node=gpus_per_node)
     check_mesh_and_stages(mesh, stages)
-    efficiency = efficiency or Efficiency()
+    efficiency = efficiency or efficiency_of(gpu)
     check_speeds(gpu, efficiency, intra_gb_per_s=intra_gb_per_s, inter_gb_per_s=inter_gb_per_s)
     batch = batch or policy.train_micro_batch_size_per_gpu or 1
     intra, inter = intra_gb_per_s or gpu.intra_gb_per_s, inter_gb_per_s or gpu.inter_gb_per_s

@@ -2,8 +2,8 @@
 
 [Note: Two queues]
 An op takes the larger of its floating-point operations at the peak of its dtype and its bytes at the memory's
-bandwidth, each times the efficiency that is assumed. Ops run one after the other. Collectives run one after the other
-too, in a queue of their own, beside the ops, as FSDP2 starts them:
+bandwidth, each times the efficiency (`zeroamp/dry_run/efficiency.py`). Ops run one after the other. Collectives run
+one after the other too, in a queue of their own, beside the ops, as FSDP2 starts them:
 
 * an all-gather starts when the network is free and the unsharded parameters of the all-gather before it are copied out;
   the ops of the unit wait for it, and the copy out is an op;
@@ -27,6 +27,7 @@ from itertools import pairwise
 
 import torch
 
+from zeroamp.dry_run.efficiency import Efficiency
 from zeroamp.dry_run.events import MAX_MICRO_BATCHES, Event, Mark, Op
 from zeroamp.dry_run.gpus import Gpu
 from zeroamp.dry_run.network import Network
@@ -34,15 +35,6 @@ from zeroamp.planning.fsdp_replay import GroupListener, Replay
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.traffic import group_collectives
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Efficiency:
-    """The part of the peaks that is reached. The defaults are round assumptions, not measurements."""
-
-    compute: float = 0.7
-    memory: float = 0.8
-    network: float = 0.8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

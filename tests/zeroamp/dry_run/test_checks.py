@@ -7,7 +7,7 @@ import pytest
 
 import zeroamp
 from tests.zeroamp.dry_run.plans import FULL, plan
-from zeroamp.dry_run.step_time import Efficiency
+from zeroamp.dry_run.efficiency import Efficiency
 
 WHOLE = "an integer >= 1"
 POSITIVE = "a positive number"

@@ -1,0 +1,72 @@
+"""Part 7: what a step allocates and reserves, beside what `plan` says of it.
+
+One of 8 ranks that move nothing, LLaMA-3 8B with activation checkpointing. On CUDA the numbers are those of torch's
+allocator; on a CPU, where `plan` knows other kernels than those that run, only that the measured peak is not above it.
+"""
+
+from dataclasses import replace
+
+from benchmarks import step_memory
+from benchmarks.gpu_check import ranks
+from benchmarks.gpu_check.faults import planted
+from benchmarks.gpu_check.verdict import Place, Result
+from benchmarks.peers.engine import setup
+from benchmarks.peers.options import Options
+from benchmarks.throughput import planned
+
+WORLD_SIZE = 8
+ABOVE, BELOW = 1.03, 0.8
+"""Limits of the measured peak / the plan's. Kernels' own workspaces are not in the plan."""
+MIB = 2**20
+LARGE = Options(
+    model="8b", batch=1, length=4096, checkpointing=True, fake=True, world_size=WORLD_SIZE, rounds=3, warm_up=2
+)
+SMALL = replace(LARGE, model="3.7m", length=64)
+
+
+def run(place: Place) -> Result:
+    """Measure steps at stage 3 (small: and 2), and plan the same."""
+    options = SMALL if place.small else LARGE
+    rows, failures = [], []
+    for stage in (2, 3) if place.small else (3,):
+        with ranks.fake_ranks(WORLD_SIZE):
+            ready = setup(options, place.device, 0)
+            plan = planned(options, stage=stage, world_size=WORLD_SIZE)
+            planted("memory", place.device, plan.memory.peak_bytes() // 2)
+            found = step_memory.measure_one(f"zeroamp {stage}", ready)
+        ratio = found["peak"] / plan.memory.peak_bytes()
+        row = {
+            "stage": stage,
+            "planned peak, MiB": f"{plan.memory.peak_bytes() / MIB:,.1f}",
+            "allocated, MiB": f"{found['peak'] / MIB:,.1f}",
+            "allocated / planned": f"{ratio:.3f}",
+            "between steps, MiB": f"{found['held'] / MIB:,.1f}",
+        }
+        if place.on_cuda:
+            row |= {
+                "reserved, MiB": f"{found['reserved'] / MIB:,.1f}",
+                "allocations tried again": str(found["retries"]),
+            }
+        rows.append(row)
+        failures += wrong(stage, ratio, found.get("retries", 0), place)
+    last = rows[-1]
+    peaks = f"{last['allocated, MiB']} MiB allocated of {last['planned peak, MiB']} planned"
+    summary = f"stage 3: {peaks} ({last['allocated / planned']})"
+    if place.on_cuda:
+        summary += f", {last['reserved, MiB']} MiB reserved"
+    return Result.of(
+        failures,
+        summary,
+        not_measured="" if place.on_cuda else "reserved memory (no CUDA)",
+        tables={f"Memory of a step, {options.described()}, one of {WORLD_SIZE} ranks": rows},
+    )
+
+
+def wrong(stage: int, ratio: float, retries: int, place: Place) -> list[str]:
+    """Return what must not be: a peak that is not the planned one, or an allocator that ran out of memory."""
+    failures = []
+    if not (BELOW if place.on_cuda else 0) <= ratio <= ABOVE:
+        failures.append(f"stage {stage}: the measured peak is {ratio:.3f} of the planned one")
+    if retries:
+        failures.append(f"stage {stage}: the allocator released its caches {retries} times")
+    return failures

@@ -1,0 +1,121 @@
+"""Part 6: step time, tokens/s and MFU beside FSDP2 in bf16, FSDP2 under autocast, and DDP, in paired steps.
+
+One rank of the 1b shape, and one of 64 ranks that move nothing, where zeroamp's sum has 64 rows. `benchmarks.step_time`
+takes the steps; more shapes, more rounds and compiled blocks are in `make bench-gpu`.
+
+Compiled or not, engines of the same numerics train to the same loss. On CUDA a step at stage 3 may take at most
+`MOST` times the step of FSDP2 under autocast, which gathers and reduces in fp32. From the step of one rank follows the
+part of the peak FLOP/s with which `plan` would have predicted its time.
+"""
+
+import gc
+import math
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks import step_time
+from benchmarks.gpu_check import ranks, sums
+from benchmarks.gpu_check.faults import planted
+from benchmarks.gpu_check.verdict import Place, Result
+from benchmarks.peers.options import Options
+from benchmarks.peers.timing import ratios
+from benchmarks.throughput import compute_efficiency, gpu_of, mfu, tokens_per_step
+
+OURS, THEIRS = "zeroamp 3", "FSDP2 autocast reshard"
+ENGINES = (OURS, "FSDP2 bf16 reshard", THEIRS, "DDP autocast")
+MOST = 1.1
+"""Largest lower quartile of the ratio of step times."""
+SAME_LOSS = 1e-2
+"""Relative: the two round gradients and parameters at other places."""
+SMALL = Options(model="tiny", batch=2, length=16, rounds=3, warm_up=1, engines=ENGINES)
+LARGE = Options(model="1b", batch=2, length=2048, rounds=16, warm_up=3, engines=ENGINES)
+
+
+def run(place: Place) -> Result:
+    """Measure and compare."""
+    options = SMALL if place.small else LARGE
+    fake = replace(options, fake=True, world_size=64, engines=ENGINES[:3], rounds=max(3, options.rounds // 2))
+    tables, failures, values = {}, [], {}
+    for title, given in (("one rank", options), ("one of 64 ranks that move nothing", fake)):
+        planted("no update")
+        with ranks.one_rank(place.device) if not given.fake else ranks.fake_ranks(given.world_size):
+            measured = step_time.measure(given, place.device)
+        gc.collect()
+        if place.on_cuda:
+            torch.cuda.empty_cache()  # of the engines before the next ones
+        rows = rows_of(measured, given, place.device)
+        tables[f"{given.described()}; {title}"] = rows
+        values[title] = step_time.as_json(measured)
+        failures += [f"{title}: {text}" for text in wrong(measured, given, place)]
+        if not given.fake:
+            alone = measured
+    first = next(iter(tables.values()))
+    summary = f"same losses; {OURS}: {first[0]['ms']} ms, {first[0]['tokens/s']} tokens/s"
+    if place.on_cuda:
+        summary += f", MFU {first[0].get('MFU', 'unknown')}, {first[0][f'/ {THEIRS}']} of {THEIRS}"
+        values["efficiency"] = efficiencies(alone, options, place)
+        summary += f"; efficiencies for plan: {values['efficiency']}"
+    return Result.of(
+        failures,
+        summary,
+        not_measured="" if place.on_cuda else "MFU, and how step times compare (no CUDA)",
+        tables=tables,
+        values=values,
+    )
+
+
+def rows_of(measured: dict[str, Any], options: Options, device: torch.device) -> list[dict[str, Any]]:
+    """Return a row per engine: time, tokens/s and MFU of the median step, and ratios round by round."""
+    samples = {name: [sample.seconds for sample in mine] for name, mine in measured["samples"].items()}
+    rows = []
+    for name, seconds in samples.items():
+        reached = mfu(options, median(seconds), device)
+        rows.append(
+            {
+                "engine": name,
+                "ms": f"{median(seconds) * 1e3:.1f}",
+                "tokens/s": f"{tokens_per_step(options) / median(seconds):,.0f}",
+                **({} if reached is None else {"MFU": f"{reached:.1%}"}),
+                **{
+                    f"/ {base}": f"{ratios(seconds, samples[base]).middle:.3f}"
+                    for base in ENGINES[1:]
+                    if base in samples
+                },
+                "last loss": f"{measured['losses'][name]:.4f}",
+            }
+        )
+    return rows + [{"engine": name, "ms": reason} for name, reason in measured["reasons"].items()]
+
+
+def wrong(measured: dict[str, Any], options: Options, place: Place) -> list[str]:
+    """Return what must not be: a loss that is no number or another one, or a step that takes too long."""
+    failures = []
+    losses = measured["losses"]
+    if not options.fake:  # the values of ranks that move nothing mean nothing
+        ours, theirs = losses[OURS], losses[THEIRS]
+        if not (math.isfinite(ours) and abs(ours - theirs) <= SAME_LOSS * abs(theirs)):
+            failures.append(f"the last loss of {OURS} is {ours:.4f}, of {THEIRS} {theirs:.4f}")
+    if place.on_cuda and not place.small:
+        failures += too_slow({name: [sample.seconds for sample in mine] for name, mine in measured["samples"].items()})
+    return failures
+
+
+def too_slow(seconds: dict[str, list[float]]) -> list[str]:
+    """Return a sentence if our steps are clearly longer than `MOST` allows."""
+    spread = ratios(seconds[OURS], seconds[THEIRS])
+    if spread.lower <= MOST:
+        return []
+    return [f"a step of {OURS} takes {spread.middle:.3f} of one of {THEIRS}, more than {MOST}"]
+
+
+def efficiencies(measured: dict[str, Any], options: Options, place: Place) -> dict[str, float | None]:
+    """Return the parts of the data sheet's peaks for `zeroamp.Efficiency`: memory by a copy, compute by a step."""
+    gpu = gpu_of(place.device)
+    if gpu is None:
+        return {}
+    memory = min(1.0, round(sums.copy_bandwidth(place) / gpu.memory_gb_per_s, 3))
+    seconds = median(sample.seconds for sample in measured["samples"][OURS])
+    return {"compute": compute_efficiency(options, seconds, world_size=1, gpu=gpu, memory=memory), "memory": memory}

@@ -1,0 +1,71 @@
+"""What a part of the check returns: a verdict, its reason, and everything that was measured."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Self
+
+import torch
+
+Verdict = Literal["ok", "FAILED", "not measured"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a part runs, and at which size."""
+
+    device: torch.device
+    small: bool = False
+    """Sizes for a CPU and for tests: seconds in place of minutes."""
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether there are streams, kernels and an allocator to check."""
+        return self.device.type == "cuda"
+
+    def synchronize(self) -> None:
+        """Wait until the device has done everything."""
+        if self.on_cuda:
+            torch.cuda.synchronize(self.device)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """The outcome of one part."""
+
+    verdict: Verdict
+    reason: str
+    """One line: numbers, or what failed, or why nothing was measured."""
+    tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Title -> rows, for the record."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Everything else, as JSON holds it."""
+
+    @classmethod
+    def of(
+        cls,
+        failures: list[str],
+        summary: str,
+        *,
+        not_measured: str = "",
+        tables: dict[str, list[dict[str, Any]]] | None = None,
+        values: dict[str, Any] | None = None,
+    ) -> Self:
+        """Return FAILED with the first failures, or ok with the summary and with what this device cannot show."""
+        if failures:
+            more = f"; and {len(failures) - 3} more" if len(failures) > 3 else ""
+            reason = "; ".join(failures[:3]) + more
+        else:
+            reason = summary + (f"; not measured: {not_measured}" if not_measured else "")
+        return cls(
+            verdict="FAILED" if failures else "ok",
+            reason=reason,
+            tables=tables or {},
+            values={**(values or {}), "failures": failures},
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all fields."""
+        return asdict(self)
+
+    def line(self, name: str) -> str:
+        """Return the line that is printed."""
+        return f"{name}: {self.verdict} - {' '.join(self.reason.split())}"

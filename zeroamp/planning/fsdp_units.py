@@ -1,6 +1,17 @@
 """Which modules are units, unsharded and reduced together.
 
 Pure: reads the module tree and shapes only.
+
+[Note: Merging by default]
+The collectives of a small unit cost their latency, not their bytes. So units below `SMALL` elements are merged, where
+the config does not say otherwise. Larger units are left as they are: each is communicated while others compute.
+
+* Stages 0 to 2 have all parameters unsharded from the first forward of an optimizer step to its last backward. Merging
+  moves no memory there but the input of a reduction: of one merged unit, which is small.
+* At stage 3 a merged unit is unsharded, and has gradients, where its modules would have been and had them one after the
+  other. So it may have at most `1 / STAGE_3_PART` of the elements of the largest unit, embeddings and heads included: the
+  peak is that of the largest unit, and two small ones in its place do not move it. A model of equal blocks has no small
+  ones, and is not changed.
 """
 
 import logging
@@ -15,6 +26,11 @@ from zeroamp.policies.policy import Policy
 logger = logging.getLogger("zeroamp")
 
 Merged = Mapping[str, tuple[str, ...]]
+
+SMALL = 4_000_000
+"""Elements of the largest unit that merging makes by default: measured in benchmarks/records, see benchmarks/NOTES.md."""
+STAGE_3_PART = 16
+"""At stage 3 the largest unit has at least so many times the elements of one that merging makes by default."""
 
 
 def plan_units(
@@ -44,7 +60,10 @@ def _merge(model: nn.Module, units: Sequence[str], policy: Policy) -> Merged:
     Left alone are units that contain others; modules that are registered twice, since FSDP2 takes a merged unit for
     finished once each of its modules ran; and leaf modules: of sparse experts, a forward runs only some.
     """
-    if policy.reduce_bucket_size <= 0:
+    bucket_size = policy.reduce_bucket_size
+    if bucket_size is None:
+        bucket_size = _default_bucket_size(model, units, policy.stage)
+    if bucket_size <= 0:
         return {}
     modules = {model.get_submodule(fqn): fqn for fqn in units}
     num_paths = Counter(module for _, module in model.named_modules(remove_duplicate=False))
@@ -60,7 +79,7 @@ def _merge(model: nn.Module, units: Sequence[str], policy: Policy) -> Merged:
         can_merge = num_paths[module] == 1 and fqn not in leaf_modules and _contains_no_other(module, modules)
         is_sibling = can_merge and is_open and runs[-1][0].rpartition(".")[0] == fqn.rpartition(".")[0]
         num_more = sum(parameter.numel() for parameter in own - in_run)
-        if is_sibling and numel + num_more <= policy.reduce_bucket_size:
+        if is_sibling and numel + num_more <= bucket_size:
             runs[-1].append(fqn)
             in_run |= own
             numel += num_more
@@ -69,6 +88,17 @@ def _merge(model: nn.Module, units: Sequence[str], policy: Policy) -> Merged:
             in_run, is_open = own, can_merge
             numel = sum(parameter.numel() for parameter in own)
     return {run[0]: tuple(run) for run in runs if len(run) > 1}
+
+
+def _default_bucket_size(model: nn.Module, units: Sequence[str], stage: int) -> int:
+    """Return how many elements a merged unit may have, in [Note: Merging by default]."""
+    if stage < 3:
+        return SMALL
+    # What may be a unit of its own: see `zeroamp.planning.own_units`.
+    others = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.Linear))
+    modules = (*map(model.get_submodule, units), *others)
+    largest = max((sum(parameter.numel() for parameter in module.parameters()) for module in modules), default=0)
+    return min(SMALL, largest // STAGE_3_PART)
 
 
 def _contains_no_other(module: nn.Module, units: Mapping[nn.Module, str]) -> bool:

@@ -10,7 +10,7 @@ unit. It also cannot express a parameter whose owner has descendants in another 
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn

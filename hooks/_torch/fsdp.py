@@ -52,7 +52,6 @@ __all__ = [
     "keep_reduction_inputs",
     "leave_replicas_alone",
     "map_tensors",
-    "modules_to_run",
     "parameter_pairs",
     "pre_backward_hook",
     "reduce_scatter",
@@ -117,24 +116,12 @@ def begin_again(module: FSDPModule) -> None:
         state._training_state = TrainingState.IDLE
 
 
-def modules_to_run(module: FSDPModule) -> set[nn.Module]:
-    """Return the set in which FSDP2 keeps which modules of a group of several have yet to run in this forward.
-
-    Newer versions finish, at the end of the root's forward, the states whose set is not empty by then. On 2.11 it must
-    be cleared after a backward that is not the last of an optimizer step: of a group of which only some modules were
-    recomputed there, the next forward would take the first module for a later one.
-    """
-    waiting: set[nn.Module] = module._get_fsdp_state()._modules_to_run_forward
-    return waiting
-
-
 def release(module: FSDPModule) -> None:
     """Put the sharded parameters of `module`'s own group back, whatever the last forward left of it.
 
     `FSDPModule.reshard` would leave a gather that was started ahead and never waited for, which a later forward would
-    take for current; and it does nothing for a group of several modules of which a forward ran only some.
+    take for current.
     """
-    modules_to_run(module).clear()
     for group in groups_of(module._get_fsdp_state()):
         group.wait_for_unshard()
         group._to_sharded()

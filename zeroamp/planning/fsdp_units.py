@@ -3,15 +3,15 @@
 Pure: reads the module tree and shapes only.
 
 [Note: Merging by default]
-The collectives of a small unit cost their latency, not their bytes. So units below `SMALL` elements are merged, where
-the config does not say otherwise. Larger units are left as they are: each is communicated while others compute.
+The collectives of a small unit cost their latency, not their bytes. So small neighbouring units are merged, where the
+config does not say otherwise. Larger units are left as they are: each is communicated while others compute.
 
-* Stages 0 to 2 have all parameters unsharded from the first forward of an optimizer step to its last backward. Merging
-  moves no memory there but the input of a reduction: of one merged unit, which is small.
-* At stage 3 a merged unit is unsharded, and has gradients, where its modules would have been and had them one after the
-  other. So it may have at most `1 / STAGE_3_PART` of the elements of the largest unit, embeddings and heads included: the
-  peak is that of the largest unit, and two small ones in its place do not move it. A model of equal blocks has no small
-  ones, and is not changed.
+* Stages 0 to 2 have all parameters unsharded from the first forward of an optimizer step to its last backward. A merged
+  unit costs no further unsharded parameters there, but the gradients and the reduction's buffers of one unit of at most
+  `SMALL` elements.
+* At stage 3 a merged unit is unsharded, and has gradients, where its modules would have one after the other. It has at
+  most `1 / STAGE_3_PART` of the elements of the largest unit, embeddings and heads included, or at most `SMALL`: the
+  peak is where the largest unit is. In a model of equal blocks none is small, and nothing is merged.
 """
 
 import logging
@@ -28,9 +28,9 @@ logger = logging.getLogger("zeroamp")
 Merged = Mapping[str, tuple[str, ...]]
 
 SMALL = 4_000_000
-"""Elements of the largest unit that merging makes by default: measured in benchmarks/records, see benchmarks/NOTES.md."""
+"""Elements that a unit which is merged by default has at most. Measured: `benchmarks/NOTES.md`."""
 STAGE_3_PART = 16
-"""At stage 3 the largest unit has at least so many times the elements of one that merging makes by default."""
+"""At stage 3 the largest unit has at least so many times the elements of one that is merged by default."""
 
 
 def plan_units(
@@ -57,8 +57,8 @@ def plan_units(
 def _merge(model: nn.Module, units: Sequence[str], policy: Policy) -> Merged:
     """Join neighbouring units greedily, in registration order, while their elements together fit the bucket.
 
-    Left alone are units that contain others; modules that are registered twice, since FSDP2 takes a merged unit for
-    finished once each of its modules ran; and leaf modules: of sparse experts, a forward runs only some.
+    Left alone are units that contain others; modules that are registered twice, since `run_order` cannot tell when a
+    merged unit has ended; and leaf modules: of sparse experts, a forward runs only some.
     """
     bucket_size = policy.reduce_bucket_size
     if bucket_size is None:

@@ -1,4 +1,4 @@
-"""Merged units where the modules of one do not run one after the other, or not all: what holds without merging, holds."""
+"""Merged units whose modules do not all run, or not one after the other: the same bits as without merging."""
 
 import functools
 

@@ -5,9 +5,10 @@ A *visit* of a merged unit is a run of its modules, one after the other, in a fo
 first module and ends after the last, and is to FSDP2 what the forward of a module is to a unit of one. FSDP2's own
 hooks for `fully_shard([block0, block1])` end it in no other case, which these replace:
 
-* Where a forward leaves modules out, or runs them in another order, a visit ends when a module of another unit begins,
-  or when the root's forward ends. A later module of the unit begins another visit. So parameters stay unsharded for as
-  long as they would if the modules were units of their own, and a unit has several visits as a module has several runs.
+* At stage 3, where a forward leaves modules out or runs them in another order, a visit ends when a module of another
+  unit begins, and in any case when the root's forward ends. A later module of the unit begins another visit. So
+  parameters stay unsharded for as long as they would if the modules were units of their own. In the backward each visit
+  unshards the unit again; the first one of the forward, whose backward comes last, reduces the gradients of all.
 * A loss need not depend on the module that ran last. So a gradient of any module's output unshards the unit.
 * In a backward (activation checkpointing), and outside of the root's forward, each call of a module is a visit.
 
@@ -17,7 +18,7 @@ an activation that several modules read have the same order, and so the same bit
 Holders (see `zeroamp.hooks.typed_groups`) follow the visits of their unit.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
@@ -35,6 +36,7 @@ from zeroamp.hooks._torch.fsdp import (
     pre_backward_hook,
     remove_forward_hooks,
 )
+from zeroamp.hooks._torch.group_gradients import GroupGradients
 from zeroamp.hooks.root_forward import ForwardCall
 from zeroamp.hooks.tensors import tensors_in
 
@@ -42,16 +44,22 @@ from zeroamp.hooks.tensors import tensors_in
 class MergedUnit:
     """One unit of several modules, and where its visit is. See [Note: Visits]."""
 
-    def __init__(self, modules: Sequence[nn.Module], carriers: Sequence[FSDPModule], units: "MergedUnits") -> None:
+    def __init__(
+        self, modules: Sequence[nn.Module], groups: Mapping[FSDPModule, GroupGradients | None], units: "MergedUnits"
+    ) -> None:
         """Replace FSDP2's forward hooks on the modules.
 
         Args:
             modules: in registration order.
-            carriers: the modules that carry FSDP2's state of a parameter group of the unit: one of `modules`, which
-                share theirs, then the group holders.
+            groups: each module that carries FSDP2's state of a parameter group of the unit (one of `modules`, which
+                share theirs, then the group holders) -> the gradients of that group, None if it has no parameters.
             units: all merged units of the root.
         """
-        self._modules, self._carriers, self._units = frozenset(modules), tuple(carriers), units
+        carriers = tuple(groups)
+        self._modules, self._carriers, self._units = frozenset(modules), carriers, units
+        for gradients in groups.values():
+            if gradients is not None:
+                gradients.reduce_once()
         hooks = [forward_hooks(carrier) for carrier in carriers]
         self._pre_forwards = [before for before, _ in hooks]
         self._post_forwards = [after for _, after in reversed(hooks)]
@@ -94,6 +102,8 @@ class MergedUnit:
         return self._begin(module, args, kwargs)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._units.reshards:
+            args, kwargs = _separated(args, kwargs, self._reshard)
         for pre_forward in self._pre_forwards:
             args, kwargs = pre_forward(module, args, kwargs)
         return args, kwargs
@@ -104,38 +114,57 @@ class MergedUnit:
             self.num_running -= 1
             self._waiting.discard(module)
             if self._waiting or self.num_running:
-                return self._unshard_in_backward(output)
+                self._unshard_in_backward(output)
+                return output
             self._units.leave(self)
         for post_forward in self._post_forwards:
             output = post_forward(module, args, output)
+        if self._units.reshards:
+            self._unshard_in_backward(output)
         return output
 
-    def _unshard_in_backward(self, output: Any) -> Any:
-        """Let the gradient of a module's output do what FSDP2 lets that of the last one's do."""
+    def _unshard_in_backward(self, output: Any) -> None:
+        """Let the gradient of a module's output do what FSDP2 lets that of the last one's do, for each visit."""
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._pre_backward)  # type: ignore[no-untyped-call]
-        return output
 
     @untraced
     def _pre_backward(self, grad: torch.Tensor) -> None:
         for pre_backward in self._pre_backwards:
             pre_backward(grad)
+        for carrier in self._carriers:  # FSDP2 unshards once per reduction
+            if not is_unsharded(carrier):
+                carrier.unshard()
+
+    @untraced
+    def _reshard(self) -> None:
+        """Reshard after the backward of a visit. After that of the first, FSDP2 has."""
+        for carrier in self._carriers:
+            carrier.reshard()
 
 
 class MergedUnits:
     """The merged units of one root."""
 
-    def __init__(self, in_forward: Callable[[], bool]) -> None:
-        """`in_forward` returns whether the model's own code runs in a forward of the root."""
+    def __init__(self, in_forward: Callable[[], bool], *, reshards: bool) -> None:
+        """Begin with none.
+
+        Args:
+            in_forward: whether the model's own code runs in a forward of the root.
+            reshards: whether units are resharded between forward and backward, and after the backward: at stage 3.
+        """
         self._in_forward = in_forward
+        self.reshards = reshards
         self._all: list[MergedUnit] = []
         self._open: list[MergedUnit] = []
 
-    def attach(self, modules: Sequence[nn.Module], carriers: Sequence[FSDPModule]) -> list[RemovableHandle]:
+    def attach(
+        self, modules: Sequence[nn.Module], groups: Mapping[FSDPModule, GroupGradients | None]
+    ) -> list[RemovableHandle]:
         """Add a merged unit, after `fully_shard` of it; see `MergedUnit`. Return the handles of its hooks."""
-        unit = MergedUnit(modules, carriers, self)
+        unit = MergedUnit(modules, groups, self)
         self._all.append(unit)
         return list(unit.attach(modules))
 
@@ -158,8 +187,9 @@ class MergedUnits:
         if self._open == [unit]:
             return
         for other in [other for other in self._open if other is not unit and not other.num_running]:
-            self._open.remove(other)
-            other.end()
+            if self.reshards:
+                self._open.remove(other)
+                other.end()
         if unit is not None and unit not in self._open:
             self._open.append(unit)
 
@@ -189,19 +219,27 @@ class MergedUnits:
 
 
 class _Separate(torch.autograd.Function):
-    """The identity on several tensors, as one node of autograd."""
+    """The identity on several tensors, as one node of autograd, which calls a function in the backward."""
 
     @staticmethod
-    def forward(_ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, then: Callable[[], None] | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.then = then
         return tensors
 
     @staticmethod
-    def backward(_ctx: Any, *grads: Any) -> Any:
-        return grads
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if ctx.then is not None:
+            ctx.then()
+        return None, *grads
 
 
-def _separated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a module's inputs, those that need gradients behind one node, as FSDP2 puts its own node there."""
+def _separated(
+    args: tuple[Any, ...], kwargs: dict[str, Any], then: Callable[[], None] | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a module's inputs, those that need gradients behind one node, as FSDP2 puts its own node there.
+
+    `then` is called when the backward of the module has ended.
+    """
     if not torch.is_grad_enabled():
         return args, kwargs
     found: list[torch.Tensor] = []
@@ -214,6 +252,6 @@ def _separated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any
     map_tensors(note, (args, kwargs))
     if not found:
         return args, kwargs
-    separate = iter(cast("tuple[torch.Tensor, ...]", _Separate.apply(*found)))  # type: ignore[no-untyped-call]
+    separate = iter(cast("tuple[torch.Tensor, ...]", _Separate.apply(then, *found)))  # type: ignore[no-untyped-call]
     new_args, new_kwargs = map_tensors(lambda t: next(separate) if t.requires_grad else t, (args, kwargs))
     return new_args, new_kwargs

@@ -1,6 +1,6 @@
 """Attaches zeroamp's hooks to a model that FSDP2 has sharded."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import cast
 
@@ -16,7 +16,7 @@ from zeroamp.hooks._torch.fsdp import (
     separate_reductions,
     timeout_of,
 )
-from zeroamp.hooks._torch.group_gradients import by_module, follow_gradients
+from zeroamp.hooks._torch.group_gradients import GroupGradients, by_module, follow_gradients
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
 from zeroamp.hooks.collectives.reduce_scatter import ReceiveBuffers
 from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
@@ -64,8 +64,8 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
         gather_in_background(cast(FSDPModule, model))
         pause_before_exit()
     attach_prefetch(model, state.plan, state.holders)
-    merged_units = MergedUnits(lambda: state.root_forward.runs_model)
-    state.handles += _attach_merged_units(model, state, merged_units)
+    merged_units = MergedUnits(lambda: state.root_forward.runs_model, reshards=policy.stage == 3)
+    state.handles += _attach_merged_units(model, state, merged_units, gradients)
     if policy.ranges != "off":
         for fqn in (fqn for unit in ("", *state.plan.units) for fqn in state.plan.modules_of(unit)):
             state.handles += UnitRanges(state.ranges, fqn).attach(model.get_submodule(fqn))
@@ -111,14 +111,21 @@ def _attach_root_forward(model: nn.Module, state: WrapState) -> None:
     state.handles += forward.attach(model)
 
 
-def _attach_merged_units(model: nn.Module, state: WrapState, merged_units: MergedUnits) -> Iterator[RemovableHandle]:
+def _attach_merged_units(
+    model: nn.Module, state: WrapState, merged_units: MergedUnits, gradients: Mapping[nn.Module, GroupGradients]
+) -> Iterator[RemovableHandle]:
     plan = state.plan
     for unit in plan.units if plan.merged else ():
         modules = [model.get_submodule(fqn) for fqn in plan.modules_of(unit)]
-        holders = [state.holders[group.name] for group in plan.groups if group.unit == unit and group.kind != "unit"]
         if len(modules) > 1:
-            yield from merged_units.attach(modules, [cast(FSDPModule, modules[0]), *holders])
-        else:
+            of_unit = [group.name for group in plan.groups if group.unit == unit]
+            carriers = [
+                cast(FSDPModule, modules[0]),
+                *(state.holders[name] for name in of_unit if name in state.holders),
+            ]
+            groups = {carrier: gradients.get(cast(nn.Module, carrier)) for carrier in carriers}
+            yield from merged_units.attach(modules, groups)
+        elif merged_units.reshards:
             yield merged_units.attach_other(modules[0])
 
 

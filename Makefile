@@ -60,6 +60,7 @@ bench: $(VENV)/.installed
 		--engines "$(SHARDED),zeroamp 2 merged,zeroamp 3 merged" --out $(BENCH_OUT)/100m
 	$(TWO_RANKS) benchmarks.step_time --rounds 60 --engines "$(CHOICES)" --bases "zeroamp 3" --out $(BENCH_OUT)/3.7m-choices
 	$(TWO_RANKS) benchmarks.step_memory --out $(BENCH_OUT)/3.7m-memory
+	$(TWO_RANKS) benchmarks.core_time --out $(BENCH_OUT)/3.7m-core
 
 # One process: of the 1b model all of it, of the 8b model one rank of eight, whose collectives move nothing.
 bench-gpu: $(VENV)/.installed

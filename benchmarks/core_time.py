@@ -8,7 +8,7 @@ part without the parts inside it:
 | part | where |
 |---|---|
 | model | forward and backward of the model, casts of autocast among them |
-| around units | hooks of FSDP2 and zeroamp: copies into and out of flat buffers, sums over ranks, bookkeeping |
+| around units | hooks of FSDP2 and zeroamp: copies into and out of flat buffers, sums over ranks, shared casts |
 | collectives | inside a call of torch.distributed, or waiting for one |
 | optimizer | the update of the parameters |
 | step | the rest of the optimizer step: norm, clipping, `zero_grad`, the report |
@@ -23,10 +23,11 @@ import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,11 @@ from zeroamp.hooks._torch.fsdp import groups_of, units_of
 BASE = "no communication"
 ENGINES = (BASE, "zeroamp 3", "zeroamp 2", "FSDP2 bf16 reshard", "FSDP2 bf16 no reshard")
 PARTS = ("model", "around units", "collectives", "optimizer", "step")
-COLLECTIVES = ("all_gather_into_tensor", "all_to_all_single", "reduce_scatter_tensor", "all_reduce", "barrier")
+COLLECTIVES = (
+    *("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"),
+    *("all_to_all_single", "all_reduce"),
+)
+"""Of torch.distributed; some by the name of one version only."""
 
 
 class Parts:
@@ -88,15 +93,21 @@ class Parts:
         return taken
 
 
-def charge_torch(parts: Parts) -> None:
-    """Tell the parts of a step apart in torch and zeroamp. Call before the engines are built; it stays."""
-    for name in COLLECTIVES:
-        setattr(dist, name, parts.of("collectives", getattr(dist, name)))
-    dist.Work.wait = parts.of("collectives", dist.Work.wait)
-    torch.Tensor.backward = parts.of("model", torch.Tensor.backward)  # type: ignore[method-assign]
-    adam: Any = import_module("torch.optim.adam")  # no attribute of torch.optim
-    adam.adam = parts.of("optimizer", adam.adam)
-    zeroamp.TrainStep.step = parts.of("step", zeroamp.TrainStep.step)  # type: ignore[method-assign]
+@contextmanager
+def charged_torch(parts: Parts) -> Iterator[None]:
+    """Tell the parts of a step apart in torch and zeroamp. Engines are built and run inside."""
+    adam = import_module("torch.optim.adam")  # no attribute of torch.optim
+    charged: list[tuple[Any, str, str]] = [
+        *((dist, name, "collectives") for name in COLLECTIVES if hasattr(dist, name)),
+        (dist.Work, "wait", "collectives"),
+        (torch.Tensor, "backward", "model"),
+        (adam, "adam", "optimizer"),
+        (zeroamp.TrainStep, "step", "step"),
+    ]
+    with ExitStack() as stack:
+        for owner, name, part in charged:
+            stack.enter_context(patch.object(owner, name, parts.of(part, getattr(owner, name))))
+        yield
 
 
 def charge_model(model: nn.Module, parts: Parts) -> None:
@@ -125,11 +136,8 @@ def build(ready: Setup, name: str, parts: Parts) -> Callable[[], torch.Tensor]:
         models.append(make(self))
         return models[-1]
 
-    Setup.model = noted  # type: ignore[method-assign]
-    try:
+    with patch.object(Setup, "model", noted):
         engine = builder(name)(ready)
-    finally:
-        Setup.model = make  # type: ignore[method-assign]
     engine.step()  # FSDP2 makes its hooks' state in the first one
     charge_model(models[0], parts)
     models[0].forward = parts.of("model", models[0].forward)
@@ -138,8 +146,12 @@ def build(ready: Setup, name: str, parts: Parts) -> Callable[[], torch.Tensor]:
 
 def measure(options: Options, device: torch.device) -> tuple[dict[str, list[Counter[str]]], dict[str, str]]:
     """Return per engine and round the CPU seconds of this rank by part, and why other engines are not there."""
-    ready, parts = setup(options, device, dist.get_rank()), Parts()
-    charge_torch(parts)
+    parts = Parts()
+    with charged_torch(parts):
+        return _measure(options, setup(options, device, dist.get_rank()), parts)
+
+
+def _measure(options: Options, ready: Setup, parts: Parts) -> tuple[dict[str, list[Counter[str]]], dict[str, str]]:
     steps, reasons = {}, {}
     for name in options.engines or ENGINES:
         try:

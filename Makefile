@@ -72,6 +72,7 @@ bench: $(VENV)/.installed
 		--engines "$(SHARDED),zeroamp 2 merged,zeroamp 3 merged" --out $(BENCH_OUT)/100m
 	$(TWO_RANKS) benchmarks.step_time --rounds 60 --engines "$(CHOICES)" --bases "zeroamp 3" --out $(BENCH_OUT)/3.7m-choices
 	$(TWO_RANKS) benchmarks.step_memory --out $(BENCH_OUT)/3.7m-memory
+	$(TWO_RANKS) benchmarks.core_time --out $(BENCH_OUT)/3.7m-core
 
 # One process: of the 1b model all of it, or one rank of 64 or 1,024 whose collectives move nothing; of the 8b model one rank of eight such. Each part
 # ends within ten minutes: it is stopped after 590 seconds. `make gpu-check` installs what they need, too.

@@ -6,16 +6,11 @@ two dtypes therefore needs two such modules. The second is a *group holder*: an 
 only owns the FSDP state of its group. Hooks on the unit unshard, reshard and reduce the group where the unit does.
 `fully_shard([norm1, norm2])` needs no holder, but it hooks inner modules, which breaks `fullgraph` compilation of the
 unit. It also cannot express a parameter whose owner has descendants in another group.
-
-[Note: Merged units]
-`fully_shard([block0, block1])` makes one unit of two modules: unsharded before the first that runs, resharded after the
-last. Holders follow the same set of modules that have yet to run in this forward. The set is in FSDP2's own state of
-the holder, so FSDP2 clears it after a backward. Newer versions also finish a holder of which not all modules ran.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -24,8 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from torch.distributed.tensor import Shard
 from torch.utils.hooks import RemovableHandle
 
-from zeroamp.hooks._torch.dispatch import untraced
-from zeroamp.hooks._torch.fsdp import PostForward, PreForward, forward_hooks, modules_to_run
+from zeroamp.hooks._torch.fsdp import PostForward, PreForward, forward_hooks
 from zeroamp.policies.errors import WrapError
 
 HOLDER_NAME = "_zeroamp_group"
@@ -112,40 +106,17 @@ def typed_group_hooks(holder: FSDPModule) -> tuple[PreForward, PostForward]:
     return forward_hooks(holder)
 
 
-def attach_typed_group(holder: FSDPModule, unit: Sequence[nn.Module]) -> list[RemovableHandle]:
-    """Gather the holder's group before the modules of `unit` run and release it after; return the handles.
+def attach_typed_group(holder: FSDPModule, unit: nn.Module) -> list[RemovableHandle]:
+    """Gather the holder's group before the module of `unit` runs and release it after; return the handles.
 
     Call after `fully_shard(unit)`: its own pre-hook must come first, because the root initialises all groups there.
     The post-hook comes before FSDP2's own, as the inner of two nested groups would.
     """
-    pre_forward, post_forward = _merged_hooks(holder, unit) if len(unit) > 1 else typed_group_hooks(holder)
-    handles = []
-    for module in unit:
-        handles.append(module.register_forward_pre_hook(pre_forward, prepend=False, with_kwargs=True))
-        handles.append(module.register_forward_hook(post_forward, prepend=True))
-    return handles
-
-
-def _merged_hooks(holder: FSDPModule, unit: Sequence[nn.Module]) -> tuple[PreForward, PostForward]:
-    """Return the two hooks of every module of a merged unit, see [Note: Merged units]."""
     pre_forward, post_forward = typed_group_hooks(holder)
-    waiting = modules_to_run(holder)
-
-    @untraced
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if waiting:
-            return None
-        waiting.update(unit)
-        return pre_forward(module, args, kwargs)
-
-    @untraced
-    def after(module: nn.Module, args: Any, output: Any) -> Any:
-        if module not in waiting:
-            return None
-        waiting.remove(module)
-        return None if waiting else post_forward(module, args, output)
-
-    return before, after
+    return [
+        unit.register_forward_pre_hook(pre_forward, prepend=False, with_kwargs=True),
+        unit.register_forward_hook(post_forward, prepend=True),
+    ]
 
 
 def group_policy(param_dtype: torch.dtype, accumulate: torch.dtype) -> MixedPrecisionPolicy:

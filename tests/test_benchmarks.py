@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import step_memory, step_python, step_time
+from benchmarks import core_time, step_memory, step_python, step_time
 from benchmarks.peers.engine import Engine, mean
 from benchmarks.peers.engines import VARIANTS
 from benchmarks.peers.model import SHAPES, Decoder
@@ -69,8 +69,8 @@ def _expected():
     # Both blocks at once, and the root.
     merged = {("all_gather", bf16): (2, 2 * (in_blocks + head)), ("all_to_all", bf16): (2, 2 * (in_blocks + head))}
     return {
-        "zeroamp 1": {**own, **gathered_once, **summed},
-        "zeroamp 2": {**own, **gathered_once, **summed},
+        "zeroamp 1": {**own, **merged},  # by default
+        "zeroamp 2": {**own, **merged},
         "zeroamp 3": {**own, **twice, **summed},
         "zeroamp 2 merged": {**own, **merged},
         "zeroamp 3 merged": {**own, **merged},
@@ -115,6 +115,24 @@ def test_what_single_choices_cost_is_measured_on_the_same_bits(ranks2):
     losses, _ = ranks2.run(_with_options, options)[0]
     assert losses.keys() == set(options.engines)
     assert len(set(losses.values())) == 1
+
+
+def _cores(options):
+    backward = torch.Tensor.backward
+    samples, _ = core_time.measure(options, CPU)
+    assert torch.Tensor.backward is backward, "torch is as it was"
+    return samples
+
+
+def test_the_time_of_a_core_is_told_apart(ranks2):
+    engines = ("no communication", "zeroamp 3", "FSDP2 bf16 reshard")
+    samples = ranks2.run(_cores, Options(model="tiny", batch=2, length=16, rounds=2, warm_up=0, engines=engines))[0]
+    assert tuple(samples) == engines
+    for name, mine in samples.items():
+        for found in mine:
+            assert all(found[part] > 0 for part in ("model", "optimizer", "step"))
+            assert all((found[part] > 0) == (name != engines[0]) for part in ("around units", "collectives"))
+    assert [row["engine"] for row in core_time.rows(samples)] == list(engines)
 
 
 def _with_options(options):

@@ -86,7 +86,12 @@ VARIANTS = {
     "zeroamp 3 recovery": partial(build, stage=3, own={"recovery": True}),
     "zeroamp 3 nothing counted or named": partial(build, stage=3, own={"count_traffic": False, "ranges": "off"}),
     "zeroamp 3 no model-wide group": partial(build, stage=3, zero={"stage3_param_persistence_threshold": 0}),
+    "zeroamp 2 unmerged": partial(build, stage=2, zero={"reduce_bucket_size": 0}),
+    "zeroamp 3 unmerged": partial(build, stage=3, zero={"reduce_bucket_size": 0}),
     "zeroamp 3 units of two blocks": partial(build, stage=3, zero={"reduce_bucket_size": 2_000_000}),
+    "zeroamp 2 units of two blocks": partial(build, stage=2, zero={"reduce_bucket_size": 2_000_000}),
+    "zeroamp 2 units of 4e6": partial(build, stage=2, zero={"reduce_bucket_size": 4_000_000}),
+    "zeroamp 3 units of 4e6": partial(build, stage=3, zero={"reduce_bucket_size": 4_000_000}),
     "zeroamp 3 gathers waited for": partial(build, stage=3, is_gathered_in_background=False),
     "zeroamp 3 hpZ": partial(build, stage=3, zero={"zero_hpz_partition_size": 2}),  # of more ranks than two
     "zeroamp 3 optimizer on DTensors": partial(build, stage=3, steps_on_shards=False),

@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 # The base classes of custom collectives: their setters are public, the classes are exported nowhere up to 2.15.
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, TrainingState
 from torch.distributed.utils import _apply_to_tensors as map_tensors
 
 from zeroamp.hooks._torch.process_groups import equalise_numbers_of_groups
@@ -35,6 +35,7 @@ __all__ = [
     "PreForward",
     "ReduceScatter",
     "all_gather",
+    "begin_again",
     "can_be_sharded",
     "can_shard_integers",
     "chunks_on_demand",
@@ -47,13 +48,15 @@ __all__ = [
     "groups_of",
     "has_reduction_options",
     "init_unsharded",
+    "is_unsharded",
     "keep_reduction_inputs",
     "leave_replicas_alone",
     "map_tensors",
-    "modules_to_run",
     "parameter_pairs",
+    "pre_backward_hook",
     "reduce_scatter",
     "release",
+    "remove_forward_hooks",
     "remove_fsdp",
     "separate_reductions",
     "set_accumulation_dtype",
@@ -85,24 +88,40 @@ def forward_hooks(module: FSDPModule) -> tuple[PreForward, PostForward]:
     return pre_forward, post_forward
 
 
-def modules_to_run(module: FSDPModule) -> set[nn.Module]:
-    """Return the set in which FSDP2 keeps which modules of a group of several have yet to run in this forward.
+def pre_backward_hook(module: FSDPModule) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the hook that FSDP2 puts on outputs of `module`: their gradients unshard its own group."""
+    hook: Callable[[torch.Tensor], torch.Tensor] = module._get_fsdp_state()._pre_backward
+    return hook
 
-    Newer versions finish, at the end of the root's forward, the states whose set is not empty by then. On 2.11 it must
-    be cleared after a backward that is not the last of an optimizer step: of a group of which only some modules were
-    recomputed there, the next forward would take the first module for a later one.
+
+def remove_forward_hooks(module: FSDPModule) -> None:
+    """Remove FSDP2's hooks around the forward of `module`, and of those that share its group."""
+    state: Any = module._get_fsdp_state()
+    for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
+        handle.remove()
+
+
+def is_unsharded(module: FSDPModule) -> bool:
+    """Return whether the parameters of `module`'s own group are unsharded."""
+    return all(group.is_unsharded for group in groups_of(module._get_fsdp_state()))
+
+
+def begin_again(module: FSDPModule) -> None:
+    """Let FSDP2 take a forward of `module` in a backward for a new one, if the backward has reduced its own group.
+
+    FSDP2 takes it for one whose backward is running, and would not reduce the gradients of this forward.
     """
-    waiting: set[nn.Module] = module._get_fsdp_state()._modules_to_run_forward
-    return waiting
+    state: Any = module._get_fsdp_state()
+    if any(group._training_state == TrainingState.POST_BACKWARD for group in groups_of(state)):
+        state._training_state = TrainingState.IDLE
 
 
 def release(module: FSDPModule) -> None:
     """Put the sharded parameters of `module`'s own group back, whatever the last forward left of it.
 
     `FSDPModule.reshard` would leave a gather that was started ahead and never waited for, which a later forward would
-    take for current; and it does nothing for a group of several modules of which a forward ran only some.
+    take for current.
     """
-    modules_to_run(module).clear()
     for group in groups_of(module._get_fsdp_state()):
         group.wait_for_unshard()
         group._to_sharded()

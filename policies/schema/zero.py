@@ -108,13 +108,13 @@ class ZeroOptimizationBlock(Block):
         ),
     ] = 0
     reduce_bucket_size: Annotated[
-        Elements,
+        Elements | None,
         Honoured(
             "elements; neighbouring units are merged (all-gathered and reduced as one) while they "
-            "fit together. Default: none are",
+            "fit together. 0: none are. Default: up to 4,000,000; at stage 3 up to 1/16 of the largest unit too",
             500_000_000,
         ),
-    ] = 0
+    ] = None
     zero_hpz_partition_size: Annotated[
         PositiveInt,
         Honoured(

@@ -43,7 +43,7 @@ def measured_step(name, options, checkpointing=False, fields=None, mesh_shape=No
         model = wrapped(name, config(**options), fields=fields, mesh_shape=mesh_shape, prepare_before=prepare)
         state = wrap_state(model)
         if checkpointing:
-            _recompute(model, state.plan.units)
+            _recompute(model, [fqn for unit in state.plan.units for fqn in state.plan.modules_of(unit)])
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         sizes = _gradient_sizes(optimizer, model)
         step = zeroamp.TrainStep(model, optimizer)

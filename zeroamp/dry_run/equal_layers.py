@@ -52,7 +52,7 @@ def trace_few_layers(
         options: dict[str, Any] = {"checkpointing": checkpointing, "loss_fn": loss_fn, "children": children}
         return trace_micro_batch(model, plan, arguments, device_type=device_type, **options)
 
-    repeats = [] if plan.merged else list(find_repeats(model, plan))
+    repeats = list(find_repeats(model, plan))
     try:
         traced = run(repeats)
     except (IndexError, KeyError):  # a forward that asks for its layers by their number
@@ -66,8 +66,8 @@ def trace_few_layers(
 
 
 def find_repeats(model: nn.Module, plan: Plan) -> Iterator[Repeat]:
-    """Yield the lists of more than `NUM_RUN` units that are alike; of nested ones, the outer."""
-    units, found = set(plan.units), list[str]()
+    """Yield the lists of more than `NUM_RUN` units that are alike and not merged; of nested ones, the outer."""
+    units, found = set(plan.units) - plan.merged.keys(), list[str]()
     gather = {alias: param.dtypes for param in plan.params for alias in (param.fqn, *param.aliases)}
     for fqn, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) <= NUM_RUN:

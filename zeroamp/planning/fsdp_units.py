@@ -1,6 +1,17 @@
 """Which modules are units, unsharded and reduced together.
 
 Pure: reads the module tree and shapes only.
+
+[Note: Merging by default]
+The collectives of a small unit cost their latency, not their bytes. So small neighbouring units are merged, where the
+config does not say otherwise. Larger units are left as they are: each is communicated while others compute.
+
+* Stages 0 to 2 have all parameters unsharded from the first forward of an optimizer step to its last backward. A merged
+  unit costs no further unsharded parameters there, but the gradients and the reduction's buffers of one unit of at most
+  `SMALL` elements.
+* At stage 3 a merged unit is unsharded, and has gradients, where its modules would have one after the other. It has at
+  most `1 / STAGE_3_PART` of the elements of the largest unit, embeddings and heads included, or at most `SMALL`: the
+  peak is where the largest unit is. In a model of equal blocks none is small, and nothing is merged.
 """
 
 import logging
@@ -15,6 +26,11 @@ from zeroamp.policies.policy import Policy
 logger = logging.getLogger("zeroamp")
 
 Merged = Mapping[str, tuple[str, ...]]
+
+SMALL = 4_000_000
+"""Elements that a unit which is merged by default has at most. Measured: `benchmarks/NOTES.md`."""
+STAGE_3_PART = 16
+"""At stage 3 the largest unit has at least so many times the elements of one that is merged by default."""
 
 
 def plan_units(
@@ -41,10 +57,13 @@ def plan_units(
 def _merge(model: nn.Module, units: Sequence[str], policy: Policy) -> Merged:
     """Join neighbouring units greedily, in registration order, while their elements together fit the bucket.
 
-    Left alone are units that contain others; modules that are registered twice, since FSDP2 takes a merged unit for
-    finished once each of its modules ran; and leaf modules: of sparse experts, a forward runs only some.
+    Left alone are units that contain others; modules that are registered twice, since `run_order` cannot tell when a
+    merged unit has ended; and leaf modules: of sparse experts, a forward runs only some.
     """
-    if policy.reduce_bucket_size <= 0:
+    bucket_size = policy.reduce_bucket_size
+    if bucket_size is None:
+        bucket_size = _default_bucket_size(model, units, policy.stage)
+    if bucket_size <= 0:
         return {}
     modules = {model.get_submodule(fqn): fqn for fqn in units}
     num_paths = Counter(module for _, module in model.named_modules(remove_duplicate=False))
@@ -60,7 +79,7 @@ def _merge(model: nn.Module, units: Sequence[str], policy: Policy) -> Merged:
         can_merge = num_paths[module] == 1 and fqn not in leaf_modules and _contains_no_other(module, modules)
         is_sibling = can_merge and is_open and runs[-1][0].rpartition(".")[0] == fqn.rpartition(".")[0]
         num_more = sum(parameter.numel() for parameter in own - in_run)
-        if is_sibling and numel + num_more <= policy.reduce_bucket_size:
+        if is_sibling and numel + num_more <= bucket_size:
             runs[-1].append(fqn)
             in_run |= own
             numel += num_more
@@ -69,6 +88,17 @@ def _merge(model: nn.Module, units: Sequence[str], policy: Policy) -> Merged:
             in_run, is_open = own, can_merge
             numel = sum(parameter.numel() for parameter in own)
     return {run[0]: tuple(run) for run in runs if len(run) > 1}
+
+
+def _default_bucket_size(model: nn.Module, units: Sequence[str], stage: int) -> int:
+    """Return how many elements a merged unit may have, in [Note: Merging by default]."""
+    if stage < 3:
+        return SMALL
+    # What may be a unit of its own: see `zeroamp.planning.own_units`.
+    others = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.Linear))
+    modules = (*map(model.get_submodule, units), *others)
+    largest = max((sum(parameter.numel() for parameter in module.parameters()) for module in modules), default=0)
+    return min(SMALL, largest // STAGE_3_PART)
 
 
 def _contains_no_other(module: nn.Module, units: Mapping[nn.Module, str]) -> bool:

@@ -53,7 +53,7 @@ class Plan:
     ignored: tuple[GroupPlan, ...] = ()
     """The parameters of `ignored_params`, by dtype: whole on each rank, and the caller's to reduce."""
     merged: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
-    """Unit -> the FQNs of its modules, for the units that `reduce_bucket_size` made of several."""
+    """Unit -> the FQNs of its modules, for the units that are made of several, see `reduce_bucket_size`."""
 
     own_units: OwnUnits = field(default_factory=OwnUnits)
     """Those of `units` that are an embedding or a head, which no wrap policy chose."""
@@ -207,7 +207,7 @@ def _warn_of_large_gathers(plan: Plan) -> None:
     if policy.stage != 3:
         return
     numels = plan.unit_numels()
-    largest = max((numels[unit] for unit in plan.merged), default=0)
+    largest = max((numels[unit] for unit in plan.merged if policy.reduce_bucket_size is not None), default=0)
     live = min(policy.max_live_parameters, sum(numels[unit] for unit in plan.units))
     for key, numel in (("reduce_bucket_size", largest), ("stage3_max_live_parameters", live)):
         if numel > total / 2:

@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks._torch.fsdp import (
     discard_unsharded_gradients,
-    modules_to_run,
     set_accumulation_dtype,
 )
 from zeroamp.hooks.collectives.issued import peer_lost
@@ -92,8 +91,6 @@ class MicroBatches:
         try:
             with BackwardGuard.let_pass(), self._state.ranges.inside("backward"):
                 loss.backward()  # type: ignore[no-untyped-call]
-                for unit in self.units:
-                    modules_to_run(unit).clear()
                 for group in self._state.gradients:
                     group.end_backward()
         except RuntimeError as error:

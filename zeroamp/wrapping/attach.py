@@ -1,6 +1,6 @@
 """Attaches zeroamp's hooks to a model that FSDP2 has sharded."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import cast
 
@@ -16,13 +16,14 @@ from zeroamp.hooks._torch.fsdp import (
     separate_reductions,
     timeout_of,
 )
-from zeroamp.hooks._torch.group_gradients import by_module, follow_gradients
+from zeroamp.hooks._torch.group_gradients import GroupGradients, by_module, follow_gradients
 from zeroamp.hooks._torch.offload import after_each_reduction
 from zeroamp.hooks._torch.shorter_hooks import shorten_hooks
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
 from zeroamp.hooks.collectives.reduce_scatter import ReceiveBuffers
 from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
 from zeroamp.hooks.guards import BackwardGuard, attach_safe_module_guard, attach_sharded_guard
+from zeroamp.hooks.merged_units import MergedUnits
 from zeroamp.hooks.observers.ranges import UnitRanges
 from zeroamp.hooks.own_units import OwnUnit
 from zeroamp.hooks.precision.autocast import enter_autocast, forget_casts, refuse_autocast, warn_of_other_autocast
@@ -56,8 +57,8 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     for group in state.plan.groups:
         unit = [model.get_submodule(fqn) for fqn in state.plan.modules_of(group.unit)]
         holder = state.holders.get(group.name)
-        if holder is not None:
-            state.handles += attach_typed_group(holder, unit)
+        if holder is not None and len(unit) == 1:
+            state.handles += attach_typed_group(holder, unit[0])
         carrier = holder or cast(FSDPModule, unit[0])
         attach_collectives(carrier, group, state, buffers, gradients[cast(nn.Module, carrier)])
     keep_reduction_inputs(cast(FSDPModule, model), policy.reduce_scatter_input_buffers)
@@ -68,10 +69,14 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
         gather_in_background(cast(FSDPModule, model))
         pause_before_exit()
     attach_prefetch(model, state.plan, state.holders)
+    merged_units = MergedUnits(lambda: state.root_forward.runs_model, reshards=policy.stage == 3)
+    state.handles += _attach_merged_units(model, state, merged_units, gradients)
     if policy.ranges != "off":
         for fqn in (fqn for unit in ("", *state.plan.units) for fqn in state.plan.modules_of(unit)):
             state.handles += UnitRanges(state.ranges, fqn).attach(model.get_submodule(fqn))
     _attach_root_forward(model, state)
+    if state.plan.merged:
+        state.root_forward.add("reshard", merged_units.around)
     state.handles += _attach_own_units(model, state)
     state.handles += _guard_calls_from_outside(model, state.plan)
     state.handles += refuse_calls(model)
@@ -113,6 +118,24 @@ def _attach_root_forward(model: nn.Module, state: WrapState) -> None:
         state.guard = BackwardGuard(reasons, partial(_leaves, model, state))
         forward.on_output(state.guard.watch)
     state.handles += forward.attach(model)
+
+
+def _attach_merged_units(
+    model: nn.Module, state: WrapState, merged_units: MergedUnits, gradients: Mapping[nn.Module, GroupGradients]
+) -> Iterator[RemovableHandle]:
+    plan = state.plan
+    for unit in plan.units if plan.merged else ():
+        modules = [model.get_submodule(fqn) for fqn in plan.modules_of(unit)]
+        if len(modules) > 1:
+            of_unit = [group.name for group in plan.groups if group.unit == unit]
+            carriers = [
+                cast(FSDPModule, modules[0]),
+                *(state.holders[name] for name in of_unit if name in state.holders),
+            ]
+            groups = {carrier: gradients.get(cast(nn.Module, carrier)) for carrier in carriers}
+            yield from merged_units.attach(modules, groups)
+        elif merged_units.reshards:
+            yield merged_units.attach_other(modules[0])
 
 
 def _leaves(model: nn.Module, state: WrapState) -> Iterator[torch.Tensor]:

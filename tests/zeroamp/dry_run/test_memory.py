@@ -129,6 +129,25 @@ def test_sharding_options(ranks2, fields):
         check(ranks2.run(measured_step, "llama_untied", options, False, fields))
 
 
+def wide_table(model):
+    """An embedding beside which two blocks are small."""
+    model.embed = torch.nn.Embedding(12_000, 32)
+
+
+@pytest.mark.parametrize("accumulation", slow_but([1, 2], 1))
+def test_units_that_are_merged_by_default_do_not_move_the_peak_of_stage_3(ranks2, accumulation):
+    options = {"stage": 3, "threshold": 1000, "accumulation": accumulation}
+    alone, merged = (
+        ranks2.run(measured_step, "llama_untied", options, False, {"reduce_bucket_size": size}, None, wide_table)
+        for size in (0, None)
+    )
+    check(alone)
+    check(merged)
+    assert abs(merged[0][0]["peak"] - alone[0][0]["peak"]) <= STATISTICS
+    calls = [sum(calls for calls, _ in answers[0][0]["traffic"].values()) for answers in (alone, merged)]
+    assert calls[1] < calls[0]
+
+
 def freeze_the_first(model):
     model.embed.requires_grad_(False)
     model.blocks[0].requires_grad_(False)

@@ -232,6 +232,50 @@ def test_units_around_others_children_of_two_parents_and_blocks_used_twice_are_n
     assert merged(model, 10**9)[1] == {"blocks.1": ("blocks.1", "blocks.2")}
 
 
+def _of_linears(*widths, table=0):
+    """A model of square Linears of these widths, one unit each, beside an embedding of `table` elements."""
+    model = meta(nn.Module)
+    model.blocks = nn.ModuleList(nn.Linear(width, width, bias=False, device="meta") for width in widths)
+    if table:
+        model.table = nn.Embedding(table // 32, 32, device="meta")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("widths", "table", "stage", "units"),
+    [
+        ([1000] * 6, 0, 0, [4, 2]),
+        ([1000] * 6, 0, 1, [4, 2]),
+        ([1000] * 6, 0, 2, [4, 2]),
+        ([1000, 1000, 2001, 1000], 0, 2, [2, 1, 1]),  # a larger unit is left as it is
+        ([1500] * 3, 0, 2, [1, 1, 1]),  # two do not fit
+        ([1000] * 6, 0, 3, [1] * 6),  # equal units are not small beside each other
+        ([1000] * 6, 16 * 2_000_000, 3, [2, 2, 2]),
+        ([1000] * 6, 16 * 2_000_000 - 32, 3, [1] * 6),
+        ([1000] * 6, 16 * 9_000_000, 3, [4, 2]),
+        ([100, 100, 1000, 100, 100], 0, 3, [2, 1, 2]),
+    ],
+)
+def test_small_units_are_merged_by_default(widths, table, stage, units):
+    names, joined = merged(_of_linears(*widths, table=table), None, {"Linear"}, stage=stage)
+    blocks = [name for name in names if name.startswith("blocks")]
+    assert sorted(len(joined.get(name, (name,))) for name in blocks) == sorted(units)
+
+
+def test_the_default_is_no_number_and_0_merges_nothing():
+    policy = zeroamp.policy_from_config({"zero_optimization": {"stage": 2}})
+    assert policy.reduce_bucket_size is None
+    assert zeroamp.policy_from_config(policy.to_config()) == policy
+    assert merged(_of_linears(8, 8), 0, {"Linear"}, stage=2)[1] == {}
+
+
+def test_nothing_warns_of_what_is_merged_by_default(caplog):
+    model = meta(Llama, tied=False)
+    model.embed = nn.Embedding(20_000, 32, device="meta")
+    assert len(merged(model, None)[1]) == 1
+    assert caplog.messages == []
+
+
 def test_leaf_modules_are_not_merged():
     leaf = {"names": ["blocks.1"]}
     assert merged(meta(Llama, tied=True, num_blocks=4), 10**9, leaf_modules=leaf)[1] == {

@@ -104,6 +104,17 @@ def test_all_stages_equal_one_process(ranks2, name, fields, threshold):
     check(ranks2.run(_train, name, (0, 1, 2, 3), {"threshold": threshold}, fields), oracle(name))
 
 
+def _widen_the_table(model):
+    """At stage 3 two blocks are then small beside the embedding."""
+    model.embed = torch.nn.Embedding(12_000, 32, _weight=torch.arange(12_000 * 32.0).sin().view(-1, 32))
+
+
+def test_what_is_merged_by_default_has_the_bits_of_one_process(ranks2):
+    prepared = {"before": _widen_the_table, "after": None}
+    by_rank = ranks2.run(_train_prepared, "llama_untied", (0, 1, 2, 3), {}, {"reduce_bucket_size": None}, **prepared)
+    check(by_rank, oracle(prepare=_widen_the_table))
+
+
 @pytest.mark.parametrize("evaluates", slow_but([False, True], False))
 @pytest.mark.parametrize("prepare", slow_but([None, _checkpoint_second], None))
 @pytest.mark.parametrize("stages", [(0, 1), (2, 3)], ids=str)

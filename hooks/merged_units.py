@@ -1,0 +1,257 @@
+"""Units of several modules: unsharded before the first that runs, resharded and reduced as one.
+
+[Note: Visits]
+A *visit* of a merged unit is a run of its modules, one after the other, in a forward of the root. It begins with the
+first module and ends after the last, and is to FSDP2 what the forward of a module is to a unit of one. FSDP2's own
+hooks for `fully_shard([block0, block1])` end it in no other case, which these replace:
+
+* At stage 3, where a forward leaves modules out or runs them in another order, a visit ends when a module of another
+  unit begins, and in any case when the root's forward ends. A later module of the unit begins another visit. So
+  parameters stay unsharded for as long as they would if the modules were units of their own. In the backward each visit
+  unshards the unit again; the first one of the forward, whose backward comes last, reduces the gradients of all.
+* A loss need not depend on the module that ran last. So a gradient of any module's output unshards the unit.
+* In a backward (activation checkpointing), and outside of the root's forward, each call of a module is a visit.
+
+Inputs of every module pass through one node of autograd each, as FSDP2's do for the first: the sums of the gradients of
+an activation that several modules read have the same order, and so the same bits, as without merging.
+
+Holders (see `zeroamp.hooks.typed_groups`) follow the visits of their unit.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
+
+from zeroamp.hooks._torch.dispatch import is_in_backward, untraced
+from zeroamp.hooks._torch.fsdp import (
+    begin_again,
+    forward_hooks,
+    is_unsharded,
+    map_tensors,
+    pre_backward_hook,
+    remove_forward_hooks,
+)
+from zeroamp.hooks._torch.group_gradients import GroupGradients
+from zeroamp.hooks.root_forward import ForwardCall
+from zeroamp.hooks.tensors import tensors_in
+
+
+class MergedUnit:
+    """One unit of several modules, and where its visit is. See [Note: Visits]."""
+
+    def __init__(
+        self, modules: Sequence[nn.Module], groups: Mapping[FSDPModule, GroupGradients | None], units: "MergedUnits"
+    ) -> None:
+        """Replace FSDP2's forward hooks on the modules.
+
+        Args:
+            modules: in registration order.
+            groups: each module that carries FSDP2's state of a parameter group of the unit (one of `modules`, which
+                share theirs, then the group holders) -> the gradients of that group, None if it has no parameters.
+            units: all merged units of the root.
+        """
+        carriers = tuple(groups)
+        self._modules, self._carriers, self._units = frozenset(modules), carriers, units
+        for gradients in groups.values():
+            if gradients is not None:
+                gradients.reduce_once()
+        hooks = [forward_hooks(carrier) for carrier in carriers]
+        self._pre_forwards = [before for before, _ in hooks]
+        self._post_forwards = [after for _, after in reversed(hooks)]
+        self._pre_backwards = [pre_backward_hook(carrier) for carrier in reversed(carriers)]
+        self._waiting: set[nn.Module] = set()
+        """The modules that have yet to run in the open visit; empty if none is open."""
+        self.num_running = 0
+        """Modules whose forward has begun and not ended."""
+        remove_forward_hooks(carriers[0])
+
+    def attach(self, modules: Sequence[nn.Module]) -> Iterator[RemovableHandle]:
+        """Register the hooks that replace FSDP2's."""
+        for module in modules:
+            yield module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+            yield module.register_forward_hook(self._after, prepend=False)
+
+    def forget(self) -> None:
+        """Discard a visit that an exception has left open."""
+        self._waiting.clear()
+        self.num_running = 0
+
+    def end(self) -> None:
+        """End the open visit: some modules did not run in it."""
+        self._waiting.clear()
+        for post_forward in self._post_forwards:
+            post_forward(cast(Any, None), None, None)
+
+    @untraced
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._units.has_visits():
+            for carrier in self._carriers:
+                begin_again(carrier)
+            return self._begin(module, args, kwargs)
+        is_open = bool(self._waiting)
+        self._units.enter(self)
+        self.num_running += 1
+        if is_open and all(is_unsharded(carrier) for carrier in self._carriers):
+            return _separated(args, kwargs)
+        self._waiting.update(self._modules)
+        return self._begin(module, args, kwargs)
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._units.reshards:
+            args, kwargs = _separated(args, kwargs, self._reshard)
+        for pre_forward in self._pre_forwards:
+            args, kwargs = pre_forward(module, args, kwargs)
+        return args, kwargs
+
+    @untraced
+    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self._units.has_visits():
+            self.num_running -= 1
+            self._waiting.discard(module)
+            if self._waiting or self.num_running:
+                self._unshard_in_backward(output)
+                return output
+            self._units.leave(self)
+        for post_forward in self._post_forwards:
+            output = post_forward(module, args, output)
+        if self._units.reshards:
+            self._unshard_in_backward(output)
+        return output
+
+    def _unshard_in_backward(self, output: Any) -> None:
+        """Let the gradient of a module's output do what FSDP2 lets that of the last one's do, for each visit."""
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._pre_backward)  # type: ignore[no-untyped-call]
+
+    @untraced
+    def _pre_backward(self, grad: torch.Tensor) -> None:
+        for pre_backward in self._pre_backwards:
+            pre_backward(grad)
+        for carrier in self._carriers:  # FSDP2 unshards once per reduction
+            if not is_unsharded(carrier):
+                carrier.unshard()
+
+    @untraced
+    def _reshard(self) -> None:
+        """Reshard after the backward of a visit. After that of the first, FSDP2 has."""
+        for carrier in self._carriers:
+            carrier.reshard()
+
+
+class MergedUnits:
+    """The merged units of one root."""
+
+    def __init__(self, in_forward: Callable[[], bool], *, reshards: bool) -> None:
+        """Begin with none.
+
+        Args:
+            in_forward: whether the model's own code runs in a forward of the root.
+            reshards: whether units are resharded between forward and backward, and after the backward: at stage 3.
+        """
+        self._in_forward = in_forward
+        self.reshards = reshards
+        self._all: list[MergedUnit] = []
+        self._open: list[MergedUnit] = []
+
+    def attach(
+        self, modules: Sequence[nn.Module], groups: Mapping[FSDPModule, GroupGradients | None]
+    ) -> list[RemovableHandle]:
+        """Add a merged unit, after `fully_shard` of it; see `MergedUnit`. Return the handles of its hooks."""
+        unit = MergedUnit(modules, groups, self)
+        self._all.append(unit)
+        return list(unit.attach(modules))
+
+    def attach_other(self, module: nn.Module) -> RemovableHandle:
+        """Let the forward of a unit that is not merged end the visits of those that are."""
+
+        @untraced
+        def before(_module: nn.Module, _args: Any) -> None:
+            if self._open and self.has_visits():
+                self.enter(None)
+
+        return module.register_forward_pre_hook(before, prepend=True)
+
+    def has_visits(self) -> bool:
+        """Whether modules that run now are part of a forward of the root, and not of a backward."""
+        return self._in_forward() and not is_in_backward()
+
+    def enter(self, unit: MergedUnit | None) -> None:
+        """End the visits of other units, except where one of their modules runs."""
+        if self._open == [unit]:
+            return
+        for other in [other for other in self._open if other is not unit and not other.num_running]:
+            if self.reshards:
+                self._open.remove(other)
+                other.end()
+        if unit is not None and unit not in self._open:
+            self._open.append(unit)
+
+    def leave(self, unit: MergedUnit) -> None:
+        """Note that a visit has ended."""
+        if unit in self._open:
+            self._open.remove(unit)
+
+    def around(self, call: ForwardCall) -> AbstractContextManager[None] | None:
+        """Return the context of a forward of the root, which ends all visits."""
+        return self._ending() if call.is_outermost else None
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        self._forget()
+        try:
+            yield
+            while self._open:
+                self._open.pop().end()
+        finally:
+            self._forget()
+
+    def _forget(self) -> None:
+        self._open.clear()
+        for unit in self._all:
+            unit.forget()
+
+
+class _Separate(torch.autograd.Function):
+    """The identity on several tensors, as one node of autograd, which calls a function in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, then: Callable[[], None] | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.then = then
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if ctx.then is not None:
+            ctx.then()
+        return None, *grads
+
+
+def _separated(
+    args: tuple[Any, ...], kwargs: dict[str, Any], then: Callable[[], None] | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a module's inputs, those that need gradients behind one node, as FSDP2 puts its own node there.
+
+    `then` is called when the backward of the module has ended.
+    """
+    if not torch.is_grad_enabled():
+        return args, kwargs
+    found: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            found.append(tensor)
+        return tensor
+
+    map_tensors(note, (args, kwargs))
+    if not found:
+        return args, kwargs
+    separate = iter(cast("tuple[torch.Tensor, ...]", _Separate.apply(then, *found)))  # type: ignore[no-untyped-call]
+    new_args, new_kwargs = map_tensors(lambda t: next(separate) if t.requires_grad else t, (args, kwargs))
+    return new_args, new_kwargs

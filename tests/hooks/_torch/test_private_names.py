@@ -206,11 +206,9 @@ def test_a_shared_partition_is_what_torch_makes_for_each_module(ranks4):
 
 
 def _sockets():
-    return sum(os.readlink(file.path).startswith("socket:") for file in os.scandir("/proc/self/fd") if _is_open(file))
-
-
-def _is_open(file):
-    return os.path.lexists(file.path)
+    """The sockets of this process, each by a name that no other one has."""
+    links = [os.readlink(file.path) for file in os.scandir("/proc/self/fd") if os.path.lexists(file.path)]
+    return {link for link in links if link.startswith("socket:")}
 
 
 def _connections():
@@ -231,14 +229,15 @@ def _connections():
     dist.new_group(range(4), backend="gloo")
     dist.barrier()
     counts.append(_sockets())
-    return [after - before for before, after in itertools.pairwise(counts)], os.environ.get("TORCH_GLOO_LAZY_INIT")
+    # Those of groups of earlier tests may close meanwhile.
+    return [len(after - before) for before, after in itertools.pairwise(counts)], os.environ.get("TORCH_GLOO_LAZY_INIT")
 
 
 def test_a_lazy_group_connects_when_two_ranks_send(ranks4):
     for rank, (made, is_set) in enumerate(ranks4.run(_connections)):
         # One listens. The store may connect once more. Connections with all others would be three.
         assert made[0] in (1, 2)
-        assert made[1] in ((1, 2) if rank in (0, 3) else (0,))
+        assert made[1] in ((1, 2) if rank in (0, 3) else (0, 1))
         assert made[2] >= 3, "torch's own connects with all others"
         assert is_set is None
 

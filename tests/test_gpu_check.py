@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -172,6 +173,24 @@ def test_a_part_that_ends_or_hangs_fails_and_says_why(plant):
     result = runner.run_part("sums", SMALL, limit_s=4)
     assert result.line("sums") == "sums: FAILED - did not end in 4 s"
     assert time.monotonic() - begin < 20
+
+
+def test_a_part_ends_with_its_runner(plant):
+    plant("hang")
+    code = (
+        "from tests.test_gpu_check import SMALL, runner; from unittest import mock; import subprocess\n"
+        "started = subprocess.Popen\n"
+        "def popen(*args, **more):\n"
+        "    process = started(*args, **more); print(process.pid, flush=True); return process\n"
+        "with mock.patch('subprocess.Popen', popen): runner.run_part('sums', SMALL, limit_s=100)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as running:
+        pid = int(running.stdout.readline())
+        running.kill()
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not Path(f"/proc/{pid}").exists()
 
 
 def test_a_part_that_raises_fails_with_the_words_of_the_error(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ def run_part(name: str, place: Place, *, limit_s: float) -> Result:
     with tempfile.TemporaryDirectory() as folder:
         answer, log = Path(folder) / "answer.json", Path(folder) / "log"
         arguments = [sys.executable, "-m", "benchmarks.gpu_check", "--part", name, "--device", place.device.type]
-        arguments += ["--answer", str(answer), *(["--small"] if place.small else [])]
+        arguments += ["--answer", str(answer), "--parent", str(os.getpid()), *(["--small"] if place.small else [])]
         with log.open("w") as written:
             # A session of its own: what the part starts ends with it.
             process = subprocess.Popen(arguments, stdout=written, stderr=subprocess.STDOUT, start_new_session=True)
@@ -90,6 +91,17 @@ def _end(process: subprocess.Popen[Any]) -> None:
     except ProcessLookupError:
         return
     process.wait(GRACE_S)
+
+
+def end_with(parent: int) -> None:
+    """End this process, and all that it has started, soon after its parent has ended, however that was."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def answer_part(name: str, place: Place, answer: Path) -> None:
@@ -118,9 +130,11 @@ def main() -> None:
     parser.add_argument("--plant", choices=FAULTS, help="commit a fault that a part is to find")
     parser.add_argument("--out", type=Path, help="folder of the record")
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)  # in the process of one part
+    parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # the process that waits for it
     given = parser.parse_args()
     place = Place(device=torch.device(given.device), small=given.small)
     if given.answer is not None:
+        end_with(given.parent)
         answer_part(given.part[0], place, given.answer)
         return
     if given.plant is not None:

@@ -21,8 +21,8 @@ def attach_safe_module_guard(
 ) -> RemovableHandle:
     """Raise before a forward of a safe module outside autocast, where it would compute in low precision unasked.
 
-    `cast` takes the positional arguments and returns what a forward pre-hook does: None leaves them. It shares the
-    guard's hook, because each hook of each Linear takes the host time.
+    `cast` takes the positional arguments and returns what a forward pre-hook returns: new arguments, or None to leave
+    them as they are. It runs in the guard's own hook, because a second hook on each Linear would take more host time.
     """
 
     def check(module: nn.Module, args: tuple[Any, ...]) -> Any:

@@ -1,21 +1,22 @@
-"""Units of several modules: unsharded before the first that runs, resharded and reduced as one.
+"""Merged units: FSDP units of several modules, unsharded before the first that runs, resharded and reduced as one.
 
 [Note: Visits]
-A *visit* of a merged unit is a run of its modules, one after the other, in a forward of the root. It begins with the
-first module and ends after the last, and is to FSDP2 what the forward of a module is to a unit of one. FSDP2's own
-hooks for `fully_shard([block0, block1])` end it in no other case, which these replace:
+A *visit* of a merged unit is a run of its modules, one after the other, in a forward of the root. FSDP2 sees a visit as
+one forward of the unit. A visit begins with the first module and ends after the last one. FSDP2's own hooks for
+`fully_shard([block0, block1])` end a visit only then. The hooks here replace them, and also handle these cases:
 
-* At stage 3, where a forward leaves modules out or runs them in another order, a visit ends when a module of another
-  unit begins, and in any case when the root's forward ends. A later module of the unit begins another visit. So
-  parameters stay unsharded for as long as they would if the modules were units of their own. In the backward each visit
-  unshards the unit again; the first one of the forward, whose backward comes last, reduces the gradients of all.
-* A loss need not depend on the module that ran last. So a gradient of any module's output unshards the unit.
-* In a backward (activation checkpointing), and outside of the root's forward, each call of a module is a visit.
+* A forward leaves modules out or runs them in another order. At stage 3 a visit then ends when a module of another unit
+  begins, and at the latest when the root's forward ends. A later module of the unit begins another visit. So parameters
+  stay unsharded for as long as they would if the modules were units of their own. In the backward each visit unshards
+  the unit again. The backward of the forward's first visit comes last, and reduces the gradients of all visits.
+* A loss does not depend on the module that ran last. So a gradient of any module's output unshards the unit.
+* A module runs in a backward (activation checkpointing), or outside of the root's forward. Each such call is a visit.
 
-Inputs of every module pass through one node of autograd each, as FSDP2's do for the first: the sums of the gradients of
-an activation that several modules read have the same order, and so the same bits, as without merging.
+The inputs of each module pass through one autograd node, as FSDP2 does it for the inputs of the first module. So the
+gradients of an activation that several modules read are added in the same order, and have the same bits, as without
+merging.
 
-Holders (see `zeroamp.hooks.typed_groups`) follow the visits of their unit.
+Group holders (see `zeroamp.hooks.typed_groups`) follow the visits of their unit.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,7 +43,7 @@ from zeroamp.hooks.tensors import tensors_in
 
 
 class MergedUnit:
-    """One unit of several modules, and where its visit is. See [Note: Visits]."""
+    """One merged unit, and the state of its open visit. See [Note: Visits]."""
 
     def __init__(
         self, modules: Sequence[nn.Module], groups: Mapping[FSDPModule, GroupGradients | None], units: "MergedUnits"
@@ -51,8 +52,8 @@ class MergedUnit:
 
         Args:
             modules: in registration order.
-            groups: each module that carries FSDP2's state of a parameter group of the unit (one of `modules`, which
-                share theirs, then the group holders) -> the gradients of that group, None if it has no parameters.
+            groups: module that has the FSDP2 state of a parameter group -> the gradients of that group, or None if the
+                group has no parameters. The first key is one of `modules`, which share one state; then the holders.
             units: all merged units of the root.
         """
         carriers = tuple(groups)
@@ -65,7 +66,7 @@ class MergedUnit:
         self._post_forwards = [after for _, after in reversed(hooks)]
         self._pre_backwards = [pre_backward_hook(carrier) for carrier in reversed(carriers)]
         self._waiting: set[nn.Module] = set()
-        """The modules that have yet to run in the open visit; empty if none is open."""
+        """The modules that have not run yet in the open visit; empty if no visit is open."""
         self.num_running = 0
         """Modules whose forward has begun and not ended."""
         remove_forward_hooks(carriers[0])
@@ -82,7 +83,7 @@ class MergedUnit:
         self.num_running = 0
 
     def end(self) -> None:
-        """End the open visit: some modules did not run in it."""
+        """End the open visit, in which some modules did not run."""
         self._waiting.clear()
         for post_forward in self._post_forwards:
             post_forward(cast(Any, None), None, None)
@@ -124,7 +125,7 @@ class MergedUnit:
         return output
 
     def _unshard_in_backward(self, output: Any) -> None:
-        """Let the gradient of a module's output do what FSDP2 lets that of the last one's do, for each visit."""
+        """Unshard the unit when the backward reaches a module's output. FSDP2 does so for the last module only."""
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
@@ -140,7 +141,7 @@ class MergedUnit:
 
     @untraced
     def _reshard(self) -> None:
-        """Reshard after the backward of a visit. After that of the first, FSDP2 has."""
+        """Reshard after the backward of a visit. After the backward of the first visit, FSDP2 has done so already."""
         for carrier in self._carriers:
             carrier.reshard()
 
@@ -163,13 +164,13 @@ class MergedUnits:
     def attach(
         self, modules: Sequence[nn.Module], groups: Mapping[FSDPModule, GroupGradients | None]
     ) -> list[RemovableHandle]:
-        """Add a merged unit, after `fully_shard` of it; see `MergedUnit`. Return the handles of its hooks."""
+        """Add a merged unit, after `fully_shard` of its modules; see `MergedUnit`. Return the handles of its hooks."""
         unit = MergedUnit(modules, groups, self)
         self._all.append(unit)
         return list(unit.attach(modules))
 
     def attach_other(self, module: nn.Module) -> RemovableHandle:
-        """Let the forward of a unit that is not merged end the visits of those that are."""
+        """Let the forward of a unit that is not merged end the visits of merged units."""
 
         @untraced
         def before(_module: nn.Module, _args: Any) -> None:
@@ -183,7 +184,7 @@ class MergedUnits:
         return self._in_forward() and not is_in_backward()
 
     def enter(self, unit: MergedUnit | None) -> None:
-        """End the visits of other units, except where one of their modules runs."""
+        """End the visits of all other units, except of those with a running module. Then open one of `unit`, if any."""
         if self._open == [unit]:
             return
         for other in [other for other in self._open if other is not unit and not other.num_running]:
@@ -194,7 +195,7 @@ class MergedUnits:
             self._open.append(unit)
 
     def leave(self, unit: MergedUnit) -> None:
-        """Note that a visit has ended."""
+        """Record that the visit of a unit has ended."""
         if unit in self._open:
             self._open.remove(unit)
 
@@ -219,7 +220,7 @@ class MergedUnits:
 
 
 class _Separate(torch.autograd.Function):
-    """The identity on several tensors, as one node of autograd, which calls a function in the backward."""
+    """The identity on several tensors, as one autograd node that may call a function in the backward."""
 
     @staticmethod
     def forward(ctx: Any, then: Callable[[], None] | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -236,7 +237,7 @@ class _Separate(torch.autograd.Function):
 def _separated(
     args: tuple[Any, ...], kwargs: dict[str, Any], then: Callable[[], None] | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a module's inputs, those that need gradients behind one node, as FSDP2 puts its own node there.
+    """Return a module's inputs, those that require gradients as outputs of one autograd node, as FSDP2 does it.
 
     `then` is called when the backward of the module has ended.
     """

@@ -23,11 +23,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def hold_for_current_stream(tensor: torch.Tensor) -> None:
-    """Keep the memory of a tensor of another stream until the current stream is done with it, if it is freed before."""
+    """Keep the memory of a tensor of another stream allocated until the current stream has used it."""
     if has_streams(tensor.device):
         tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return whether memory of a device may be freed while ops of another stream still use it. Not that of a CPU."""
+    """Return whether a device has streams, so that memory may be freed while another stream uses it. A CPU has none."""
     return device.type != "cpu"

@@ -102,12 +102,12 @@ def attachment_point(owners: Sequence[nn.Module], model: nn.Module) -> nn.Module
 
 
 def typed_group_hooks(holder: FSDPModule) -> tuple[PreForward, PostForward]:
-    """Return what gathers the holder's group (a pre-hook with kwargs) and what releases it (a forward hook)."""
+    """Return what unshards the holder's group (a pre-hook with kwargs) and what reshards it (a forward hook)."""
     return forward_hooks(holder)
 
 
 def attach_typed_group(holder: FSDPModule, unit: nn.Module) -> list[RemovableHandle]:
-    """Gather the holder's group before the module of `unit` runs and release it after; return the handles.
+    """Unshard the holder's group before `unit` runs and reshard it after; return the handles.
 
     Call after `fully_shard(unit)`: its own pre-hook must come first, because the root initialises all groups there.
     The post-hook comes before FSDP2's own, as the inner of two nested groups would.

@@ -1,4 +1,4 @@
-"""Which modules `torch.compile` was asked to run from CUDA graphs.
+"""Which modules were compiled with CUDA graphs (`torch.compile`).
 
 Checked on torch 2.11.0, 2.13.0 and 2.15.0.
 """
@@ -9,8 +9,9 @@ from torch import nn
 def records_cuda_graphs(module: nn.Module) -> bool:
     """Return whether a module was compiled with inductor's CUDA graphs: its call, its forward or the module as a whole.
 
-    As `mode="reduce-overhead"` and `mode="max-autotune"` do, `options={"triton.cudagraphs": True}`, and inductor's own
-    setting at that time. Modules inside are not looked at. Another backend than inductor does not tell its settings.
+    These modes and options of `torch.compile` use CUDA graphs: `mode="reduce-overhead"`, `mode="max-autotune"`,
+    `options={"triton.cudagraphs": True}`, and inductor's own setting at the time of the compilation. Modules inside
+    are not checked. Only inductor exposes its settings: with another backend the result is False.
     """
     # What `module.compile` sets, the class's or the instance's `forward`, and what `torch.compile(module)` returns.
     for compiled in (getattr(module, "_compiled_call_impl", None), module.forward, module):

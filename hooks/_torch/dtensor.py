@@ -1,6 +1,6 @@
-"""The private names of DTensor: reads of one attribute, where `to_local` would take as long as a kernel's launch.
+"""The private names of DTensor. Reading an attribute is faster than `to_local`, which takes as long as a kernel launch.
 
-A step's Python reads them for each parameter, between the step's all-reduce and the update.
+`TrainStep.step` reads these attributes for each parameter, between the step's all-reduce and the update.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,15 +15,15 @@ _spec = attrgetter("_spec")
 
 
 def local_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the shards of DTensors, in the same memory, outside of autograd."""
+    """Yield the local shards of DTensors. They share memory with the DTensors, and autograd does not record this."""
     return map(_local_tensor, tensors)
 
 
 def local_parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the shards of DTensors, in the same memory, outside of autograd; of other tensors all."""
+    """Return the local shard of each DTensor, as `local_tensors` does, and other tensors unchanged."""
     return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 def layouts(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
-    """Yield mesh, placements and shape of DTensors as one object: two DTensors of the same object have the same."""
+    """Yield one object per DTensor, with its mesh, placements and shape: equal for DTensors that share the object."""
     return map(_spec, tensors)

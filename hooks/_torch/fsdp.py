@@ -89,13 +89,13 @@ def forward_hooks(module: FSDPModule) -> tuple[PreForward, PostForward]:
 
 
 def pre_backward_hook(module: FSDPModule) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the hook that FSDP2 puts on outputs of `module`: their gradients unshard its own group."""
+    """Return the hook that FSDP2 puts on outputs of `module`. It unshards the module's own group in the backward."""
     hook: Callable[[torch.Tensor], torch.Tensor] = module._get_fsdp_state()._pre_backward
     return hook
 
 
 def remove_forward_hooks(module: FSDPModule) -> None:
-    """Remove FSDP2's hooks around the forward of `module`, and of those that share its group."""
+    """Remove FSDP2's hooks around the forward of `module` and of the modules that share its group."""
     state: Any = module._get_fsdp_state()
     for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
         handle.remove()
@@ -107,9 +107,10 @@ def is_unsharded(module: FSDPModule) -> bool:
 
 
 def begin_again(module: FSDPModule) -> None:
-    """Let FSDP2 take a forward of `module` in a backward for a new one, if the backward has reduced its own group.
+    """Prepare a forward of `module` inside a backward, if that backward has reduced the module's own group already.
 
-    FSDP2 takes it for one whose backward is running, and would not reduce the gradients of this forward.
+    Without this call FSDP2 treats the module's backward as still running, and does not reduce the gradients of this
+    forward.
     """
     state: Any = module._get_fsdp_state()
     if any(group._training_state == TrainingState.POST_BACKWARD for group in groups_of(state)):
@@ -117,10 +118,10 @@ def begin_again(module: FSDPModule) -> None:
 
 
 def release(module: FSDPModule) -> None:
-    """Put the sharded parameters of `module`'s own group back, whatever the last forward left of it.
+    """Put the sharded parameters of `module`'s own group back, whatever state the last forward left the group in.
 
-    `FSDPModule.reshard` would leave a gather that was started ahead and never waited for, which a later forward would
-    take for current.
+    `FSDPModule.reshard` would leave an all-gather that was started ahead and never waited for. A later forward would
+    use its old values.
     """
     for group in groups_of(module._get_fsdp_state()):
         group.wait_for_unshard()

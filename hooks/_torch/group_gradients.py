@@ -198,7 +198,7 @@ class GroupGradients:
     def _post_backward(self, *unused: Any) -> Any:
         group = self._group
         used, has_sums, lacks_gradient = [], False, False
-        for index, parameter in enumerate(group.fsdp_params):  # one loop: runs for each unit of each backward
+        for index, parameter in enumerate(group.fsdp_params):  # one loop: this runs for each unit of each backward
             unsharded = getattr(parameter, "_unsharded_param", None)
             if unsharded is None:
                 return None  # the unit has not run yet. FSDP2 fails on it if the backward does not reduce
@@ -216,7 +216,7 @@ class GroupGradients:
             self._is_pending |= ran or bool(used)
         elif ran or used or self._is_pending or self._is_last_with_partial_sums:
             self._is_pending = False
-            if has_sums or lacks_gradient:  # else each that is trained has its gradient, and of one dtype
+            if has_sums or lacks_gradient:  # else each trained parameter has its gradient, and all have one dtype
                 self._completed.update(_complete(group.fsdp_params))
                 used = [i for i, parameter in enumerate(group.fsdp_params) if _has_gradient(parameter)]
             self._in_reduction = used

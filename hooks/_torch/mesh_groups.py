@@ -13,13 +13,13 @@ from zeroamp.hooks._torch.fsdp import groups_of, units_of
 
 
 def reduction_groups(root: nn.Module) -> list[dist.ProcessGroup]:
-    """Return the process groups over which gradients are reduced to shards, each once."""
+    """Return the process groups of the reduce-scatters, each once."""
     infos = [group.mesh_info for group in _groups(root)]
     return _distinct(getattr(i, "reduce_scatter_process_group", None) or i.shard_process_group for i in infos)
 
 
 def partition_groups(root: nn.Module) -> list[dist.ProcessGroup]:
-    """Return the process groups of a part of the ranks (hpZ) from which the backward unshards, each once."""
+    """Return the process groups of the secondary partitions (hpZ) over which the backward all-gathers, each once."""
     infos = [(group.mesh_info, group.post_forward_mesh_info) for group in _groups(root)]
     return _distinct(
         after.shard_process_group

@@ -1,4 +1,4 @@
-"""The place of FSDP2 at which a group's gradients are on their way to offloaded shards.
+"""Calls back where FSDP2 has started to copy a group's reduced gradients to offloaded shards.
 
 Checked on torch 2.11.0, 2.13.0 and 2.15.0.
 """
@@ -11,15 +11,15 @@ from torch import nn
 from zeroamp.hooks._torch.fsdp import groups_of, units_of
 
 AfterReduction = Callable[[Sequence[nn.Parameter], Any], None]
-"""Gets the sharded parameters of a group, and the event after which `parameter.grad` holds its values; None if it does
-already. Parameters that were not reduced have no `grad`."""
+"""Gets the sharded parameters of a group, and the event after which each `parameter.grad` holds its values, or None if
+the values are there already. Parameters that were not reduced have no `grad`."""
 
 
 def after_each_reduction(root: nn.Module, callback: AfterReduction) -> None:
-    """Call back after the post-backward of each parameter group of `root` that FSDP2 has, whether it reduced or not.
+    """Call back after FSDP2's post-backward of each parameter group of `root`, whether the group was reduced or not.
 
-    A hook of `register_post_accumulate_grad_hook` would run once per parameter, before the event of the group is there;
-    and from torch 2.13 on FSDP2 copies gradients of parameters with such a hook one after the other, each time waiting.
+    `register_post_accumulate_grad_hook` does not serve here. Its hook runs once per parameter, before FSDP2 records the
+    group's event. From torch 2.13 on, FSDP2 also waits for the copy of each gradient whose parameter has such a hook.
     """
     for unit in units_of(root):
         for group in groups_of(unit._get_fsdp_state()):

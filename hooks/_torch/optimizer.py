@@ -31,13 +31,16 @@ def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer's kernels read `found_inf` and `grad_scale`, which GradScaler sets, on the device."""
+    """Return whether an optimizer's kernels read `found_inf` and `grad_scale`, as `GradScaler` sets, on the device."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 @contextmanager
 def guarded(optimizer: Any, found_inf: torch.Tensor, grad_scale: torch.Tensor | None) -> Iterator[None]:
-    """Let `optimizer.step` read `found_inf`, and divide gradients by `grad_scale`; both 0-D fp32, on the device."""
+    """Set `found_inf` and `grad_scale` of an optimizer for one `optimizer.step`. Both are 0-D fp32, on the device.
+
+    If `found_inf` is 1, the kernels update nothing. They divide gradients by `grad_scale`, if it is given.
+    """
     optimizer.found_inf, optimizer.grad_scale = found_inf, grad_scale
     try:
         yield

@@ -33,10 +33,10 @@ def abandon(root: FSDPModule) -> None:
 
 
 def _wait_for_streams(state: Any) -> None:
-    """Let the current stream wait for all streams of FSDP2: what is dropped next may still be used in them.
+    """Let the current stream wait for all streams of FSDP2, which may still use the tensors that are discarded next.
 
-    The streams, not FSDP2's events. A reduction that raised after it had sent recorded no event, and on torch 2.11
-    FSDP2 has no method that waits for the others.
+    FSDP2's events would not do: a reduction that raised after it had sent recorded no event, and on torch 2.11 FSDP2
+    has no method that waits for the events of the other reductions.
     """
     current, context = state._device_handle.current_stream(), state._comm_ctx
     streams = [context.all_gather_copy_in_stream, context.all_gather_stream]

@@ -1,16 +1,17 @@
-"""What FSDP2's own hooks do again in each call, done once.
+"""Does once what FSDP2's own hooks repeat in each call.
 
-Torch 2.13 does both of the following in each call, 2.15 the first only, 2.11 neither.
+Torch 2.13 repeats both of the following in each call, 2.15 only the first, 2.11 neither.
 
 [Note: Functions made in each call]
-Each call of an FSDP2 hook makes another function that `torch.compile` does not trace, and calls that. Making it takes
-the host about 3 microseconds: five times per unit in a forward and a backward. Here the function is made once.
+Each call of an FSDP2 hook makes a new function that `torch.compile` does not trace, and calls that function. Making it
+takes the host about 3 microseconds, five times per unit in a forward and a backward. Here the function is made once.
 
 [Note: A signature in each call]
-The function of autograd that starts a group's reduction has a `setup_context`. `torch.autograd.Function.apply` then
-inspects the signature of its `forward` in each call, to fill in default arguments. It has none. The inspection takes
-about 10 microseconds per unit and forward. `_PostBackward.apply` leaves it out, except inside of transforms of
-`torch.func`, where torch goes another way. From torch 2.15 on, `apply` is C++ that asks for the signature itself.
+The autograd function that starts a group's reduction has a `setup_context`. `torch.autograd.Function.apply` then
+inspects the signature of the function's `forward` in each call, to fill in default arguments. FSDP2's `forward` has no
+default arguments. The inspection takes about 10 microseconds per unit and forward. `_PostBackward.apply` leaves the
+inspection out, except inside transforms of `torch.func`, for which torch has another implementation. From torch 2.15
+on, `apply` is C++ and inspects the signature itself.
 """
 
 from collections.abc import Callable
@@ -34,7 +35,7 @@ _untraced = cache(untraced)  # one function for all units
 
 
 def shorten_hooks(root: nn.Module) -> None:
-    """Replace FSDP2's hooks of every unit. Call after `fully_shard` of all units, and before what wraps these hooks."""
+    """Replace FSDP2's hooks of every unit. Call after `fully_shard` of all units, before other code wraps the hooks."""
     for unit in units_of(root):
         state: Any = unit._get_fsdp_state()
         for name in OF_STATE:
@@ -45,14 +46,14 @@ def shorten_hooks(root: nn.Module) -> None:
             _inspect_no_signature(group)
         handles = {"_pre_forward": state._pre_forward_hook_handle, "_post_forward": state._post_forward_hook_handle}
         for name, handle in handles.items():
-            # A unit of several modules has other hooks, behind a handle of several.
+            # A unit of several modules has other hooks, with a handle of another type.
             if name in vars(state) and type(handle) is RemovableHandle:
                 hooks: Any = handle.hooks_dict_ref()
                 hooks[handle.id] = getattr(state, name)  # in the place of FSDP2's
 
 
 def _exclude_once(owner: Any, name: str) -> None:
-    """Set the method as an attribute of the instance, if FSDP2 excludes it in each call."""
+    """Replace a method of FSDP2 on `owner`, if FSDP2 excludes the method from `torch.compile` anew in each call."""
     method = getattr(type(owner), name)
     if name not in vars(owner) and _is_excluded_in_each_call(method):
         setattr(owner, name, MethodType(_untraced(method.__wrapped__), owner))
@@ -64,7 +65,7 @@ def _is_excluded_in_each_call(method: Callable[..., Any]) -> bool:
 
 
 def _inspect_no_signature(group: Any) -> None:
-    """Let the group's hook before a forward, FSDP2's own code, apply `_PostBackward`. See [Note: A signature …]."""
+    """Let FSDP2's own code before a forward apply `_PostBackward`. See [Note: A signature in each call]."""
     name = "_register_post_backward_hook"
     if name not in vars(group) and (method := _with_our_function(getattr(type(group), name))) is not None:
         setattr(group, name, MethodType(method, group))
@@ -72,7 +73,10 @@ def _inspect_no_signature(group: Any) -> None:
 
 @cache
 def _with_our_function(method: FunctionType) -> FunctionType | None:
-    """Return FSDP2's method with `_PostBackward` in the place of its function; None if no signature is left out."""
+    """Return FSDP2's method with `_PostBackward` in place of its autograd function.
+
+    None on versions of torch where that would save no inspection.
+    """
     function = _fsdp_param_group.RegisterPostBackwardFunction
     is_python = isinstance(vars(torch.autograd.Function).get("apply"), classmethod)
     if not is_python or "setup_context" not in vars(function):
@@ -81,7 +85,7 @@ def _with_our_function(method: FunctionType) -> FunctionType | None:
     class _PostBackward(function):  # type: ignore[misc, valid-type]
         @classmethod
         def apply(cls, *args: Any) -> Any:
-            """Apply the function, as FSDP2's does."""
+            """Apply the function without inspecting the signature of its `forward`."""
             if torch._C._are_functorch_transforms_active():
                 return super().apply(*args)
             return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(args))  # type: ignore[misc]

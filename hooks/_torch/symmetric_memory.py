@@ -1,6 +1,7 @@
 """FSDP2's all-gather in symmetric memory, from torch 2.13 on.
 
-Checked on torch 2.13.0 and 2.15.0, by reading; no GPU was used. torch 2.11 has the memory, but FSDP2 does not use it.
+Checked by reading torch 2.13.0 and 2.15.0; it has not run on a GPU. torch 2.11 has symmetric memory, but its FSDP2 does
+not use it.
 """
 
 import torch
@@ -16,12 +17,13 @@ def has_symmetric_all_gather() -> bool:
 
 
 def symmetric_all_gather(group: dist.ProcessGroup, device: torch.device) -> AllGather:
-    """Return FSDP2's all-gather in symmetric memory, after one all-gather of one element per rank. A collective call.
+    """Return FSDP2's all-gather in symmetric memory, after one all-gather of one element per rank. All ranks call this.
 
-    All ranks of `group` must allocate with it in the same order and the same sizes.
+    All ranks of `group` must allocate its outputs in the same order and with the same sizes.
 
     Raises:
-        RuntimeError: the device, the driver or NCCL cannot share memory so. torch has no one class for it.
+        RuntimeError: the device, the driver or NCCL cannot share memory between the ranks. torch has no error class of
+            its own for this.
     """
     gather: AllGather = _fsdp_collectives.SymmMemAllGather(group)
     output = gather.allocate((group.size(),), dtype=torch.float32, device=device)

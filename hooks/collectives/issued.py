@@ -81,7 +81,7 @@ class IssuedInStep:
 def issue(
     call: Callable[..., T], issued: IssuedCollective, listeners: Sequence[CollectiveListener], *arguments: Any
 ) -> T:
-    """Run `call` with the arguments, which issues one collective, and notify the listeners of it.
+    """Call `call(*arguments)`, which issues one collective, and notify the listeners of the collective.
 
     Raises:
         PeerError: the backend ended the collective. See `peer_lost`.

@@ -20,11 +20,12 @@ scale then falls.
 On a CPU a receive buffer is released at the end of each backward. Allocating it again at the next backward's first
 reduction does not raise the peak, because some activations have been released by then.
 
-On an accelerator it is kept. Its allocator has a pool of memory per stream, and the buffer is allocated, written and
-read in FSDP2's stream for reductions. The forward, which runs in another stream, could use a released buffer only after
-the allocator has run out of memory, waited for the device and returned all that it holds; and the next backward would
-allocate it again, in each step. So `zeroamp plan` counts the buffer during the whole step. The buffer of an own unit,
-which is as large as an embedding, is released after its one reduction, also on an accelerator.
+On an accelerator a receive buffer is retained. The accelerator's allocator has a pool of memory per stream, and the
+buffer is allocated, written and read in FSDP2's stream for reductions. The forward runs in another stream. It could use
+the memory of a released buffer only after the allocator has run out of memory, waited for the device and returned all
+cached memory to the driver. The next backward would then allocate the buffer again, in each step. So `zeroamp plan`
+counts the buffer during the whole step. The buffer of an own unit is as large as an embedding. It is released after its
+one reduction, also on an accelerator.
 """
 
 import math
@@ -51,17 +52,17 @@ _SUM, _AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
 @dataclass(slots=True)
 class ReceiveBuffers:
-    """Flat buffers for what the all-to-alls receive, one per dtype and device, shared by all groups of a model.
+    """Flat receive buffers of the all-to-alls, one per dtype and device, shared by all groups of a model.
 
     Sharing is safe because FSDP2 runs all reductions in one stream, one after the other: see [Note: Receive buffers].
     """
 
     _buffers: dict[tuple[torch.dtype, torch.device], torch.Tensor] = field(default_factory=dict)
     _backward: int = -1
-    """Which backward they belong to. A backward that raised did not release them: the next one does."""
+    """The backward that the buffers belong to. If a backward raises, the next one releases its buffers."""
 
     def release(self) -> None:
-        """Release the buffers on a CPU now. The reductions that used them have run."""
+        """Release the buffers on a CPU. Call after the reductions that used them."""
         for key in [key for key in self._buffers if not _is_kept(key[1])]:
             del self._buffers[key]
 
@@ -81,7 +82,7 @@ class ReceiveBuffers:
 
 
 def _is_kept(device: torch.device) -> bool:
-    """Return whether a device's receive buffers outlive the backward: see [Note: Receive buffers]."""
+    """Return whether the receive buffers on a device are retained between backwards: see [Note: Receive buffers]."""
     return device.type != "cpu"
 
 

@@ -5,9 +5,9 @@ lower dtype, `ShardAccumulator` moves `parameter.grad` into a buffer of that dty
 `parameter.grad` from the buffer at the end of the optimizer step.
 
 [Note: Offloaded shards]
-The reduced gradients of a group are copied to offloaded shards while the host goes on. They may be read after the
-event that FSDP2 records behind the copies of the group. The sum of a group waits until the next group has been reduced:
-the host then waits for one event per group, which usually has passed.
+FSDP2 copies the reduced gradients of a group to offloaded shards while the host continues, and records an event after
+the copies. The host may read the gradients after that event. They are added to the sums only when the next group has
+been reduced: the host then waits for one event per group, and that event has usually passed.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,8 +28,8 @@ class ShardAccumulator:
         self._sums: dict[nn.Parameter, torch.Tensor] = {}
         self._handles: dict[nn.Parameter, RemovableHandle] = {}
         self._offloaded: set[nn.Parameter] = set()  # watched parameters whose shards are on another device
-        self._copied: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients of a group that are not summed yet
-        self._after_copies: Any = None  # the event behind their copies
+        self._copied: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients of one group, not added to the sums yet
+        self._after_copies: Any = None  # the event that FSDP2 recorded after it copied them
 
     @property
     def sums(self) -> Mapping[nn.Parameter, torch.Tensor]:
@@ -39,7 +39,7 @@ class ShardAccumulator:
 
     @property
     def is_watching(self) -> bool:
-        """Whether `watch` was called, and `forget` not since."""
+        """Whether `watch` was called, and `forget` was not called since."""
         return bool(self._handles or self._offloaded)
 
     def forget(self) -> None:
@@ -82,11 +82,13 @@ class ShardAccumulator:
         self._add(cast(nn.Parameter, parameter), shard)
 
     def take(self, parameters: Sequence[nn.Parameter], event: Any) -> None:
-        """Accumulate the gradients of a group with offloaded shards, later: see [Note: Offloaded shards].
+        """Take the gradients of a group with offloaded shards, and add them to the sums later.
+
+        See [Note: Offloaded shards].
 
         Args:
-            parameters: those of the group. Parameters that are not watched, or have no gradient, are left alone.
-            event: after which `parameter.grad` holds its values. None if it does already.
+            parameters: the group's. Parameters that are not watched, or have no gradient, are ignored.
+            event: after which `parameter.grad` holds its values. None if the values are there already.
         """
         taken = [parameter for parameter in parameters if parameter in self._offloaded and parameter.grad is not None]
         if taken:

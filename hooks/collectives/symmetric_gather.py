@@ -1,4 +1,4 @@
-"""The all-gather of one typed group in memory that GPUs share: FSDP2's own, with listeners and a name in traces."""
+"""The all-gather of one typed group in symmetric memory: FSDP2's own, with listeners and a name in traces."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from zeroamp.policies.dtypes import short_name
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SymmetricGather(GroupAllGather):
-    """A `GroupAllGather` whose output another all-gather allocates and fills. One per group."""
+    """A `GroupAllGather` that delegates to FSDP2's all-gather in symmetric memory. One per group."""
 
     symmetric: AllGather
     """From `symmetric_all_gather`, shared by all groups of a model."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return an empty 1-D tensor for the unsharded group, in memory that the ranks share."""
+        """Return an empty 1-D tensor for the unsharded group, in symmetric memory."""
         return self.symmetric.allocate(size, dtype=dtype, device=device)
 
     def __call__(

@@ -74,18 +74,18 @@ class Traffic:
     _calls: Counter[TrafficKey] = field(default_factory=Counter)
     _num_bytes: Counter[TrafficKey] = field(default_factory=Counter)
     _seen: dict[tuple[Collective, torch.dtype, str, int], int] = field(default_factory=dict)
-    """Collective, dtype, group and elements -> calls that are not in the two counters yet. A training step counts here,
-    because the host may bound it; who reads sorts them out."""
+    """Collective, dtype, group and elements -> calls that are not in the two counters yet. Counting here is faster, and
+    runs in each training step. Reading `calls` or `num_bytes` moves these calls into the counters."""
 
     @property
     def calls(self) -> Counter[TrafficKey]:
-        """Number of calls."""
+        """Number of calls by collective, dtype and group."""
         self._sort_out()
         return self._calls
 
     @property
     def num_bytes(self) -> Counter[TrafficKey]:
-        """Bytes of the unsharded tensors."""
+        """Bytes of the unsharded tensors by collective, dtype and group."""
         self._sort_out()
         return self._num_bytes
 

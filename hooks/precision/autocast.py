@@ -56,7 +56,7 @@ def enter_autocast(device_type: str, dtype: torch.dtype, ops: frozenset[str] = f
 def forget_casts(call: ForwardCall) -> None:
     """Discard the casts that autocast has cached, before an outermost forward: see [Note: Cached casts].
 
-    For the place "outer autocast" of `RootForward`, in every mode. Takes about 0.1 µs.
+    For the place "outer autocast" of `RootForward`, in every mode.
     """
     if call.is_outermost:
         torch.clear_autocast_cache()

@@ -23,7 +23,7 @@ def cast_inputs(dtype: torch.dtype) -> PreForward:
     in_container = partial(_cast, dtype)
 
     def cast(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):  # most inputs of a unit: without torch's walk, which takes as long as casts
+        if isinstance(value, torch.Tensor):  # most inputs are tensors, which need no walk through containers
             return _cast(dtype, value)
         return value if value is None else map_tensors(in_container, value)
 

@@ -121,7 +121,7 @@ class ZeroampBlock(Block):
         bool,
         Honoured(
             "in every mode, skip the steps whose gradient norm is inf or nan, as float16 always does. The host then "
-            "reads the norm in each step: with fused optimizers after the update has begun, else before it"
+            "reads the norm in each step: with fused optimizers after it launched the update, else before the update"
         ),
     ] = False
     shard_dim: Annotated[
@@ -177,8 +177,8 @@ class ZeroampBlock(Block):
     symmetric_memory: Annotated[
         bool,
         Honoured(
-            "all-gathers write to memory that GPUs share over NVLink, torch 2.13+ with NCCL, in one level: as FSDP2's "
-            "`set_symm_mem_for_comm`; same bits. See docs/precision.md"
+            "all-gathers write to memory that GPUs share over NVLink, as with FSDP2's `set_symm_mem_for_comm`; same "
+            "bits. Needs torch 2.13, NCCL, and all-gathers in one level. See docs/precision.md"
         ),
     ] = False
 

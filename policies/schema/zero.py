@@ -111,7 +111,7 @@ class ZeroOptimizationBlock(Block):
         Elements | None,
         Honoured(
             "elements; neighbouring units are merged (all-gathered and reduced as one) while they "
-            "fit together. 0: none are. Default: up to 4,000,000; at stage 3 up to 1/16 of the largest unit too",
+            "fit together. 0: none are. Default: 4,000,000; at stage 3 also at most 1/16 of the largest unit",
             500_000_000,
         ),
     ] = None

@@ -1,7 +1,7 @@
-"""Which part of its peaks an accelerator reaches, and where the number is from.
+"""Which part of its peaks an accelerator reaches, and the origin of these numbers.
 
-Assumptions, as long as nothing was measured. A measurement goes into `MEASURED`, under the accelerator's name in
-`GPUS`, with an `origin` that names its record: `python -m benchmarks.gpu_check` prints the numbers.
+The numbers are assumptions until an accelerator is measured. Then they go into `MEASURED`, under the accelerator's name
+in `GPUS`, with an `origin` that names the record. `python -m benchmarks.gpu_check` prints them.
 """
 
 from collections.abc import Mapping
@@ -13,20 +13,23 @@ from zeroamp.dry_run.gpus import Gpu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Efficiency:
-    """The part of the peaks that is reached: each above 0, at most 1."""
+    """Parts of an accelerator's peaks that training reaches: each above 0, at most 1."""
 
     compute: float = 0.7
+    """Of the peak FLOP/s."""
     memory: float = 0.8
+    """Of the memory's bandwidth."""
     network: float = 0.8
+    """Of the bandwidth of the links between GPUs."""
     origin: str = "as given"
-    """Where the numbers are from, in words that follow them: an assumption, a record of a measurement, the caller."""
+    """Where the numbers are from, as `plan` prints it: an assumption, a record, or the caller ("as given")."""
 
 
 ASSUMED = Efficiency(origin="round assumptions, not measurements")
 MEASURED: Mapping[str, Efficiency] = MappingProxyType({})
-"""Name of an accelerator in `GPUS` -> what was measured on it. Nothing was measured yet."""
+"""Name of an accelerator in `GPUS` -> its measured efficiency. No accelerator was measured yet."""
 
 
 def efficiency_of(gpu: Gpu) -> Efficiency:
-    """Return what was measured on an accelerator, or the assumption."""
+    """Return the measured efficiency of an accelerator, or the assumed one if it was not measured."""
     return MEASURED.get(gpu.name, ASSUMED)

@@ -66,7 +66,7 @@ def trace_few_layers(
 
 
 def find_repeats(model: nn.Module, plan: Plan) -> Iterator[Repeat]:
-    """Yield the lists of more than `NUM_RUN` units that are alike and not merged; of nested ones, the outer."""
+    """Yield the lists of more than `NUM_RUN` units that are alike and not merged; of nested lists, the outer ones."""
     units, found = set(plan.units) - plan.merged.keys(), list[str]()
     gather = {alias: param.dtypes for param in plan.params for alias in (param.fqn, *param.aliases)}
     for fqn, module in model.named_modules():

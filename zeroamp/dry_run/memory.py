@@ -10,9 +10,10 @@ Per group, in bytes of the group's parameters padded to the ranks that shard (`p
 * a reduction: the flat input in the communication dtype, while the raw gradients are still there; then these are freed,
   and the output is allocated, of the reduce dtype: it is the gradient shard, where it is fp32. The input stays until as
   many reductions have begun after it as inputs may be in flight (one by default), or the last backward of the step has
-  ended. What an all-to-all receives is in one buffer per dtype for all groups. On an accelerator it is as large as the
-  largest of them, and is kept: it counts during the whole step. On a CPU it is as large as the largest so far, until
-  the backward has ended, and an own unit releases it first. An own unit has a buffer for the time of its reduction.
+  ended. All groups share one receive buffer per dtype for their all-to-alls. On an accelerator the buffer is as large
+  as the largest group needs, and is retained: it counts during the whole step. On a CPU it is as large as the largest
+  reduction so far needs, and is released at the end of the backward, and before the reduction of an own unit. An own
+  unit has a receive buffer of its own during its reduction.
   A CPU sums them in a few blocks of fp32. A sum of replicas needs a buffer of the shard's size, and one of a chunk's.
   Where shards accumulate in a low dtype, each is added to a sum of that dtype, and all sums are cast back at the end.
 * parameters that are sharded over another dimension than 0: an all-gather copies them out twice, so that all those of
@@ -125,7 +126,7 @@ class _GroupMemory(GroupListener):
         whole = [param for group in plan.all_groups if group.name not in self._sizes for param in group.params]
         self._whole = {param.fqn for param in whole}  # on each rank: replicated and ignored parameters
         writer.add("parameters", sum(param.numel * param.dtypes.stored.itemsize for param in whole))
-        if not on_cpu:  # kept from the step before
+        if not on_cpu:  # retained from the step before
             for sizes in self._sizes.values():
                 if sizes.shares_buffer:
                     self._receive(sizes.received, sizes.communication)

@@ -150,7 +150,7 @@ def plan_run(
         gpus_per_node: ranks that the faster links join.
         intra_gb_per_s: 10^9 bytes per second from a GPU into its node, one direction. None: the GPU's usual link.
         inter_gb_per_s: the same to other nodes, per GPU.
-        efficiency: the parts of the peaks that are reached. None: what was measured on this GPU, else an assumption.
+        efficiency: the parts of the peaks that are reached. None: those measured on this GPU, else assumed ones.
         inputs: function of (batch, seq) that returns what the forward takes; called under `torch.device("meta")`.
             None: a transformers model's token ids and labels.
         loss_fn: makes a scalar of the model's output. Default: its `.loss`, or the output itself.

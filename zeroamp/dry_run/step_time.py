@@ -2,7 +2,7 @@
 
 [Note: Two queues]
 An op takes the larger of its floating-point operations at the peak of its dtype and its bytes at the memory's
-bandwidth, each times the efficiency (`zeroamp/dry_run/efficiency.py`). Ops run one after the other. Collectives run
+bandwidth; each peak counts times its efficiency (`zeroamp/dry_run/efficiency.py`). Ops run in order. Collectives run
 one after the other too, in a queue of their own, beside the ops, as FSDP2 starts them:
 
 * an all-gather starts when the network is free and the unsharded parameters of the all-gather before it are copied out;

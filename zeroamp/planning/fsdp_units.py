@@ -3,15 +3,16 @@
 Pure: reads the module tree and shapes only.
 
 [Note: Merging by default]
-The collectives of a small unit cost their latency, not their bytes. So small neighbouring units are merged, where the
-config does not say otherwise. Larger units are left as they are: each is communicated while others compute.
+The collectives of a small unit cost their latency, not their bytes. So small neighbouring units are merged if the
+config does not set `reduce_bucket_size`. Larger units are not merged: each is communicated while others compute.
 
-* Stages 0 to 2 have all parameters unsharded from the first forward of an optimizer step to its last backward. A merged
-  unit costs no further unsharded parameters there, but the gradients and the reduction's buffers of one unit of at most
+* At stages 0 to 2 all parameters are unsharded from the first forward of an optimizer step to its last backward. So a
+  merged unit adds no unsharded parameters. It adds the gradients and the reduction's buffers of one unit of at most
   `SMALL` elements.
-* At stage 3 a merged unit is unsharded, and has gradients, where its modules would have one after the other. It has at
-  most `1 / STAGE_3_PART` of the elements of the largest unit, embeddings and heads included, or at most `SMALL`: the
-  peak is where the largest unit is. In a model of equal blocks none is small, and nothing is merged.
+* At stage 3 all modules of a merged unit are unsharded, and have gradients, at the same time. So a merged unit has at
+  most `SMALL` elements, and at most `1 / STAGE_3_PART` of the elements of the largest unit, embedding or head. The
+  memory's peak is then still where the largest unit is. In a model of equal blocks no block is small beside the
+  largest, and nothing is merged.
 """
 
 import logging
@@ -28,9 +29,9 @@ logger = logging.getLogger("zeroamp")
 Merged = Mapping[str, tuple[str, ...]]
 
 SMALL = 4_000_000
-"""Elements that a unit which is merged by default has at most. Measured: `benchmarks/NOTES.md`."""
+"""Largest number of elements of a unit that is merged by default. Measurements: `benchmarks/NOTES.md`."""
 STAGE_3_PART = 16
-"""At stage 3 the largest unit has at least so many times the elements of one that is merged by default."""
+"""At stage 3 a unit that is merged by default has at most 1 / 16 of the elements of the largest unit."""
 
 
 def plan_units(
@@ -57,8 +58,8 @@ def plan_units(
 def _merge(model: nn.Module, units: Sequence[str], policy: Policy) -> Merged:
     """Join neighbouring units greedily, in registration order, while their elements together fit the bucket.
 
-    Left alone are units that contain others; modules that are registered twice, since `run_order` cannot tell when a
-    merged unit has ended; and leaf modules: of sparse experts, a forward runs only some.
+    These are not merged: units that contain others; modules that are registered twice, because `run_order` could not
+    determine when the merged unit ends; and leaf modules, of whose sparse experts a forward runs only some.
     """
     bucket_size = policy.reduce_bucket_size
     if bucket_size is None:
@@ -91,10 +92,10 @@ def _merge(model: nn.Module, units: Sequence[str], policy: Policy) -> Merged:
 
 
 def _default_bucket_size(model: nn.Module, units: Sequence[str], stage: int) -> int:
-    """Return how many elements a merged unit may have, in [Note: Merging by default]."""
+    """Return the most elements of a merged unit without `reduce_bucket_size`: see [Note: Merging by default]."""
     if stage < 3:
         return SMALL
-    # What may be a unit of its own: see `zeroamp.planning.own_units`.
+    # Embeddings and heads may be units of their own: see `zeroamp.planning.own_units`.
     others = (module for module in model.modules() if isinstance(module, nn.Embedding | nn.Linear))
     modules = (*map(model.get_submodule, units), *others)
     largest = max((sum(parameter.numel() for parameter in module.parameters()) for module in modules), default=0)

@@ -53,7 +53,7 @@ class Plan:
     ignored: tuple[GroupPlan, ...] = ()
     """The parameters of `ignored_params`, by dtype: whole on each rank, and the caller's to reduce."""
     merged: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
-    """Unit -> the FQNs of its modules, for the units that are made of several, see `reduce_bucket_size`."""
+    """Merged unit -> the FQNs of its modules: see `reduce_bucket_size`."""
 
     own_units: OwnUnits = field(default_factory=OwnUnits)
     """Those of `units` that are an embedding or a head, which no wrap policy chose."""

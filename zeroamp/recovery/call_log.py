@@ -85,13 +85,13 @@ class CallLog:
 
 
 class ZeroBuffers:
-    """Buffers for issuing the rest of an optimizer step with zeros: twice the memory of the call that is issued."""
+    """Issues the remaining collectives of an optimizer step with zeros. Needs twice the memory of each call in turn."""
 
     def __init__(self, calls: Sequence[Call], device: torch.device, *, state: WrapState) -> None:
-        """Allocate the buffers of the largest call and release them: without that memory, nothing is issued.
+        """Check that there is memory for the largest call: allocate its buffers and release them.
 
         Raises:
-            OutOfMemoryError: there is not enough memory, right after what ran out of memory was released.
+            OutOfMemoryError: there is not enough memory, even after the failed step was released. No call was issued.
         """
         self._in_tree_order = state.plan.policy.reduce_accumulate_dtype == "fp32"
         of_shards = state.mesh.ndim - 1
@@ -103,7 +103,7 @@ class ZeroBuffers:
             self._buffers(largest)
 
     def _buffers(self, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return zeros and a buffer to receive into, of a call's size and dtype."""
+        """Return zeros and an empty receive buffer, each of the call's size and dtype."""
         zeros = torch.zeros(call.numel, dtype=call.dtype, device=self._device)
         return zeros, torch.empty_like(zeros)
 

@@ -3,8 +3,8 @@
 [Note: The end of an optimizer step]
 The last collective of an optimizer step is the sum of its statistics. One of them is the number of ranks that failed. A
 rank that failed first issues the remaining collectives of the step (see [Note: Issuing the rest]); the others reach the
-sum as usual. So all ranks get the same number of failures, and none updates a parameter if there is one: the host reads
-the number before the update, or the update itself does (see [Note: A guarded update]).
+sum as usual. So all ranks get the same number of failures. If it is not 0, no rank updates a parameter: the host reads
+the number before the update, or the update's kernels read it on the device (see [Note: A guarded update]).
 """
 
 import sys
@@ -70,15 +70,15 @@ class Recovery(HostReader):
         return (0.0,)
 
     def stops(self, sums: torch.Tensor, /) -> torch.Tensor:
-        """Return whether a rank failed: 0-D bool."""
+        """Return whether a rank failed: 0-D bool, on the device."""
         return sums[0] != 0
 
     def reader(self) -> Callable[[Sequence[float]], None]:
-        """Return `_end`."""
+        """Return the function that gets the number of failures, and ends the optimizer step."""
         return self._end
 
     def _end(self, sums: Sequence[float]) -> None:
-        """End the optimizer step. Nothing was updated if a rank failed.
+        """End the optimizer step. If a rank failed, no parameter was updated.
 
         Raises:
             PeerError: a rank failed.

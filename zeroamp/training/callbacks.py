@@ -56,27 +56,27 @@ class Callback:
 
 
 class HostReader(Callback):
-    """A callback of zeroamp whose sums the host reads, after the update has been launched where that is possible.
+    """A callback of zeroamp whose sums the host reads; if possible, after the update has been launched.
 
-    See [Note: Who waits for it] in `zeroamp.training.statistics`.
+    See [Note: When the host reads the sums] in `zeroamp.training.statistics`.
     """
 
     is_late = False
     """Whether the host reads the sums in the next step, so that it does not wait for the device in this one."""
 
     def stops(self, _sums: torch.Tensor, /) -> torch.Tensor | None:
-        """Return whether no rank may update its parameters: 0-D bool, on the device. None: the sums never say so."""
+        """Return whether the sums forbid the update on all ranks: 0-D bool, on the device. None: they never do."""
         return None
 
     def reader(self) -> Callable[[Sequence[float]], None]:
-        """Return the function that gets the sums of the numbers that `statistics` returned last.
+        """Return a function that takes the sums of the numbers that `statistics` returned last.
 
-        It may raise, on all ranks alike.
+        If the function raises, it raises on all ranks.
         """
         raise NotImplementedError
 
     def on_settled(self) -> None:
-        """Called in each step whose sums ended it with no error."""
+        """Called in each step in which no reader of sums raised."""
 
 
 class Callbacks(list[Callback]):

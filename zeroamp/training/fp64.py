@@ -1,9 +1,8 @@
-"""Whether a device has fp64, in which a `TrainStep` sums numbers over the ranks.
+"""Refuses devices without fp64, in which a `TrainStep` sums numbers over the ranks.
 
-[Note: No two halves]
-Two fp32 numbers hold 48 bits together, and a sum over ranks would round each of them. But one number of the step holds
-the counts of three parameters in 51 bits, and must be exact (see `unused_parameters.py`). So a device without fp64 is
-refused.
+[Note: Why fp64]
+One number of each step holds the counts of three parameters in 51 bits, and must be exact (see `unused_parameters.py`).
+Two fp32 numbers hold 48 bits together, and a sum over ranks would round each of them. So they cannot replace fp64.
 """
 
 import torch
@@ -12,16 +11,16 @@ import torch.distributed as dist
 from zeroamp.policies.errors import StepError
 
 _WITH_FP64 = frozenset({"cpu", "cuda"})
-"""Device types of which every device has fp64, and whose backends send it: gloo and NCCL. Nothing is tried there."""
+"""Device types whose devices and backends (gloo, NCCL) all have fp64. They are not tested."""
 
 
 def refuse_without_fp64(device: torch.device, group: dist.ProcessGroup | None) -> None:
-    """Try fp64 on devices that may lack it (MPS, some XPUs and HPUs). All ranks of `group` call this.
+    """Test fp64 on devices that may lack it (MPS, some XPUs and HPUs). All ranks of `group` call this.
 
-    Computes three elements, and sums them over the ranks.
+    The test computes three elements and all-reduces them over the ranks (maximum).
 
     Args:
-        device: where the step's numbers are.
+        device: on which the step's numbers are summed.
         group: all ranks of the mesh. None: the default group.
 
     Raises:
@@ -34,7 +33,7 @@ def refuse_without_fp64(device: torch.device, group: dist.ProcessGroup | None) -
         numbers = torch.full((3,), 2.0**52, dtype=torch.float64, device=device).add_(1)
         dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
         found = numbers.tolist()
-    # torch has no one class for it: a TypeError on MPS, a RuntimeError of a kernel or of a backend elsewhere.
+    # torch has no error class of its own for this: MPS raises TypeError, kernels and backends RuntimeError.
     except (TypeError, RuntimeError) as error:
         found = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     if found != [2.0**52 + 1] * 3:

@@ -1,4 +1,4 @@
-"""`HostCopy`: numbers of a device, on their way to the host."""
+"""`HostCopy`: a copy of a device's numbers to the host that the host need not wait for."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,10 +7,10 @@ import torch
 
 
 class HostCopy:
-    """A copy of a 1-D tensor to the host, which the host waits for only when it reads the numbers."""
+    """Copies a 1-D tensor to the host. The host waits for the copy only when it reads the numbers."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        """Begin to copy. The tensor must not be changed afterwards: on a CPU nothing is copied before `values`."""
+        """Begin to copy. Do not change the tensor afterwards: a CPU tensor is copied only in `values`."""
         self._copied = tensor.to("cpu", non_blocking=True)  # into page-locked memory
         self._event: torch.Event | None = None
         if tensor.device.type != "cpu":
@@ -19,7 +19,7 @@ class HostCopy:
         self._values: list[float] | None = None
 
     def values(self) -> Sequence[float]:
-        """Return the numbers. The first call waits for the copy, not for what the device was given after it."""
+        """Return the numbers. The first call waits for the copy, but not for work that was launched after it."""
         if self._values is None:
             if self._event is not None:
                 self._event.synchronize()
@@ -27,5 +27,5 @@ class HostCopy:
         return self._values
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let step reports be pickled and copied: waits for the copy."""
+        """Support `pickle` and `copy` of step reports. Waits for the copy."""
         return HostCopy, (torch.tensor(self.values(), dtype=torch.float64),)

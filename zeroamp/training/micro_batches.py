@@ -158,7 +158,7 @@ class MicroBatches:
         """
         stage = self._state.plan.policy.stage
         self._root.set_is_last_backward(is_last)
-        for unit in self.units:  # not recursively, which would walk through all modules twice
+        for unit in self.units:  # FSDP2's recursive setters would walk through all modules twice
             unit.set_requires_gradient_sync(is_last or stage >= 2, recurse=False)
             unit.set_reshard_after_backward(is_last or stage == 3, recurse=False)
         for switch in self._state.replica_switches:

@@ -34,7 +34,7 @@ ELEMENTWISE = (
 """Element-wise optimizers whose state has the parameter's shape or one element. Subclasses may update differently."""
 
 GUARDED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
-"""Optimizers whose fused kernels leave everything as it is because of a number on the device."""
+"""Optimizers whose fused kernels update nothing if `found_inf`, a number on the device, is 1."""
 
 WHOLE_PARAMETERS = (
     "torch.optim.Adafactor",
@@ -59,10 +59,10 @@ def kind_of(optimizer: torch.optim.Optimizer, *, on_shards: bool) -> Kind:
 
 
 def is_guarded_by_the_device(optimizer: torch.optim.Optimizer, *, on_shards: bool) -> bool:
-    """Return whether an optimizer leaves out its update if the device finds that it must.
+    """Return whether a number on the device can make an optimizer leave out its update.
 
-    So do fused Adam, AdamW and SGD of torch. Before the update of any other one, the host waits for the device, where
-    the update may have to be left out. See [Note: A guarded update] in `zeroamp.training.update`.
+    True for torch's fused Adam, AdamW and SGD. With any other optimizer, the host must know before the update whether
+    to leave it out. See [Note: A guarded update] in `zeroamp.training.update`.
     """
     is_fused = all(group.get("fused") is True for group in optimizer.param_groups)
     return not on_shards and type(optimizer) in GUARDED and is_fused

@@ -45,10 +45,10 @@ def optimizer_from_config(cfg: PolicyLike, params: ParamsT, /, **auto: Any) -> t
 
 
 def _implementation(settings: AdamParams | SGDParams, params: Sequence[Any]) -> dict[str, bool]:
-    """Return `fused` where the config leaves the implementation open and all parameters are on CUDA devices.
+    """Return `fused=True` if the config sets neither `fused` nor `foreach` and all parameters are on CUDA devices.
 
-    One kernel reads and writes each value once, and takes the step's flags on the device. On a CPU, fused AdamW rounds
-    otherwise than torch's default, so there only `optimizer.params.fused` asks for it.
+    The fused kernel reads and writes each value once, and reads `found_inf` on the device. On a CPU, fused AdamW rounds
+    differently from torch's default, so it is used there only if `optimizer.params.fused` is true.
     """
     if settings.fused is not None or settings.foreach is not None:
         return {}
@@ -57,7 +57,7 @@ def _implementation(settings: AdamParams | SGDParams, params: Sequence[Any]) -> 
 
 
 def _items(params: Sequence[Any]) -> Iterator[Any]:
-    """Yield the parameters, or pairs of a name and a parameter, of param groups too."""
+    """Yield the parameters, or pairs of a name and a parameter, also those inside param groups."""
     for entry in params:
         held = entry["params"] if isinstance(entry, dict) else entry
         yield from [held] if isinstance(held, torch.Tensor | tuple) else held

@@ -1,10 +1,10 @@
-"""`PreparedShards`: the plain shards that an optimizer updates in the place of its DTensors.
+"""`PreparedShards`: the plain shards that an optimizer updates in place of its DTensors.
 
 [Note: Prepared once]
 An optimizer gets a tensor, a gradient and a dict of state for each shard. All but the gradient are the same in every
-step, so they are prepared once, and checked in each step by comparing objects: the parameters and their memory, the
-param groups, the optimizer's state. Whatever changed one of them (loading, `add_param_group`, another layout), the
-shards are prepared again. What the optimizer left is compared in the same way, and stored only if it is another object.
+step, so they are prepared once. Each step compares objects by identity: the parameters and their memory, the param
+groups, the optimizer's state. If one of them is another object (after loading, `add_param_group` or another layout),
+the shards are prepared again. After the step, state is stored only if the optimizer replaced an object.
 """
 
 from collections import defaultdict
@@ -30,8 +30,8 @@ class PreparedShards:
 
         Args:
             optimizer: of parameters of a wrapped model.
-            as_parameters: give the optimizer an `nn.Parameter` per shard. Optimizers of other libraries may need it.
-                torch's own do not, and to build one takes time.
+            as_parameters: give the optimizer an `nn.Parameter` per shard. Optimizers of other libraries may need one.
+                torch's own do not, and building one takes time.
         """
         self._optimizer = optimizer
         self._as_parameters = as_parameters
@@ -59,7 +59,7 @@ class PreparedShards:
         self._in_common: tuple[bool, set[torch.device]] | None = None  # of all shards
 
     def is_current(self) -> bool:
-        """Return whether the optimizer has the parameters, the memory and the state that were prepared."""
+        """Return whether the optimizer still has the parameters, the memory and the state that were prepared."""
         groups, memory = self._optimizer.param_groups, list(local_tensors(self._sharded_parameters))
         return (
             self._optimizer.state is self._own_state
@@ -74,8 +74,8 @@ class PreparedShards:
         """Give the shards the gradients that their parameters have now.
 
         Returns:
-            Whether all are sharded like their parameters and have their dtype. If not, none was taken. Not asked of the
-            gradients of optimizers of other libraries.
+            Whether all gradients have the sharding and dtype of their parameters. If not, no gradient was taken. With
+            `as_parameters` this is not checked.
         """
         gradients = [each.parameter.grad for each in self._shown]
         if self._gradients is not None and all(map(is_, gradients, self._gradients)):
@@ -110,7 +110,7 @@ class PreparedShards:
         self._gradients, self._having = None, []
 
     def are_on(self, device: torch.device, *, with_state: bool) -> bool:
-        """Return whether all shards with a gradient are on `device`, and have state if `with_state` asks for it."""
+        """Return whether all shards with a gradient are on `device`, and, if `with_state`, have optimizer state."""
         if len(self._having) < len(self._shown):
             have_state, devices = _in_common(self._having)
         else:
@@ -119,7 +119,7 @@ class PreparedShards:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Give the optimizer the shards; put its DTensors back afterwards, and store the state that it made."""
+        """Give the optimizer the shards. Afterwards, put its DTensors back and store the state that it made."""
         optimizer, own_state = self._optimizer, self._own_state
         own_params = [group["params"] for group in optimizer.param_groups]
         updated = [each.parameter for each in self._having]
@@ -129,7 +129,7 @@ class PreparedShards:
                 group["params"] = list(shards)
             yield
         except BaseException:
-            self._own_objects = []  # nobody knows what it changed
+            self._own_objects = []  # the optimizer may have changed anything: prepare again
             raise
         finally:
             optimizer.state = own_state
@@ -140,22 +140,22 @@ class PreparedShards:
         self._store()
 
     def _store(self) -> None:
-        """Store state that is new; `is_current` is False afterwards if there is any."""
+        """Store new state of the optimizer. If there is any, `is_current` returns False afterwards."""
         with torch.no_grad():
             if self._as_parameters:
                 for each in self._shown:
                     each.copy_back()
             if _are_same(_objects(self._state), self._objects):
-                return  # all was changed in place
+                return  # the optimizer changed its state in place
             for each in self._shown:
                 each.keep(self._state.get(each.shard, {}), self._own_state)
         own_shards = {id(each.shard) for each in self._shown}
         self._own_state.update({key: values for key, values in self._state.items() if id(key) not in own_shards})
-        self._own_objects = []  # no step finds it the same
+        self._own_objects = []  # equal to no state: the next step prepares again
 
 
 def _in_common(shown: Sequence["_Shown"]) -> tuple[bool, set[torch.device]]:
-    """Return whether no step makes state for these shards, and their devices."""
+    """Return whether all these shards have their optimizer state, and the set of their devices."""
     return all(each.has_state for each in shown), {each.shard.device for each in shown}
 
 
@@ -170,7 +170,7 @@ def _gradient(each: "_Shown") -> torch.Tensor:
 
 
 def _objects(state: dict[Any, Any]) -> list[object]:
-    """Return the keys, the dicts and the values of an optimizer's state, which are compared by identity."""
+    """Return the keys, the dicts and the values of an optimizer's state, to compare them by identity."""
     of_parameters = [values for values in state.values() if isinstance(values, dict)]
     return [*state, *state.values(), *chain.from_iterable(map(dict.values, of_parameters))]
 
@@ -184,15 +184,15 @@ def is_sharded_like(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
     if not isinstance(tensor, DTensor) or not isinstance(parameter, DTensor):
         raise AssertionError(f"expected DTensors, got {type(tensor).__name__} and {type(parameter).__name__}")
     own, mesh = tensor.device_mesh, parameter.device_mesh
-    # First by identity: an equality of meshes costs more than all else here.
+    # By identity first, because comparing two meshes by value takes longer than everything else here.
     return (own is mesh or own == mesh) and tensor.placements == parameter.placements
 
 
 class _Shown:
-    """One parameter whose shard an optimizer gets.
+    """One parameter, and the plain shard of it that an optimizer gets.
 
-    Kernels of other libraries need not take tensors without elements. So a rank whose shard has none shows a row of
-    zeros in its place, and its state is made for that row.
+    Kernels of other libraries may not accept tensors without elements. So a rank whose shard has no elements gives the
+    optimizer a row of zeros in its place, and the optimizer makes state for that row.
     """
 
     __slots__ = ("_is_empty", "has_state", "memory", "parameter", "shard", "state")
@@ -200,24 +200,24 @@ class _Shown:
     def __init__(self, parameter: torch.Tensor, state: dict[str, Any] | None, as_parameter: bool) -> None:
         self.parameter = parameter
         self.memory = local_part(parameter)
-        """The parameter's own shard."""
+        """This rank's shard of the parameter."""
         self._is_empty = self.memory.numel() == 0 and num_shards_of(parameter) > 1
         shard = self.shown(self.memory)
         self.shard = nn.Parameter(shard, requires_grad=parameter.requires_grad) if as_parameter else shard.detach()
-        """A plain tensor of the parameter's memory, with its gradient."""
+        """A plain tensor in the parameter's memory, whose `grad` is the shard of the parameter's gradient."""
         self.state = {
             name: self.shown(value) if isinstance(value, DTensor) else value for name, value in (state or {}).items()
         }
-        """As the optimizer gets it."""
+        """The parameter's state with plain shards, as the optimizer gets it."""
         self.has_state = bool(self.state) and not any(value is None for value in self.state.values())
-        """Whether a step makes no state."""
+        """Whether the optimizer has state for the parameter, so that a step makes none."""
 
     def take_gradient(self) -> None:
         """Give the shard the gradient of the parameter."""
         self.shard.grad = self.shown(_gradient(self))
 
     def shown(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's shard of a tensor. In place of a shard without elements it is a row of zeros."""
+        """Return this rank's shard of a tensor, or a row of zeros if the shard has no elements."""
         local = local_part(tensor)
         return local.new_zeros([length or 1 for length in local.shape]) if self._is_empty else local
 
@@ -227,13 +227,14 @@ class _Shown:
             self.memory.copy_(self.shard)
 
     def keep(self, state: dict[str, Any], own_state: dict[torch.Tensor, dict[str, Any]]) -> None:
-        """Store what the optimizer left as the parameter's state.
+        """Store the state that the optimizer left for the parameter.
 
-        Tensors of the shard's shape become DTensors. If there is another one of at least one dimension, or an integer
-        one, all stay plain: they are quantized, or statistics of this rank's shard, and belong together.
+        Tensors of the shard's shape become DTensors. If one tensor of at least one dimension has another shape, or is
+        an integer tensor, all tensors stay plain: they are quantized values, or statistics of this rank's shard, and
+        belong together.
         """
         if state.keys() == self.state.keys() and all(map(is_, state.values(), self.state.values())):
-            return  # all was changed in place
+            return  # the optimizer changed its state in place
         own = own_state.setdefault(self.parameter, {})
         for name in own.keys() - state.keys():
             del own[name]

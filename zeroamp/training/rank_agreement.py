@@ -152,13 +152,14 @@ class RankAgreement(HostReader):
         return facts.digest() % (2**53 // self._num_ranks)
 
     def stops(self, sums: torch.Tensor, /) -> torch.Tensor:
-        """Return whether the ranks differ: 0-D bool."""
+        """Return whether the ranks differ: 0-D bool, on the device."""
         return sums[0] != self._expected(self._sent())
 
     def reader(self) -> Callable[[Sequence[float]], None]:
-        """Return the function that compares the number that was sent last with the sum.
+        """Return a function that compares the number that was sent last with the sum.
 
-        It raises StepError on all ranks if the ranks differed: in that optimizer step; on a device, in the next one.
+        If the ranks differed, the function raises StepError on all ranks: on a CPU in that optimizer step, on other
+        devices in the next one.
         """
         return partial(self._compare, self._sent())
 

@@ -1,10 +1,10 @@
 """The one all-reduce of an optimizer step: loss, norm, and the numbers of callbacks.
 
-[Note: Who waits for it]
-The device gets the sums, and the host should not wait for them before it has launched the update. So `Summed` has two
-ways to learn from them. `found_inf` is a number on the device: 1 if nothing may be updated. `settle` reads the numbers
-on the host, and raises or says that the step is skipped. `TrainStep` calls `settle` after the update if the optimizers
-take `found_inf`, else before it.
+[Note: When the host reads the sums]
+The sums decide whether the step updates parameters. They are on the device, and the host should not wait for them
+before it has launched the update. So the sums are used in two ways. `Summed.found_inf` is a number on the device: 1 if
+no rank may update its parameters. `StepStatistics.settle` reads the sums on the host, and raises the step's errors.
+`TrainStep` calls `settle` after the update if the optimizers read `found_inf`, else before the update.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ from zeroamp.wrapping.state import WrapState
 
 
 class LossSum(NamedTuple):
-    """Losses of one rank."""
+    """A sum of losses of one rank, and the number to divide it by."""
 
     total: torch.Tensor
     """0-D fp32."""
@@ -38,7 +38,7 @@ class LossSum(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """The sums of one reader among all sums, from `start` to `stop`."""
+    """The part of all sums that belongs to one `HostReader`: from index `start` to before `stop`."""
 
     reader: HostReader
     read: Callable[[Sequence[float]], None]
@@ -57,11 +57,11 @@ class Summed:
     statistics: torch.Tensor
     """1-D fp64: all sums."""
     slices: list[Slice]
-    """What the host reads of them."""
+    """The parts that the host reads."""
     to_callbacks: list[Callable[[], None]]
-    """Hand the sums to callbacks that take them on the device."""
+    """Functions that pass the sums to callbacks, as tensors on the device."""
     reads_norm: bool
-    """Whether the host reads the norm, to skip a step in which it is not finite."""
+    """Whether the host reads the norm, to skip the step if the norm is not finite."""
     host: HostCopy | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class Summed:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether the host reads any of it in this step."""
+        """Whether the host reads the norm, or the sums of a reader, in this step."""
         return self.reads_norm or any(not each.reader.is_late for each in self.slices)
 
     def found_inf(self) -> torch.Tensor:
@@ -87,11 +87,11 @@ class Summed:
         return self._on_host()[-2]
 
     def loss_and_norm(self) -> Callable[[], tuple[float, float]] | None:
-        """Return a function that waits for the copy and returns the loss, and the norm in fp32; None without a copy."""
+        """Return a function that waits for the copy, and returns the loss and the norm in fp32. None without a copy."""
         return None if self.host is None else partial(_loss_and_norm, self.host)
 
     def read(self, each: Slice) -> None:
-        """Hand a reader its sums. Waits for the device."""
+        """Pass a reader its sums. Waits for the device."""
         each.read(self._on_host()[each.start : each.stop])
 
     def _on_host(self) -> Sequence[float]:
@@ -113,15 +113,15 @@ class StepStatistics:
         self._micro_batches = micro_batches
         self._callbacks = callbacks
         self._unused = UnusedParameters(state)
-        self._before: Summed | None = None  # of the step before, whose late numbers were not read yet
+        self._before: Summed | None = None  # of the step before: its late readers have not read yet
 
     def sum_over_ranks(
         self, losses: Sequence[LossSum], *, scale: float, reads_norm: bool, prepare: Callable[[], None]
     ) -> Summed:
         """Sum loss, squares of gradients and the numbers of callbacks by one all-reduce.
 
-        It is the only collective of an optimizer step besides those of the micro-batches. Gradients of parameters that
-        no rank used are discarded.
+        This all-reduce is the only collective of an optimizer step besides those of the micro-batches. Gradients of
+        parameters that no rank used are discarded.
 
         Args:
             losses: of this rank.
@@ -144,7 +144,7 @@ class StepStatistics:
                 callback.on_no_gradient(error)
             raise error
         more = [number for _, numbers in of_callbacks for number in numbers]
-        # Not made on the device, which would make the host wait for the whole backward.
+        # Made on the host and copied: made on the device, the host would wait for the whole backward.
         of_all = torch.tensor(more, dtype=statistics.dtype).to(statistics.device, non_blocking=True) if more else None
         usage, replicated = self._unused.usage(), self._micro_batches.replicated
         own = [statistics, usage, *replicated.statistics(statistics.device)]
@@ -170,7 +170,7 @@ class StepStatistics:
         """Return this rank's part of the mean loss and of the sum of squares, 1-D fp64 of 2 elements.
 
         With replicas, several ranks hold the same shard. Each divides its squares by the number of replicas, so that
-        the sum over ranks counts the shard once. Of ignored parameters every rank holds a whole gradient.
+        the sum over ranks counts the shard once. Of an ignored parameter every rank has the whole gradient.
         """
         mesh = self._state.mesh
         device = device_of(mesh)  # the collective runs here; loss and shards may be elsewhere
@@ -184,7 +184,7 @@ class StepStatistics:
         return torch.stack([sum(parts[1:], parts[0]), squares])
 
     def settle(self, summed: Summed) -> None:
-        """Hand the readers their sums: those of this step, and the late ones of the step before.
+        """Pass the readers their sums: of this step, and to late readers those of the step before.
 
         Raises:
             PeerError: another rank failed.
@@ -206,7 +206,7 @@ class StepStatistics:
 def _parts_of(
     statistics: torch.Tensor, start: int, of_callbacks: Sequence[tuple[Callback, Sequence[float]]]
 ) -> tuple[list[Slice], list[Callable[[], None]]]:
-    """Return what the host reads of the sums, and the calls of callbacks that take theirs on the device."""
+    """Return the parts of the sums that the host reads, and the calls of callbacks that take sums on the device."""
     slices: list[Slice] = []
     calls: list[Callable[[], None]] = []
     for callback, numbers in of_callbacks:

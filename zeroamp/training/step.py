@@ -488,8 +488,8 @@ class TrainStep:
     def _clip(self, max_norm: float, *, is_whole: bool = False) -> "_Clipped":
         """Norm over all ranks, overflow check, unscale and clip in one pass.
 
-        With `is_whole`, the update follows at once. Then the host need not know before it whether there is one: see
-        [Note: A guarded update].
+        With `is_whole`, the update follows at once. The host may then launch it before it knows whether the step is
+        skipped: see [Note: A guarded update].
         """
         if self._agreement is not None:
             done = (self.num_steps, self.num_skipped, self._num_divided, self._is_ended_by_caller)
@@ -530,11 +530,11 @@ class TrainStep:
             update.prepare()
 
     def _can_be_guarded(self, device: torch.device) -> bool:
-        """Return whether the update of all optimizers may be launched before the host knows whether there is one."""
+        """Return whether all updates may be launched before the host knows whether the step is skipped."""
         return all(each.can_be_guarded(device) for each in self._updates)
 
     def _settle(self, summed: Summed) -> bool:
-        """Let the host learn from the sums over ranks how the step ends. Return whether it is skipped.
+        """Read the sums over ranks on the host. Return whether the step is skipped.
 
         Raises:
             PeerError: another rank failed.
@@ -564,7 +564,7 @@ class TrainStep:
             with self.micro_batches.noting("optimizer.step"):
                 rates = tuple(rate for optimizer in self.optimizers for rate in learning_rates(optimizer))
                 self._step_optimizers(clipped, optimizers)
-            if not clipped.is_settled:  # errors of this step say that nothing was updated
+            if not clipped.is_settled:  # raises the step's errors: the guarded update has changed nothing then
                 clipped.skipped = self._settle(clipped.summed)
             with self.micro_batches.noting("optimizer.step"):
                 if not clipped.skipped:
@@ -678,17 +678,17 @@ class _Clipped:
         """0-D fp32: unscaled, before clipping."""
         self.scale = scale
         self.is_alone = is_alone
-        """Whether no code of others runs before the update."""
+        """Whether neither callbacks nor the caller run code between the all-reduce and the update."""
         self.found_inf = found_inf
-        """0-D fp32, on the device, if the host does not know yet whether the step is skipped."""
+        """0-D fp32 on the device for a guarded update: see [Note: A guarded update]. None for any other."""
         self.is_settled = False
-        """Whether the host has read what it reads of the sums in this step."""
+        """Whether the host has read the sums that it reads in this step."""
         self.skipped = False
         self.grad_scale = 1.0
-        """What gradients are still multiplied by."""
+        """The loss scale by which gradients are still multiplied; 1.0 after they were unscaled."""
 
     def scale_on_device(self) -> torch.Tensor | None:
-        """Return what the update divides gradients by, 0-D fp32; None if there is nothing to divide."""
+        """Return the number by which the update divides gradients, 0-D fp32; None if it divides by nothing."""
         if self.grad_scale == 1.0:
             return None
         return torch.full((), self.grad_scale, device=self.norm.device)

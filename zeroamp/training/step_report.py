@@ -41,7 +41,7 @@ class StepReport:
     """Learning rate of each param group in this step, a number or a tensor as in the optimizer."""
 
     read: Callable[[], tuple[float, float]] | None = field(default=None, repr=False, compare=False)
-    """Returns loss and norm from a copy that was begun for another reason; None: there is none."""
+    """Returns loss and norm from the copy that the step itself made to the host; None if it made none."""
 
     @property
     def loss(self) -> float:

@@ -5,8 +5,8 @@ a number to the step's all-reduce, so a step has no second collective, and none 
 
 [Note: One step late]
 On a CPU the sums are known at the end of their step. On other devices the host would have to wait for the device, so
-the sums of a step are copied to the host and read in the next step. Whether it is so depends on the type of device
-alone, so all ranks read a sum in the same step.
+the sums of a step are copied to the host and read in the next step. Only the device type decides this, so all ranks
+read a sum in the same step.
 
 [Note: Always as many numbers]
 The ranks must add equally many numbers in each step, but a rank may leave a `with` block alone, after an error. So a
@@ -66,7 +66,7 @@ class StepSums(HostReader):
         return [number for numbers, _ in asked for number in numbers]
 
     def reader(self) -> Callable[[Sequence[float]], None]:
-        """Return the function that hands the sums to the parts, see [Note: One step late]."""
+        """Return a function that passes the sums to the parts: see [Note: One step late]."""
         return partial(_hand_out, self._asked)
 
     def on_settled(self) -> None:

@@ -12,13 +12,15 @@ reshard it. State is left as plain tensors where that would be wrong: 8-bit valu
 rank's shard, and statistics of another shape. See `PreparedShards`.
 
 [Note: A guarded update]
-The sum over ranks says whether the update must be left out: because a gradient is not finite, or a rank failed. Fused
-Adam, AdamW and SGD read such a number on the device, as `torch.amp.GradScaler` uses them: with `found_inf` 1 they leave
-parameters and state as they are, and Adam's count of steps goes back by one. So the host launches the update without
-knowing, and learns of it meanwhile. The state must be there: a step that is left out must not make any, and fused SGD
-would make momentum without values. So the first update of a parameter is not guarded. With `grad_scale` the kernels
-divide gradients by the loss scale. A quotient has the bits of the product that other paths compute if the scale is a
-power of two; TrainStep passes no other.
+The sums over ranks decide whether the update must be left out: because a gradient is not finite, or a rank failed.
+Fused Adam, AdamW and SGD read such a number on the device, as `torch.amp.GradScaler` uses them. If `found_inf` is 1,
+they leave parameters and state as they are, and Adam's count of steps is set back by one. So the host launches the
+update before it has read the sums, and reads them meanwhile.
+
+The optimizer's state must exist before a guarded update: a step that is left out must not make state, and fused SGD
+would make momentum without values. So the first update of a parameter is not guarded, except by SGD without momentum,
+which has no state. With `grad_scale` the kernels divide gradients by the loss scale. If the scale is a power of two,
+the quotient has the bits of the product that other paths compute. TrainStep passes no other scale.
 """
 
 from collections.abc import Iterator
@@ -55,7 +57,8 @@ class OptimizerUpdate:
     def prepare(self) -> None:
         """Prepare the shards and give them their gradients, if the optimizer works on shards.
 
-        `step` does so too. Before the step's all-reduce it costs no time: the device still runs the backward.
+        `step` does this too, if `prepare` was not called. Called before the step's all-reduce, `prepare` adds no time
+        on an accelerator: the device still runs the backward.
         """
         shards = None if self._on_shards or not _may_work_on_shards(self.optimizer) else self._shards
         if shards is not None and shards.is_current() and shards.take_gradients():
@@ -68,7 +71,7 @@ class OptimizerUpdate:
             self._shards.take_gradients()
 
     def can_be_guarded(self, device: torch.device) -> bool:
-        """Return whether `step` takes `found_inf`, on `device`. Call `prepare` before.
+        """Return whether `step` accepts a `found_inf` on `device`. Call `prepare` before.
 
         See [Note: A guarded update].
         """
@@ -97,7 +100,7 @@ class OptimizerUpdate:
             found_inf: 0-D fp32 on the device: 1 to leave parameters and state as they are, else 0. Only if
                 `can_be_guarded`.
             grad_scale: 0-D fp32 on the device, a power of two: gradients are divided by it. Only with `found_inf`.
-            is_prepared: whether nothing but gradients was changed since `prepare`.
+            is_prepared: whether nothing but gradients has changed since `prepare`.
         """
         if self._shards is None or not is_prepared or not self._shards.take_gradients():
             self.prepare()
@@ -147,7 +150,7 @@ def works_on_shards(optimizer: torch.optim.Optimizer, *, on_shards: bool = False
 
 
 def _may_work_on_shards(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether `works_on_shards` would be true with gradients and state that are sharded like the parameters."""
+    """Return whether `works_on_shards` is true if gradients and state are sharded like the parameters."""
     return (
         kind_of(optimizer, on_shards=False) == "shards"
         and not has_own_step(optimizer)

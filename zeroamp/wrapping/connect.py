@@ -1,14 +1,15 @@
-"""Lets NCCL connect the ranks while a model is wrapped, and not in the middle of the first backward.
+"""Makes NCCL connect the ranks while a model is wrapped, and not in the first backward.
 
 [Note: When NCCL connects]
 NCCL connects ranks, and takes memory for that, at the first collective of a kind on a process group. It takes the
 memory from the driver, not from torch's allocator. An all-to-all takes the most: buffers for each other rank of the
 node, 3.3 GB on 8 x H100 (https://github.com/NVIDIA/nccl/issues/1685). In the middle of the first backward torch's
-allocator may have taken that memory already. Then NCCL fails with an error that is no OutOfMemoryError, and the process
-group is lost. So each kind of collective runs once, with one element per rank, on each process group that training uses
-it on. The first send to a rank connects all channels to it, however small it is (NCCL, `src/enqueue.cc`).
+allocator may have taken that memory already. Then NCCL raises an error that is not an OutOfMemoryError, and the process
+group is unusable. So each kind of collective runs once, with one element per rank, on each process group on which
+training runs that kind. The first send to a rank connects all channels to that rank, even if the send is small (NCCL,
+`src/enqueue.cc`).
 
-NCCL may choose other algorithms, with buffers of their own, for larger calls (NVLS). These are not allocated here.
+For larger calls NCCL may choose other algorithms with buffers of their own (NVLS). These buffers are not allocated.
 """
 
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ Kind = Literal["all_gather", "all_to_all", "reduce_scatter", "all_reduce"]
 def connect_ranks(model: nn.Module, state: WrapState) -> None:
     """Run each kind of collective of the parameter groups once, if their backend is NCCL. All ranks call this.
 
-    With another backend nothing runs. The groups of two levels connect where they are made: see `nodes.py`.
+    With another backend nothing runs. Process groups of two levels connect where they are made: see `nodes.py`.
     """
     mesh = state.mesh
     if is_nccl(mesh.get_group(mesh.ndim - 1), mesh.device_type):
@@ -39,12 +40,15 @@ def connect_ranks(model: nn.Module, state: WrapState) -> None:
 
 
 def is_nccl(group: dist.ProcessGroup, device_type: str) -> bool:
-    """Return whether the collectives of a process group on tensors of a device type are NCCL's."""
+    """Return whether a process group uses NCCL for tensors of a device type."""
     return f"{device_type}:nccl" in dist.get_backend_config(group).split(",")
 
 
 def collectives_of(model: nn.Module, state: WrapState) -> Iterator[tuple[Kind, dist.ProcessGroup]]:
-    """Yield the collectives of the parameter groups, each once, in the same order on all ranks. Without two levels."""
+    """Yield the flat collectives of the parameter groups, each once, in the same order on all ranks.
+
+    Collectives in two levels are left out.
+    """
     mesh, policy, nodes = state.mesh, state.plan.policy, state.nodes
     shards, ranks = mesh.ndim - 1, ranks_of(state.mesh)
     dtypes = [group_dtypes(group.key, policy, ranks) for group in state.plan.groups]

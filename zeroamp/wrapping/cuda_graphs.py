@@ -3,9 +3,9 @@
 [Note: Why no CUDA graphs]
 A CUDA graph reads and writes the addresses that it was recorded with. FSDP2 allocates the memory of unsharded
 parameters at each all-gather and frees it at each reshard, so the addresses change. Inductor (`mode="reduce-overhead"`)
-would find that out at each call and record the graph again, or copy the parameters. A graph that the caller captures
-(`torch.cuda.graph`) would read memory that holds other tensors by then. A module without parameters, such as a loss,
-may be compiled with CUDA graphs.
+detects new addresses in each call, and records the graph again or copies the parameters. A graph that the caller
+captures (`torch.cuda.graph`) would read memory that other tensors use by then. A module without parameters, such as a
+loss, may be compiled with CUDA graphs.
 """
 
 from collections.abc import Collection
@@ -23,7 +23,7 @@ def refuse_cuda_graphs(model: nn.Module, device_type: str, ignored: Collection[s
 
     Args:
         model: any module, compiled or not.
-        device_type: of the mesh. Inductor uses CUDA graphs on CUDA only: elsewhere nothing is looked at.
+        device_type: of the mesh. Inductor uses CUDA graphs on CUDA only: on other devices nothing is checked.
         ignored: FQNs of parameters that are not sharded.
     """
     if device_type != "cuda":
@@ -41,10 +41,10 @@ def refuse_cuda_graphs(model: nn.Module, device_type: str, ignored: Collection[s
 
 
 def refuse_capture(model: nn.Module, ignored: Collection[str]) -> Around:
-    """Return what raises WrapError in a forward that a CUDA graph captures. For CUDA, and outermost forwards.
+    """Return what raises WrapError in an outermost forward that a CUDA graph captures. Only for CUDA.
 
-    The first forward also looks for modules that were compiled with CUDA graphs after `wrap_model`. A later one asks
-    the driver whether the current stream captures, and does nothing else.
+    The first forward also searches for modules that were compiled with CUDA graphs after `wrap_model`. Later forwards
+    only query the driver whether the current stream is being captured.
     """
     has_run = False
 

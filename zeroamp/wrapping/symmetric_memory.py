@@ -1,12 +1,13 @@
-"""`zeroamp.symmetric_memory`: the all-gathers of a model write to memory that the GPUs of a node share.
+"""`zeroamp.symmetric_memory`: the all-gathers of a model write to memory that GPUs share over NVLink.
 
-FSDP2's own `set_symm_mem_for_comm` refuses custom collectives. Here the collective of each group delegates to the class
-that FSDP2 would use.
+FSDP2's own `set_symm_mem_for_comm` refuses custom collectives. So zeroamp's all-gather of each group delegates to the
+class that `set_symm_mem_for_comm` uses.
 """
 
 import logging
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroamp.hooks._torch.fsdp import AllGather
@@ -24,10 +25,10 @@ def symmetric_gather(policy: Policy, mesh: DeviceMesh, nodes: MeshNodes) -> AllG
     """Return the all-gather in symmetric memory over the ranks that shard. All ranks of the mesh call this.
 
     Returns:
-        None if the policy does not ask for it, or one rank holds whole parameters: nothing is all-gathered then.
+        None if `zeroamp.symmetric_memory` is false, or if parameters are not sharded, so that nothing is all-gathered.
 
     Raises:
-        ConfigError: this torch, the device, the backend, the driver or another key does not allow it.
+        ConfigError: the torch version, device, backend, driver or another key does not allow symmetric memory.
     """
     if not policy.symmetric_memory:
         return None
@@ -35,29 +36,34 @@ def symmetric_gather(policy: Policy, mesh: DeviceMesh, nodes: MeshNodes) -> AllG
         raise ConfigError(f"zeroamp.symmetric_memory is true, but {reason}")
     if shard_size(mesh) == 1:
         if is_first_rank(mesh):
-            logger.info("zeroamp.symmetric_memory has no effect where one rank holds whole parameters.")
+            logger.info("zeroamp.symmetric_memory has no effect: no parameter is sharded, so nothing is all-gathered.")
         return None
     try:
         return symmetric_all_gather(mesh.get_group(mesh.ndim - 1), device_of(mesh))
     except RuntimeError as error:
         raise ConfigError(
-            f"zeroamp.symmetric_memory is true, but the first all-gather in such memory failed: {error}. The GPUs must "
-            "reach each other's memory over NVLink. Remove the key."
+            f"zeroamp.symmetric_memory is true, but the first all-gather in symmetric memory failed: {error}. The GPUs "
+            "must reach each other's memory over NVLink. Remove the key."
         ) from error
 
 
 def _why_not(policy: Policy, mesh: DeviceMesh, nodes: MeshNodes) -> str:
     if not has_symmetric_all_gather():
-        return f"FSDP2 of torch {torch.__version__} has no such all-gather. Install torch 2.13 or newer."
+        return f"FSDP2 of torch {torch.__version__} has no all-gather in symmetric memory. Install torch 2.13 or newer."
     if mesh.device_type != "cuda" or not is_nccl(mesh.get_group(mesh.ndim - 1), mesh.device_type):
-        return f"it needs NCCL on CUDA, and the mesh is on {mesh.device_type}. Remove the key."
+        backend = dist.get_backend_config(mesh.get_group(mesh.ndim - 1))
+        return f"it needs NCCL on CUDA, and the mesh is on {mesh.device_type} with backend {backend}. Remove the key."
     if policy.recovery:
         # A rank that failed sends zeros from other memory: NCCL would choose another algorithm there than elsewhere.
         return (
-            "zeroamp.recovery is too. The zeros of a rank that failed are not in such memory. Remove one of the keys."
+            "zeroamp.recovery is true, too. A rank that failed sends zeros that are not in symmetric memory. Remove "
+            "one of the keys."
         )
     if policy.hpz_partition_size > 1:
-        return "zero_hpz_partition_size is set. The memory is shared by the ranks that shard, not by a part of them."
+        return (
+            f"zero_hpz_partition_size is {policy.hpz_partition_size}. All ranks that shard share the memory, not a "
+            "part of them. Remove one of the keys."
+        )
     if nodes.gathers:
         return 'all-gathers run in two levels between nodes. Set zeroamp.ranks_per_node to "off", or remove the key.'
     return ""

@@ -20,7 +20,7 @@ SHARED = {"zeroamp": {"symmetric_memory": True}}
 
 
 class _Gather(AllGather):
-    """Stands in for FSDP2's class: torch's memory, of which it notes each output."""
+    """Replaces FSDP2's class: allocates ordinary memory, and records each output."""
 
     def __init__(self, group):
         self.allocated, self.gathered, self.made_for = [], [], group.group_name
@@ -37,7 +37,7 @@ class _Gather(AllGather):
 
 
 def _trained(stage, mesh_shape):
-    """A run with the stand-in, one without, and how many all-gathers it ran and zeroamp counted."""
+    """A run with the fake class, one without, and the number of all-gathers that it ran and that zeroamp counted."""
     made, original = [], (_fsdp_collectives.SymmMemAllGather, symmetric_memory._why_not)
     _fsdp_collectives.SymmMemAllGather = lambda group: made.append(_Gather(group)) or made[-1]
     symmetric_memory._why_not = lambda *_: ""
@@ -74,8 +74,13 @@ class _CudaMesh:
 @pytest.mark.parametrize(
     ("cfg", "fields", "nodes", "reason"),
     [
-        ({"zeroamp": {"symmetric_memory": True, "recovery": True}}, {}, MeshNodes(), "zeroamp.recovery is too"),
-        (SHARED, {"hpz_partition_size": 2}, MeshNodes(), "zero_hpz_partition_size is set"),
+        (
+            {"zeroamp": {"symmetric_memory": True, "recovery": True}},
+            {},
+            MeshNodes(),
+            "zeroamp.recovery is true, too.* Remove one of the keys",
+        ),
+        (SHARED, {"hpz_partition_size": 2}, MeshNodes(), "zero_hpz_partition_size is 2.* Remove one of the keys"),
         (SHARED, {}, MeshNodes(gathers={0: None}), 'all-gathers run in two levels .*ranks_per_node to "off"'),
     ],
 )
@@ -90,7 +95,7 @@ def _wrap_on_gloo():
         train("llama_tied", config(3, **SHARED), 1)
     symmetric_memory.has_symmetric_all_gather = lambda: False
     try:
-        with pytest.raises(zeroamp.ConfigError, match="but FSDP2 of torch .* has no such all-gather.* 2.13 or newer"):
+        with pytest.raises(zeroamp.ConfigError, match="but FSDP2 of torch .* has no all-gather in symmetric.* 2.13"):
             train("llama_tied", config(3, **SHARED), 1)
     finally:
         symmetric_memory.has_symmetric_all_gather = of_torch.has_symmetric_all_gather
@@ -111,7 +116,7 @@ def test_a_device_that_cannot_share_memory_is_refused(monkeypatch):
     monkeypatch.setattr(symmetric_memory, "shard_size", lambda _mesh: 2)
     monkeypatch.setattr(symmetric_memory, "device_of", lambda _mesh: torch.device("cpu"))
     monkeypatch.setattr(_fsdp_collectives, "SymmMemAllGather", _fails)
-    with pytest.raises(zeroamp.ConfigError, match="first all-gather in such memory failed: no peer access.* Remove"):
+    with pytest.raises(zeroamp.ConfigError, match="all-gather in symmetric memory failed: no peer access.* Remove"):
         symmetric_memory.symmetric_gather(policy(config(3, **SHARED)), _CudaMesh(), MeshNodes())
 
 

@@ -1,6 +1,6 @@
 # `make demo`, `make demo-lora`, `make test` (minutes) and `make test-all` (that and the tests marked slow); measurements: `make bench`, and
 # `make bench-gpu` on one GPU. Each sets up all it needs in .venv first. `make gpu-check` checks zeroamp on one GPU in ten minutes, without a
-# package index; `make gpu-wheels` fetches, before, what it installs.
+# package index: it installs what `make gpu-wheels` has downloaded. `make gpu-check` and `make bench-gpu` use .venv-gpu.
 #
 # Variables:
 #   PYTHON        interpreter that makes the virtual environment (3.11 or newer)
@@ -9,8 +9,8 @@
 #   RANKS         processes of `make demo`
 #   TEST_PROCESSES  files of tests at a time, each with ranks of its own; 0: one, in the process of pytest
 #   BENCH_OUT     folder of what `make bench` and `make bench-gpu` write
-#   GPU_PYTHON_VERSION  of the GPU machine's Python, for which `make gpu-wheels` fetches
-#   GPU_WHEELS    folder of the wheels of `make gpu-wheels`, from which `make gpu-check` installs
+#   GPU_PYTHON_VERSION  version of Python on the GPU machine, for which `make gpu-wheels` downloads
+#   GPU_WHEELS    folder into which `make gpu-wheels` downloads, and from which `make gpu-check` installs
 #   GPU_CHECK     arguments of `make gpu-check`: --part sums, --device cpu --small, --plant "wrong bit", ...
 #   GPU_CHECK_OUT folder of the record of `make gpu-check`
 PYTHON ?= python3
@@ -74,8 +74,8 @@ bench: $(VENV)/.installed
 	$(TWO_RANKS) benchmarks.step_memory --out $(BENCH_OUT)/3.7m-memory
 	$(TWO_RANKS) benchmarks.core_time --out $(BENCH_OUT)/3.7m-core
 
-# One process: of the 1b model all of it, or one rank of 64 or 1,024 whose collectives move nothing; of the 8b model one rank of eight such. Each part
-# ends within ten minutes: it is stopped after 590 seconds. `make gpu-check` installs what they need, too.
+# One process. The 1b model runs as a whole, or as one of 64 or 1,024 fake ranks, whose collectives move nothing; the 8b model as one of eight fake
+# ranks. Each part is stopped after 590 seconds.
 bench-gpu: $(GPU_BENCHES)
 
 GPU_MODULE = timeout 590 $(GPU_VENV)/bin/python -m
@@ -104,7 +104,7 @@ bench-gpu-8b-compile: $(GPU_VENV)/.installed
 bench-gpu-8b-memory: $(GPU_VENV)/.installed
 	$(GPU_MODULE) benchmarks.step_memory $(ON_8B) --rounds 5 --engines "zeroamp 1,$(SHARDED)" --out $(BENCH_OUT)/8b-memory
 
-# Where there is an index, for a machine that has none. Small: what torch's own installation does not bring.
+# Run this on a machine with a package index, for a GPU machine without one. Downloads only what an installed torch does not include.
 gpu-wheels:
 	rm -rf $(GPU_WHEELS)
 	$(PYTHON) -m pip download --quiet --python-version $(GPU_PYTHON_VERSION) --only-binary=:all: --dest $(GPU_WHEELS) \
@@ -114,8 +114,8 @@ gpu-wheels:
 gpu-check: $(GPU_VENV)/.installed
 	$(GPU_VENV)/bin/python -m benchmarks.gpu_check --out $(GPU_CHECK_OUT) $(GPU_CHECK)
 
-# On top of the packages of PYTHON, which has torch and may be a virtual environment itself: then --system-site-packages shows those below it, and
-# the .pth file its own. Without ensurepip, which not every Python has: PYTHON's pip installs.
+# An environment on top of the packages of PYTHON, which has torch. If PYTHON is in a virtual environment, --system-site-packages shows the packages
+# below that environment, and the .pth file shows its own. Not every Python has ensurepip, so PYTHON's pip installs.
 $(GPU_VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv --clear --system-site-packages --without-pip $(GPU_VENV)
 	$(PYTHON) -c "import sysconfig; print(*dict.fromkeys(sysconfig.get_paths()[name] for name in ('purelib', 'platlib')), sep='\n')" \

@@ -1,9 +1,9 @@
-"""Who holds the core in a step: the CPU time of each rank by what its threads do, beside a step without communication.
+"""CPU time of each rank's threads in a step, by what they do, beside a step without communication.
 
     torchrun --nproc-per-node 2 -m benchmarks.core_time [--model 3.7m] [--rounds 40] [--engines ...] [--out FOLDER]
 
-A rank's main thread runs the forward, the backward and the optimizer. What it does is told apart by where it is, each
-part without the parts inside it:
+A rank's main thread runs the forward, the backward and the optimizer. Its CPU time is split by the code that runs. The
+time of a part does not include that of the parts inside it:
 
 | part | where |
 |---|---|
@@ -12,11 +12,11 @@ part without the parts inside it:
 | collectives | inside a call of torch.distributed, or waiting for one |
 | optimizer | the update of the parameters |
 | step | the rest of the optimizer step: norm, clipping, `zero_grad`, the report |
-| gloo | all other threads of the process: they move bytes, and add where a reduction of gloo adds |
+| gloo | all other threads of the process: they send and receive bytes, and add where a reduction of gloo adds |
 
-Printed are medians over rounds of CPU time, divided by that of a whole step without communication of the same round.
-"not running" is the wall time of a step without the CPU time of the main thread: what it waited, for the other rank or
-for a core that another thread held. Rounds are those of `benchmarks.step_time`.
+Each value is a median over the rounds: CPU time divided by that of a whole step without communication of the same
+round. "not running" is the wall time of a step minus the CPU time of the main thread: for so long the main thread
+waited for the other rank, or for a core that another thread used. Rounds are those of `benchmarks.step_time`.
 """
 
 import functools
@@ -53,7 +53,7 @@ COLLECTIVES = (
 
 
 class Parts:
-    """The CPU seconds of the main thread by part, without the parts inside."""
+    """The CPU seconds of the main thread by part. Those of a part do not include the parts inside it."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
@@ -95,7 +95,7 @@ class Parts:
 
 @contextmanager
 def charged_torch(parts: Parts) -> Iterator[None]:
-    """Tell the parts of a step apart in torch and zeroamp. Engines are built and run inside."""
+    """Charge functions of torch and zeroamp to parts of a step. Build and run the engines inside this context."""
     adam = import_module("torch.optim.adam")  # no attribute of torch.optim
     charged: list[tuple[Any, str, str]] = [
         *((dist, name, "collectives") for name in COLLECTIVES if hasattr(dist, name)),
@@ -111,7 +111,7 @@ def charged_torch(parts: Parts) -> Iterator[None]:
 
 
 def charge_model(model: nn.Module, parts: Parts) -> None:
-    """Tell the hooks of a model from the model."""
+    """Charge the hooks of a model to "around units"."""
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in hooks.items():
@@ -128,7 +128,7 @@ def charge_model(model: nn.Module, parts: Parts) -> None:
 
 
 def build(ready: Setup, name: str, parts: Parts) -> Callable[[], torch.Tensor]:
-    """Return an engine's step, its parts told apart."""
+    """Return an engine's step, whose parts are charged to `parts`."""
     models: list[nn.Module] = []
     make = Setup.model
 
@@ -145,7 +145,7 @@ def build(ready: Setup, name: str, parts: Parts) -> Callable[[], torch.Tensor]:
 
 
 def measure(options: Options, device: torch.device) -> tuple[dict[str, list[Counter[str]]], dict[str, str]]:
-    """Return per engine and round the CPU seconds of this rank by part, and why other engines are not there."""
+    """Return engine -> CPU seconds of this rank by part in each round, and engine -> why it is not available."""
     parts = Parts()
     with charged_torch(parts):
         return _measure(options, setup(options, device, dist.get_rank()), parts)
@@ -177,7 +177,7 @@ def _measure(options: Options, ready: Setup, parts: Parts) -> tuple[dict[str, li
 
 
 def rows(samples: dict[str, list[Counter[str]]]) -> list[dict[str, str]]:
-    """Return a row per engine: parts of the CPU time of a step without communication."""
+    """Return a row per engine: CPU time of each part, as a fraction of a step without communication."""
     columns = (*PARTS, "gloo")
     whole = [sum(found[part] for part in columns) for found in samples[BASE]]
     table = []
@@ -207,7 +207,7 @@ def main() -> None:
             rounds = [{name: [dict(found) for found in mine] for name, mine in each.items()} for each in everyone]
             values = {"versions": record.versions(), "ranks": rounds}
             record.write(
-                options.out, title=f"Who holds the core, {options.model}", body=body, name="rounds", values=values
+                options.out, title=f"CPU time by part, {options.model}", body=body, name="rounds", values=values
             )
     dist.barrier()
     dist.destroy_process_group()

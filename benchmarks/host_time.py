@@ -3,15 +3,15 @@
     python -m benchmarks.host_time [--layers 32] [--rounds 100] [--out FOLDER]
 
 One process is rank 0 of --world-size fake ranks, whose collectives return at once. The shapes are tiny, so that the
-time is that of Python and of dispatching ops. ZeRO-3 with the default config. Each engine has a model of its own; a
-round takes one forward and one backward of each, in an order that rotates. Timed is the CPU time of the process, with
+time is that of Python and of dispatching ops. ZeRO-3 with the default config. Each engine has its own model. A round
+takes one forward and one backward of each engine, in an order that rotates. The time is CPU time of the process, with
 the garbage collector off. zeroamp's backward is `TrainStep.backward`. The optimizer step of a round is not timed.
 
-FSDP2 has the units of zeroamp's plan. Where zeroamp has a model-wide group beside them, the head is one more unit of
-FSDP2. All engines then issue equally many all-gathers and reductions, which is checked.
+FSDP2 has the units of zeroamp's plan. If zeroamp has a model-wide group beside them, the head is one more unit of
+FSDP2. All engines then issue equally many all-gathers and reductions. The benchmark checks this.
 
-Calls of Python functions are counted in another forward and backward, which is not timed. They do not depend on the
-machine.
+Calls of Python functions are counted in another forward and backward, which is not timed. These counts do not depend on
+the speed or load of the machine.
 """
 
 import argparse
@@ -58,7 +58,7 @@ FSDP2 = str(Path(sys.modules["torch.distributed.fsdp._fully_shard"].__path__[0])
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Engine:
-    """A model, and what is timed of it."""
+    """A model, and the functions of it that are timed."""
 
     model: nn.Module
     forward: Callable[[], torch.Tensor]
@@ -121,7 +121,7 @@ def of_fsdp2(layers: int, mode: Mode) -> Engine:
 
 
 def engines_of(layers: int) -> dict[str, Engine]:
-    """Return all engines: for each mode FSDP2 twice, which shows what the method can tell apart, and zeroamp."""
+    """Return all engines: for each mode zeroamp, and FSDP2 twice, which shows the smallest difference that counts."""
     engines: dict[str, Engine] = {}
     for mode in CONFIGS:
         engines[f"FSDP2 {mode}"] = of_fsdp2(layers, mode)
@@ -131,7 +131,7 @@ def engines_of(layers: int) -> dict[str, Engine]:
 
 
 def base_of(name: str) -> str:
-    """Return the engine by whose times those of another are divided."""
+    """Return the engine that another engine's times are divided by."""
     return f"FSDP2 {name.split()[1]}"
 
 

@@ -6,7 +6,7 @@ On a GPU it is what torch's allocator held at most in one step, and the time of 
 most bytes of tensor storages that were alive at once, the smallest of a few steps: gloo's own thread may hold what it
 sent for a moment longer. Storages that torch makes without an op, and gloo's own buffers, are not among them; no time
 is given, since what watches the storages slows the steps down. DeepSpeed's include its buckets of 5e8 elements, which
-is its default however small the model is. "Planned" is the peak by `plan_run`, of the first rank on a GPU.
+is its default however small the model is. "Planned" is the peak of `plan_run`, of the first rank on a GPU.
 
 Without torchrun one rank runs alone; with --fake it is one of --world-size ranks that move nothing: its memory is that
 of a rank, and its time that of everything but communication. Of --rounds, --warm-up steps come first.
@@ -32,7 +32,7 @@ from zeroamp.policies.policy import Stage
 
 MIB = 1024**2
 STAGES: dict[str, Stage] = {"zeroamp 1": 1, "zeroamp 2": 2, "zeroamp 3": 3}
-"""Engines that `plan` plans as they are."""
+"""Engines that `plan_run` can plan -> their stage."""
 
 
 class PeakOnCpu(Allocated):
@@ -55,7 +55,7 @@ class PeakOnGpu(nullcontext[None]):
         self._retries_before = self._retries()
 
     def release(self) -> None:
-        """Give back what building has left in the allocator's caches."""
+        """Return the allocator's unused memory, which building the engine has left, to the device."""
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -75,7 +75,11 @@ class PeakOnGpu(nullcontext[None]):
         return torch.cuda.memory_allocated()
 
     def reserved(self) -> dict[str, Any]:
-        """Return what the allocator took from the device: most since `reset_peak`, now by stream, and its failures."""
+        """Return the bytes that the allocator has reserved on the device, and its retries.
+
+        "reserved": the most since `reset_peak`; "reserved by stream": now; "retries": allocations that failed and were
+        tried again after the caches were released.
+        """
         by_stream: Counter[str] = Counter()
         for segment in torch.cuda.memory_snapshot():
             by_stream[str(segment["stream"])] += segment["total_size"]

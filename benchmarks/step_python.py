@@ -1,11 +1,12 @@
-"""zeroamp's own Python in `TrainStep.step()`: the host's time beyond torch's `optimizer.step` and the clip's kernels.
+"""Host time of zeroamp's own Python in `TrainStep.step()`, without torch's `optimizer.step` and the clip's kernels.
 
     python -m benchmarks.step_python [--parameters 291 1137] [--rounds 100] [--optimizers fused foreach] [--out FOLDER]
 
-A model has as many parameters as a LLaMA (291: 8B, 1,137: 405B), each of a few elements, so that kernels take no time.
-It is rank 0 of two fake ranks, whose collectives return at once. "After the sum" is from the return of the step's
-all-reduce to the return of `step()`: on an accelerator, the update waits for the part of it before `optimizer.step`.
-CPU time of the thread; the median over the rounds, the first ten left out, with the garbage collector off.
+The model has as many parameters as a LLaMA (291: 8B, 1,137: 405B), each of a few elements, so that kernels take little
+time. The process is rank 0 of two fake ranks, whose collectives return at once. "own, after the sum" is zeroamp's time
+from the return of the step's all-reduce to the return of `step()`. "sum to update" is the part of it before
+`optimizer.step`, for which the update waits on an accelerator. Each value is CPU time of the thread, the median over
+the rounds after ten warm-up steps, with the garbage collector off.
 """
 
 import argparse
@@ -39,7 +40,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 class Marks:
-    """The times at which the parts of one step ended."""
+    """The CPU seconds of the parts of one step."""
 
     def __init__(self) -> None:
         self.spent: dict[str, float] = defaultdict(float)
@@ -64,7 +65,7 @@ class Marks:
 
     @contextmanager
     def foreign(self, part: str) -> Iterator[None]:
-        """Run torch's code, whose time counts to `part`."""
+        """Run torch's code, whose time counts as `part`."""
         self._own()
         try:
             yield
@@ -76,7 +77,7 @@ class Marks:
             self._is_updated |= part == "optimizer.step"
 
     def around(self, part: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `call` with its time counted to `part`."""
+        """Return `call`, whose time counts as `part`."""
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             with self.foreign(part):

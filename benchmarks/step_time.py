@@ -81,7 +81,7 @@ def time_rows(
 ) -> list[dict[str, str]]:
     """Return a row per engine: the median of a field of its samples, and its ratios to each base.
 
-    Of the time also tokens/s of one rank and, where the device's data sheet is known, the MFU (`throughput.py`).
+    For the field "seconds" also tokens/s of one rank and, if the device's data sheet is known, MFU (`throughput.py`).
     """
     values = {name: [getattr(sample, of) for sample in mine] for name, mine in measured["samples"].items()}
     rows = []

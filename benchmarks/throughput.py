@@ -1,4 +1,4 @@
-"""FLOPs of a decoder's training, what part of a GPU's peak they reach, and what `plan` says of the same step."""
+"""FLOPs of a decoder's training, MFU, and the prediction of `plan` for the same step."""
 
 from dataclasses import replace
 
@@ -15,10 +15,10 @@ BYTES_PER_GB = 1e9
 
 
 def flops_per_token(shape: Shape, length: int) -> int:
-    """Return the FLOPs of forward and backward for one token: 6 per weight of a matrix product, and attention.
+    """Return the FLOPs of forward and backward for one token: 6 per weight of a matrix product, and those of attention.
 
-    6 (P - embedding) + 12 x layers x width x length: PaLM (arXiv:2204.02311, appendix B), as torchtitan counts them.
-    Attention counts as if it were not causal. Recomputation does not count.
+    The formula is 6 (P - embedding) + 12 x layers x width x length, of PaLM (arXiv:2204.02311, appendix B). torchtitan
+    counts in the same way. Attention counts as if it were not causal. Recomputation does not count.
     """
     head_width = shape.width // shape.heads
     of_attention = shape.width * head_width * (2 * shape.heads + 2 * shape.kv_heads)
@@ -33,7 +33,7 @@ def tokens_per_step(options: Options) -> int:
 
 
 def gpu_of(device: torch.device) -> zeroamp.Gpu | None:
-    """Return the figures of the data sheet for a device; None if there are none."""
+    """Return the data sheet's figures for a device; None if zeroamp has none."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
@@ -41,7 +41,7 @@ def gpu_of(device: torch.device) -> zeroamp.Gpu | None:
 
 
 def gpu_named(name: str, num_bytes: int) -> zeroamp.Gpu | None:
-    """Return the figures of the data sheet for what a device calls itself, and for its memory."""
+    """Return the data sheet's figures for a device's name and memory in bytes; None if zeroamp has none."""
     words = name.lower().replace("-", " ").split()
     for gpu in zeroamp.GPUS.values():
         model = gpu.name.partition("-")[0]
@@ -51,7 +51,7 @@ def gpu_named(name: str, num_bytes: int) -> zeroamp.Gpu | None:
 
 
 def mfu(options: Options, seconds: float, device: torch.device) -> float | None:
-    """Return the part of the bf16 peak of the data sheet that a step of this duration reaches; None without one."""
+    """Return the MFU of a step of `seconds`: the part of the data sheet's bf16 peak that it reaches, None if unknown."""
     gpu = gpu_of(device)
     if gpu is None:
         return None
@@ -67,7 +67,7 @@ def planned(
     gpu: zeroamp.Gpu | None = None,
     efficiency: zeroamp.Efficiency | None = None,
 ) -> StagePlan:
-    """Return what `plan_run` says of the engine `zeroamp <stage>` with these options."""
+    """Return the plan of `plan_run` for the engine `zeroamp <stage>` with these options."""
     with torch.device("meta"):
         model = Decoder(SHAPES[options.model], options.length)
     run = zeroamp.plan_run(
@@ -78,7 +78,7 @@ def planned(
         seq=options.length,
         stages=(stage,),
         checkpointing=options.checkpointing,
-        # Nothing fits on no memory: no batch but the given one is tried.
+        # With almost no memory nothing fits, so `plan_run` tries no batch but the given one.
         gpu=replace(gpu or zeroamp.GPUS["h100"], memory_gb=1e-6),
         efficiency=efficiency,
         inputs=lambda batch, length: torch.zeros(batch, length, dtype=torch.int64),
@@ -90,10 +90,10 @@ def planned(
 def compute_efficiency(
     options: Options, seconds: float, *, world_size: int, gpu: zeroamp.Gpu, memory: float
 ) -> float | None:
-    """Return the part of peak FLOP/s with which `plan` predicts this time of compute and update; None if none does.
+    """Return the part of peak FLOP/s with which `plan` predicts this step time; None if no part does.
 
     Args:
-        options: of a step without communication: one rank, or ranks that move nothing.
+        options: of a step without communication: one rank, or fake ranks.
         seconds: the measured time of a step.
         world_size: ranks of the step.
         gpu: figures of the data sheet.

@@ -1,4 +1,4 @@
-"""The check of zeroamp on one GPU: on the CPU at small size, and each verdict red with a fault that was planted."""
+"""The check of zeroamp on one GPU: it passes on the CPU at small size, and each part fails with a planted fault."""
 
 import json
 import shlex
@@ -30,7 +30,7 @@ ON_CUDA = Place(device=torch.device("cuda"))
 
 @pytest.fixture
 def plant(monkeypatch):
-    """Plant a fault in the test; what it changes for good is restored."""
+    """Return a function that plants a fault. Methods that faults replace are restored after the test."""
     for name in ("step", "backward"):
         monkeypatch.setattr(zeroamp.TrainStep, name, getattr(zeroamp.TrainStep, name))
     return lambda name: monkeypatch.setenv(faults.VARIABLE, name)
@@ -231,7 +231,7 @@ def test_the_exit_code_and_a_line_per_part(monkeypatch, capsys, tmp_path):
 def test_parts_that_no_time_is_left_for_are_not_measured(monkeypatch, capsys):
     assert _main(monkeypatch, {}, "--whole", "0.5") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines == [f"{name}: not measured - the 0 s of the whole check were over" for name in runner.PARTS]
+    assert lines == [f"{name}: not measured - the 0 s of the whole check are over" for name in runner.PARTS]
 
 
 def test_all_parts_and_the_installation_fit_into_ten_minutes():
@@ -349,7 +349,7 @@ def test_the_whole_check_runs_on_a_cpu(tmp_path):
 
 
 class OnStandIns(Place):
-    """A CPU whose part of `torch.cuda` is made up, so that every line for CUDA runs once before there is a GPU."""
+    """A place on CUDA with fakes for `torch.cuda`, so that the code for CUDA runs once without a GPU."""
 
     __slots__ = ()
 

@@ -1,12 +1,12 @@
-"""Check zeroamp on one GPU in at most ten minutes: seven parts, a line and a verdict each, and a record.
+"""Check zeroamp on one GPU in at most ten minutes, in seven parts. Each part prints one line with a verdict.
 
     python -m benchmarks.gpu_check [--part NAME] [--device cuda|cpu] [--small] [--out FOLDER]
 
-Each part runs in a process of its own, with a time limit: one that crashes or hangs fails, and the others run. A part
-that does not begin because the time of the whole check is over was not measured. The exit code is 1 if a part failed.
+Each part runs in its own process with a time limit. A part that crashes or hangs fails, and the other parts run. A part
+that cannot begin before the time of the whole check is over is "not measured". The exit code is 1 if a part failed.
 
-On a CPU, with --small, the same code runs in about a minute, and says what it did not measure. --plant commits a fault
-that a part is to find (`benchmarks/gpu_check/faults.py`).
+With --device cpu --small the same code runs on a CPU in minutes, and prints what it did not measure. --plant plants a
+fault that a part must find (`benchmarks/gpu_check/faults.py`). --out writes a record.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from benchmarks.peers.record import command, hardware, markdown, versions
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """One part: its module and its time limit."""
+    """One part: its module, its time limit in seconds on a GPU, and what it checks."""
 
     module: str
     limit_s: float
@@ -54,20 +54,21 @@ PARTS = MappingProxyType(
     }
 )
 WHOLE_S = 560.0
-"""Time for all parts on a GPU: with the installation before them, ten minutes."""
+"""Seconds for all parts together on a GPU. With the installation before them, at most ten minutes."""
 ON_CPU = 5
-"""How much longer parts, and all of them, may take on a CPU, which may have other work."""
+"""Factor of all time limits on a CPU, which may have other work."""
 GRACE_S = 2.0
+"""Seconds to wait for a killed process."""
 
 
 def run_part(name: str, place: Place, *, limit_s: float) -> Result:
-    """Run a part in a process of its own, and return its result: FAILED if it crashes or does not end in time."""
+    """Run a part in its own process, and return its result: FAILED if it crashes or does not end in time."""
     with tempfile.TemporaryDirectory() as folder:
         answer, log = Path(folder) / "answer.json", Path(folder) / "log"
         arguments = [sys.executable, "-m", "benchmarks.gpu_check", "--part", name, "--device", place.device.type]
         arguments += ["--answer", str(answer), "--parent", str(os.getpid()), *(["--small"] if place.small else [])]
         with log.open("w") as written:
-            # A session of its own: what the part starts ends with it.
+            # In a new session, so that the processes that the part starts can be ended with it.
             process = subprocess.Popen(arguments, stdout=written, stderr=subprocess.STDOUT, start_new_session=True)
             try:
                 code = process.wait(limit_s)
@@ -85,7 +86,7 @@ def run_part(name: str, place: Place, *, limit_s: float) -> Result:
 
 
 def _end(process: subprocess.Popen[Any]) -> None:
-    """End a process and all that it has started."""
+    """End a process and all processes that it has started."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -94,7 +95,7 @@ def _end(process: subprocess.Popen[Any]) -> None:
 
 
 def end_with(parent: int) -> None:
-    """End this process, and all that it has started, soon after its parent has ended, however that was."""
+    """End this process and all processes that it has started, soon after its parent has ended or was killed."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -114,7 +115,7 @@ def answer_part(name: str, place: Place, answer: Path) -> None:
         result = importlib.import_module(f"benchmarks.gpu_check.{PARTS[name].module}").run(place)
     except Exception as error:
         traceback.print_exc()
-        # Its own words, which the last line of a log may not have.
+        # The error's own message: the last line of a log may not contain it.
         text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
         result = Result(verdict="FAILED", reason=text, values={"log": traceback.format_exc()[-8000:]})
     answer.write_text(json.dumps(result.as_json()))
@@ -127,7 +128,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="small sizes: for a CPU, and for tests")
     parser.add_argument("--limit", type=float, help="seconds of each part, in place of its own limit")
     parser.add_argument("--whole", type=float, help=f"seconds of all parts, in place of {WHOLE_S:.0f} on a GPU")
-    parser.add_argument("--plant", choices=FAULTS, help="commit a fault that a part is to find")
+    parser.add_argument("--plant", choices=FAULTS, help="plant a fault that a part must find")
     parser.add_argument("--out", type=Path, help="folder of the record")
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)  # in the process of one part
     parser.add_argument("--parent", type=int, help=argparse.SUPPRESS)  # the process that waits for it
@@ -140,7 +141,9 @@ def main() -> None:
     if given.plant is not None:
         os.environ[VARIABLE] = given.plant
     if place.on_cuda and not torch.cuda.is_available():
-        sys.exit("--device cuda: torch sees no CUDA device. Pass --device cpu --small for the parts that a CPU has.")
+        sys.exit(
+            "--device is cuda, but torch sees no CUDA device. Pass --device cpu --small to run the check on a CPU."
+        )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the running part is ended too
     whole = given.whole or WHOLE_S * (1 if place.on_cuda else ON_CPU)
     results, seconds = _run_all(given.part or list(PARTS), place, limit=given.limit, whole=whole)
@@ -157,7 +160,7 @@ def _run_all(
     for name in names:
         left, started = whole - (time.monotonic() - begin), time.monotonic()
         if left < 1:
-            results[name] = Result(verdict="not measured", reason=f"the {whole:.0f} s of the whole check were over")
+            results[name] = Result(verdict="not measured", reason=f"the {whole:.0f} s of the whole check are over")
         else:
             usual = PARTS[name].limit_s * (1 if place.on_cuda else ON_CPU)
             results[name] = run_part(name, place, limit_s=min(limit or usual, left))
@@ -198,7 +201,7 @@ def write_record(folder: Path, results: dict[str, Result], seconds: dict[str, fl
 
 
 def environment(place: Place) -> dict[str, str]:
-    """Return versions and the device."""
+    """Return the versions of what the check runs on, and the device."""
     found = {**versions(), "system": platform.machine()}
     try:
         import triton

@@ -1,8 +1,8 @@
 """Part 1: one rank at every stage and in every mode, against plain torch.
 
-On a CPU every loss, norm and parameter has the bits of plain torch. On CUDA the library of matrix products chooses its
-algorithm by the alignment of the operands too, and 16-bit arithmetic carries another last bit on: there are tolerances,
-and the record says how many runs have the same bits.
+On a CPU every loss, norm and parameter must have the bits of plain torch. On CUDA there are tolerances, because cuBLAS
+chooses its algorithm also by the alignment of the operands, and a difference in the last bit of a 16-bit value grows
+over the steps. The record has the number of runs with the same bits.
 """
 
 import subprocess
@@ -21,9 +21,9 @@ from tests.processes.training import Run, config, same_bits, train
 
 CLIP = 0.5  # low enough that every step clips
 LOSSES, NORMS, PARAMETERS = 4e-3, 2e-2, 0.1
-"""Largest relative differences on CUDA: of a loss, of a norm, and of what training changed (2-norms, all parameters).
-On a CPU, changing every element of every 16-bit product by up to one unit in the last place gives 2e-3, 6e-3 and 0.05
-at most."""
+"""Largest relative differences on CUDA: of a loss, of a norm, and of the change of all parameters by training (2-norm).
+On a CPU, changing each element of each 16-bit matrix product by up to one unit in the last place gave at most 2e-3,
+6e-3 and 0.05."""
 
 CUDA_TESTS = ("tests/hooks/collectives/test_tree_sum.py", "tests/zeroamp/planning/test_discover_targets.py")
 
@@ -36,7 +36,7 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "bf16": ({"dtype": None, "bf16": {"enabled": True}}, {"low_model": torch.bfloat16}),
 }
-"""Name -> (of the config, of the oracle)."""
+"""Name -> (keywords of the config, keywords of the oracle)."""
 
 
 def run(place: Place) -> Result:
@@ -67,7 +67,7 @@ def run(place: Place) -> Result:
 def cuda_tests() -> tuple[list[str], str]:
     """Run the tests that need CUDA or a torch built for it. Return the failures, and the last line of pytest.
 
-    Without CUDA they are skipped, which shows that they can be collected.
+    Without CUDA pytest skips these tests. This still shows that pytest can collect them.
     """
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "cuda", *CUDA_TESTS]
     done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)

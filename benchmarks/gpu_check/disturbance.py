@@ -1,14 +1,14 @@
 """Part 2: the same bits while streams, launches and the allocator are disturbed.
 
-Each variant runs in a process of its own and trains the same cases: one rank among eight that echo it, at stages 0 to
-3, and one rank alone. A kernel that does not wait for what it reads, or memory that is used again too early, changes
-the bits in one of the variants. The algorithms are the deterministic ones, so the bits of two undisturbed runs are
-equal; that is checked too.
+Each variant runs in its own process and trains the same cases: one of eight ranks whose peers echo it (see `ranks.py`),
+at stages 0 to 3, and one rank alone. If a kernel does not wait for its inputs, or if memory is used again too early, at
+least one variant should have other bits. All algorithms are deterministic, so two undisturbed runs must have the same
+bits. The variant "again" checks this.
 
-The sanitizer (`torch.cuda._sanitizer`) follows every op of torch and reports accesses of two streams without an order
-between them. It does not see Triton kernels. FSDP2 alone runs under it too.
+torch's sanitizer (`torch.cuda._sanitizer`) follows every op of torch, and reports accesses of two streams to the same
+memory without an order between them. It does not see Triton kernels. FSDP2 alone runs under it, too.
 
-A tolerance is not needed: bits are compared with bits of the same kernels on the same device.
+There is no tolerance: the same kernels run on the same device in all variants.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from zeroamp.hooks.collectives import tree_sum
 
 WORLD_SIZE = 8
 SLEEP_CYCLES, SLEEP_S = 4_000_000, 0.0005
-"""2 ms of a GPU, hundreds of times a kernel of these models; of a CPU, which runs everything in order, a moment."""
+"""About 2 ms on a GPU, hundreds of times as long as a kernel of these models; 0.5 ms on a CPU, which has no streams."""
 PLAIN = "plain"
 EVERYWHERE: dict[str, dict[str, str]] = {PLAIN: {}, "again": {}, "memory filled": {}, "streams that sleep": {}}
 """Variant -> environment variables of its process."""
@@ -46,7 +46,7 @@ _DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 def run(place: Place) -> Result:
-    """Start a process per variant, and compare their bits."""
+    """Start a process per variant, and compare the bits of all variants."""
     variants = EVERYWHERE | (ON_CUDA if place.on_cuda else {})
     names = [*variants, *(SANITIZERS if place.on_cuda else ())]
     with ThreadPoolExecutor(4 if place.on_cuda else 2) as pool:
@@ -125,7 +125,7 @@ def trained(place: Place, variant: str) -> dict[str, str]:
 
 @contextmanager
 def _disturbed(place: Place, variant: str) -> Iterator[None]:
-    """Sleep in the streams of all-gathers and reductions: before and after each collective, and around each sum."""
+    """Sleep in the streams of all-gathers and reductions: before and after each collective and each sum over ranks."""
     if variant != "streams that sleep":
         yield
         return
@@ -159,7 +159,7 @@ def _between(sleep: Callable[[], None]) -> Callable[[Callable[..., Any]], Callab
 
 
 def sanitized(place: Place, variant: str) -> dict[str, Any]:
-    """Train under the sanitizer, and return the number of its reports and the first one."""
+    """Train under the sanitizer, and return its reports: their number, and the first ones."""
     from torch.cuda import _sanitizer
 
     handler = _sanitizer.cuda_sanitizer.dispatch.event_handler
@@ -168,7 +168,7 @@ def sanitized(place: Place, variant: str) -> dict[str, Any]:
 
     def noted(*args: Any) -> list[Any]:
         reports.extend(str(error) for error in launched(*args))
-        return []  # the sanitizer raises what is returned; all reports are wanted
+        return []  # the sanitizer would raise the first report that is returned here
 
     with mock.patch.object(handler, "_handle_kernel_launch", noted):
         _sanitizer.enable_cuda_sanitizer()

@@ -1,6 +1,6 @@
-"""Faults that can be planted with `--plant NAME`, to see that a verdict turns red. None is ever on by default.
+"""Faults that `--plant NAME` plants, to show that a part finds them. No fault is planted by default.
 
-The name is read from an environment variable, so that the processes which a part starts see it too.
+The name is read from an environment variable, so that the processes that a part starts have it, too.
 """
 
 import os
@@ -28,7 +28,7 @@ def _host_read(loss: torch.Tensor) -> None:
 
 
 def _hold_memory(device: torch.device, num_bytes: int) -> None:
-    """Hold so many bytes more during each backward."""
+    """Hold `num_bytes` more bytes during each backward."""
     backward = zeroamp.TrainStep.backward
 
     def holding(train: zeroamp.TrainStep, loss: torch.Tensor) -> None:
@@ -53,7 +53,7 @@ def _no_update() -> None:
 
 
 def _no_waits() -> None:
-    """Let no stream wait for another one. On CUDA alone: a CPU has no streams."""
+    """Let no stream wait for another one. This has an effect on CUDA only: a CPU has no streams."""
     torch.cuda.Stream.wait_stream = torch.cuda.Stream.wait_event = lambda *_: None  # type: ignore[method-assign]
 
 
@@ -72,7 +72,7 @@ FAULTS: dict[str, Callable[..., None]] = {
 
 
 def planted(name: str, *args: Any) -> bool:
-    """Commit the fault if it is the planted one. Return whether it was."""
+    """Plant the fault `name` here if `--plant` names it. Return whether it was planted."""
     if name not in FAULTS:
         raise AssertionError(f"expected one of {', '.join(FAULTS)}, got {name!r}")
     if os.environ.get(VARIABLE) != name:

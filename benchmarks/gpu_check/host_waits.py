@@ -1,9 +1,9 @@
 """Part 4: how often the host waits for the device in a forward, a backward and a `step()`.
 
-On CUDA torch itself notices the calls that wait (`torch.cuda.set_sync_debug_mode("warn")`). Waiting for an event is not
-one of them: the host may wait for an event once the update is queued. On a CPU nothing waits, so that what would wait
-is counted: reads of a tensor's value, and ops whose result has a size that depends on values. There, reads after the
-update's first kernel are allowed, because on CUDA they read pinned memory after an event.
+On CUDA torch itself warns of calls that wait (`torch.cuda.set_sync_debug_mode("warn")`). It does not warn of waits for
+events, which are allowed after the host has launched the update. On a CPU nothing waits. So the calls that would wait
+on CUDA are counted there: reads of a tensor's value, and ops whose output size depends on values. Reads after the first
+op of the update do not count, because on CUDA they read pinned memory after an event.
 
 On CUDA a profile of one step also shows how long the GPU is idle before the update's first kernel.
 """
@@ -46,7 +46,7 @@ _WAITING = {
 
 
 def run(place: Place) -> Result:
-    """Take steps of every case and count the waits of each phase."""
+    """Take optimizer steps in every case, and count the waits in each phase."""
     blind = _blind(place)
     if blind:
         return Result.of([blind], "")
@@ -75,7 +75,7 @@ def run(place: Place) -> Result:
 
 
 def waits_of(training: Training, place: Place) -> dict[str, list[str]]:
-    """Return phase -> the places in the code where the host waited."""
+    """Return phase -> the lines of code at which the host waited."""
     for _ in range(WARM_UP):
         training.step()
     place.synchronize()
@@ -95,12 +95,13 @@ def waits_of(training: Training, place: Place) -> dict[str, list[str]]:
 
 def idle_before_update(place: Place, **config: Any) -> str:
     """Return how long the GPU was idle before the update's first kernel, in the second of two profiled steps."""
-    activity = getattr(torch.profiler.ProfilerActivity, place.device.type.upper())  # alone: it slows the host least
+    # Only the device's activity: profiling the CPU, too, would slow the host down.
+    activity = getattr(torch.profiler.ProfilerActivity, place.device.type.upper())
     with ranks.one_rank(place.device):
         training = zeroamp_training(place, shape="100m", length=512, **config)
         for _ in range(WARM_UP):
             training.step()
-        for _ in range(2):  # the first one starts the profiler's own work
+        for _ in range(2):  # in the first one, the profiler itself starts
             place.synchronize()
             with torch.profiler.profile(activities=[activity]) as profiled:
                 training.step()
@@ -110,10 +111,10 @@ def idle_before_update(place: Place, **config: Any) -> str:
 
 
 def gap_before_update(kernels: Sequence[Any]) -> float | None:
-    """Return the microseconds between the update's first kernel and the end of all before it; None without one.
+    """Return the microseconds between the end of all earlier kernels and the update's first kernel; None without one.
 
     Args:
-        kernels: what ran on the GPU, with `name` and `time_range`, in microseconds.
+        kernels: profiled kernels, with `name` and `time_range` in microseconds.
     """
     updates = [kernel.time_range.start for kernel in kernels if "fusedadam" in kernel.name.lower().replace("_", "")]
     if not updates:
@@ -124,12 +125,12 @@ def gap_before_update(kernels: Sequence[Any]) -> float | None:
 
 
 def _blind(place: Place) -> str:
-    """Return why a count of 0 would mean nothing, or an empty string."""
+    """Return an error if the method does not count a wait that is there, else an empty string."""
     seen: list[str] = []
     value = torch.ones(1, device=place.device)
     with _watch(place, seen):
         value.item()
-    return "" if seen else "a read of a tensor's value was not seen: the count below would mean nothing"
+    return "" if seen else "a read of a tensor's value was not counted: counts of 0 would mean nothing"
 
 
 def _watch(place: Place, places: list[str]) -> AbstractContextManager[Any]:
@@ -158,7 +159,7 @@ class _HostReads(TorchDispatchMode):
         self._methods: dict[str, Callable[..., Any]] = {}
 
     def __enter__(self) -> Any:
-        # These read memory without an op.
+        # These methods read memory without an op that could be counted.
         for name in ("numpy", "tolist"):
             self._methods[name] = getattr(torch.Tensor, name)
             setattr(torch.Tensor, name, self._noting(self._methods[name]))
@@ -190,7 +191,7 @@ class _HostReads(TorchDispatchMode):
 
 
 def _caller() -> str:
-    """Return file and line of the innermost frame that is neither torch's nor this module's."""
+    """Return file and line of the innermost frame outside of torch and of this module."""
     ours = [
         f for f in traceback.extract_stack(sys._getframe(1)) if "/torch/" not in f.filename and f.filename != __file__
     ]

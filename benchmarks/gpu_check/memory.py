@@ -1,7 +1,8 @@
-"""Part 7: what a step allocates and reserves, beside what `plan` says of it.
+"""Part 7: the memory that a step allocates and reserves, beside the memory that `plan` plans for it.
 
-One of 8 ranks that move nothing, LLaMA-3 8B with activation checkpointing. On CUDA the numbers are those of torch's
-allocator; on a CPU, where `plan` knows other kernels than those that run, only that the measured peak is not above it.
+LLaMA-3 8B with activation checkpointing on one of 8 fake ranks, whose collectives move nothing. On CUDA the numbers are
+those of torch's allocator. On a CPU other kernels run than `plan` counts, so the measured peak may be below the planned
+one, but not above it.
 """
 
 from dataclasses import replace
@@ -16,7 +17,7 @@ from benchmarks.throughput import planned
 
 WORLD_SIZE = 8
 ABOVE, BELOW = 1.03, 0.8
-"""Limits of the measured peak / the plan's. Kernels' own workspaces are not in the plan."""
+"""Limits of measured peak / planned peak. The plan does not count the workspaces of kernels."""
 MIB = 2**20
 LARGE = Options(
     model="8b", batch=1, length=4096, checkpointing=True, fake=True, world_size=WORLD_SIZE, rounds=3, warm_up=2
@@ -25,7 +26,7 @@ SMALL = replace(LARGE, model="3.7m", length=64)
 
 
 def run(place: Place) -> Result:
-    """Measure steps at stage 3 (small: and 2), and plan the same."""
+    """Measure and plan a step at stage 3; with `place.small` also at stage 2."""
     options = SMALL if place.small else LARGE
     rows, failures = [], []
     for stage in (2, 3) if place.small else (3,):
@@ -63,7 +64,7 @@ def run(place: Place) -> Result:
 
 
 def wrong(stage: int, ratio: float, retries: int, place: Place) -> list[str]:
-    """Return what must not be: a peak that is not the planned one, or an allocator that ran out of memory."""
+    """Return the failures: a peak far from the planned one, or an allocator that ran out of memory."""
     failures = []
     if not (BELOW if place.on_cuda else 0) <= ratio <= ABOVE:
         failures.append(f"stage {stage}: the measured peak is {ratio:.3f} of the planned one")

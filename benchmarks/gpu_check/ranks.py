@@ -1,11 +1,12 @@
 """Process groups of one process: one rank alone, or one rank of several whose peers echo it.
 
 [Note: Echo]
-torch's backend "fake" makes one process a rank of many, and moves nothing: what an all-gather leaves behind is whatever
-the memory held. Here each collective is issued to that backend and its output is then filled, on the current stream,
-with what the other ranks would send if they were copies of this rank. An all-gather repeats the shard, an all-to-all
-repeats the rank's own part, a reduction multiplies by the number of ranks. So copies, sums and streams work on defined
-values, and the bits of a run can be compared. No communication library is involved, and no other rank.
+torch's backend "fake" makes one process a rank of many. Its collectives move nothing, and leave the output of an
+all-gather uninitialised. Here each collective is issued to that backend. Its output is then filled, on the current
+stream, with the values that the other ranks would send if they were copies of this rank. An all-gather repeats the
+shard, an all-to-all repeats the rank's own part, a reduction multiplies by the number of ranks. So copies, sums and
+streams work on defined values, and the bits of runs can be compared. No communication library and no other rank is
+involved.
 """
 
 import inspect
@@ -55,7 +56,7 @@ def echoing_ranks(world_size: int) -> Iterator[None]:
 
 @contextmanager
 def around_collectives(wrappers: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]]) -> Iterator[None]:
-    """Wrap functions of `torch.distributed`; names that this torch has not are left out."""
+    """Wrap functions of `torch.distributed`. Names that this version of torch does not have are left out."""
     with ExitStack() as patches:
         for name, wrapper in wrappers.items():
             if hasattr(dist, name):

@@ -1,11 +1,11 @@
 """Part 6: step time, tokens/s and MFU beside FSDP2 in bf16, FSDP2 under autocast, and DDP, in paired steps.
 
-One rank of the 1b shape, and one of 64 ranks that move nothing, where zeroamp's sum has 64 rows. `benchmarks.step_time`
-takes the steps; more shapes, more rounds and compiled blocks are in `make bench-gpu`.
+The 1b shape on one rank, and on one of 64 fake ranks, whose collectives move nothing; zeroamp's sum then has 64 rows.
+`benchmarks.step_time` takes the steps. `make bench-gpu` measures more shapes, more rounds and compiled blocks.
 
-Compiled or not, engines of the same numerics train to the same loss. On CUDA a step at stage 3 may take at most
-`MOST` times the step of FSDP2 under autocast, which gathers and reduces in fp32. From the step of one rank follows the
-part of the peak FLOP/s with which `plan` would have predicted its time.
+zeroamp at stage 3 must reach the loss of FSDP2 under autocast within `SAME_LOSS`. On CUDA its step may take at most
+`MOST` times the step of FSDP2 under autocast, which all-gathers and reduces in fp32. The time on one rank also gives
+the compute efficiency with which `plan` would have predicted it.
 """
 
 import gc
@@ -27,9 +27,9 @@ from benchmarks.throughput import compute_efficiency, gpu_of, mfu, tokens_per_st
 OURS, THEIRS = "zeroamp 3", "FSDP2 autocast reshard"
 ENGINES = (OURS, "FSDP2 bf16 reshard", THEIRS, "DDP autocast")
 MOST = 1.1
-"""Largest lower quartile of the ratio of step times."""
+"""Largest ratio of step times. The lower quartile of the ratios of the rounds must not exceed it."""
 SAME_LOSS = 1e-2
-"""Relative: the two round gradients and parameters at other places."""
+"""Largest relative difference: the two engines round gradients and parameters at different places."""
 SMALL = Options(model="tiny", batch=2, length=16, rounds=3, warm_up=1, engines=ENGINES)
 LARGE = Options(model="1b", batch=2, length=2048, rounds=16, warm_up=3, engines=ENGINES)
 
@@ -91,10 +91,10 @@ def rows_of(measured: dict[str, Any], options: Options, device: torch.device) ->
 
 
 def wrong(measured: dict[str, Any], options: Options, place: Place) -> list[str]:
-    """Return what must not be: a loss that is no number or another one, or a step that takes too long."""
+    """Return the failures: a loss that is not finite or too different, or a step that takes too long."""
     failures = []
     losses = measured["losses"]
-    if not options.fake:  # the values of ranks that move nothing mean nothing
+    if not options.fake:  # losses of fake ranks mean nothing
         ours, theirs = losses[OURS], losses[THEIRS]
         if not (math.isfinite(ours) and abs(ours - theirs) <= SAME_LOSS * abs(theirs)):
             failures.append(f"the last loss of {OURS} is {ours:.4f}, of {THEIRS} {theirs:.4f}")
@@ -104,7 +104,7 @@ def wrong(measured: dict[str, Any], options: Options, place: Place) -> list[str]
 
 
 def too_slow(seconds: dict[str, list[float]]) -> list[str]:
-    """Return a sentence if our steps are clearly longer than `MOST` allows."""
+    """Return a failure if zeroamp's steps take clearly longer than `MOST` allows."""
     spread = ratios(seconds[OURS], seconds[THEIRS])
     if spread.lower <= MOST:
         return []
@@ -112,7 +112,7 @@ def too_slow(seconds: dict[str, list[float]]) -> list[str]:
 
 
 def efficiencies(measured: dict[str, Any], options: Options, place: Place) -> dict[str, float | None]:
-    """Return the parts of the data sheet's peaks for `zeroamp.Efficiency`: memory by a copy, compute by a step."""
+    """Return `memory` and `compute` for `zeroamp.Efficiency`: from the bandwidth of a copy, and from the step time."""
     gpu = gpu_of(place.device)
     if gpu is None:
         return {}

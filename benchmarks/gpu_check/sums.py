@@ -1,8 +1,8 @@
-"""Part 5: the sum over ranks: the bits of the kernel and of the loop, and the memory bandwidth that each reaches.
+"""Part 5: the sum over ranks: the bits of the Triton kernel and of the loop, and the memory bandwidth of both.
 
-One layer of LLaMA-3 8B in bf16 is what N ranks sent each other: N rows of a shard. The kernel reads each row once and
-writes the sum in fp32: 2 N + 4 bytes per element of the shard. Its bandwidth stands beside that of a plain copy on the
-same device, measured in the same minute.
+The input is one layer of LLaMA-3 8B in bf16 as a rank receives it from N ranks: N rows of one shard. The kernel reads
+each row once and writes the sum in fp32: 2 N + 4 bytes per element of the shard. Its bandwidth is compared with that of
+a plain copy on the same device.
 """
 
 import statistics
@@ -21,12 +21,12 @@ LAYER = 218_112_000
 """Elements of a layer of LLaMA-3 8B."""
 NUM_RANKS = (2, 3, 8, 64, 1024)
 LEAST_OF_COPY = 0.6
-"""The part of a plain copy's bandwidth that the kernel is to reach from 8 rows on. An assumption, until measured."""
+"""The part of a plain copy's bandwidth that the kernel must reach with 8 rows or more. An assumption, not measured."""
 _REPEATS = 15
 
 
 def run(place: Place) -> Result:
-    """Sum rows of every number of ranks by kernel and loop; on CUDA measure both."""
+    """Sum the rows of each number of ranks by kernel and loop; on CUDA also measure the time of both."""
     rows, failures, speeds = [], [], []
     kernel = module._kernel() if place.on_cuda else None
     if place.on_cuda and kernel is None:
@@ -37,7 +37,7 @@ def run(place: Place) -> Result:
         for dtype in (torch.bfloat16, torch.float32) if num_rows == 8 else (torch.bfloat16,):
             received = some_rows(num_rows, numel, dtype, place)
             row: dict[str, Any] = {"ranks": num_rows, "elements": numel, "dtype": str(dtype).removeprefix("torch.")}
-            # by a tensor: CUDA multiplies by the inverse of a number
+            # Divided by a tensor: by a number, CUDA would multiply by its inverse.
             expected = tree(list(received)) / torch.full((numel,), float(num_rows), device=place.device)
             sums: dict[str, Callable[..., Any]] = {"loop": module._loop} | ({"kernel": kernel} if kernel else {})
             for name, function in sums.items():
@@ -71,7 +71,7 @@ def run(place: Place) -> Result:
 
 
 def _odd_sizes(function: Callable[..., Any], place: Place) -> list[str]:
-    """Return the sizes at which bits differ: of rows whose loads are not aligned, or masked, or in several launches."""
+    """Return the sizes at which bits differ. They include unaligned and masked loads, and sums of several launches."""
     wrong = []
     for num_rows in (1, 2, 5, 8, 17, 64, 65, 130):
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -86,10 +86,10 @@ def _odd_sizes(function: Callable[..., Any], place: Place) -> list[str]:
 
 
 def some_rows(num_rows: int, numel: int, dtype: torch.dtype, place: Place) -> torch.Tensor:
-    """Return rows of very different sizes, whose sum depends on its order."""
+    """Return rows with elements of very different magnitudes, so that their sum depends on the order."""
     generator = torch.Generator(place.device).manual_seed(num_rows)
     rows = torch.empty(num_rows, numel, dtype=dtype, device=place.device)
-    for row in rows:  # one by one: fp32 copies of all would not fit beside them
+    for row in rows:  # one by one: fp32 copies of all rows at once would not fit into memory
         drawn = torch.randn(numel, generator=generator, device=place.device)
         sizes = torch.randint(-6, 6, (numel,), generator=generator, device=place.device)
         row.copy_(torch.ldexp(drawn, sizes))
@@ -97,7 +97,7 @@ def some_rows(num_rows: int, numel: int, dtype: torch.dtype, place: Place) -> to
 
 
 def copy_bandwidth(place: Place) -> float:
-    """Return the bandwidth of a copy on the device in GB/s (1e9 bytes), bytes read and written together."""
+    """Return the bandwidth of a copy on the device in GB/s (1e9 bytes), counting bytes read and bytes written."""
     source = torch.zeros(2**30, dtype=torch.uint8, device=place.device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / 1e9 / _seconds(lambda: target.copy_(source))
@@ -107,7 +107,7 @@ def _speed(
     name: str, function: Callable[..., Any], rows: torch.Tensor, total: torch.Tensor, copied: float
 ) -> dict[str, Any]:
     seconds = _seconds(lambda: function(rows, total, len(rows)))
-    rate = (rows.nbytes + total.nbytes) / 1e9 / seconds  # what one pass needs: the loop moves more
+    rate = (rows.nbytes + total.nbytes) / 1e9 / seconds  # of the bytes that one pass needs: the loop moves more
     few, few_total = rows[:, :1024].contiguous(), total[:1024]
     torch.cuda.synchronize()
     begin = time.perf_counter()

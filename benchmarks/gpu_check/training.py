@@ -1,4 +1,4 @@
-"""One training that several parts run: a decoder of `benchmarks.peers.model` on zeroamp, or on FSDP2 alone."""
+"""The training that several parts run: a decoder of `benchmarks.peers.model` with zeroamp, or with FSDP2 alone."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ LEARNING_RATE = 1e-3
 
 @dataclass(kw_only=True, slots=True)
 class Training:
-    """A model that takes steps. Each has three phases, which a part may watch one by one."""
+    """A model in training. A step has three phases, which a part may watch one by one: forward, backward, update."""
 
     model: nn.Module
     tokens: torch.Tensor
@@ -30,7 +30,7 @@ class Training:
 
     def forward(self) -> torch.Tensor:
         """Return the 0-D fp32 loss."""
-        # The math backend: the backward of others may add in an order that changes from run to run.
+        # The math backend: the backward of the other ones may add in an order that changes from run to run.
         with sdpa_kernel(SDPBackend.MATH):
             return self.model(self.tokens)
 
@@ -54,7 +54,7 @@ def digest(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def zeroamp_training(place: Place, stage: int, *, shape: str = "tiny", length: int = 16, **config: Any) -> Training:
-    """Return a training on zeroamp in bf16 autocast, unless `config` has another mode. One group per unit and dtype."""
+    """Return a training with zeroamp: bf16 autocast unless `config` has another mode, one group per unit and dtype."""
     whole = {
         "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
@@ -74,7 +74,7 @@ def zeroamp_training(place: Place, stage: int, *, shape: str = "tiny", length: i
 
 
 def fsdp2_training(place: Place, *, shape: str = "tiny", length: int = 16) -> Training:
-    """Return a training on FSDP2 alone: bf16 parameters, gradients reduced in bf16, nothing clipped."""
+    """Return a training with FSDP2 alone: parameters unsharded and gradients reduced in bf16, without clipping."""
     model = _model(place, shape, length)
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for module in (*model.blocks, model):

@@ -1,7 +1,7 @@
-"""Part 3: two ranks on one GPU, on gloo: real values of another rank through real streams, against plain torch.
+"""Part 3: two gloo ranks on one GPU, which exchange real values, against plain torch.
 
-NCCL refuses two ranks on one GPU. gloo sends CUDA tensors by copies to the host, as far as it has the collectives; they
-are tried first. Losses, norms and this rank's shards are compared, as part 1 compares one rank.
+NCCL refuses two ranks on one GPU. gloo sends CUDA tensors through the host, if it has the collective for them. Each
+collective is tried first. Losses, norms and each rank's shards are compared as in part 1.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def run(place: Place) -> Result:
     missing = {name: why for answer in answers for name, why in answer["missing"].items()}
     if missing:
         what = ", ".join(f"{name} ({why})" for name, why in missing.items())
-        return Result(verdict="not measured", reason=f"gloo has not for {place.device.type} tensors: {what}")
+        return Result(verdict="not measured", reason=f"gloo does not have for {place.device.type} tensors: {what}")
     losses, norms, parameters = one_process.train(
         MODEL, world_size=WORLD_SIZE, num_steps=num_steps, clip=CLIP, device=place.device.type
     )
@@ -106,7 +106,7 @@ def _compared(found: dict[str, Any], expected: Any) -> dict[str, Any]:
 
 
 def missing_collectives(device: torch.device) -> dict[str, str]:
-    """Return the needed collectives that gloo refuses for tensors of this device, and its words."""
+    """Return the needed collectives that gloo refuses for tensors on this device, with gloo's error message."""
     refused = {}
     calls: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
         "all_gather_into_tensor": lambda one, two: dist.all_gather_into_tensor(two, one),

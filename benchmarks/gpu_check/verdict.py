@@ -1,4 +1,4 @@
-"""What a part of the check returns: a verdict, its reason, and everything that was measured."""
+"""The result of a part of the check: a verdict, its reason, and all measured values."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self
@@ -10,11 +10,11 @@ Verdict = Literal["ok", "FAILED", "not measured"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """Where a part runs, and at which size."""
+    """The device that a part runs on, and whether it runs at small size."""
 
     device: torch.device
     small: bool = False
-    """Sizes for a CPU and for tests: seconds in place of minutes."""
+    """Small sizes, for a CPU and for tests: a part takes seconds instead of minutes."""
 
     @property
     def on_cuda(self) -> bool:
@@ -22,7 +22,7 @@ class Place:
         return self.device.type == "cuda"
 
     def synchronize(self) -> None:
-        """Wait until the device has done everything."""
+        """Wait until the device has finished all work."""
         if self.on_cuda:
             torch.cuda.synchronize(self.device)
 
@@ -33,7 +33,7 @@ class Result:
 
     verdict: Verdict
     reason: str
-    """One line: numbers, or what failed, or why nothing was measured."""
+    """One line: measured numbers, or the failures, or why nothing was measured."""
     tables: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """Title -> rows, for the record."""
     values: dict[str, Any] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Result:
         tables: dict[str, list[dict[str, Any]]] | None = None,
         values: dict[str, Any] | None = None,
     ) -> Self:
-        """Return FAILED with the first failures, or ok with the summary and with what this device cannot show."""
+        """Return FAILED with the first failures, or ok with the summary and with what this device cannot measure."""
         if failures:
             more = f"; and {len(failures) - 3} more" if len(failures) > 3 else ""
             reason = "; ".join(failures[:3]) + more

@@ -51,7 +51,7 @@ def gpu_named(name: str, num_bytes: int) -> zeroamp.Gpu | None:
 
 
 def mfu(options: Options, seconds: float, device: torch.device) -> float | None:
-    """Return the MFU of a step of `seconds`: the part of the data sheet's bf16 peak that it reaches, None if unknown."""
+    """Return the MFU of a step of `seconds`: the part of the data sheet's bf16 peak that it reaches. None: unknown."""
     gpu = gpu_of(device)
     if gpu is None:
         return None

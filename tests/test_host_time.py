@@ -29,7 +29,7 @@ def test_a_record_has_every_round_and_a_row_per_engine(tmp_path, monkeypatch, ca
 
 
 def _ours_per_unit(mode):
-    """Return, for each pass, the calls of zeroamp's Python functions that one more unit adds."""
+    """Return pass -> calls of zeroamp's Python functions that one more unit adds."""
     counts = []
     for layers in (FEW, MORE):
         engine = host_time.of_zeroamp(layers, mode)

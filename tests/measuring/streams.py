@@ -1,12 +1,12 @@
-"""The order of ops on streams, without an accelerator: FSDP2's streams of a CPU are replaced by ones that keep time.
+"""Checks the order of ops on streams without an accelerator: FSDP2's CPU streams are replaced by ones with clocks.
 
-On a CPU every op runs at once, but FSDP2 makes the same streams, events and waits as on CUDA. `Streams` notes for each
-op the stream that it would run in, what it reads and what it writes. It reports every pair of ops on the same memory
-of which neither is ordered behind the other, by vector clocks, as torch's sanitizer for CUDA does.
+On a CPU every op runs at once, but FSDP2 makes the same streams, events and waits as on CUDA. `Streams` records for
+each op the stream in which it would run, and the memory that it reads and writes. By vector clocks it finds each pair
+of ops on the same memory of which neither is ordered after the other, as torch's sanitizer for CUDA does.
 
-A caching allocator gives freed memory to the next allocation in the stream in which it was allocated. So every use of
-freed memory must be ordered before the next allocation of that stream, but for uses in streams that `record_stream`
-has named: the allocator waits for these.
+A caching allocator reuses freed memory for the next allocation in the stream in which the memory was allocated. So each
+use of freed memory must be ordered before the next allocation in that stream. Uses in streams that were passed to
+`record_stream` are excepted: the allocator waits for them.
 """
 
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ WRITTEN = {
     "allreduce_": 0,
     "all_gather_copy_in": 1,
 }
-"""Ops whose schemas do not say which argument they write -> its position."""
+"""Ops whose schemas do not mark the argument that they write -> position of that argument."""
 
 
 def _merge(clock: Clock, other: Clock) -> None:
@@ -53,7 +53,7 @@ class Event(torch.cpu.Event):
 
 class Stream(torch.cpu.Stream):
     host: ClassVar[Clock] = {}
-    """What the host has waited for: it precedes all ops that are launched later."""
+    """The clock of what the host has waited for, which precedes all ops that are launched later."""
     num_streams = 0
 
     def __init__(self, priority: int = -1) -> None:
@@ -83,7 +83,7 @@ class _Memory:
     reads: Clock = field(default_factory=dict)
     by: str = ""
     held_for: set[int] = field(default_factory=set)
-    """Streams that `record_stream` has named."""
+    """Streams that were passed to `record_stream`."""
 
     def uses(self) -> Clock:
         uses = dict(self.reads)
@@ -210,7 +210,7 @@ def _num_bytes(reference: StorageWeakRef) -> int:
 
 
 def _storages(value: Any) -> dict[int, Any]:
-    """Key -> storage of the tensors in a value; of a DTensor that of its shard."""
+    """Return key -> storage of the tensors in a value; for a DTensor, the storage of its shard."""
     found = {}
     for leaf in tree_leaves(value):
         tensor = leaf._local_tensor if isinstance(leaf, DTensor) else leaf

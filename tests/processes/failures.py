@@ -61,7 +61,7 @@ def failing_in(module, place):
 
 @contextmanager
 def failing_allocation(number, seen):
-    """Raise in this allocation of reductions, the first is 1; append (elements, dtype) of the others to `seen`."""
+    """Raise in one allocation of the reductions, counted from 1; append (elements, dtype) of the others to `seen`."""
     allocate = GroupReduceScatter.allocate
 
     def failing(*_args, **_kwargs):

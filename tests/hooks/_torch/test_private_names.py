@@ -206,7 +206,7 @@ def test_a_shared_partition_is_what_torch_makes_for_each_module(ranks4):
 
 
 def _sockets():
-    """The sockets of this process, each by a name that no other one has."""
+    """Return the sockets of this process, each by a unique name."""
     links = [os.readlink(file.path) for file in os.scandir("/proc/self/fd") if os.path.lexists(file.path)]
     return {link for link in links if link.startswith("socket:")}
 
@@ -229,7 +229,7 @@ def _connections():
     dist.new_group(range(4), backend="gloo")
     dist.barrier()
     counts.append(_sockets())
-    # Those of groups of earlier tests may close meanwhile.
+    # Sockets of earlier tests' process groups may close meanwhile.
     return [len(after - before) for before, after in itertools.pairwise(counts)], os.environ.get("TORCH_GLOO_LAZY_INIT")
 
 
@@ -344,7 +344,7 @@ def test_fused_optimizers_say_that_they_take_found_inf():
 
 
 def _spec_of_a_gradient():
-    """FSDP2 gives a parameter's gradient the layout object of the parameter."""
+    """FSDP2 gives a parameter's gradient the same layout object as the parameter."""
     model = nn.Linear(4, 4)
     fully_shard(model)
     model(torch.ones(2, 4)).sum().backward()

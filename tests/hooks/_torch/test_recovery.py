@@ -1,4 +1,4 @@
-"""What is waited for before the tensors of an abandoned forward or backward are dropped."""
+"""`abandon` waits for FSDP2's streams before it releases the tensors of an abandoned forward or backward."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from zeroamp.hooks._torch import recovery
 
 
 class _Stream(torch.cpu.Stream):
-    """Records which streams it waits for, and what FSDP2 still held at that time."""
+    """A current stream that records the streams it waits for, and what FSDP2 still held then."""
 
     def __init__(self, held):
         super().__init__()
@@ -20,7 +20,7 @@ class _Stream(torch.cpu.Stream):
 
 
 def _waits(resets_itself):
-    """Return whether the current stream waits for each stream of FSDP2, by name, while its inputs are still held."""
+    """Return name -> whether the current stream waits for that stream of FSDP2 while its inputs are still held."""
     linear = nn.Linear(4, 4)
     fully_shard(linear)
     linear(torch.ones(1, 4)).sum().backward(retain_graph=True)

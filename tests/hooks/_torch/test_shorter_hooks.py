@@ -1,4 +1,4 @@
-"""FSDP2's hooks do once what they did in each call, and are the same otherwise."""
+"""Shortened hooks of FSDP2 make functions and inspect signatures once, and have the same results."""
 
 import inspect
 from unittest import mock
@@ -29,7 +29,7 @@ def _model(*, is_excluded_once):
 
 
 def _runs():
-    """Return (names of a unit's hooks, functions that FSDP2 made, signatures, gradients), without and with it."""
+    """Return (names of a unit's hooks, functions made, signatures inspected, gradients), without and with short hooks."""
     found = []
     for is_excluded_once in (False, True):
         model = _model(is_excluded_once=is_excluded_once)

@@ -15,7 +15,7 @@ WIDTH = 8
 
 @pytest.fixture(params=[0, shared_casts.MAX_NUMEL_OF_NODE_ON_CPU], ids=["large tensors", "small tensors"])
 def max_numel_of_node(request, monkeypatch):
-    """See [Note: A native node] in `shared_casts.py`: with 0, all tensors are large."""
+    """The limit of [Note: A native node] in `shared_casts.py`. With 0, all tensors are large."""
     monkeypatch.setattr(shared_casts, "MAX_NUMEL_OF_NODE_ON_CPU", request.param)
     return request.param
 

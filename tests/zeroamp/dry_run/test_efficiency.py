@@ -1,4 +1,4 @@
-"""Which part of the peaks `plan` assumes, and that it says where the number is from."""
+"""The efficiencies that `plan` uses, and the origin that it prints for them."""
 
 import zeroamp
 from tests.zeroamp.dry_run.plans import plan

@@ -130,7 +130,7 @@ def test_sharding_options(ranks2, fields):
 
 
 def wide_table(model):
-    """An embedding beside which two blocks are small."""
+    """Make the embedding so large that two blocks are small beside it."""
     model.embed = torch.nn.Embedding(12_000, 32)
 
 

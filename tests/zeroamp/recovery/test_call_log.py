@@ -1,4 +1,4 @@
-"""The memory of the collectives that `recover` issues with zeros."""
+"""The memory that `recover` needs for the collectives that it issues with zeros."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def _calls(group, sizes):
 
 
 def _peaks():
-    """The bytes of live buffers when each call is issued: small, large, small."""
+    """Return the bytes of live buffers at each of three calls: small, large, small."""
     state, alive = wrap_state(wrapped("llama_tied", config(3))), []
     original = dist.all_to_all_single
     with StoragePeak(limit=2**40) as peak:

@@ -126,7 +126,7 @@ def test_a_rank_may_fail_after_any_collective_of_a_window(ranks2, stage, accumul
 
 
 def _failing_allocations(numbers):
-    """Where one rank shards: the allocations of reductions of a whole window, before and after windows that fail."""
+    """Return the allocations of the reductions of a step with one shard, before and after steps that fail."""
     training = Training({"stage": 2}, mesh_shape=(2, 1))
     found = []
     for number in (None, *numbers, None):

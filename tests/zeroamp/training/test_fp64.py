@@ -1,4 +1,4 @@
-"""A `TrainStep` needs fp64 on the device, and asks devices that may lack it."""
+"""A `TrainStep` needs fp64 on the device, and tests devices that may lack it."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""An update that is launched before the host knows whether there is one: it leaves everything as it is if not."""
+"""A guarded update is launched before the host knows whether the step is skipped. A skipped step changes nothing."""
 
 import math
 from unittest import mock
@@ -27,7 +27,7 @@ FP16 = config(3, dtype="float16", fp16={"initial_scale_power": 4, "hysteresis": 
 
 
 class Guards:
-    """Counts the updates that got `found_inf`, and those that did not."""
+    """Counts the updates with `found_inf`, and those without it."""
 
     def __init__(self):
         self.guarded = self.others = 0
@@ -49,7 +49,7 @@ class Guards:
 
 
 class Between(zeroamp.Callback):
-    """Something of the caller's that runs before the update: the host then reads the sums before it."""
+    """A callback of the caller that runs before the update, so that the host reads the sums before the update."""
 
     def before_update(self):
         pass
@@ -66,7 +66,7 @@ def _state(optimizer, model):
 
 
 def _train(kind, cfg, bad_steps, waits, num_steps=6, kwargs=None):
-    """Train; in some steps the loss of rank 1 overflows. Return what changed in them, and the end."""
+    """Train; in some steps the loss of rank 1 overflows. Return what changed in those steps, and the final state."""
     model = wrapped(NAME, cfg)
     factory, arguments = OPTIMIZERS[kind]
     optimizer = factory(model.parameters(), lr=1e-2, fused=True, **arguments, **(kwargs or {}))
@@ -104,14 +104,14 @@ def test_an_overflow_changes_nothing_and_all_steps_are_those_that_waited(ranks2,
         assert same_bits(guarded[2], waited[2]) == []
         assert guarded[3].keys() == waited[3].keys()
         assert same_bits(guarded[3], waited[3]) == []
-        # A skipped step makes no state, so the host waits until there is some; SGD without momentum has none.
+        # The host waits until the optimizer has state, which a skipped step does not make. Plain SGD has no state.
         assert guarded[4] == ((6, 0) if kind == "SGD" else (4, 1))
         assert waited[4] == (0, 3)
 
 
 @pytest.mark.parametrize("scale", [1024, 1000])
 def test_gradients_are_unscaled_to_the_same_bits(ranks2, scale):
-    """A power of two is folded into the update; by another scale the gradients are multiplied before it."""
+    """The update divides gradients by a power of two. For another scale they are multiplied before the update."""
     cfg = config(2, dtype="float16", fp16={"loss_scale": scale})
     for guarded, waited in ranks2.run(_both, "AdamW", cfg, ()):
         assert guarded[1] == waited[1]
@@ -150,13 +150,13 @@ def test_the_bits_are_those_of_torchs_fused_optimizer_in_one_process(ranks2, cli
 
 
 def _fails(kind, stage, fp16):
-    """Rank 1 fails in the third step. Return what the step raised, what it changed, and the run after it."""
+    """Rank 1 fails in the third step. Return what that step raised, what it changed, and the run after it."""
     more = {"dtype": "float16", "fp16": {"initial_scale_power": 4}} if fp16 else {}
     model = wrapped(NAME, config(stage, zeroamp={"recovery": True}, **more))
     factory, arguments = OPTIMIZERS[kind]
     optimizer = factory(model.parameters(), lr=1e-2, fused=True, **arguments)
     step = zeroamp.TrainStep(model, optimizer)
-    step.callbacks.agreement = step._agreement = None  # it finds that a rank failed, too
+    step.callbacks.agreement = step._agreement = None  # the comparison of ranks would raise, too
     raised, changed = "", []
     with Guards() as guards:
         for index in range(5):

@@ -1,4 +1,4 @@
-"""`TrainStep.step()` reads nothing from the device before the optimizer's first operation, and one copy after it."""
+"""`TrainStep.step()` reads nothing from the device before the optimizer's first op, and one copy after that op."""
 
 import threading
 from contextlib import contextmanager, nullcontext
@@ -30,7 +30,7 @@ MODES = {
 
 
 class Reads(TorchDispatchMode):
-    """Counts reads of tensors' values by the host: as one number, as a list, as an array."""
+    """Counts reads of tensors' values by the host: as a number, as a list or as an array."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def note(self, what):
-        if threading.get_ident() == self._thread:  # a save in the background reads in another
+        if threading.get_ident() == self._thread:  # a save in the background reads in another thread
             (self.after if self._is_updating else self.before).append(what)
 
     @contextmanager

@@ -113,7 +113,7 @@ def test_auto_values_are_filled_by_arguments():
 
 
 class _OnCuda(torch.Tensor):
-    """A tensor that says that it is on a CUDA device: what decides is the device alone."""
+    """A tensor whose `device` is a CUDA device. The builder reads only the device."""
 
     @property
     def device(self):

@@ -1,4 +1,4 @@
-"""The shards that an optimizer gets are prepared once, and again after each change of what they were prepared from."""
+"""The shards that an optimizer gets are prepared once, and again after parameters, param groups or state change."""
 
 import copy
 from unittest import mock
@@ -42,7 +42,7 @@ def _load_model(_, model, __):
 
 
 def _assign(_, model, __):
-    """Loading that replaces parameters' memory."""
+    """Replace the memory of some parameters, as a way of loading may do."""
     for parameter in list(model.parameters())[:2]:
         parameter.data = DTensor.from_local(
             parameter.detach().to_local().clone(), parameter.device_mesh, parameter.placements, run_check=False
@@ -82,7 +82,7 @@ CHANGES = {
     "another order": (_replace_a_list, [4]),
     "a state that was removed": (_forget_a_state, [4, 5]),
 }
-"""What changes after step 3, and the steps in which the shards are prepared again."""
+"""Name -> (the change after step 3, the steps in which the shards are prepared again)."""
 
 
 def _train(kind, folder, is_prepared_once):

@@ -1,4 +1,4 @@
-"""With NCCL, `wrap_model` uses each process group once, for each kind of collective that training issues on it."""
+"""With NCCL, `wrap_model` runs on each process group each kind of collective that training issues on that group."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ class _Used(TorchDispatchMode):
 
 
 def _calls(cfg, mesh_shape, fields, backend):
-    """The collectives of `connect_ranks`, and of two optimizer steps: sets of (kind, process group), and most bytes."""
+    """Return sets of (kind, process group) of `connect_ranks` and of two optimizer steps, and the most bytes."""
     model = wrapped(NAME, config(**cfg), mesh_shape=mesh_shape, fields=fields)
     original, connect.is_nccl = connect.is_nccl, lambda _group, _device_type: backend == "nccl"
     try:

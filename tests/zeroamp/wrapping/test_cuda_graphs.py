@@ -46,7 +46,7 @@ HOW = [_in_place, _as_a_whole, _by_its_forward]
 
 
 def _recording(module):
-    """Mark a module as one that was compiled so; importing inductor takes seconds."""
+    """Mark a module as compiled with these settings, because compiling it would take seconds."""
     module.get_compiler_config = lambda: {"triton.cudagraphs": True}
     return module
 
@@ -111,13 +111,13 @@ def test_a_forward_that_is_captured_is_refused(monkeypatch):
 
 def test_the_first_forward_finds_what_was_compiled_after_wrapping(monkeypatch):
     model = _on_cuda(nn.Sequential(_recording(_Probe())), monkeypatch, [False])
-    for _ in range(2):  # nothing of it has run
+    for _ in range(2):  # the first one did not run, so the second one checks again
         with pytest.raises(zeroamp.WrapError, match="^0 was compiled with CUDA graphs"):
             model(torch.ones(2))
 
 
 def _on_a_cpu():
-    """How often a forward on a CPU asks, and what the places of the root's forward hold."""
+    """Return how many modules a forward on a CPU checks, and whether the root's forward refuses captures."""
     asked, original = [], cuda_graphs.records_cuda_graphs
     cuda_graphs.records_cuda_graphs = asked.append
     try:
@@ -134,7 +134,7 @@ def test_nothing_is_looked_at_on_other_devices(ranks2):
 
 
 def _compiled_as_a_whole_after_wrapping():
-    """What `wrap_model` and `TrainStep` look at."""
+    """Return the modules that `wrap_model` and `TrainStep` check."""
     looked, original = [], (wrap.refuse_cuda_graphs, step.refuse_cuda_graphs)
     wrap.refuse_cuda_graphs = step.refuse_cuda_graphs = lambda model, device_type, *_: looked.append(
         (type(model).__name__, device_type)

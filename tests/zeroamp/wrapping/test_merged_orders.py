@@ -1,4 +1,4 @@
-"""Merged units whose modules do not all run, or not one after the other: the same bits as without merging."""
+"""Merged units with modules that are left out or run in another order have the same bits as without merging."""
 
 import contextlib
 import functools
@@ -29,7 +29,7 @@ def _four_blocks(model):
 
 
 def _logits(model, run):
-    """Replace the blocks' loop by `run`: (blocks, x, the number of the forward) -> x."""
+    """Replace the loop over the blocks by `run`: (blocks, x, number of the forward) -> x."""
     calls = []
 
     def logits(tokens):
@@ -41,7 +41,7 @@ def _logits(model, run):
 
 
 def exit_early(blocks, x, _):
-    """All run, and the loss comes from the output of the first."""
+    """All blocks run. The loss depends on the output of the first one only."""
     outputs = []
     for block in blocks:
         x = block(x)
@@ -50,7 +50,7 @@ def exit_early(blocks, x, _):
 
 
 def exit_after_each(blocks, x, step):
-    """All run, and the loss comes from another one in each step."""
+    """All blocks run. In each step the loss depends on the output of another block."""
     outputs = []
     for block in blocks:
         x = block(x)
@@ -59,7 +59,7 @@ def exit_after_each(blocks, x, step):
 
 
 def stop_at_each(blocks, x, step):
-    """Only the first ones run."""
+    """Only the first blocks run, in each step another number of them."""
     for block in list(blocks)[: 1 + step % len(blocks)]:
         x = block(x)
     return x
@@ -80,14 +80,14 @@ def side_by_side_backwards(blocks, x, _):
 
 
 def last_detached(blocks, x, _):
-    """The last of each pair is not in the graph of the others."""
+    """The last block of each pair is not in the graph of the other blocks."""
     for index, block in enumerate(blocks):
         x = x + block(x.detach()) if index % 2 else block(x)
     return x
 
 
 def last_unused(blocks, x, _):
-    """The second runs without gradients."""
+    """The second block runs without gradients."""
     for index, block in enumerate(blocks):
         if index == 1:
             with torch.no_grad():
@@ -309,7 +309,7 @@ def test_with_replicas(ranks4, run):
 
 
 def _unsharded_blocks(run):
-    """Of each block's forward: the blocks that are unsharded while it runs."""
+    """Return for each block's forward the blocks that are unsharded while it runs."""
     model = wrapped("llama_untied", config(3), fields=PAIR, prepare_before=_four_blocks)
     _attach(model, run)
     step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -105,7 +105,7 @@ def test_all_stages_equal_one_process(ranks2, name, fields, threshold):
 
 
 def _widen_the_table(model):
-    """At stage 3 two blocks are then small beside the embedding."""
+    """Make the embedding so large that at stage 3 two blocks are merged by default."""
     model.embed = torch.nn.Embedding(12_000, 32, _weight=torch.arange(12_000 * 32.0).sin().view(-1, 32))
 
 

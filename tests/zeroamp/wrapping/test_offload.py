@@ -156,7 +156,7 @@ def test_the_clip_factor_follows_the_gradients(monkeypatch):
 
 
 class _Event:
-    """Ends the copy of some gradients to the CPU: their values are there only after the host has waited."""
+    """An event that ends the copy of gradients to the CPU: they have their values only after the host has waited."""
 
     def __init__(self, log, name, gradients=()):
         self._log, self._name, self._gradients = log, name, [(grad, grad.clone()) for grad in gradients]
@@ -170,7 +170,7 @@ class _Event:
 
 
 def _accumulate_two_groups():
-    """The waits, and the sums of two micro-batches, of two groups of two parameters each."""
+    """Return the waits, and the sums over two micro-batches, of two groups of two parameters each."""
     mesh, log = init_device_mesh("cpu", (2,)), []
     groups = [fully_shard(nn.Linear(4, 4), mesh=mesh) for _ in range(2)]
     accumulator = ShardAccumulator(torch.bfloat16, "cuda")
@@ -198,7 +198,7 @@ def test_an_offloaded_gradient_is_read_after_one_wait_per_group(ranks2):
 
 
 class _Stream(torch.cpu.Stream):
-    """Records events, and how often the host waits for them."""
+    """A stream that records events and counts the host's waits for them."""
 
     num_waits = 0
 

@@ -1,4 +1,4 @@
-"""An autocast of the caller around several optimizer steps: the bits of one around each forward."""
+"""An autocast of the caller around several optimizer steps has the bits of an autocast around each forward."""
 
 from contextlib import nullcontext
 
@@ -18,7 +18,7 @@ OUTER = {
 
 
 def _losses(model, outer, *, evaluates=False, each=nullcontext):
-    """The losses of some steps inside `outer`; each forward is inside `each`."""
+    """Return the losses of some steps. The steps run inside `outer`, and each forward inside `each`."""
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
     with OUTER[outer]():
         for index in range(NUM_STEPS):

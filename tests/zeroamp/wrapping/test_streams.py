@@ -1,4 +1,4 @@
-"""Which stream uses which memory, and when, over optimizer steps on CPUs with streams that keep time. See `Streams`."""
+"""All uses of memory by FSDP2's streams are ordered, over optimizer steps on CPUs. See `Streams`."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ CASES = {
 
 
 def _steps(options, hides=None, records=True):
-    """Train as on an accelerator: without the all-gathers of CPUs in the background, and with kept receive buffers."""
+    """Train as on an accelerator: without background all-gathers, and with retained receive buffers."""
     options = dict(options)
     model = wrapped("llama_untied", mesh_shape=options.pop("mesh_shape", None), cfg=config(**options))
     gather_in_background(model, enable=False)

@@ -29,7 +29,7 @@ def _model(*, is_excluded_once):
 
 
 def _runs():
-    """Return (names of a unit's hooks, functions made, signatures inspected, gradients), without and with short hooks."""
+    """Return (names of a unit's hooks, functions made, signatures inspected, gradients), long and shortened."""
     found = []
     for is_excluded_once in (False, True):
         model = _model(is_excluded_once=is_excluded_once)

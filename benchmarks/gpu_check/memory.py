@@ -4,7 +4,11 @@ One of 8 ranks that move nothing, LLaMA-3 8B with activation checkpointing. On C
 allocator; on a CPU, where `plan` knows other kernels than those that run, only that the measured peak is not above it.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from unittest import mock
 
 from benchmarks import step_memory
 from benchmarks.gpu_check import ranks
@@ -13,6 +17,7 @@ from benchmarks.gpu_check.verdict import Place, Result
 from benchmarks.peers.engine import setup
 from benchmarks.peers.options import Options
 from benchmarks.throughput import planned
+from zeroamp.dry_run import run_plan
 
 WORLD_SIZE = 8
 ABOVE, BELOW = 1.03, 0.8
@@ -22,16 +27,18 @@ LARGE = Options(
     model="8b", batch=1, length=4096, checkpointing=True, fake=True, world_size=WORLD_SIZE, rounds=3, warm_up=2
 )
 SMALL = replace(LARGE, model="3.7m", length=64)
+SMALL_STAGES = (2, 3)
 
 
 def run(place: Place) -> Result:
     """Measure steps at stage 3 (small: and 2), and plan the same."""
     options = SMALL if place.small else LARGE
     rows, failures = [], []
-    for stage in (2, 3) if place.small else (3,):
+    for stage in SMALL_STAGES if place.small else (3,):
         with ranks.fake_ranks(WORLD_SIZE):
             ready = setup(options, place.device, 0)
-            plan = planned(options, stage=stage, world_size=WORLD_SIZE)
+            with _ranks_of(place):
+                plan = planned(options, stage=stage, world_size=WORLD_SIZE)
             planted("memory", place.device, plan.memory.peak_bytes() // 2)
             found = step_memory.measure_one(f"zeroamp {stage}", ready)
         ratio = found["peak"] / plan.memory.peak_bytes()
@@ -60,6 +67,15 @@ def run(place: Place) -> Result:
         not_measured="" if place.on_cuda else "reserved memory (no CUDA)",
         tables={f"Memory of a step, {options.described()}, one of {WORLD_SIZE} ranks": rows},
     )
+
+
+@contextmanager
+def _ranks_of(place: Place) -> Iterator[None]:
+    """Plan memory as a rank of this device uses it: on a CPU the receive buffers do not outlive a backward."""
+    on_cpu = place.device.type == "cpu"
+    timeline = partial(run_plan.memory_timeline, on_cpu=on_cpu)
+    with mock.patch.object(run_plan, "memory_timeline", timeline):
+        yield
 
 
 def wrong(stage: int, ratio: float, retries: int, place: Place) -> list[str]:

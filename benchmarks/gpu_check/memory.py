@@ -5,7 +5,11 @@ those of torch's allocator. On a CPU other kernels run than `plan` counts, so th
 one, but not above it.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from unittest import mock
 
 from benchmarks import step_memory
 from benchmarks.gpu_check import ranks
@@ -14,6 +18,7 @@ from benchmarks.gpu_check.verdict import Place, Result
 from benchmarks.peers.engine import setup
 from benchmarks.peers.options import Options
 from benchmarks.throughput import planned
+from zeroamp.dry_run import run_plan
 
 WORLD_SIZE = 8
 ABOVE, BELOW = 1.03, 0.8
@@ -23,16 +28,18 @@ LARGE = Options(
     model="8b", batch=1, length=4096, checkpointing=True, fake=True, world_size=WORLD_SIZE, rounds=3, warm_up=2
 )
 SMALL = replace(LARGE, model="3.7m", length=64)
+SMALL_STAGES = (2, 3)
 
 
 def run(place: Place) -> Result:
     """Measure and plan a step at stage 3; with `place.small` also at stage 2."""
     options = SMALL if place.small else LARGE
     rows, failures = [], []
-    for stage in (2, 3) if place.small else (3,):
+    for stage in SMALL_STAGES if place.small else (3,):
         with ranks.fake_ranks(WORLD_SIZE):
             ready = setup(options, place.device, 0)
-            plan = planned(options, stage=stage, world_size=WORLD_SIZE)
+            with _ranks_of(place):
+                plan = planned(options, stage=stage, world_size=WORLD_SIZE)
             planted("memory", place.device, plan.memory.peak_bytes() // 2)
             found = step_memory.measure_one(f"zeroamp {stage}", ready)
         ratio = found["peak"] / plan.memory.peak_bytes()
@@ -61,6 +68,15 @@ def run(place: Place) -> Result:
         not_measured="" if place.on_cuda else "reserved memory (no CUDA)",
         tables={f"Memory of a step, {options.described()}, one of {WORLD_SIZE} ranks": rows},
     )
+
+
+@contextmanager
+def _ranks_of(place: Place) -> Iterator[None]:
+    """Plan memory as a rank of this device uses it: on a CPU the receive buffers do not outlive a backward."""
+    on_cpu = place.device.type == "cpu"
+    timeline = partial(run_plan.memory_timeline, on_cpu=on_cpu)
+    with mock.patch.object(run_plan, "memory_timeline", timeline):
+        yield
 
 
 def wrong(stage: int, ratio: float, retries: int, place: Place) -> list[str]:

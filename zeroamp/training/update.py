@@ -21,8 +21,10 @@ divide gradients by the loss scale. A quotient has the bits of the product that 
 power of two; TrainStep passes no other.
 """
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,6 +53,9 @@ class OptimizerUpdate:
         self._state = state
         self._on_shards = on_shards
         self._shards: PreparedShards | None = None
+        if not on_shards and kind_of(optimizer, on_shards=False) == "shards":
+            update = weakref.ref(self)  # a hook of the optimizer keeps no model alive
+            weakref.finalize(self, optimizer.register_load_state_dict_post_hook(partial(_forget, update)).remove)
 
     def prepare(self) -> None:
         """Prepare the shards and give them their gradients, if the optimizer works on shards.
@@ -80,9 +85,15 @@ class OptimizerUpdate:
         return takes_found_inf(self.optimizer) and self._shards.are_on(device, with_state=not is_plain_sgd)
 
     def drop(self) -> None:
-        """Release the gradients."""
+        """Release the gradients, and shards that no later step uses."""
         if self._shards is not None:
             self._shards.drop_gradients()
+        if self._on_shards:  # prepared in each step
+            self._shards = None
+
+    def forget(self) -> None:
+        """Release the shards: their state was replaced, and its memory must not be held until the next step."""
+        self._shards = None
 
     def step(
         self,
@@ -111,6 +122,11 @@ class OptimizerUpdate:
         else:
             with _replicated_apart(self.optimizer):
                 self.optimizer.step()
+
+
+def _forget(update: "weakref.ref[OptimizerUpdate]", _optimizer: torch.optim.Optimizer) -> None:
+    if (found := update()) is not None:
+        found.forget()
 
 
 @contextmanager

@@ -128,6 +128,14 @@ def release(module: FSDPModule) -> None:
         group._to_sharded()
 
 
+@torch.no_grad()
+def take_sharded_memory(module: FSDPModule) -> None:
+    """Let the parameters of `module`'s own group be all-gathered from the memory that they have now."""
+    for group in groups_of(module._get_fsdp_state()):
+        for parameter in group.fsdp_params:
+            parameter.reset_sharded_param()
+
+
 def communication_methods(root: nn.Module) -> Iterator[tuple[Any, str]]:
     """Yield (object, name) of the methods in which collectives start or are waited for; FSDP2 looks them up by name."""
     for state in (unit._get_fsdp_state() for unit in units_of(root)):

@@ -3,7 +3,7 @@
 `TrainStep` and the observed step of `Ledger.verify` both use it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, cast
@@ -49,6 +49,10 @@ def describe_error(error: BaseException | None) -> str:
     return "an error that was handled before recover()" if error is None else f"{type(error).__name__}: {error}"
 
 
+def _nothing() -> None:
+    pass
+
+
 class MicroBatches:
     """Counts the micro-batches of one optimizer step, and runs their backwards with the flags of the ZeRO stage."""
 
@@ -61,6 +65,8 @@ class MicroBatches:
         """The first exception since the last recovery. Later exceptions follow from the first."""
         self.remedy = f"{RESTART} To go on after such an error, set zeroamp.recovery to true."
         """The advice that errors give after a failure that can be recovered."""
+        self.on_end: Callable[[], None] = _nothing
+        """Called when the gradients of an optimizer step are discarded."""
         self.units = [module for module in state.root.modules() if isinstance(module, FSDPModule)]
         self._state = state
         # The root, not the model: `torch.compile` may have wrapped the model in another module.
@@ -185,6 +191,7 @@ class MicroBatches:
             parameter.grad = None
         for group in self._state.gradients:
             group.reset()
+        self.on_end()
         self.num_done, self.is_complete, self._state.is_summed = 0, False, False
         self._close()
 

@@ -5,10 +5,15 @@ An optimizer gets a tensor, a gradient and a dict of state for each shard. All b
 step, so they are prepared once. Each step compares objects by identity: the parameters and their memory, the param
 groups, the optimizer's state. If one of them is another object (after loading, `add_param_group` or another layout),
 the shards are prepared again. After the step, state is stored only if the optimizer replaced an object.
+
+[Note: No memory held]
+Between steps a caller may move parameters or state elsewhere, and counts on their memory. The prepared shards share it.
+So they refer to the caller's tensors weakly: when one of these tensors is gone, all prepared shards are released.
 """
 
+import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, compress
 from operator import is_
@@ -35,7 +40,7 @@ class PreparedShards:
         """
         self._optimizer = optimizer
         self._as_parameters = as_parameters
-        self._own_state = own_state = optimizer.state
+        own_state = optimizer.state
         params = [list(group["params"]) for group in optimizer.param_groups]
         with torch.no_grad():  # otherwise each `to_local` records an autograd function
             shown = [_Shown(each, own_state.get(each), as_parameters) for each in chain.from_iterable(params)]
@@ -44,16 +49,25 @@ class PreparedShards:
         self._sharded = [each for each in shown if isinstance(each.parameter, DTensor)]
         self._plain = [each for each in shown if not isinstance(each.parameter, DTensor)]
         self._sharded_parameters = [each.parameter for each in self._sharded]
-        self._memory = list(local_tensors(self._sharded_parameters))
-        self._addresses = [each.memory.data_ptr() for each in (*self._sharded, *self._plain)]
+        memory = list(local_tensors(self._sharded_parameters))
+        self._memory = list(map(id, memory))
+        self._addresses = [each.data_ptr() for each in (*memory, *(each.parameter for each in self._plain))]
         shards = iter(each.shard for each in shown)
         self._shards_of_groups = [[next(shards) for _ in group] for group in params]
         held = {id(each.parameter) for each in shown}  # by identity: hashing a tensor is a call of Python
-        self._others = {key: values for key, values in own_state.items() if id(key) not in held}
-        self._state: defaultdict[Any, Any] = defaultdict(dict, self._others)
+        others = {key: values for key, values in own_state.items() if id(key) not in held}
+        self._state: defaultdict[Any, Any] = defaultdict(dict, others)
         self._state.update((each.shard, dict(each.state)) for each in shown if each.state)
-        self._own_objects = _objects(own_state)
+        own_objects = _objects(own_state)
+        self._own_objects = list(map(id, own_objects))
+        # What is not a tensor is kept, so that no other object gets its id.
+        self._kept = [value for value in own_objects if not isinstance(value, torch.Tensor | dict)]
         self._objects = _objects(self._state)
+        self._is_in_use = False
+        # Not the parameters themselves: torch swaps no tensors to which there are weak references.
+        of_parameters = (values for values in own_state.values() if isinstance(values, dict))
+        values = chain.from_iterable(map(dict.values, of_parameters))
+        self._watched = _watch(self, [*memory, *(value for value in values if isinstance(value, torch.Tensor))])
         self._gradients: list[torch.Tensor | None] | None = None
         self._having: list[_Shown] = []  # those with a gradient
         self._in_common: tuple[bool, set[torch.device]] | None = None  # of all shards
@@ -62,13 +76,21 @@ class PreparedShards:
         """Return whether the optimizer still has the parameters, the memory and the state that were prepared."""
         groups, memory = self._optimizer.param_groups, list(local_tensors(self._sharded_parameters))
         return (
-            self._optimizer.state is self._own_state
+            bool(self._own_objects)
             and [len(group["params"]) for group in groups] == [len(shards) for shards in self._shards_of_groups]
             and all(map(is_, chain.from_iterable(group["params"] for group in groups), self._parameters))
-            and all(map(is_, memory, self._memory))
+            and list(map(id, memory)) == self._memory
             and [each.data_ptr() for each in (*memory, *(each.parameter for each in self._plain))] == self._addresses
-            and _are_same(_objects(self._own_state), self._own_objects)
+            and list(map(id, _objects(self._optimizer.state))) == self._own_objects
         )
+
+    def release(self) -> None:
+        """Release all shards and their state, unless the optimizer uses them now. `is_current` returns False then."""
+        self._own_objects = []
+        if not self._is_in_use:
+            self._shown, self._sharded, self._plain, self._having = [], [], [], []
+            self._shards_of_groups, self._gradients, self._objects, self._watched = [], None, [], []
+            self._state = defaultdict(dict)
 
     def take_gradients(self) -> bool:
         """Give the shards the gradients that their parameters have now.
@@ -120,9 +142,10 @@ class PreparedShards:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Give the optimizer the shards. Afterwards, put its DTensors back and store the state that it made."""
-        optimizer, own_state = self._optimizer, self._own_state
+        optimizer, own_state = self._optimizer, self._optimizer.state
         own_params = [group["params"] for group in optimizer.param_groups]
         updated = [each.parameter for each in self._having]
+        self._is_in_use = True
         try:
             optimizer.state = self._state
             for group, shards in zip(optimizer.param_groups, self._shards_of_groups, strict=True):
@@ -130,6 +153,7 @@ class PreparedShards:
             yield
         except BaseException:
             self._own_objects = []  # the optimizer may have changed anything: prepare again
+            self._is_in_use = False
             raise
         finally:
             optimizer.state = own_state
@@ -137,9 +161,12 @@ class PreparedShards:
                 group["params"] = params
             # As an update of the DTensors does: autograd and caches keyed by the version then detect the change.
             torch.autograd.graph.increment_version(updated)
-        self._store()
+        self._store(own_state)
+        self._is_in_use = False
+        if not self._own_objects:
+            self.release()
 
-    def _store(self) -> None:
+    def _store(self, own_state: dict[Any, Any]) -> None:
         """Store new state of the optimizer. If there is any, `is_current` returns False afterwards."""
         with torch.no_grad():
             if self._as_parameters:
@@ -148,10 +175,21 @@ class PreparedShards:
             if _are_same(_objects(self._state), self._objects):
                 return  # the optimizer changed its state in place
             for each in self._shown:
-                each.keep(self._state.get(each.shard, {}), self._own_state)
+                each.keep(self._state.get(each.shard, {}), own_state)
         own_shards = {id(each.shard) for each in self._shown}
-        self._own_state.update({key: values for key, values in self._state.items() if id(key) not in own_shards})
+        own_state.update({key: values for key, values in self._state.items() if id(key) not in own_shards})
         self._own_objects = []  # equal to no state: the next step prepares again
+
+
+def _watch(shards: PreparedShards, tensors: Iterable[torch.Tensor]) -> list[weakref.ref[torch.Tensor]]:
+    """Release the shards when one of these tensors is gone. Return what must be kept for that."""
+    of_shards = weakref.ref(shards)
+
+    def release(_: object) -> None:
+        if (found := of_shards()) is not None:
+            found.release()
+
+    return [weakref.ref(tensor, release) for tensor in tensors]
 
 
 def _in_common(shown: Sequence["_Shown"]) -> tuple[bool, set[torch.device]]:
@@ -188,6 +226,12 @@ def is_sharded_like(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
     return (own is mesh or own == mesh) and tensor.placements == parameter.placements
 
 
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same memory that, unlike a view, keeps no other tensor alive."""
+    alias: torch.Tensor = tensor.new_empty(0).set_(tensor)  # type: ignore[call-overload]  # takes tensors too
+    return alias
+
+
 class _Shown:
     """One parameter, and the plain shard of it that an optimizer gets.
 
@@ -195,15 +239,15 @@ class _Shown:
     optimizer a row of zeros in its place, and the optimizer makes state for that row.
     """
 
-    __slots__ = ("_is_empty", "has_state", "memory", "parameter", "shard", "state")
+    __slots__ = ("_is_empty", "_shape", "has_state", "parameter", "shard", "state")
 
     def __init__(self, parameter: torch.Tensor, state: dict[str, Any] | None, as_parameter: bool) -> None:
         self.parameter = parameter
-        self.memory = local_part(parameter)
-        """This rank's shard of the parameter."""
-        self._is_empty = self.memory.numel() == 0 and num_shards_of(parameter) > 1
-        shard = self.shown(self.memory)
-        self.shard = nn.Parameter(shard, requires_grad=parameter.requires_grad) if as_parameter else shard.detach()
+        local = local_part(parameter)
+        self._shape = local.shape
+        self._is_empty = local.numel() == 0 and num_shards_of(parameter) > 1
+        shard = self.shown(local)
+        self.shard = nn.Parameter(shard, requires_grad=parameter.requires_grad) if as_parameter else _alias(shard)
         """A plain tensor in the parameter's memory, whose `grad` is the shard of the parameter's gradient."""
         self.state = {
             name: self.shown(value) if isinstance(value, DTensor) else value for name, value in (state or {}).items()
@@ -223,8 +267,9 @@ class _Shown:
 
     def copy_back(self) -> None:
         """Copy the shard to the parameter's memory if the optimizer assigned `parameter.data`."""
-        if not self._is_empty and self.shard.data_ptr() != self.memory.data_ptr():
-            self.memory.copy_(self.shard)
+        memory = local_part(self.parameter)
+        if not self._is_empty and self.shard.data_ptr() != memory.data_ptr():
+            memory.copy_(self.shard)
 
     def keep(self, state: dict[str, Any], own_state: dict[torch.Tensor, dict[str, Any]]) -> None:
         """Store the state that the optimizer left for the parameter.
@@ -256,7 +301,7 @@ class _Shown:
         if not isinstance(like, DTensor):
             return value
         if self._is_empty:
-            value = value.new_empty(self.memory.shape)
+            value = value.new_empty(self._shape)
         return DTensor.from_local(
             value, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -131,6 +132,7 @@ class TrainStep:
             OptimizerUpdate(optimizer, self._state, on_shards=on_shards)
             for optimizer, on_shards in zip(self.optimizers, self._on_shards, strict=True)
         ]
+        self.micro_batches.on_end = partial(_drop_gradients, self._updates)
         self._statistics = StepStatistics(self._state, self.micro_batches, self._callbacks)
         is_float16 = self._policy.low_dtype == torch.float16
         self._scaler = LossScaler(self._policy.loss_scale, self._state.mesh.device_type, enabled=is_float16)
@@ -599,8 +601,6 @@ class TrainStep:
         self._clipped, self._is_ended_by_caller, self._is_stepped = None, None, True
         self._loss_sum, self._whole_loss, self._num_divided = None, None, 0
         self._state.gradient_scale = 1.0
-        for update in self._updates:
-            update.drop()
 
     def recover(self) -> int:
         """Continue training after an exception. Call this on every rank that raised, outside of the except block.
@@ -663,6 +663,11 @@ def _only(values: tuple[T, ...], name: str) -> T:
     if len(values) != 1:
         raise StepError(f"TrainStep.{name} was read, but there are {len(values)} of them. Read TrainStep.{name}s.")
     return values[0]
+
+
+def _drop_gradients(updates: Sequence[OptimizerUpdate]) -> None:
+    for update in updates:
+        update.drop()
 
 
 def _is_power_of_two(scale: float) -> bool:

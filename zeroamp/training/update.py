@@ -83,9 +83,11 @@ class OptimizerUpdate:
         return takes_found_inf(self.optimizer) and self._shards.are_on(device, with_state=not is_plain_sgd)
 
     def drop(self) -> None:
-        """Release the gradients."""
+        """Release the gradients, and shards that no later step uses."""
         if self._shards is not None:
             self._shards.drop_gradients()
+        if self._on_shards:  # prepared in each step
+            self._shards = None
 
     def step(
         self,
@@ -102,6 +104,8 @@ class OptimizerUpdate:
             grad_scale: 0-D fp32 on the device, a power of two: gradients are divided by it. Only with `found_inf`.
             is_prepared: whether nothing but gradients has changed since `prepare`.
         """
+        if not is_prepared:
+            self.drop()  # whatever was changed in the gradients, take them again
         if self._shards is None or not is_prepared or not self._shards.take_gradients():
             self.prepare()
         if self._shards is not None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from zeroamp.hooks._torch.fsdp import can_be_sharded
+from zeroamp.hooks._torch.fsdp import can_be_sharded, take_sharded_memory, units_of
 from zeroamp.planning.mesh import TORCHFT_REMEDY
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import WrapError
@@ -65,10 +65,11 @@ def refuse_calls(model: nn.Module) -> Iterator[Removable]:
         yield from replace_method(root, "get_submodule", partial(_get_submodule, configs))
         for name in ("merge_adapter", "delete_adapter"):
             yield from replace_method(root, name, partial(_raising, _ADAPTERS))
+    moves = _Moves(model)
     for fqn, module in model.named_modules():
         if isinstance(module, FSDPModule):
             yield from replace_method(module, "set_all_reduce_hook", partial(_raising, _ALL_REDUCE_HOOK))
-            yield from replace_method(module, "_apply", partial(_same_dtypes, model.get_submodule(fqn), fqn))
+            yield from replace_method(module, "_apply", partial(_same_dtypes, model.get_submodule(fqn), fqn, moves))
     # Not its pre-hook: FSDP2's own, which reshards the root's parameters, comes first.
     yield from replace_method(model, "_load_from_state_dict", partial(_shards_only, model))
 
@@ -147,7 +148,32 @@ def _save_pretrained(method: Callable[..., Any]) -> Callable[..., Any]:
     return save_pretrained
 
 
-def _same_dtypes(unit: nn.Module, fqn: str, apply: Callable[..., Any]) -> Callable[..., Any]:
+class _Moves:
+    """Surrounds `nn.Module._apply` of a wrapped model or of a unit in it, which may give parameters other memory.
+
+    FSDP2 takes the new memory when it visits the module that carries a group. The parameters of a typed group belong to
+    other modules, which may be visited later. So all groups take it again at the end.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._is_inside = False
+
+    def around(self, apply: Callable[[], Any]) -> Any:
+        if self._is_inside:
+            return apply()
+        self._is_inside = True
+        try:
+            for module in units_of(self._model):
+                module.reshard()
+            return apply()
+        finally:
+            self._is_inside = False
+            for module in units_of(self._model):
+                take_sharded_memory(module)
+
+
+def _same_dtypes(unit: nn.Module, fqn: str, moves: _Moves, apply: Callable[..., Any]) -> Callable[..., Any]:
     """Return `nn.Module._apply`, behind `.to()`, `.half()` and others, that refuses to change a parameter's dtype."""
 
     @wraps(apply)
@@ -161,7 +187,7 @@ def _same_dtypes(unit: nn.Module, fqn: str, apply: Callable[..., Any]) -> Callab
                     "communicates: set bf16, fp16 or torch_autocast there. Frozen parameters may be cast before "
                     "wrap_model. zeroamp.export_hf(model, folder, dtype) writes weights in another dtype."
                 )
-        return apply(fn, *args, **kwargs)
+        return moves.around(partial(apply, fn, *args, **kwargs))
 
     return checked
 

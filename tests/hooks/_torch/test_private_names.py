@@ -90,7 +90,7 @@ OF_PRIVATE_CLASSES = {
     *("all_gather_work", "all_gather_event", "all_gather_state", "reduce_scatter_state", "post_forward_order"),
     *("pre_forward", "reduce_grads", "all_reduce_grads"),
     *("post_forward_mesh_info", "shard_mesh_dim", "shard_mesh_size", "fsdp_placement"),
-    *("sharded_size", "contiguous_sharded_stride"),
+    *("sharded_size", "contiguous_sharded_stride", "reset_sharded_param"),
     *("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream"),
     *("all_states", "iter_forward_root", "post_backward_final_callback_queued", "gradient_divide_factor"),
 }

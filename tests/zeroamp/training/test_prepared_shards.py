@@ -1,6 +1,8 @@
 """The shards that an optimizer gets are prepared once, and again after parameters, param groups or state change."""
 
 import copy
+import gc
+import weakref
 from unittest import mock
 
 import pytest
@@ -127,3 +129,77 @@ def test_a_change_is_seen_and_the_bits_are_those_of_shards_prepared_in_each_step
         assert same_bits(once, each) == []
         assert made == [0, 1, *CHANGES[kind][1]], "the state was made in step 0"
         assert set(made_in_each) == set(range(7))
+
+
+def _memory_after_loading(on_shards):
+    model = wrapped(NAME, config(3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train = zeroamp.TrainStep(model, optimizer, on_shards=on_shards)
+    train.backward(loss_of(model, batch(NAME, 0)))
+    train.step()
+    train.backward(loss_of(model, batch(NAME, 1)))
+    train.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    with torch.no_grad():  # the tensors themselves, not views
+        old = [weakref.ref(value.to_local()) for value in _tensors(optimizer) if isinstance(value, DTensor)]
+    optimizer.load_state_dict(saved)
+    gc.collect()
+    return len(old), sum(each() is not None for each in old)
+
+
+def _tensors(optimizer):
+    return [value for values in optimizer.state.values() for value in values.values()]
+
+
+@pytest.mark.parametrize("on_shards", [False, True])
+def test_loading_an_optimizer_releases_the_state_that_it_replaces(ranks2, on_shards):
+    for num_tensors, num_alive in ranks2.run(_memory_after_loading, on_shards):
+        assert num_tensors > 0
+        assert num_alive == 0
+
+
+def _optimizer_outlives():
+    model = wrapped(NAME, config(3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        train = zeroamp.TrainStep(model, optimizer)
+        train.backward(loss_of(model, batch(NAME, 0)))
+        train.step()
+    update = weakref.ref(train._updates[0])
+    del train
+    gc.collect()
+    return update() is None
+
+
+def test_an_optimizer_keeps_nothing_of_a_train_step(ranks2):
+    assert ranks2.run(_optimizer_outlives) == [True] * 2
+
+
+def _replaced_elsewhere(what):
+    """Return how many tensors are replaced between two steps, and how many of the old ones stay alive."""
+    model = wrapped(NAME, config(3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    train = zeroamp.TrainStep(model, optimizer)
+    for index in range(3):
+        train.backward(loss_of(model, batch(NAME, index)))
+        train.step()
+    if what == "parameters":
+        old = [parameter._local_tensor.untyped_storage()._weak_ref() for parameter in model.parameters()]
+        model._apply(lambda tensor: tensor.clone())  # as `model.to` does
+    else:
+        values = [values for values in optimizer.state.values() if values]
+        old = [each["exp_avg"].to_local().untyped_storage()._weak_ref() for each in values]
+        for each in values:
+            each["exp_avg"] = each["exp_avg"].clone()
+    gc.collect()
+    num_alive = sum(not torch.UntypedStorage._expired(each) for each in old)
+    train.backward(loss_of(model, batch(NAME, 3)))
+    train.step()
+    return len(old), num_alive
+
+
+@pytest.mark.parametrize("what", ["parameters", "state"])
+def test_memory_that_the_caller_replaces_between_steps_is_released_at_once(ranks2, what):
+    for num_old, num_alive in ranks2.run(_replaced_elsewhere, what):
+        assert num_old > 0
+        assert num_alive == 0

@@ -138,7 +138,8 @@ def take_sharded_memory(module: FSDPModule) -> None:
 
 def communication_methods(root: nn.Module) -> Iterator[tuple[Any, str]]:
     """Yield (object, name) of the methods in which collectives start or are waited for; FSDP2 looks them up by name."""
-    for state in (unit._get_fsdp_state() for unit in units_of(root)):
+    states = {id(state): state for state in (unit._get_fsdp_state() for unit in units_of(root))}
+    for state in states.values():  # the modules of a merged unit share one
         yield from ((group, name) for group in groups_of(state) for name in COMMUNICATION)
         yield state, END_OF_BACKWARD
 

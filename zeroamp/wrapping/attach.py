@@ -1,5 +1,6 @@
 """Attaches zeroamp's hooks to a model that FSDP2 has sharded."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import cast
@@ -124,13 +125,15 @@ def _attach_merged_units(
     model: nn.Module, state: WrapState, merged_units: MergedUnits, gradients: Mapping[nn.Module, GroupGradients]
 ) -> Iterator[RemovableHandle]:
     plan = state.plan
+    names: dict[str, list[str]] = defaultdict(list)  # of the groups of each unit
+    for group in plan.groups if plan.merged else ():
+        names[group.unit].append(group.name)
     for unit in plan.units if plan.merged else ():
         modules = [model.get_submodule(fqn) for fqn in plan.modules_of(unit)]
         if len(modules) > 1:
-            of_unit = [group.name for group in plan.groups if group.unit == unit]
             carriers = [
                 cast(FSDPModule, modules[0]),
-                *(state.holders[name] for name in of_unit if name in state.holders),
+                *(state.holders[name] for name in names[unit] if name in state.holders),
             ]
             groups = {carrier: gradients.get(cast(nn.Module, carrier)) for carrier in carriers}
             yield from merged_units.attach(modules, groups)

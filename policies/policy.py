@@ -173,6 +173,8 @@ class Policy:
     ranges = _Key(lambda config: config.zeroamp.ranges)
     reduce = _Key(lambda config: config.zeroamp.reduce)
     skip_nonfinite_steps = _Key(lambda config: config.zeroamp.skip_nonfinite_steps)
+    reproducible = _Key(lambda config: config.zeroamp.reproducible)
+    seed = _Key(lambda config: config.zeroamp.seed or 0)
     sync_module_states = _Key(lambda config: config.zeroamp.sync_module_states)
     shard_dim = _Key(lambda config: config.zeroamp.shard_dim)
     recovery = _Key(lambda config: config.zeroamp.recovery)

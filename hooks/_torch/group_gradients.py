@@ -23,9 +23,16 @@ flat reduced shard (`add_partial_sums`), before the sum over replicas, and FSDP2
 A group that ran in an earlier micro-batch but not in the last one reduces zeros then. Where the optimizer step goes on
 after its last micro-batch (`TrainStep.reopen`), what all replicas have summed and divided is set aside before the next
 sums of one replica, and the next result is added to it.
+
+[Note: Unsharded sums in the order of the tree]
+At stages 0 and 1, FSDP2 adds the unsharded gradients of the micro-batches one after the other. After
+`add_in_tree_order`, the gradients of each micro-batch are taken when the group's backward has ended, and added as
+`TreeSum` adds them. The last micro-batch's gradient gets the partial sums before the group is reduced. All sums are in
+fp32.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -34,6 +41,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks._torch.dispatch import is_in_backward
 from zeroamp.hooks._torch.fsdp import groups_of, units_of
+from zeroamp.hooks.collectives.micro_batch_sums import TreeSum
 from zeroamp.hooks.tensors import hold_for_current_stream
 
 
@@ -57,6 +65,12 @@ class GroupGradients:
         self._awaits_replicas = False  # `parameter.grad` holds sums of this replica alone
         self._in_reduction: list[int] = []  # positions in the flat gradients that are reduced now
         self._of_all_replicas: dict[int, torch.Tensor] = {}  # position -> what `parameter.grad` held before such sums
+        self.micro_batch = 0
+        """The number of the micro-batch whose backward runs. Set before each backward if `add_in_tree_order` was."""
+        self.take_sum: Callable[[nn.Parameter], TreeSum | None] | None = None
+        """Takes the sum of earlier micro-batches, where a `ShardAccumulator` holds it and not `parameter.grad`."""
+        self._adds_in_tree_order = False
+        self._unsharded_sums: dict[int, TreeSum] = {}  # position -> sum of the micro-batches so far
         self._trains = [parameter.sharded_param.requires_grad for parameter in group.fsdp_params]
         self._pre_forward_of_fsdp, self._post_backward_of_fsdp = group.pre_forward, group.post_backward
         group.pre_forward, group.post_backward = self._pre_forward, self._post_backward
@@ -105,6 +119,10 @@ class GroupGradients:
 
         self._group._register_post_backward_hook = register_first
 
+    def add_in_tree_order(self) -> None:
+        """Add unsharded gradients of micro-batches so: see [Note: Unsharded sums in the order of the tree]."""
+        self._adds_in_tree_order = True
+
     def count_forward(self) -> None:
         """Count a use of the group's unsharded parameters beside its modules' forwards. Call after unsharding them."""
         if not torch.is_grad_enabled():
@@ -122,6 +140,7 @@ class GroupGradients:
         """Begin another optimizer step: clear `used`, and release the partial sums over shards."""
         self._num_forwards, self._is_pending, self._awaits_replicas = 0, False, False
         self._of_all_replicas.clear()
+        self._unsharded_sums.clear()
         self._used.clear()
         self._completed.clear()
         self._group._partial_reduce_output = None
@@ -150,17 +169,22 @@ class GroupGradients:
         self._awaits_replicas, offset = False, 0
         for index, parameter in enumerate(self._group.fsdp_params):
             sharded = parameter.sharded_param
+            partial_sums = None if self.take_sum is None else self.take_sum(sharded)
             if index not in self._in_reduction:
-                if sharded.grad is not None or index in self._of_all_replicas:
+                if sharded.grad is not None or partial_sums is not None or index in self._of_all_replicas:
                     raise RuntimeError(
                         f"A parameter of shape {tuple(sharded.shape)} was frozen between two micro-batches of an "
                         "optimizer step, where shards are replicated. Freeze it between optimizer steps."
                     )
                 continue
+            shard = torch.as_strided(
+                reduced, parameter.sharded_size, parameter.contiguous_sharded_stride, storage_offset=offset
+            )
+            if partial_sums is not None:
+                for each in partial_sums.partial:
+                    hold_for_current_stream(each)
+                partial_sums.add_to(shard, self.micro_batch)
             if sharded.grad is not None:
-                shard = torch.as_strided(
-                    reduced, parameter.sharded_size, parameter.contiguous_sharded_stride, storage_offset=offset
-                )
                 partial = sharded.grad.to_local()
                 shard.add_(partial.to(reduced.device, non_blocking=True))
                 hold_for_current_stream(partial)
@@ -220,7 +244,38 @@ class GroupGradients:
                 self._completed.update(_complete(group.fsdp_params))
                 used = [i for i, parameter in enumerate(group.fsdp_params) if _has_gradient(parameter)]
             self._in_reduction = used
-        return self._post_backward_of_fsdp(*unused)
+        if not self._adds_in_tree_order:
+            return self._post_backward_of_fsdp(*unused)
+        if group.reduce_grads:
+            self._add_unsharded_sums()
+        result = self._post_backward_of_fsdp(*unused)
+        if not group.reduce_grads:
+            self._take_unsharded_gradients()
+        return result
+
+    def _take_unsharded_gradients(self) -> None:
+        """Move the gradients of this micro-batch into the sums."""
+        for index, parameter in enumerate(self._group.fsdp_params):
+            if _has_gradient(parameter):
+                gradient = _take_gradient(parameter)
+                self._unsharded_sums.setdefault(index, TreeSum()).add(self.micro_batch, gradient)
+
+    def _add_unsharded_sums(self) -> None:
+        """Add the sums to the gradients of the last micro-batch."""
+        for index, total in self._unsharded_sums.items():
+            parameter = self._group.fsdp_params[index]
+            if _has_gradient(parameter):
+                gradient = _take_gradient(parameter)
+                total.add_to(gradient, self.micro_batch)
+            else:
+                gradient = total.total()
+            if _autograd_sums(parameter):
+                parameter._unsharded_param.grad_dtype = gradient.dtype
+                parameter._unsharded_param.grad = gradient
+            else:
+                parameter.unsharded_accumulated_grad = gradient
+        self._unsharded_sums.clear()
+        self._in_reduction = [i for i, each in enumerate(self._group.fsdp_params) if _has_gradient(each)]
 
 
 def follow_gradients(root: nn.Module) -> list[GroupGradients]:
@@ -242,6 +297,17 @@ def by_module(gradients: list[GroupGradients], root: nn.Module) -> dict[nn.Modul
 def _has_gradient(parameter: Any) -> bool:
     """Return whether this rank has an unsharded gradient of a parameter, of this micro-batch or of an earlier one."""
     return parameter.unsharded_accumulated_grad is not None or parameter._unsharded_param.grad is not None
+
+
+def _take_gradient(parameter: Any) -> torch.Tensor:
+    """Return the unsharded gradient of a parameter in fp32, and leave none."""
+    gradient: torch.Tensor | None = parameter.unsharded_accumulated_grad
+    if gradient is None:
+        gradient = cast(torch.Tensor, parameter._unsharded_param.grad)
+    parameter._unsharded_param.grad = None
+    if not _autograd_sums(parameter):
+        parameter.unsharded_accumulated_grad = None
+    return gradient.float()
 
 
 def _complete(parameters: list[Any]) -> list[int]:

@@ -1,8 +1,8 @@
-"""Gradient accumulation of sharded gradients in another dtype than fp32 (stages 2 and 3).
+"""Gradient accumulation of sharded gradients in another dtype than fp32, or in the order of the tree (stages 2 and 3).
 
 FSDP2 adds each micro-batch's reduced shard to `parameter.grad`, which has the parameter's dtype. To accumulate in a
-lower dtype, `ShardAccumulator` moves `parameter.grad` into a buffer of that dtype after every reduction, and sets
-`parameter.grad` from the buffer at the end of the optimizer step.
+lower dtype, or in another order, `ShardAccumulator` moves `parameter.grad` into sums of its own after every reduction,
+and sets `parameter.grad` from them at the end of the optimizer step.
 
 [Note: Offloaded shards]
 FSDP2 copies the reduced gradients of a group to offloaded shards while the host continues, and records an event after
@@ -10,7 +10,7 @@ the copies. The host may read the gradients after that event. They are added to 
 been reduced: the host then waits for one event per group, and that event has usually passed.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,24 +18,30 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from zeroamp.hooks.collectives.micro_batch_sums import MicroBatchSum, TreeSum
+
 
 class ShardAccumulator:
-    """Holds this rank's accumulated gradient shards in `dtype` between micro-batches."""
+    """Holds this rank's accumulated gradient shards between micro-batches."""
 
-    def __init__(self, dtype: torch.dtype, device_type: str) -> None:
-        self.dtype = dtype
-        self.device_type = device_type  # of the mesh: where gradients are reduced
-        self._sums: dict[nn.Parameter, torch.Tensor] = {}
+    def __init__(self, new_sum: Callable[[], MicroBatchSum], device_type: str) -> None:
+        """`new_sum` makes the sum of one parameter's shards. `device_type`: of the mesh."""
+        self.device_type = device_type  # where gradients are reduced
+        self.micro_batch = 0
+        """The number of the micro-batch whose backward runs. Set before each backward."""
+        self._new_sum = new_sum
+        self._sums: dict[nn.Parameter, MicroBatchSum] = {}
         self._handles: dict[nn.Parameter, RemovableHandle] = {}
         self._offloaded: set[nn.Parameter] = set()  # watched parameters whose shards are on another device
         self._copied: list[tuple[nn.Parameter, torch.Tensor]] = []  # gradients of one group, not added to the sums yet
+        self._copied_in = 0  # the micro-batch that they are of
         self._after_copies: Any = None  # the event that FSDP2 recorded after it copied them
 
     @property
     def sums(self) -> Mapping[nn.Parameter, torch.Tensor]:
-        """The sums so far, this rank's shards in `dtype`; empty between optimizer steps."""
+        """A sum so far of each parameter, this rank's shard in the dtype of sums; empty between optimizer steps."""
         self._sum_copied()
-        return self._sums
+        return {parameter: total.first() for parameter, total in self._sums.items()}
 
     @property
     def is_watching(self) -> bool:
@@ -79,7 +85,7 @@ class ShardAccumulator:
     def _take(self, parameter: torch.Tensor) -> None:
         shard = cast(DTensor, parameter.grad).to_local()  # sharded fp32
         parameter.grad = None
-        self._add(cast(nn.Parameter, parameter), shard)
+        self._add(cast(nn.Parameter, parameter), shard, self.micro_batch)
 
     def take(self, parameters: Sequence[nn.Parameter], event: Any) -> None:
         """Take the gradients of a group with offloaded shards, and add them to the sums later.
@@ -94,7 +100,7 @@ class ShardAccumulator:
         if taken:
             self._sum_copied()
             self._copied = [(parameter, cast(DTensor, parameter.grad).to_local()) for parameter in taken]
-            self._after_copies = event
+            self._copied_in, self._after_copies = self.micro_batch, event
         for parameter in taken:
             parameter.grad = None
 
@@ -103,14 +109,21 @@ class ShardAccumulator:
         if self._after_copies is not None:
             self._after_copies.synchronize()
         for parameter, shard in self._copied:
-            self._add(parameter, shard)
+            self._add(parameter, shard, self._copied_in)
         self._copied, self._after_copies = [], None
 
-    def _add(self, parameter: nn.Parameter, shard: torch.Tensor) -> None:
-        if parameter in self._sums:
-            self._sums[parameter].add_(shard)  # computed in fp32, rounded once
-        else:
-            self._sums[parameter] = shard.to(self.dtype)
+    def _add(self, parameter: nn.Parameter, shard: torch.Tensor, micro_batch: int) -> None:
+        if parameter not in self._sums:
+            self._sums[parameter] = self._new_sum()
+        self._sums[parameter].add(micro_batch, shard)
+
+    def take_sum(self, parameter: nn.Parameter) -> TreeSum | None:
+        """Return and forget the sum of a parameter that is added in the order of the tree; None if there is none."""
+        self._sum_copied()
+        total = self._sums.pop(parameter, None)
+        if total is not None and not isinstance(total, TreeSum):
+            raise AssertionError(f"expected a sum in the order of the tree, got a {type(total).__name__}")
+        return total
 
     def flush(self) -> None:
         """Put the sums into `parameter.grad`, as fp32 DTensors, and forget them."""
@@ -118,7 +131,7 @@ class ShardAccumulator:
         for parameter, total in self._sums.items():
             sharded = cast(DTensor, parameter)
             parameter.grad = DTensor.from_local(
-                total.to(parameter.dtype),
+                total.total().to(parameter.dtype),
                 sharded.device_mesh,
                 sharded.placements,
                 run_check=False,

@@ -124,6 +124,20 @@ class ZeroampBlock(Block):
             "reads the norm in each step: with fused optimizers after it launched the update, else before the update"
         ),
     ] = False
+    reproducible: Annotated[
+        bool,
+        Honoured(
+            "losses, norms and weights have the same bits on any number of ranks, a power of two, if the global batch "
+            "is the same: see docs/reproducible.md. Off, nothing of it runs"
+        ),
+    ] = False
+    seed: Annotated[
+        Count | None,
+        Honoured(
+            "with `reproducible`: the seed of the random numbers in forwards, such as dropout. Each micro-batch draws "
+            "from a generator that this seed, the step and the place of the micro-batch in the step decide. Default: 0"
+        ),
+    ] = None
     shard_dim: Annotated[
         Literal["auto", 0],
         BeforeValidator(_auto_or_zero),

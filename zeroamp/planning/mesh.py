@@ -143,6 +143,11 @@ class Ranks:
         """Whether there is one rank in all."""
         return self.num_shards == 1 and (self.num_replicas or 1) == 1
 
+    @property
+    def num_ranks(self) -> int | None:
+        """All ranks; None where the number is not known."""
+        return None if self.num_shards is None else self.num_shards * (self.num_replicas or 1)
+
     def shards(self, policy: Policy) -> int | None:
         """Return the ranks that a parameter is sharded over: at stage 0 one, whatever else is known."""
         return 1 if policy.stage == 0 else self.num_shards

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from zeroamp.hooks.collectives.exact_sum import NUM_NUMBERS
 from zeroamp.hooks.collectives.traffic import STEP, Collective, ReduceOp, Traffic, TrafficKey
 from zeroamp.planning.fsdp_replay import step_schedule
 from zeroamp.planning.group_dtypes import group_dtypes
@@ -132,21 +133,24 @@ def plan_traffic(plan: Plan, ranks: Ranks) -> Traffic:
     key = TrafficKey("all_reduce", torch.float64, STEP)
     traffic.calls[key] += 1
     # Several ranks compare a hash. With recovery, the number of ranks that failed is sent.
-    num_numbers = num_statistics(plan) + (not ranks.is_one) + plan.policy.recovery
+    num_numbers = num_statistics(plan, ranks) + (not ranks.is_one) + plan.policy.recovery
     traffic.num_bytes[key] += num_numbers * torch.float64.itemsize
     return traffic
 
 
-def num_statistics(plan: Plan) -> int:
+def num_statistics(plan: Plan, ranks: Ranks) -> int:
     """Return how many fp64 numbers `TrainStep` sums over ranks in an optimizer step, without those of callbacks.
 
     These are the mean loss, the sum of squares, the usage of sharded parameters, and the 0-D parameters' gradients.
+    With `zeroamp.reproducible` the first two are exact sums, and 0-D parameters have a gradient per micro-batch of each
+    rank.
     """
+    policy = plan.policy
     num_sharded = sum(len(group.params) for group in plan.groups)
     num_replicated = 0 if plan.replicated is None else len(plan.replicated.params)
-    return (
-        2 + math.ceil(num_sharded / PARAMETERS_PER_NUMBER) + num_replicated * REPLICATED_BYTES // torch.float64.itemsize
-    )
+    num_gradients = policy.gradient_accumulation_steps * (ranks.num_ranks or 1) if policy.reproducible else 1
+    num_sums = 2 * NUM_NUMBERS if policy.reproducible else 2
+    return num_sums + math.ceil(num_sharded / PARAMETERS_PER_NUMBER) + num_replicated * (num_gradients + 1)
 
 
 def param_memory(param: ParamPlan, policy: Policy, num_shards: int) -> Memory:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from zeroamp.hooks._torch.fsdp import release
 from zeroamp.hooks._torch.recovery import abandon
 from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective, notify
-from zeroamp.planning.mesh import device_of
+from zeroamp.planning.mesh import device_of, ranks_of
 from zeroamp.planning.traffic import num_statistics
 from zeroamp.policies.errors import PeerError, StepError
 from zeroamp.recovery.call_log import Call, CallLog, ZeroBuffers
@@ -108,7 +108,7 @@ class Recovery(HostReader):
     def _end_as_failed(self, failure: Failure) -> None:
         """End the optimizer step after a failure on this rank: the other ranks raise in `_end`."""
         # As many numbers as on the other ranks: the step's own, then the callbacks' statistics.
-        numbers = [0.0] * num_statistics(self._state.plan)
+        numbers = [0.0] * num_statistics(self._state.plan, ranks_of(self._state.mesh))
         for callback in self._callbacks.with_statistics():
             numbers += [1.0] if callback is self else [0.0] * len(callback.statistics())
         statistics = torch.tensor(numbers, dtype=torch.float64, device=device_of(self._state.mesh))

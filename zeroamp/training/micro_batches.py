@@ -6,7 +6,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from torch import nn
@@ -18,10 +18,14 @@ from zeroamp.hooks._torch.fsdp import (
 )
 from zeroamp.hooks.collectives.issued import peer_lost
 from zeroamp.hooks.guards import BackwardGuard
+from zeroamp.planning.micro_batch_order import micro_batch_order
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import StepError
 from zeroamp.training.replicated import ReplicatedGradients
 from zeroamp.wrapping.state import WrapState, reshard
+
+if TYPE_CHECKING:
+    from zeroamp.training.reproducible import MicroBatchRandomness
 
 Where = Literal["forward", "evaluation", "backward", "step", "the training loop", "optimizer.step", "recovery"]
 RESTART = "Restart from the last checkpoint."
@@ -80,7 +84,12 @@ class MicroBatches:
         self.ignored = frozenset(parameter for fqn, parameter in named.items() if fqn in ignored)
         """Those of `wrap_model(ignored_params=...)`, which are in `parameters` too."""
         self._averaged = {fqn: p for fqn, p in named.items() if p not in self.ignored} if self.ignored else named
-        self.replicated = ReplicatedGradients(self._averaged.values())
+        policy = state.plan.policy
+        self.order = micro_batch_order(policy, state.mesh) if policy.reproducible else None
+        """The order in which gradients are added over ranks and micro-batches. None without `zeroamp.reproducible`."""
+        self.randomness: MicroBatchRandomness | None = None
+        """Seeds the generators for each micro-batch, with `zeroamp.reproducible`."""
+        self.replicated = ReplicatedGradients(self._averaged.values(), self.order)
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """Run the backward of one micro-batch. `loss` is already scaled and divided."""
@@ -93,16 +102,41 @@ class MicroBatches:
             accumulator.forget()  # one micro-batch: nothing to sum, so the gradient is not rounded
         elif accumulator is not None:
             accumulator.watch(list(self._averaged.values()))
+        if self.order is not None:
+            self._begin_in_order(is_last=is_last)
         self._set_flags(is_last=is_last)
         try:
             with BackwardGuard.let_pass(), self._state.ranges.inside("backward"):
                 loss.backward()  # type: ignore[no-untyped-call]
                 for group in self._state.gradients:
                     group.end_backward()
+                if self.order is not None:
+                    self.replicated.take()
         except RuntimeError as error:
             raise peer_lost(error, None, self._state.listeners) from error
+        finally:
+            if self.randomness is not None:
+                self.randomness.end()
         self.num_done += 1
         self.is_complete = is_last
+
+    def _begin_in_order(self, *, is_last: bool) -> None:
+        """Tell the sums which micro-batch comes.
+
+        Raises:
+            StepError: the number of micro-batches is not the config's where the order depends on it.
+        """
+        per_rank, planned = self.num_done + 1, self._state.plan.policy.gradient_accumulation_steps
+        if is_last and self.order is not None and self.order.depends_on_count and per_rank != planned:
+            raise StepError(
+                f"An optimizer step ends after {per_rank} micro-batches, but gradient_accumulation_steps is {planned}. "
+                "With zeroamp.reproducible both must be the same at stages 0 and 1 and with replicas. Change one, or "
+                "use stage 2 or 3 without replicas."
+            )
+        for group in self._state.gradients:
+            group.micro_batch = self.num_done
+        if self._state.shard_accumulator is not None:
+            self._state.shard_accumulator.micro_batch = self.num_done
 
     def refuse_other_gradients(self) -> None:
         """Raise StepError if there are gradients that the first backward of an optimizer step would add to.
@@ -191,6 +225,7 @@ class MicroBatches:
             parameter.grad = None
         for group in self._state.gradients:
             group.reset()
+        self.replicated.reset()
         self.on_end()
         self.num_done, self.is_complete, self._state.is_summed = 0, False, False
         self._close()
@@ -206,6 +241,8 @@ class MicroBatches:
         if other is not None and other is not self:
             other.discard()
         self._state.root_forward.reset()
+        if self.randomness is not None:
+            self.randomness.end()
         if self.num_done > 0:
             for unit in self.units:
                 discard_unsharded_gradients(unit)
@@ -224,6 +261,8 @@ class MicroBatches:
 
     def note(self, where: Where, error: BaseException) -> None:
         """Record an exception, unless one is recorded already."""
+        if self.randomness is not None:
+            self.randomness.end()
         if self.failure is None:
             self.failure = Failure(where=where, text=describe_error(error))
             self._close()

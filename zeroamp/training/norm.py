@@ -25,7 +25,7 @@ def local_sum_of_squares(parameters: Sequence[nn.Parameter], device: torch.devic
     The sum is in fp64: sharded and unsharded fp32 sums differ in the last bit, so that ZeRO stages would disagree.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for gradients in _by_device(local_gradients(parameters)).values():
+    for gradients in by_device(local_gradients(parameters)).values():
         norms = torch._foreach_norm(gradients, dtype=torch.float64)
         total = total + torch.stack(norms).square().sum().to(device)
     return total
@@ -44,11 +44,12 @@ def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 @torch.no_grad()
 def multiply_gradients(parameters: Sequence[nn.Parameter], factor: torch.Tensor) -> None:
     """Multiply all gradient shards by `factor`, 0-D fp32, on any device."""
-    for device, gradients in _by_device(local_gradients(parameters)).items():
+    for device, gradients in by_device(local_gradients(parameters)).items():
         torch._foreach_mul_(gradients, factor.to(device))
 
 
-def _by_device(tensors: Iterable[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
+def by_device(tensors: Iterable[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
+    """Return the tensors of each device, in their order."""
     found: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         found.setdefault(tensor.device, []).append(tensor)

@@ -4,6 +4,9 @@ FSDP2 shards dimension 0, which a 0-D parameter does not have, so every rank hol
 Autograd sums its gradient over the micro-batches of an optimizer step, in fp32. The mean over ranks needs no collective
 of its own: the step's all-reduce has two more fp64 numbers per parameter, the gradient and whether there is one. On 2
 ranks the fp64 sum, rounded to fp32, is the same as an fp32 sum.
+
+With `zeroamp.reproducible` the gradients of all micro-batches of all ranks are sent, each in a place of its own, and
+every rank adds them in the order of the tree. They are divided with all other gradients.
 """
 
 from collections.abc import Iterable
@@ -11,13 +14,37 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from zeroamp.hooks.collectives.tree_sum import tree_sum
+from zeroamp.planning.micro_batch_order import MicroBatchOrder
+
 
 class ReplicatedGradients:
     """Averages the gradients of a model's replicated parameters. Costs nothing if a model has none."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take all parameters of a wrapped model, in the order that all ranks have."""
+    def __init__(self, parameters: Iterable[nn.Parameter], order: MicroBatchOrder | None = None) -> None:
+        """Take all parameters of a wrapped model, in the order that all ranks have.
+
+        `order`: of the micro-batches, where the gradients are added in it.
+        """
         self._parameters = [parameter for parameter in parameters if parameter.dim() == 0]
+        self._order = order
+        self._taken: list[list[torch.Tensor | None]] = []  # a list per micro-batch
+
+    def take(self) -> None:
+        """Take the gradients of a micro-batch, if they are added in an order. Call after each backward."""
+        if self._order is None or not self._parameters:
+            return
+        self._taken.append([parameter.grad for parameter in self._parameters])
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def reset(self) -> None:
+        """Forget the gradients that `take` took."""
+        self._taken.clear()
+
+    def have_gradient(self) -> bool:
+        """Return whether `take` took a gradient."""
+        return any(gradient is not None for taken in self._taken for gradient in taken)
 
     def sharded(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
         """Return those of `parameters` that are not replicated."""
@@ -28,9 +55,25 @@ class ReplicatedGradients:
         if not self._parameters:
             return []
         zero = torch.zeros((), dtype=torch.float64, device=device)
+        if self._order is not None:
+            return self._in_order(self._order, zero)
         gradients = [zero if p.grad is None else p.grad.to(torch.float64) for p in self._parameters]
-        is_used = [float(p.grad is not None) for p in self._parameters]
-        return [torch.stack(gradients), torch.tensor(is_used, dtype=torch.float64).to(device, non_blocking=True)]
+        used = torch.tensor(self._are_used(), dtype=torch.float64).to(device, non_blocking=True)
+        return [torch.stack(gradients), used]
+
+    def _are_used(self) -> list[bool]:
+        """Return of each parameter whether this rank has a gradient."""
+        if self._order is None:
+            return [parameter.grad is not None for parameter in self._parameters]
+        return [any(taken[i] is not None for taken in self._taken) for i in range(len(self._parameters))]
+
+    def _in_order(self, order: MicroBatchOrder, zero: torch.Tensor) -> list[torch.Tensor]:
+        per_rank, num = len(self._taken), len(self._parameters)
+        gradients = [zero] * (order.num_ranks * per_rank * num)
+        for index, taken in zip(order.indices(per_rank), self._taken, strict=True):
+            gradients[index * num : (index + 1) * num] = [zero if g is None else g.to(torch.float64) for g in taken]
+        used = torch.tensor(self._are_used(), dtype=torch.float64).to(zero.device, non_blocking=True)
+        return [torch.stack(gradients), used]
 
     @torch.no_grad()
     def set_gradients(self, statistics: torch.Tensor, divide_factor: float) -> torch.Tensor:
@@ -44,9 +87,13 @@ class ReplicatedGradients:
             divide_factor: the number of ranks, or FSDP2's gradient divide factor.
         """
         squares = statistics.new_zeros(())
-        sums, num_used = statistics.tensor_split(2)
-        for index, parameter in enumerate(self._parameters):
-            if parameter.grad is None and (not parameter.requires_grad or num_used[index] == 0):
+        num = len(self._parameters)
+        sums, num_used = statistics[:-num], statistics[-num:]
+        if self._order is not None:
+            rows = sums.float().view(-1, num)
+            tree_sum(rows, sums := rows.new_empty(num))
+        for index, (parameter, is_used) in enumerate(zip(self._parameters, self._are_used(), strict=True)):
+            if not is_used and (not parameter.requires_grad or num_used[index] == 0):
                 continue
             parameter.grad = (sums[index] / divide_factor).to(parameter.dtype)  # 0-D fp32
             squares = squares + parameter.grad.double().square()

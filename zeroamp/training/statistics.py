@@ -10,7 +10,7 @@ no rank may update its parameters. `StepStatistics.settle` reads the sums on the
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,19 +22,14 @@ from zeroamp.planning.mesh import device_of, replicate_size
 from zeroamp.training.callbacks import Callback, Callbacks, HostReader
 from zeroamp.training.checks import no_gradient
 from zeroamp.training.host_copy import HostCopy
+from zeroamp.training.losses import LossSum
 from zeroamp.training.micro_batches import MicroBatches
 from zeroamp.training.norm import local_sum_of_squares
 from zeroamp.training.unused_parameters import UnusedParameters
 from zeroamp.wrapping.state import WrapState
 
-
-class LossSum(NamedTuple):
-    """A sum of losses of one rank, and the number to divide it by."""
-
-    total: torch.Tensor
-    """0-D fp32."""
-    divisor: int
-    """Their mean is `total / divisor`."""
+if TYPE_CHECKING:
+    from zeroamp.training.exact_statistics import ExactStatistics
 
 
 class Slice(NamedTuple):
@@ -66,8 +61,8 @@ class Summed:
 
     def __post_init__(self) -> None:
         if self.slices or self.reads_norm:
-            norms = [self.norm, self.norm.float().double()]
-            self.host = HostCopy(torch.cat([self.statistics, torch.stack(norms)]))
+            results = [self.loss, self.norm, self.norm.float().double()]
+            self.host = HostCopy(torch.cat([self.statistics, torch.stack(results)]))
 
     @property
     def is_awaited(self) -> bool:
@@ -102,7 +97,7 @@ class Summed:
 
 def _loss_and_norm(host: HostCopy) -> tuple[float, float]:
     numbers = host.values()
-    return numbers[0], numbers[-1]
+    return numbers[-3], numbers[-1]
 
 
 class StepStatistics:
@@ -113,6 +108,11 @@ class StepStatistics:
         self._micro_batches = micro_batches
         self._callbacks = callbacks
         self._unused = UnusedParameters(state)
+        self._exact: ExactStatistics | None = None
+        if state.plan.policy.reproducible:
+            from zeroamp.training import exact_statistics
+
+            self._exact = exact_statistics.ExactStatistics(state, micro_batches)
         self._before: Summed | None = None  # of the step before: its late readers have not read yet
 
     def sum_over_ranks(
@@ -134,9 +134,10 @@ class StepStatistics:
         """
         with self._micro_batches.noting("step"):
             self._micro_batches.finish()
-            statistics = self._local(losses)
+            statistics = self._local(losses) if self._exact is None else self._exact.local(losses)
+            num_own = len(statistics)
             of_callbacks = [(callback, callback.statistics()) for callback in self._callbacks.with_statistics()]
-            has_gradient = bool(self._micro_batches.with_gradient())
+            has_gradient = bool(self._micro_batches.with_gradient()) or self._micro_batches.replicated.have_gradient()
             prepare()
         if not has_gradient:
             error = no_gradient()
@@ -153,15 +154,22 @@ class StepStatistics:
         issue(lambda: dist.all_reduce(statistics, group=self._state.world), issued, self._state.listeners)
         start = sum(map(len, own))
         slices, to_callbacks = _parts_of(statistics, start, of_callbacks)
-        self._unused.discard_gradients(statistics[2 : 2 + len(usage)])
+        self._unused.discard_gradients(statistics[num_own : num_own + len(usage)])
         self._state.is_summed = True
-        loss, squares = statistics[0], statistics[1]
+        if self._exact is None:
+            loss, squares = statistics[0], statistics[1]
+        else:
+            loss, squares = self._exact.totals(statistics[:num_own], losses)
         if own[2:]:
-            squares = squares + replicated.set_gradients(statistics[2 + len(usage) : start], self._divide_factor())
+            squares = squares + replicated.set_gradients(
+                statistics[num_own + len(usage) : start], self._divide_factor()
+            )
         return Summed(loss, squares.sqrt() / scale, statistics, slices, to_callbacks, reads_norm)
 
     def _divide_factor(self) -> float:
-        """Return the number that sums of gradients over ranks are divided by."""
+        """Return the number that sums of gradients over ranks are divided by in the step's all-reduce."""
+        if self._exact is not None:
+            return 1.0  # `TrainStep` divides all gradients
         factors = (factor for _, factor in divide_factors(self._state.root))
         factor = next(factors, 1.0 if self._state.plan.policy.reduce == "sum" else None)
         return self._state.mesh.size() if factor is None else factor
@@ -174,7 +182,7 @@ class StepStatistics:
         """
         mesh = self._state.mesh
         device = device_of(mesh)  # the collective runs here; loss and shards may be elsewhere
-        parts = [loss.total.to(device, torch.float64) / (loss.divisor * mesh.size()) for loss in losses]
+        parts = [loss.terms[0].to(device, torch.float64) / (loss.divisor * mesh.size()) for loss in losses]
         with_gradient, ignored = self._micro_batches.with_gradient(), self._micro_batches.ignored
         averaged = [parameter for parameter in with_gradient if parameter not in ignored] if ignored else with_gradient
         squares = local_sum_of_squares(self._micro_batches.replicated.sharded(averaged), device) / replicate_size(mesh)

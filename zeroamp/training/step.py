@@ -27,11 +27,12 @@ from zeroamp.training.checks import (
 from zeroamp.training.extensions import attach_extensions, load
 from zeroamp.training.fp64 import refuse_without_fp64
 from zeroamp.training.loss_scale import LossScaler
+from zeroamp.training.losses import StepLosses
 from zeroamp.training.micro_batches import Failure, MicroBatches
 from zeroamp.training.norm import clip_factor, multiply_gradients
 from zeroamp.training.optimizer_kinds import checked_on_shards, refuse_unsupported
 from zeroamp.training.rank_agreement import Done, RankAgreement, description_of
-from zeroamp.training.statistics import LossSum, StepStatistics, Summed
+from zeroamp.training.statistics import StepStatistics, Summed
 from zeroamp.training.step_report import StepReport, learning_rates, log_step
 from zeroamp.training.step_sums import StepSums, step_sums_of
 from zeroamp.training.update import OptimizerUpdate
@@ -136,15 +137,17 @@ class TrainStep:
         self._statistics = StepStatistics(self._state, self.micro_batches, self._callbacks)
         is_float16 = self._policy.low_dtype == torch.float16
         self._scaler = LossScaler(self._policy.loss_scale, self._state.mesh.device_type, enabled=is_float16)
-        self._loss_sum: torch.Tensor | None = None  # 0-D fp32: sum of this rank's losses that `backward` divided
-        self._whole_loss: torch.Tensor | None = None  # 0-D fp32: sum of this rank's undivided losses
-        self._num_divided = 0
+        self._losses = StepLosses(retains_each=self._policy.reproducible)
         self._is_stepped = True  # whether `step` was called since the last backward
         self._is_ended_by_caller: bool | None = None  # whether this optimizer step passes `is_last`
         self._is_in_no_sync = False
         self._was_in_no_sync = False  # of the last backward
         self._has_warned = False  # of a loss in low precision
         self._clipped: _Clipped | None = None  # between clip_grad_norm and update
+        if self._policy.reproducible:
+            from zeroamp.training.reproducible import MicroBatchRandomness
+
+            self.micro_batches.randomness = MicroBatchRandomness(self._state, lambda: self.micro_batch_seed)
         attach_extensions(self, self._policy)
         self._agreement: RankAgreement | None = None
         if self._state.mesh.size() > 1 and dist.get_backend(self._world) != "fake":  # whose all-reduce sums nothing
@@ -159,6 +162,10 @@ class TrainStep:
         refuse_unusable(self.optimizers, self.schedulers, self._state.root, self.micro_batches.parameters)
         for optimizer, on_shards in zip(self.optimizers, self._on_shards, strict=True):
             refuse_unsupported(optimizer, on_shards=on_shards)
+            if self._policy.reproducible:
+                from zeroamp.training.reproducible import refuse_dependence_on_shards
+
+                refuse_dependence_on_shards(optimizer, on_shards=on_shards)
         refuse_cuda_graphs(self.model, self._state.mesh.device_type)
         refuse_without_fp64(device_of(self._state.mesh), self._world)
         return None, description_of(self._state.root, self.optimizers, self.schedulers, self._on_shards)
@@ -220,6 +227,38 @@ class TrainStep:
         """The factor that `backward` multiplies a loss by now. 1 except in float16."""
         return self._scaler.scale
 
+    @property
+    def micro_batch_index(self) -> int:
+        """The index of this rank's next micro-batch among those of all ranks in the optimizer step, from 0.
+
+        After the last micro-batch, and before `step` has ended the optimizer step, it is that of the last one.
+
+        Raises:
+            StepError: `zeroamp.reproducible` is false.
+        """
+        order = self.micro_batches.order
+        if order is None:
+            raise StepError(
+                'TrainStep.micro_batch_index needs "zeroamp": {"reproducible": true} in the config, but it is false.'
+            )
+        number = self.micro_batches.num_done - self.micro_batches.is_complete
+        return order.index(number, self._policy.gradient_accumulation_steps)
+
+    @property
+    def micro_batch_seed(self) -> int:
+        """The seed of this rank's next micro-batch, below 2^63: a function of `zeroamp.seed`, step and index.
+
+        The generators have this seed when its forward begins. Use it for random numbers that the loop draws before the
+        forward, noise for example: `torch.Generator().manual_seed(train.micro_batch_seed)`.
+
+        Raises:
+            StepError: `zeroamp.reproducible` is false.
+        """
+        index = self.micro_batch_index
+        from zeroamp.training.reproducible import seed_of
+
+        return seed_of(self._policy.seed, self.num_steps + self.num_skipped, index)
+
     def autocast(self) -> AbstractContextManager[object]:
         """Return the autocast of the config, for a loss that is computed outside of the model's forward.
 
@@ -280,24 +319,36 @@ class TrainStep:
         if self.is_between_steps:
             self._begin()
         refuse_loss(loss)
+        divides_here = divide and not self._policy.reproducible
+        if self._policy.reproducible and self._losses.are_divided not in (None, divide):
+            raise StepError(
+                "TrainStep.backward got divide=True for some micro-batches of an optimizer step and False for others. "
+                "With zeroamp.reproducible all gradients are divided by one number. Pass the same for all."
+            )
         # In fp32: a float16 loss times its scale would overflow.
         scaled = self._scaler.scale_loss(
-            loss.float() / self._policy.gradient_accumulation_steps if divide else loss.float()
+            loss.float() / self._policy.gradient_accumulation_steps if divides_here else loss.float()
         )
         if self._state.issued is not None:
             self._state.issued.num_backwards += 1
-        self._state.gradient_scale = self._scaler.scale if is_last else None
+        self._state.gradient_scale = self._scaler.scale * self._divisor(divide) if is_last else None
         with self.micro_batches.noting("backward"), self.callbacks.phase("backward"):
             self.micro_batches.backward(scaled, is_last=is_last)
         if loss.dtype in LOW_DTYPES and not self._has_warned:
             self._warn_of_low_loss(loss.dtype)
-        detached = loss.detach().float().reshape(())
-        if divide:
-            self._num_divided += 1
-            self._loss_sum = detached if self._loss_sum is None else self._loss_sum + detached
-        else:
-            self._whole_loss = detached if self._whole_loss is None else self._whole_loss + detached
+        self._losses.add(loss, is_divided=divide)
         self._is_stepped = False
+
+    def _divisor(self, is_divided: bool | None) -> int:
+        """Return the number that `zeroamp.reproducible` leaves in the gradients, to divide by it once.
+
+        So the bits of a gradient in low precision, or of a partial sum, do not depend on the number of ranks.
+        `is_divided`: whether the losses are to be divided by the number of micro-batches.
+        """
+        if not self._policy.reproducible:
+            return 1
+        num_ranks = self._state.mesh.size() if self._policy.reduce == "mean" else 1
+        return num_ranks * (self._policy.gradient_accumulation_steps if is_divided else 1)
 
     def reopen(self) -> None:
         """Continue an optimizer step whose last micro-batch has run: the next backward adds to its gradients.
@@ -318,6 +369,11 @@ class TrainStep:
             raise StepError(
                 "TrainStep.reopen was called, but the config counts micro-batches. Pass is_last to backward."
             )
+        if self.micro_batches.order is not None and self.micro_batches.order.depends_on_count:
+            raise StepError(
+                "TrainStep.reopen was called with zeroamp.reproducible, whose order of micro-batches depends on their "
+                "number at stages 0 and 1 and with replicas. Pass is_last=False to the backwards before the last one."
+            )
         if self._policy.grad_accum_dtype != torch.float32:
             raise StepError(
                 "TrainStep.reopen needs sums of micro-batches in fp32, but data_types.grad_accum_dtype is "
@@ -330,7 +386,7 @@ class TrainStep:
         """Check what the caller may have changed since the last optimizer step, and clear the sums of losses."""
         self.micro_batches.refuse_other_gradients()
         self.micro_batches.refuse_low_shards()
-        self._loss_sum, self._whole_loss, self._num_divided = None, None, 0  # another TrainStep's zero_grad leaves them
+        self._losses.reset()  # another TrainStep's zero_grad leaves them
         if self._num_held != (num_held := _num_held(self.optimizers)):
             refuse_foreign(self.optimizers, self.micro_batches.parameters)
             self._num_held = num_held
@@ -494,22 +550,21 @@ class TrainStep:
         skipped: see [Note: A guarded update].
         """
         if self._agreement is not None:
-            done = (self.num_steps, self.num_skipped, self._num_divided, self._is_ended_by_caller)
+            done = (self.num_steps, self.num_skipped, self._losses.num_divided, self._is_ended_by_caller)
             self._agreement.done = Done(*done, max_norm, self._scaler.scale, self._state.root.training)
-        scale = self._scaler.scale
+        scale = self._scaler.scale * self._divisor(self._losses.are_divided)  # of the gradients
         skips = self._scaler.enabled or self._policy.skip_nonfinite_steps or self._policy.check_grad_overflow
-        losses = ((self._loss_sum, self._num_divided), (self._whole_loss, 1))
         try:
             with self._state.ranges.inside("norm"):
                 summed = self._statistics.sum_over_ranks(
-                    [LossSum(loss, divisor) for loss, divisor in losses if loss is not None],
+                    self._losses.sums(),
                     scale=scale,
                     reads_norm=skips,
                     prepare=self._prepare_updates,
                 )
             is_alone = is_whole and not self.callbacks.run_before_update()
             is_guarded = is_alone and summed.is_awaited and self._can_be_guarded(summed.norm.device)
-            clipped = _Clipped(summed, scale, is_alone, summed.found_inf() if is_guarded else None)
+            clipped = _Clipped(summed, self._scaler.scale, is_alone, summed.found_inf() if is_guarded else None)
             clipped.is_settled = not is_guarded and (summed.is_awaited or not is_alone)
             if clipped.is_settled:
                 clipped.skipped = self._settle(summed)
@@ -599,7 +654,7 @@ class TrainStep:
 
     def _forget(self) -> None:
         self._clipped, self._is_ended_by_caller, self._is_stepped = None, None, True
-        self._loss_sum, self._whole_loss, self._num_divided = None, None, 0
+        self._losses.reset()
         self._state.gradient_scale = 1.0
 
     def recover(self) -> int:

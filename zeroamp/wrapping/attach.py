@@ -1,7 +1,7 @@
 """Attaches zeroamp's hooks to a model that FSDP2 has sharded."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import cast
 
@@ -21,6 +21,7 @@ from zeroamp.hooks._torch.group_gradients import GroupGradients, by_module, foll
 from zeroamp.hooks._torch.offload import after_each_reduction
 from zeroamp.hooks._torch.shorter_hooks import shorten_hooks
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
+from zeroamp.hooks.collectives.micro_batch_sums import MicroBatchSum, RoundedSum, TreeSum
 from zeroamp.hooks.collectives.reduce_scatter import ReceiveBuffers
 from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
 from zeroamp.hooks.guards import BackwardGuard, attach_safe_module_guard, attach_sharded_guard
@@ -89,10 +90,27 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     if policy.mode == "autocast":
         state.handles += _guard_safe_modules(model, state)
         state.handles += cast_in_recomputation(model, state.plan)
-    if (dtype := sharded_accumulation(policy)) != torch.float32:
-        state.shard_accumulator = ShardAccumulator(dtype, state.mesh.device_type)
+    _attach_sums_of_micro_batches(model, state)
+
+
+def _attach_sums_of_micro_batches(model: nn.Module, state: WrapState) -> None:
+    """Let shards of micro-batches be summed in another dtype or order than FSDP2's."""
+    policy = state.plan.policy
+    new_sum: Callable[[], MicroBatchSum] | None = None
+    if policy.reproducible and policy.stage < 2:
+        for group in state.gradients:
+            group.add_in_tree_order()
+    elif policy.reproducible:
+        new_sum = TreeSum
+    elif (dtype := sharded_accumulation(policy)) != torch.float32:
+        new_sum = partial(RoundedSum, dtype)
+    if new_sum is not None:
+        state.shard_accumulator = ShardAccumulator(new_sum, state.mesh.device_type)
         if shard_device(policy, state.mesh).type != state.mesh.device_type:
             after_each_reduction(model, state.shard_accumulator.take)
+        if policy.reproducible:
+            for group in state.gradients:
+                group.take_sum = state.shard_accumulator.take_sum
 
 
 def _separates_reductions(state: WrapState) -> bool:
@@ -172,6 +190,7 @@ def _needs_train_step(plan: Plan) -> str:
         "gradient_clipping": policy.gradient_clipping > 0,
         "check_grad_overflow": policy.check_grad_overflow,
         "skip_nonfinite_steps": policy.skip_nonfinite_steps,
+        "reproducible": policy.reproducible,
     }
     reasons = [f"{key} {getattr(policy, key)}" for key, applies in keys.items() if applies]
     if policy.low_dtype == torch.float16:

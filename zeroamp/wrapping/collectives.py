@@ -54,7 +54,7 @@ def attach_collectives(
         ranges=state.ranges,
     )
     module.set_custom_reduce_scatter(reduction)
-    if state.plan.policy.reduce == "sum":
+    if state.plan.policy.reduce == "sum" or state.plan.policy.reproducible:  # `TrainStep` divides, once
         module.set_gradient_divide_factor(1.0)
     is_once = state.plan.policy.stage >= 2 and dtypes.replica_once
     if is_summed_here:

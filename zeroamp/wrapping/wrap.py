@@ -49,6 +49,7 @@ from zeroamp.wrapping.cuda_graphs import refuse_cuda_graphs
 from zeroamp.wrapping.materialize import cast_buffers, materialize_model
 from zeroamp.wrapping.nodes import nodes_of_mesh
 from zeroamp.wrapping.rank_agreement import Description, run_alike
+from zeroamp.wrapping.reproducible import check_reproducible
 from zeroamp.wrapping.shard import shard_model
 from zeroamp.wrapping.state import WrapState, record_state, wrap_state
 from zeroamp.wrapping.summary import describe_master_weights, describe_uncast_experts, size_summary
@@ -125,6 +126,8 @@ def wrap_model(
     )
     mesh = mesh_for_stage(policy.stage, mesh, policy.dp_replicate_size)
     _check_fits(policy, mesh)
+    if policy.reproducible:
+        check_reproducible(model, plan, mesh)
     check_all_gather(model, mesh)
     check_integers(model, mesh, plan.ignored_fqns)
     if policy.sync_module_states:

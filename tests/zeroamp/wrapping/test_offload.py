@@ -1,5 +1,7 @@
 """`offload`: shards on the CPU. Without an accelerator here, the meta device stands in for it where one can."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -21,6 +23,7 @@ from tests.processes.training import (
     wrapped,
 )
 from zeroamp.hooks._torch.offload import after_each_reduction
+from zeroamp.hooks.collectives.micro_batch_sums import RoundedSum
 from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
 from zeroamp.planning.mesh import shard_device
 from zeroamp.policies.policy import NO_OFFLOAD, Offload
@@ -173,7 +176,7 @@ def _accumulate_two_groups():
     """Return the waits, and the sums over two micro-batches, of two groups of two parameters each."""
     mesh, log = init_device_mesh("cpu", (2,)), []
     groups = [fully_shard(nn.Linear(4, 4), mesh=mesh) for _ in range(2)]
-    accumulator = ShardAccumulator(torch.bfloat16, "cuda")
+    accumulator = ShardAccumulator(partial(RoundedSum, torch.bfloat16), "cuda")
     accumulator.watch([parameter for group in groups for parameter in group.parameters()])
     for micro_batch in (1.0, 2.0):
         for index, group in enumerate(groups):
@@ -214,7 +217,7 @@ def _train_beside_an_accelerator(is_offloaded):
     model = wrapped("llama_tied", config(3, **LOW, comm="fp32"), fields=ON_CPU)
     state = wrap_state(model)
     if is_offloaded:
-        state.shard_accumulator = ShardAccumulator(torch.bfloat16, "cuda")
+        state.shard_accumulator = ShardAccumulator(partial(RoundedSum, torch.bfloat16), "cuda")
         after_each_reduction(model, state.shard_accumulator.take)
     step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
     original, torch.cpu.Stream = torch.cpu.Stream, _Stream  # FSDP2 makes its streams in the first forward

@@ -1,0 +1,96 @@
+"""Running sums over the micro-batches of an optimizer step: one after the other, or in the order of the tree.
+
+[Note: The tree over micro-batches]
+`tree_sum.py` defines the order of a sum over ranks. With `zeroamp.reproducible`, sums over micro-batches have it too.
+Micro-batches come one after the other, so `TreeSum` works as a binary counter: a sum of 2^m terms is complete when its
+last term has come, and is then added to the sum of the 2^m terms before it. For k micro-batches there are at most
+1 + log2(k) partial sums at a time.
+
+A micro-batch may have no gradient of a parameter. Its term counts as zero, which changes no sum. So two partial sums
+are added when their common subtree is lower than the one that both share with the next term. The height of the subtree
+that two terms share is the number of bits of the exclusive or of their numbers.
+"""
+
+from typing import Protocol
+
+import torch
+
+
+class MicroBatchSum(Protocol):
+    """The sum of one gradient over micro-batches."""
+
+    def add(self, number: int, term: torch.Tensor) -> None:
+        """Add the gradient of micro-batch `number`, fp32, which belongs to the sum from now on."""
+
+    def first(self) -> torch.Tensor:
+        """Return the sum, or the earliest partial sum."""
+
+    def total(self) -> torch.Tensor:
+        """Return the sum of all terms; it may share their memory. Call once, last."""
+
+
+class RoundedSum:
+    """The sum in the order of the micro-batches, rounded to `dtype` after each."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._sum: torch.Tensor | None = None
+
+    def add(self, number: int, term: torch.Tensor) -> None:  # noqa: D102
+        del number
+        if self._sum is None:
+            self._sum = term.to(self._dtype)
+        else:
+            self._sum.add_(term)  # computed in fp32, rounded once
+
+    def first(self) -> torch.Tensor:  # noqa: D102
+        if self._sum is None:
+            raise AssertionError("expected at least one term")
+        return self._sum
+
+    total = first
+
+
+class TreeSum:
+    """The sum in the order of the tree, fp32: see [Note: The tree over micro-batches]."""
+
+    def __init__(self) -> None:
+        self._partial: list[tuple[int, torch.Tensor]] = []  # (number of a term in it, sum), in the order of the terms
+
+    def add(self, number: int, term: torch.Tensor) -> None:
+        """Add the term of micro-batch `number`. Numbers do not fall."""
+        self._add_lower_than(number)
+        self._partial.append((number, term))
+        self._add_lower_than(number + 1)
+
+    def _add_lower_than(self, following: int) -> None:
+        """Add neighbours whose common subtree is lower than the one that the last of them shares with `following`."""
+        sums = self._partial
+        while len(sums) > 1 and _height(sums[-2][0], sums[-1][0]) < _height(sums[-1][0], following):
+            _, right = sums.pop()
+            sums[-1][1].add_(right)
+
+    def first(self) -> torch.Tensor:  # noqa: D102
+        return self._partial[0][1]
+
+    def total(self) -> torch.Tensor:  # noqa: D102
+        *_, (number, total) = self._partial
+        del self._partial[-1]
+        self.add_to(total, number)
+        return total
+
+    def add_to(self, term: torch.Tensor, number: int) -> None:
+        """Add all partial sums to `term`, the gradient of the last micro-batch `number`, in place; forget them."""
+        self._add_lower_than(number)
+        while self._partial:
+            _, left = self._partial.pop()
+            term.add_(left.to(term.device, non_blocking=True))
+
+    @property
+    def partial(self) -> list[torch.Tensor]:
+        """The partial sums, in the order of their terms."""
+        return [total for _, total in self._partial]
+
+
+def _height(one: int, other: int) -> int:
+    return (one ^ other).bit_length()

@@ -1,0 +1,74 @@
+"""What `zeroamp.reproducible` adds to a step: random numbers of each micro-batch, and checks.
+
+[Note: Random numbers of a micro-batch]
+On N ranks a generator would draw the dropout of a micro-batch after that of others, which depend on N. So the
+generators of a rank (torch's, Python's and NumPy's) are seeded when the first forward of a micro-batch begins, and
+restored when its backward has ended. The seed is a hash of `zeroamp.seed`, the number of the optimizer step, and the
+index of the micro-batch among those of all ranks. What the loop or a data loader draws in between is not touched.
+A recomputation inside the backward (activation checkpointing) restores its own states, as torch does.
+"""
+
+import random
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+import torch
+
+from zeroamp.hooks.random_state import random_state, set_random_state
+from zeroamp.hooks.root_forward import ForwardCall
+from zeroamp.planning.mesh import device_of
+from zeroamp.policies.errors import StepError
+from zeroamp.training.optimizer_kinds import ELEMENTWISE, is_of_bitsandbytes
+from zeroamp.wrapping.state import WrapState
+
+
+def seed_of(seed: int, step: int, index: int) -> int:
+    """Return the seed of a micro-batch, below 2^63: a hash of three integers, the same on every machine."""
+    digest = blake2b(f"{seed} {step} {index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
+
+
+class MicroBatchRandomness:
+    """Seeds the generators for each micro-batch: see [Note: Random numbers of a micro-batch]."""
+
+    def __init__(self, state: WrapState, seed: Callable[[], int]) -> None:
+        """`seed` returns the seed of the micro-batch whose forward begins."""
+        self._state = state
+        self._seed = seed
+        self._device = device_of(state.mesh)
+        self._outer: dict[str, Any] | None = None  # the states of the loop, while a micro-batch runs
+        state.root_forward.add("random state", self._begin)
+
+    def _begin(self, call: ForwardCall) -> None:
+        is_first = self._outer is None and call.is_outermost
+        if not (is_first and self._state.root.training and torch.is_grad_enabled()) or self._state.is_observed:
+            return
+        self._outer = random_state(self._device)
+        seed = self._seed()
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # the global generator is what a model may use
+
+    def end(self) -> None:
+        """Restore the states of the loop. Call after each backward, and when a micro-batch is discarded."""
+        if self._outer is not None:
+            set_random_state(self._outer, self._device)
+            self._outer = None
+
+
+def refuse_dependence_on_shards(optimizer: torch.optim.Optimizer, *, on_shards: bool) -> None:
+    """Raise StepError for an optimizer whose updates may depend on how parameters are sharded."""
+    name = type(optimizer).__name__
+    if is_of_bitsandbytes(optimizer):
+        raise StepError(
+            f"TrainStep was given bitsandbytes' {name} with zeroamp.reproducible. Its state is quantized in blocks of "
+            "each rank's shard, so its updates depend on the number of ranks. Use torch.optim.AdamW."
+        )
+    if not (on_shards or type(optimizer) in ELEMENTWISE or type(optimizer) is torch.optim.Muon):
+        raise StepError(
+            f"TrainStep was given {name} with zeroamp.reproducible, but whether its updates depend on the number of "
+            "ranks is not known. Use torch.optim.AdamW, another element-wise optimizer of torch, or torch.optim.Muon. "
+            "If the optimizer is element-wise, pass on_shards=True."
+        )

@@ -89,21 +89,33 @@ def pack(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, *, s
 
 
 def training_batches(
-    sequences: torch.Tensor, *, micro_batch_size: int, rank: int, world_size: int, seed: int, start: int = 0
+    sequences: torch.Tensor,
+    *,
+    micro_batch_size: int,
+    indices: range,
+    world_size: int,
+    seed: int,
+    start: int = 0,
 ) -> Iterator[torch.Tensor]:
     """Endless micro-batches of this rank: int64 [micro_batch_size, seq_len]; reshuffled each time the data is used up.
 
-    All ranks use the same endless order of rows. From row `start` on, each rank takes one row in turn. So an optimizer
-    step has the same rows on any number of ranks, if it has the same number of rows.
+    All ranks use the same endless order of rows. From row `start` on, an optimizer step takes as many rows as all its
+    micro-batches have, and the micro-batch of index i the i-th part of them. `indices` are this rank's, in each step:
+    `TrainStep.micro_batch_indices`. So a step has the same micro-batches on any number of ranks, if it has the same
+    number of rows.
     """
     if len(sequences) < world_size:
         raise DataError(
             f"data: {len(sequences)} training sequence(s) for {world_size} ranks; each rank needs at least one. "
             "Give more text, a smaller --seq-len, or fewer ranks."
         )
-    rows = itertools.islice(_endless_order(len(sequences), seed), start + rank, None, world_size)
+    order = itertools.islice(_endless_order(len(sequences), seed), start, None)
+    num_rows = world_size * len(indices) * micro_batch_size
     while True:
-        yield torch.stack([sequences[row] for row in itertools.islice(rows, micro_batch_size)])
+        rows = list(itertools.islice(order, num_rows))
+        for index in indices:
+            own = rows[index * micro_batch_size : (index + 1) * micro_batch_size]
+            yield torch.stack([sequences[row] for row in own])
 
 
 def _endless_order(num_rows: int, seed: int) -> Iterator[int]:

@@ -151,7 +151,7 @@ def train_loop(
     batches = training_batches(
         rows,
         micro_batch_size=args.micro_batch_size,
-        rank=rank,
+        indices=train.micro_batch_indices,
         world_size=world_size,
         seed=args.seed,
         start=sum(run.num_tokens) // args.seq_len,  # after the rows that were trained on before

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from zeroamp.training.full_tensors import set_full_gradient as set_full_gradient
     from zeroamp.training.full_tensors import set_full_optimizer_state as set_full_optimizer_state
     from zeroamp.training.full_tensors import set_full_parameter as set_full_parameter
+    from zeroamp.training.micro_batch_sampler import MicroBatchSampler as MicroBatchSampler
     from zeroamp.training.optimizers import optimizer_from_config as optimizer_from_config
     from zeroamp.training.schedulers import scheduler_from_config as scheduler_from_config
     from zeroamp.training.step import TrainStep as TrainStep
@@ -73,6 +74,7 @@ _HOMES = {
     "GPUS": "zeroamp.dry_run.gpus",
     "Gpu": "zeroamp.dry_run.gpus",
     "Ledger": "zeroamp.ledger.explain",
+    "MicroBatchSampler": "zeroamp.training.micro_batch_sampler",
     "PeerError": "zeroamp.policies.errors",
     "Plan": "zeroamp.planning.plan",
     "Policy": "zeroamp.policies",

@@ -36,6 +36,7 @@ NUM_NUMBERS = 3 * _NUM_PLACES
 """fp64 numbers that a sum is sent as."""
 _BLOCK = {"cpu": 2**16}  # terms that are cut at a time: 512 KiB in fp64, so that they stay in a core's cache
 _LARGEST_BLOCK = 2**21
+_SHARE = 4  # a tensor of at most this part of a block shares one
 _SMALLEST_POWER = -320
 
 
@@ -130,8 +131,8 @@ def _blocks_of(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     num_small = 0
     for tensor in tensors:
         flat = tensor.reshape(-1)
-        size = _BLOCK.get(flat.device.type, _LARGEST_BLOCK)
-        if flat.numel() > size // 4:
+        size = _block_size(flat.device.type)
+        if flat.numel() > size // _SHARE:
             yield from flat.split(size)  # type: ignore[no-untyped-call]
         elif flat.numel() > 0:
             if num_small + flat.numel() > size:
@@ -141,3 +142,20 @@ def _blocks_of(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             num_small += flat.numel()
     if small:
         yield torch.cat(small)
+
+
+def _block_size(device_type: str) -> int:
+    return _BLOCK.get(device_type, _LARGEST_BLOCK)
+
+
+def workspace_bytes(numels: Iterable[int], device_type: str) -> int:
+    """Return the bytes that `ExactSum.add` needs beside tensors of these numbers of elements.
+
+    Two fp64 tensors of a block's size, and the blocks that small tensors share, fp32.
+    """
+    size = _block_size(device_type)
+    numels = list(numels)
+    small = sum(numel for numel in numels if numel <= size // _SHARE)
+    largest = max(numels, default=0)
+    largest = min(size, max(largest if largest > size // _SHARE else 0, small))
+    return 2 * largest * torch.float64.itemsize + small * torch.float32.itemsize

@@ -23,12 +23,13 @@ def train(build, loss_of, batch, *, num_micro_batches, num_steps, make_optimizer
         autocast: its dtype; None for none.
         low_dtype: instead, the whole model runs in it, from fp32 master weights.
         seed_of: (step, index) -> the seed before a forward.
-        scale: the initial loss scale; halved after an overflow, doubled after `growth_interval` steps without one.
+        scale: the initial loss scale; halved after an overflow. Doubled, as DeepSpeed does, after a step if the number
+            of steps between it and the last overflow, or the beginning, is a positive multiple of `growth_interval`.
         overflow_at: (step, index) whose loss is multiplied by inf.
     """
     model = build().train()
     optimizer = make_optimizer(model)
-    losses, norms, scales, num_good = [], [], [], 0
+    losses, norms, scales, last_overflow = [], [], [], -1
     for step in range(num_steps):
         values, gradients = [], []
         for index in range(num_micro_batches):
@@ -63,11 +64,11 @@ def train(build, loss_of, batch, *, num_micro_batches, num_steps, make_optimizer
                 if parameter.grad is not None:
                     parameter.grad *= factor / divide_by
             optimizer.step()
-            num_good += 1
-            if growth_interval and num_good % growth_interval == 0:
+            between = step - last_overflow - 1
+            if growth_interval and between > 0 and between % growth_interval == 0:
                 scale *= 2
         else:
-            scale, num_good = scale / 2, 0
+            scale, last_overflow = scale / 2, step
         model.zero_grad()
     return losses, norms, scales, {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
 

@@ -47,6 +47,7 @@ BUILDERS = {
 }
 
 
+@adapters.quietly
 def build_model(name):
     """The model, the same in every process."""
     torch.manual_seed(0)
@@ -59,6 +60,7 @@ def inputs_of(name, step, index, num_micro_batches):
     return adapters.batch(place) if name == "lora" else batch("llama_tied" if name == "dropout" else name, place)
 
 
+@adapters.quietly
 def loss(name, model, inputs):
     """The loss of a micro-batch."""
     return model(input_ids=inputs, labels=inputs).loss if name == "lora" else loss_of(model, inputs)

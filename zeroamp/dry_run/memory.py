@@ -19,6 +19,9 @@ Per group, in bytes of the group's parameters padded to the ranks that shard (`p
 * parameters that are sharded over another dimension than 0: an all-gather copies them out twice, so that all those of
   the group exist twice for a moment. A reduction first copies their gradients, one after the other; each is freed
   when the next one is copied, the last when the reduction was issued.
+* with `zeroamp.reproducible`, partial sums over micro-batches: as many as there are ones in the binary form of the
+  number of micro-batches before, see `hooks/collectives/micro_batch_sums.py`. Three micro-batches are replayed at most.
+  The last of them has the most partial sums that any micro-batch of the step has.
 * no reduction (stages 0 and 1 before the last micro-batch): the raw gradient becomes the unsharded sum, in the
   accumulation dtype.
 
@@ -35,13 +38,14 @@ from zeroamp.dry_run.events import MAX_MICRO_BATCHES, Change, Event, GradientRea
 from zeroamp.dry_run.optimizer_step import OptimizerCosts
 from zeroamp.dry_run.timeline import HOST_KINDS, Timeline, TimelineWriter
 from zeroamp.dry_run.traced_micro_batch import MicroBatch
+from zeroamp.hooks.collectives.exact_sum import workspace_bytes
 from zeroamp.hooks.collectives.tree_sum import BLOCK
 from zeroamp.planning.fsdp_replay import GroupListener, Replay
 from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.groups import GroupPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
-from zeroamp.planning.traffic import padded_numel
+from zeroamp.planning.traffic import local_numel, padded_numel
 from zeroamp.policies.accumulation import accumulation_dtype
 
 
@@ -61,6 +65,8 @@ def memory_timeline(
         groups.micro_batch(micro_batch.events, is_first=index == 0, is_last=index + 1 == num_micro_batches)
     writer.phase = "optimizer"
     groups.end_step()
+    if plan.policy.reproducible:
+        groups.sum_exactly()
     writer.add_row()
     for change in optimizer.changes:
         writer.add("workspace", change)
@@ -110,7 +116,7 @@ class _GroupMemory(GroupListener):
     """Runs the replay along a traced micro-batch, and writes down what both of them allocate and free."""
 
     def __init__(self, plan: Plan, ranks: Ranks, writer: TimelineWriter, *, on_cpu: bool) -> None:
-        self._plan, self._writer, self._on_cpu = plan, writer, on_cpu
+        self._plan, self._ranks, self._writer, self._on_cpu = plan, ranks, writer, on_cpu
         self._sizes = {group.name: _Sizes(group, plan, ranks) for group in plan.groups}
         self._group_of = {param.fqn: group.name for group in plan.groups for param in group.params}
         self._replay = Replay(plan, self)
@@ -118,6 +124,9 @@ class _GroupMemory(GroupListener):
         self._sums: set[str] = set()  # groups with unsharded sums of earlier micro-batches
         self._with_gradient: set[str] = set()  # groups whose gradient shards are there
         self._sums_shards_low = accumulation_dtype(plan.policy) != torch.float32 and plan.policy.stage >= 2
+        count = plan.policy.gradient_accumulation_steps
+        self._num_partial = max(map(int.bit_count, range(count))) if plan.policy.reproducible else 0
+        self._is_last = False
         self._kept_gather = 0  # the flat buffer of the last gather of this forward
         self._kept_inputs: deque[int] = deque()  # the flat inputs of the last reductions
         self._receive_buffers: Counter[torch.dtype] = Counter()  # communication dtype -> bytes
@@ -133,6 +142,9 @@ class _GroupMemory(GroupListener):
 
     def micro_batch(self, events: Iterable[Event], *, is_first: bool, is_last: bool) -> None:
         self._writer.phase = "forward"
+        self._is_last = is_last and not is_first
+        if self._is_last and self._num_partial > 1:
+            self._add_partial_sums()
         for event in events:
             if isinstance(event, Change) and event.param in self._whole:
                 self._writer.add("gradients", event.num_bytes * is_first)  # autograd adds the later ones to the first
@@ -149,12 +161,28 @@ class _GroupMemory(GroupListener):
         if is_last:
             self._free_inputs(0)
 
+    def _add_partial_sums(self) -> None:
+        """Add the partial sums beside the first one, which the micro-batches before the last left."""
+        more = self._num_partial - 1
+        self._writer.add("gradients", more * sum(self._sizes[group].gradient for group in self._with_gradient))
+        summed = sum(sum(self._sizes[group].summed.values()) for group in self._sums)
+        self._writer.add("unsharded gradients", more * summed)
+
     def end_step(self) -> None:
         """Put sums of shards in a low dtype back into gradients."""
         if self._sums_shards_low:
             done = [self._sizes[group] for group in self._with_gradient]
             self._writer.add("gradients", sum(sizes.gradient for sizes in done))
             self._writer.add("gradients", -sum(sizes.low_sum for sizes in done))
+
+    def sum_exactly(self) -> None:
+        """Add the workspace of the sum of squares, see `hooks/collectives/exact_sum.py`."""
+        num_shards = self._ranks.shards(self._plan.policy) or 1
+        trained = [param for group in self._plan.groups for param in group.params if param.is_trainable]
+        device_type = "cpu" if self._on_cpu or self._plan.policy.offload.to_cpu else "cuda"
+        num_bytes = workspace_bytes((local_numel(param, num_shards) for param in trained), device_type)
+        self._writer.add("workspace", num_bytes)
+        self._writer.add("workspace", -num_bytes)
 
     def _reach(self, mark: Mark, is_last: bool) -> None:
         if mark.point == "begin backward":
@@ -166,7 +194,7 @@ class _GroupMemory(GroupListener):
     def _accumulate(self, event: GradientReady) -> None:
         """Autograd adds to the gradient that a parameter has, and frees the new one."""
         group = self._group_of[event.param]
-        if group in self._sums and self._sizes[group].sums_as_is:
+        if group in self._sums and self._sizes[group].sums_as_is and not self._num_partial:
             self._raw[group] -= event.num_bytes
             self._writer.add("unsharded gradients", -event.num_bytes)
 
@@ -217,6 +245,9 @@ class _GroupMemory(GroupListener):
         sizes, writer = self._sizes[group], self._writer
         raw = self._raw.pop(group, 0)
         if group in self._sums:
+            if self._num_partial and not sizes.sums_as_is:
+                writer.add("unsharded gradients", max(sizes.summed.values(), default=0))
+                writer.add("unsharded gradients", -max(sizes.summed.values(), default=0))
             writer.add("unsharded gradients", -raw)
         elif raw and not sizes.sums_as_is:
             for fqn, num_bytes in sizes.summed.items():
@@ -231,8 +262,13 @@ class _GroupMemory(GroupListener):
         raw, of_param = self._raw.pop(group, 0), sizes.raw
         if group in self._sums:
             self._sums.remove(group)
-            writer.add("unsharded gradients", -raw)
             of_param = sizes.summed
+            if self._num_partial:  # the gradient of the last micro-batch gets the partial sums
+                writer.add("unsharded gradients", 0 if sizes.sums_as_is else sum(of_param.values()))
+                writer.add("unsharded gradients", -raw if not sizes.sums_as_is else 0)
+                writer.add("unsharded gradients", -self._num_partial * sum(of_param.values()))
+            else:
+                writer.add("unsharded gradients", -raw)
             raw = sum(of_param.values())
         unused = max(0, sum(sizes.raw.values()) - raw)  # zeros, for parameters without a gradient
         writer.add("unsharded gradients", unused)
@@ -266,7 +302,8 @@ class _GroupMemory(GroupListener):
         if self._sums_shards_low:
             writer.add("gradients", sizes.low_sum * is_first)
         if self._sums_shards_low or not is_first:
-            writer.add("gradients", -sizes.gradient)
+            num_added = self._num_partial if self._num_partial and self._is_last else 1
+            writer.add("gradients", -num_added * sizes.gradient)
         writer.add("unsharded gradients", -last_copied - held)
 
     def _release_buffers(self) -> None:

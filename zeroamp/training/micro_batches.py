@@ -85,11 +85,12 @@ class MicroBatches:
         """Those of `wrap_model(ignored_params=...)`, which are in `parameters` too."""
         self._averaged = {fqn: p for fqn, p in named.items() if p not in self.ignored} if self.ignored else named
         policy = state.plan.policy
-        self.order = micro_batch_order(policy, state.mesh) if policy.reproducible else None
-        """The order in which gradients are added over ranks and micro-batches. None without `zeroamp.reproducible`."""
+        self.order = micro_batch_order(policy, state.mesh)
+        """The order of the micro-batches of all ranks. With `zeroamp.reproducible`, gradients are added in it."""
+        self._is_reproducible = policy.reproducible
         self.randomness: MicroBatchRandomness | None = None
         """Seeds the generators for each micro-batch, with `zeroamp.reproducible`."""
-        self.replicated = ReplicatedGradients(self._averaged.values(), self.order)
+        self.replicated = ReplicatedGradients(self._averaged.values(), self.order if policy.reproducible else None)
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """Run the backward of one micro-batch. `loss` is already scaled and divided."""
@@ -102,7 +103,7 @@ class MicroBatches:
             accumulator.forget()  # one micro-batch: nothing to sum, so the gradient is not rounded
         elif accumulator is not None:
             accumulator.watch(list(self._averaged.values()))
-        if self.order is not None:
+        if self._is_reproducible:
             self._begin_in_order(is_last=is_last)
         self._set_flags(is_last=is_last)
         try:
@@ -110,7 +111,7 @@ class MicroBatches:
                 loss.backward()  # type: ignore[no-untyped-call]
                 for group in self._state.gradients:
                     group.end_backward()
-                if self.order is not None:
+                if self._is_reproducible:
                     self.replicated.take()
         except RuntimeError as error:
             raise peer_lost(error, None, self._state.listeners) from error
@@ -127,7 +128,7 @@ class MicroBatches:
             StepError: the number of micro-batches is not the config's where the order depends on it.
         """
         per_rank, planned = self.num_done + 1, self._state.plan.policy.gradient_accumulation_steps
-        if is_last and self.order is not None and self.order.depends_on_count and per_rank != planned:
+        if is_last and self.order.depends_on_count and per_rank != planned:
             raise StepError(
                 f"An optimizer step ends after {per_rank} micro-batches, but gradient_accumulation_steps is {planned}. "
                 "With zeroamp.reproducible both must be the same at stages 0 and 1 and with replicas. Change one, or "

@@ -232,17 +232,18 @@ class TrainStep:
         """The index of this rank's next micro-batch among those of all ranks in the optimizer step, from 0.
 
         After the last micro-batch, and before `step` has ended the optimizer step, it is that of the last one.
-
-        Raises:
-            StepError: `zeroamp.reproducible` is false.
         """
-        order = self.micro_batches.order
-        if order is None:
-            raise StepError(
-                'TrainStep.micro_batch_index needs "zeroamp": {"reproducible": true} in the config, but it is false.'
-            )
         number = self.micro_batches.num_done - self.micro_batches.is_complete
-        return order.index(number, self._policy.gradient_accumulation_steps)
+        return self.micro_batches.order.index(number, self._policy.gradient_accumulation_steps)
+
+    @property
+    def micro_batch_indices(self) -> range:
+        """The indices of this rank's micro-batches of an optimizer step among those of all ranks, in their order.
+
+        A loop whose micro-batch depends only on the step and this index trains on the same data on any number of ranks.
+        `zeroamp.MicroBatchSampler` deals samples so. docs/reproducible.md has the order.
+        """
+        return self.micro_batches.order.indices(self._policy.gradient_accumulation_steps)
 
     @property
     def micro_batch_seed(self) -> int:
@@ -254,6 +255,10 @@ class TrainStep:
         Raises:
             StepError: `zeroamp.reproducible` is false.
         """
+        if not self._policy.reproducible:
+            raise StepError(
+                'TrainStep.micro_batch_seed needs "zeroamp": {"reproducible": true} in the config, but it is false.'
+            )
         index = self.micro_batch_index
         from zeroamp.training.reproducible import seed_of
 
@@ -369,7 +374,7 @@ class TrainStep:
             raise StepError(
                 "TrainStep.reopen was called, but the config counts micro-batches. Pass is_last to backward."
             )
-        if self.micro_batches.order is not None and self.micro_batches.order.depends_on_count:
+        if self._policy.reproducible and self.micro_batches.order.depends_on_count:
             raise StepError(
                 "TrainStep.reopen was called with zeroamp.reproducible, whose order of micro-batches depends on their "
                 "number at stages 0 and 1 and with replicas. Pass is_last=False to the backwards before the last one."

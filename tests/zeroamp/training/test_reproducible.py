@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
 
+import zeroamp
 from tests.oracles import tree_of_micro_batches
 from tests.processes import reproducible
 from tests.processes.ranks import Ranks
@@ -73,3 +75,178 @@ def test_1_2_and_4_ranks_have_the_bits_of_the_tree(ranks1, ranks2, ranks4, stage
     expected = oracle("dropout")
     for run in runs(ranks_of, (1, 2, 4), "dropout", cfg_of(stage), num_micro_batches=8):
         check(run, expected)
+
+
+FAST = [
+    ("moe", "bf16", {"stage": 2}, None),
+    ("llama_untied", "fp16", {}, None),
+    ("lora", "autocast", {"stage": 2}, None),
+    ("dropout", "autocast", {"stage": 0}, None),
+    ("dropout", "autocast", {"stage": 1, "comm": "fp32"}, None),
+]
+
+
+@pytest.mark.parametrize(("name", "mode", "options", "mesh_shape"), FAST)
+def test_2_ranks_have_the_bits_of_the_tree(ranks2, name, mode, options, mesh_shape):
+    overflow_at = (7, 5) if mode == "fp16" else None
+    expected = oracle(name, mode, overflow_at=overflow_at)
+    arguments = {"num_micro_batches": 8, "mesh_shape": mesh_shape, "overflow_at": overflow_at}
+    for run in runs({2: ranks2}, [2], name, cfg_of(mode=mode, **options), **arguments):
+        check(run, expected)
+    if mode == "fp16":
+        assert expected.scales[6:9] == [256, 512, 256], "the loss scale must have grown and fallen"
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow)])
+def test_replicas_of_sharded_ranks_have_the_bits_of_the_tree(ranks4, stage):
+    comm = {"comm": "fp32"} if stage == 1 else {}
+    expected = oracle("dropout")
+    for run in runs({4: ranks4}, [4], "dropout", cfg_of(stage, **comm), num_micro_batches=8, mesh_shape=(2, 2)):
+        check(run, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("mode", ["autocast", "bf16", "fp16"])
+@pytest.mark.parametrize("name", ["llama_tied", "llama_untied", "moe", "conv", "lora", "dropout"])
+def test_1_to_8_ranks_and_replicas_have_the_bits_of_the_tree(ranks1, ranks2, ranks4, ranks8, name, mode, stage):
+    ranks_of = {1: ranks1, 2: ranks2, 4: ranks4, 8: ranks8}
+    overflow_at = (7, 5) if mode == "fp16" else None
+    expected = oracle(name, mode, overflow_at=overflow_at)
+    arguments = {"num_micro_batches": 8, "overflow_at": overflow_at}
+    for size, mesh_shape in ((1, None), (2, None), (4, None), (8, None), (4, (2, 2)), (8, (2, 4))):
+        for run in runs(ranks_of, [size], name, cfg_of(stage, mode), mesh_shape=mesh_shape, **arguments):
+            check(run, expected)
+
+
+def test_12_micro_batches_on_1_2_and_4_ranks_have_the_bits_of_the_tree(ranks1, ranks2, ranks4):
+    # 12 is no power of two, but its tree has the subtrees that 1, 2 and 4 ranks add.
+    expected = oracle("dropout", num_micro_batches=12)
+    for run in runs({1: ranks1, 2: ranks2, 4: ranks4}, (1, 2, 4), "dropout", cfg_of(), num_micro_batches=12):
+        check(run, expected)
+
+
+def _differing():
+    """The norms of a run without `reproducible`, and of one with it, on this rank."""
+    model_norms = []
+    for is_on in (False, True):
+        cfg = cfg_of(gradient_accumulation_steps=4)
+        cfg["zeroamp"] = cfg["zeroamp"] if is_on else {}
+        model = zeroamp.wrap_model(reproducible.build_model("llama_tied"), zeroamp.policy_from_config(cfg))
+        train = zeroamp.TrainStep(model, reproducible.adamw(model))
+        norms = []
+        for place in range(8):
+            rank = torch.distributed.get_rank()
+            train.backward(
+                reproducible.loss("llama_tied", model, reproducible.inputs_of("llama_tied", 0, 2 * place + rank, 8))
+            )
+            report = train.step()
+            norms += [] if report is None else [report.grad_norm]
+        model_norms.append(norms)
+    return model_norms
+
+
+def test_sums_one_after_the_other_have_other_bits_than_the_tree(ranks2):
+    # Were they the same, the tests above would show nothing.
+    (other, ours), *_ = ranks2.run(_differing)
+    assert ours != other
+    assert ours == pytest.approx(other, rel=1e-5)  # the same sums, rounded elsewhere
+
+
+REFUSED = [
+    ({"zeroamp": {"seed": 3}}, "zeroamp.seed is 3"),
+    ({"zeroamp": {"reproducible": True, "reduce_accumulate_dtype": "native"}}, "reduce_accumulate_dtype"),
+    ({"zeroamp": {"reproducible": True, "partials_between_nodes": "bf16"}}, "partials_between_nodes"),
+    ({"zeroamp": {"reproducible": True}, "data_types": {"grad_accum_dtype": "bf16"}}, "grad_accum_dtype"),
+    (
+        {
+            "zeroamp": {"reproducible": True},
+            "zero_optimization": {"stage": 1},
+            "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+        },
+        'communication_data_type must be "fp32" at stage 1',
+    ),
+]
+
+
+@pytest.mark.parametrize(("cfg", "match"), REFUSED, ids=[match for _, match in REFUSED])
+def test_a_config_that_cannot_be_kept_is_refused(cfg, match):
+    with pytest.raises(zeroamp.ConfigError, match=match):
+        zeroamp.policy_from_config(cfg)
+
+
+def _refusals():
+    """The errors of what cannot be kept, on this rank."""
+    found = {}
+
+    def attempt(name, error, body):
+        try:
+            body()
+        except error as raised:
+            found[name] = str(raised)
+
+    def wrapped(model, **more):
+        return zeroamp.wrap_model(model, zeroamp.policy_from_config(cfg_of(**more)))
+
+    attempt("ranks", zeroamp.ConfigError, lambda: wrapped(reproducible.build_model("dropout")))
+    return found
+
+
+def test_3_ranks_are_refused():
+    ranks = Ranks(3)
+    try:
+        found = ranks.run(_refusals)
+    finally:
+        ranks.stop()
+    assert all("3 ranks that shard, which is not a power of two" in each["ranks"] for each in found)
+
+
+def _refused_on_one_rank():
+    found = []
+
+    def attempt(error, body, *arguments, **keywords):
+        with pytest.raises(error) as raised:
+            body(*arguments, **keywords)
+        found.append(str(raised.value))
+
+    def wrapped(model, stage=3, ignored=None, **more):
+        policy = zeroamp.policy_from_config(cfg_of(stage, **more))
+        return zeroamp.wrap_model(model, policy, ignored_params=ignored)
+
+    attempt(zeroamp.ConfigError, wrapped, reproducible.build_model("dropout"), 0, gradient_accumulation_steps=3)
+    attempt(zeroamp.WrapError, wrapped, nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)))
+    model = reproducible.build_model("llama_untied")
+    attempt(zeroamp.WrapError, wrapped, model, ignored={model.head.weight})
+    model = wrapped(reproducible.build_model("dropout"), gradient_accumulation_steps=2)
+    attempt(zeroamp.StepError, zeroamp.TrainStep, model, torch.optim.LBFGS(model.parameters()))
+    adafactor = torch.optim.Adafactor(model.parameters())
+    attempt(zeroamp.StepError, zeroamp.TrainStep, model, adafactor)
+    train = zeroamp.TrainStep(model, reproducible.adamw(model))
+    inputs = reproducible.inputs_of("dropout", 0, 0, 2)
+    train.backward(model(inputs))
+    train.step()
+    attempt(zeroamp.StepError, train.backward, model(inputs), divide=False)
+    train.zero_grad()
+    model = wrapped(reproducible.build_model("dropout"), 0, gradient_accumulation_steps=2)
+    train = zeroamp.TrainStep(model, reproducible.adamw(model))
+    attempt(zeroamp.StepError, train.backward, model(inputs), is_last=True)
+    train.zero_grad()
+    for _ in range(2):
+        train.backward(model(inputs), is_last=_ == 1)
+    attempt(zeroamp.StepError, train.reopen)
+    return found
+
+
+def test_what_cannot_be_kept_is_refused_by_name(ranks1):
+    words = [
+        "gradient_accumulation_steps must be a power of two",
+        "1 is a BatchNorm2d",
+        "head.weight is one of ignored_params and is trained",
+        "LBFGS",
+        "Adafactor with zeroamp.reproducible",
+        "divide=True for some micro-batches",
+        "ends after 1 micro-batches, but gradient_accumulation_steps is 2",
+        "TrainStep.reopen was called with zeroamp.reproducible",
+    ]
+    for found, expected in zip(*ranks1.run(_refused_on_one_rank), words, strict=True):
+        assert expected in found

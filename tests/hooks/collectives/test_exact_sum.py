@@ -1,0 +1,70 @@
+"""A sum whose bits do not depend on order, grouping or ranks, against exact fractions."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+
+from zeroamp.hooks.collectives.exact_sum import NUM_NUMBERS, ExactSum, total_of
+
+CPU = torch.device("cpu")
+
+
+def _total(ranks, *, squares):
+    """The total of numbers on several ranks: ranks[rank] is a list of tensors."""
+    numbers = torch.zeros(NUM_NUMBERS, dtype=torch.float64)
+    for tensors in ranks:
+        part = ExactSum(CPU, squares=squares)
+        part.add(tensors)
+        numbers += part.numbers()
+    return total_of(numbers).item()
+
+
+def _values(scale, num=100_001):
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(num, generator=generator)
+    return (normal * torch.exp(8 * torch.randn(num, generator=generator)) * scale).nan_to_num(0, 3e38, -3e38)
+
+
+@pytest.mark.parametrize("squares", [True, False])
+@pytest.mark.parametrize("scale", [1, 1e-30, 1e30, 1e-44])
+def test_the_sum_is_the_same_for_every_grouping_and_is_the_exact_one_rounded(scale, squares):
+    values = _values(scale)
+    exact = sum(Fraction(value) ** (1 + squares) for value in values.double().tolist())
+    generator = torch.Generator().manual_seed(1)
+    totals = set()
+    for num_ranks, size in ((1, 200_000), (2, 70_000), (3, 1_000), (8, 37)):
+        shuffled = values[torch.randperm(len(values), generator=generator)]
+        totals.add(_total([list(rank.split(size)) for rank in shuffled.chunk(num_ranks)], squares=squares))
+    (total,) = totals
+    # Three parts are added: at most two roundings to 2^-53 beside the slices that were cut off.
+    assert abs(Fraction(total) - exact) <= abs(exact) * Fraction(1, 2**51) + Fraction(1, 2**1000)
+
+
+def test_a_plain_fp64_sum_depends_on_the_grouping():
+    values = _values(1).double().square()
+    assert values.sum() != sum(part.sum() for part in values.split(1_000))
+
+
+def test_terms_that_cancel_are_cut_off_alike_by_all_groupings():
+    # The two large terms cut off the small ones, also where another rank holds these.
+    numbers = torch.tensor([1e30, -1e30, 1e-10, 3.0])
+    assert _total([[numbers]], squares=False) == 0
+    assert _total([[numbers[:1]], [numbers[1:2]], [numbers[2:]]], squares=False) == 0
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_a_term_that_is_not_finite_makes_the_sum_nan(value):
+    finite = [torch.ones(3)]
+    total = _total([finite, [torch.tensor([1.0, value])], finite], squares=True)
+    assert total != total
+
+
+def test_no_terms_and_zeros_sum_to_zero():
+    assert _total([[], [torch.zeros(0)]], squares=True) == 0
+    assert _total([[torch.zeros(5)], [torch.tensor([2.0**-149])]], squares=True) == 2.0**-298
+
+
+def test_2d_and_empty_tensors_and_many_small_ones_count_once():
+    tensors = [torch.full((3, 5), 2.0), torch.zeros(0, 4), *(torch.ones(1) for _ in range(70_000))]
+    assert _total([tensors], squares=True) == 15 * 4 + 70_000

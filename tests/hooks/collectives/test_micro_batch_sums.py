@@ -1,0 +1,58 @@
+"""Sums over micro-batches in the order of the tree, against the tree written out."""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.oracles.one_process import tree
+from zeroamp.hooks.collectives.micro_batch_sums import RoundedSum, TreeSum
+
+
+def _terms(num):
+    generator = torch.Generator().manual_seed(num)
+    return [torch.randn(50, generator=generator) * 10 ** float(i % 5) for i in range(num)]
+
+
+@pytest.mark.parametrize("num", [*range(1, 18), 31, 32, 33, 64])
+def test_the_sum_has_the_bits_of_the_tree(num):
+    terms, total = _terms(num), TreeSum()
+    most = 0
+    for number, term in enumerate(terms):
+        total.add(number, term.clone())
+        most = max(most, len(total.partial))
+    assert torch.equal(total.total(), tree(terms))
+    assert most <= 1 + num.bit_length()
+
+
+@pytest.mark.parametrize("num", [4, 8, 5])
+def test_terms_that_are_missing_count_as_zeros(num):
+    terms = _terms(num)
+    for present in itertools.product((False, True), repeat=num):
+        if not any(present):
+            continue
+        total = TreeSum()
+        for number, (term, is_there) in enumerate(zip(terms, present, strict=True)):
+            if is_there:
+                total.add(number, term.clone())
+        zero = torch.zeros(50)
+        expected = tree([term if is_there else zero for term, is_there in zip(terms, present, strict=True)])
+        assert torch.equal(total.total(), expected), present
+
+
+def test_the_last_term_gets_the_partial_sums():
+    for num in (1, 2, 4, 8, 16):
+        terms, total = _terms(num), TreeSum()
+        for number, term in enumerate(terms[:-1]):
+            total.add(number, term.clone())
+        last = terms[-1].clone()
+        total.add_to(last, num - 1)
+        assert torch.equal(last, tree(terms))
+        assert total.partial == []
+
+
+def test_sums_one_after_the_other_have_other_bits():
+    terms, total = _terms(8), RoundedSum(torch.float32)
+    for number, term in enumerate(terms):
+        total.add(number, term.clone())
+    assert not torch.equal(total.total(), tree(terms))

@@ -1,0 +1,87 @@
+"""`MicroBatchSampler`: deals the samples of a data set to micro-batches alike on any number of ranks."""
+
+from collections.abc import Iterator, Sized
+
+import torch
+from torch.utils.data import Sampler
+
+from zeroamp.policies.errors import StepError, describe
+from zeroamp.training.reproducible import seed_of
+from zeroamp.training.step import TrainStep
+
+
+class MicroBatchSampler(Sampler[list[int]]):
+    """A batch sampler for `torch.utils.data.DataLoader`: the samples of each micro-batch of this rank.
+
+    With G micro-batches of B samples in an optimizer step, over all ranks, the micro-batch of index i in step s of an
+    epoch has the samples (s G + i) B to (s G + i + 1) B - 1 of the epoch's order. So a step has the same micro-batches
+    on any number of ranks that share the same G. The samples left at the end of an epoch, fewer than G B, are not used
+    in it; another shuffle leaves out others.
+
+    Iterating begins at the optimizer step that `train` takes next, and ends with its epoch. So after `load_checkpoint`
+    the loop goes on where it stopped, also on another number of ranks::
+
+        sampler = zeroamp.MicroBatchSampler(train, data, micro_batch_size=4)
+        loader = torch.utils.data.DataLoader(data, batch_sampler=sampler)
+        while train.num_steps < num_steps:
+            for batch in loader:  # the rest of an epoch
+                train.backward(model(**batch).loss)
+                train.step()
+    """
+
+    def __init__(
+        self, train: TrainStep, data: Sized, micro_batch_size: int, *, shuffle: bool = True, seed: int = 0
+    ) -> None:
+        """Take the order of micro-batches from `train`.
+
+        Args:
+            train: the loop's `TrainStep`, which counts the optimizer steps.
+            data: the data set, of which only the length is read.
+            micro_batch_size: samples of a micro-batch.
+            shuffle: whether each epoch has an order of its own, drawn from `seed` and the epoch's number. Else samples
+                are dealt in the order of the data set.
+            seed: of the shuffles, the same on all ranks.
+
+        Raises:
+            StepError: `data` has too few samples for one optimizer step, or `micro_batch_size` is below 1.
+        """
+        super().__init__()
+        if micro_batch_size < 1:
+            raise StepError(
+                describe("MicroBatchSampler(micro_batch_size=)", micro_batch_size, "1 or more", "Change it.")
+            )
+        order, per_rank = train.micro_batches.order, len(train.micro_batch_indices)
+        self._train = train
+        self._num_samples = len(data)
+        self._micro_batch_size = micro_batch_size
+        self._per_step = order.num_ranks * per_rank * micro_batch_size
+        self._shuffle, self._seed = shuffle, seed
+        self.steps_per_epoch = self._num_samples // self._per_step
+        """Optimizer steps of an epoch."""
+        if self.steps_per_epoch == 0:
+            raise StepError(
+                f"MicroBatchSampler was given {self._num_samples} samples, but an optimizer step takes "
+                f"{self._per_step}: {order.num_ranks} ranks x {per_rank} micro-batches x {micro_batch_size} samples. "
+                "Use fewer micro-batches, smaller ones, or more data."
+            )
+
+    @property
+    def _next_step(self) -> int:
+        return self._train.num_steps + self._train.num_skipped
+
+    def __len__(self) -> int:
+        """Return the micro-batches of this rank that are left in the epoch."""
+        return (self.steps_per_epoch - self._next_step % self.steps_per_epoch) * len(self._train.micro_batch_indices)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the samples of this rank's micro-batches, from the next optimizer step to the end of its epoch."""
+        epoch, first = divmod(self._next_step, self.steps_per_epoch)
+        samples = torch.arange(self._num_samples)
+        if self._shuffle:
+            generator = torch.Generator().manual_seed(seed_of(self._seed, epoch, 0))
+            samples = torch.randperm(self._num_samples, generator=generator)
+        size = self._micro_batch_size
+        for step in range(first, self.steps_per_epoch):
+            for index in self._train.micro_batch_indices:
+                start = step * self._per_step + index * size
+                yield samples[start : start + size].tolist()

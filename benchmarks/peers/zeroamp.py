@@ -92,6 +92,8 @@ VARIANTS = {
     "zeroamp 2 units of two blocks": partial(build, stage=2, zero={"reduce_bucket_size": 2_000_000}),
     "zeroamp 2 units of 4e6": partial(build, stage=2, zero={"reduce_bucket_size": 4_000_000}),
     "zeroamp 3 units of 4e6": partial(build, stage=3, zero={"reduce_bucket_size": 4_000_000}),
+    "zeroamp 2 reproducible": partial(build, stage=2, own={"reproducible": True}),
+    "zeroamp 3 reproducible": partial(build, stage=3, own={"reproducible": True}),
     "zeroamp 3 gathers waited for": partial(build, stage=3, is_gathered_in_background=False),
     "zeroamp 3 hpZ": partial(build, stage=3, zero={"zero_hpz_partition_size": 2}),  # of more ranks than two
     "zeroamp 3 optimizer on DTensors": partial(build, stage=3, steps_on_shards=False),

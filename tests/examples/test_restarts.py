@@ -29,9 +29,9 @@ NUM_STEPS = 16
 class Run:
     """The example under torchrun; `lines` grows as it prints."""
 
-    def __init__(self, out, data, *arguments, num_ranks=2):
+    def __init__(self, out, data, *arguments, num_ranks=2, num_steps=NUM_STEPS):
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks, "--max-restarts", 3]
-        sizes = ["--seq-len", "64", "--eval-sequences", "4", "--steps", NUM_STEPS, "--lr", "3e-3"]
+        sizes = ["--seq-len", "64", "--eval-sequences", "4", "--steps", num_steps, "--lr", "3e-3"]
         sizes += ["--train-batch-size", 16, "--micro-batch-size", 4]
         script = [ROOT / "examples" / "finetune_llama.py", "--model", "tiny", "--data", data, "--out", out]
         command = [sys.executable, *launcher, *script, *sizes, *arguments]
@@ -98,9 +98,9 @@ def uninterrupted(data, tmp_path_factory):
     return _numbers(out)
 
 
-def _numbers(out):
+def _numbers(out, num_steps=NUM_STEPS):
     run = json.loads((out / "losses.json").read_text())
-    assert len(run["losses"]) == NUM_STEPS
+    assert len(run["losses"]) == num_steps
     return {name: run[name] for name in ("losses", "grad_norms", "num_tokens", "held_out_before", "held_out_after")}
 
 
@@ -156,3 +156,25 @@ def test_another_number_of_ranks_goes_on_with_the_same_batches(data, uninterrupt
     # by 1e-2 and more.
     assert numbers["losses"] == pytest.approx(uninterrupted["losses"], abs=1e-3)
     assert numbers["losses"] != uninterrupted["losses"]
+
+
+@pytest.mark.slow
+def test_a_reproducible_run_on_4_2_and_1_ranks_ends_with_the_files_of_a_run_on_1(data, tmp_path):
+    config = ["--config", ROOT / "examples" / "configs" / "reproducible_autocast_bf16.json"]
+    with Run(tmp_path / "whole", data, *config, num_ranks=1, num_steps=30) as run:
+        assert run.finish() == 0, "".join(run.lines)
+    for num_ranks, step in ((4, 14), (2, 22), (1, None)):
+        more = [*config, "--save-every", "4", "--resume", "auto"]
+        with Run(tmp_path / "parts", data, *more, num_ranks=num_ranks, num_steps=30) as run:
+            if step is None:
+                assert run.finish() == 0, "".join(run.lines)
+            else:
+                assert run.wait_for(f"step {step}/"), "".join(run.lines)  # leaving the block kills it
+            assert (num_ranks == 4) == (not any(line.startswith("going on after step") for line in run.lines))
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for name in ("losses", "grad_norms"):
+        assert _numbers(parts, 30)[name] == _numbers(whole, 30)[name]
+    weights = sorted(path.name for path in (whole / "model").glob("*.safetensors"))
+    assert weights
+    for name in weights:
+        assert (parts / "model" / name).read_bytes() == (whole / "model" / name).read_bytes()

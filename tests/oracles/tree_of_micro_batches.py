@@ -21,7 +21,7 @@ def train(build, loss_of, batch, *, num_micro_batches, num_steps, make_optimizer
         build, loss_of, batch: `build()` makes the model, `batch(step, index)` the inputs, `loss_of(model, inputs)` the
             loss of a micro-batch.
         autocast: its dtype; None for none.
-        low_dtype: instead, the whole model runs in it, from fp32 master weights.
+        low_dtype: instead, the whole model runs in it, from fp32 master weights; 0-D parameters stay in fp32.
         seed_of: (step, index) -> the seed before a forward.
         scale: the initial loss scale; halved after an overflow. Doubled, as DeepSpeed does, after a step if the number
             of steps between it and the last overflow, or the beginning, is a positive multiple of `growth_interval`.
@@ -35,7 +35,7 @@ def train(build, loss_of, batch, *, num_micro_batches, num_steps, make_optimizer
         for index in range(num_micro_batches):
             if seed_of is not None:
                 torch.manual_seed(seed_of(step, index))
-            run = model if low_dtype is None else copy.deepcopy(model).to(low_dtype)
+            run = model if low_dtype is None else _low_copy(model, low_dtype)
             with torch.autocast("cpu", dtype=autocast or torch.bfloat16, enabled=autocast is not None):
                 loss = loss_of(run, _cast(batch(step, index), low_dtype))
             if overflow_at == (step, index):
@@ -71,6 +71,15 @@ def train(build, loss_of, batch, *, num_micro_batches, num_steps, make_optimizer
             scale, last_overflow = scale / 2, step
         model.zero_grad()
     return losses, norms, scales, {fqn: p.detach().clone() for fqn, p in model.named_parameters()}
+
+
+def _low_copy(model, dtype):
+    """A copy of a model in `dtype`; 0-D parameters are left in fp32."""
+    low = copy.deepcopy(model).to(dtype)
+    for parameter, original in zip(low.parameters(), model.parameters(), strict=True):
+        if parameter.dim() == 0:
+            parameter.data = original.detach().clone()
+    return low
 
 
 def _cast(inputs, dtype):

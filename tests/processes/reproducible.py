@@ -32,7 +32,7 @@ class DropoutLlama(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.dropout(self.embed(tokens))
-        x = x + torch.randn(x.shape) * 0.01
+        x = x + torch.randn(x.shape, dtype=x.dtype) * 0.01
         for block in self.blocks:
             x = self.dropout(block(x))
         logits = self.head(self.norm(x)).float() * self.temperature

@@ -104,7 +104,7 @@ class MicroBatches:
         elif accumulator is not None:
             accumulator.watch(list(self._averaged.values()))
         if self._is_reproducible:
-            self._begin_in_order(is_last=is_last)
+            self._number_sums()
         self._set_flags(is_last=is_last)
         try:
             with BackwardGuard.let_pass(), self._state.ranges.inside("backward"):
@@ -121,19 +121,21 @@ class MicroBatches:
         self.num_done += 1
         self.is_complete = is_last
 
-    def _begin_in_order(self, *, is_last: bool) -> None:
-        """Tell the sums which micro-batch comes.
+    def refuse_other_count(self, *, is_last: bool) -> None:
+        """Raise StepError if the number of micro-batches is not the config's, and the order of additions depends on it.
 
-        Raises:
-            StepError: the number of micro-batches is not the config's where the order depends on it.
+        Call before each backward.
         """
         per_rank, planned = self.num_done + 1, self._state.plan.policy.gradient_accumulation_steps
-        if is_last and self.order.depends_on_count and per_rank != planned:
+        if is_last and self._is_reproducible and self.order.depends_on_count and per_rank != planned:
             raise StepError(
                 f"An optimizer step ends after {per_rank} micro-batches, but gradient_accumulation_steps is {planned}. "
                 "With zeroamp.reproducible both must be the same at stages 0 and 1 and with replicas. Change one, or "
                 "use stage 2 or 3 without replicas."
             )
+
+    def _number_sums(self) -> None:
+        """Tell the sums which micro-batch comes."""
         for group in self._state.gradients:
             group.micro_batch = self.num_done
         if self._state.shard_accumulator is not None:

@@ -323,6 +323,7 @@ class TrainStep:
         is_last = self._is_last(is_last)
         if self.is_between_steps:
             self._begin()
+        self.micro_batches.refuse_other_count(is_last=is_last)
         refuse_loss(loss)
         divides_here = divide and not self._policy.reproducible
         if self._policy.reproducible and self._losses.are_divided not in (None, divide):

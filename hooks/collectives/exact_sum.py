@@ -75,7 +75,9 @@ class ExactSum:
         # What shifts the lowest bit of the highest place to 1: exact, also as a factor of numbers to be squared.
         shift = -(_LOWEST + _WIDTH * highest)
         factors = _powers_of_two(largest.device)[(shift // 2 if self._squares else shift) - _SMALLEST_POWER]
-        cut = [self._cut(block, factor) for block, factor in zip(blocks, factors.unbind(), strict=True)]
+        # On a CPU a new tensor of a block's size costs more time than an operation on it.
+        work = torch.empty(2, max(map(len, blocks)), dtype=torch.float64, device=largest.device)
+        cut = [self._cut(block, factor, work) for block, factor in zip(blocks, factors.unbind(), strict=True)]
         sums = torch.stack(cut)  # (blocks, 3)
         multiples = (sums / _SPLIT).floor()
         rests = sums - multiples * _SPLIT
@@ -87,16 +89,20 @@ class ExactSum:
             self._numbers[row].index_add_(0, places.to(device), values.to(device))
         self._numbers[2].index_add_(0, highest.to(device), torch.ones_like(largest).to(device))
 
-    def _cut(self, block: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        """Return the sums of the slices of the highest place of a block, and of the two places below: (3,), fp64."""
-        rest = block.double() * factor
+    def _cut(self, block: torch.Tensor, factor: torch.Tensor, work: torch.Tensor) -> torch.Tensor:
+        """Return the sums of the slices of the highest place of a block, and of the two places below: (3,), fp64.
+
+        `work`: (2, at least the block's size), fp64. Overwritten.
+        """
+        rest, whole = (row[: len(block)] for row in work.unbind())
+        rest.copy_(block).mul_(factor)
         if self._squares:
             rest.square_()
         sums = []
         for place in range(_NUM_KEPT):
-            sums.append(rest.trunc().sum())
+            sums.append(torch.trunc(rest, out=whole).sum())
             if place + 1 < _NUM_KEPT:
-                rest.frac_().mul_(2.0**_WIDTH)  # both exact
+                rest.sub_(whole).mul_(2.0**_WIDTH)  # both exact
         return torch.stack(sums)
 
     def numbers(self) -> torch.Tensor:

@@ -267,6 +267,7 @@ OTHER_VALUES = {
 ENABLED_BY = {
     "torch_autocast": {"fp16.enabled": False, "torch_autocast.enabled": True, "torch_autocast.dtype": "half"},
     "zeroamp.autocast_ops": {"fp16.enabled": False, "torch_autocast.enabled": True, "torch_autocast.dtype": "half"},
+    "zeroamp.seed": {"zeroamp.reproducible": True},
     "bf16": {"fp16.enabled": False, "bf16.enabled": True},
     "optimizer": {"optimizer.type": "Adam"},
     "scheduler": {"scheduler.type": "LRRangeTest"},

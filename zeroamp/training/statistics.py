@@ -103,16 +103,19 @@ def _loss_and_norm(host: HostCopy) -> tuple[float, float]:
 class StepStatistics:
     """Sums the statistics of the optimizer steps of one `TrainStep` over the ranks."""
 
-    def __init__(self, state: WrapState, micro_batches: MicroBatches, callbacks: Callbacks) -> None:
+    def __init__(
+        self,
+        state: WrapState,
+        micro_batches: MicroBatches,
+        callbacks: Callbacks,
+        exact: "ExactStatistics | None" = None,
+    ) -> None:
+        """`exact` makes the loss and the norm independent of the order of additions, for `zeroamp.reproducible`."""
         self._state = state
         self._micro_batches = micro_batches
         self._callbacks = callbacks
         self._unused = UnusedParameters(state)
-        self._exact: ExactStatistics | None = None
-        if state.plan.policy.reproducible:
-            from zeroamp.training import exact_statistics
-
-            self._exact = exact_statistics.ExactStatistics(state, micro_batches)
+        self._exact = exact
         self._before: Summed | None = None  # of the step before: its late readers have not read yet
 
     def sum_over_ranks(

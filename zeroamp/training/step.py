@@ -134,7 +134,12 @@ class TrainStep:
             for optimizer, on_shards in zip(self.optimizers, self._on_shards, strict=True)
         ]
         self.micro_batches.on_end = partial(_drop_gradients, self._updates)
-        self._statistics = StepStatistics(self._state, self.micro_batches, self._callbacks)
+        exact = None
+        if self._policy.reproducible:
+            from zeroamp.training.exact_statistics import ExactStatistics
+
+            exact = ExactStatistics(self._state, self.micro_batches)
+        self._statistics = StepStatistics(self._state, self.micro_batches, self._callbacks, exact)
         is_float16 = self._policy.low_dtype == torch.float16
         self._scaler = LossScaler(self._policy.loss_scale, self._state.mesh.device_type, enabled=is_float16)
         self._losses = StepLosses(retains_each=self._policy.reproducible)

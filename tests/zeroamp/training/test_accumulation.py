@@ -59,7 +59,7 @@ def _buffer_dtypes(stage):
     step.step()
     accumulator = model._zeroamp_state.shard_accumulator
     held = {p.grad.dtype for p in model.parameters() if p.grad is not None}
-    return held, {total.dtype for total in accumulator._sums.values()} if accumulator else None
+    return held, {total.dtype for total in accumulator.sums.values()} if accumulator else None
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from zeroamp.policies import ZeroAmpError
+from zeroamp.policies.errors import ZeroAmpError
 
 logger = logging.getLogger("zeroamp")
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from zeroamp.ledger.tables import TableStyle, render
 from zeroamp.policies.errors import CheckpointError, printable
 from zeroamp.policies.files import open_regular
+from zeroamp.policies.tables import TableStyle, render
 from zeroamp.reporting.files import new_figure, save_figure
 from zeroamp.reporting.step_record import PARTS, StepRecord
 
@@ -131,7 +131,7 @@ def _summary(run: SavedRun) -> dict[str, str]:
         "ms per step, median": _median(steady, lambda r: r.step_s, "{:,.1f}", 1e3),
         # A mark, since tables strip spaces.
         **{f"- {part.replace('_', ' ')}": _share(steady, part) for part in PARTS},
-        "MB moved per step": _median(steady, lambda r: float(sum(r.traffic_bytes.values())), "{:,.1f}", 1e-6),
+        "GB communicated per step": _median(steady, lambda r: float(sum(r.traffic_bytes.values())), "{:,.3f}", 1e-9),
         "peak GiB, active": _last(run, lambda r: r.peak_active_gib),
         "peak GiB, reserved": _last(run, lambda r: r.peak_reserved_gib),
         "peak GiB, host process": _last(run, lambda r: r.peak_rss_gib),

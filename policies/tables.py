@@ -24,6 +24,9 @@ WIDTH = 100
 SOFT_HYPHEN = "\u00ad"
 """In a header: where a word may be broken, if the table is too wide otherwise."""
 
+_NO_BREAK = "\u00a0"
+"""A space of a name, at which no header is wrapped."""
+
 _GAP = 2
 _NARROWEST = 24
 """A column of longer cells is not made narrower than this."""
@@ -81,7 +84,7 @@ def render(
         return ""
     columns = [
         _Column(
-            key if key in names else (headers or {}).get(key, key).replace("_", " "),
+            key.replace(" ", _NO_BREAK) if key in names else (headers or {}).get(key, key).replace("_", " "),
             tuple(_texts([row[key] for row in rows])),
             all(_is_number(row[key]) for row in rows),
         )
@@ -237,7 +240,7 @@ def _draw(columns: Sequence[_Column], style: TableStyle = "simple") -> str:
         return _draw_text(columns)
     return tabulate(
         list(zip(*(column.cells for column in columns), strict=True)),
-        headers=[column.head for column in columns],
+        headers=[column.head.replace(_NO_BREAK, " ") for column in columns],
         tablefmt=style,
         disable_numparse=True,
         colalign=["right" if column.is_right else "left" for column in columns],
@@ -268,5 +271,5 @@ def _lines(texts: Sequence[str], columns: Sequence[_Column], *, at_bottom: bool 
             at = index - (height - len(cell) if at_bottom else 0)
             text = cell[at] if 0 <= at < len(cell) else ""
             parts.append(text.rjust(column.width) if column.is_right else text.ljust(column.width))
-        lines.append((" " * _GAP).join(parts).rstrip())
+        lines.append((" " * _GAP).join(parts).rstrip().replace(_NO_BREAK, " "))
     return lines

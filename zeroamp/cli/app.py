@@ -11,7 +11,8 @@ import json
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +25,7 @@ from zeroamp.cli.options import (
     AutoWrap,
     ConfigPath,
     GpusPerNode,
+    Html,
     Inputs,
     Model,
     OptionalModel,
@@ -34,6 +36,8 @@ from zeroamp.cli.options import (
 )
 from zeroamp.cli.plan import plan
 from zeroamp.policies.files import read_config_file
+from zeroamp.reporting.page import check_page, html_page, write_page
+from zeroamp.reporting.server import HOST, page_server
 
 app = typer.Typer(
     help="What a DeepSpeed-style config does, and which dtype it puts where: without a GPU, weights or ranks. And "
@@ -119,6 +123,7 @@ def explain(
     per_parameter: Annotated[
         bool, typer.Option("--per-parameter", help="Also one row per parameter (--json has them always).")
     ] = False,
+    page: Html = None,
     world_size: WorldSize = None,
     auto: Auto = None,
     auto_wrap: AutoWrap = None,
@@ -134,11 +139,16 @@ def explain(
     values = auto_values(auto or [])
     with messages_to_stderr(verbose):
         _check_files(config, model)
+        if page is not None:
+            check_page(page)
         from zeroamp.cli.planned import ledger_of, plan_of
         from zeroamp.policies import policy_from_config
 
         policy = policy_from_config(config, world_size=world_size, **values)
         ledger = ledger_of(plan_of(model, policy, auto_wrap, inputs), world_size)
+        if page is not None:
+            write_page(page, html_page("ledger", f"dtype ledger of {model}", ledger.title(), ledger.to_dict()))
+            typer.echo(f"wrote {page}", err=True)
         if as_json:
             typer.echo(json.dumps(ledger.to_dict(), indent=2, allow_nan=False))
         elif as_markdown:
@@ -180,16 +190,47 @@ def report(
         Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw loss, norm, tokens/s and memory.")
     ] = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="The table as Markdown.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object: the table, and every record.")] = False,
+    page: Html = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Show the page on http://127.0.0.1 until Ctrl+C, and follow the runs.")
+    ] = False,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Of --serve; 0 is any free one.")] = 8123,
 ) -> None:
     """Print a table of one or several runs, side by side, also of those that still go on."""
+    if as_json and as_markdown:
+        raise typer.BadParameter("--json and --markdown are two forms of one output: name one.", param_hint="--json")
     with messages_to_stderr(0):
         from zeroamp.reporting import saved_runs
 
-        read = [saved_runs.read_run(path) for path in runs]
-        typer.echo(saved_runs.table(read, "github" if as_markdown else "simple"))
+        if page is not None:
+            check_page(page)
+
+        def read() -> list[saved_runs.SavedRun]:
+            return [saved_runs.read_run(path) for path in runs]
+
+        found = read()
+        data = saved_runs.runs_to_dict(found)
+        if as_json:
+            typer.echo(json.dumps(data, indent=2, allow_nan=False))
+        else:
+            typer.echo(saved_runs.table(found, "github" if as_markdown else "simple"))
         if picture is not None:
-            saved_runs.plot(read, picture)
+            saved_runs.plot(found, picture)
             typer.echo(f"wrote {picture}", err=True)
+        title = ", ".join(run["name"] for run in data["runs"])
+        subtitle = "Runs as RunReport recorded them, on their first rank."
+        if page is not None:
+            write_page(page, html_page("runs", title, subtitle, data))
+            typer.echo(f"wrote {page}", err=True)
+        if serve:
+            _serve(page_server(port, title, subtitle, lambda: saved_runs.runs_to_dict(read())))
+
+
+def _serve(server: ThreadingHTTPServer) -> None:
+    typer.echo(f"http://{HOST}:{server.server_port}/ (Ctrl+C ends it)", err=True)
+    with server, suppress(KeyboardInterrupt):
+        server.serve_forever()
 
 
 # What follows the script is the script's own.

@@ -36,6 +36,10 @@ Inputs = Annotated[
         help="module:function or file.py:function of (batch, seq) that returns what the forward takes.",
     ),
 ]
+Html = Annotated[
+    Path | None,
+    typer.Option("--html", metavar="FILE.html", help="Also write a page that needs no network, 5 MB; needs plotly."),
+]
 Verbosity = Annotated[
     int,
     typer.Option(

@@ -16,6 +16,7 @@ from zeroamp.cli.options import (
     AutoWrap,
     ConfigPath,
     GpusPerNode,
+    Html,
     Inputs,
     Model,
     Verbosity,
@@ -26,6 +27,7 @@ from zeroamp.dry_run.efficiency import Efficiency, efficiency_of
 from zeroamp.dry_run.gpus import GPUS, find_gpu
 from zeroamp.policies.files import read_config_file
 from zeroamp.reporting.files import check_picture
+from zeroamp.reporting.page import check_page, html_page, write_page
 
 if TYPE_CHECKING:
     from zeroamp.policies.policy import Stage
@@ -64,6 +66,7 @@ def plan(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Also draw the memory over the step; needs matplotlib.")
     ] = None,
+    page: Html = None,
     auto: Auto = None,
     auto_wrap: AutoWrap = None,
     verbose: Verbosity = 0,
@@ -76,6 +79,8 @@ def plan(
         efficiency = _efficiency(gpu, compute_efficiency)
         if plot is not None:
             check_picture(plot)
+        if page is not None:
+            check_page(page)
         from zeroamp.dry_run.run_plan import plan_run  # imports torch
         from zeroamp.policies import policy_from_config
 
@@ -101,6 +106,13 @@ def plan(
         typer.echo(json.dumps(run.to_dict(), indent=2, allow_nan=False) if as_json else run)
         if plot is not None:
             run.plot(plot)
+        if page is not None:
+            from zeroamp.dry_run.plot import drawn_timeline
+            from zeroamp.dry_run.render import title
+
+            data = {"plan": run.to_dict(), "timelines": [drawn_timeline(stage) for stage in run.stages]}
+            write_page(page, html_page("plan", f"plan of {model}", title(run), data))
+            typer.echo(f"wrote {page}", err=True)
 
 
 def _efficiency(gpu: str, compute: float | None) -> Efficiency:

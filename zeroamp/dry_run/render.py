@@ -31,7 +31,7 @@ def render_run(run: RunPlan) -> str:
     shown = next((stage for stage in run.stages if stage.stage == run.policy.stage), run.stages[0])
     note = f"{_NOTE} {_ORIGIN}".format(**asdict(run.efficiency)) + (f" {_ROUTING_NOTE}" if run.has_experts else "")
     parts = [
-        paragraph(_title(run)),
+        paragraph(title(run)),
         f"Stages\n{render([_stage_row(run, stage) for stage in run.stages])}",
         *([] if run.meshes is None else [_meshes(run.meshes, shown)]),
         *(paragraph(f"stage {stage}: not possible: {reason}") for stage, reason in run.refused.items()),
@@ -134,7 +134,8 @@ def _stage_dict(run: RunPlan, stage: StagePlan) -> dict[str, Any]:
     }
 
 
-def _title(run: RunPlan) -> str:
+def title(run: RunPlan) -> str:
+    """Return the sentence above the tables: the model, the run and the GPU."""
     plan = run.stages[0].plan
     numel = sum(param.numel for param in plan.params)
     checkpointing = "with" if run.checkpointing else "without"

@@ -54,7 +54,7 @@ class Ledger:
     def __str__(self) -> str:
         """Return the summary, one row per module class and dtypes, and one per group; equal neighbours share one."""
         tables = [f"{title}\n{_render(table)}" for title, table in self._tables().items()]
-        return "\n\n".join([paragraph(self._title()), *tables, paragraph(self._notes())])
+        return "\n\n".join([paragraph(self.title()), *tables, paragraph(self._notes())])
 
     def per_parameter(self, style: TableStyle = "simple") -> str:
         """Return tables of one row per parameter: its dtypes; its bytes; its class, group and the reason of its dtypes.
@@ -68,8 +68,10 @@ class Ledger:
 
     def to_markdown(self, *, per_parameter: bool = False) -> str:
         """Return what `print` shows as Markdown, with a table of all parameters if asked."""
-        tables = self._tables() | ({"Parameters": self.parameter_rows()} if per_parameter else {})
-        parts = [self._title(), *(f"### {title}\n\n{_render(table, 'github')}" for title, table in tables.items())]
+        tables = {**self._tables(), "Groups": fold(self.group_rows())}  # Markdown may be wide: one table of the groups
+        del tables["Bytes of the groups"]
+        tables |= {"Parameters": self.parameter_rows()} if per_parameter else {}
+        parts = [self.title(), *(f"### {title}\n\n{_render(table, 'github')}" for title, table in tables.items())]
         return "\n\n".join([*parts, self._notes()])
 
     def summary_rows(self) -> list[dict[str, Any]]:
@@ -188,7 +190,8 @@ class Ledger:
     def _byte_columns(self) -> tuple[str, ...]:
         return PER_STEP if self._ranks.shards(self.plan.policy) is None else (*PER_STEP, *PER_RANK)
 
-    def _title(self) -> str:
+    def title(self) -> str:
+        """Return the sentence above the tables: mode, stage, units, groups and parameters."""
         policy, units = self.plan.policy, self.plan.units
         num_modules = sum(len(self.plan.modules_of(unit)) for unit in units)
         merged = f" ({num_modules} modules)" if self.plan.merged else ""

@@ -114,7 +114,7 @@ def test_every_implementation_has_the_flops_of_its_products(planned):
 
 def test_a_plan_says_that_the_routing_is_balanced(planned):
     for run in planned.values():
-        assert "every expert of a layer gets equally many tokens" in str(run)
+        assert "every expert of a layer gets equally many tokens" in " ".join(str(run).split())
         assert run.to_dict()["routing"] == "balanced"
     dense = zeroamp.plan_run(llama()[0], policy(config(3)), world_size=2, batch=1, seq=16, stages=(3,))
     assert "routing" not in str(dense)

@@ -1,4 +1,4 @@
-"""Chromium without a window, driven over the pipe of its DevTools protocol: console errors, evaluated scripts, pictures."""
+"""Chromium without a window, driven over the pipe of its DevTools protocol: errors, evaluated scripts, pictures."""
 
 import base64
 import fcntl
@@ -30,15 +30,15 @@ class Browser:
         read_ours, write_theirs = _pipe()
         read_theirs, write_ours = _pipe()
 
-        def pipes() -> None:  # the protocol has descriptors 3 and 4
-            os.dup2(read_theirs, 3)
-            os.dup2(write_theirs, 4)
-
-        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe"]
-        flags += ["--disable-background-networking", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
-        flags += [f"--user-data-dir={self._profile.name}", "--no-first-run", "about:blank"]
-        self._process = subprocess.Popen(
-            [str(CHROMIUM), *flags], preexec_fn=pipes, close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        flags = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"]
+        flags += ["--remote-debugging-pipe", "--disable-background-networking"]
+        flags += ["--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"]
+        command = [str(CHROMIUM), *flags, f"--user-data-dir={self._profile.name}", "about:blank"]
+        self._process = subprocess.Popen(  # the protocol has descriptors 3 and 4
+            ["bash", "-c", f'exec "$@" 3<&{read_theirs} 4>&{write_theirs}', "bash", *command],
+            pass_fds=(read_theirs, write_theirs),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         os.close(read_theirs)
         os.close(write_theirs)
@@ -59,7 +59,9 @@ class Browser:
 
     def open(self, url: str | Path, *, width: int = 1280, height: int = 900) -> None:
         """Show a page, and wait until its scripts have drawn it."""
-        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        self._call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
+        )
         self._call("Page.navigate", url=url.resolve().as_uri() if isinstance(url, Path) else url)
         self.wait_for("document.readyState === 'complete' && document.querySelector('#page')?.childElementCount > 0")
 

@@ -62,6 +62,8 @@ class Browser:
         self._call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
+        self._call("Page.navigate", url="about:blank")  # else another hash of the same page would not load it
+        self.wait_for("location.href === 'about:blank'")
         self._call("Page.navigate", url=url.resolve().as_uri() if isinstance(url, Path) else url)
         self.wait_for("document.readyState === 'complete' && document.querySelector('#page')?.childElementCount > 0")
 

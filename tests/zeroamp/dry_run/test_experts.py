@@ -149,7 +149,7 @@ def test_the_low_share_is_that_of_the_trainable_elements():
     low = sum(param.numel for param in with_key.params if param.dtypes.param == torch.bfloat16)
     assert with_key.low_share == low / sum(p.numel() for p in model.parameters())
     assert with_key.describe_low_share() == f"{with_key.low_share:.1%} of the trainable elements in bf16"
-    assert with_key.describe_low_share() in str(Ledger(plan=with_key))
+    assert with_key.describe_low_share() in Ledger(plan=with_key).title()
     assert Ledger(plan=with_key).to_dict()["low_share"] == with_key.low_share
     assert build_plan(model, policy(config(3, dtype=None))).describe_low_share() == ""
 

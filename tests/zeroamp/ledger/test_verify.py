@@ -278,7 +278,9 @@ def _shown(options):
     assert isinstance(verification, zeroamp.Verification)
     as_dict = verification.to_dict()
     assert json.loads(json.dumps(as_dict, allow_nan=False)) == as_dict
-    return str(verification), as_dict
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "120")
+        return str(verification), as_dict
 
 
 def test_a_table_of_promised_and_seen_per_group(ranks2):

@@ -303,6 +303,17 @@ def policy_from_config(
     Raises:
         ConfigError: a key is unknown or unsupported, a value is impossible, two keys contradict each other, or an
             "auto" is left. The text names the key.
+
+    Examples:
+        >>> config = {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}}
+        >>> policy = zeroamp.policy_from_config(config, bf16=True)
+        >>> policy.mode, policy.stage
+        ('bf16', 2)
+        >>> policy.replace(stage=3)
+        policy_from_config({'bf16': {'enabled': True}, 'zero_optimization': {'stage': 3}})
+        >>> zeroamp.policy_from_config({"zero_optimisation": {"stage": 2}})  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        zeroamp.policies.errors.ConfigError: ...Did you mean 'zero_optimization'?...
     """
     filled = fill_auto(load_config(cfg), auto)
     return Policy(validate(filled), tuple(flatten(filled).items()), num_ranks=data_parallel_ranks(world_size))

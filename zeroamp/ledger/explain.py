@@ -266,6 +266,16 @@ def explain(model: nn.Module) -> Ledger:
 
     Raises:
         WrapError: the model is not wrapped.
+
+    Examples:
+        >>> policy = zeroamp.policy_from_config({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}})
+        >>> model = zeroamp.wrap_model(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), policy)
+        >>> ledger = zeroamp.explain(model)
+        >>> {row["parameter"]: row["gather"] for row in ledger.parameter_rows()}
+        {'0.weight': 'bf16', '0.bias': 'bf16', '1.weight': 'fp32', '1.bias': 'fp32'}
+        >>> seen = ledger.verify(model, torch.ones(4, 8), loss_fn=lambda output: output.float().sum())
+        >>> seen.is_traffic_as_planned
+        True
     """
     state = wrap_state(model)
     ranks = ranks_of(state.mesh)

@@ -118,9 +118,10 @@ def save_checkpoint(
         >>> train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters()))
         >>> train.backward(model(torch.ones(4, 8)).square().mean())
         >>> report = train.step()
-        >>> zeroamp.save_checkpoint(folder, model, train, extra={"sample": 4}).name
-        'step_1'
-        >>> zeroamp.load_checkpoint(folder, model, train).extra
+        >>> path = zeroamp.save_checkpoint(folder, model, train, extra={"sample": 4})
+        >>> zeroamp.latest_checkpoint(folder) == path
+        True
+        >>> zeroamp.load_checkpoint(folder, model, train)
         {'sample': 4}
     """
     state = wrap_state(model)

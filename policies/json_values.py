@@ -9,7 +9,7 @@ import torch
 
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import ConfigError, describe
-from zeroamp.policies.files import read_json
+from zeroamp.policies.files import read_config_file
 
 _DEEPEST = 16  # levels; the schema has four
 _LARGEST = 2**63 - 1
@@ -28,17 +28,7 @@ def load_config(cfg: object) -> dict[str, Any]:
         raise ConfigError(describe("config", "the text of one", _VALID, "Call json.loads on it first."))
     if not isinstance(cfg, str | os.PathLike):
         raise ConfigError(describe("config", f"the {type(cfg).__name__} {cfg!r}", _VALID, "Pass one of them."))
-    path = Path(cfg)
-    try:
-        loaded = read_json(path)
-    except OSError as error:
-        raise ConfigError(f"config {str(path)!r} cannot be read ({error}). Check the path of the file.") from error
-    except ValueError as error:  # not JSON, not UTF-8, an endless number, or nested without end
-        raise ConfigError(f"config {str(path)!r} must hold a JSON object: {error}. Correct the file.") from error
-    if not isinstance(loaded, dict):
-        held = type(loaded).__name__
-        raise ConfigError(f"config {str(path)!r} must hold a JSON object, but holds a {held}. Correct the file.")
-    return json_object(loaded, "config")
+    return json_object(read_config_file(Path(cfg)), "config")
 
 
 def json_object(mapping: Mapping[Any, Any], where: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from zeroamp.policies.json_values import flatten, json_value, load_config, nest
 from zeroamp.policies.loss_scale import NO_LOSS_SCALE, LossScale
 from zeroamp.policies.normalise import HELD_BY, low_dtype_of, mode_of, normalised
 from zeroamp.policies.normalise import Mode as Mode
-from zeroamp.policies.render import render_report, to_config
+from zeroamp.policies.render import render_report, short_config, to_config
 from zeroamp.policies.schema import Config, validate
 from zeroamp.policies.schema.config import RangeMode as RangeMode
 from zeroamp.policies.schema.instruments import FileMonitorBlock, WandbBlock
@@ -132,16 +132,20 @@ class Policy:
         return json.dumps(self.to_config(), indent=2)
 
     def __repr__(self) -> str:
-        """Return the call that makes an equal policy."""
-        return f"policy_from_config({self.to_config()!r})"
+        """Return the call that makes an equal policy, with the keys that differ from their defaults."""
+        return f"policy_from_config({short_config(self)!r})"
 
     def to_config(self) -> dict[str, Any]:
         """Return the config, defaults written out, from which `policy_from_config` makes an equal policy."""
         return to_config(self)
 
-    def report(self) -> str:
-        """Return a table of what became of each key: honoured, native, off, no effect, or a default."""
-        return render_report(self)
+    def report(self, *, defaults: bool = False) -> str:
+        """Return what became of each key of the config, and what it means: honoured, native, off or without effect.
+
+        Args:
+            defaults: also list the keys that the config does not have and whose defaults act.
+        """
+        return render_report(self, defaults=defaults)
 
     # Short names of keys, which their notes in the schema describe (docs/config.md).
     train_batch_size = _Key(lambda config: config.train_batch_size)
@@ -301,6 +305,17 @@ def policy_from_config(
     Raises:
         ConfigError: a key is unknown or unsupported, a value is impossible, two keys contradict each other, or an
             "auto" is left. The text names the key.
+
+    Examples:
+        >>> config = {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}}
+        >>> policy = zeroamp.policy_from_config(config, bf16=True)
+        >>> policy.mode, policy.stage
+        ('bf16', 2)
+        >>> policy.replace(stage=3)
+        policy_from_config({'bf16': {'enabled': True}, 'zero_optimization': {'stage': 3}})
+        >>> zeroamp.policy_from_config({"zero_optimisation": {"stage": 2}})  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        zeroamp.policies.errors.ConfigError: ...Did you mean 'zero_optimization'?...
     """
     filled = fill_auto(load_config(cfg), auto)
     return Policy(validate(filled), tuple(flatten(filled).items()), num_ranks=data_parallel_ranks(world_size))

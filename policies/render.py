@@ -1,13 +1,14 @@
-"""A policy as a config, and as a table of what became of each key."""
+"""A policy as a config, as the short call that makes it, and as a list of what became of each key."""
 
 import json
+import textwrap
 from typing import TYPE_CHECKING, Any
 
-from tabulate import tabulate
-
+from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.json_values import flatten, nest
 from zeroamp.policies.normalise import unread
-from zeroamp.policies.schema import Config, Honoured, Key, Native, Unsupported, iter_keys
+from zeroamp.policies.schema import Config, Honoured, Key, Native, Unsupported, iter_keys, validate
+from zeroamp.policies.tables import terminal_width
 
 if TYPE_CHECKING:
     from zeroamp.policies.policy import Policy
@@ -27,6 +28,17 @@ def to_config(policy: "Policy") -> dict[str, Any]:
             value = _at(key.path, held)
             flat |= {} if value is None else {key.path: value}
     return nest(flat)
+
+
+def short_config(policy: "Policy") -> dict[str, Any]:
+    """Return the part of `to_config` that differs from the defaults, or all of it where that makes no equal policy."""
+    whole = to_config(policy)
+    usual = {key.path: key.default for key in iter_keys(Config)} | flatten(to_config(type(policy)()))
+    short = nest({path: value for path, value in flatten(whole).items() if path not in usual or usual[path] != value})
+    try:
+        return short if type(policy)(validate(short)) == policy else whole
+    except ConfigError:
+        return whole
 
 
 def _at(path: str, cfg: Any) -> Any:
@@ -90,7 +102,36 @@ def _idle(path: str, policy: "Policy") -> str | None:
     return None
 
 
-def render_report(policy: "Policy") -> str:
-    """Return the rows as a table."""
-    widths = [None, 32, None, 72]
-    return tabulate(report_rows(policy), headers="keys", tablefmt="simple", disable_numparse=True, maxcolwidths=widths)
+_TITLES = {
+    "honoured": "Honoured",
+    "native": "Accepted, changes nothing",
+    "off": "Off",
+    "no effect": "Without effect here",
+    "default": "Not in the config, with their defaults",
+}
+
+
+def render_report(policy: "Policy", *, defaults: bool) -> str:
+    """Return the rows as a list by status that fits the terminal, each key with its value and, below, its note."""
+    rows, width = report_rows(policy), terminal_width()
+    parts = []
+    for status, title in _TITLES.items():
+        own = [row for row in rows if row["status"] == status]
+        if status == "default" and not defaults:
+            continue
+        if own:
+            parts.append("\n".join([f"{title}: {_count(own)}", *(_entry(row, width) for row in own)]))
+    left_out = [row for row in rows if row["status"] == "default"]
+    if left_out and not defaults:
+        verb = "has its" if len(left_out) == 1 else "have their"
+        parts.append(f"{_count(left_out)} not in the config {verb} default.")
+    return "\n\n".join(parts)
+
+
+def _count(rows: list[dict[str, str]]) -> str:
+    return f"{len(rows)} key{'' if len(rows) == 1 else 's'}"
+
+
+def _entry(row: dict[str, str], width: int) -> str:
+    head = textwrap.fill(f"{row['key']} = {row['value']}", width, initial_indent="  ", subsequent_indent="    ")
+    return f"{head}\n{textwrap.fill(row['note'], width, initial_indent=' ' * 6, subsequent_indent=' ' * 6)}"

@@ -56,7 +56,7 @@ def test_16_bit_weights_on_save_are_the_low_dtype_of_the_mode(stage):
     policy = policy_from_config({"torch_autocast": AUTOCAST, "zero_optimization": zero})
     assert policy.export_dtype == torch.bfloat16
     assert policy_from_config(policy.to_config()) == policy
-    assert "stage3_gather_16bit_weights_on_model_save" in policy.report().partition("default")[0]
+    assert "stage3_gather_16bit_weights_on_model_save" in policy.report()
     changed = policy.replace(stage3_gather_16bit_weights_on_model_save=False)
     assert changed.export_dtype == torch.float32
     assert policy_from_config({"fp16": {"enabled": True}}).export_dtype == torch.float32
@@ -240,6 +240,25 @@ def test_equal_policies_hash_alike_and_survive_a_pickle_and_a_copy():
         assert copy.replace(policy, stage=2).stage == 2
 
 
+def test_a_policy_prints_the_keys_that_differ_from_their_defaults():
+    policy = policy_from_config({"bf16": {"enabled": True}, "gradient_clipping": 0, "zero_optimization": {"stage": 2}})
+    assert repr(policy) == "policy_from_config({'bf16': {'enabled': True}, 'zero_optimization': {'stage': 2}})"
+
+
+def test_a_report_lists_the_keys_of_the_config_and_the_defaults_if_asked():
+    policy = policy_from_config({"bf16": {"enabled": True}})
+    lines = policy.report().splitlines()
+    assert lines[:2] == ["Honoured: 1 key", "  bf16.enabled = true"]
+    assert lines[-1].endswith("keys not in the config have their default.")
+    assert "  zero_optimization.stage = 0" in policy.report(defaults=True).splitlines()
+    assert "zero_optimization.stage" not in policy.report()
+
+
+def test_no_line_of_a_report_is_wider_than_the_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert max(map(len, policy_from_config({"torch_autocast": AUTOCAST}).report(defaults=True).splitlines())) <= 60
+
+
 SET = {"zero_optimization.stage": 3, "gradient_accumulation_steps": 2, "fp16.enabled": True}
 OTHER_VALUES = {
     "torch_autocast.dtype": "bf16",
@@ -303,7 +322,7 @@ def test_every_honoured_key_is_in_the_policy_its_text_and_its_report(key):
     changed = policy_from_config(nest({**base, key.path: _another(key.path, key.default)}))
     assert changed != policy_from_config(nest(base))
     assert policy_from_config(json.loads(str(changed))) == changed
-    assert key.path in changed.report().partition(" default ")[0]
+    assert f"  {key.path}" in changed.report()
     held = flatten(changed.to_config())
     if key.path in held:
         assert changed.replace(**{key.path: held[key.path]}) == changed

@@ -112,6 +112,17 @@ def save_checkpoint(
             in it. Nothing of the checkpoint is left then.
         StepError: between the micro-batches of an optimizer step, after an exception without a `recover`, or a
             trainable parameter is not sharded.
+
+    Examples:
+        >>> model = zeroamp.wrap_model(nn.Linear(8, 1), zeroamp.policy_from_config({"zero_optimization": {"stage": 3}}))
+        >>> train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters()))
+        >>> train.backward(model(torch.ones(4, 8)).square().mean())
+        >>> report = train.step()
+        >>> path = zeroamp.save_checkpoint(folder, model, train, extra={"sample": 4})
+        >>> zeroamp.latest_checkpoint(folder) == path
+        True
+        >>> zeroamp.load_checkpoint(folder, model, train)
+        {'sample': 4}
     """
     state = wrap_state(model)
     train.micro_batches.refuse_after_failure("save_checkpoint")  # the state may be half updated

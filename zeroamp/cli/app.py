@@ -2,27 +2,30 @@
 
 Needs typer (the extra `cli`), so nothing else imports this file. Data goes to stdout, all else to stderr. Exit codes:
 0, 1 for a mistake in config or model, 2 for a mistake in the arguments.
+
+This file imports no torch. A command imports what needs torch in its body, after it has checked arguments and files:
+a typo is answered at once.
 """
 
 import json
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, suppress
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 import zeroamp
-from zeroamp.checkpoint.export import export_checkpoint
-from zeroamp.cli.model_source import load_inputs, load_model
+from zeroamp.cli.model_source import check_source
 from zeroamp.cli.options import (
     Auto,
     AutoWrap,
     ConfigPath,
     GpusPerNode,
+    Html,
     Inputs,
     Model,
     OptionalModel,
@@ -32,18 +35,9 @@ from zeroamp.cli.options import (
     messages_to_stderr,
 )
 from zeroamp.cli.plan import plan
-from zeroamp.ledger.explain import Ledger
-from zeroamp.planning.mesh import Ranks, mesh_shape
-from zeroamp.planning.mesh_notes import mesh_notes
-from zeroamp.planning.nodes import ranks_per_node
-from zeroamp.planning.plan import Plan, build_plan
-from zeroamp.policies import Policy, policy_from_config
-from zeroamp.policies.errors import some_of
-from zeroamp.reporting import saved_runs
-from zeroamp.reporting.profiling import Profile
-
-TRACED_TOKENS = 2048
-"""Sequence length of the inputs of a traced run, as `zeroamp plan` has it by default. The batch is 1."""
+from zeroamp.policies.files import read_config_file
+from zeroamp.reporting.page import check_page, html_page, write_page
+from zeroamp.reporting.server import HOST, page_server
 
 app = typer.Typer(
     help="What a DeepSpeed-style config does, and which dtype it puts where: without a GPU, weights or ranks. And "
@@ -83,6 +77,7 @@ def check(
     auto: Auto = None,
     auto_wrap: AutoWrap = None,
     inputs: Inputs = None,
+    all_keys: Annotated[bool, typer.Option("--all", help="Also list the defaults of all other keys.")] = False,
     verbose: Verbosity = 0,
 ) -> None:
     """Print what becomes of every key of a config, or what is wrong.
@@ -96,26 +91,24 @@ def check(
         raise typer.BadParameter("inputs are those of a model: name it with --model.", param_hint="--inputs")
     values = auto_values(auto or [])
     with messages_to_stderr(verbose):
+        _check_files(config, model)
+        from zeroamp.cli.planned import describe_plan, plan_of
+        from zeroamp.policies import policy_from_config
+
         policy = policy_from_config(config, world_size=world_size, **values)
-        plan = None if model is None else _plan(model, policy, auto_wrap, inputs)
-        typer.echo(policy.report())
-        if plan is not None:
-            low = f", {text}" if (text := plan.describe_low_share()) else ""
-            typer.echo(f"{model}: {len(plan.units)} units below the root, {len(plan.groups)} groups{low}")
-            for line in _override_lines(plan):
-                typer.echo(line)
-            per_node = gpus_per_node if policy.ranks_per_node == "auto" else ranks_per_node(policy)
-            if world_size is not None and (notes := mesh_notes(plan, _ranks(policy, world_size), per_node)):
-                typer.echo(notes)
+        plan = None if model is None else plan_of(model, policy, auto_wrap, inputs)
+        typer.echo(policy.report(defaults=all_keys))
+        if not all_keys:
+            typer.echo("--all lists all other keys with their defaults.")
+        if model is not None and plan is not None:
+            typer.echo(f"\n{describe_plan(model, plan, world_size, gpus_per_node)}")
 
 
-def _override_lines(plan: Plan) -> Iterator[str]:
-    """Yield what each override sets, and for which parameters of the model."""
-    for index, asked in enumerate(plan.policy.overrides):
-        params = plan.overridden(index)
-        names = f": {some_of([param.fqn for param in params], 4)}" if params else ""
-        count = f"{len(params)} parameter{'' if len(params) == 1 else 's'}"
-        yield f"zeroamp.overrides.{index}: {asked.settings()} for {count}{names}"
+def _check_files(config: Path, model: str | None) -> None:
+    """Check what can be checked without torch, whose import takes longer than all else here."""
+    read_config_file(config)
+    if model is not None:
+        check_source(model)
 
 
 @app.command()
@@ -130,6 +123,7 @@ def explain(
     per_parameter: Annotated[
         bool, typer.Option("--per-parameter", help="Also one row per parameter (--json has them always).")
     ] = False,
+    page: Html = None,
     world_size: WorldSize = None,
     auto: Auto = None,
     auto_wrap: AutoWrap = None,
@@ -144,8 +138,17 @@ def explain(
         raise typer.BadParameter("--json and --markdown are two forms of one output: name one.", param_hint="--json")
     values = auto_values(auto or [])
     with messages_to_stderr(verbose):
+        _check_files(config, model)
+        if page is not None:
+            check_page(page)
+        from zeroamp.cli.planned import ledger_of, plan_of
+        from zeroamp.policies import policy_from_config
+
         policy = policy_from_config(config, world_size=world_size, **values)
-        ledger = _ledger(_plan(model, policy, auto_wrap, inputs), world_size)
+        ledger = ledger_of(plan_of(model, policy, auto_wrap, inputs), world_size)
+        if page is not None:
+            write_page(page, html_page("ledger", f"dtype ledger of {model}", ledger.title(), ledger.to_dict()))
+            typer.echo(f"wrote {page}", err=True)
         if as_json:
             typer.echo(json.dumps(ledger.to_dict(), indent=2, allow_nan=False))
         elif as_markdown:
@@ -154,28 +157,6 @@ def explain(
             typer.echo(ledger)
             if per_parameter:
                 typer.echo(f"\n{ledger.per_parameter()}")
-
-
-def _plan(source: str, policy: Policy, auto_wrap: list[str] | None, inputs: str | None) -> Plan:
-    with redirect_stdout(sys.stderr):  # a factory may print, and stdout may be parsed
-        model, example_inputs = load_model(source), None
-        if inputs is not None:
-            make = load_inputs(inputs)
-            with torch.device("meta"):
-                example_inputs = make(1, TRACED_TOKENS)
-        return build_plan(model, policy, auto_wrap, example_inputs)
-
-
-def _ledger(plan: Plan, world_size: int | None) -> Ledger:
-    if world_size is None:
-        return Ledger(plan=plan)
-    ranks = _ranks(plan.policy, world_size)
-    return Ledger(plan=plan, num_shards=ranks.num_shards, num_replicas=ranks.num_replicas)
-
-
-def _ranks(policy: Policy, world_size: int) -> Ranks:
-    *replicas, num_shards = mesh_shape(policy.stage, world_size, policy.dp_replicate_size)
-    return Ranks(num_shards=num_shards, num_replicas=replicas[0] if replicas else None)
 
 
 @app.command()
@@ -195,6 +176,8 @@ def export(
 ) -> None:
     """Write the weights of a checkpoint as safetensors that transformers reads; one process, no model, no GPU."""
     with messages_to_stderr(verbose):
+        from zeroamp.checkpoint.export import export_checkpoint
+
         taken = export_checkpoint(checkpoint, out, dtype, max_shard_bytes=int(max_shard_gb * 1e9))
         typer.echo(f"{taken} -> {out}")
 
@@ -207,14 +190,47 @@ def report(
         Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw loss, norm, tokens/s and memory.")
     ] = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="The table as Markdown.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object: the table, and every record.")] = False,
+    page: Html = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Show the page on http://127.0.0.1 until Ctrl+C, and follow the runs.")
+    ] = False,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Of --serve; 0 is any free one.")] = 8123,
 ) -> None:
     """Print a table of one or several runs, side by side, also of those that still go on."""
+    if as_json and as_markdown:
+        raise typer.BadParameter("--json and --markdown are two forms of one output: name one.", param_hint="--json")
     with messages_to_stderr(0):
-        read = [saved_runs.read_run(path) for path in runs]
-        typer.echo(saved_runs.table(read, "github" if as_markdown else "simple"))
+        from zeroamp.reporting import saved_runs
+
+        if page is not None:
+            check_page(page)
+
+        def read() -> list[saved_runs.SavedRun]:
+            return [saved_runs.read_run(path) for path in runs]
+
+        found = read()
+        data = saved_runs.runs_to_dict(found)
+        if as_json:
+            typer.echo(json.dumps(data, indent=2, allow_nan=False))
+        else:
+            typer.echo(saved_runs.table(found, "github" if as_markdown else "simple"))
         if picture is not None:
-            saved_runs.plot(read, picture)
+            saved_runs.plot(found, picture)
             typer.echo(f"wrote {picture}", err=True)
+        title = ", ".join(run["name"] for run in data["runs"])
+        subtitle = "Runs as RunReport recorded them, on their first rank."
+        if page is not None:
+            write_page(page, html_page("runs", title, subtitle, data))
+            typer.echo(f"wrote {page}", err=True)
+        if serve:
+            _serve(page_server(port, title, subtitle, lambda: saved_runs.runs_to_dict(read())))
+
+
+def _serve(server: ThreadingHTTPServer) -> None:
+    typer.echo(f"http://{HOST}:{server.server_port}/ (Ctrl+C ends it)", err=True)
+    with server, suppress(KeyboardInterrupt):
+        server.serve_forever()
 
 
 # What follows the script is the script's own.
@@ -237,6 +253,8 @@ def profile(
 
     The script runs to its end. The first rank prints its ranges with their times.
     """
+    from zeroamp.reporting.profiling import Profile
+
     recording = Profile(out, wait=wait, warmup=warmup, active=active, compress=compress)
     with recording, _as_main(script, arguments or []):
         try:

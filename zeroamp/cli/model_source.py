@@ -10,18 +10,33 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from zeroamp.policies.errors import WrapError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _FUNCTION = '"package.module:function" or "path/to/file.py:function"'
 _MODEL = f"a folder with a transformers config.json, {_FUNCTION}"
 
 
-def load_model(source: str) -> nn.Module:
+def check_source(source: str) -> None:
+    """Check that `source` can name a model, without importing anything.
+
+    Raises:
+        WrapError: a folder has no `config.json`, a file is not there, or the text is none of what `load_model` takes.
+    """
+    where = f"model {source!r}"
+    if Path(source).is_dir():
+        _check_folder(Path(source), where)
+        return
+    module_name, _ = _split(source, where, _MODEL)
+    if module_name.endswith(".py"):
+        _check_file(Path(module_name), where)
+
+
+def load_model(source: str) -> "nn.Module":
     """Build the model that `source` names under `torch.device("meta")`. Nothing is downloaded.
 
     Args:
@@ -36,6 +51,8 @@ def load_model(source: str) -> nn.Module:
     if Path(source).is_dir():
         return _from_folder(Path(source), where)
     factory = _load_function(source, where, _MODEL)
+    import torch  # here, so that `check_source` needs none
+
     try:
         with torch.device("meta"):
             model = factory()
@@ -44,14 +61,14 @@ def load_model(source: str) -> nn.Module:
             f'{where} raised {_raised(error)}. It is called without arguments under torch.device("meta"), where '
             "tensors hold no values to read or to load."
         ) from error
-    if not isinstance(model, nn.Module):
+    if not isinstance(model, torch.nn.Module):
         raise WrapError(
             f"{where} must return a torch.nn.Module, but returns a {type(model).__name__}. Return the module."
         )
     return model
 
 
-def load_inputs(source: str) -> Callable[..., object]:
+def load_inputs(source: str) -> Callable[..., Any]:
     """Return the function of (batch, seq) that "package.module:function" or "path/to/file.py:function" names.
 
     Raises:
@@ -64,10 +81,16 @@ def _raised(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _from_folder(folder: Path, where: str) -> nn.Module:
+def _check_folder(folder: Path, where: str) -> None:
     if not (folder / "config.json").is_file():
         remedy = "save_pretrained of the model, or of its config alone, writes one."
         raise WrapError(f"{where} must be a folder with a transformers config.json, but has none. {remedy}")
+
+
+def _from_folder(folder: Path, where: str) -> "nn.Module":
+    _check_folder(folder, where)
+    import torch
+
     try:
         transformers: Any = importlib.import_module("transformers")
     except ModuleNotFoundError as error:
@@ -95,8 +118,10 @@ def _from_folder(folder: Path, where: str) -> nn.Module:
     return model
 
 
-def _architecture(transformers: Any, config: Any, where: str) -> Callable[[Any], nn.Module]:
+def _architecture(transformers: Any, config: Any, where: str) -> "Callable[[Any], nn.Module]":
     """Return what builds the model of `config` in its default dtype, fp32."""
+    from torch import nn
+
     if not config.architectures:
         causal: Callable[[Any], nn.Module] = transformers.AutoModelForCausalLM.from_config
         return causal
@@ -110,13 +135,21 @@ def _architecture(transformers: Any, config: Any, where: str) -> Callable[[Any],
     return architecture
 
 
-def _load_function(source: str, where: str, valid: str) -> Callable[..., object]:
+def _split(source: str, where: str, valid: str) -> tuple[str, str]:
+    """Return the module, or the path of its file, and the name of the function."""
     module_name, _, name = source.rpartition(":")
     if not (module_name and name):
         is_python = Path(source).suffix == ".py"
         remedy = "Append the name of a function, after a colon." if is_python else "Check the path."
         raise WrapError(f"{where} must be {valid}. {remedy}")
+    return module_name, name
+
+
+def _load_function(source: str, where: str, valid: str) -> Callable[..., Any]:
+    module_name, name = _split(source, where, valid)
     module = _import_file(Path(module_name), where) if module_name.endswith(".py") else _import(module_name, where)
+    from torch import nn
+
     function: object = getattr(module, name, None)
     if callable(function) and not isinstance(function, nn.Module):
         return function
@@ -132,6 +165,8 @@ def _load_function(source: str, where: str, valid: str) -> Callable[..., object]
 
 
 def _is_function_of(module: ModuleType, value: object) -> bool:
+    from torch import nn
+
     is_of_module = getattr(value, "__module__", None) == module.__name__
     return callable(value) and is_of_module and not isinstance(value, nn.Module)
 
@@ -147,11 +182,15 @@ def _import(name: str, where: str) -> ModuleType:
         ) from error
 
 
+def _check_file(path: Path, where: str) -> None:
+    if not path.is_file():
+        raise WrapError(f"{where}: there is no file {str(path.resolve())!r}. Check the path.")
+
+
 def _import_file(path: Path, where: str) -> ModuleType:
     """Import a file under its own name, so that a config's "file.Class" is a class of this module, not of a copy."""
+    _check_file(path, where)
     path = path.resolve()
-    if not path.is_file():
-        raise WrapError(f"{where}: there is no file {str(path)!r}. Check the path.")
     _make_importable(Path.cwd())
     _make_importable(path.parent)
     loaded = sys.modules.get(path.stem)

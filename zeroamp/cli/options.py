@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from zeroamp.policies import ZeroAmpError
+from zeroamp.policies.errors import ZeroAmpError
 
 logger = logging.getLogger("zeroamp")
 
@@ -35,6 +35,10 @@ Inputs = Annotated[
         metavar="FUNCTION",
         help="module:function or file.py:function of (batch, seq) that returns what the forward takes.",
     ),
+]
+Html = Annotated[
+    Path | None,
+    typer.Option("--html", metavar="FILE.html", help="Also write a page that needs no network, 5 MB; needs plotly."),
 ]
 Verbosity = Annotated[
     int,

@@ -6,30 +6,33 @@ import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from zeroamp.cli.model_source import load_inputs, load_model
+from zeroamp.cli.model_source import check_source, load_inputs, load_model
 from zeroamp.cli.options import (
     Auto,
     AutoWrap,
     ConfigPath,
     GpusPerNode,
+    Html,
     Inputs,
     Model,
     Verbosity,
     auto_values,
     messages_to_stderr,
 )
-from zeroamp.dry_run.checks import STAGES
 from zeroamp.dry_run.efficiency import Efficiency, efficiency_of
 from zeroamp.dry_run.gpus import GPUS, find_gpu
-from zeroamp.dry_run.inputs import InputFactory
-from zeroamp.dry_run.run_plan import plan_run
-from zeroamp.policies import policy_from_config
-from zeroamp.policies.policy import Stage
+from zeroamp.policies.files import read_config_file
 from zeroamp.reporting.files import check_picture
+from zeroamp.reporting.page import check_page, html_page, write_page
+
+if TYPE_CHECKING:
+    from zeroamp.policies.policy import Stage
+
+_STAGES: dict[str, "Stage"] = {"0": 0, "1": 1, "2": 2, "3": 3}
 
 
 def plan(
@@ -42,7 +45,7 @@ def plan(
         int | None, typer.Option(min=1, help="Samples per micro-batch and rank; else the config's.")
     ] = None,
     seq: Annotated[int, typer.Option(min=1, help="Tokens per sample.")] = 2048,
-    stages: Annotated[str, typer.Option(metavar="LIST", help="ZeRO stages to compare.")] = "0,1,2,3",
+    stages: Annotated[str, typer.Option(metavar="LIST", help="ZeRO stages to compare.")] = ",".join(_STAGES),
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing/--no-checkpointing", help="Each unit recomputes its forward.")
     ] = False,
@@ -63,6 +66,7 @@ def plan(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Also draw the memory over the step; needs matplotlib.")
     ] = None,
+    page: Html = None,
     auto: Auto = None,
     auto_wrap: AutoWrap = None,
     verbose: Verbosity = 0,
@@ -70,8 +74,16 @@ def plan(
     """Predict memory, traffic and time of an optimizer step at every ZeRO stage: no weights, GPUs or ranks needed."""
     shape, chosen, values = _mesh(mesh), _stages(stages), auto_values(auto or [])
     with messages_to_stderr(verbose):
+        read_config_file(config)
+        check_source(model)
+        efficiency = _efficiency(gpu, compute_efficiency)
         if plot is not None:
             check_picture(plot)
+        if page is not None:
+            check_page(page)
+        from zeroamp.dry_run.run_plan import plan_run  # imports torch
+        from zeroamp.policies import policy_from_config
+
         policy = policy_from_config(config, world_size=world_size, **values)
         with redirect_stdout(sys.stderr):  # a factory may print, and stdout may be parsed
             run = plan_run(
@@ -87,13 +99,20 @@ def plan(
                 gpus_per_node=gpus_per_node,
                 intra_gb_per_s=intra,
                 inter_gb_per_s=inter,
-                efficiency=_efficiency(gpu, compute_efficiency),
-                inputs=None if inputs is None else cast(InputFactory, load_inputs(inputs)),
+                efficiency=efficiency,
+                inputs=None if inputs is None else load_inputs(inputs),
                 auto_wrap_policy=auto_wrap,
             )
         typer.echo(json.dumps(run.to_dict(), indent=2, allow_nan=False) if as_json else run)
         if plot is not None:
             run.plot(plot)
+        if page is not None:
+            from zeroamp.dry_run.plot import drawn_timeline
+            from zeroamp.dry_run.render import title
+
+            data = {"plan": run.to_dict(), "timelines": [drawn_timeline(stage) for stage in run.stages]}
+            write_page(page, html_page("plan", f"plan of {model}", title(run), data))
+            typer.echo(f"wrote {page}", err=True)
 
 
 def _efficiency(gpu: str, compute: float | None) -> Efficiency:
@@ -111,9 +130,8 @@ def _mesh(text: str | None) -> tuple[int, int] | None:
     return int(match[1]), int(match[2])
 
 
-def _stages(text: str) -> tuple[Stage, ...]:
-    names: dict[str, Any] = {str(stage): stage for stage in STAGES}
+def _stages(text: str) -> "tuple[Stage, ...]":
     asked = text.split(",")
-    if unknown := [name for name in asked if name not in names]:
-        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(names)}.", param_hint="--stages")
-    return tuple(sorted({names[name] for name in asked}))
+    if unknown := [name for name in asked if name not in _STAGES]:
+        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(_STAGES)}.", param_hint="--stages")
+    return tuple(sorted({_STAGES[name] for name in asked}))

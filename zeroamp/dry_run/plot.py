@@ -13,7 +13,7 @@ from zeroamp.dry_run.timeline import KINDS, LABELS, PHASES, Phase, Timeline
 from zeroamp.reporting.files import new_figure, save_figure
 
 if TYPE_CHECKING:
-    from zeroamp.dry_run.run_plan import RunPlan
+    from zeroamp.dry_run.run_plan import RunPlan, StagePlan
 
 _NUM_POINTS: dict[Phase, int] = {"forward": 100, "backward": 150, "optimizer": 100}
 """Of each stretch in a panel. Of the events that fall on one point the one with the largest sum is drawn, so that a
@@ -39,19 +39,38 @@ def plot_run(run: RunPlan, path: Path) -> None:
     drawn = [stretches(stage.memory) for stage in run.stages]
     width = sum(max(4.2, 0.75 * len(of_stage)) for of_stage in drawn) + 2.2
     figure = new_figure(path, width=width, height=4.4)
-    axes = figure.subplots(1, len(run.stages), sharey=True, squeeze=False)[0]
+    axes = figure.subplots(1, len(run.stages), squeeze=False)[0]
     for axis, stage, of_stage in zip(axes, run.stages, drawn, strict=True):
         _panel(axis, stage.memory, of_stage, run.gpu.memory_bytes)
         axis.set_title(f"stage {stage.stage}: peak {stage.memory.peak_bytes() / 2**30:.1f} GiB")
-    axes[0].set_ylim(0, 1.1 * axes[0].get_ylim()[1])  # shared by all; the names of the stretches are above the memory
     axes[0].set_ylabel("GiB on one rank")
-    handles, labels = axes[0].get_legend_handles_labels()
+    # Only a panel whose axis reaches the GPU's memory has a line for it: take the longest legend.
+    handles, labels = max((axis.get_legend_handles_labels() for axis in axes), key=lambda pair: len(pair[1]))
     figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False)
     checkpointing = "with" if run.checkpointing else "without"
     figure.suptitle(
         f"Memory over one step: {run.world_size} ranks, batch {run.batch} x {run.seq}, {checkpointing} checkpointing"
     )
     save_figure(figure, path, dpi=130)
+
+
+def drawn_timeline(stage: StagePlan) -> dict[str, Any]:
+    """Return what a panel of one stage shows, as JSON holds it: the stretches, and the bytes at each point."""
+    memory = stage.memory
+    totals, of_stage = memory.device_bytes(), stretches(memory)
+    rows = [row for stretch in of_stage for row in _points(totals, stretch)]
+    begins = np.cumsum([0, *(_NUM_POINTS[stretch.phase] for stretch in of_stage)])[:-1]
+    names = [f"{stretch.micro_batch} {stretch.phase}".strip() for stretch in of_stage]
+    return {
+        "stage": stage.stage,
+        "stretches": [{"name": name, "begin": int(begin)} for name, begin in zip(names, begins, strict=True)],
+        "total": totals[rows].tolist(),
+        "kinds": [
+            {"kind": str(kind), "label": LABELS[kind], "bytes": memory.num_bytes[rows, index].tolist()}
+            for index, kind in enumerate(KINDS)
+            if kind not in memory.on_host
+        ],
+    }
 
 
 def stretches(memory: Timeline) -> list[Stretch]:
@@ -87,7 +106,12 @@ def _panel(axis: Any, memory: Timeline, drawn: list[Stretch], limit: int) -> Non
         step="post",
         linewidth=0,
     )
-    axis.axhline(limit / 2**30, color="black", linestyle="--", linewidth=1, label="the GPU's memory")
+    peak = max(totals[rows]) / 2**30
+    axis.set_ylim(0, 1.2 * peak)  # the names of the stretches are above the memory
+    if limit / 2**30 <= 1.2 * peak:  # else the line would be far above, and flatten the panel
+        axis.axhline(limit / 2**30, color="black", linestyle="--", linewidth=1, label="the GPU's memory")
+    at = int(np.argmax(totals[rows]))
+    axis.plot([at], [peak], marker="v", color="black", markersize=6, clip_on=False, label="peak")
     begin = 0
     has_several = any(stretch.micro_batch for stretch in drawn)
     for stretch in drawn:

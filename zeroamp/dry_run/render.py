@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from zeroamp.dry_run.timeline import KINDS, LABELS, PHASES, Timeline
 from zeroamp.ledger.rows import SHARD_DIMS, ledger_rows
-from zeroamp.ledger.tables import Row, fold, render
+from zeroamp.ledger.tables import fold
 from zeroamp.policies.dtypes import short_name
+from zeroamp.policies.tables import SOFT_HYPHEN, Row, gb, gib, paragraph, render
 
 if TYPE_CHECKING:
     from zeroamp.dry_run.meshes import MeshAdvice, MeshPlan
@@ -28,15 +29,16 @@ _ORIGIN = "Parts of the peaks: {origin}."
 def render_run(run: RunPlan) -> str:
     """Return the tables of a plan."""
     shown = next((stage for stage in run.stages if stage.stage == run.policy.stage), run.stages[0])
+    note = f"{_NOTE} {_ORIGIN}".format(**asdict(run.efficiency)) + (f" {_ROUTING_NOTE}" if run.has_experts else "")
     parts = [
-        _title(run),
-        render([_stage_row(run, stage) for stage in run.stages]),
+        paragraph(title(run)),
+        f"Stages\n{render([_stage_row(run, stage) for stage in run.stages])}",
         *([] if run.meshes is None else [_meshes(run.meshes, shown)]),
-        *(f"stage {stage}: not possible: {reason}" for stage, reason in run.refused.items()),
+        *(paragraph(f"stage {stage}: not possible: {reason}") for stage, reason in run.refused.items()),
         f"Memory of one rank at the peak, GiB\n{render(_kind_rows(run))}",
-        f"Bytes communicated per step, GB\n{render(_traffic_rows(run))}",
-        f"Units and groups at stage {shown.stage}, bytes\n{render(fold(_group_rows(run, shown)))}",
-        f"{_NOTE} {_ORIGIN}".format(**asdict(run.efficiency)) + (f" {_ROUTING_NOTE}" if run.has_experts else ""),
+        f"Communicated per step, GB\n{render(_traffic_rows(run))}",
+        f"Units and groups at stage {shown.stage}, GiB on one rank\n{render(fold(_group_rows(run, shown)))}",
+        paragraph(note),
     ]
     return "\n\n".join(parts)
 
@@ -45,18 +47,18 @@ def _meshes(advice: MeshAdvice, shown: StagePlan) -> str:
     rows = [
         {
             "mesh": str(mesh.shape),
-            "peak GiB": _gib(mesh.peak_bytes),
+            "peak GiB": gib(mesh.peak_bytes),
             "fits": "yes" if mesh.fits else "no",
-            "step s": _seconds(mesh.time.total),
-            "network s": _seconds(mesh.time.communication),
-            "latency s": _seconds(mesh.time.latency),
-            "exposed s": _seconds(mesh.time.exposed),
+            "step s": mesh.time.total,
+            "network s": mesh.time.communication,
+            "latency s": mesh.time.latency,
+            "exposed s": mesh.time.exposed,
             "padding": f"{mesh.padding:.1%}",
         }
         for mesh in advice.tried
     ]
     title = f"Meshes (replicas x shards) at stage {shown.stage}; peaks with NCCL"
-    return f"{title}\n{render(rows)}\nBest mesh: {advice.best.shape}: {advice.reason}."
+    return f"{title}\n{render(rows)}\n{paragraph(f'Best mesh: {advice.best.shape}: {advice.reason}.')}"
 
 
 def run_to_dict(run: RunPlan) -> dict[str, Any]:
@@ -132,13 +134,14 @@ def _stage_dict(run: RunPlan, stage: StagePlan) -> dict[str, Any]:
     }
 
 
-def _title(run: RunPlan) -> str:
+def title(run: RunPlan) -> str:
+    """Return the sentence above the tables: the model, the run and the GPU."""
     plan = run.stages[0].plan
     numel = sum(param.numel for param in plan.params)
     checkpointing = "with" if run.checkpointing else "without"
     low = f", {text}" if (text := plan.describe_low_share()) else ""
     return (
-        f"zeroamp: {numel / 1e9:.3g}e9 parameters, mode {run.policy.mode}, {run.world_size} ranks, "
+        f"zeroamp: {numel:,} parameters, mode {run.policy.mode}, {run.world_size} ranks, "
         f"{run.policy.gradient_accumulation_steps} x batch {run.batch} x {run.seq} per rank, {checkpointing} "
         f"activation checkpointing, {run.gpu.name} ({run.gpu.memory_bytes / 2**30:.1f} GiB){low}"
     )
@@ -151,20 +154,20 @@ def _stage_row(run: RunPlan, stage: StagePlan) -> Row:
     return {
         "stage": stage.stage,
         "mesh": "x".join(map(str, shape)),
-        **{f"{phase} GiB": _gib(memory.peak_bytes(phase)) for phase in PHASES},
-        "peak GiB": _gib(memory.peak_bytes()),
-        "NCCL GiB": _gib(stage.nccl_bytes),
-        f"{other} checkpoints": _gib(stage.other_memory.peak_bytes()),
+        **{f"{phase} GiB": gib(memory.peak_bytes(phase)) for phase in PHASES},
+        "peak GiB": gib(memory.peak_bytes()),
+        "NCCL GiB": gib(stage.nccl_bytes),
+        f"{other} checkpoints": gib(stage.other_memory.peak_bytes()),
         "fits": "yes" if run.fits(stage) else "no",
         "largest batch": stage.largest_batch,
-        "GB per step": round(sum(stage.traffic.num_bytes.values()) / 1e9, 2),
-        "step s": _seconds(time.total),
-        "compute s": _seconds(time.compute),
-        "network s": _seconds(time.communication),
-        "latency s": _seconds(time.latency),
-        "sums s": _seconds(time.sums),
-        "exposed s": _seconds(time.exposed),
-        "TFLOP/s per GPU": round(time.flops / time.total / 1e12, 1),
+        "GB per step": gb(sum(stage.traffic.num_bytes.values())),
+        "step s": time.total,
+        "compute s": time.compute,
+        "network s": time.communication,
+        "latency s": time.latency,
+        "sums s": time.sums,
+        "exposed s": time.exposed,
+        "TFLOP/s per GPU": time.flops / time.total / 1e12,
     }
 
 
@@ -173,7 +176,7 @@ def _kind_rows(run: RunPlan) -> list[Row]:
     for stage in run.stages:
         peak = stage.memory.peak()
         place = {kind: " (host)" if kind in stage.memory.on_host else "" for kind in KINDS}
-        rows.append({"stage": stage.stage, **{f"{LABELS[kind]}{place[kind]}": _gib(peak[kind]) for kind in KINDS}})
+        rows.append({"stage": stage.stage, **{f"{LABELS[kind]}{place[kind]}": gib(peak[kind]) for kind in KINDS}})
     return rows
 
 
@@ -185,7 +188,7 @@ def _traffic_rows(run: RunPlan) -> list[Row]:
             "collective": collective,
             "dtype": short_name(dtype),
             **{
-                f"stage {stage.stage}": round(total.get((collective, dtype), (0, 0))[1] / 1e9, 3)
+                f"stage {stage.stage}": gb(total.get((collective, dtype), (0, 0))[1])
                 for stage, total in zip(run.stages, totals, strict=True)
             },
         }
@@ -198,19 +201,19 @@ def _group_rows(run: RunPlan, stage: StagePlan) -> list[Row]:
     groups = ledger_rows(stage.plan, stage.ranks).groups
     has_other_dims = any(dim > 0 for row in groups for dim in row[SHARD_DIMS])
     for row, group in zip(groups, stage.plan.all_groups, strict=True):
-        kept, less = run.activations.get(group.unit, (0, 0)) if group.kind == "unit" else ("-", "-")
+        kept, less = run.activations.get(group.unit, (0, 0)) if group.kind == "unit" else (None, None)
         rows.append(
             {
                 "group": row["group"],
                 "elements": row["elements"],
                 "param dtype": row["gather"],
-                "communication dtype": row["wire"] or "-",
+                f"communi{SOFT_HYPHEN}cation dtype": row["wire"],
                 **({SHARD_DIMS: ", ".join(map(str, row[SHARD_DIMS]))} if has_other_dims else {}),
-                "stored": row["storage_bytes_per_rank"],
-                "unsharded": row["gathered_bytes_per_rank"],
-                "gradients": row["gradient_bytes_per_rank"],
-                "activations": kept,
-                "checkpointed": less,
+                "shards": gib(row["storage_bytes_per_rank"]),
+                "unsharded": gib(row["gathered_bytes_per_rank"]),
+                "gradients": gib(row["gradient_bytes_per_rank"]),
+                f"activa{SOFT_HYPHEN}tions": gib(kept),
+                f"check{SOFT_HYPHEN}pointed": gib(less),
             }
         )
     return rows
@@ -223,11 +226,3 @@ def _peak(memory: Timeline, phase: Any = None) -> dict[str, int]:
 def _host_bytes(memory: Timeline) -> int:
     columns = [KINDS.index(kind) for kind in memory.on_host]
     return int(memory.num_bytes[:, columns].sum(axis=1).max()) if columns else 0
-
-
-def _gib(num_bytes: int) -> float:
-    return round(num_bytes / 2**30, 2)
-
-
-def _seconds(value: float) -> float:
-    return float(f"{value:.3g}")

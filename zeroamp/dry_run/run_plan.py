@@ -160,6 +160,18 @@ def plan_run(
     Raises:
         ConfigError: config, mesh, GPU, inputs or a number are wrong, or the model's control flow depends on values.
         WrapError: the model cannot be wrapped.
+
+    Examples:
+        >>> with torch.device("meta"):
+        ...     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1))
+        >>> policy = zeroamp.policy_from_config({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}})
+        >>> plan = zeroamp.plan_run(
+        ...     model, policy, world_size=8, inputs=lambda batch, seq: torch.empty(batch, seq, 64), loss_fn=torch.sum
+        ... )
+        >>> [stage.ranks.num_shards for stage in plan.stages]
+        [1, 8, 8, 8]
+        >>> plan.fits(plan.stages[3])
+        True
     """
     gpu = find_gpu(gpu) if isinstance(gpu, str) else gpu
     check_counts(world_size=world_size, batch=batch, seq=seq, gpus_per_node=gpus_per_node)

@@ -1,5 +1,6 @@
 """The dtype ledger: which dtype is used where, for every group and every parameter, and what it costs."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +17,13 @@ from zeroamp.ledger.rows import (
     LedgerRows,
     ledger_rows,
 )
-from zeroamp.ledger.tables import Row, TableStyle, cells, fold, render
+from zeroamp.ledger.tables import cells, fold
 from zeroamp.ledger.verification import Verification
 from zeroamp.ledger.verify import verify
 from zeroamp.planning.mesh import Ranks, ranks_of
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.errors import some_of
+from zeroamp.policies.tables import Row, TableStyle, gb, gib, paragraph, render
 from zeroamp.training.loss import LossFunction
 from zeroamp.wrapping.state import wrap_state
 
@@ -51,33 +53,41 @@ class Ledger:
 
     def __str__(self) -> str:
         """Return the summary, one row per module class and dtypes, and one per group; equal neighbours share one."""
-        tables = [_render(table) for table in self._tables().values()]
-        return "\n\n".join([f"{self._title()}\n{tables[0]}", *tables[1:], self._notes()])
+        tables = [f"{title}\n{_render(table)}" for title, table in self._tables().items()]
+        return "\n\n".join([paragraph(self.title()), *tables, paragraph(self._notes())])
 
     def per_parameter(self, style: TableStyle = "simple") -> str:
-        """Return a table of one row per parameter, with the reason of its dtypes; "github" is Markdown."""
-        return _render(self.parameter_rows(), style)
+        """Return tables of one row per parameter: its dtypes; its bytes; its class, group and the reason of its dtypes.
+
+        "github" is Markdown, and one table.
+        """
+        if style == "github":
+            return _render(self.parameter_rows(), style)
+        tables = _parts(self.parameter_rows(), "parameter", ("elements", SHARD_DIM, *DTYPE_COLUMNS), self._byte_columns)
+        return "\n\n".join(_render(table) for table in tables)
 
     def to_markdown(self, *, per_parameter: bool = False) -> str:
         """Return what `print` shows as Markdown, with a table of all parameters if asked."""
-        tables = self._tables() | ({"Parameters": self.parameter_rows()} if per_parameter else {})
-        parts = [self._title(), *(f"### {title}\n\n{_render(table, 'github')}" for title, table in tables.items())]
+        tables = {**self._tables(), "Groups": fold(self.group_rows())}  # Markdown may be wide: one table of the groups
+        del tables["Bytes of the groups"]
+        tables |= {"Parameters": self.parameter_rows()} if per_parameter else {}
+        parts = [self.title(), *(f"### {title}\n\n{_render(table, 'github')}" for title, table in tables.items())]
         return "\n\n".join([*parts, self._notes()])
 
     def summary_rows(self) -> list[dict[str, Any]]:
-        """Return one dict per pair of all-gather and reduction dtype: parameters, elements, MB of one all-gather.
+        """Return one dict per pair of all-gather and reduction dtype: parameters, elements, GB of one all-gather.
 
-        And MB of all all-gathers and of all reductions of one optimizer step.
+        And GB of all all-gathers and of all reductions of one optimizer step.
         """
         return [
             {
-                "gathered in": row["gather"],
+                "all-gathered in": row["gather"],
                 "reduced in": row["wire"],
                 "params": row["params"],
                 "elements": row["elements"],
-                "MB per gather": round(row["bytes_per_gather"] / 1e6, 1),
-                "MB gathered per step": round(row[PER_STEP[0]] / 1e6, 1),
-                "MB reduced per step": round(row[PER_STEP[1]] / 1e6, 1),
+                "GB per all-gather": gb(row["bytes_per_gather"]),
+                "GB all-gathered per step": gb(row[PER_STEP[0]]),
+                "GB reduced per step": gb(row[PER_STEP[1]]),
             }
             for row in self._rows().summary
         ]
@@ -161,10 +171,12 @@ class Ledger:
         return verify(self.plan, model, batch, loss_fn)
 
     def _tables(self) -> dict[str, list[Row]]:
+        groups = fold(self.group_rows())
         return {
             "Dtypes between ranks": self.summary_rows(),
-            "Module classes": self.class_rows(),
-            "Groups": fold(self.group_rows()),
+            "Module classes": _without(self.class_rows(), self._byte_columns),
+            "Groups": _without(groups, self._byte_columns),
+            "Bytes of the groups": _only(groups, ("group", "groups", *self._byte_columns)),
         }
 
     def _rows(self) -> LedgerRows:
@@ -178,7 +190,8 @@ class Ledger:
     def _byte_columns(self) -> tuple[str, ...]:
         return PER_STEP if self._ranks.shards(self.plan.policy) is None else (*PER_STEP, *PER_RANK)
 
-    def _title(self) -> str:
+    def title(self) -> str:
+        """Return the sentence above the tables: mode, stage, units, groups and parameters."""
         policy, units = self.plan.policy, self.plan.units
         num_modules = sum(len(self.plan.modules_of(unit)) for unit in units)
         merged = f" ({num_modules} modules)" if self.plan.merged else ""
@@ -211,8 +224,41 @@ class Ledger:
         return ", ".join(self.plan.modules_of(unit)) or "root"
 
 
+_UNITS: dict[str, tuple[str, Callable[[int], float | None]]] = {
+    PER_STEP[0]: ("GB all-gathered per step", gb),
+    PER_STEP[1]: ("GB reduced per step", gb),
+    PER_RANK[0]: ("GiB of shards per rank", gib),
+    PER_RANK[1]: ("GiB unsharded per rank", gib),
+    PER_RANK[2]: ("GiB of gradients per rank", gib),
+}
+"""Column of bytes -> its header in a table, and the unit that is printed."""
+
+
 def _render(rows: list[Row], style: TableStyle = "simple") -> str:
-    return render(rows, style, headers=HEADERS)
+    return render([_in_units(row) for row in rows], style, headers=HEADERS)
+
+
+def _in_units(row: Row) -> Row:
+    """Return a row with its bytes as GB or GiB."""
+    shown: Row = {}
+    for key, value in row.items():
+        header, convert = _UNITS.get(key, (key, None))
+        shown[header] = value if convert is None or not isinstance(value, int) else convert(value)
+    return shown
+
+
+def _only(rows: list[Row], columns: tuple[str, ...]) -> list[Row]:
+    return [{key: row[key] for key in columns if key in row} for row in rows]
+
+
+def _without(rows: list[Row], columns: tuple[str, ...]) -> list[Row]:
+    return [{key: value for key, value in row.items() if key not in columns} for row in rows]
+
+
+def _parts(rows: list[Row], name: str, *columns: tuple[str, ...]) -> list[list[Row]]:
+    """Return the rows as several tables: one of each tuple of columns, and one of all others."""
+    rest = tuple(key for each in columns for key in each)
+    return [*(_only(rows, (name, *each)) for each in columns), _without(rows, rest)]
 
 
 def explain(model: nn.Module) -> Ledger:
@@ -220,6 +266,16 @@ def explain(model: nn.Module) -> Ledger:
 
     Raises:
         WrapError: the model is not wrapped.
+
+    Examples:
+        >>> policy = zeroamp.policy_from_config({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}})
+        >>> model = zeroamp.wrap_model(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), policy)
+        >>> ledger = zeroamp.explain(model)
+        >>> {row["parameter"]: row["gather"] for row in ledger.parameter_rows()}
+        {'0.weight': 'bf16', '0.bias': 'bf16', '1.weight': 'fp32', '1.bias': 'fp32'}
+        >>> seen = ledger.verify(model, torch.ones(4, 8), loss_fn=lambda output: output.float().sum())
+        >>> seen.is_traffic_as_planned
+        True
     """
     state = wrap_state(model)
     ranks = ranks_of(state.mesh)

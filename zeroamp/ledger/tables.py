@@ -1,38 +1,8 @@
-"""Tables of rows, as text and as Markdown."""
+"""Rows of the ledger's tables: without None, and equal neighbours joined."""
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
 
-from tabulate import tabulate
-
-TableStyle = Literal["simple", "github"]
-"""tabulate's names: "simple" is plain text, "github" is Markdown."""
-
-Row = dict[str, Any]
-
-
-def render(
-    rows: Sequence[Row],
-    style: TableStyle = "simple",
-    *,
-    names: Collection[str] = (),
-    headers: Mapping[str, str] | None = None,
-) -> str:
-    """Return a table with the rows' keys as its header, underscores as spaces; whole numbers with commas.
-
-    Args:
-        rows: of equal keys.
-        style: see `TableStyle`.
-        names: keys that are names of something, and stay as they are.
-        headers: key -> another header than the key.
-    """
-    wrapped = "\n" if style == "simple" else " "
-    shown = {
-        key: key if key in names else (headers or {}).get(key, key).replace("_", " ").replace(" per ", f"{wrapped}per ")
-        for row in rows[:1]
-        for key in row
-    }
-    return tabulate(rows, headers=shown, tablefmt=style, intfmt=",")
+from zeroamp.policies.tables import Row
 
 
 def cells(row: Row, columns: Sequence[str]) -> Row:

@@ -7,14 +7,15 @@ from typing import Any
 import torch
 
 from zeroamp.hooks.collectives.traffic import STEP, Traffic
-from zeroamp.ledger.rows import DTYPE_COLUMNS, HEADERS, dtype_names
-from zeroamp.ledger.tables import Row, fold, render
+from zeroamp.ledger.rows import DTYPE_COLUMNS, HEADERS, KEYS, dtype_names
+from zeroamp.ledger.tables import fold
 from zeroamp.planning.group_dtypes import PER_OP, ParamDtypes, group_dtypes
 from zeroamp.planning.groups import GroupPlan, ParamPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import describe
+from zeroamp.policies.tables import Row, paragraph, render
 
 REPLICAS = "replicas"
 """A boundary that no column of the ledger has: the all-reduce of shards over replicas (HSDP)."""
@@ -29,6 +30,9 @@ _REMEDIES = {
     "optimizer": "Keep optimizer state in the dtype of the stored parameters.",
     REPLICAS: "Leave the reduce-scatter of the unit, whose output replicas average, as wrap_model set it.",
 }
+
+_NAMES = {key: name for name, key in KEYS.items()}
+"""Boundary -> what texts call it, where they differ."""
 
 Seen = Mapping[str, Mapping[str, Mapping[str, str]]]
 """Parameter -> boundary -> dtype -> where it was seen first."""
@@ -51,7 +55,7 @@ class Difference:
     def __str__(self) -> str:
         """Return a sentence with the boundary, the expected and the observed dtype, and what to do."""
         return describe(
-            f"{self.parameter} of {self.owner}: {HEADERS.get(self.boundary, self.boundary)}",
+            f"{self.parameter} of {self.owner}: {_NAMES.get(self.boundary, self.boundary)}",
             f"{self.observed} ({self.where})",
             self.expected or "none, because it is frozen",
             _REMEDIES[self.boundary],
@@ -95,11 +99,16 @@ class Verification:
         ]
         total = sum(len(group.params) for group in self.plan.all_groups)
         traffic = "those planned" if self.is_traffic_as_planned else "not those planned: modules run in another order"
-        return (
-            f"zeroamp: {total} parameters, {self.num_micro_batches} micro-batches: every dtype is the expected one\n"
-            f"{render(rows, headers=HEADERS)}\n\n"
-            f'For "{PER_OP}" no dtype is expected. "-": nothing to observe, or a module that did not run.\n'
-            f"Collectives and their bytes are {traffic}."
+        title = f"zeroamp: {total} parameters, {self.num_micro_batches} micro-batches: every dtype is the expected one"
+        note = f'For "{PER_OP}" no dtype is expected. "-": nothing to observe, or a module that did not run.'
+        return "\n".join(
+            [
+                paragraph(title),
+                render(rows, headers=HEADERS),
+                "",
+                paragraph(note),
+                paragraph(f"Collectives and their bytes are {traffic}."),
+            ]
         )
 
     def to_dict(self) -> dict[str, Any]:

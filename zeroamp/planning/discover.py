@@ -18,6 +18,7 @@ from zeroamp.planning.example_inputs import example_arguments
 from zeroamp.policies.dtypes import LOW_DTYPES, stored_dtype
 from zeroamp.policies.errors import ConfigError, WrapError, describe
 from zeroamp.policies.safe_modules import KEY
+from zeroamp.policies.tables import render
 
 logger = logging.getLogger("zeroamp")
 
@@ -37,6 +38,14 @@ class SafeParameters:
     """The safe parameters that are only cast for ops of `autocast_ops`."""
     cast_modules: frozenset[str] = frozenset()
     """FQNs of the modules whose own forward ran an op of `autocast_ops` that had an argument to cast."""
+
+    def __str__(self) -> str:
+        """Return a table of all parameters: whether each is safe, and why."""
+        rows = [
+            {"parameter": name, "safe": "yes" if name in self.safe else "no", "why": reason}
+            for name, reason in self.reasons.items()
+        ]
+        return f"{len(self.safe)} of {len(self.reasons)} parameters are safe\n{render(rows)}"
 
 
 def discover_safe_parameters(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeroamp.hooks.observers.ranges import RANGE_PREFIX
-from zeroamp.ledger.tables import render
+from zeroamp.policies.tables import render
 
 Event = dict[str, Any]
 

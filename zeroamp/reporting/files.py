@@ -69,7 +69,16 @@ def check_picture(path: Path) -> None:
     formats = sorted(_figure().canvas.get_supported_filetypes())
     if suffix not in formats:
         raise ConfigError(f"plot: the suffix of '{path}' names no format. It must be one of .{', .'.join(formats)}.")
-    with _errors_of(path):
+    check_file(path, "plot")
+
+
+def check_file(path: Path, where: str) -> None:
+    """Check that a file can be written, before the work that goes into it.
+
+    Raises:
+        ConfigError: it cannot. The text begins with `where`.
+    """
+    with errors_of(path, where):
         check_folder(path.parent)
         if path.is_dir():
             raise IsADirectoryError(None, "it is a folder")
@@ -89,7 +98,7 @@ def save_figure(figure: Any, path: Path, *, dpi: int) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    with _errors_of(path):
+    with errors_of(path, "plot"):
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=dpi)
 
@@ -99,9 +108,10 @@ def _figure(**options: Any) -> Any:
 
 
 @contextmanager
-def _errors_of(path: Path) -> Iterator[None]:
+def errors_of(path: Path, where: str) -> Iterator[None]:
+    """Raise an OSError inside as a ConfigError that begins with `where` and names the file."""
     try:
         yield
     except OSError as error:
         why = error.strerror or error
-        raise ConfigError(f"plot: '{path}' cannot be written ({why}). Name a file in another folder.") from error
+        raise ConfigError(f"{where}: '{path}' cannot be written ({why}). Name a file in another folder.") from error

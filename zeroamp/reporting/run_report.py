@@ -46,6 +46,16 @@ class RunReport:
     All ranks construct it; the first one writes. If the file exists, it is appended to: see `read_run`.
 
     A `TrainStep` has one at a time. While it is open, its figures (tokens, FLOPs) are in what monitors write, too.
+
+    Examples:
+        >>> model = zeroamp.wrap_model(nn.Linear(8, 1), zeroamp.policy_from_config({}))
+        >>> train = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> with zeroamp.RunReport(train, f"{folder}/run.jsonl") as run:
+        ...     for _ in range(3):
+        ...         train.backward(model(torch.ones(4, 8)).square().mean())
+        ...         report = train.step()
+        >>> run.last.step
+        3
     """
 
     def __init__(

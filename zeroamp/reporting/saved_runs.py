@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from zeroamp.ledger.tables import TableStyle, render
 from zeroamp.policies.errors import CheckpointError, printable
 from zeroamp.policies.files import open_regular
+from zeroamp.policies.tables import Row, TableStyle, render
 from zeroamp.reporting.files import new_figure, save_figure
 from zeroamp.reporting.step_record import PARTS, StepRecord
 
@@ -101,14 +101,37 @@ def _is_lost(last: StepRecord, new: StepRecord) -> bool:
 
 def table(runs: Sequence[SavedRun], style: TableStyle = "simple") -> str:
     """Return a table with a column per run. Medians leave the first step out."""
+    return printable(render(_rows(runs), style, names=_unique([run.name for run in runs])))
+
+
+def _rows(runs: Sequence[SavedRun]) -> list[Row]:
     columns = [_summary(run) for run in runs]
     names = _unique([run.name for run in runs])
-    rows = [
+    return [
         {"": label, **{name: column[label] for name, column in zip(names, columns, strict=True)}}
         for label in columns[0]
         if any(column[label] != "-" for column in columns)
     ]
-    return printable(render(rows, style, names=names))
+
+
+def runs_to_dict(runs: Sequence[SavedRun]) -> dict[str, Any]:
+    """Return what JSON can hold: the rows of the table, and each run's headers, records and warnings.
+
+    Keys stay, new ones may come. Numbers that are not finite are text.
+    """
+    return {
+        "summary": _rows(runs),
+        "runs": [
+            {
+                "name": name,
+                "headers": run.headers,
+                "records": [record.to_json() for record in run.records],
+                "warnings": [{"name": warning, "text": text} for warning, text in run.warnings],
+                "num_unreadable": run.num_unreadable,
+            }
+            for name, run in zip(_unique([run.name for run in runs]), runs, strict=True)
+        ],
+    }
 
 
 def _summary(run: SavedRun) -> dict[str, str]:
@@ -131,7 +154,7 @@ def _summary(run: SavedRun) -> dict[str, str]:
         "ms per step, median": _median(steady, lambda r: r.step_s, "{:,.1f}", 1e3),
         # A mark, since tables strip spaces.
         **{f"- {part.replace('_', ' ')}": _share(steady, part) for part in PARTS},
-        "MB moved per step": _median(steady, lambda r: float(sum(r.traffic_bytes.values())), "{:,.1f}", 1e-6),
+        "GB communicated per step": _median(steady, lambda r: float(sum(r.traffic_bytes.values())), "{:,.3f}", 1e-9),
         "peak GiB, active": _last(run, lambda r: r.peak_active_gib),
         "peak GiB, reserved": _last(run, lambda r: r.peak_reserved_gib),
         "peak GiB, host process": _last(run, lambda r: r.peak_rss_gib),

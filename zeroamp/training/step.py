@@ -73,6 +73,17 @@ class TrainStep:
             train.backward(loss_of(micro_batch), is_last=micro_batch is micro_batches[-1], divide=False)
         norm = train.clip_grad_norm()  # train.step() does both
         report = train.update()
+
+    Examples:
+        >>> policy = zeroamp.policy_from_config({"gradient_accumulation_steps": 2, "gradient_clipping": 1.0})
+        >>> model = zeroamp.wrap_model(nn.Linear(8, 1), policy)
+        >>> train = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> train.backward(model(torch.ones(4, 8)).square().mean())
+        >>> train.step() is None  # after the first of two micro-batches
+        True
+        >>> train.backward(model(torch.ones(4, 8)).square().mean())
+        >>> train.step().step
+        1
     """
 
     def __init__(

@@ -43,6 +43,14 @@ class StepReport:
     read: Callable[[], tuple[float, float]] | None = field(default=None, repr=False, compare=False)
     """Returns loss and norm from the copy that the step itself made to the host; None if it made none."""
 
+    def __str__(self) -> str:
+        """Return a line of the numbers; waits for the device."""
+        parts = [f"loss {self.loss:.4f}", f"gradient norm {self.grad_norm:.4g}"]
+        parts += [f"lr {' / '.join(f'{rate:.3g}' for rate in self.lr)}"] if self.lr_values else []
+        parts += [f"loss scale {self.loss_scale:,g}"] if self.loss_scale != 1 else []
+        parts += [f"skipped ({self.num_skipped} so far)"] if self.skipped else []
+        return f"step {self.step}: {', '.join(parts)}"
+
     @property
     def loss(self) -> float:
         """The mean loss; waits for the device."""

@@ -97,6 +97,14 @@ def wrap_model(
     Raises:
         WrapError: the model, mesh or wrap policy cannot be wrapped as asked.
         ConfigError: the policy does not fit the model or the device.
+
+    Examples:
+        >>> policy = zeroamp.policy_from_config({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}})
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+        >>> model = zeroamp.wrap_model(model, policy, auto_wrap_policy={"Linear"})
+        >>> optimizer = torch.optim.AdamW(model.parameters())  # after wrapping
+        >>> type(model[0].weight.data).__name__
+        'DTensor'
     """
     begin, name = time.perf_counter(), type(model).__name__
     if mesh is None and not dist.is_initialized():

@@ -70,25 +70,31 @@ def asked(monkeypatch):
         calls.append((str(cfg), keywords))
         return zeroamp.Policy()
 
-    monkeypatch.setattr("zeroamp.cli.app.policy_from_config", record)
+    monkeypatch.setattr("zeroamp.policies.policy_from_config", record)
     return calls
 
 
-def test_check_prints_the_report_and_nothing_else(cfg):
-    assert run("check", cfg) == (0, f"{zeroamp.policy_from_config(cfg).report()}\n", "")
+def test_check_prints_the_keys_of_the_config_and_their_defaults_if_asked(cfg):
+    policy, hint = zeroamp.policy_from_config(cfg), "--all lists all other keys with their defaults.\n"
+    assert run("check", cfg) == (0, f"{policy.report()}\n{hint}", "")
+    assert run("check", cfg, "--all") == (0, f"{policy.report(defaults=True)}\n", "")
 
 
 def test_check_with_a_model_adds_a_line_of_its_units_and_groups(cfg, net, llama):
     policy = zeroamp.policy_from_config(cfg)
     code, out, err = run("check", cfg, "--model", net)
     lines = re.fullmatch(
-        rf"{re.escape(policy.report())}\n{re.escape(net)}: 3 units below the root, 4 groups, "
-        r"(\d+\.\d)% of the trainable elements in bf16\n",
-        out,
+        rf"{re.escape(_words(policy.report()))} --all [^/]* {re.escape(net)}: 3 units below the root, 4 groups, "
+        r"(\d+\.\d)% of the trainable elements in bf16",
+        _words(out),
     )
     assert (code, err) == (0, "")
     assert 0 < float(lines[1]) < 100
-    assert f"{llama}: 2 units below the root, 4 groups, " in run("check", cfg, "--model", llama)[1]
+    assert f"{llama}: 2 units below the root, 4 groups, " in _words(run("check", cfg, "--model", llama)[1])
+
+
+def _words(text):
+    return " ".join(text.split())
 
 
 def test_check_counts_one_parameter(tmp_path, net):
@@ -104,10 +110,10 @@ def test_check_shows_to_what_each_override_applies(tmp_path, net):
     code, out, _ = run("check", path, "--model", net)
     assert code == 0
     assert '"modules": "1.0"' in run("check", path)[1]
-    assert out.endswith(
-        "zeroamp.overrides.0: compute fp32 for 2 parameters: blocks.1.0.weight, blocks.1.0.bias\n"
+    assert _words(out).endswith(
+        "zeroamp.overrides.0: compute fp32 for 2 parameters: blocks.1.0.weight, blocks.1.0.bias "
         "zeroamp.overrides.1: communication fp32 for 4 parameters: "
-        "blocks.0.0.weight, blocks.0.0.bias, blocks.2.0.weight, blocks.2.0.bias\n"
+        "blocks.0.0.weight, blocks.0.0.bias, blocks.2.0.weight, blocks.2.0.bias"
     )
 
 
@@ -164,9 +170,9 @@ def test_units_by_class(cfg, net, command):
     assert "Sequentail" in err
 
 
-def test_ranks_and_automatic_values_reach_the_config(asked, net):
+def test_ranks_and_automatic_values_reach_the_config(asked, cfg, net):
     arguments = (
-        "some.json",
+        cfg,
         "--world-size",
         8,
         "--auto",
@@ -182,9 +188,9 @@ def test_ranks_and_automatic_values_reach_the_config(asked, net):
     values = {"a": 3, "b": 0.001, "c": "bf16", "d": "x=y", "e": True, "f": {"g": [1]}, "h": "3"}
     for command in (("check",), ("explain", "--model", net)):
         assert run(*command, *arguments)[0] == 0
-        assert asked.pop() == ("some.json", {"world_size": 8, **values})
-    assert run("check", "some.json")[0] == 0
-    assert asked.pop() == ("some.json", {"world_size": None})
+        assert asked.pop() == (str(cfg), {"world_size": 8, **values})
+    assert run("check", cfg)[0] == 0
+    assert asked.pop() == (str(cfg), {"world_size": None})
 
 
 def test_an_automatic_value_fills_the_config(tmp_path, net):
@@ -332,4 +338,4 @@ def test_check_says_what_many_ranks_make_slow(cfg, net):
     assert "Sharded over" not in run("check", cfg, "--model", net, "--world-size", 8)[1]
     assert "Sharded over" not in run("check", cfg, "--model", net, "--world-size", 16)[1]
     out = run("check", cfg, "--model", net, "--world-size", 16, "--gpus-per-node", 6)[1]
-    assert out.splitlines()[-1].startswith("Sharded over 16 ranks: gradients go between nodes by flat all-to-alls")
+    assert "\nSharded over 16 ranks: gradients go between nodes by flat all-to-alls" in out

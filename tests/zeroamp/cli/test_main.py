@@ -59,3 +59,46 @@ def test_python_m_exits_with_1_for_a_mistake(tmp_path):
 def test_the_library_imports_neither_typer_nor_transformers(tmp_path):
     loaded = python("-c", "import sys, zeroamp; print({'typer', 'transformers'} & set(sys.modules))", cwd=tmp_path)
     assert loaded.stdout == "set()\n", loaded.stderr
+
+
+TYPOS = [
+    ("chekc", "zero.json"),
+    ("check", "zreo.json"),
+    ("check", "zero.json", "--wrold-size", "8"),
+    ("explain", "zero.json", "--model", "no/such/folder"),
+    ("plan", "zero.json", "--model", "no_such.py:build", "--world-size", "8"),
+    ("plan", "zero.json", "--model", "giant:build", "--world-size", "8", "--gpu", "h1000"),
+    ("plan", "zero.json", "--model", "giant:build", "--world-size", "8", "--stages", "4"),
+    ("report", "no_such.jsonl"),
+    ("--help",),
+]
+
+
+def test_a_typo_is_answered_without_torch(tmp_path):
+    (tmp_path / "zero.json").write_text(json.dumps(config(3)))
+    script = f"""
+import json, sys
+from zeroamp.__main__ import main
+
+for arguments in {TYPOS!r}:
+    sys.argv = ["zeroamp", *arguments]
+    try:
+        main()
+    except SystemExit as ended:
+        print(json.dumps([ended.code, "torch" in sys.modules]), file=sys.stderr)
+"""
+    done = python("-c", script, cwd=tmp_path)
+    ends = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("[")]
+    assert [code for code, _ in ends] == [2, 1, 2, 1, 1, 1, 2, 1, 0], done.stderr
+    assert not any(is_loaded for _, is_loaded in ends)
+
+
+def test_a_report_is_printed_without_torch(tmp_path):
+    run = {"step": 1, "loss": 2.0, "grad_norm": 1.0, "loss_scale": 1.0, "skipped": False, "lr": [0.1], "step_s": 1.0}
+    run |= dict.fromkeys(("forward_s", "backward_s", "exposed_communication_s", "optimizer_s"), 0.2)
+    lines = [{"kind": "header", "world_size": 2}, {"kind": "step", **run}]
+    (tmp_path / "run.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    script = "import sys; from zeroamp.cli.app import app; app(['report', 'run.jsonl'], standalone_mode=False); "
+    done = python("-c", f"{script}print('torch' in sys.modules)", cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == "False", done.stderr
+    assert "loss, last" in done.stdout

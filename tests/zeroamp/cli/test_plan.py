@@ -99,7 +99,7 @@ def test_a_mistake_in_what_is_planned_exits_with_1(arguments, more, words):
 @pytest.mark.parametrize("name", ["memory.foo", "zero.json/memory.png"])
 def test_a_picture_that_cannot_be_written_is_refused_before_the_plan_is_made(arguments, tmp_path, monkeypatch, name):
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr("zeroamp.cli.plan.plan_run", lambda *_, **__: pytest.fail("planned"))
+    monkeypatch.setattr("zeroamp.dry_run.run_plan.plan_run", lambda *_, **__: pytest.fail("planned"))
     code, out, err = run(*arguments, "--plot", tmp_path / name)
     assert (code, out) == (1, "")
     assert "Error: plot" in err

@@ -9,7 +9,7 @@ MEASURED = zeroamp.Efficiency(compute=0.5, memory=0.9, network=0.7, origin="meas
 
 
 def _note(run):
-    return str(run).split("Times assume ")[1]
+    return " ".join(str(run).split()).split("Times assume ")[1]
 
 
 def test_without_a_measurement_the_plan_says_that_it_assumes():

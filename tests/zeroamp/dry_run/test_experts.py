@@ -114,7 +114,7 @@ def test_every_implementation_has_the_flops_of_its_products(planned):
 
 def test_a_plan_says_that_the_routing_is_balanced(planned):
     for run in planned.values():
-        assert "every expert of a layer gets equally many tokens" in str(run)
+        assert "every expert of a layer gets equally many tokens" in " ".join(str(run).split())
         assert run.to_dict()["routing"] == "balanced"
     dense = zeroamp.plan_run(llama()[0], policy(config(3)), world_size=2, batch=1, seq=16, stages=(3,))
     assert "routing" not in str(dense)
@@ -149,7 +149,7 @@ def test_the_low_share_is_that_of_the_trainable_elements():
     low = sum(param.numel for param in with_key.params if param.dtypes.param == torch.bfloat16)
     assert with_key.low_share == low / sum(p.numel() for p in model.parameters())
     assert with_key.describe_low_share() == f"{with_key.low_share:.1%} of the trainable elements in bf16"
-    assert with_key.describe_low_share() in str(Ledger(plan=with_key))
+    assert with_key.describe_low_share() in Ledger(plan=with_key).title()
     assert Ledger(plan=with_key).to_dict()["low_share"] == with_key.low_share
     assert build_plan(model, policy(config(3, dtype=None))).describe_low_share() == ""
 

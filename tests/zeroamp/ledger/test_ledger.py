@@ -102,15 +102,15 @@ def test_frozen_parameters_cost_no_gradient():
 
 
 def test_without_the_ranks_the_text_says_so_and_has_no_bytes_per_rank():
-    text = str(ledger())
+    text = " ".join(str(ledger()).split())
     assert "The number of ranks is not known" in text
     assert "without the padding to the ranks" in text
-    assert "storage bytes" not in text
+    assert "GiB" not in text
     assert not set(PER_RANK) & set(ledger().group_rows()[0])
-    text = str(ledger(ranks={"num_shards": 2}))
+    text = " ".join(str(ledger(ranks={"num_shards": 2})).split())
     assert "not known" not in text
     assert "padding included" in text
-    assert "storage bytes" in text
+    assert "| GiB of shards per rank |" in " ".join(ledger(ranks={"num_shards": 2}).to_markdown().split())
     assert set(PER_RANK) < set(ledger(ranks={"num_shards": 2}).parameter_rows()[0])
 
 
@@ -182,3 +182,11 @@ def test_two_classes_that_own_one_parameter_are_named_once_each():
         return nn.Sequential(*layers)
 
     assert [row["class"] for row in ledger(build, stage=1).class_rows()] == ["Linear"]
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_no_line_is_wider_than_the_terminal(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    book = ledger(ranks={"num_shards": 2})
+    assert max(map(len, f"{book}\n{book.per_parameter()}".splitlines())) <= columns
+    assert "embed.weight" in book.per_parameter()

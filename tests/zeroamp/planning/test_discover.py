@@ -1,6 +1,7 @@
 """`discover_safe_parameters` against runs with those parameters in bf16, and the models that are harder to run."""
 
 import functools
+import re
 import warnings
 
 import pytest
@@ -57,6 +58,14 @@ def test_a_tied_weight_has_its_first_name_and_says_the_others():
     found = zeroamp.discover_safe_parameters(build("llama_tied"), (batch("llama_tied", 0),))
     assert found.reasons["embed.weight"] == "not safe: read in fp32 by aten.embedding in embed (tied: head.weight)"
     assert "head.weight" not in found.reasons
+
+
+def test_it_prints_a_table_of_the_parameters_and_the_reasons():
+    found = zeroamp.discover_safe_parameters(nn.Sequential(nn.Linear(8, 8, bias=False), nn.LayerNorm(8)), (X,))
+    lines = [re.split(r" {2,}", line) for line in str(found).splitlines()]
+    assert lines[0] == ["1 of 3 parameters are safe"]
+    assert lines[3] == ["0.weight", "yes", "safe: cast to bf16 in 0"]
+    assert [line[:2] for line in lines[4:]] == [["1.weight", "no"], ["1.bias", "no"]]
 
 
 def test_float16():

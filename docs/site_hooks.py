@@ -1,0 +1,35 @@
+"""Hooks of mkdocs: pages name each other as `docs/NAME.md`, which becomes a link on the site."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+
+HERE = Path(__file__).parent
+_PAGE = re.compile(r"(?<!\[)`docs/([\w-]+\.md)`")
+
+
+def on_config(config: Any) -> Any:
+    """Leave out pages of the navigation that are not written yet."""
+    config.nav = [_existing(entry) for entry in config.nav]
+    return config
+
+
+def _existing(entry: dict[str, Any]) -> dict[str, Any]:
+    ((title, value),) = entry.items()
+    if isinstance(value, str):
+        return entry
+    return {title: [each for each in value if (HERE / next(iter(each.values()))).is_file()]}
+
+
+def on_post_page(output: str, *, page: Any, **_: Any) -> str:
+    """Refuse a page that would load something."""
+    if loaded := re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=.(https?://[^ >]+)", output):
+        raise PluginError(f"{page.file.src_path} loads {loaded[0]}: the site must need no network")
+    return output
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Link the pages that a page names."""
+    return _PAGE.sub(lambda found: f"[{found[1].removesuffix('.md')}]({found[1]})", markdown)

@@ -1,0 +1,124 @@
+"""A tour in two minutes on one process: python examples/tour.py, or cell by cell in an editor that knows percent cells.
+
+From a plain model to a verified ledger, a plan, ten steps, and pages and pictures in runs/tour.
+"""
+
+# %% A plain model, and a config
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import zeroamp
+
+OUT = Path("runs/tour")
+CONFIG = {
+    "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+    "zero_optimization": {"stage": 3},
+    "gradient_clipping": 1.0,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
+}
+VOCAB, WIDTH, LENGTH = 256, 128, 64
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, length, width] to the same."""
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
+        return x + self.mlp(self.norm2(x))
+
+
+class LanguageModel(nn.Module):
+    """Returns the mean cross entropy of the next token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Token ids, [batch, length], to the loss."""
+        x = self.embed(tokens[:, :-1])
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def batch(size: int, length: int) -> torch.Tensor:
+    """Return numbers that count up, as token ids: something that a model can learn."""
+    start = torch.randint(0, VOCAB, (size, 1))
+    return (start + torch.arange(length)) % VOCAB
+
+
+# %% What becomes of every key
+policy = zeroamp.policy_from_config(CONFIG)
+print(policy.report())
+
+# %% Before the run: memory, traffic and time on 64 GPUs, at every stage. No weights, no GPUs
+with torch.device("meta"):
+    shapes = LanguageModel()
+plan = zeroamp.plan_run(shapes, policy, world_size=64, batch=8, seq=LENGTH, inputs=batch)
+print(plan)
+
+# %% Wrap: one process is a run of one rank
+torch.manual_seed(0)
+model = zeroamp.wrap_model(LanguageModel(), policy)
+train = zeroamp.TrainStep(model, zeroamp.optimizer_from_config(policy, model.parameters()))
+ledger = zeroamp.explain(model)
+print(ledger)
+
+# %% The ledger, compared with every dtype that occurs in one observed step
+print(ledger.verify(model, batch(8, LENGTH)))
+
+# %% Ten optimizer steps of two micro-batches, recorded
+OUT.mkdir(parents=True, exist_ok=True)
+(OUT / "run.jsonl").unlink(missing_ok=True)
+with zeroamp.RunReport(train, OUT / "run.jsonl", num_steps=10):
+    for _ in range(10):
+        for _ in range(2):
+            train.backward(model(batch(8, LENGTH)))
+            report = train.step()
+        print(report)
+
+# %% A checkpoint, and the step that follows it, twice: the same bits
+zeroamp.save_checkpoint(OUT / "checkpoints", model, train)
+random_state = torch.get_rng_state()
+
+
+def one_step() -> zeroamp.StepReport:
+    """Take one optimizer step."""
+    for _ in range(2):
+        train.backward(model(batch(8, LENGTH)))
+        report = train.step()
+    if report is None:
+        raise AssertionError("expected a report after the last micro-batch")
+    return report
+
+
+first = one_step()
+zeroamp.load_checkpoint(OUT / "checkpoints", model, train)
+torch.set_rng_state(random_state)
+second = one_step()
+print(f"norms after the checkpoint: {first.grad_norm!r} and {second.grad_norm!r}")
+if (first.loss, first.grad_norm) != (second.loss, second.grad_norm):
+    raise AssertionError("expected the same bits after the checkpoint was loaded")
+
+# %% Pictures, where matplotlib is installed
+try:
+    plan.plot(OUT / "plan.png")
+except zeroamp.ConfigError as error:
+    print(error)
+else:
+    print(f"wrote {OUT / 'plan.png'}")
+print(f"zeroamp report {OUT / 'run.jsonl'} --html {OUT / 'run.html'} writes a page of the run")

@@ -1,0 +1,88 @@
+"""Tables as Markdown, and as text that fits the terminal."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zeroamp.policies.tables import SOFT_HYPHEN, gb, gib, paragraph, render, terminal_width
+
+
+def test_keys_are_the_header_with_spaces_but_names_stay_as_they_are():
+    row = {"total_ms": 1234, "bytes_per_rank": 2, "a_run per day": 3}
+    heads = render([row], "github", names=["a_run per day"]).splitlines()[0].split("|")[1:-1]
+    assert [head.strip() for head in heads] == ["total ms", "bytes per rank", "a_run per day"]
+    words = {word for line in render([row], names=["a_run per day"]).splitlines()[:-2] for word in line.split()}
+    assert words == {"total", "ms", "bytes", "per", "rank", "a_run", "day"}
+
+
+def test_numbers_have_commas_and_the_decimals_of_their_column():
+    rows = [{"n": 1234567, "gib": 0.01234}, {"n": 2, "gib": 0.00001}, {"n": 3, "gib": 0.0}, {"n": None, "gib": None}]
+    assert [line.split() for line in render(rows).splitlines()[2:]] == [
+        ["1,234,567", "0.0123"],
+        ["2", "<0.0001"],
+        ["3", "0"],
+        ["-", "-"],
+    ]
+
+
+def test_a_large_number_is_written_out():
+    assert render([{"s": 2886744.4}]).splitlines()[-1] == "2,886,744.40"
+
+
+def test_units():
+    assert (gib(2**30), gb(10**9), gib(None), gb(None)) == (1.0, 1.0, None, None)
+
+
+@pytest.mark.parametrize(("columns", "width"), [("72", 72), ("3", 40), (None, 100), ("", 100)])
+def test_the_width_is_that_of_columns_or_100(monkeypatch, columns, width):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr("sys.__stdout__", None)  # no terminal
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    assert terminal_width() == width
+    assert max(map(len, paragraph("word " * 100).splitlines())) <= width
+
+
+def test_a_wide_table_of_few_rows_is_transposed():
+    rows = [{"stage": stage, **{f"number {index}": index + stage for index in range(20)}} for stage in range(3)]
+    lines = render(rows, width=60).splitlines()
+    assert lines[0].split() == ["stage", "0", "1", "2"]
+    assert lines[2].split() == ["number", "0", "0", "1", "2"]
+    assert len(lines) == 22
+
+
+def test_a_wide_table_of_many_rows_is_split_and_each_part_begins_with_the_first_column():
+    rows = [{"name": f"row {row}", **{f"number_{index}": index for index in range(20)}} for row in range(20)]
+    parts = render(rows, width=60).split("\n\n")
+    assert len(parts) > 1
+    assert all(part.splitlines()[-1].startswith("row 19") for part in parts)
+    shown = [word for part in parts for word in part.splitlines()[1].split() if word.isdigit()]
+    assert shown == [str(index) for index in range(20)]
+
+
+def test_a_header_is_broken_at_a_soft_hyphen_only_where_the_table_is_too_wide():
+    rows = [{"name": "a" * 30, f"communi{SOFT_HYPHEN}cation": "bf16"}] * 20
+    assert "communication" in render(rows, width=60)
+    assert [line.split()[-1] for line in render(rows, width=40).splitlines()[:2]] == ["communi-", "cation"]
+    assert "communication" in render(rows, "github")
+
+
+def test_a_long_name_is_shortened_in_the_middle_and_a_text_wrapped():
+    rows = [{"name": "model.layers.0." + "x" * 50 + ".weight", "why": "Linear is a safe module " * 4}] * 20
+    lines = render(rows, width=60).splitlines()
+    assert max(map(len, lines)) <= 60
+    assert lines[2].startswith("model.layers")
+    assert "…" in lines[2]
+    assert " ".join(line[lines[0].index("why") :].strip() for line in lines[2:]).count("safe module") == 80
+
+
+_CELLS = st.one_of(st.none(), st.integers(0, 10**9), st.floats(0, 1e6), st.text("ab. _", max_size=90))
+
+
+@given(data=st.data(), width=st.integers(60, 130), num_rows=st.integers(1, 12), num_columns=st.integers(1, 14))
+@settings(deadline=None, max_examples=60)
+def test_no_line_is_longer_than_the_width(data, width, num_rows, num_columns):
+    row = st.lists(_CELLS, min_size=num_columns, max_size=num_columns)
+    rows = data.draw(st.lists(row, min_size=num_rows, max_size=num_rows))
+    table = render([{f"a number {i}": cell for i, cell in enumerate(row)} for row in rows], width=width)
+    assert max(map(len, table.splitlines())) <= width

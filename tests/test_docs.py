@@ -1,0 +1,107 @@
+"""The documentation: pages are reached, what they name exists, and their Python runs or says that it is a fragment."""
+
+import ast
+import importlib.util
+import inspect
+import re
+import subprocess
+import sys
+
+import pytest
+import torch.distributed as dist
+
+import zeroamp
+from tests.processes.launch import ROOT
+
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+TEXTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")] + PAGES
+BLOCK = re.compile(r"^```python(?P<title>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+NOT_YET = {"reproducible.md", "meshes.md"}
+
+
+def blocks(path):
+    """Return (is a fragment, code) of the Python blocks of a page; those of one page share their names."""
+    return [('title="fragment"' in found["title"], found["code"]) for found in BLOCK.finditer(path.read_text())]
+
+
+def name(path):
+    return path.name
+
+
+def generator():
+    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_page_is_in_the_navigation_once():
+    names = re.findall(r"^ +- .*: ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert len(names) == len(set(names))
+    assert set(names) - NOT_YET <= {path.name for path in PAGES} <= set(names)
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=name)
+def test_files_that_a_page_names_exist(path):
+    named = re.findall(r"`((?:docs|tests|examples|benchmarks|zeroamp|hooks|policies)/[\w./-]*\w/?)`", path.read_text())
+    missing = [each for each in named if not (ROOT / each).exists() and each.removeprefix("docs/") not in NOT_YET]
+    assert missing == []
+    linked = re.findall(r"\]\((?!https?:)([\w./-]+)(?:#[\w-]+)?\)", path.read_text())
+    assert [each for each in linked if not (path.parent / each).exists()] == []
+
+
+WITH_FRAGMENTS = [path for path in TEXTS if any(is_fragment for is_fragment, _ in blocks(path))]
+
+
+@pytest.mark.parametrize("path", WITH_FRAGMENTS, ids=name)
+def test_fragments_are_python_and_their_public_names_and_arguments_exist(path):
+    nodes = [node for is_fragment, code in blocks(path) if is_fragment for node in ast.walk(ast.parse(code))]
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "zeroamp":
+            assert node.attr in zeroamp.__all__ or importlib.util.find_spec(f"zeroamp.{node.attr}"), node.attr
+        if isinstance(node, ast.Call) and (function := _public(node.func)) is not None:
+            parameters = inspect.signature(function).parameters
+            takes_any = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
+            unknown = {keyword.arg for keyword in node.keywords} - set(parameters) - {None}
+            assert takes_any or not unknown, (ast.unparse(node), unknown)
+
+
+def _public(function):
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "zeroamp":
+        return getattr(zeroamp, function.attr, None) if function.attr in zeroamp.__all__ else None
+    return None
+
+
+def _run(codes):
+    names = {"__name__": "page"}
+    for code in codes:
+        exec(compile(code, "page", "exec"), names)
+    return dist.get_world_size()
+
+
+RUNNING = {path: [code for is_fragment, code in blocks(path) if not is_fragment] for path in PAGES}
+
+
+@pytest.mark.parametrize("path", [path for path, codes in RUNNING.items() if codes], ids=name)
+def test_the_blocks_of_a_page_run(ranks2, path):
+    assert ranks2.run(_run, RUNNING[path]) == [2, 2]
+
+
+def test_the_api_page_lists_every_public_name():
+    assert (ROOT / "docs" / "api.md").read_text() == generator().api_page(), "run: python docs/generate.py"
+    listed = re.findall(r"^::: [\w.]+\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(zeroamp.__all__)
+
+
+def test_the_page_of_commands_has_every_command_and_option():
+    page = (ROOT / "docs" / "cli.md").read_text()
+    for words in re.findall(r"^## (zeroamp \w+)$|(--[a-z][a-z-]+)", generator().cli_page(), re.MULTILINE):
+        assert any(word and word in page for word in words), "run: python docs/generate.py"
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install zeroamp[docs]")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "api.html").read_text().count('class="doc doc-heading"') > len(zeroamp.__all__)

@@ -1,0 +1,302 @@
+"""The pages of `--html`: whole in one file, with the numbers of `--json`, and drawn by a browser without an error."""
+
+import http.client
+import json
+import threading
+from html.parser import HTMLParser
+
+import pytest
+
+from tests.processes.chromium import CHROMIUM, Browser
+from tests.processes.cli import run
+from tests.processes.training import config
+
+pytest.importorskip("plotly")
+
+NET = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+def batch(batch, seq):
+    return torch.ones(batch, seq, 8)
+"""
+HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=alert(1)>"
+
+
+def record(step, **more):
+    parts = dict.fromkeys(("forward_s", "backward_s", "exposed_communication_s", "optimizer_s"), 0.2)
+    usual = {"loss": 2.0 / step, "grad_norm": 1.0, "loss_scale": 1.0, "skipped": False, "lr": [0.1], "step_s": 1.0}
+    return {"kind": "step", "step": step, **usual, **parts, **more}
+
+
+def write_run(path, records, warnings=()):
+    lines = [{"kind": "header", "world_size": 2, "device": "cpu", "plan": {"mode": "autocast", "stage": 3}}]
+    lines += [*records, *({"kind": "warning", "name": "slow", "text": text} for text in warnings)]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """Command -> the page that it wrote, and the object that it prints with --json."""
+    folder = tmp_path_factory.mktemp("pages")
+    (folder / "zero.json").write_text(json.dumps(config(3)))
+    (folder / "net_of_pages.py").write_text(NET)
+    net = f"{folder / 'net_of_pages.py'}:Net"
+    runs = [write_run(folder / f"{name}.jsonl", map(record, range(1, 6)), [HOSTILE]) for name in ("one", "two")]
+    inputs = ("--inputs", net.replace("Net", "batch"))
+    commands = {
+        "explain": (folder / "zero.json", "--model", net, "--world-size", 16),
+        "plan": (folder / "zero.json", "--model", net, *inputs, "--world-size", 16, "--seq", 4),
+        "report": tuple(runs),
+    }
+    found = {}
+    for command, arguments in commands.items():
+        code, out, err = run(command, *arguments, "--json", "--html", folder / f"{command}.html")
+        assert code == 0, err
+        assert err.endswith(f"wrote {folder / command}.html\n")
+        found[command] = folder / f"{command}.html", json.loads(out)
+    return found
+
+
+class _Parser(HTMLParser):
+    """Collects what a page refers to, and the text of its data."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.references, self.data, self._is_data, self.scripts = [], "", False, 0
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        self.references += [given[name] for name in ("src", "href", "data", "action") if name in given]
+        self._is_data = given.get("id") == "data"
+        self.scripts += tag == "script"
+
+    def handle_data(self, data):
+        self.data += data if self._is_data else ""
+
+    def handle_endtag(self, tag):
+        self._is_data = False
+
+
+@pytest.mark.parametrize("command", ["explain", "plan", "report"])
+def test_a_page_is_whole_and_holds_the_numbers_of_json(pages, command):
+    path, printed = pages[command]
+    page = _Parser(path.read_text())
+    assert (page.references, page.scripts) == ([], 3)
+    held = json.loads(page.data)
+    assert (held["plan"] if command == "plan" else held) == printed
+
+
+def test_the_memory_on_the_page_is_that_of_the_plan(pages):
+    path, printed = pages["plan"]
+    timelines = json.loads(_Parser(path.read_text()).data)["timelines"]
+    assert [timeline["stage"] for timeline in timelines] == [0, 1, 2, 3]
+    for timeline, stage in zip(timelines, printed["stages"], strict=True):
+        steps = [name for name in stage["memory"] if name not in ("peak", "init")]
+        assert max(timeline["total"]) == max(sum(stage["memory"][phase].values()) for phase in steps)
+        assert [sum(kind["bytes"][at] for kind in timeline["kinds"]) for at in (0, -1)] == [
+            timeline["total"][at] for at in (0, -1)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("page.png", "must end in .html"), ("zero.json/page.html", "cannot be written")]
+)
+def test_a_page_that_cannot_be_written_is_refused_before_the_work(tmp_path, name, words):
+    (tmp_path / "zero.json").write_text("{}")
+    (tmp_path / "giant.py").write_text("def build(): raise SystemExit('built')")
+    model = ("--model", f"{tmp_path / 'giant.py'}:build")
+    for command in (
+        ("explain", tmp_path / "zero.json", *model),
+        ("plan", tmp_path / "zero.json", *model, "--world-size", 2),
+    ):
+        code, out, err = run(*command, "--html", tmp_path / name)
+        assert (code, out) == (1, "")
+        assert words in err
+        assert "built" not in err
+
+
+def test_without_plotly_the_message_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "plotly.offline", None)
+    path = write_run(tmp_path / "one.jsonl", [record(1)])
+    code, out, err = run("report", path, "--html", tmp_path / "page.html")
+    assert (code, out) == (1, "")
+    assert err == "Error: --html needs the module 'plotly.offline': pip install zeroamp[html].\n"
+
+
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with Browser() as opened:
+        yield opened
+
+
+@pytest.fixture(autouse=True)
+def _forget(request):
+    if "browser" in request.fixturenames:
+        opened = request.getfixturevalue("browser")
+        opened.errors.clear()
+        opened.requests.clear()
+
+
+def cells(browser, index, selector="tbody tr"):
+    """Return the texts of the rows of a table of the page, by its number."""
+    rows = f"[...document.querySelectorAll('table')[{index}].querySelectorAll('{selector}')]"
+    return browser.evaluate(f"{rows}.map((row) => [...row.children].map((cell) => cell.textContent))")
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("command", ["explain", "plan", "report"])
+def test_a_page_is_drawn_without_an_error_a_request_or_a_scroll_bar(pages, browser, command, width):
+    path = pages[command][0]
+    browser.open(path, width=width)
+    assert browser.errors == []
+    assert [url for url in browser.requests if not url.startswith(("data:", "blob:"))] == [path.as_uri()]
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    assert browser.evaluate("document.querySelectorAll('.chart .main-svg').length") > 0
+
+
+@needs_chromium
+def test_a_parameter_is_found_filtered_and_sorted(pages, browser):
+    path, printed = pages["explain"]
+    browser.open(path)
+    assert len(cells(browser, 1)) == len(printed["parameters"]) == 12
+
+    def search(words):
+        browser.evaluate(
+            f"(() => {{ const field = document.querySelector('input[type=search]'); field.value = {words!r};"
+            "field.dispatchEvent(new Event('input')); })()"
+        )
+        return [row[0] for row in cells(browser, 1)]
+
+    assert search("WEIGHT blocks.1") == ["blocks.1.0.weight", "blocks.1.1.weight"]
+    assert browser.evaluate("document.querySelector('.count').textContent") == "2 of 12"
+    assert search("nothing") == []
+    assert len(search("")) == 12
+    browser.evaluate(
+        "(() => { const choice = document.querySelector('select[name=gather]'); choice.value = 'bf16';"
+        "choice.dispatchEvent(new Event('change')); })()"
+    )
+    low = [row["parameter"] for row in printed["parameters"] if row["gather"] == "bf16"]
+    assert [row[0] for row in cells(browser, 1)] == low
+    browser.evaluate("document.querySelectorAll('table')[1].querySelectorAll('th button')[2].click()")  # elements
+    numbers = [int(row[2].replace(",", "")) for row in cells(browser, 1)]
+    assert numbers == sorted(numbers, reverse=True)
+    assert set(numbers) == {8, 64}
+
+
+@needs_chromium
+def test_a_search_is_in_the_address(pages, browser):
+    browser.open(f"{pages['explain'][0].as_uri()}#q=blocks.2%20bias")
+    assert [row[0] for row in cells(browser, 1)] == ["blocks.2.0.bias", "blocks.2.1.bias"]
+
+
+@needs_chromium
+def test_the_units_are_boxes_in_the_colours_of_the_chosen_dtype(pages, browser):
+    path, printed = pages["explain"]
+    browser.open(path)
+    drawn = "document.querySelector('#units').data[0]"
+    assert browser.evaluate(f"{drawn}.values.length") == 1 + len({row["unit"] for row in printed["parameters"]}) + 12
+    assert browser.evaluate(f"{drawn}.values[0]") == sum(row["elements"] for row in printed["parameters"])
+    before = browser.evaluate(f"{drawn}.marker.colors")
+    browser.evaluate(
+        "(() => { const choice = document.querySelector('select'); choice.value = 'optimizer';"
+        "choice.dispatchEvent(new Event('change')); })()"
+    )
+    after = browser.evaluate(f"{drawn}.marker.colors")
+    assert len(set(before[1:])) == 2
+    assert len(set(after[1:])) == 1  # all fp32
+
+
+@needs_chromium
+def test_the_plan_has_a_panel_and_a_row_per_stage_and_the_meshes(pages, browser):
+    path, printed = pages["plan"]
+    browser.open(path)
+    titles = browser.evaluate("[...document.querySelectorAll('.chart')].map((chart) => chart.layout.title.text)")
+    assert titles[:4] == [f"Stage {stage}" for stage in range(4)]
+    tops = browser.evaluate(
+        "[...document.querySelectorAll('.chart')].slice(0, 4).map((chart) => chart.layout.yaxis.range[1])"
+    )
+    assert len(set(tops)) > 2  # each has its own axis
+    rows = cells(browser, 0)
+    assert [row[0] for row in rows] == ["0", "1", "2", "3"]
+    assert [int(row[6].replace(",", "")) for row in rows] == [stage["largest_batch"] for stage in printed["stages"]]
+    meshes = cells(browser, 1)
+    assert len(meshes) == len(printed["meshes"]["tried"])
+    assert len(cells(browser, 1, "tr.best")) == 1
+
+
+@needs_chromium
+def test_runs_are_lines_of_their_records_and_zoom_together(pages, browser):
+    path, printed = pages["report"]
+    browser.open(path)
+    charts = "[...document.querySelectorAll('.chart')]"
+    losses = browser.evaluate(f"{charts}[0].data.map((line) => line.y)")
+    assert losses == [[record["loss"] for record in run["records"]] for run in printed["runs"]]
+    browser.evaluate(f"void Plotly.relayout({charts}[0], {{'xaxis.range[0]': 2, 'xaxis.range[1]': 3}})")
+    browser.wait_for(f"{charts}.slice(0, -1).every((chart) => chart.layout.xaxis.range[1] === 3)")
+    assert browser.evaluate("document.title") == "one, two"
+    assert browser.evaluate("document.querySelectorAll('img').length") == 0
+    assert HOSTILE in browser.evaluate("document.querySelector('.warning').textContent")
+
+
+@pytest.fixture
+def served(tmp_path):
+    from zeroamp.reporting import saved_runs
+    from zeroamp.reporting.server import page_server
+
+    path = write_run(tmp_path / "one.jsonl", [record(1)])
+    server = page_server(0, "one", "a run", lambda: saved_runs.runs_to_dict([saved_runs.read_run(path)]))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield path, server.server_port
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("path", "host", "status"),
+    [
+        ("/", "127.0.0.1", 200),
+        ("/data.json", "localhost", 200),
+        ("/data.json", "attacker.example", 403),
+        ("/../one.jsonl", "127.0.0.1", 404),
+    ],
+)
+def test_the_server_answers_two_paths_to_loopback_alone(served, path, host, status):
+    connection = http.client.HTTPConnection("127.0.0.1", served[1], timeout=60)
+    connection.request("GET", path, headers={"Host": f"{host}:{served[1]}"})
+    assert connection.getresponse().status == status
+    connection.close()
+
+
+@needs_chromium
+def test_a_page_that_is_served_follows_the_run(served, browser):
+    path, port = served
+    browser.open(f"http://127.0.0.1:{port}/")
+    with path.open("a") as file:
+        file.write(f"{json.dumps(record(2))}\n")
+    browser.wait_for("document.querySelector('.chart').data[0].x.length === 2")
+    assert browser.errors == []
+
+
+def test_a_port_that_is_taken_is_a_mistake_with_a_remedy(served, tmp_path):
+    code, _, err = run("report", served[0], "--serve", "--port", served[1])
+    assert code == 1
+    assert "Name another with --port." in err

@@ -1,0 +1,64 @@
+"""From the arguments of a command to a plan and its ledger. This file imports torch, so commands import it late."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+
+import torch
+
+from zeroamp.cli.model_source import load_inputs, load_model
+from zeroamp.ledger.explain import Ledger
+from zeroamp.planning.mesh import Ranks, mesh_shape
+from zeroamp.planning.mesh_notes import mesh_notes
+from zeroamp.planning.nodes import ranks_per_node
+from zeroamp.planning.plan import Plan, build_plan
+from zeroamp.policies import Policy
+from zeroamp.policies.errors import some_of
+from zeroamp.policies.tables import paragraph
+
+TRACED_TOKENS = 2048
+"""Sequence length of the inputs of a traced run, as `zeroamp plan` has it by default. The batch is 1."""
+
+
+def plan_of(source: str, policy: Policy, auto_wrap: list[str] | None, inputs: str | None) -> Plan:
+    """Return the plan of the model that `--model` names."""
+    with redirect_stdout(sys.stderr):  # a factory may print, and stdout may be parsed
+        model, example_inputs = load_model(source), None
+        if inputs is not None:
+            make = load_inputs(inputs)
+            with torch.device("meta"):
+                example_inputs = make(1, TRACED_TOKENS)
+        return build_plan(model, policy, auto_wrap, example_inputs)
+
+
+def ledger_of(plan: Plan, world_size: int | None) -> Ledger:
+    """Return the ledger of a plan, on the mesh that a run of so many ranks has."""
+    if world_size is None:
+        return Ledger(plan=plan)
+    ranks = _ranks(plan.policy, world_size)
+    return Ledger(plan=plan, num_shards=ranks.num_shards, num_replicas=ranks.num_replicas)
+
+
+def describe_plan(model: str, plan: Plan, world_size: int | None, gpus_per_node: int) -> str:
+    """Return lines about units and groups, what each override applies to, and what is slow on so many ranks."""
+    policy, low = plan.policy, plan.describe_low_share()
+    head = f"{model}: {len(plan.units)} units below the root, {len(plan.groups)} groups{f', {low}' if low else ''}"
+    lines = [head, *_override_lines(plan)]
+    per_node = gpus_per_node if policy.ranks_per_node == "auto" else ranks_per_node(policy)
+    if world_size is not None and (notes := mesh_notes(plan, _ranks(policy, world_size), per_node)):
+        lines.append(notes)
+    return paragraph("\n".join(lines))
+
+
+def _override_lines(plan: Plan) -> Iterator[str]:
+    """Yield what each override sets, and for which parameters of the model."""
+    for index, asked in enumerate(plan.policy.overrides):
+        params = plan.overridden(index)
+        names = f": {some_of([param.fqn for param in params], 4)}" if params else ""
+        count = f"{len(params)} parameter{'' if len(params) == 1 else 's'}"
+        yield f"zeroamp.overrides.{index}: {asked.settings()} for {count}{names}"
+
+
+def _ranks(policy: Policy, world_size: int) -> Ranks:
+    *replicas, num_shards = mesh_shape(policy.stage, world_size, policy.dp_replicate_size)
+    return Ranks(num_shards=num_shards, num_replicas=replicas[0] if replicas else None)

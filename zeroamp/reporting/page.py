@@ -1,0 +1,102 @@
+"""Self-contained HTML pages of a ledger, a plan or runs: style, scripts, data and plotly are in the one file.
+
+A page loads nothing, and its Content-Security-Policy forbids it to: it opens from a file share without a network.
+"""
+
+import html
+import json
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from zeroamp.policies.errors import ConfigError
+from zeroamp.reporting.files import check_file, errors_of, imported
+from zeroamp.version import __version__
+
+PageKind = Literal["ledger", "plan", "runs"]
+
+_SOURCES = files("zeroamp.reporting").joinpath("pages")
+_TEMPLATE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; script-src 'unsafe-inline'; \
+style-src 'unsafe-inline'; img-src data: blob:; connect-src {connect}">
+<meta name="generator" content="zeroamp {version}">
+<title>{title}</title>
+<style>
+{style}</style>
+</head>
+<body data-live="{live}">
+<header><h1>{title}</h1><p>{subtitle}</p></header>
+<main id="page"></main>
+<script type="application/json" id="data">{data}</script>
+<script>{plotly}</script>
+<script>
+{common}
+{script}</script>
+</body>
+</html>
+"""
+
+
+def html_page(kind: PageKind, title: str, subtitle: str, data: Mapping[str, Any], *, live: bool = False) -> str:
+    """Return a page.
+
+    Args:
+        kind: which of the scripts in `pages/` draws the data.
+        title: in the browser's tab and above the page.
+        subtitle: a sentence below it.
+        data: what JSON can hold; the page shows it as text, never as markup.
+        live: whether the page asks the server that it came from for newer data.
+
+    Raises:
+        ConfigError: plotly is not installed.
+    """
+    plotly = imported("plotly.offline", where="--html", extra="html")
+    return _TEMPLATE.format(
+        connect="'self'" if live else "'none'",
+        version=__version__,
+        title=html.escape(title),
+        subtitle=html.escape(subtitle),
+        style=_source("page.css"),
+        live=str(live).lower(),
+        data=data_text(data).replace("<", "\\u003c"),  # no text can end the script
+        plotly=plotly.get_plotlyjs(),
+        common=_source("common.js"),
+        script=_source(f"{kind}.js"),
+    )
+
+
+def data_text(data: Mapping[str, Any]) -> str:
+    """Return the data as strict JSON."""
+    return json.dumps(data, allow_nan=False, separators=(",", ":"))
+
+
+def write_page(path: Path, page: str) -> None:
+    """Write a page; the folder is made.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    with errors_of(path, "html"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(page, encoding="utf-8")
+
+
+def check_page(path: Path) -> None:
+    """Check that a page can be written, before the work that it shows.
+
+    Raises:
+        ConfigError: plotly is not installed, the suffix is not .html, or the file cannot be written.
+    """
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError(f"--html: '{path}' must end in .html. Rename it.")
+    imported("plotly.offline", where="--html", extra="html")
+    check_file(path, "html")
+
+
+def _source(name: str) -> str:
+    return _SOURCES.joinpath(name).read_text(encoding="utf-8")

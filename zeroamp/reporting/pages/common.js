@@ -1,0 +1,140 @@
+"use strict";
+// What all pages share: elements, numbers, charts, and tables that are searched, filtered and sorted.
+// Everything from the data becomes text by textContent, never markup.
+
+const COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7A7A00", "#8250DF"];
+const DTYPES = { bf16: "#0969da", fp16: "#8250df", fp32: "#bc4c00", fp64: "#82071e", "per op": "#57606a" };
+const IS_NARROW = window.innerWidth < 600;
+const CHART = { displaylogo: false, responsive: true, displayModeBar: !IS_NARROW, modeBarButtonsToRemove: ["lasso2d", "select2d"] };
+
+function element(tag, properties = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [key, value] of Object.entries(properties)) {
+    if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
+    else if (key in made) made[key] = value;
+    else made.setAttribute(key, value);
+  }
+  made.append(...children.filter((child) => child !== null && child !== undefined));
+  return made;
+}
+
+const page = () => document.getElementById("page");
+const add = (...children) => page().append(...children);
+const heading = (text) => add(element("h2", { textContent: text }));
+const note = (text) => add(element("p", { textContent: text }));
+
+function tiles(pairs) {
+  const made = pairs.map(([label, value]) =>
+    element("div", { className: "tile" }, element("b", { textContent: value }), element("span", { textContent: label })));
+  add(element("div", { className: "tiles" }, ...made));
+}
+
+// The same numbers as the terminal's: three significant digits, at least two decimals, thousands separated.
+function decimals(value, digits = 3) {
+  if (value === 0) return "0";
+  const places = Math.min(12, Math.max(2, digits - 1 - Math.floor(Math.log10(Math.abs(value)))));
+  return value.toLocaleString("en-US", { minimumFractionDigits: places, maximumFractionDigits: places });
+}
+const FORMS = {
+  int: (value) => value.toLocaleString("en-US"),
+  float: (value) => (Number.isFinite(value) ? decimals(value) : String(value)),
+  gib: (value) => decimals(value / 2 ** 30),
+  gb: (value) => decimals(value / 1e9),
+  percent: (value) => `${(100 * value).toFixed(1)}%`,
+};
+const shown = (value, kind) =>
+  value === null || value === undefined ? "–" : kind in FORMS && typeof value === "number" ? FORMS[kind](value) : String(value);
+
+function dtypeChip(name) {
+  const chip = element("span", { className: "chip", textContent: name ?? "–" });
+  chip.style.background = DTYPES[name] ?? "#8c959f";
+  return chip;
+}
+
+// columns: {key, label, kind: text | name | dtype | int | float | gib | gb | percent, hint}
+// options: {search: [keys], filters: [keys], isBest: row -> bool, limit}
+function table(rows, columns, options = {}) {
+  const state = { sort: null, down: false, limit: options.limit ?? 300, choices: {} };
+  const body = element("tbody");
+  const count = element("span", { className: "count" });
+  const more = element("button", { textContent: "Show all", hidden: true, onclick: () => { state.limit = Infinity; draw(); } });
+  const words = element("input", { type: "search", placeholder: "Search, words in any order", ariaLabel: "Search" });
+  words.addEventListener("input", () => { remember(); draw(); });
+  const isNumber = (column) => ["int", "float", "gib", "gb", "percent"].includes(column.kind);
+  const heads = columns.map((column) => element("th", { className: isNumber(column) ? "number" : "", title: column.hint ?? "" },
+    element("button", { textContent: column.label, type: "button", onclick: () => sortBy(column) })));
+
+  function sortBy(column) {
+    state.down = state.sort === column ? !state.down : isNumber(column);
+    state.sort = column;
+    heads.forEach((head, index) => {
+      const isSorted = columns[index] === column;
+      head.ariaSort = isSorted ? (state.down ? "descending" : "ascending") : "none";
+      head.firstChild.textContent = columns[index].label + (isSorted ? (state.down ? " ▾" : " ▴") : "");
+    });
+    draw();
+  }
+  function remember() {
+    const hash = words.value ? `#q=${encodeURIComponent(words.value)}` : " ";
+    try { history.replaceState(null, "", hash === " " ? location.pathname : hash); } catch { /* a file page may not */ }
+  }
+  function chosen() {
+    const sought = words.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const found = rows.filter((row) =>
+      Object.entries(state.choices).every(([key, value]) => value === "" || String(row[key]) === value) &&
+      sought.every((word) => (options.search ?? []).some((key) => String(row[key]).toLowerCase().includes(word))));
+    if (state.sort === null) return found;
+    const { key } = state.sort, sign = state.down ? -1 : 1;
+    return [...found].sort((a, b) => {
+      const [x, y] = [a[key] ?? null, b[key] ?? null];
+      if (x === null || y === null) return (x === null) - (y === null);
+      return sign * (typeof x === "number" && typeof y === "number" ? x - y : String(x).localeCompare(String(y), "en", { numeric: true }));
+    });
+  }
+  function cell(row, column) {
+    const value = row[column.key];
+    const made = element("td", { className: isNumber(column) ? "number" : column.kind ?? "" });
+    made.append(column.kind === "dtype" && value !== null && value !== undefined ? dtypeChip(value) : shown(value, column.kind));
+    return made;
+  }
+  function draw() {
+    const found = chosen(), visible = found.slice(0, state.limit);
+    body.replaceChildren(...visible.map((row) =>
+      element("tr", { className: options.isBest?.(row) ? "best" : "" }, ...columns.map((column) => cell(row, column)))));
+    count.textContent = `${found.length.toLocaleString("en-US")} of ${rows.length.toLocaleString("en-US")}` +
+      (visible.length < found.length ? `, the first ${visible.length} shown` : "");
+    more.hidden = visible.length === found.length;
+  }
+  const selects = (options.filters ?? []).map((key) => {
+    const values = [...new Set(rows.map((row) => String(row[key])))].sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
+    const label = columns.find((column) => column.key === key).label;
+    const all = element("option", { value: "", textContent: `${label}: all` });
+    return element("select", { ariaLabel: `Filter by ${label}`, name: key, onchange: (event) => { state.choices[key] = event.target.value; draw(); } },
+      all, ...values.map((value) => element("option", { value, textContent: value === "null" ? "–" : value })));
+  });
+  const has_controls = options.search || options.filters;
+  const made = element("section", {},
+    has_controls ? element("div", { className: "controls" }, options.search ? words : null, ...selects, count, more) : null,
+    element("div", { className: "scroll" }, element("table", {}, element("thead", {}, element("tr", {}, ...heads)), body)));
+  if (options.search) words.value = decodeURIComponent((location.hash.match(/^#q=(.*)$/) ?? ["", ""])[1]);
+  draw();
+  return made;
+}
+
+const charts = () => { const made = element("div", { className: "charts" }); add(made); return made; };
+
+function chart(parent, traces, layout, height = 340, shape = "") {
+  const made = element("div", { className: `chart ${shape}` });
+  made.style.height = `${height}px`;
+  parent.append(made);
+  const usual = { margin: { l: 62, r: 16, t: 42, b: 46 }, hovermode: "x unified", font: { family: "system-ui, sans-serif", size: 12 },
+    xaxis: { automargin: true }, yaxis: { automargin: true }, paper_bgcolor: "white", plot_bgcolor: "white" };
+  Plotly.newPlot(made, traces, { ...usual, ...layout }, CHART);
+  return made;
+}
+const LEGEND = { orientation: "h", y: IS_NARROW ? -0.12 : -0.2, yanchor: "top", font: { size: IS_NARROW ? 10 : 11 } };
+const below = (title, more = {}) => axis(IS_NARROW ? "" : title, more);
+const axis = (title, more = {}) => ({ title: { text: title }, gridcolor: "#eaeef2", zerolinecolor: "#d0d7de", automargin: true, ...more });
+const titled = (text) => ({ text, font: { size: 14 }, x: 0.02, xanchor: "left" });
+
+const DATA = JSON.parse(document.getElementById("data").textContent);

@@ -1,0 +1,58 @@
+"""`zeroamp report --serve`: the page of runs on the loopback interface, which follows runs that go on."""
+
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from zeroamp.policies.errors import ConfigError
+from zeroamp.reporting.page import data_text, html_page
+
+HOST = "127.0.0.1"
+
+
+def page_server(port: int, title: str, subtitle: str, read: Callable[[], Mapping[str, Any]]) -> "ThreadingHTTPServer":
+    """Return a server of the page at / and of its data at /data.json; `serve_forever` runs it, `server_close` ends it.
+
+    It listens on 127.0.0.1 alone, and answers only requests that name it or localhost as their host, so that no site
+    that a browser on this machine shows can read the data under another name.
+
+    Args:
+        port: 0 is any free one.
+        title: see `html_page`.
+        subtitle: see `html_page`.
+        read: returns the data of the page, at each request.
+
+    Raises:
+        ConfigError: the port is taken, or plotly is not installed.
+    """
+    html_page("runs", title, subtitle, read(), live=True)  # an error is raised here, not at the first request
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            names = (f"{HOST}:{self.server.server_port}", f"localhost:{self.server.server_port}")  # type: ignore[attr-defined]
+            if self.headers.get("Host") not in names:
+                self.send_error(403)
+            elif self.path == "/":
+                self._send(html_page("runs", title, subtitle, read(), live=True), "text/html; charset=utf-8")
+            elif self.path == "/data.json":
+                self._send(data_text(read()), "application/json")
+            else:
+                self.send_error(404)
+
+        def _send(self, text: str, kind: str) -> None:
+            content = text.encode()
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(content)))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_arguments: object) -> None:
+            """Print nothing per request."""
+
+    try:
+        return ThreadingHTTPServer((HOST, port), Handler)
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(f"--serve: port {port} cannot be used ({why}). Name another with --port.") from error

@@ -19,6 +19,7 @@ import zeroamp
 from zeroamp.checkpoint.export import export_checkpoint
 from zeroamp.cli.model_source import load_inputs, load_model
 from zeroamp.cli.options import (
+    MESH_HELP,
     Auto,
     AutoWrap,
     ConfigPath,
@@ -29,11 +30,13 @@ from zeroamp.cli.options import (
     Verbosity,
     WorldSize,
     auto_values,
+    mesh_sizes,
     messages_to_stderr,
 )
 from zeroamp.cli.plan import plan
 from zeroamp.ledger.explain import Ledger
 from zeroamp.planning.mesh import Ranks, mesh_shape
+from zeroamp.planning.mesh_axes import AxisSizes
 from zeroamp.planning.mesh_notes import mesh_notes
 from zeroamp.planning.nodes import ranks_per_node
 from zeroamp.planning.plan import Plan, build_plan
@@ -131,6 +134,7 @@ def explain(
         bool, typer.Option("--per-parameter", help="Also one row per parameter (--json has them always).")
     ] = False,
     world_size: WorldSize = None,
+    mesh: Annotated[str | None, typer.Option(metavar="AXES", help=MESH_HELP)] = None,
     auto: Auto = None,
     auto_wrap: AutoWrap = None,
     inputs: Inputs = None,
@@ -138,14 +142,16 @@ def explain(
 ) -> None:
     """Print the dtype ledger: which dtype a model gets where, and the bytes of an optimizer step.
 
-    The model is built on the meta device. Bytes per rank need --world-size.
+    The model is built on the meta device. Bytes per rank need --world-size or --mesh. With a tensor or
+    expert axis they are not known here: which parameters are distributed is up to the training script.
     """
     if as_json and as_markdown:
         raise typer.BadParameter("--json and --markdown are two forms of one output: name one.", param_hint="--json")
     values = auto_values(auto or [])
     with messages_to_stderr(verbose):
-        policy = policy_from_config(config, world_size=world_size, **values)
-        ledger = _ledger(_plan(model, policy, auto_wrap, inputs), world_size)
+        sizes = mesh_sizes(mesh, world_size)
+        policy = policy_from_config(config, world_size=world_size if sizes is None else sizes.num_data, **values)
+        ledger = _ledger(_plan(model, policy, auto_wrap, inputs), world_size, sizes)
         if as_json:
             typer.echo(json.dumps(ledger.to_dict(), indent=2, allow_nan=False))
         elif as_markdown:
@@ -166,7 +172,14 @@ def _plan(source: str, policy: Policy, auto_wrap: list[str] | None, inputs: str 
         return build_plan(model, policy, auto_wrap, example_inputs)
 
 
-def _ledger(plan: Plan, world_size: int | None) -> Ledger:
+def _ledger(plan: Plan, world_size: int | None, sizes: AxisSizes | None) -> Ledger:
+    if sizes is not None:
+        if sizes.tensor > 1 or sizes.expert > 1:
+            return Ledger(plan=plan)
+        if plan.policy.stage == 0:
+            return Ledger(plan=plan, num_shards=1, num_replicas=sizes.replicate * sizes.num_shards)
+        replicas = sizes.replicate if sizes.replicate > 1 else None
+        return Ledger(plan=plan, num_shards=sizes.num_shards, num_replicas=replicas)
     if world_size is None:
         return Ledger(plan=plan)
     ranks = _ranks(plan.policy, world_size)

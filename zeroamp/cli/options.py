@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from zeroamp.planning.mesh_axes import AxisSizes, axis_sizes
 from zeroamp.policies import ZeroAmpError
 
 logger = logging.getLogger("zeroamp")
@@ -21,6 +22,7 @@ WorldSize = Annotated[
         "--world-size", metavar="N", min=1, help="Ranks of the run, for keys that depend on them and for bytes."
     ),
 ]
+MESH_HELP = "Axes of the mesh, such as dp=8,tp=4,cp=2 (docs/meshes.md). They are in the place of --world-size."
 GpusPerNode = Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs that the faster links join.")]
 Auto = Annotated[
     list[str] | None, typer.Option("--auto", metavar="KEY=VALUE", help='Value of a key that is "auto"; repeatable.')
@@ -48,6 +50,18 @@ _MODEL_HELP = (
 )
 Model = Annotated[str, typer.Option("--model", metavar="FOLDER_OR_FACTORY", help=_MODEL_HELP, show_default=False)]
 OptionalModel = Annotated[str | None, typer.Option("--model", metavar="FOLDER_OR_FACTORY", help=_MODEL_HELP)]
+
+
+def mesh_sizes(mesh: str | None, world_size: int | None) -> AxisSizes | None:
+    """Return the sizes of `--mesh`; None without the option.
+
+    Raises:
+        ConfigError: they are not sizes of axes.
+    """
+    sizes = None if mesh is None else axis_sizes(mesh)
+    if sizes is not None and world_size not in (None, sizes.num_ranks):
+        raise typer.BadParameter(f"{mesh} has {sizes.num_ranks} ranks, not {world_size}.", param_hint="--mesh")
+    return sizes
 
 
 def auto_values(pairs: list[str]) -> dict[str, Any]:

@@ -14,16 +14,18 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from zeroamp.hooks._torch.fsdp import divide_factors
 from zeroamp.hooks.collectives.issued import issue
 from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective
-from zeroamp.planning.mesh import device_of, replicate_size
+from zeroamp.planning.mesh import device_of, num_holders, replicate_size
 from zeroamp.training.callbacks import Callback, Callbacks, HostReader
 from zeroamp.training.checks import no_gradient
+from zeroamp.training.copies import GradientsOfCopies
 from zeroamp.training.host_copy import HostCopy
 from zeroamp.training.micro_batches import MicroBatches
-from zeroamp.training.norm import local_sum_of_squares
+from zeroamp.training.norm import local_sum_of_squares, squares_counted_once
 from zeroamp.training.unused_parameters import UnusedParameters
 from zeroamp.wrapping.state import WrapState
 
@@ -62,6 +64,8 @@ class Summed:
     """Functions that pass the sums to callbacks, as tensors on the device."""
     reads_norm: bool
     """Whether the host reads the norm, to skip the step if the norm is not finite."""
+    of_copies: torch.Tensor
+    """What is compared of gradients of copies, 1-D fp64 of 2 elements; empty without a tensor axis."""
     host: HostCopy | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -113,6 +117,8 @@ class StepStatistics:
         self._micro_batches = micro_batches
         self._callbacks = callbacks
         self._unused = UnusedParameters(state)
+        self._copies = GradientsOfCopies(state.axes, lambda: dict(state.root.named_parameters()))
+        self._holders: dict[nn.Parameter, int] = {}  # how many ranks hold its shard
         self._before: Summed | None = None  # of the step before: its late readers have not read yet
 
     def sum_over_ranks(
@@ -137,6 +143,7 @@ class StepStatistics:
             statistics = self._local(losses)
             of_callbacks = [(callback, callback.statistics()) for callback in self._callbacks.with_statistics()]
             has_gradient = bool(self._micro_batches.with_gradient())
+            copies = self._statistics_of_copies()
             prepare()
         if not has_gradient:
             error = no_gradient()
@@ -148,6 +155,9 @@ class StepStatistics:
         of_all = torch.tensor(more, dtype=statistics.dtype).to(statistics.device, non_blocking=True) if more else None
         usage, replicated = self._unused.usage(), self._micro_batches.replicated
         own = [statistics, usage, *replicated.statistics(statistics.device)]
+        num_own = sum(map(len, own))
+        has_replicated = len(own) > 2
+        own += copies
         statistics = torch.cat([*own, *([] if of_all is None else [of_all])])
         issued = IssuedCollective("all_reduce", statistics, STEP, self._state.world)
         issue(lambda: dist.all_reduce(statistics, group=self._state.world), issued, self._state.listeners)
@@ -156,40 +166,59 @@ class StepStatistics:
         self._unused.discard_gradients(statistics[2 : 2 + len(usage)])
         self._state.is_summed = True
         loss, squares = statistics[0], statistics[1]
-        if own[2:]:
-            squares = squares + replicated.set_gradients(statistics[2 + len(usage) : start], self._divide_factor())
-        return Summed(loss, squares.sqrt() / scale, statistics, slices, to_callbacks, reads_norm)
+        if has_replicated:
+            squares = squares + replicated.set_gradients(statistics[2 + len(usage) : num_own], self._divide_factor())
+        of_copies = statistics[num_own:start]
+        return Summed(loss, squares.sqrt() / scale, statistics, slices, to_callbacks, reads_norm, of_copies)
 
     def _divide_factor(self) -> float:
-        """Return the number that sums of gradients over ranks are divided by."""
+        """Return the number that sums of gradients over all ranks are divided by."""
+        axes = self._state.axes
         factors = (factor for _, factor in divide_factors(self._state.root))
         factor = next(factors, 1.0 if self._state.plan.policy.reduce == "sum" else None)
-        return self._state.mesh.size() if factor is None else factor
+        return axes.whole.size() if factor is None else factor * axes.num_tensor
 
     def _local(self, losses: Sequence[LossSum]) -> torch.Tensor:
         """Return this rank's part of the mean loss and of the sum of squares, 1-D fp64 of 2 elements.
 
-        With replicas, several ranks hold the same shard. Each divides its squares by the number of replicas, so that
-        the sum over ranks counts the shard once. Of an ignored parameter every rank has the whole gradient.
+        With replicas, several ranks hold the same shard. Each divides its squares by their number, so that the sum over
+        ranks counts the shard once. Of an ignored parameter every rank has the whole gradient. The ranks of a tensor
+        axis have the same loss, so that the mean over all ranks is the mean over the data ranks.
         """
-        mesh = self._state.mesh
+        mesh, num_ranks = self._state.mesh, self._state.axes.whole.size()
         device = device_of(mesh)  # the collective runs here; loss and shards may be elsewhere
-        parts = [loss.total.to(device, torch.float64) / (loss.divisor * mesh.size()) for loss in losses]
+        parts = [loss.total.to(device, torch.float64) / (loss.divisor * num_ranks) for loss in losses]
         with_gradient, ignored = self._micro_batches.with_gradient(), self._micro_batches.ignored
         averaged = [parameter for parameter in with_gradient if parameter not in ignored] if ignored else with_gradient
-        squares = local_sum_of_squares(self._micro_batches.replicated.sharded(averaged), device) / replicate_size(mesh)
+        sharded = self._micro_batches.replicated.sharded(averaged)
+        if self._state.axes.is_plain:  # one number for all parameters
+            squares = local_sum_of_squares(sharded, device) / replicate_size(mesh)
+        else:
+            squares = squares_counted_once(sharded, device, [self._holders_of(each) for each in sharded])
         if ignored:
             own = [parameter for parameter in with_gradient if parameter in ignored]
-            squares = squares + local_sum_of_squares(own, device) / mesh.size()
+            squares = squares + local_sum_of_squares(own, device) / num_ranks
         return torch.stack([sum(parts[1:], parts[0]), squares])
+
+    def _statistics_of_copies(self) -> list[torch.Tensor]:
+        if self._state.axes.tensor is None:
+            return []
+        ignored = self._micro_batches.ignored
+        return self._copies.statistics([each for each in self._micro_batches.with_gradient() if each not in ignored])
+
+    def _holders_of(self, parameter: nn.Parameter) -> int:
+        if parameter not in self._holders:
+            self._holders[parameter] = num_holders(parameter, self._state.axes.whole.size())
+        return self._holders[parameter]
 
     def settle(self, summed: Summed) -> None:
         """Pass the readers their sums: of this step, and to late readers those of the step before.
 
         Raises:
             PeerError: another rank failed.
-            StepError: the ranks differ.
+            StepError: the ranks differ, or the ranks of a tensor axis have different gradients of copies.
         """
+        self._copies.compare(summed.of_copies)
         for each in summed.slices:
             if not each.reader.is_late:
                 summed.read(each)

@@ -221,3 +221,35 @@ def expert_parallel(model, mesh):
 def group_of(mesh):
     """The process group of an axis; None if it has one rank."""
     return mesh.get_group() if mesh.size() > 1 and dist.get_world_size() > 1 else None
+
+
+class HfDecoder(nn.Module):
+    """A LLaMA of transformers: the mean loss over the tokens that follow."""
+
+    def __init__(self):
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "vocab_size": VOCAB, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": HEADS, "num_key_value_heads": 2}
+        self.lm = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+
+    def forward(self, tokens, following):
+        logits = self.lm(input_ids=tokens, use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1), following.flatten())
+
+
+def hf_decoder():
+    """The same weights on every call."""
+    torch.manual_seed(0)
+    return HfDecoder()
+
+
+def hf_tensor_parallel(model, mesh):
+    """Apply transformers' own tensor plan of the model."""
+    from transformers.distributed.configuration_utils import DistributedConfig
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    plan, *_ = model.lm._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size(), tp_plan="auto"))
+    apply_tensor_parallelism(model.lm, mesh, plan)
+    return model

@@ -46,11 +46,14 @@ def num_data(mesh):
     return mesh.size() // size_of(mesh, "cp") // size_of(mesh, "tp")
 
 
-def prepared(mesh, *, tied=False, sequence=False, experts=False):
+def prepared(mesh, *, tied=False, sequence=False, experts=False, hf=False):
     """A Decoder that is parallelized over the mesh's axes, as a user would do it."""
     if experts:
         model = parallel.moe_decoder(parallel.group_of(mesh["ep"]) if size_of(mesh, "ep") > 1 else None)
         return parallel.expert_parallel(model, mesh["ep"]) if size_of(mesh, "ep") > 1 else model
+    if hf:
+        model = parallel.hf_decoder()
+        return parallel.hf_tensor_parallel(model, mesh["tp"]) if size_of(mesh, "tp") > 1 else model
     context = mesh["cp"].get_group() if size_of(mesh, "cp") > 1 else None
     model = parallel.decoder(tied=tied, context=context)
     if size_of(mesh, "tp") > 1:

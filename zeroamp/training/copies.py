@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.dtensor import split_dim
@@ -27,28 +28,25 @@ TOLERANCE = 1e-3
 
 
 class GradientsOfCopies:
-    """Compares them in each optimizer step. Costs nothing without a tensor axis."""
+    """Compares them in each optimizer step of a model with a tensor axis."""
 
-    def __init__(self, axes: MeshAxes, named: Callable[[], dict[str, nn.Parameter]]) -> None:
-        """`named` returns the model's sharded parameters by name."""
-        self._axes = axes
+    def __init__(self, axes: MeshAxes, axis: DeviceMesh, named: Callable[[], dict[str, nn.Parameter]]) -> None:
+        """`axis` is the tensor axis. `named` returns the model's sharded parameters by name."""
+        self._axes, self._axis = axes, axis
         self._named = named
         self._is_copy: dict[nn.Parameter, bool] = {}
         self._device = device_of(axes.fsdp)
         self._sums: HostCopy | None = None
 
     def statistics(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-        """Return this rank's two numbers, 1-D fp64; [] without a tensor axis.
+        """Return this rank's two numbers, 1-D fp64.
 
         `parameters` have a gradient. Ignored ones, which may differ between ranks, are left out.
         """
-        axis = self._axes.tensor
-        if axis is None or axis.size() == 1:
-            return []
         copies = [parameter for parameter in parameters if self._holds_copy(parameter)]
         squares = local_sum_of_squares(copies, self._device)
-        size = axis.size()
-        return [torch.stack([squares * (size - 1 if axis.get_local_rank() == 0 else -1), squares / size])]
+        size = self._axis.size()
+        return [torch.stack([squares * (size - 1 if self._axis.get_local_rank() == 0 else -1), squares / size])]
 
     def _holds_copy(self, parameter: nn.Parameter) -> bool:
         if parameter not in self._is_copy:
@@ -61,8 +59,6 @@ class GradientsOfCopies:
         Raises:
             StepError: on all ranks, if the copies' gradients differ.
         """
-        if sums.numel() == 0:
-            return
         found, self._sums = self._sums, HostCopy(sums)
         found = self._sums if sums.device.type == "cpu" else found
         if found is None:

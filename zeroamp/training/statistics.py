@@ -64,8 +64,8 @@ class Summed:
     """Functions that pass the sums to callbacks, as tensors on the device."""
     reads_norm: bool
     """Whether the host reads the norm, to skip the step if the norm is not finite."""
-    of_copies: torch.Tensor
-    """What is compared of gradients of copies, 1-D fp64 of 2 elements; empty without a tensor axis."""
+    of_copies: torch.Tensor | None = None
+    """What is compared of gradients of copies, 1-D fp64 of 2 elements. None without a tensor axis."""
     host: HostCopy | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -117,7 +117,7 @@ class StepStatistics:
         self._micro_batches = micro_batches
         self._callbacks = callbacks
         self._unused = UnusedParameters(state)
-        self._copies = GradientsOfCopies(state.axes, lambda: dict(state.root.named_parameters()))
+        self._copies: GradientsOfCopies | None = None  # with a tensor axis, from the first step on
         self._holders: dict[nn.Parameter, int] = {}  # how many ranks hold its shard
         self._before: Summed | None = None  # of the step before: its late readers have not read yet
 
@@ -168,7 +168,7 @@ class StepStatistics:
         loss, squares = statistics[0], statistics[1]
         if has_replicated:
             squares = squares + replicated.set_gradients(statistics[2 + len(usage) : num_own], self._divide_factor())
-        of_copies = statistics[num_own:start]
+        of_copies = statistics[num_own:start] if copies else None
         return Summed(loss, squares.sqrt() / scale, statistics, slices, to_callbacks, reads_norm, of_copies)
 
     def _divide_factor(self) -> float:
@@ -201,8 +201,11 @@ class StepStatistics:
         return torch.stack([sum(parts[1:], parts[0]), squares])
 
     def _statistics_of_copies(self) -> list[torch.Tensor]:
-        if self._state.axes.tensor is None:
+        state = self._state
+        if state.axes.tensor is None:
             return []
+        if self._copies is None:
+            self._copies = GradientsOfCopies(state.axes, state.axes.tensor, lambda: dict(state.root.named_parameters()))
         ignored = self._micro_batches.ignored
         return self._copies.statistics([each for each in self._micro_batches.with_gradient() if each not in ignored])
 
@@ -218,7 +221,8 @@ class StepStatistics:
             PeerError: another rank failed.
             StepError: the ranks differ, or the ranks of a tensor axis have different gradients of copies.
         """
-        self._copies.compare(summed.of_copies)
+        if self._copies is not None and summed.of_copies is not None:
+            self._copies.compare(summed.of_copies)
         for each in summed.slices:
             if not each.reader.is_late:
                 summed.read(each)

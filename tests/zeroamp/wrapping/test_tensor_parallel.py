@@ -52,6 +52,14 @@ def test_it_equals_one_process(ranks4, tied, sequence, passed):
     assert "_StridedShard" in runs[0].placements["blocks.0.attention.q.weight"]
 
 
+def test_transformers_own_plan_equals_one_process(ranks4):
+    pytest.importorskip("transformers.distributed.tensor_parallel")
+    oracle = whole_model.train(parallel.hf_decoder(), parallel.samples, 2, num_data=2, clip=0.5)
+    run = ranks4.run(parallel_training.train, AXES, config(3, dtype=None, clip=0.5), 2, hf=True)[0]
+    _check_close(run, oracle)
+    assert "_StridedShard" in run.placements["lm.model.layers.0.self_attn.q_proj.weight"]
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_stages_have_the_same_bits(ranks4, tied):
     runs = {
@@ -232,6 +240,25 @@ def _differing_copies():
 def test_copies_that_differ_over_the_tensor_axis_are_refused(ranks4):
     with pytest.raises(RankError, match=r"WrapError: norm\.weight has values that differ between ranks"):
         ranks4.run(_differing_copies)
+
+
+def _synced():
+    mesh = mesh_of(**AXES)
+    model = parallel_training.prepared(mesh)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            (parameter.to_local() if hasattr(parameter, "to_local") else parameter).fill_(dist.get_rank())
+    policy = zeroamp.policy_from_config({**config(3), "zeroamp": {"sync_module_states": True}})
+    whole = full_parameters(zeroamp.wrap_model(model, policy, mesh))
+    return whole["norm.weight"], whole["blocks.0.up.weight"]
+
+
+def test_module_states_are_those_of_the_first_ranks_with_the_same_part(ranks4):
+    for norm, up in ranks4.run(_synced):
+        assert (norm == 0).all()
+        first, second = up.chunk(2)
+        assert (first == 0).all()
+        assert (second == 1).all()
 
 
 def _diverged(folder):

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from zeroamp.hooks._torch.dispatch import accumulates_in
+from zeroamp.hooks._torch.dtensor import num_axes
 from zeroamp.hooks.tensors import tensors_in
 from zeroamp.policies.errors import PrecisionError, StepError, WrapError
 
@@ -42,13 +42,14 @@ def attach_safe_module_guard(
 def attach_sharded_guard(root: nn.Module, fqn: str, parameter: str) -> RemovableHandle:
     """Raise before a forward of the module `fqn` while `parameter`, its own or of a module inside, is sharded.
 
-    Only the root's forward, or that of a unit around the module, unshards `parameter`.
+    Only the root's forward, or that of a unit around the module, unshards `parameter`. Call after `fully_shard`.
     """
     owner_fqn, _, name = parameter.rpartition(".")
     owner = root.get_submodule(owner_fqn)
+    num_sharded = num_axes(owner._parameters[name])
 
     def check(_module: nn.Module, _args: Any) -> None:
-        if not torch.compiler.is_compiling() and isinstance(owner._parameters[name], DTensor):
+        if not torch.compiler.is_compiling() and 0 < num_axes(owner._parameters[name]) == num_sharded:
             raise WrapError(
                 f"{fqn} was called outside of the model's forward, where {parameter} is sharded. Call it in a method "
                 'of the model, and register that method: zeroamp.register_forward_method(model, "generate"), for '

@@ -29,6 +29,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.dispatch import is_in_backward, untraced, without_base
+from zeroamp.hooks._torch.dtensor import num_axes
 from zeroamp.hooks._torch.group_gradients import GroupGradients
 from zeroamp.hooks.tensors import tensors_in
 from zeroamp.policies.errors import WrapError
@@ -63,6 +64,7 @@ class OwnUnit:
         self._has_been_read = False
         self.names = frozenset(name for name, _ in module.named_parameters(recurse=False))
         """The parameters' names in the module."""
+        self._num_sharded = {name: num_axes(parameter) for name, parameter in module.named_parameters(recurse=False)}
         for carrier, gradients in self._groups.items():
             gradients.reduce_once()
             if is_lookup:
@@ -84,8 +86,9 @@ class OwnUnit:
 
     @untraced
     def read(self, name: str, value: DTensor) -> Any:
-        """Return the sharded parameter `value`; unsharded, if the model's forward is reading it."""
-        return self._unshard_to_read(name) if self._in_forward() and not is_in_backward() else value
+        """Return the parameter `value`; if it is sharded and the model's forward is reading it, unsharded."""
+        is_read = self._in_forward() and not is_in_backward() and num_axes(value) == self._num_sharded[name]
+        return self._unshard_to_read(name) if is_read else value
 
     def unshard_in_backward(self, output: object) -> None:
         """Unshard the parameters when a backward through `output` begins, if forwards with gradients read them.
@@ -118,7 +121,7 @@ class OwnUnit:
                 carrier.unshard()
 
     def _is_sharded(self) -> bool:
-        return any(isinstance(self._unit._parameters[name], DTensor) for name in self.names)
+        return any(0 < number == num_axes(self._unit._parameters[name]) for name, number in self._num_sharded.items())
 
     @untraced
     def _check(self, _module: nn.Module, _args: Any) -> None:

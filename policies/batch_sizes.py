@@ -47,8 +47,9 @@ def check_batch_sizes(total: int | None, micro: int | None, steps: int, ranks: i
             _TOTAL,
             f"{total}",
             f"{product} = {known}" if is_whole else f"a multiple of {product} = {known}",
-            "Change one of them, or leave one out: it is derived. On a mesh of fewer ranks than the job has, pass "
-            "world_size=mesh.size() to policy_from_config.",
+            "Change one of them, or leave one out: it is derived. If only some of the job's "
+            "ranks get different samples (a smaller mesh; tensor or context parallelism), pass their number as "
+            "world_size= to policy_from_config: docs/meshes.md.",
         )
     )
 

@@ -27,3 +27,26 @@ def local_parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def layouts(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
     """Yield one object per DTensor, with its mesh, placements and shape: equal for DTensors that share the object."""
     return map(_spec, tensors)
+
+
+def split_dim(placement: Any) -> int | None:
+    """Return the dimension that a placement shards; None for Replicate and Partial.
+
+    FSDP2's `_StridedShard`, of a dimension that tensor parallelism shards too, is no `Shard`.
+    """
+    dim: int | None = getattr(placement, "dim", None)
+    return dim
+
+
+def is_strided(placement: Any) -> bool:
+    """Return whether a placement is FSDP2's `_StridedShard`: it shards what axes after it have sharded already."""
+    return hasattr(placement, "split_factor")
+
+
+def num_axes(tensor: torch.Tensor | None) -> int:
+    """Return the number of axes of the mesh that a tensor is distributed over; 0 for a plain tensor.
+
+    A sharded parameter has one or two of FSDP2. With tensor or expert parallelism, it has one more. The unsharded
+    parameter is then a DTensor too, of that one axis.
+    """
+    return tensor.device_mesh.ndim if isinstance(tensor, DTensor) else 0

@@ -65,12 +65,22 @@ def _serve(rank: int, world_size: int, device: str, port: int, connection: Conne
         connection.send(answer)
         del call, body, args, kwargs, answer
         torch._dynamo.reset()
+        _forget_meshes()
         gc.collect()
         gc.freeze()  # later collections need not look at what is left
         if connection.recv() is None:  # else every rank has answered
             return
         # A thread of each gloo group wakes up a hundred times a second: leave none to idle ranks.
         dist.destroy_process_group()
+
+
+def _forget_meshes():
+    """Clear DTensor's caches: they hold meshes, and a later mesh that is equal would get destroyed process groups."""
+    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
 
 
 class Ranks:

@@ -84,7 +84,7 @@ def load_checkpoint(
     saving_of(state).abandon()
     if train is not None:
         train.state_dict()  # raises between the micro-batches of an optimizer step
-    ranks = RankGroup.for_saving(state.mesh)
+    ranks = RankGroup.for_saving(state.axes.whole)
     found = _find(Path(folder), ranks)
     if found is None:
         if missing_ok:
@@ -246,6 +246,13 @@ class _Load:
         own = [name for name in self.own["tensors"] if name.startswith(OPTIMIZER)]
         if not own:
             return
+        saved_axes, axes = self.values.get("axes", ""), self.state.axes.describe()  # earlier versions: data ranks alone
+        if saved_axes != axes:
+            raise CheckpointError(
+                f"{self.path} has optimizer state of each rank's own shard ({own[0]}), and was saved by the ranks "
+                f"{saved_axes or 'of a data mesh'}, but is loaded by {axes or 'ranks of a data mesh'}. Use the same "
+                "axes, or load the model alone: load_checkpoint(folder, model)."
+            )
         saved, found = self.values.get("shard_dims", {}), shard_dims(self.tensors)  # earlier versions: 0 everywhere
         for fqn in {**saved, **found}:
             dims = saved.get(fqn, 0), found.get(fqn, 0)

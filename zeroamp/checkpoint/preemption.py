@@ -39,7 +39,7 @@ class Preemption:
             WrapError: `model` is not wrapped.
         """
         state = wrap_state(model)
-        self._ranks = RankGroup.for_signals(state.mesh)
+        self._ranks = RankGroup.for_signals(state.axes.whole)
         self._sums = step_sums_of(state)
         self._signals = tuple(signals)
         self._handlers: dict[int, Any] = {}

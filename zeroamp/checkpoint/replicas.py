@@ -5,14 +5,16 @@ different replicas, so replicas that have diverged would be saved as a mixture.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zeroamp.checkpoint.model_state import MODEL
+from zeroamp.hooks._torch.dtensor import split_dim
 from zeroamp.planning.mesh import local_part, replicate_size
+from zeroamp.planning.mesh_axes import MeshAxes
 from zeroamp.policies.dtypes import INTEGER_BY_NUM_BYTES
 from zeroamp.policies.errors import CheckpointError
 from zeroamp.wrapping.rank_group import RankGroup
@@ -22,15 +24,48 @@ _CHUNK = 2**22
 _FACTOR = 6364136223846793005  # odd, so that no chunk's sum is lost modulo 2^64
 
 
-def checksums(tensors: Mapping[str, torch.Tensor], mesh: DeviceMesh) -> dict[str, int]:
-    """Return a checksum of this rank's shard of each DTensor, by name; {} if the mesh has no replicas.
+@dataclass(frozen=True, slots=True)
+class ShardSums:
+    """Checksums of this rank's shards, of all tensors that are sharded over the same axes of a mesh."""
+
+    axes: tuple[str, ...]
+    """Their names; numbers where the mesh has no names."""
+    number: int
+    """Of this rank's shards, among `num_shards`."""
+    num_shards: int
+    sums: dict[str, int] = field(default_factory=dict)
+    """By the tensor's name."""
+
+
+def checksums(tensors: Mapping[str, torch.Tensor], axes: MeshAxes) -> list[ShardSums]:
+    """Return checksums of this rank's shards of DTensors; [] if no other rank holds the same shards.
 
     Waits for the device. Reads each shard once, with 64 MiB of temporary memory at most.
     """
-    if replicate_size(mesh) == 1:
-        return {}
-    sums = {name: checksum(local_part(tensor)) for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
-    return {name: int(total) for name, total in sums.items()}
+    if axes.is_plain and replicate_size(axes.fsdp) == 1:
+        return []
+    found: dict[tuple[str, ...], ShardSums] = {}
+    sums = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            place = _place_of(tensor)
+            sums[name] = checksum(local_part(tensor)), found.setdefault(place.axes, place)
+    for name, (total, place) in sums.items():
+        place.sums[name] = int(total)
+    return [found[key] for key in sorted(found)]
+
+
+def _place_of(tensor: DTensor) -> ShardSums:
+    """Return which shard of a tensor this rank holds."""
+    mesh = tensor.device_mesh
+    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    number, num_shards, axes = 0, 1, []
+    for axis, placement in enumerate(tensor.placements):
+        if split_dim(placement) is not None:
+            size = mesh.size(axis)
+            number, num_shards = number * size + mesh.get_local_rank(axis), num_shards * size
+            axes.append(names[axis])
+    return ShardSums(tuple(axes), number, num_shards)
 
 
 @torch.no_grad()
@@ -51,34 +86,39 @@ def checksum(tensor: torch.Tensor, *, chunk: int = _CHUNK) -> torch.Tensor:
     return total
 
 
-def refuse_different_replicas(sums: dict[str, int], mesh: DeviceMesh, ranks: RankGroup) -> None:
+def refuse_different_replicas(own: list[ShardSums], ranks: RankGroup) -> None:
     """Raise CheckpointError if two ranks that hold the same shard have different checksums of it. All ranks call this.
 
     The ranks compare one digest per shard. Only where these differ, they send each other the checksums.
 
     Args:
-        sums: what `checksums` returned on this rank.
-        mesh: 1-D, or 2-D (replicate, shard).
-        ranks: the mesh's ranks.
+        own: what `checksums` returned on this rank.
+        ranks: all ranks of the model.
     """
-    if mesh.ndim == 1 or mesh.size(0) == 1:
+    if not own:
         return
-    if not all(ranks.are_equal({mesh.get_local_rank(1): sums}, mesh.size(1))):
-        _refuse_differing(ranks.run(lambda: sums), mesh)
+    places, start = {}, 0
+    for each in own:
+        places[start + each.number] = each.sums
+        start += each.num_shards
+    if not all(ranks.are_equal(places, start)):
+        _refuse_differing(ranks.run(lambda: own), ranks)
 
 
-def _refuse_differing(of_ranks: list[dict[str, int]], mesh: DeviceMesh) -> None:
-    order = {rank: index for index, rank in enumerate(sorted(mesh.mesh.flatten().tolist()))}
-    for name in of_ranks[0]:
-        for replicas in mesh.mesh.t().tolist() if mesh.ndim == 2 else ():
-            values = [of_ranks[order[rank]][name] for rank in replicas]
-            others = [rank for rank, value in zip(replicas, values, strict=True) if value != values[0]]
-            if others:
-                raise CheckpointError(
-                    f"{name} must be the same on ranks {', '.join(map(str, replicas))}, which are replicas, but "
-                    f"differs on {', '.join(map(str, others))}. A rank was updated outside of TrainStep, or with "
-                    "other settings. Load the last checkpoint."
-                )
+def _refuse_differing(of_ranks: list[list[ShardSums]], ranks: RankGroup) -> None:
+    by_shard: dict[tuple[str, tuple[str, ...], int], dict[int, int]] = {}  # -> rank -> checksum
+    for rank, found in zip(ranks.ranks, of_ranks, strict=True):
+        for each in found:
+            for name, total in each.sums.items():
+                by_shard.setdefault((name, each.axes, each.number), {})[rank] = total
+    for (name, _, _), sums in by_shard.items():
+        first = next(iter(sums.values()))
+        if others := [rank for rank, total in sums.items() if total != first]:
+            raise CheckpointError(
+                f"{name} must be the same on ranks {', '.join(map(str, sums))}, which are replicas, but "
+                f"differs on {', '.join(map(str, others))}. A rank was updated outside of TrainStep, or with "
+                "other settings. Load the last checkpoint."
+            )
 
 
 def refuse_different_scalars(differing: Sequence[str], root: nn.Module) -> None:

@@ -31,7 +31,7 @@ from zeroamp.checkpoint.files import VALUES, FileRecord, Manifest, rank_file, re
 from zeroamp.checkpoint.folder import Draft, is_checkpoint_name, open_draft
 from zeroamp.checkpoint.model_state import extra_states, frozen_names, model_tensors, shard_dims
 from zeroamp.checkpoint.optimizer_state import OPTIMIZER, optimizer_state
-from zeroamp.checkpoint.replicas import checksums, refuse_different_replicas, refuse_different_scalars
+from zeroamp.checkpoint.replicas import ShardSums, checksums, refuse_different_replicas, refuse_different_scalars
 from zeroamp.checkpoint.tensors import PlanCache, save_tensors
 from zeroamp.hooks.random_state import random_state
 from zeroamp.planning.mesh import device_of
@@ -130,7 +130,7 @@ def save_checkpoint(
     if saving not in train.callbacks:
         train.callbacks.append(saving)
     saving.abandon()
-    ranks = RankGroup.for_saving(state.mesh)
+    ranks = RankGroup.for_saving(state.axes.whole)
     step = train.num_steps if step is None else step
     excluded = frozen_names(state.root) if exclude_frozen_parameters else []
     _check_same(ranks.run(lambda: {**_arguments(Path(folder), step, keep, train), "frozen parameters": excluded}))
@@ -205,7 +205,7 @@ def take_snapshot(
     reshard(state.root.modules())
     snapshot = Snapshot()
     digests: dict[str, str] = {}
-    sums: dict[str, int] = {}
+    sums: list[ShardSums] = []
 
     def collect() -> None:
         refuse_unsharded(state.root)
@@ -219,15 +219,15 @@ def take_snapshot(
         schedulers = [_scheduler_state(scheduler) for scheduler in train.schedulers]
         values: dict[str, Any] = {"train": counts, "scheduler": schedulers, "optimizer": descriptions}
         values |= {"excluded": list(excluded)} if excluded else {}
-        values["shard_dims"] = dims
+        values["shard_dims"], values["axes"] = dims, state.axes.describe()
         snapshot.values = _to_bytes(values, "The state of optimizer and scheduler")
         snapshot.files = export_files(state.root, excluded)
         digests.update({name: _digest(tensor) for name, tensor in snapshot.tensors.items()})
-        sums.update(checksums(snapshot.tensors, state.mesh))
+        sums.extend(checksums(snapshot.tensors, state.axes))
 
     ranks.run(collect)
     differing = _differing(digests, ranks)
-    refuse_different_replicas(sums, state.mesh, ranks)
+    refuse_different_replicas(sums, ranks)
     refuse_different_scalars(differing, state.root)
 
     def pack() -> None:
@@ -405,7 +405,7 @@ class _Save:
                 parent=saving_of(self.state).serial,
                 run=self.run,
                 world_size=self.ranks.num_ranks,
-                mesh=tuple(self.state.mesh.mesh.shape),
+                mesh=tuple(self.state.axes.whole.mesh.shape),
                 config=self.state.plan.policy.to_config(),
                 versions={"torch": str(torch.__version__), "zeroamp": __version__},
                 files=files,

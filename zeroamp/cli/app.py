@@ -21,6 +21,7 @@ import typer
 import zeroamp
 from zeroamp.cli.model_source import check_source
 from zeroamp.cli.options import (
+    MESH_HELP,
     Auto,
     AutoWrap,
     ConfigPath,
@@ -32,6 +33,7 @@ from zeroamp.cli.options import (
     Verbosity,
     WorldSize,
     auto_values,
+    mesh_sizes,
     messages_to_stderr,
 )
 from zeroamp.cli.plan import plan
@@ -125,6 +127,7 @@ def explain(
     ] = False,
     page: Html = None,
     world_size: WorldSize = None,
+    mesh: Annotated[str | None, typer.Option(metavar="AXES", help=MESH_HELP)] = None,
     auto: Auto = None,
     auto_wrap: AutoWrap = None,
     inputs: Inputs = None,
@@ -132,7 +135,8 @@ def explain(
 ) -> None:
     """Print the dtype ledger: which dtype a model gets where, and the bytes of an optimizer step.
 
-    The model is built on the meta device. Bytes per rank need --world-size.
+    The model is built on the meta device. Bytes per rank need --world-size or --mesh. With a tensor or
+    expert axis they are not known here: which parameters are distributed is up to the training script.
     """
     if as_json and as_markdown:
         raise typer.BadParameter("--json and --markdown are two forms of one output: name one.", param_hint="--json")
@@ -144,8 +148,9 @@ def explain(
         from zeroamp.cli.planned import ledger_of, plan_of
         from zeroamp.policies import policy_from_config
 
-        policy = policy_from_config(config, world_size=world_size, **values)
-        ledger = ledger_of(plan_of(model, policy, auto_wrap, inputs), world_size)
+        sizes = mesh_sizes(mesh, world_size)
+        policy = policy_from_config(config, world_size=world_size if sizes is None else sizes.num_data, **values)
+        ledger = ledger_of(plan_of(model, policy, auto_wrap, inputs), world_size, sizes)
         if page is not None:
             write_page(page, html_page("ledger", f"dtype ledger of {model}", ledger.title(), ledger.to_dict()))
             typer.echo(f"wrote {page}", err=True)

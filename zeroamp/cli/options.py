@@ -6,11 +6,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from zeroamp.policies.errors import ZeroAmpError
+
+if TYPE_CHECKING:
+    from zeroamp.planning.mesh_axes import AxisSizes
 
 logger = logging.getLogger("zeroamp")
 
@@ -21,6 +24,7 @@ WorldSize = Annotated[
         "--world-size", metavar="N", min=1, help="Ranks of the run, for keys that depend on them and for bytes."
     ),
 ]
+MESH_HELP = "Axes of the mesh, such as dp=8,tp=4,cp=2 (docs/meshes.md). They are in the place of --world-size."
 GpusPerNode = Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs that the faster links join.")]
 Auto = Annotated[
     list[str] | None, typer.Option("--auto", metavar="KEY=VALUE", help='Value of a key that is "auto"; repeatable.')
@@ -52,6 +56,22 @@ _MODEL_HELP = (
 )
 Model = Annotated[str, typer.Option("--model", metavar="FOLDER_OR_FACTORY", help=_MODEL_HELP, show_default=False)]
 OptionalModel = Annotated[str | None, typer.Option("--model", metavar="FOLDER_OR_FACTORY", help=_MODEL_HELP)]
+
+
+def mesh_sizes(mesh: str | None, world_size: int | None) -> "AxisSizes | None":
+    """Return the sizes of `--mesh`; None without the option.
+
+    Raises:
+        ConfigError: they are not sizes of axes.
+    """
+    if mesh is None:
+        return None
+    from zeroamp.planning.mesh_axes import axis_sizes  # imports torch
+
+    sizes = axis_sizes(mesh)
+    if world_size not in (None, sizes.num_ranks):
+        raise typer.BadParameter(f"{mesh} has {sizes.num_ranks} ranks, not {world_size}.", param_hint="--mesh")
+    return sizes
 
 
 def auto_values(pairs: list[str]) -> dict[str, Any]:

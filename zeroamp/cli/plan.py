@@ -1,6 +1,7 @@
 """The command `zeroamp plan`: memory, traffic and time of a run before it runs."""
 
 import json
+import logging
 import re
 import sys
 from contextlib import redirect_stdout
@@ -12,6 +13,7 @@ import typer
 
 from zeroamp.cli.model_source import check_source, load_inputs, load_model
 from zeroamp.cli.options import (
+    MESH_HELP,
     Auto,
     AutoWrap,
     ConfigPath,
@@ -21,26 +23,35 @@ from zeroamp.cli.options import (
     Model,
     Verbosity,
     auto_values,
+    mesh_sizes,
     messages_to_stderr,
 )
 from zeroamp.dry_run.efficiency import Efficiency, efficiency_of
 from zeroamp.dry_run.gpus import GPUS, find_gpu
+from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.files import read_config_file
 from zeroamp.reporting.files import check_picture
 from zeroamp.reporting.page import check_page, html_page, write_page
 
 if TYPE_CHECKING:
+    from zeroamp.planning.mesh_axes import AxisSizes
     from zeroamp.policies.policy import Stage
 
 _STAGES: dict[str, "Stage"] = {"0": 0, "1": 1, "2": 2, "3": 3}
+
+logger = logging.getLogger("zeroamp")
 
 
 def plan(
     config: ConfigPath,
     *,
     model: Model,
-    world_size: Annotated[int, typer.Option("--world-size", metavar="N", min=1, help="Ranks of the run.")],
-    mesh: Annotated[str | None, typer.Option(metavar="RxS", help="Replicas x shards of stages 1 to 3.")] = None,
+    world_size: Annotated[
+        int | None, typer.Option("--world-size", metavar="N", min=1, help="Ranks of the run.")
+    ] = None,
+    mesh: Annotated[
+        str | None, typer.Option(metavar="RxS|AXES", help=f"Replicas x shards of stages 1 to 3. Or: {MESH_HELP}")
+    ] = None,
     batch: Annotated[
         int | None, typer.Option(min=1, help="Samples per micro-batch and rank; else the config's.")
     ] = None,
@@ -72,11 +83,17 @@ def plan(
     verbose: Verbosity = 0,
 ) -> None:
     """Predict memory, traffic and time of an optimizer step at every ZeRO stage: no weights, GPUs or ranks needed."""
-    shape, chosen, values = _mesh(mesh), _stages(stages), auto_values(auto or [])
+    chosen, values = _stages(stages), auto_values(auto or [])
     with messages_to_stderr(verbose):
         read_config_file(config)
         check_source(model)
         efficiency = _efficiency(gpu, compute_efficiency)
+        sizes = mesh_sizes(mesh if mesh is not None and "=" in mesh else None, world_size)
+        shape = _mesh(mesh) if sizes is None else _shape(sizes, seq)
+        if sizes is not None:
+            world_size, seq = sizes.num_ranks, seq // sizes.context
+        elif world_size is None:
+            raise typer.BadParameter("the ranks are not known: pass --world-size or --mesh dp=N.")
         if plot is not None:
             check_picture(plot)
         if page is not None:
@@ -84,7 +101,7 @@ def plan(
         from zeroamp.dry_run.run_plan import plan_run  # imports torch
         from zeroamp.policies import policy_from_config
 
-        policy = policy_from_config(config, world_size=world_size, **values)
+        policy = policy_from_config(config, world_size=world_size if sizes is None else sizes.num_data, **values)
         with redirect_stdout(sys.stderr):  # a factory may print, and stdout may be parsed
             run = plan_run(
                 load_model(model),
@@ -120,6 +137,27 @@ def _efficiency(gpu: str, compute: float | None) -> Efficiency:
     if compute is None:
         return usual
     return replace(usual, compute=compute, origin=f"compute as given, the others {usual.origin}")
+
+
+def _shape(sizes: "AxisSizes", seq: int) -> tuple[int, int]:
+    """Return replicas and shards. Refuse axes whose memory and time cannot be planned."""
+    if sizes.tensor > 1 or sizes.expert > 1:
+        raise ConfigError(
+            "zeroamp plan cannot plan a tensor or expert axis of several ranks: which parameters are distributed over "
+            "it is up to the training script, so memory and time of a rank are not known. Plan the data and context "
+            "axes alone: each rank then holds no less than it would beside the other axis."
+        )
+    if seq % sizes.context:
+        raise ConfigError(
+            f"--seq {seq} must be a multiple of the {sizes.context} ranks of the context axis. Change one."
+        )
+    if sizes.context > 1:
+        logger.warning(
+            "The attention's exchange over the %d ranks of the context axis is not planned, and its products are those "
+            "of a part of the sequence with itself: the step takes longer.",
+            sizes.context,
+        )
+    return sizes.replicate, sizes.num_shards
 
 
 def _mesh(text: str | None) -> tuple[int, int] | None:

@@ -9,6 +9,7 @@ import torch
 from zeroamp.cli.model_source import load_inputs, load_model
 from zeroamp.ledger.explain import Ledger
 from zeroamp.planning.mesh import Ranks, mesh_shape
+from zeroamp.planning.mesh_axes import AxisSizes
 from zeroamp.planning.mesh_notes import mesh_notes
 from zeroamp.planning.nodes import ranks_per_node
 from zeroamp.planning.plan import Plan, build_plan
@@ -31,8 +32,15 @@ def plan_of(source: str, policy: Policy, auto_wrap: list[str] | None, inputs: st
         return build_plan(model, policy, auto_wrap, example_inputs)
 
 
-def ledger_of(plan: Plan, world_size: int | None) -> Ledger:
-    """Return the ledger of a plan, on the mesh that a run of so many ranks has."""
+def ledger_of(plan: Plan, world_size: int | None, sizes: AxisSizes | None = None) -> Ledger:
+    """Return the ledger of a plan, on the mesh that a run of so many ranks, or of these axes, has."""
+    if sizes is not None:
+        if sizes.tensor > 1 or sizes.expert > 1:
+            return Ledger(plan=plan)
+        if plan.policy.stage == 0:
+            return Ledger(plan=plan, num_shards=1, num_replicas=sizes.replicate * sizes.num_shards)
+        replicas = sizes.replicate if sizes.replicate > 1 else None
+        return Ledger(plan=plan, num_shards=sizes.num_shards, num_replicas=replicas)
     if world_size is None:
         return Ledger(plan=plan)
     ranks = _ranks(plan.policy, world_size)

@@ -93,7 +93,7 @@ def save(
         exclude_frozen_parameters=without_frozen,
     )
     if save_latest:
-        ranks = RankGroup.for_saving(wrap_state(engine.module).mesh)
+        ranks = RankGroup.for_saving(wrap_state(engine.module).axes.whole)
         ranks.on_first(lambda: replace_durably(Path(folder) / LATEST, name.encode()))
     return True
 
@@ -110,7 +110,7 @@ def load(
         CheckpointError: the tag does not exist, or as `load_checkpoint` and `load_deepspeed_checkpoint`.
         StepError: between the micro-batches of an optimizer step.
     """
-    ranks = RankGroup.for_saving(wrap_state(engine.module).mesh)
+    ranks = RankGroup.for_saving(wrap_state(engine.module).axes.whole)
     name, is_ours = ranks.on_first(lambda: _find(Path(folder), tag))
     if name is None:
         if ranks.rank == 0:
@@ -202,7 +202,7 @@ def whole_state_dict(engine: "DeepSpeedEngine", without_frozen: bool, *, on_firs
     """
     state = wrap_state(engine.module)
     dtype = engine.policy.low_dtype or torch.float32
-    ranks = RankGroup.for_saving(state.mesh)
+    ranks = RankGroup.for_saving(state.axes.whole)
     found: dict[str, Any] = {}
     overflows: dict[str, float] = {}
     for weight in find_weights(state.root):
@@ -263,7 +263,7 @@ def save_weights(
 ) -> bool:
     """See `DeepSpeedEngine.save_16bit_model`."""
     state_dict = whole_state_dict(engine, without_frozen, on_first_only=True)
-    ranks = RankGroup.for_saving(wrap_state(engine.module).mesh)
+    ranks = RankGroup.for_saving(wrap_state(engine.module).axes.whole)
     ranks.on_first(lambda: _write(Path(folder) / file_name, state_dict))
     return True
 

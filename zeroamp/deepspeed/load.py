@@ -78,7 +78,7 @@ def load_deepspeed_checkpoint(
         WrapError: `model` is not wrapped.
     """
     state = wrap_state(model)
-    ranks = RankGroup.for_saving(state.mesh)
+    ranks = RankGroup.for_saving(state.axes.whole)
     plans: list[_Plan] = []
     ranks.run(lambda: plans.append(_plan(Path(folder), tag, state, train, load_lr_scheduler_states)))
     ((sources, training, loaded),) = plans

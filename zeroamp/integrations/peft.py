@@ -68,7 +68,7 @@ def export_adapter(model: nn.Module, folder: str | os.PathLike[str], adapter: st
         WrapError: the model is not wrapped.
     """
     state = wrap_state(model)
-    root, ranks = state.root, RankGroup.for_saving(state.mesh)
+    root, ranks = state.root, RankGroup.for_saving(state.axes.whole)
     name = ranks.run(lambda: _adapter_of(root, adapter))[ranks.rank]
     path = Path(folder) if name == "default" else Path(folder) / name
     # peft may look up the base model's config in a hub: one rank decides for all.
@@ -151,7 +151,7 @@ def export_merged(
         WrapError: the model is not wrapped.
     """
     state = wrap_state(model)
-    root, ranks = state.root, RankGroup.for_saving(state.mesh)
+    root, ranks = state.root, RankGroup.for_saving(state.axes.whole)
     name = ranks.run(lambda: _adapter_of(root, adapter))[ranks.rank]
     merge = _Merge(root, name, state.mesh)
 

@@ -1,7 +1,7 @@
 """The dtype ledger: which dtype is used where, for every group and every parameter, and what it costs."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
@@ -20,7 +20,8 @@ from zeroamp.ledger.rows import (
 from zeroamp.ledger.tables import cells, fold
 from zeroamp.ledger.verification import Verification
 from zeroamp.ledger.verify import verify
-from zeroamp.planning.mesh import Ranks, ranks_of
+from zeroamp.planning.mesh import Ranks
+from zeroamp.planning.mesh_axes import ranks_of_axes
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.errors import some_of
 from zeroamp.policies.tables import Row, TableStyle, gb, gib, paragraph, render
@@ -50,6 +51,10 @@ class Ledger:
     """Ranks that a parameter is sharded over. None: not known (at stage 0 it is 1 in any case)."""
     num_replicas: int | None = None
     """Ranks that hold the same shard, where the mesh has an axis of them (2-D), even of one rank. None: it has not."""
+    num_tensor: int = 1
+    """Ranks of the tensor axis. Sizes of parameters that are distributed over it are those of one rank's part."""
+    num_expert: int = 1
+    """Parts that the experts are distributed in, by expert parallelism."""
 
     def __str__(self) -> str:
         """Return the summary, one row per module class and dtypes, and one per group; equal neighbours share one."""
@@ -184,7 +189,12 @@ class Ledger:
 
     @property
     def _ranks(self) -> Ranks:
-        return Ranks(num_shards=self.num_shards, num_replicas=self.num_replicas)
+        return Ranks(
+            num_shards=self.num_shards,
+            num_replicas=self.num_replicas,
+            num_tensor=self.num_tensor,
+            num_expert=self.num_expert,
+        )
 
     @property
     def _byte_columns(self) -> tuple[str, ...]:
@@ -278,8 +288,7 @@ def explain(model: nn.Module) -> Ledger:
         True
     """
     state = wrap_state(model)
-    ranks = ranks_of(state.mesh)
-    return Ledger(plan=state.plan, num_shards=ranks.num_shards, num_replicas=ranks.num_replicas)
+    return Ledger(plan=state.plan, **asdict(ranks_of_axes(state.axes)))
 
 
 def traffic(model: nn.Module) -> Traffic:

@@ -61,14 +61,18 @@ class LedgerRows:
 def ledger_rows(plan: Plan, ranks: Ranks) -> LedgerRows:
     """Return the rows of `plan`."""
     costs = _costs(plan, ranks)
-    on_ranks = {group.name: group_dtypes(group.key, plan.policy, ranks) for group in plan.all_groups}
+    ranks_of_group = {group.name: ranks.of(is_expert=group.is_expert) for group in plan.all_groups}
+    shards = {name: of_group.shards(plan.policy) for name, of_group in ranks_of_group.items()}
+    on_ranks = {
+        group.name: group_dtypes(group.key, plan.policy, ranks_of_group[group.name]) for group in plan.all_groups
+    }
     traffic = plan_traffic(plan, ranks)
     return LedgerRows(
         summary=_summary(plan, on_ranks, costs),
         classes=_classes(plan, on_ranks, costs),
-        groups=[_group_row(group, on_ranks, costs, ranks.shards(plan.policy)) for group in plan.all_groups],
+        groups=[_group_row(group, on_ranks, costs, shards[group.name]) for group in plan.all_groups],
         parameters=[
-            _param_row(param, group, on_ranks, costs, ranks.shards(plan.policy))
+            _param_row(param, group, on_ranks, costs, shards[group.name])
             for group in plan.all_groups
             for param in group.params
         ],
@@ -81,9 +85,10 @@ def ledger_rows(plan: Plan, ranks: Ranks) -> LedgerRows:
 
 def _costs(plan: Plan, ranks: Ranks) -> Costs:
     """Return the five columns of bytes of every parameter, by FQN."""
-    schedule, num_shards = step_schedule(plan), ranks.shards(plan.policy)
+    schedule = step_schedule(plan)
     costs: Costs = {}
     for group in plan.all_groups:
+        num_shards = ranks.of(is_expert=group.is_expert).shards(plan.policy)
         calls = list(step_collectives(group, plan, ranks, schedule))
         for param in group.params:
             memory = None if num_shards is None else param_memory(param, plan.policy, num_shards)

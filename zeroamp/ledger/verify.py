@@ -16,6 +16,7 @@ from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.errors import PrecisionError, StepError, WrapError, describe
 from zeroamp.training.loss import LossFunction, loss_of
 from zeroamp.wrapping.rank_group import RankGroup
+from zeroamp.wrapping.refused_meshes import refuse_model_axes
 from zeroamp.wrapping.state import WrapState, wrap_state
 
 _NUM_DIFFERENCES = 8
@@ -25,7 +26,8 @@ _NUM_DIFFERENCES = 8
 def verify(plan: Plan, model: nn.Module, batch: object, loss_fn: LossFunction | None) -> Verification:
     """See `Ledger.verify`."""
     state = wrap_state(model)
-    group = RankGroup.for_signals(state.mesh)  # raises an error of one rank on all ranks
+    refuse_model_axes(state.axes, "Ledger.verify", "zeroamp.traffic(model) has what was communicated.")
+    group = RankGroup.for_signals(state.axes.whole)  # raises an error of one rank on all ranks
     group.run(lambda: _refuse_problem(plan, state, batch))
     observations, counted = Observations(), Traffic()
     with leaves_no_trace(state), torch.inference_mode(False), torch.enable_grad():

@@ -40,6 +40,7 @@ class ParamPlan:
     owner_classes: tuple[str, ...]
     """Names of their classes, each once."""
     shape: tuple[int, ...]
+    """As FSDP2 shards it: of a DTensor (tensor or expert parallelism), this rank's part."""
     unit: str
     """FQN of the innermost unit that contains all owners; "" is the root."""
     dtypes: ParamDtypes
@@ -48,6 +49,10 @@ class ParamPlan:
     """Whether another dimension than 0 may be sharded: see `zeroamp.planning.shard_dim`."""
     is_inside_inner_units: bool
     """Whether every use lies inside units nested in `unit`, where FSDP2's walk from `unit` does not look."""
+    axis: str = ""
+    """The name of the mesh axis that it is distributed over before FSDP2 shards it; "" if it is not a DTensor."""
+    is_expert: bool = False
+    """Whether that is an axis of expert parallelism."""
     reason: str
     """Why these dtypes: which class matched, or which owner prevented it."""
 
@@ -91,6 +96,11 @@ class GroupPlan:
         return next((param.dtypes for param in self.params if param.is_trainable), self.params[0].dtypes)
 
     @property
+    def is_expert(self) -> bool:
+        """Whether its parameters are distributed over an axis of expert parallelism: FSDP2 gets another mesh."""
+        return self.params[0].is_expert
+
+    @property
     def is_trainable(self) -> bool:
         """Whether any of its parameters has a gradient."""
         return any(param.is_trainable for param in self.params)
@@ -106,21 +116,23 @@ def group_params(params: Iterable[ParamPlan], policy: Policy, *, with_root: bool
 
     `with_root`: the root's own group joins the model-wide group too, if it is fp32.
     """
-    by_unit: dict[str, dict[tuple[GroupKey, bool], list[ParamPlan]]] = {}
+    by_unit: dict[str, dict[tuple[GroupKey, bool, bool], list[ParamPlan]]] = {}
     for param in params:
-        kind = param.group_key, param.is_inside_inner_units
+        kind = param.group_key, param.is_inside_inner_units, param.is_expert
         by_unit.setdefault(param.unit, {}).setdefault(kind, []).append(param)
     groups: list[GroupPlan] = []
     small: list[ParamPlan] = []
     for unit, by_kind in by_unit.items():
         if own_kinds := [kind for kind in by_kind if not kind[1]]:
-            main = max(own_kinds, key=lambda kind: (kind[0].param in LOW_DTYPES, sum(p.numel for p in by_kind[kind])))
+            sizes = {kind: sum(p.numel for p in by_kind[kind]) for kind in own_kinds}
+            main = max(own_kinds, key=lambda kind: (not kind[2], kind[0].param in LOW_DTYPES, sizes[kind]))
             groups.append(GroupPlan(name=unit or "root", kind="unit", unit=unit, params=tuple(by_kind.pop(main))))
-        for (key, is_shared), members in by_kind.items():
-            threshold = policy.param_persistence_threshold if _is_fp32(key) else 0
+        for (key, is_shared, is_expert), members in by_kind.items():
+            threshold = policy.param_persistence_threshold if _is_fp32(key) and not is_expert else 0
             small += [p for p in members if p.numel < threshold]
             if large := tuple(p for p in members if p.numel >= threshold):
-                name = f"{unit or 'root'}:{_key_name(key, policy)}{' (shared by inner units)' if is_shared else ''}"
+                which = f"{' (experts)' if is_expert else ''}{' (shared by inner units)' if is_shared else ''}"
+                name = f"{unit or 'root'}:{_key_name(key, policy)}{which}"
                 groups.append(GroupPlan(name=name, kind="typed", unit=unit, params=large))
     joining: tuple[GroupKind, ...] = ("unit", "typed") if with_root else ("typed",)
     for key in dict.fromkeys(param.group_key for param in small):

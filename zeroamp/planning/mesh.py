@@ -2,9 +2,10 @@
 
 import atexit
 import logging
+import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from zeroamp.hooks._torch.dtensor import is_strided, split_dim
 from zeroamp.policies.errors import ConfigError, WrapError, describe
 from zeroamp.policies.policy import Policy, Stage
 
@@ -137,16 +139,26 @@ class Ranks:
     """Ranks that one parameter is sharded over. None: not known, bytes are those without padding."""
     num_replicas: int | None = None
     """Ranks that hold the same shard. None: the mesh has no such axis, or (with `num_shards` None) it is not known."""
+    num_tensor: int = 1
+    """Ranks of the tensor axis, which is beside these."""
+    num_expert: int = 1
+    """Parts that experts are distributed in over the ranks that shard: FSDP2 shards a part over the others."""
 
     @property
     def is_one(self) -> bool:
-        """Whether there is one rank in all."""
+        """Whether gradients are of one rank alone."""
         return self.num_shards == 1 and (self.num_replicas or 1) == 1
 
     @property
     def num_ranks(self) -> int | None:
         """All ranks; None where the number is not known."""
         return None if self.num_shards is None else self.num_shards * (self.num_replicas or 1)
+
+    def of(self, *, is_expert: bool) -> "Ranks":
+        """Return the ranks that FSDP2 shards an expert, or another parameter, over."""
+        if not is_expert or self.num_expert == 1 or self.num_shards is None:
+            return self
+        return replace(self, num_shards=self.num_shards // self.num_expert, num_expert=1)
 
     def shards(self, policy: Policy) -> int | None:
         """Return the ranks that a parameter is sharded over: at stage 0 one, whatever else is known."""
@@ -256,9 +268,34 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def local_slices(tensor: DTensor) -> tuple[slice, ...]:
+    """Return what the whole tensor is indexed with to get this rank's shard: one slice per dimension.
+
+    Each axis shards what is left of a dimension of length d in parts of ceil(d / ranks), the last ones shorter or
+    empty. Where tensor parallelism and FSDP2 shard one dimension, tensor parallelism comes first.
+    """
+    starts, lengths = [0] * tensor.dim(), list(tensor.shape)
+    for axis in sorted(range(tensor.device_mesh.ndim), key=lambda axis: is_strided(tensor.placements[axis])):
+        if (dim := split_dim(tensor.placements[axis])) is not None:
+            part = math.ceil(lengths[dim] / tensor.device_mesh.size(axis))
+            start = min(part * tensor.device_mesh.get_local_rank(axis), lengths[dim])
+            starts[dim], lengths[dim] = starts[dim] + start, min(part, lengths[dim] - start)
+    if (found := tuple(local_part(tensor.detach()).shape)) != tuple(lengths):
+        raise AssertionError(f"expected a shard of shape {lengths} by {tensor.placements}, got {found}")
+    return tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))
+
+
 def num_shards_of(tensor: torch.Tensor) -> int:
-    """Return the number of ranks that a tensor is sharded over; 1 for a plain tensor."""
+    """Return the number of parts that a tensor is sharded into, over all axes; 1 for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return 1
-    sizes = (tensor.device_mesh.size(axis) for axis, kind in enumerate(tensor.placements) if kind.is_shard())
-    return max(sizes, default=1)
+    placements = enumerate(tensor.placements)
+    return math.prod(tensor.device_mesh.size(axis) for axis, kind in placements if split_dim(kind) is not None)
+
+
+def num_holders(tensor: torch.Tensor, num_ranks: int) -> int:
+    """Return how many of all `num_ranks` ranks hold the same shard of a tensor.
+
+    The sum over all ranks of a parameter's squares, each divided by this number, counts every element once.
+    """
+    return num_ranks // num_shards_of(tensor)

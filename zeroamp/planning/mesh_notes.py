@@ -26,9 +26,9 @@ def mesh_notes(plan: Plan, ranks: Ranks, per_node: int | None, why_flat: str | N
         why_flat: why reductions between nodes have one level, if the mesh is known. None: as the numbers show.
     """
     num_shards = ranks.shards(plan.policy) or 1
-    params = [param for group in plan.groups for param in group.params]
-    numel = sum(param.numel for param in params)
-    padding = sum(padded_numel(param, num_shards) for param in params) - numel
+    params = [(param, ranks.of(is_expert=group.is_expert)) for group in plan.groups for param in group.params]
+    numel = sum(param.numel for param, _ in params)
+    padding = sum(padded_numel(param, own.shards(plan.policy) or 1) for param, own in params) - numel
     notes = []
     if padding > MOST_PADDING * numel and padding >= LEAST_PADDING_NUMEL:
         notes.append(f"{padding / numel:.0%} of padding is held and communicated beside the parameters")

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
+from zeroamp.planning.mesh import local_part
 from zeroamp.policies.dtypes import short_name, stored_dtype
 from zeroamp.policies.errors import WrapError
 
@@ -34,7 +35,12 @@ class ParameterUses:
 
 
 def has_own_storage_class(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter is a tensor subclass. Subclasses of `nn.Parameter` hold plain tensors: False."""
+    """Return whether a parameter is a tensor subclass. Subclasses of `nn.Parameter` hold plain tensors: False.
+
+    A DTensor (tensor or expert parallelism) is one if its part on this rank is.
+    """
+    if isinstance(parameter, DTensor):
+        return type(local_part(parameter.detach())) is not torch.Tensor
     return not issubclass(type(parameter), nn.Parameter)
 
 
@@ -72,13 +78,8 @@ def innermost_common(chains: Sequence[tuple[str, ...]]) -> str:
 
 
 def refuse_unready(use: ParameterUses) -> None:
-    """Raise WrapError for a parameter that is a DTensor, or has no shape yet."""
+    """Raise WrapError for a parameter that has no shape yet."""
     parameter, fqn = use.parameter, use.fqns[0]
-    if isinstance(parameter, DTensor):
-        raise WrapError(
-            f"{fqn} is a DTensor of placements {parameter.placements}: tensor parallelism is not supported. Pass a "
-            "model of plain parameters, without parallelize_module or a tp_plan."
-        )
     if is_lazy(parameter):
         raise WrapError(f"{fqn} has no shape yet. Run one forward of the model before wrap_model.")
 
@@ -87,7 +88,7 @@ def refuse_unusable(use: ParameterUses) -> None:
     """Raise WrapError for a parameter that cannot be sharded, or trained as it is stored."""
     refuse_unready(use)
     parameter, fqn = use.parameter, use.fqns[0]
-    if has_own_storage_class(parameter) and not hasattr(parameter, "fsdp_pre_all_gather"):
+    if has_own_storage_class(parameter) and not hasattr(local_part(parameter.detach()), "fsdp_pre_all_gather"):
         raise WrapError(
             f"{fqn} is a {type(parameter).__name__}, a tensor subclass that does not tell FSDP2 how to all-gather it "
             "(fsdp_pre_all_gather). Wrap a model of plain parameters, and convert it afterwards if the subclass allows."

@@ -16,6 +16,8 @@ from zeroamp.planning.fp32_regions import Fp32Regions, find_fp32_regions
 from zeroamp.planning.fsdp_units import plan_units
 from zeroamp.planning.group_dtypes import GroupKey, ParamDtypes, ignored_dtypes, param_dtypes
 from zeroamp.planning.groups import IGNORED, REPLICATED, GroupPlan, ParamPlan, group_params
+from zeroamp.planning.mesh import local_part
+from zeroamp.planning.mesh_axes import axis_of, is_expert
 from zeroamp.planning.overrides import Overrides, find_overrides
 from zeroamp.planning.own_units import OwnUnits, find_own_units
 from zeroamp.planning.parameter_uses import (
@@ -263,7 +265,9 @@ def _param_plan(use: ParameterUses, policy: Policy, dtypes: ParamDtypes, key: Gr
         aliases=tuple(use.fqns[1:]),
         owner_fqns=tuple(use.owners.values()),
         owner_classes=tuple(dict.fromkeys(type(owner).__name__ for owner in use.owners)),
-        shape=tuple(use.parameter.shape),
+        shape=tuple(local_part(use.parameter.detach()).shape),
+        axis=axis_of(use.parameter) or "",
+        is_expert=is_expert(use.parameter),
         any_dim=not key.is_ignored and may_shard_any_dim(use.parameter, policy),
         unit=unit,
         is_inside_inner_units=all((chain[-1] if chain else "") != unit for chain in use.chains),

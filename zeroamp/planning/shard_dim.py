@@ -18,6 +18,7 @@ import math
 from collections.abc import Sequence
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from zeroamp.planning.parameter_uses import has_own_storage_class
 from zeroamp.policies.dtypes import stored_dtype
@@ -34,12 +35,14 @@ def may_shard_any_dim(parameter: nn.Parameter, policy: Policy) -> bool:
 
     * a secondary partition (hpZ): FSDP2 shards the secondary partition over dimension 0;
     * a tensor subclass with an all-gather of its own, whose inputs need not have the parameter's dimensions;
+    * a DTensor (tensor or expert parallelism), of which another dimension may be distributed already;
     * quantized or integer parameters: packed values do not have the weight's dimensions;
     * one dimension, or no elements.
     """
     return (
         policy.shard_dim == "auto"
         and policy.hpz_partition_size == 1
+        and not isinstance(parameter, DTensor)
         and not has_own_storage_class(parameter)
         and not hasattr(parameter, "quant_state")
         and stored_dtype(parameter).is_floating_point

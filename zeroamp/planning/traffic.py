@@ -91,6 +91,7 @@ def group_collectives(
     group: GroupPlan, plan: Plan, ranks: Ranks, *, all_gathers: int = 1, reductions: int = 1, last_reductions: int = 1
 ) -> Iterator[GroupCollective]:
     """Yield the collectives of a group for these numbers of runs. `reductions` include `last_reductions`."""
+    ranks = ranks.of(is_expert=group.is_expert)
     dtypes, num_shards = group_dtypes(group.key, plan.policy, ranks), ranks.shards(plan.policy)
     if dtypes.all_gathers and all_gathers:
         yield GroupCollective(collective="all_gather", dtype=dtypes.param, calls=all_gathers)
@@ -124,8 +125,9 @@ def step_collectives(group: GroupPlan, plan: Plan, ranks: Ranks, schedule: Sched
 
 def plan_traffic(plan: Plan, ranks: Ranks) -> Traffic:
     """Return calls and bytes of one optimizer step, as `zeroamp.traffic(model)` counts them on every rank."""
-    schedule, num_shards, traffic = step_schedule(plan), ranks.shards(plan.policy), Traffic()
+    schedule, traffic = step_schedule(plan), Traffic()
     for group in plan.groups:
+        num_shards = ranks.of(is_expert=group.is_expert).shards(plan.policy)
         for call in step_collectives(group, plan, ranks, schedule):
             key = TrafficKey(call.collective, call.dtype, group.name)
             traffic.calls[key] += call.calls
@@ -133,7 +135,8 @@ def plan_traffic(plan: Plan, ranks: Ranks) -> Traffic:
     key = TrafficKey("all_reduce", torch.float64, STEP)
     traffic.calls[key] += 1
     # Several ranks compare a hash. With recovery, the number of ranks that failed is sent.
-    num_numbers = num_statistics(plan, ranks) + (not ranks.is_one) + plan.policy.recovery
+    has_tensor = ranks.num_tensor > 1  # two numbers compare gradients of copies
+    num_numbers = num_statistics(plan, ranks) + (has_tensor or not ranks.is_one) + 2 * has_tensor + plan.policy.recovery
     traffic.num_bytes[key] += num_numbers * torch.float64.itemsize
     return traffic
 

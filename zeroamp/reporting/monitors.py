@@ -38,7 +38,7 @@ def attach_monitors(train: "TrainStep") -> None:
         return
     writers = Writers()
     signals_of(state).on_first(lambda: _open(writers, policy))
-    if not is_first_rank(state.mesh):
+    if not is_first_rank(state.axes.whole):
         return
     sinks: list[Sink] = [writers.step]
     if policy.wall_clock_breakdown:

@@ -230,7 +230,7 @@ def _header(state: WrapState, figures: Figures) -> dict[str, Any]:
         "format": FORMAT,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"zeroamp": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "world_size": state.mesh.size(),
+        "world_size": state.axes.whole.size(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "config": plan.policy.to_config(),
         "plan": {

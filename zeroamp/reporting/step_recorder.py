@@ -58,7 +58,8 @@ class StepRecorder(Callback):
         self._sinks: list[Sink] = []
         self._callbacks = callbacks
         self._state = state
-        self._num_ranks = state.mesh.size()
+        self._num_ranks = state.mesh.size()  # those that get different tokens
+        self._num_devices = state.axes.whole.size()
         self._device = device_of(state.mesh)
         self._clock = StepClock(self._device.type)
         self._num_tokens: int | None = None  # of this step so far, on this rank
@@ -167,7 +168,7 @@ class StepRecorder(Callback):
         return record
 
     def _rates(self, figures: Figures, num_tokens: int | None, step_s: float) -> dict[str, Any]:
-        flops = None if figures.flops_per_step is None else figures.flops_per_step / (step_s * self._num_ranks)
+        flops = None if figures.flops_per_step is None else figures.flops_per_step / (step_s * self._num_devices)
         return {
             "num_tokens": num_tokens,
             "tokens_per_s": None if num_tokens is None else num_tokens / step_s,

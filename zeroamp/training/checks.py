@@ -95,7 +95,9 @@ def refuse_unsharded(root: nn.Module) -> None:
 
 def refuse_different_factors(root: nn.Module) -> None:
     """Raise StepError if groups divide their gradients by different factors."""
-    factors = dict(divide_factors(root))
+    # The groups of experts have fewer ranks than the data axes, and divide by the number of all data ranks.
+    num_ranks = wrap_state(root).mesh.size()
+    factors = {name: None if factor == num_ranks else factor for name, factor in divide_factors(root)}
     first = next(iter(factors), "")
     for name, factor in factors.items():
         if factor != factors[first]:

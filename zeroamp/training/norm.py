@@ -31,6 +31,23 @@ def local_sum_of_squares(parameters: Sequence[nn.Parameter], device: torch.devic
     return total
 
 
+def squares_counted_once(
+    parameters: Sequence[nn.Parameter], device: torch.device, holders: Sequence[int]
+) -> torch.Tensor:
+    """Return this rank's part of the sum of squares over all ranks: 0-D fp64, on `device`.
+
+    `holders` has for each parameter the number of ranks that hold the same shard, by which its squares are divided: see
+    `zeroamp.planning.mesh.num_holders`.
+    """
+    by_number: dict[int, list[nn.Parameter]] = {}
+    for parameter, number in zip(parameters, holders, strict=True):
+        by_number.setdefault(number, []).append(parameter)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for number in sorted(by_number):
+        total = total + local_sum_of_squares(by_number[number], device) / number
+    return total
+
+
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """Return min(1, max_norm / (norm + 1e-6)), the rule of `torch.nn.utils.clip_grad_norm_`; 1 if `max_norm` is 0.
 

@@ -157,6 +157,17 @@ def refuse_unsupported(optimizer: torch.optim.Optimizer, *, on_shards: bool) -> 
     _refuse_low_storage(optimizer, name)
 
 
+def refuse_on_two_axes(optimizer: torch.optim.Optimizer, *, on_shards: bool) -> None:
+    """Raise StepError for an optimizer that is not updated on shards, with tensor or expert parallelism."""
+    if kind_of(optimizer, on_shards=on_shards) != "shards":
+        raise StepError(
+            f"TrainStep was given {_full_name(optimizer)}, which is not updated on plain shards. With tensor or expert "
+            "parallelism that is not supported: parameters are DTensors of different meshes, of one and of two axes. "
+            "Use torch.optim.AdamW or another of docs/optimizers.md that is updated on shards, or pass on_shards=True "
+            "if the optimizer is element-wise."
+        )
+
+
 def _refuse_low_storage(optimizer: torch.optim.Optimizer, name: str) -> None:
     """Refuse settings for parameters stored in bf16: `TrainStep` trains parameters that are stored in fp32."""
     if getattr(optimizer, "bf16_stochastic_round", False):

@@ -127,7 +127,7 @@ class RankAgreement(HostReader):
         self._state = state
         self._optimizers = optimizers
         self._parameters = list(state.root.parameters())
-        self._num_ranks = state.mesh.size()
+        self._num_ranks = state.axes.whole.size()
         self._facts: _Facts | None = None  # behind the number that was last sent
         self.is_late = state.mesh.device_type != "cpu"
 

@@ -14,17 +14,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from zeroamp.hooks._torch.fsdp import divide_factors
 from zeroamp.hooks.collectives.issued import issue
 from zeroamp.hooks.collectives.traffic import STEP, IssuedCollective
-from zeroamp.planning.mesh import device_of, replicate_size
+from zeroamp.planning.mesh import device_of, num_holders, replicate_size
 from zeroamp.training.callbacks import Callback, Callbacks, HostReader
 from zeroamp.training.checks import no_gradient
+from zeroamp.training.copies import GradientsOfCopies
 from zeroamp.training.host_copy import HostCopy
 from zeroamp.training.losses import LossSum
 from zeroamp.training.micro_batches import MicroBatches
-from zeroamp.training.norm import local_sum_of_squares
+from zeroamp.training.norm import local_sum_of_squares, squares_counted_once
 from zeroamp.training.unused_parameters import UnusedParameters
 from zeroamp.wrapping.state import WrapState
 
@@ -57,6 +59,8 @@ class Summed:
     """Functions that pass the sums to callbacks, as tensors on the device."""
     reads_norm: bool
     """Whether the host reads the norm, to skip the step if the norm is not finite."""
+    of_copies: torch.Tensor | None = None
+    """What is compared of gradients of copies, 1-D fp64 of 2 elements. None without a tensor axis."""
     host: HostCopy | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -116,6 +120,8 @@ class StepStatistics:
         self._callbacks = callbacks
         self._unused = UnusedParameters(state)
         self._exact = exact
+        self._copies: GradientsOfCopies | None = None  # with a tensor axis, from the first step on
+        self._holders: dict[nn.Parameter, int] = {}  # how many ranks hold its shard
         self._before: Summed | None = None  # of the step before: its late readers have not read yet
 
     def sum_over_ranks(
@@ -138,9 +144,10 @@ class StepStatistics:
         with self._micro_batches.noting("step"):
             self._micro_batches.finish()
             statistics = self._local(losses) if self._exact is None else self._exact.local(losses)
-            num_own = len(statistics)
+            num_first = len(statistics)
             of_callbacks = [(callback, callback.statistics()) for callback in self._callbacks.with_statistics()]
             has_gradient = bool(self._micro_batches.with_gradient()) or self._micro_batches.replicated.have_gradient()
+            copies = self._statistics_of_copies()
             prepare()
         if not has_gradient:
             error = no_gradient()
@@ -152,55 +159,80 @@ class StepStatistics:
         of_all = torch.tensor(more, dtype=statistics.dtype).to(statistics.device, non_blocking=True) if more else None
         usage, replicated = self._unused.usage(), self._micro_batches.replicated
         own = [statistics, usage, *replicated.statistics(statistics.device)]
+        num_own = sum(map(len, own))
+        has_replicated = len(own) > 2
+        own += copies
         statistics = torch.cat([*own, *([] if of_all is None else [of_all])])
         issued = IssuedCollective("all_reduce", statistics, STEP, self._state.world)
         issue(lambda: dist.all_reduce(statistics, group=self._state.world), issued, self._state.listeners)
         start = sum(map(len, own))
         slices, to_callbacks = _parts_of(statistics, start, of_callbacks)
-        self._unused.discard_gradients(statistics[num_own : num_own + len(usage)])
+        self._unused.discard_gradients(statistics[num_first : num_first + len(usage)])
         self._state.is_summed = True
         if self._exact is None:
             loss, squares = statistics[0], statistics[1]
         else:
-            loss, squares = self._exact.totals(statistics[:num_own], losses)
-        if own[2:]:
-            squares = squares + replicated.set_gradients(
-                statistics[num_own + len(usage) : start], self._divide_factor()
-            )
-        return Summed(loss, squares.sqrt() / scale, statistics, slices, to_callbacks, reads_norm)
+            loss, squares = self._exact.totals(statistics[:num_first], losses)
+        if has_replicated:
+            of_replicated = statistics[num_first + len(usage) : num_own]
+            squares = squares + replicated.set_gradients(of_replicated, self._divide_factor())
+        of_copies = statistics[num_own:start] if copies else None
+        return Summed(loss, squares.sqrt() / scale, statistics, slices, to_callbacks, reads_norm, of_copies)
 
     def _divide_factor(self) -> float:
-        """Return the number that sums of gradients over ranks are divided by in the step's all-reduce."""
+        """Return the number that sums of gradients over all ranks are divided by in the step's all-reduce."""
         if self._exact is not None:
             return 1.0  # `TrainStep` divides all gradients
+        axes = self._state.axes
         factors = (factor for _, factor in divide_factors(self._state.root))
         factor = next(factors, 1.0 if self._state.plan.policy.reduce == "sum" else None)
-        return self._state.mesh.size() if factor is None else factor
+        return axes.whole.size() if factor is None else factor * axes.num_tensor
 
     def _local(self, losses: Sequence[LossSum]) -> torch.Tensor:
         """Return this rank's part of the mean loss and of the sum of squares, 1-D fp64 of 2 elements.
 
-        With replicas, several ranks hold the same shard. Each divides its squares by the number of replicas, so that
-        the sum over ranks counts the shard once. Of an ignored parameter every rank has the whole gradient.
+        With replicas, several ranks hold the same shard. Each divides its squares by their number, so that the sum over
+        ranks counts the shard once. Of an ignored parameter every rank has the whole gradient. The ranks of a tensor
+        axis have the same loss, so that the mean over all ranks is the mean over the data ranks.
         """
-        mesh = self._state.mesh
+        mesh, num_ranks = self._state.mesh, self._state.axes.whole.size()
         device = device_of(mesh)  # the collective runs here; loss and shards may be elsewhere
-        parts = [loss.terms[0].to(device, torch.float64) / (loss.divisor * mesh.size()) for loss in losses]
+        parts = [loss.terms[0].to(device, torch.float64) / (loss.divisor * num_ranks) for loss in losses]
         with_gradient, ignored = self._micro_batches.with_gradient(), self._micro_batches.ignored
         averaged = [parameter for parameter in with_gradient if parameter not in ignored] if ignored else with_gradient
-        squares = local_sum_of_squares(self._micro_batches.replicated.sharded(averaged), device) / replicate_size(mesh)
+        sharded = self._micro_batches.replicated.sharded(averaged)
+        if self._state.axes.is_plain:  # one number for all parameters
+            squares = local_sum_of_squares(sharded, device) / replicate_size(mesh)
+        else:
+            squares = squares_counted_once(sharded, device, [self._holders_of(each) for each in sharded])
         if ignored:
             own = [parameter for parameter in with_gradient if parameter in ignored]
-            squares = squares + local_sum_of_squares(own, device) / mesh.size()
+            squares = squares + local_sum_of_squares(own, device) / num_ranks
         return torch.stack([sum(parts[1:], parts[0]), squares])
+
+    def _statistics_of_copies(self) -> list[torch.Tensor]:
+        state = self._state
+        if state.axes.tensor is None:
+            return []
+        if self._copies is None:
+            self._copies = GradientsOfCopies(state.axes, state.axes.tensor, lambda: dict(state.root.named_parameters()))
+        ignored = self._micro_batches.ignored
+        return self._copies.statistics([each for each in self._micro_batches.with_gradient() if each not in ignored])
+
+    def _holders_of(self, parameter: nn.Parameter) -> int:
+        if parameter not in self._holders:
+            self._holders[parameter] = num_holders(parameter, self._state.axes.whole.size())
+        return self._holders[parameter]
 
     def settle(self, summed: Summed) -> None:
         """Pass the readers their sums: of this step, and to late readers those of the step before.
 
         Raises:
             PeerError: another rank failed.
-            StepError: the ranks differ.
+            StepError: the ranks differ, or the ranks of a tensor axis have different gradients of copies.
         """
+        if self._copies is not None and summed.of_copies is not None:
+            self._copies.compare(summed.of_copies)
         for each in summed.slices:
             if not each.reader.is_late:
                 summed.read(each)

@@ -30,7 +30,7 @@ from zeroamp.training.loss_scale import LossScaler
 from zeroamp.training.losses import StepLosses
 from zeroamp.training.micro_batches import Failure, MicroBatches
 from zeroamp.training.norm import clip_factor, multiply_gradients
-from zeroamp.training.optimizer_kinds import checked_on_shards, refuse_unsupported
+from zeroamp.training.optimizer_kinds import checked_on_shards, refuse_on_two_axes, refuse_unsupported
 from zeroamp.training.rank_agreement import Done, RankAgreement, description_of
 from zeroamp.training.statistics import StepStatistics, Summed
 from zeroamp.training.step_report import StepReport, learning_rates, log_step
@@ -166,7 +166,9 @@ class TrainStep:
             self.micro_batches.randomness = MicroBatchRandomness(self._state, lambda: self.micro_batch_seed)
         attach_extensions(self, self._policy)
         self._agreement: RankAgreement | None = None
-        if self._state.mesh.size() > 1 and dist.get_backend(self._world) != "fake":  # whose all-reduce sums nothing
+        if (
+            self._state.axes.whole.size() > 1 and dist.get_backend(self._world) != "fake"
+        ):  # whose all-reduce sums nothing
             self.callbacks.agreement = self._agreement = RankAgreement(self._state, self.optimizers)
         self.sums = StepSums(device_of(self._state.mesh))
         """Numbers that are summed over the ranks in each step of this TrainStep."""
@@ -178,6 +180,8 @@ class TrainStep:
         refuse_unusable(self.optimizers, self.schedulers, self._state.root, self.micro_batches.parameters)
         for optimizer, on_shards in zip(self.optimizers, self._on_shards, strict=True):
             refuse_unsupported(optimizer, on_shards=on_shards)
+            if not self._state.axes.is_plain:
+                refuse_on_two_axes(optimizer, on_shards=on_shards)
             if self._policy.reproducible:
                 from zeroamp.training.reproducible import refuse_dependence_on_shards
 
@@ -665,7 +669,7 @@ class TrainStep:
             )
             every = self._policy.steps_per_print
             if every and (self.num_steps + self.num_skipped) % every == 0:
-                log_step(report, self.optimizers, self._state.mesh)
+                log_step(report, self.optimizers, self._state.axes.whole)
             return report
         finally:
             self._finish()

@@ -69,7 +69,7 @@ class UnusedParameters:
             self._log()
 
     def _log(self) -> None:
-        if is_first_rank(self._state.mesh):
+        if is_first_rank(self._state.axes.whole):
             named = self._state.root.named_parameters()
             names = [fqn for fqn, p in named if p in self._unused and p.requires_grad and p.grad is None]
             logger.warning(

@@ -95,12 +95,12 @@ def export_hf(
 
     with torch.no_grad():
         export_tensors(
-            lambda: _sources([weight for weight in find_weights(state.root) if is_written(weight)], state.mesh),
+            lambda: _sources([each for each in find_weights(state.root) if is_written(each)], state.axes.whole),
             folder,
             lambda: export_dtype(dtype, state.plan.policy.export_dtype),
             max_shard_bytes,
             partial(save_config, state.root),
-            RankGroup.for_saving(state.mesh),
+            RankGroup.for_saving(state.axes.whole),
         )
 
 
@@ -153,14 +153,15 @@ def source_of(weight: Weight, name: str, mesh: DeviceMesh) -> "Source":
 
 
 def whole_weight(weight: Weight, mesh: DeviceMesh, dtype: torch.dtype) -> torch.Tensor:
-    """Return a weight as a whole, on the device that communicates. Every rank of `mesh` calls this.
+    """Return a weight as a whole, on the device that communicates. Every rank of `mesh`, all ranks, calls this.
 
     The shard is cast before the all-gather: rounding is per element, so the bits are the same, of half the bytes.
     """
     local = weight.local.to(device_of(mesh), dtype)
     if isinstance(weight.tensor, DTensor):
         shape, stride = weight.tensor.shape, weight.tensor.stride()
-        sharded = DTensor.from_local(local, mesh, weight.tensor.placements, run_check=False, shape=shape, stride=stride)
+        own, placements = weight.tensor.device_mesh, weight.tensor.placements
+        sharded = DTensor.from_local(local, own, placements, run_check=False, shape=shape, stride=stride)
         return sharded.full_tensor()
     values = local.clone(memory_format=torch.contiguous_format)
     for group in axis_groups(mesh):

@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from zeroamp.planning.mesh import shard_size
+from zeroamp.hooks._torch.dtensor import split_dim
+from zeroamp.planning.mesh import local_slices, num_shards_of
 from zeroamp.policies.errors import CheckpointError, some_of
 from zeroamp.policies.files import leads_out, open_regular
 from zeroamp.weights.export import overflow, refuse_overflows
@@ -94,10 +95,10 @@ def fill_from_files(model: nn.Module, folder: str | os.PathLike[str], *, strict:
 
     with torch.no_grad(), ExitStack() as stack:
         files = _Files(Path(folder).absolute(), stack)
-        ranks = RankGroup.for_saving(state.mesh)
+        ranks = RankGroup.for_saving(state.axes.whole)
         others = ranks.run(lambda: check(files))[ranks.rank]
-        ranks.run(lambda: _refuse_out_of_range(plan, state.mesh))
-        ranks.run(lambda: _fill(plan, state.mesh, folder))
+        ranks.run(lambda: _refuse_out_of_range(plan))
+        ranks.run(lambda: _fill(plan, folder))
     return others
 
 
@@ -107,7 +108,7 @@ def fill_from_file(file: Path, weights_of: Callable[[], Mapping[str, Weight]], m
     Args:
         file: with the tensors of `weights_of`, and no others.
         weights_of: returns the weights by their names in the file.
-        mesh: of the model.
+        mesh: of all ranks of the model.
 
     Raises:
         CheckpointError: on all ranks: `weights_of` raises it, or see `load_hf`.
@@ -127,8 +128,8 @@ def fill_from_file(file: Path, weights_of: Callable[[], Mapping[str, Weight]], m
     with torch.no_grad(), ExitStack() as stack:
         ranks = RankGroup.for_saving(mesh)
         ranks.run(lambda: check(stack))
-        ranks.run(lambda: _refuse_out_of_range(plan, mesh))
-        ranks.run(lambda: _fill(plan, mesh, file))
+        ranks.run(lambda: _refuse_out_of_range(plan))
+        ranks.run(lambda: _fill(plan, file))
 
 
 class _Item(NamedTuple):
@@ -252,12 +253,12 @@ def _refuse_other_shapes(plan: list[_Item], folder: str | os.PathLike[str]) -> N
             raise CheckpointError(f"{folder} must have the {what} of the model, but {found_text}. {_OTHER_LAYOUT}")
 
 
-def _refuse_out_of_range(plan: list[_Item], mesh: DeviceMesh) -> None:
+def _refuse_out_of_range(plan: list[_Item]) -> None:
     """Raise CheckpointError if a finite value would be infinite in the model's dtype. Reads tensors of wider dtypes."""
     for name, weight, part in plan:
         dtype = weight.tensor.dtype
         if _LARGEST.get(part.dtype_name, 0.0) > _largest(dtype):
-            largest = overflow(_read(part, weight.tensor, mesh), dtype)
+            largest = overflow(_read(part, weight.tensor), dtype)
             refuse_overflows({} if largest is None else {name: largest}, dtype, _KEEP_RANGE)
 
 
@@ -265,10 +266,10 @@ def _largest(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).max if dtype.is_floating_point else math.inf
 
 
-def _fill(plan: list[_Item], mesh: DeviceMesh, folder: str | os.PathLike[str]) -> None:
+def _fill(plan: list[_Item], folder: str | os.PathLike[str]) -> None:
     filled: dict[int, str] = {}
     for name, weight, part in plan:
-        local, values = weight.local, _read(part, weight.tensor, mesh)
+        local, values = weight.local, _read(part, weight.tensor)
         first = filled.setdefault(id(weight), name)
         if first == name:
             local.copy_(values)
@@ -279,8 +280,10 @@ def _fill(plan: list[_Item], mesh: DeviceMesh, folder: str | os.PathLike[str]) -
             )
 
 
-def _read(part: Part, tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+def _read(part: Part, tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor, or all of one that is not sharded, in the dtype of the file, on the CPU."""
-    if not isinstance(tensor, DTensor) or shard_size(mesh) == 1:
+    if not isinstance(tensor, DTensor) or num_shards_of(tensor) == 1:
         return part.read(None)
+    if sum(split_dim(kind) is not None for kind in tensor.placements) > 1:  # tensor or expert parallelism, and FSDP2
+        return part.read(None)[local_slices(tensor)]
     return part.read(shard_range(tensor))

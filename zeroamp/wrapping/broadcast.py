@@ -7,13 +7,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroamp.planning.mesh import axis_groups, device_of
+from zeroamp.planning.mesh import axis_groups, device_of, local_part
+from zeroamp.planning.mesh_axes import MeshAxes
 from zeroamp.planning.parameter_uses import quantization_tensors
+from zeroamp.wrapping.checks import replicas_of
 
 
 @torch.no_grad()
-def broadcast_module_states(model: nn.Module, mesh: DeviceMesh, ignored: Container[str] = ()) -> None:
-    """Set all parameters and buffers to the values of the first rank of `mesh`, in place. All ranks call this.
+def broadcast_module_states(model: nn.Module, axes: MeshAxes, ignored: Container[str] = ()) -> None:
+    """Set all parameters and buffers to the values of the first rank, in place. All ranks call this.
+
+    Of a parameter that is distributed over a tensor or expert axis: of the first of the ranks that hold the same part.
 
     Tensors are broadcast one by one, as bytes. A tensor that is not on the mesh's device is copied there meanwhile.
     Tensors on the meta device are left out: they are initialised later, with the same values on all ranks. Parameters
@@ -22,7 +26,7 @@ def broadcast_module_states(model: nn.Module, mesh: DeviceMesh, ignored: Contain
     named = (*model.named_parameters(), *quantization_tensors(model))
     for tensor in (*(tensor for name, tensor in named if name not in ignored), *model.buffers()):
         if not tensor.is_meta and tensor.numel() > 0:
-            _broadcast(tensor, mesh)
+            _broadcast(local_part(tensor.detach()), replicas_of(tensor, axes))
 
 
 def _broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:

@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.fsdp import can_shard_integers, has_reduction_options
-from zeroamp.planning.mesh import axis_groups, expected_shards
+from zeroamp.planning.mesh import axis_groups, device_of, expected_shards, local_part, num_shards_of
+from zeroamp.planning.mesh_axes import MeshAxes, is_expert
 from zeroamp.planning.nodes import LOCAL_WORLD_SIZE
 from zeroamp.planning.parameter_uses import has_own_storage_class, quantization_tensors
 from zeroamp.planning.plan import Plan
@@ -33,11 +35,11 @@ _OF_ONE_RANK = (
 """Blocks and keys of the config that change only what a rank logs and records."""
 
 
-def description_of(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> Description:
+def description_of(model: nn.Module, plan: Plan, axes: MeshAxes | None) -> Description:
     """Describe the plan and the arguments of `wrap_model`, for the comparison of the ranks: see `run_alike`.
 
     Leaves out values of parameters, keys that change nothing, and settings of monitors, which may differ between ranks.
-    `mesh` is the caller's.
+    `axes` are those of the caller's mesh.
     """
     policy = plan.policy
     given = flatten(Policy(policy.config).to_config())
@@ -45,7 +47,7 @@ def description_of(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> Des
     config = {path: json.dumps(given.get(path)) for path in keys if not path.startswith(_OF_ONE_RANK)}
     monitors = (policy.tensorboard, policy.csv_monitor, policy.wandb, policy.wall_clock_breakdown)
     made = "made by wrap_model"
-    layout = made if mesh is None else f"{mesh.mesh.tolist()} over {mesh.mesh_dim_names} on {mesh.device_type}"
+    layout = made if axes is None else _layout(axes)
     return {
         "torch's version": torch.__version__,
         "zeroamp's version": __version__,
@@ -53,12 +55,18 @@ def description_of(model: nn.Module, plan: Plan, mesh: DeviceMesh | None) -> Des
         "the use of a monitor": str(any(monitors)),
         "the mesh": layout,
         f"whether {LOCAL_WORLD_SIZE} is set": str(LOCAL_WORLD_SIZE in os.environ),
-        **_parameters(model, plan, expected_shards(policy, mesh)),
+        **_parameters(model, plan, expected_shards(policy, None if axes is None else axes.fsdp)),
         **{f"module {fqn or 'root'}": _structure(module) for fqn, module in model.named_modules()},
         "the list of units": str([plan.modules_of(unit) for unit in (*plan.units, "")]),
         "the run order of units": str(plan.run.forward_order() + plan.run.backward_order()),
         "the list of fp32 modules and tensors": str([*plan.fp32_regions.modules, *plan.fp32_regions.tensors]),
     }
+
+
+def _layout(axes: MeshAxes) -> str:
+    mesh, split = axes.whole, axes.describe()
+    text = f"{mesh.mesh.tolist()} over {mesh.mesh_dim_names} on {mesh.device_type}"
+    return f"{text} ({split})" if split else text
 
 
 def _parameters(model: nn.Module, plan: Plan, num_shards: int) -> Description:
@@ -82,6 +90,8 @@ def _parameters(model: nn.Module, plan: Plan, num_shards: int) -> Description:
         if group is not None and group.kind == "ignored":
             unshards, sends = ", ignored", ""
         where = " on the meta device" if parameter.is_meta else ""
+        if isinstance(parameter, DTensor):
+            where += f" as {parameter.placements} over {parameter.device_mesh.mesh_dim_names}"
         dim = f", sharded over dimension {dims[fqn]}" if dims.get(fqn) else ""
         found[fqn] = f"{tuple(parameter.shape)} {short_name(parameter.dtype)}{where}, {use}{unshards}{sends}{dim}"
     return found
@@ -93,10 +103,12 @@ def _structure(module: nn.Module) -> str:
     return f"{name}({module.extra_repr()})" if type(module).__module__.startswith("torch.nn.") else name
 
 
-def check_ranks_agree(model: nn.Module, mesh: DeviceMesh, ignored: Container[str] = ()) -> None:
-    """Compare a checksum of every parameter over all ranks of `mesh` (one small collective per axis of several ranks).
+def check_ranks_agree(model: nn.Module, axes: MeshAxes, ignored: Container[str] = ()) -> None:
+    """Compare a checksum of every parameter over the ranks that must hold the same.
 
-    What quantized parameters need to be dequantized is compared too.
+    These are all ranks, except for a parameter that is distributed over a tensor or expert axis: then those with the
+    same part. One small collective per axis of several ranks. What quantized parameters need to be dequantized is
+    compared too.
 
     Parameters on the meta device are left out: they are initialised later, alike everywhere. Those named in `ignored`
     may differ.
@@ -105,26 +117,44 @@ def check_ranks_agree(model: nn.Module, mesh: DeviceMesh, ignored: Container[str
         WrapError: on all ranks, naming the first parameter that differs.
     """
     tensors: list[tuple[str, torch.Tensor]] = [*model.named_parameters(), *quantization_tensors(model)]
-    named = [(name, tensor) for name, tensor in tensors if not tensor.is_meta and name not in ignored]
-    if not named:
-        return
-    sums = torch.stack([_checksum(tensor) for _, tensor in named])
-    bounds = torch.cat([sums, -sums]).to(mesh.device_type)  # the maximum of -x is minus the minimum of x
-    for group in axis_groups(mesh):
-        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
-    largest, smallest = bounds[: len(named)], -bounds[len(named) :]
-    differing = (largest != smallest).nonzero()
-    if len(differing) > 0:
+    by_mesh: dict[DeviceMesh, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in tensors:
+        if not tensor.is_meta and name not in ignored:
+            by_mesh.setdefault(replicas_of(tensor, axes), []).append((name, tensor))
+    differing = [name for mesh, named in by_mesh.items() for name in _differing(named, mesh)]
+    if not axes.is_plain:  # a difference in parts that some ranks alone hold is raised on all ranks
+        count = torch.tensor([len(differing)], device=device_of(axes.whole))
+        for group in axis_groups(axes.whole):
+            dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)
+        differing = differing or ["A distributed parameter of other ranks"] * int(count)
+    if differing:
         raise WrapError(
-            f"{named[int(differing[0])][0]} has values that differ between ranks ({len(differing)} parameters do). "
+            f"{differing[0]} has values that differ between ranks ({len(differing)} parameters do). "
             "Call torch.manual_seed with one seed on all ranks before building the model, load one checkpoint, or set "
             "zeroamp.sync_module_states to true: all ranks then get the first rank's values."
         )
 
 
+def replicas_of(tensor: torch.Tensor, axes: MeshAxes) -> DeviceMesh:
+    """Return the ranks that hold the same values of a tensor before FSDP2 shards it."""
+    if num_shards_of(tensor) == 1:
+        return axes.whole
+    return axes.fsdp_of(is_expert=is_expert(tensor))
+
+
+def _differing(named: list[tuple[str, torch.Tensor]], mesh: DeviceMesh) -> list[str]:
+    """Return the names of the tensors whose values are not the same on all ranks of a mesh."""
+    sums = torch.stack([_checksum(tensor) for _, tensor in named])
+    bounds = torch.cat([sums, -sums]).to(mesh.device_type)  # the maximum of -x is minus the minimum of x
+    for group in axis_groups(mesh):
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group)
+    largest, smallest = bounds[: len(named)], -bounds[len(named) :]
+    return [named[index][0] for index in (largest != smallest).nonzero().flatten().tolist()]
+
+
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of the bits, read as integers: 0-D int64, on the CPU, so that it can be stacked."""
-    data = tensor.detach().reshape(-1)
+    data = local_part(tensor.detach()).reshape(-1)
     return data.view(INTEGER_BY_NUM_BYTES[data.element_size()]).sum(dtype=torch.int64).cpu()
 
 

@@ -16,6 +16,7 @@ from zeroamp.hooks.tensors import hold_for_current_stream
 from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.groups import GroupPlan
 from zeroamp.planning.mesh import ranks_of, replicate_size, shard_size
+from zeroamp.wrapping.nodes import MeshNodes
 from zeroamp.wrapping.state import WrapState
 
 
@@ -27,9 +28,10 @@ def attach_collectives(
     Replicas are summed in the order of the tree, in the hook that FSDP2 calls after each reduction. With the backend's
     sums, FSDP2 issues the all-reduce over replicas, and listeners are called after it was issued.
     """
-    mesh, listeners = state.mesh, state.listeners
+    mesh, listeners = state.axes.fsdp_of(is_expert=group.is_expert), state.listeners
     dtypes = group_dtypes(group.key, state.plan.policy, ranks_of(mesh))
-    gathers = state.nodes.gathers.get(mesh.ndim - 1)
+    nodes = state.nodes if mesh is state.mesh else MeshNodes()
+    gathers = nodes.gathers.get(mesh.ndim - 1)
     gather = GroupAllGather(group_name=group.name, nodes=gathers, listeners=listeners, ranges=state.ranges)
     if (symmetric := state.symmetric_gather) is not None:
         gather = SymmetricGather(group_name=group.name, symmetric=symmetric, listeners=listeners, ranges=state.ranges)
@@ -44,8 +46,8 @@ def attach_collectives(
         world_size=shard_size(mesh),
         is_replicated=replicate_size(mesh) > 1,
         replicas=mesh.get_group(0) if is_summed_here and replicate_size(mesh) > 1 else None,
-        nodes=state.nodes.reductions.get(mesh.ndim - 1),
-        replica_nodes=state.nodes.reductions.get(0) if mesh.ndim == 2 else None,
+        nodes=nodes.reductions.get(mesh.ndim - 1),
+        replica_nodes=nodes.reductions.get(0) if mesh.ndim == 2 else None,
         divides_outside=dtypes.unsharded_accumulate == torch.float16,
         group_name=group.name,
         listeners=listeners,
@@ -56,6 +58,8 @@ def attach_collectives(
     module.set_custom_reduce_scatter(reduction)
     if state.plan.policy.reduce == "sum" or state.plan.policy.reproducible:  # `TrainStep` divides, once
         module.set_gradient_divide_factor(1.0)
+    elif mesh is not state.mesh:  # experts get the tokens of all data ranks
+        module.set_gradient_divide_factor(state.mesh.size())
     is_once = state.plan.policy.stage >= 2 and dtypes.replica_once
     if is_summed_here:
         leave_replicas_alone(module)

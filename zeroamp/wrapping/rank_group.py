@@ -47,6 +47,8 @@ class RankGroup:
     def __init__(self, mesh: DeviceMesh, use: Use = "saving") -> None:
         """Communicates nothing."""
         self._ranks = sorted(mesh.mesh.flatten().tolist())
+        self.ranks: tuple[int, ...] = tuple(self._ranks)
+        """Their numbers in the world, in rank order."""
         self._timeout = timeout_of(mesh.get_group(0), mesh.device_type)
         self.rank = self._ranks.index(dist.get_rank())
         self.num_ranks = len(self._ranks)

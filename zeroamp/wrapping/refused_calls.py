@@ -207,7 +207,7 @@ def _shards_only(model: nn.Module, load: Callable[..., Any]) -> Callable[..., An
 
 
 def _refuse_whole(name: str, parameter: nn.Parameter) -> None:
-    if not isinstance(parameter, DTensor):
+    if not isinstance(parameter, DTensor):  # with tensor parallelism an unsharded one is a DTensor too
         raise WrapError(
             f"load_state_dict was given a whole tensor for {name}, which is unsharded: a forward with gradients has "
             "run, and its backward has not. set_model_state_dict then shards no tensor for it. Run the backward first, "

@@ -7,13 +7,14 @@ from typing import cast
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
+from zeroamp.hooks._torch.dtensor import num_axes
 from zeroamp.hooks._torch.fsdp import can_be_sharded, chunks_on_demand, share_partition
 from zeroamp.hooks.typed_groups import PlacementFn, group_policy, place_shards, shard_typed_group
 from zeroamp.planning.group_dtypes import GroupKey, group_dtypes, unit_key
 from zeroamp.planning.groups import GroupKind, GroupPlan, ParamPlan
 from zeroamp.planning.mesh import device_of, ranks_of, shard_size
+from zeroamp.planning.mesh_axes import MeshAxes
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.schedule import live_units, reshards_after_forward
 from zeroamp.policies.policy import Offload
@@ -21,17 +22,18 @@ from zeroamp.policies.policy import Offload
 logger = logging.getLogger("zeroamp")
 
 
-def shard_model(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, FSDPModule]:
+def shard_model(model: nn.Module, plan: Plan, axes: MeshAxes) -> dict[str, FSDPModule]:
     """Apply `fully_shard`: all typed groups first (see `shard_typed_group`), then units bottom-up, then the root.
 
     Returns:
         The holders of the groups that are not a unit's own, by group name.
     """
     with chunks_on_demand():
-        return _shard(model, plan, mesh)
+        return _shard(model, plan, axes)
 
 
-def _shard(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, FSDPModule]:
+def _shard(model: nn.Module, plan: Plan, axes: MeshAxes) -> dict[str, FSDPModule]:
+    mesh = axes.fsdp
     unsharded = plan.empty_params if plan.replicated is None else (*plan.empty_params, *plan.replicated.params)
     _store(model, unsharded, mesh)
     for param in unsharded:  # FSDP2 moves only what it shards
@@ -49,23 +51,26 @@ def _shard(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> dict[str, FSDPModu
             own_groups[group.unit] = group
             continue
         _store(model, group.params, mesh)
+        own_mesh = axes.fsdp_of(is_expert=group.is_expert)
         holders[group.name] = shard_typed_group(
             model,
             group.name,
             list({model.get_submodule(fqn): None for param in group.params for fqn in param.owner_fqns}),
             [param.fqn for param in group.params],
-            mesh=mesh,
-            mp_policy=_mp_policy(group.key, plan, mesh),
+            mesh=own_mesh,
+            mp_policy=_mp_policy(group.key, plan, own_mesh),
             reshard_after_forward=reshards_after_forward(group.kind, group.unit, plan, live),
             offload_policy=offload,
-            shard_placement_fn=_placements(model, group, plan, mesh),
+            shard_placement_fn=_placements(model, group, plan, own_mesh),
         )
         if _has_partition(group.kind, group.unit, plan, mesh, live):
             partitioned.append(holders[group.name])
     for unit in (*plan.units, ""):
         _store(model, own_groups[unit].params if unit in own_groups else (), mesh)
         reshard = reshards_after_forward("unit", unit, plan, live)
-        _shard_unit(model, unit, own_groups.get(unit), plan, mesh, reshard, offload)
+        is_expert = unit in own_groups and own_groups[unit].is_expert
+        own_mesh = axes.fsdp_of(is_expert=is_expert)
+        _shard_unit(model, unit, own_groups.get(unit), plan, own_mesh, reshard, offload)
         if _has_partition("unit", unit, plan, mesh, live):
             partitioned.append(cast(FSDPModule, model.get_submodule(plan.modules_of(unit)[0])))
     if partitioned:
@@ -93,8 +98,9 @@ def _store(model: nn.Module, params: Iterable[ParamPlan], mesh: DeviceMesh) -> N
 
 def _check_sharded(model: nn.Module, plan: Plan) -> None:
     ignored = plan.ignored_fqns
+    num_before = {fqn: bool(param.axis) for param in plan.params for fqn in (param.fqn, *param.aliases)}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
-        if fqn not in ignored and can_be_sharded(parameter) and not isinstance(parameter, DTensor):
+        if fqn not in ignored and can_be_sharded(parameter) and num_axes(parameter) <= num_before.get(fqn, 0):
             raise AssertionError(f"expected {fqn} to be sharded, got a {type(parameter).__name__}")
 
 

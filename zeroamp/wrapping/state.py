@@ -23,6 +23,7 @@ from zeroamp.hooks.observers.ranges import Ranges
 from zeroamp.hooks.precision.autocast import config_autocast
 from zeroamp.hooks.precision.fp32_regions import Fp32Region
 from zeroamp.hooks.root_forward import RootForward
+from zeroamp.planning.mesh_axes import MeshAxes, plain_axes
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.errors import StepError, WrapError
@@ -58,8 +59,11 @@ class WrapState:
     root: nn.Module
     plan: Plan
     mesh: DeviceMesh
+    """The ranks that FSDP2 shards over, and that gradients are averaged over: `axes.fsdp`."""
+    axes: MeshAxes = field(init=False)
+    """All ranks of the model, by what they are for. By default those of `mesh`."""
     world: dist.ProcessGroup | None = None
-    """A process group of all ranks of the mesh; None is the default group."""
+    """A process group of all ranks of `axes.whole`; None is the default group."""
     nodes: MeshNodes = field(default_factory=MeshNodes)
     """The two levels of the mesh's axes, if they span nodes."""
     symmetric_gather: AllGather | None = None
@@ -107,6 +111,7 @@ class WrapState:
         return self.open_step is not None and self.open_step.num_done > 0
 
     def __post_init__(self) -> None:
+        self.axes = plain_axes(self.mesh)
         self.accumulates_in = unsharded_accumulation(self.plan.policy)
         self.listeners = [self.traffic]
         self.communication = CommunicationWatch(self.root)
@@ -170,7 +175,7 @@ def autocast_of(state: WrapState) -> AbstractContextManager[object]:
 
 def signals_of(state: WrapState) -> RankGroup:
     """Return the ranks' group for flags and reports of the main thread."""
-    return RankGroup.for_signals(state.mesh)
+    return RankGroup.for_signals(state.axes.whole)
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:

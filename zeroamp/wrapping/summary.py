@@ -114,7 +114,8 @@ def _remedy(param: ParamPlan, plan: Plan, model: nn.Module) -> str:
 
 def _memory(group: GroupPlan, plan: Plan, ranks: Ranks) -> tuple[int, int, int]:
     """Return the bytes of a group's stored shards, of its unsharded parameters, and of its gradients."""
-    parts = [param_memory(param, plan.policy, ranks.shards(plan.policy) or 1) for param in group.params]
+    num_shards = ranks.of(is_expert=group.is_expert).shards(plan.policy) or 1
+    parts = [param_memory(param, plan.policy, num_shards) for param in group.params]
     return (
         sum(part.stored for part in parts),
         sum(part.unsharded for part in parts),

@@ -10,6 +10,7 @@ from zeroamp.hooks._torch.fsdp import remove_fsdp
 from zeroamp.hooks.typed_groups import Holder
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import StepError, WrapError
+from zeroamp.wrapping.refused_meshes import refuse_model_axes
 from zeroamp.wrapping.state import WrapState, record_state, reshard, wrap_state
 
 
@@ -28,10 +29,11 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     ```
 
     Raises:
-        WrapError: `model` is not wrapped, or inference mode is on.
+        WrapError: `model` is not wrapped or is tensor- or expert-parallel, or inference mode is on.
         StepError: an optimizer step has begun and not ended.
     """
     state = wrap_state(model)
+    refuse_model_axes(state.axes, "unwrap_model", "zeroamp.export_hf writes whole weights.")
     if torch.is_inference_mode_enabled():
         raise WrapError(
             "unwrap_model was called inside torch.inference_mode(), where parameters are made that cannot be trained. "

@@ -21,12 +21,12 @@ from zeroamp.planning.mesh import (
     is_first_rank,
     mesh_for_stage,
     process_group,
-    ranks_of,
     refuse_partition,
     refuse_torchft,
     shard_device,
     start_process_group,
 )
+from zeroamp.planning.mesh_axes import MeshAxes, find_axes, plain_axes, ranks_of_axes
 from zeroamp.planning.mesh_notes import mesh_notes
 from zeroamp.planning.nodes import ranks_per_node
 from zeroamp.planning.plan import Plan, build_plan
@@ -49,6 +49,7 @@ from zeroamp.wrapping.cuda_graphs import refuse_cuda_graphs
 from zeroamp.wrapping.materialize import cast_buffers, materialize_model
 from zeroamp.wrapping.nodes import nodes_of_mesh
 from zeroamp.wrapping.rank_agreement import Description, run_alike
+from zeroamp.wrapping.refused_meshes import refuse_combinations
 from zeroamp.wrapping.reproducible import check_reproducible
 from zeroamp.wrapping.shard import shard_model
 from zeroamp.wrapping.state import WrapState, record_state, wrap_state
@@ -78,7 +79,9 @@ def wrap_model(
         model: on any device; parameters on the meta device are materialised and initialised without a full copy.
             Trainable parameters in bf16 or fp16 are sharded in fp32 (master weights). Frozen ones stay as stored.
         policy: from `policy_from_config`.
-        mesh: 1-D (shard) or 2-D (replicate, shard) for HSDP; all ranks in one axis by default.
+        mesh: 1-D (shard) or 2-D (replicate, shard) for HSDP; all ranks in one axis by default. With context, tensor or
+            expert parallelism, the whole named mesh, such as ("dp", "cp", "tp"), or the slice of it over which FSDP2
+            shards: `mesh["dp"]`. See docs/meshes.md.
         auto_wrap_policy: which modules are units, see `zeroamp.policies.find_units`.
         example_inputs: for `lower_precision_safe_modules` "auto" and `zeroamp.autocast_ops`: a tuple of positional
             arguments, a mapping of keyword arguments or a tensor, on any device. None takes a transformers model's own
@@ -113,7 +116,9 @@ def wrap_model(
     if mesh is not None:
         refuse_torchft(mesh)
     device_type = current_device_type() if mesh is None else mesh.device_type
-    world = None if mesh is None else process_group(mesh)
+    axes = find_axes(model, mesh) if isinstance(model, nn.Module) else None
+    mesh = mesh if axes is None else axes.fsdp
+    world = None if axes is None else process_group(axes.whole)
 
     def planned() -> tuple[Plan, Description]:
         _refuse_unusable(model)
@@ -121,7 +126,9 @@ def wrap_model(
         check_device(policy, device_type)
         plan = build_plan(model, policy, auto_wrap_policy, example_inputs, device_type, ignored_params)
         refuse_cuda_graphs(model, device_type, plan.ignored_fqns)
-        return plan, description_of(model, plan, mesh)
+        if axes is not None:
+            refuse_combinations(model, plan, axes, materialize=materialize)
+        return plan, description_of(model, plan, axes)
 
     # Before anything else is communicated: ranks that differ would wait for each other, or abort in the backend.
     plan = run_alike(
@@ -133,37 +140,39 @@ def wrap_model(
         device=device_of_type(device_type),
     )
     mesh = mesh_for_stage(policy.stage, mesh, policy.dp_replicate_size)
-    _check_fits(policy, mesh)
+    axes = plain_axes(mesh) if axes is None else axes.with_fsdp(mesh)
+    _check_fits(policy, axes)
     if policy.reproducible:
         check_reproducible(model, plan, mesh)
     check_all_gather(model, mesh)
     check_integers(model, mesh, plan.ignored_fqns)
     if policy.sync_module_states:
-        broadcast_module_states(model, mesh, plan.ignored_fqns)
+        broadcast_module_states(model, axes, plan.ignored_fqns)
     else:
-        check_ranks_agree(model, mesh, plan.ignored_fqns)
-    if is_first_rank(mesh) and (line := describe_master_weights(model, plan)):
+        check_ranks_agree(model, axes, plan.ignored_fqns)
+    if is_first_rank(axes.whole) and (line := describe_master_weights(model, plan)):
         logger.info("%s", line)
     cast_buffers(model, plan)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
-    holders = shard_model(model, plan, mesh)
+    holders = shard_model(model, plan, axes)
     if is_meta and materialize:
         materialize_model(model, mesh, device_of(mesh), shard_device(policy, mesh))
     traffic = Traffic(enabled=policy.count_traffic)
     ranges = Ranges(policy.ranges)
     state = WrapState(root=model, plan=plan, mesh=mesh, world=world, traffic=traffic, ranges=ranges, holders=holders)
+    state.axes = axes
     state.nodes = nodes_of_mesh(policy, mesh, world)
     state.symmetric_gather = symmetric_gather(policy, mesh, state.nodes)
     attach_hooks(model, state)
     connect_ranks(model, state)
     record_state(model, state)
-    if is_first_rank(mesh):
+    if is_first_rank(axes.whole):
         _log_summary(state, name, time.perf_counter() - begin)
     return cast(FSDPModule, model)
 
 
 def _log_summary(state: WrapState, name: str, seconds: float) -> None:
-    plan, ranks = state.plan, ranks_of(state.mesh)
+    plan, ranks = state.plan, ranks_of_axes(state.axes)
     if warning := describe_uncast_experts(plan, state.root):
         logger.warning("%s", warning)
     if notes := mesh_notes(plan, ranks, ranks_per_node(plan.policy), state.nodes.why_flat):
@@ -172,10 +181,10 @@ def _log_summary(state: WrapState, name: str, seconds: float) -> None:
         logger.info("%s", size_summary(plan, ranks, name=name, seconds=seconds))
 
 
-def _check_fits(policy: Policy, mesh: DeviceMesh) -> None:
-    refuse_partition(policy, mesh)
+def _check_fits(policy: Policy, axes: MeshAxes) -> None:
+    refuse_partition(policy, axes.fsdp)
     total, micro = policy.train_batch_size, policy.train_micro_batch_size_per_gpu
-    check_batch_sizes(total, micro, policy.gradient_accumulation_steps, mesh.size())
+    check_batch_sizes(total, micro, policy.gradient_accumulation_steps, axes.num_data)
 
 
 def register_forward_method(model: nn.Module, method_name: str) -> None:

@@ -62,6 +62,7 @@ PRIVATE = {
         "_set_unsharded_grad_dtypes",
     },
     "mesh_groups.py": {"_get_fsdp_state"},
+    "mesh_slices.py": {"_get_root_mesh", "_flatten", "_concatenate"},
     "offload.py": {"_get_fsdp_state", "_post_reduce_event"},
     "optimizer.py": {
         *("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks", "_wrapped_by_lr_sched"),

@@ -262,6 +262,19 @@ def test_explain_counts_bytes_per_rank_where_the_ranks_are_said(tmp_path, net, m
     assert "The number of ranks is not known" not in run("explain", path, "--model", net, "--world-size", 8)[1]
 
 
+@pytest.mark.parametrize(
+    ("mesh", "shape"),
+    [("dp=2,cp=4", (8, None)), ("dp_replicate=2,dp=4", (4, 2)), ("dp=8,tp=4,cp=2", (None, None))],
+)
+def test_explain_takes_a_mesh_of_axes(tmp_path, net, mesh, shape):
+    path = tmp_path / "zero.json"
+    path.write_text(json.dumps({**config(3), "train_batch_size": 16, "gradient_accumulation_steps": 1}))
+    code, out, err = run("explain", path, "--model", net, "--json", "--mesh", mesh)
+    assert (code, err) == (0, "")
+    assert tuple(json.loads(out)["ranks"].values()) == shape
+    assert run("explain", path, "--model", net, "--mesh", mesh, "--world-size", 3)[0] == 2
+
+
 def test_replicas_that_do_not_divide_the_ranks_are_a_mistake(tmp_path, net):
     path = tmp_path / "zero.json"
     path.write_text(json.dumps(config(3, zeroamp={"dp_replicate_size": 3})))

@@ -117,3 +117,36 @@ def test_a_picture_that_fails_later_costs_the_plot_only(arguments, tmp_path, mon
 
 def _full(*_args, **_options):
     raise OSError(28, "No space left on device")
+
+
+def test_a_mesh_of_axes_counts_data_ranks(arguments, tmp_path):
+    path = tmp_path / "batch.json"
+    path.write_text(json.dumps({**config(3), "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}))
+    given = ("plan", path, *arguments[2:-2], "--mesh", "dp=4,cp=2", "--seq", 8, "--stages", "3", "--json")
+    code, out, err = run(*given)
+    assert code == 0
+    data = json.loads(out)
+    assert (data["world_size"], data["seq"], data["stages"][0]["num_shards"]) == (8, 4, 8)
+    assert "exchange over the 2 ranks of the context axis is not planned" in err
+
+
+@pytest.mark.parametrize(
+    ("mesh", "text"),
+    [
+        ("dp=4,tp=2", "cannot plan a tensor or expert axis"),
+        ("dp=4,cp=3", "--seq 8 must be a multiple of the 3 ranks"),
+        ("dp=4,pp=2", "'pp=2'"),
+        ("dp=4,dp=2", "'dp=2'"),
+        ("dp=0", "'dp=0'"),
+    ],
+)
+def test_meshes_of_axes_that_are_refused(arguments, mesh, text):
+    code, _, err = run(*arguments[:-2], "--mesh", mesh, "--seq", 8)
+    assert code != 0
+    assert text in err
+
+
+def test_ranks_are_needed(arguments):
+    code, _, err = run(*arguments[:-2])
+    assert code != 0
+    assert "--world-size or --mesh" in err

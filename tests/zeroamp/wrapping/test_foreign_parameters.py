@@ -40,8 +40,8 @@ def _tensor_parallel(on_meta):
 
 
 @pytest.mark.parametrize("on_meta", [True, False])
-def test_a_tensor_parallel_parameter_is_refused(ranks2, on_meta):
-    text = r"WrapError: layers\.1\.weight is a DTensor of placements .*tensor parallelism is not supported"
+def test_a_tensor_parallel_parameter_without_a_mesh_is_refused(ranks2, on_meta):
+    text = r"WrapError: layers\.1\.weight is a DTensor of a mesh of shape .*, but wrap_model got no mesh.*mesh=mesh"
     with pytest.raises(RankError, match=f"--- rank 0[\\s\\S]*{text}[\\s\\S]*--- rank 1[\\s\\S]*{text}"):
         ranks2.run(_tensor_parallel, on_meta)
 

@@ -48,7 +48,7 @@ def is_sharded(path: Path) -> bool:
 
 def save_sharded(path: Path, root: nn.Module, train: TrainStep, rest: Mapping[str, Any]) -> None:
     """Write a checkpoint folder. All ranks call it. `rest` is the first rank's: anything that `torch.save` takes."""
-    ranks = RankGroup.for_saving(wrap_state(root).mesh)
+    ranks = RankGroup.for_saving(wrap_state(root).axes.whole)
 
     def pack() -> torch.Tensor | None:
         if ranks.rank != 0:
@@ -108,7 +108,7 @@ def model_state(root: nn.Module) -> dict[str, Any]:
 
 def write_full(path: Path, checkpoint: Mapping[str, Any], root: nn.Module) -> None:
     """Write a file on the first rank. All ranks call it."""
-    ranks = RankGroup.for_saving(wrap_state(root).mesh)
+    ranks = RankGroup.for_saving(wrap_state(root).axes.whole)
 
     def write() -> None:
         if is_sharded(path):
@@ -133,7 +133,7 @@ def read_full(path: Path, root: nn.Module | None, weights_only: bool | None) -> 
     if root is None:
         return read()
     loaded: list[dict[str, Any]] = []
-    RankGroup.for_saving(wrap_state(root).mesh).run(lambda: loaded.append(read()))
+    RankGroup.for_saving(wrap_state(root).axes.whole).run(lambda: loaded.append(read()))
     return loaded[0]
 
 

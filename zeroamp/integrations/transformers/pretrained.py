@@ -118,7 +118,7 @@ def fill_deferred(model: nn.Module) -> None:
     delattr(model, _FILES)
     missing = _not_ignored(others.missing, getattr(model, "_keys_to_ignore_on_load_missing", None))
     unexpected = _not_ignored(others.unexpected, getattr(model, "_keys_to_ignore_on_load_unexpected", None))
-    if not is_first_rank(wrap_state(model).mesh):
+    if not is_first_rank(wrap_state(model).axes.whole):
         return
     if missing:
         logger.warning(

@@ -1,0 +1,122 @@
+"""What every rank runs in the tests of context, tensor and expert parallelism."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import zeroamp
+from tests.models import parallel
+from tests.processes.training import full_parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelRun:
+    """What one rank saw."""
+
+    losses: list[float]
+    """[step], of the step reports."""
+    norms: list[float]
+    gradients: dict[str, torch.Tensor]
+    """Whole, of the first step, before clipping."""
+    parameters: dict[str, torch.Tensor]
+    """Whole, at the end."""
+    placements: dict[str, str]
+
+
+def mesh_of(**sizes):
+    """A named mesh of the axes that are given, such as dp=2, tp=2."""
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def size_of(mesh, name):
+    return mesh[name].size() if name in mesh.mesh_dim_names else 1
+
+
+def data_rank(mesh):
+    """This rank's number among those with different samples, in the order of the axes."""
+    rank = 0
+    for name in mesh.mesh_dim_names:
+        if name not in ("cp", "tp"):
+            rank = rank * mesh[name].size() + mesh[name].get_local_rank()
+    return rank
+
+
+def num_data(mesh):
+    return mesh.size() // size_of(mesh, "cp") // size_of(mesh, "tp")
+
+
+def prepared(mesh, *, tied=False, sequence=False, experts=False, hf=False):
+    """A Decoder that is parallelized over the mesh's axes, as a user would do it."""
+    if experts:
+        model = parallel.moe_decoder(parallel.group_of(mesh["ep"]) if size_of(mesh, "ep") > 1 else None)
+        return parallel.expert_parallel(model, mesh["ep"]) if size_of(mesh, "ep") > 1 else model
+    if hf:
+        model = parallel.hf_decoder()
+        return parallel.hf_tensor_parallel(model, mesh["tp"]) if size_of(mesh, "tp") > 1 else model
+    context = mesh["cp"].get_group() if size_of(mesh, "cp") > 1 else None
+    model = parallel.decoder(tied=tied, context=context)
+    if size_of(mesh, "tp") > 1:
+        parallel.tensor_parallel(model, mesh["tp"], tied=tied, sequence=sequence)
+    return model
+
+
+def inputs_of(mesh, index):
+    """This rank's part of the samples of its data rank in a micro-batch."""
+    samples = parallel.samples(index * num_data(mesh) + data_rank(mesh))
+    size = size_of(mesh, "cp")
+    return parallel.part_of(samples, mesh["cp"].get_local_rank(), size) if size > 1 else samples
+
+
+def start(mesh, cfg, *, passed=None, fields=None, **options):
+    """Return a wrapped model and its training step."""
+    policy = zeroamp.policy_from_config(cfg, world_size=num_data(mesh))
+    model = zeroamp.wrap_model(prepared(mesh, **options), policy, mesh if passed is None else passed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    return model, zeroamp.TrainStep(model, optimizer)
+
+
+def steps(model, train, mesh, cfg, first, count):
+    """Run optimizer steps; return their reports, and the whole gradients of the first."""
+    accumulation = cfg.get("gradient_accumulation_steps", 1)
+    reports, gradients = [], {}
+    for step in range(first, first + count):
+        for micro in range(accumulation):
+            train.backward(model(*inputs_of(mesh, step * accumulation + micro)))
+            is_last = micro + 1 == accumulation
+            if is_last and step == first:
+                gradients = _whole_gradients(model)
+            report = train.step()
+        reports.append(report)
+    return reports, gradients
+
+
+def _whole_gradients(model):
+    named = dict(model.named_parameters())
+    found = {fqn: zeroamp.full_gradient(parameter) for fqn, parameter in named.items()}
+    return {fqn: gradient.cpu() for fqn, gradient in found.items() if gradient is not None}
+
+
+def train(axes, cfg, num_steps, *, passed=None, **options):
+    """Train a Decoder on a mesh of `axes`; return this rank's ParallelRun. `passed`: the slice that wrap_model gets."""
+    mesh = mesh_of(**axes)
+    given = mesh if passed is None else passed(mesh)
+    model, step = start(mesh, cfg, passed=given, **options)
+    reports, gradients = steps(model, step, mesh, cfg, 0, num_steps)
+    return ParallelRun(
+        losses=[report.loss for report in reports],
+        norms=[report.grad_norm for report in reports],
+        gradients=gradients,
+        parameters=full_parameters(model),
+        placements={fqn: str(p.placements) for fqn, p in model.named_parameters()},
+    )
+
+
+def fp64_norm(tensors):
+    """The norm of whole tensors, summed in fp64."""
+    return float(torch.stack([tensor.double().square().sum() for tensor in tensors.values()]).sum().sqrt())
+
+
+def reported(norm):
+    """A norm as step reports have it: in fp32."""
+    return float(torch.tensor(norm, dtype=torch.float32))

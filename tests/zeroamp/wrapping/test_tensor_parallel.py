@@ -1,0 +1,277 @@
+"""Tensor parallelism: DTensor parameters in typed groups, the norm, checkpoints and exports."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import zeroamp
+from tests.models import parallel
+from tests.oracles import whole_model
+from tests.processes import parallel_training
+from tests.processes.parallel_training import fp64_norm, mesh_of, reported
+from tests.processes.ranks import RankError
+from tests.processes.training import config, full_parameters, same_bits
+from zeroamp.policies.errors import StepError
+
+AXES = {"dp": 2, "tp": 2}
+BOUND = 2e-6
+"""fp32 has 24 bits. A row-wise product is two products of half the length, summed over ranks: the order of additions
+differs. 16 times the rounding of one addition (1.2e-7)."""
+
+
+def _data_axis(mesh):
+    return mesh["dp"]
+
+
+def _check_close(run, oracle, bound=BOUND):
+    differences = {
+        fqn: float(torch.linalg.vector_norm(run.gradients[fqn] - expected) / torch.linalg.vector_norm(expected))
+        for fqn, expected in oracle.gradients.items()
+    }
+    assert {fqn: each for fqn, each in differences.items() if each > bound} == {}
+    assert run.losses == pytest.approx(oracle.losses, rel=bound)
+    assert run.norms == pytest.approx(oracle.norms, rel=bound)
+
+
+@pytest.mark.parametrize(
+    ("tied", "sequence", "passed"),
+    [(False, False, _data_axis), (True, False, None), (False, True, None)],
+    ids=["llama", "tied", "sequence"],
+)
+def test_it_equals_one_process(ranks4, tied, sequence, passed):
+    oracle = whole_model.train(parallel.decoder(tied=tied), parallel.samples, 2, num_data=2, accumulation=2, clip=0.5)
+    cfg = config(3, dtype=None, clip=0.5, accumulation=2)
+    options = {"tied": tied, "sequence": sequence}
+    runs = ranks4.run(parallel_training.train, AXES, cfg, 2, passed=passed, **options)
+    _check_close(runs[0], oracle)
+    for other in runs[1:]:
+        assert (other.losses, other.norms) == (runs[0].losses, runs[0].norms)
+        assert same_bits(other.parameters, runs[0].parameters) == []
+    assert "_StridedShard" in runs[0].placements["blocks.0.attention.q.weight"]
+
+
+def test_transformers_own_plan_equals_one_process(ranks4):
+    pytest.importorskip("transformers.distributed.tensor_parallel")
+    oracle = whole_model.train(parallel.hf_decoder(), parallel.samples, 2, num_data=2, clip=0.5)
+    run = ranks4.run(parallel_training.train, AXES, config(3, dtype=None, clip=0.5), 2, hf=True)[0]
+    _check_close(run, oracle)
+    assert "_StridedShard" in run.placements["lm.model.layers.0.self_attn.q_proj.weight"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_have_the_same_bits(ranks4, tied):
+    runs = {
+        stage: ranks4.run(parallel_training.train, AXES, config(stage, clip=0.5), 2, tied=tied)[0]
+        for stage in (1, 2, 3)
+    }
+    merged = config(3, clip=0.5)
+    del merged["zero_optimization"]["reduce_bucket_size"]  # small units are merged
+    runs[0] = ranks4.run(parallel_training.train, AXES, merged, 2, tied=tied)[0]
+    for stage in (0, 1, 2):
+        assert (runs[stage].losses, runs[stage].norms) == (runs[3].losses, runs[3].norms)
+        assert same_bits(runs[stage].gradients, runs[3].gradients) == []
+        assert same_bits(runs[stage].parameters, runs[3].parameters) == []
+    assert runs[3].norms[0] == reported(fp64_norm(runs[3].gradients))
+
+
+def _resumed(axes, folder, saving, num_steps):
+    """Train, save and train on; or load and train on. Return losses, norms, whole parameters."""
+    mesh = mesh_of(**axes)
+    cfg = config(2 if saving else 3, dtype=None, clip=0.5)
+    model, train = parallel_training.start(mesh, cfg)
+    first = 0
+    if saving:
+        parallel_training.steps(model, train, mesh, cfg, 0, 2)
+        zeroamp.save_checkpoint(folder, model, train)
+        saved = full_parameters(model)
+    else:
+        zeroamp.load_checkpoint(folder, model, train)
+        saved = full_parameters(model)
+    first = train.num_steps
+    reports, _ = parallel_training.steps(model, train, mesh, cfg, first, num_steps)
+    return saved, [report.loss for report in reports], [report.grad_norm for report in reports]
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 1, "tp": 2}])
+def test_a_checkpoint_resumes_on_other_axes(ranks4, ranks2, tmp_path, axes):
+    saved, losses, norms = ranks4.run(_resumed, AXES, tmp_path, True, 2)[0]
+    if axes == {"dp": 2}:  # the same samples
+        loaded, ours, our_norms = ranks2.run(_resumed, axes, tmp_path, False, 2)[0]
+        assert ours == pytest.approx(losses, rel=BOUND)
+        assert our_norms == pytest.approx(norms, rel=BOUND)
+    else:
+        loaded, ours, _ = ranks2.run(_resumed, axes, tmp_path, False, 2)[0]
+        assert all(loss > 0 for loss in ours)
+    assert same_bits(loaded, saved) == []
+
+
+def _resumed_exactly(folder):
+    mesh, cfg = mesh_of(**AXES), config(3, clip=0.5)
+    model, train = parallel_training.start(mesh, cfg)
+    parallel_training.steps(model, train, mesh, cfg, 0, 1)
+    zeroamp.save_checkpoint(folder, model, train)
+    reports, _ = parallel_training.steps(model, train, mesh, cfg, 1, 2)
+    other, again = parallel_training.start(mesh, cfg)
+    zeroamp.load_checkpoint(folder, other, again)
+    repeated, _ = parallel_training.steps(other, again, mesh, cfg, 1, 2)
+    same = same_bits(full_parameters(model), full_parameters(other))
+    return same, [(r.loss, r.grad_norm) for r in reports], [(r.loss, r.grad_norm) for r in repeated]
+
+
+def test_the_same_axes_resume_bit_for_bit(ranks4, tmp_path):
+    differing, first, second = ranks4.run(_resumed_exactly, tmp_path)[0]
+    assert differing == []
+    assert first == second
+
+
+def _exported(folder):
+    from safetensors.torch import load_file
+
+    mesh = mesh_of(**AXES)
+    model, train = parallel_training.start(mesh, config(3))
+    zeroamp.traffic(model).reset()
+    parallel_training.steps(model, train, mesh, config(3), 0, 1)
+    planned = {(row["collective"], row["group"]): row["bytes"] for row in zeroamp.explain(model).to_dict()["traffic"]}
+    moved = {(str(key.collective), key.group): number for key, number in zeroamp.traffic(model).num_bytes.items()}
+    whole = full_parameters(model)
+    zeroamp.export_hf(model, folder, dtype="fp32")
+    read = load_file(folder / "model.safetensors")
+    other, _ = parallel_training.start(mesh, config(2))
+    zeroamp.load_hf(other, folder)
+    return same_bits(read, whole), same_bits(full_parameters(other), whole), planned, moved
+
+
+def test_exports_are_whole_and_can_be_loaded_and_the_ledger_counts_the_traffic(ranks4, tmp_path):
+    pytest.importorskip("safetensors")
+    for exported, loaded, planned, moved in ranks4.run(_exported, tmp_path / "export"):
+        assert (exported, loaded) == ([], [])
+        assert planned == moved
+
+
+def _set_whole():
+    mesh = mesh_of(**AXES)
+    model, _ = parallel_training.start(mesh, config(3))
+    named = dict(model.named_parameters())
+    values = {
+        fqn: torch.randn(p.shape, generator=torch.Generator().manual_seed(dist.get_rank())) for fqn, p in named.items()
+    }
+    for fqn, parameter in named.items():
+        zeroamp.set_full_parameter(parameter, values[fqn])
+    return full_parameters(model), values
+
+
+def test_whole_parameters_can_be_set(ranks4):
+    results = ranks4.run(_set_whole)
+    for found, _ in results:
+        assert same_bits(found, results[0][1]) == []
+
+
+class _HeadNorm(nn.Module):
+    """A norm on the heads of one rank, which the plan leaves out."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 16, bias=False)
+        self.norm = nn.RMSNorm(4, eps=1e-5)
+
+    def forward(self, x):
+        x = self.up(x)
+        return self.norm(x.view(*x.shape[:-1], -1, 4)).flatten(-2).square().mean()
+
+
+def _part_of_a_gradient():
+    mesh = mesh_of(**AXES)
+    torch.manual_seed(0)
+    model = parallelize_module(_HeadNorm(), mesh["tp"], {"up": ColwiseParallel()})
+    model = zeroamp.wrap_model(model, zeroamp.policy_from_config(config(3, dtype=None)), mesh)
+    train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters()))
+    generator = torch.Generator().manual_seed(mesh["dp"].get_local_rank())
+    train.backward(model(torch.randn(4, 8, generator=generator)))
+    try:
+        train.step()
+    except StepError as error:
+        return str(error)
+    return ""
+
+
+def test_parts_of_gradients_that_nobody_adds_are_an_error(ranks4):
+    for text in ranks4.run(_part_of_a_gradient):
+        assert "different gradients" in text
+        assert "norm.weight" in text
+        assert "SequenceParallel" in text
+
+
+def _unsupported_optimizer(how):
+    mesh = mesh_of(**AXES)
+    model, _ = parallel_training.start(mesh, config(3))
+    if how == "unwrap":
+        zeroamp.unwrap_model(model)
+    elif how == "verify":
+        zeroamp.explain(model).verify(model, parallel.samples(0))
+    else:
+        matrices = [p for p in model.parameters() if p.dim() == 2]
+        zeroamp.TrainStep(model, torch.optim.Muon(matrices))
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("muon", "StepError: .*torch's Muon, which is not updated on plain shards.*AdamW"),
+        ("unwrap", "WrapError: unwrap_model is not supported with tensor .*export_hf"),
+        ("verify", "WrapError: Ledger.verify is not supported with tensor"),
+    ],
+)
+def test_what_is_not_built_is_refused(ranks4, how, text):
+    with pytest.raises(RankError, match=text):
+        ranks4.run(_unsupported_optimizer, how)
+
+
+def _differing_copies():
+    mesh = mesh_of(**AXES)
+    model = parallel_training.prepared(mesh)
+    if mesh["tp"].get_local_rank() == 1:
+        with torch.no_grad():
+            model.norm.weight.add_(1e-3)
+    zeroamp.wrap_model(model, zeroamp.policy_from_config(config(3)), mesh["dp"])
+
+
+def test_copies_that_differ_over_the_tensor_axis_are_refused(ranks4):
+    with pytest.raises(RankError, match=r"WrapError: norm\.weight has values that differ between ranks"):
+        ranks4.run(_differing_copies)
+
+
+def _synced():
+    mesh = mesh_of(**AXES)
+    model = parallel_training.prepared(mesh)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            (parameter.to_local() if hasattr(parameter, "to_local") else parameter).fill_(dist.get_rank())
+    policy = zeroamp.policy_from_config({**config(3), "zeroamp": {"sync_module_states": True}})
+    whole = full_parameters(zeroamp.wrap_model(model, policy, mesh))
+    return whole["norm.weight"], whole["blocks.0.up.weight"]
+
+
+def test_module_states_are_those_of_the_first_ranks_with_the_same_part(ranks4):
+    for norm, up in ranks4.run(_synced):
+        assert (norm == 0).all()
+        first, second = up.chunk(2)
+        assert (first == 0).all()
+        assert (second == 1).all()
+
+
+def _diverged(folder):
+    mesh = mesh_of(**AXES)
+    model, train = parallel_training.start(mesh, config(3))
+    if dist.get_rank() == 3:
+        with torch.no_grad():
+            model.norm.weight.to_local().add_(1e-3)
+    zeroamp.save_checkpoint(folder, model, train)
+
+
+def test_diverged_copies_are_not_saved(ranks4, tmp_path):
+    with pytest.raises(
+        RankError, match=r"CheckpointError: .*model\.norm\.weight must be the same on ranks 2, 3.*differs on 3"
+    ):
+        ranks4.run(_diverged, tmp_path)

@@ -1,0 +1,344 @@
+"""Which ranks of a mesh do what: the axes of data, context, tensor and expert parallelism.
+
+[Note: Who averages what]
+Ranks of a data axis get different samples, and ranks of a context axis different parts of the same samples. The model
+computes a different loss on each of them, so FSDP2 shards parameters over all of them, and gradients are averaged over
+all of them. Only the ranks of the data axes count for batch sizes. Ranks of a tensor axis compute the same loss
+together. Each holds a part of some parameters (DTensors of that axis) and all of the others. FSDP2 shards either over
+the data and context axes only. Ranks of an expert axis get different samples: they are data ranks. Each holds a part of
+the experts, which FSDP2 shards over the other data ranks; all other parameters are sharded over all of them.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from zeroamp.hooks._torch.mesh_slices import flattened, joined, root_of
+from zeroamp.planning.mesh import Ranks, ranks_of
+from zeroamp.policies.errors import ConfigError, WrapError
+
+Role = Literal["replicate", "shard", "context", "tensor", "expert", "pipeline"]
+
+ROLES: Mapping[str, Role] = {
+    "replicate": "replicate",
+    "dp_replicate": "replicate",
+    "shard": "shard",
+    "dp_shard": "shard",
+    "dp": "shard",
+    "fsdp": "shard",
+    "cp": "context",
+    "sp": "context",
+    "tp": "tensor",
+    "ep": "expert",
+    "pp": "pipeline",
+}
+"""What an axis of this name is for. A 1-D or 2-D mesh may have other names, if all its axes are for data."""
+
+_OF_MODEL = ("context", "tensor", "expert", "pipeline")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshAxes:
+    """The ranks that train a model, by what they are for. See [Note: Who averages what]."""
+
+    fsdp: DeviceMesh
+    """The ranks that FSDP2 shards over: 1-D (shard) or 2-D (replicate, shard). Gradients are averaged over them."""
+    whole: DeviceMesh
+    """All ranks that train the model: those of `fsdp`, and those of the tensor axis. It has an axis more then."""
+    tensor: DeviceMesh | None = None
+    """The axis of tensor parallelism, 1-D. None: there is none."""
+    experts: DeviceMesh | None = None
+    """The ranks that FSDP2 shards the experts over, 1-D, with expert parallelism. None: there is none."""
+    num_context: int = 1
+    """Ranks that get parts of the same samples."""
+    context_names: tuple[str, ...] = ()
+    """The names of their axes."""
+
+    @property
+    def num_data(self) -> int:
+        """The number of ranks that get different samples: what batch sizes are multiplied by."""
+        return self.fsdp.size() // self.num_context
+
+    @property
+    def num_tensor(self) -> int:
+        """The number of ranks that compute one loss together."""
+        return self.whole.size() // self.fsdp.size()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether parameters are sharded by FSDP2 alone: there is neither a tensor nor an expert axis."""
+        return self.tensor is None and self.experts is None
+
+    def fsdp_of(self, *, is_expert: bool) -> DeviceMesh:
+        """Return the mesh that FSDP2 gets for an expert or another parameter."""
+        return self.experts if is_expert and self.experts is not None else self.fsdp
+
+    def with_fsdp(self, mesh: DeviceMesh) -> "MeshAxes":
+        """Return the same with the mesh that FSDP2 gets at the policy's stage."""
+        return replace(self, fsdp=mesh, whole=mesh if self.whole is self.fsdp else self.whole)
+
+    def describe(self) -> str:
+        """Return the numbers of ranks as text: "dp 2 x cp 2 x tp 2"; empty if all ranks get different samples."""
+        sizes = {"dp": self.num_data, "cp": self.num_context, "tp": self.num_tensor}
+        if self.experts is not None:
+            sizes |= {"dp": self.experts.size(), "ep": self.fsdp.size() // self.experts.size()}
+        if self.is_plain and self.num_context == 1:
+            return ""
+        return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+
+
+def ranks_of_axes(axes: MeshAxes) -> Ranks:
+    """Return the numbers of ranks, for plans of traffic and memory."""
+    num_expert = 1 if axes.experts is None else axes.fsdp.size() // axes.experts.size()
+    return replace(ranks_of(axes.fsdp), num_tensor=axes.num_tensor, num_expert=num_expert)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AxisSizes:
+    """The sizes of the axes of a mesh that is not made yet."""
+
+    replicate: int = 1
+    shard: int = 1
+    context: int = 1
+    tensor: int = 1
+    expert: int = 1
+
+    @property
+    def num_data(self) -> int:
+        """The number of ranks that get different samples: what batch sizes are multiplied by."""
+        return self.replicate * self.shard * self.expert
+
+    @property
+    def num_ranks(self) -> int:
+        """All ranks."""
+        return self.num_data * self.context * self.tensor
+
+    @property
+    def num_shards(self) -> int:
+        """The ranks that FSDP2 shards parameters over that are no experts."""
+        return self.shard * self.context * self.expert
+
+
+def axis_sizes(text: str) -> AxisSizes:
+    """Return the sizes that a text such as "dp=8,tp=4,cp=2" gives. Names are those of `ROLES`.
+
+    Raises:
+        ConfigError: a name is unknown or comes twice, or a size is no whole number from 1 on.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        role = ROLES.get(name)
+        if role in (None, "pipeline") or role in sizes or not size.isdecimal() or int(size) < 1:
+            names = ", ".join(name for name, role in ROLES.items() if role != "pipeline")
+            raise ConfigError(
+                f"A mesh must be NAME=SIZE parts, such as dp=8,tp=4,cp=2, with names out of {names}, each use once and "
+                f"each size a whole number from 1 on, but has {part!r}. Correct that part."
+            )
+        sizes[str(role)] = int(size)
+    return AxisSizes(**sizes)
+
+
+def plain_axes(mesh: DeviceMesh) -> MeshAxes:
+    """Return the axes of a mesh whose ranks all get different samples, and that has all ranks of the model."""
+    return MeshAxes(fsdp=mesh, whole=mesh)
+
+
+def axis_of(parameter: torch.Tensor) -> str | None:
+    """Return the name of the mesh axis that a parameter is distributed over before FSDP2 shards it.
+
+    None for a plain tensor, and for a DTensor of a mesh of several axes or without names.
+    """
+    if not isinstance(parameter, DTensor):
+        return None
+    names = parameter.device_mesh.mesh_dim_names
+    return names[0] if names is not None and len(names) == 1 else None
+
+
+def is_expert(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter is distributed over an axis of expert parallelism."""
+    return ROLES.get(axis_of(parameter) or "") == "expert"
+
+
+def find_axes(model: nn.Module, mesh: DeviceMesh | None) -> MeshAxes | None:
+    """Return what the ranks of the caller's mesh, and of the mesh that it is a slice of, are for.
+
+    The caller passes a data mesh, as before; a slice of a mesh with names (`mesh["dp"]`, a flattened (dp, cp)), whose
+    other axes are found; or the whole named mesh. Ranks of a tensor axis are found also by the model's DTensors.
+
+    Args:
+        model: plain, or after `parallelize_module`. Not changed.
+        mesh: the caller's. None: all ranks are for data.
+
+    Returns:
+        None if `mesh` is.
+
+    Raises:
+        WrapError: an axis has a name that is not known, is missing, or its parallelism is not supported.
+    """
+    if any(isinstance(module, FSDPModule) for module in model.modules()):  # refused elsewhere
+        return None if mesh is None else plain_axes(mesh)
+    split = {fqn: parameter for fqn, parameter in model.named_parameters() if isinstance(parameter, DTensor)}
+    if mesh is None:
+        if split:
+            fqn, parameter = next(iter(split.items()))
+            raise WrapError(
+                f"{fqn} is a DTensor of {_described(parameter.device_mesh)}, but wrap_model got no mesh, and would "
+                "shard over all ranks. Pass the mesh that the model was parallelized with: wrap_model(model, policy, "
+                'mesh=mesh), or its data axis, mesh=mesh["dp"].'
+            )
+        return None
+    axes = _given(mesh)
+    axes = _with_root(axes, mesh)
+    return _with_model_axis(axes, split)
+
+
+def _given(mesh: DeviceMesh) -> MeshAxes:
+    """Return the axes of the caller's mesh itself."""
+    names = mesh.mesh_dim_names or ()
+    roles = {name: ROLES.get(name) for name in names}
+    if not any(role in _OF_MODEL for role in roles.values()):
+        return plain_axes(mesh)
+    if unknown := [name for name, role in roles.items() if role is None]:
+        raise WrapError(
+            f"The mesh has an axis {unknown[0]!r} of unknown use beside {_others(names, unknown[0])}. Known names are "
+            f"{', '.join(ROLES)}. Rename it, or slice the axes of this model out of the mesh."
+        )
+    _refuse_pipeline(mesh)
+    of_role = {role: [name for name in names if roles[name] == role] for role in set(roles.values())}
+    data = tuple(name for name in names if roles[name] in ("shard", "context", "expert"))
+    shard, context = of_role.get("shard", []), of_role.get("context", [])
+    replicas, tensor, experts = of_role.get("replicate", []), of_role.get("tensor", []), of_role.get("expert", [])
+    for role, found in of_role.items():
+        if len(found) > 1:
+            raise WrapError(
+                f"The mesh has the axes {' and '.join(found)}, which are both for {role} ranks. Flatten them into one, "
+                "or leave one out."
+            )
+    if not shard:
+        raise WrapError(
+            f"The mesh has the axes {', '.join(names)}, but none over which FSDP2 shards: dp, dp_shard or fsdp. Add "
+            "one, of size 1 if all ranks are for something else."
+        )
+    flat = flattened(mesh[data])
+    fsdp = flat if not replicas else joined([mesh[replicas[0]], flat])
+    axes = plain_axes(fsdp)
+    if context:
+        axes = replace(axes, num_context=mesh[context[0]].size(), context_names=tuple(context))
+    if tensor and mesh[tensor[0]].size() > 1:
+        axes = replace(axes, tensor=mesh[tensor[0]])
+    if experts and mesh[experts[0]].size() > 1:
+        # The experts' own data ranks; a context axis beside it is refused elsewhere.
+        axes = replace(axes, experts=mesh[shard[0]])
+    return axes
+
+
+def _with_root(axes: MeshAxes, mesh: DeviceMesh) -> MeshAxes:
+    """Add what follows from the mesh that the caller's is a slice of.
+
+    A tensor axis that no parameter is distributed over is left out: its ranks train models of their own.
+    """
+    root = root_of(mesh)
+    if root is mesh:
+        return axes
+    _refuse_pipeline(root)
+    ranks = _ranks(mesh)
+    for axis in _named_axes(root):
+        role, own = ROLES[axis.mesh_dim_names[0]], _ranks(axis)  # type: ignore[index]  # it has one name
+        if own <= ranks:
+            if role == "context" and not axes.context_names:
+                axes = replace(axes, num_context=axis.size(), context_names=axis.mesh_dim_names or ())
+            elif role == "expert" and axes.experts is None:
+                raise WrapError(
+                    f"The mesh given ({_described(mesh)}) has the ranks of the axis {axis.mesh_dim_names}, but not the "
+                    "axis itself, over which experts are distributed. Pass the mesh with its axes: "
+                    'wrap_model(model, policy, mesh=mesh["dp", "ep"]).'
+                )
+        elif role in ("context", "expert"):
+            name = (axis.mesh_dim_names or ("",))[0]
+            raise WrapError(
+                f"The mesh given ({_described(mesh)}) is a slice of one with the axis {name!r} of {axis.size()} ranks, "
+                "which is not in it. These ranks compute different losses, and gradients must be averaged over them "
+                f'too. Pass both: mesh=mesh["dp", "{name}"].'
+            )
+    return axes
+
+
+def _with_model_axis(axes: MeshAxes, split: Mapping[str, DTensor]) -> MeshAxes:
+    """Add what follows from the DTensors of the model, compare it with the axes, and join all ranks."""
+    for fqn, parameter in split.items():
+        own, roles = parameter.device_mesh, [ROLES.get(name) for name in parameter.device_mesh.mesh_dim_names or ()]
+        if own.ndim > 1:
+            raise WrapError(
+                f"{fqn} is a DTensor of {_described(own)}: of {own.ndim} axes at once. zeroamp takes parameters that "
+                "are distributed over one axis (tensor or expert parallelism) before FSDP2 shards them."
+            )
+        if roles == ["expert"]:
+            if axes.experts is None:
+                raise WrapError(
+                    f"{fqn} is an expert, distributed over {_described(own)}, but the mesh given has no such axis: the "
+                    "other parameters must be sharded, and averaged, over its ranks too. Pass the mesh with both axes: "
+                    'wrap_model(model, policy, mesh=mesh["dp", "ep"]).'
+                )
+            continue
+        if axes.tensor is None:
+            axes = replace(axes, tensor=own)
+        if _ranks(axes.tensor) != _ranks(own):  # type: ignore[arg-type]  # set above
+            raise WrapError(
+                f"{fqn} is a DTensor of {_described(own)}, but the tensor axis has the ranks "
+                f"{sorted(_ranks(axes.tensor))}. Parallelize all of the model over one mesh."  # type: ignore[arg-type]
+            )
+    if axes.tensor is None:
+        return axes
+    if len(_ranks(axes.tensor) & _ranks(axes.fsdp)) != 1:
+        raise WrapError(
+            f"The mesh given ({_described(axes.fsdp)}) has ranks of {_described(axes.tensor)}, over which the model is "
+            'tensor-parallel. FSDP2 shards over the other ranks: pass the data axis of the same mesh, mesh=mesh["dp"].'
+        )
+    if root_of(axes.tensor) is not root_of(axes.fsdp):
+        raise WrapError(
+            f"The mesh given ({_described(axes.fsdp)}) and {_described(axes.tensor)}, over which the model is "
+            "tensor-parallel, are not slices of one mesh, which FSDP2 needs. Make one with init_device_mesh("
+            'device, (dp, tp), mesh_dim_names=("dp", "tp")), and slice both out of it.'
+        )
+    return replace(axes, whole=joined([axes.fsdp, axes.tensor]))
+
+
+def _refuse_pipeline(mesh: DeviceMesh) -> None:
+    for axis in _named_axes(mesh):
+        name = (axis.mesh_dim_names or ("",))[0]
+        if ROLES[name] == "pipeline":
+            raise WrapError(
+                f"The mesh has an axis {name!r} of {axis.size()} ranks: pipeline parallelism. zeroamp does not support "
+                "it: the gradient norm, and what ranks agree on, would be those of one stage of the pipeline."
+            )
+
+
+def _named_axes(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
+    """Yield the axes of several ranks whose use is known by their names."""
+    for name in mesh.mesh_dim_names or ():
+        if name in ROLES and mesh[name].size() > 1:
+            yield mesh[name]
+
+
+def _ranks(mesh: DeviceMesh) -> frozenset[int]:
+    return frozenset(mesh.mesh.flatten().tolist())
+
+
+def _described(mesh: DeviceMesh) -> str:
+    names = mesh.mesh_dim_names
+    sizes = [mesh.size(axis) for axis in range(mesh.ndim)]
+    if names is None:
+        return f"a mesh of shape {tuple(sizes)}"
+    parts = [f"{name} {size}" for name, size in zip(names, sizes, strict=True)]
+    return f"the mesh {' x '.join(parts)}"
+
+
+def _others(names: Iterable[str], name: str) -> str:
+    return ", ".join(repr(each) for each in names if each != name)

@@ -1,0 +1,85 @@
+"""Compares the gradients of parameters that each rank of a tensor axis holds and updates by itself.
+
+[Note: Gradients of copies]
+Tensor parallelism distributes some parameters. Each rank of the tensor axis has a copy of the others, and their copies
+stay equal only if their gradients are. A module that sees a part of the heads, or of the sequence, gives each rank a
+part of the gradient of its parameters, unless it is in the plan of `parallelize_module` (as SequenceParallel, say).
+Nobody adds these parts. So the step's all-reduce has two more fp64 numbers. With n ranks in the axis, and the squared
+norm q of a rank's gradients of copies: its first rank sends (n - 1) q, and each other one -q; the sum is 0 if all q are
+equal. The second number is q / n. The step fails if the first sum is more than `TOLERANCE` of the second: kernels that
+are not deterministic round differently, a part of a gradient differs by much more.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from zeroamp.hooks._torch.dtensor import split_dim
+from zeroamp.planning.mesh import device_of
+from zeroamp.planning.mesh_axes import MeshAxes
+from zeroamp.policies.errors import StepError, some_of
+from zeroamp.training.host_copy import HostCopy
+from zeroamp.training.norm import local_sum_of_squares
+
+TOLERANCE = 1e-3
+
+
+class GradientsOfCopies:
+    """Compares them in each optimizer step of a model with a tensor axis."""
+
+    def __init__(self, axes: MeshAxes, axis: DeviceMesh, named: Callable[[], dict[str, nn.Parameter]]) -> None:
+        """`axis` is the tensor axis. `named` returns the model's sharded parameters by name."""
+        self._axes, self._axis = axes, axis
+        self._named = named
+        self._is_copy: dict[nn.Parameter, bool] = {}
+        self._device = device_of(axes.fsdp)
+        self._sums: HostCopy | None = None
+
+    def statistics(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+        """Return this rank's two numbers, 1-D fp64.
+
+        `parameters` have a gradient. Ignored ones, which may differ between ranks, are left out.
+        """
+        copies = [parameter for parameter in parameters if self._holds_copy(parameter)]
+        squares = local_sum_of_squares(copies, self._device)
+        size = self._axis.size()
+        return [torch.stack([squares * (size - 1 if self._axis.get_local_rank() == 0 else -1), squares / size])]
+
+    def _holds_copy(self, parameter: nn.Parameter) -> bool:
+        if parameter not in self._is_copy:
+            self._is_copy[parameter] = not is_split(parameter, self._axes)
+        return self._is_copy[parameter]
+
+    def compare(self, sums: torch.Tensor) -> None:
+        """Compare the sums over ranks. On an accelerator, those of the step before are compared, without waiting.
+
+        Raises:
+            StepError: on all ranks, if the copies' gradients differ.
+        """
+        found, self._sums = self._sums, HostCopy(sums)
+        found = self._sums if sums.device.type == "cpu" else found
+        if found is None:
+            return
+        difference, squares = found.values()
+        if abs(difference) > TOLERANCE * squares:
+            names = [fqn for fqn, parameter in self._named().items() if self._holds_copy(parameter)]
+            raise StepError(
+                "The ranks of the tensor axis have different gradients of parameters that each of them holds whole "
+                f"({some_of(names, 4)}): one of these is used on a part of the heads, or of the sequence, and nobody "
+                "adds the parts. Give its module a style in the plan of parallelize_module, such as SequenceParallel, "
+                "and pass the same samples to all ranks of the axis."
+            )
+
+
+def is_split(parameter: torch.Tensor, axes: MeshAxes) -> bool:
+    """Return whether a parameter is distributed over the tensor axis."""
+    if not isinstance(parameter, DTensor) or axes.tensor is None:
+        return False
+    names = parameter.device_mesh.mesh_dim_names or ()
+    own = (axes.tensor.mesh_dim_names or ("",))[0]
+    return any(
+        name == own and split_dim(kind) is not None for name, kind in zip(names, parameter.placements, strict=True)
+    )

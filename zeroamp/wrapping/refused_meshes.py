@@ -1,0 +1,231 @@
+"""The combinations of tensor, context and expert parallelism with other options that are not built.
+
+`wrap_model` refuses each by its name, before anything is sharded. `docs/meshes.md` has the table, which a test makes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from zeroamp.hooks._torch.dtensor import split_dim
+from zeroamp.planning.mesh import shard_size
+from zeroamp.planning.mesh_axes import MeshAxes
+from zeroamp.planning.parameter_uses import has_own_storage_class
+from zeroamp.planning.plan import Plan
+from zeroamp.policies.errors import WrapError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """What `wrap_model` was asked for."""
+
+    model: nn.Module
+    plan: Plan
+    axes: MeshAxes
+    materialize: bool
+
+    def first(self, applies: Callable[[torch.Tensor], bool]) -> str | None:
+        """Return the FQN of the first parameter to which something applies."""
+        return next((fqn for fqn, parameter in self.model.named_parameters() if applies(parameter)), None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Combination:
+    """One combination that is not built."""
+
+    name: str
+    why: str
+    """What would go wrong."""
+    instead: str
+    applies: Callable[[Case], bool | str | None]
+    """Whether a case has this combination. A text names the parameter."""
+
+
+def refuse_combinations(model: nn.Module, plan: Plan, axes: MeshAxes, *, materialize: bool) -> None:
+    """Raise WrapError for the first combination of `COMBINATIONS` that is asked for. Communicates nothing.
+
+    A mesh whose ranks are all for data has none.
+    """
+    if axes.is_plain and axes.num_context == 1:
+        return
+    case = Case(model=model, plan=plan, axes=axes, materialize=materialize)
+    for each in COMBINATIONS:
+        if found := each.applies(case):
+            where = f" ({found})" if isinstance(found, str) else ""
+            raise WrapError(f"{each.name}{where} is not supported: {each.why}. {each.instead}")
+
+
+def refuse_model_axes(axes: MeshAxes, what: str, instead: str) -> None:
+    """Raise WrapError for a function that is not built for tensor and expert parallelism."""
+    if not axes.is_plain:
+        raise WrapError(f"{what} is not supported with tensor or expert parallelism. {instead}")
+
+
+def _has_tensor(case: Case) -> bool:
+    return case.axes.tensor is not None
+
+
+def _has_experts(case: Case) -> bool:
+    return case.axes.experts is not None
+
+
+def _is_split(parameter: torch.Tensor) -> bool:
+    return isinstance(parameter, DTensor)
+
+
+def _is_quantized(parameter: torch.Tensor) -> bool:
+    is_packed = hasattr(parameter, "quant_state") or not parameter.is_floating_point()
+    return _is_split(parameter) and (is_packed or has_own_storage_class(parameter))
+
+
+def _is_uneven(parameter: torch.Tensor) -> bool:
+    """Return whether an axis does not divide the dimension that is distributed over it."""
+    if not isinstance(parameter, DTensor):
+        return False
+    dims = ((axis, split_dim(kind)) for axis, kind in enumerate(parameter.placements))
+    return any(dim is not None and parameter.shape[dim] % parameter.device_mesh.size(axis) for axis, dim in dims)
+
+
+def _is_padded(parameter: torch.Tensor, num_shards: int) -> bool:
+    """Return whether a dimension is distributed over the axis and, with padding, sharded by FSDP2."""
+    if not isinstance(parameter, DTensor):
+        return False
+    is_twice = any(split_dim(kind) == 0 for kind in parameter.placements)
+    return is_twice and bool(parameter.to_local().shape[0] % num_shards)
+
+
+def _padded(case: Case) -> str | None:
+    num_shards = shard_size(case.axes.fsdp if case.axes.experts is None else case.axes.experts)
+    return case.first(lambda parameter: _is_padded(parameter.detach(), num_shards))
+
+
+def _is_partial(parameter: torch.Tensor) -> bool:
+    return isinstance(parameter, DTensor) and any(kind.is_partial() for kind in parameter.placements)
+
+
+_ALL_REDUCED = "replicated_with_grad_allreduce"
+
+
+def _all_reduces_sums(case: Case) -> bool:
+    styles = getattr(case.model, "_tp_plan", None)  # of a transformers model
+    return (
+        _has_tensor(case)
+        and case.plan.policy.stage == 1
+        and isinstance(styles, dict)
+        and _ALL_REDUCED in styles.values()
+    )
+
+
+COMBINATIONS: tuple[Combination, ...] = (
+    Combination(
+        name="zeroamp.reproducible on a mesh with a context, tensor or expert axis",
+        why="the order in which micro-batches are added is defined for data ranks only",
+        instead="Leave one of the two out.",
+        applies=lambda case: case.plan.policy.reproducible,
+    ),
+    Combination(
+        name="Tensor parallelism together with expert parallelism",
+        why="experts and other parameters would be distributed over different axes beside the data axes",
+        instead="Leave one of the two out.",
+        applies=lambda case: _has_tensor(case) and _has_experts(case),
+    ),
+    Combination(
+        name="Expert parallelism together with context parallelism",
+        why="the experts' gradients would be averaged over other ranks than their tokens come from",
+        instead="Leave one of the two out.",
+        applies=lambda case: _has_experts(case) and case.axes.num_context > 1,
+    ),
+    Combination(
+        name="Expert parallelism with replicas (HSDP)",
+        why="the experts' ranks would have two axes",
+        instead='Pass a mesh of two axes, ("dp", "ep").',
+        applies=lambda case: _has_experts(case) and case.axes.fsdp.ndim > 1,
+    ),
+    Combination(
+        name="Tensor or expert parallelism at ZeRO stage 0",
+        why="FSDP2 shards stage 0 over one rank, of a mesh that is no slice of the model's",
+        instead="Set zero_optimization.stage to 1: parameters stay unsharded between two optimizer steps.",
+        applies=lambda case: not case.axes.is_plain and case.plan.policy.stage == 0,
+    ),
+    Combination(
+        name=f"transformers' style {_ALL_REDUCED} at ZeRO stage 1",
+        why="its hook would add the sums of earlier micro-batches over the tensor axis once more",
+        instead="Set zero_optimization.stage to 2: gradients are reduced after every micro-batch.",
+        applies=_all_reduces_sums,
+    ),
+    Combination(
+        name="Tensor or expert parallelism with a secondary partition (hpZ)",
+        why="FSDP2 cannot shard a DTensor over a part of the data ranks after the forward",
+        instead="Leave zero_optimization.zero_hpz_partition_size out.",
+        applies=lambda case: not case.axes.is_plain and case.plan.policy.hpz_partition_size > 1,
+    ),
+    Combination(
+        name="Tensor or expert parallelism with offloading",
+        why="it is not tested: gradients of DTensors would be reduced over two axes, and then copied to the CPU",
+        instead="Leave offload_param and offload_optimizer out.",
+        applies=lambda case: not case.axes.is_plain and case.plan.policy.offload.to_cpu,
+    ),
+    Combination(
+        name="Tensor or expert parallelism of a model on the meta device that wrap_model is to initialise",
+        why="an initialiser sees whole modules, but their parameters are distributed",
+        instead="Pass materialize=False, call model.to_empty(device=...) after wrap_model, and initialise the model.",
+        applies=lambda case: (
+            not case.axes.is_plain and case.materialize and case.first(lambda parameter: parameter.is_meta)
+        ),
+    ),
+    Combination(
+        name="Tensor or expert parallelism with zeroamp.recovery",
+        why="a rank that failed cannot repeat the collectives inside of the model's forward",
+        instead="Leave the key out, and restart from a checkpoint.",
+        applies=lambda case: not case.axes.is_plain and case.plan.policy.recovery,
+    ),
+    Combination(
+        name="Context parallelism with zeroamp.recovery",
+        why="a rank that failed cannot repeat the collectives inside of the model's forward",
+        instead="Leave the key out, and restart from a checkpoint.",
+        applies=lambda case: case.axes.num_context > 1 and case.plan.policy.recovery,
+    ),
+    Combination(
+        name="Tensor or expert parallelism with zeroamp.symmetric_memory",
+        why="it is not tested",
+        instead="Leave the key out.",
+        applies=lambda case: not case.axes.is_plain and case.plan.policy.symmetric_memory,
+    ),
+    Combination(
+        name="Tensor or expert parallelism of quantized parameters",
+        why="packed values do not have the dimensions of the weight",
+        instead="Quantize no module that is parallelized.",
+        applies=lambda case: not case.axes.is_plain and case.first(_is_quantized),
+    ),
+    Combination(
+        name="A parameter that is a sum over the ranks of an axis (Partial)",
+        why="FSDP2 shards values, not terms of a sum",
+        instead="Distribute it as Shard or Replicate.",
+        applies=lambda case: case.first(_is_partial),
+    ),
+    Combination(
+        name="A parameter that is distributed unevenly over a tensor or expert axis",
+        why="FSDP2 cannot describe shards of parts of different sizes",
+        instead="Pad the dimension to a multiple of the axis, or leave the parameter out of the parallelization.",
+        applies=lambda case: case.first(_is_uneven),
+    ),
+    Combination(
+        name="A dimension that is distributed over a tensor or expert axis and that the data ranks do not divide",
+        why="FSDP2 would shard the same dimension with padding",
+        instead="Use a number of data ranks that divides the part of one rank.",
+        applies=_padded,
+    ),
+    Combination(
+        name="Tensor or expert parallelism of parameters in ignored_params",
+        why="their norm would be counted as of whole parameters",
+        instead="Do not parallelize them, or let zeroamp shard them.",
+        applies=lambda case: (
+            not case.axes.is_plain
+            and next((fqn for fqn in case.plan.ignored_fqns if _is_split(case.model.get_parameter(fqn))), None)
+        ),
+    ),
+)
+"""All that are not built, in the order in which they are looked for."""

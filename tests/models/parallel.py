@@ -253,3 +253,31 @@ def hf_tensor_parallel(model, mesh):
     plan, *_ = model.lm._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size(), tp_plan="auto"))
     apply_tensor_parallelism(model.lm, mesh, plan)
     return model
+
+
+class HfMoeDecoder(HfDecoder):
+    """A Mixtral of transformers: the mean loss over the tokens that follow."""
+
+    def __init__(self):
+        nn.Module.__init__(self)
+        from transformers import MixtralConfig, MixtralForCausalLM
+
+        sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "vocab_size": VOCAB, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": HEADS, "num_key_value_heads": 2, "num_local_experts": 4}
+        self.lm = MixtralForCausalLM(MixtralConfig(**sizes, **heads))
+
+
+def hf_moe_decoder():
+    """The same weights on every call."""
+    torch.manual_seed(0)
+    return HfMoeDecoder()
+
+
+def hf_expert_parallel(model, mesh):
+    """Apply transformers' own expert plan of the model over the axis "ep" of a mesh with an axis "tp" of one rank."""
+    from transformers.distributed.configuration_utils import DistributedConfig
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    _, plan, _ = model.lm._resolve_parallel_plans(DistributedConfig(ep_size=mesh["ep"].size(), fsdp_size=mesh.size()))
+    apply_expert_parallelism(model.lm, mesh["ep"], mesh["tp"], plan)
+    return model

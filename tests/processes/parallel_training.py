@@ -48,6 +48,9 @@ def num_data(mesh):
 
 def prepared(mesh, *, tied=False, sequence=False, experts=False, hf=False):
     """A Decoder that is parallelized over the mesh's axes, as a user would do it."""
+    if experts and hf:
+        model = parallel.hf_moe_decoder()
+        return parallel.hf_expert_parallel(model, mesh) if size_of(mesh, "ep") > 1 else model
     if experts:
         model = parallel.moe_decoder(parallel.group_of(mesh["ep"]) if size_of(mesh, "ep") > 1 else None)
         return parallel.expert_parallel(model, mesh["ep"]) if size_of(mesh, "ep") > 1 else model

@@ -212,7 +212,7 @@ class StepStatistics:
 
     def _statistics_of_copies(self) -> list[torch.Tensor]:
         state = self._state
-        if state.axes.tensor is None:
+        if state.axes.tensor is None or state.axes.num_tensor == 1:
             return []
         if self._copies is None:
             self._copies = GradientsOfCopies(state.axes, state.axes.tensor, lambda: dict(state.root.named_parameters()))

@@ -1,6 +1,7 @@
 """`Ledger.verify`: passes for what the config asks for, and names the parameter where one dtype was tampered with."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tests.processes.launch import ROOT
 from tests.processes.ranks import RankError
 from tests.processes.training import config, wrapped
 from tests.selection import slow_but
+from zeroamp.hooks.collectives.micro_batch_sums import RoundedSum
 from zeroamp.wrapping.state import wrap_state
 
 CONFIGS = sorted((ROOT / "examples" / "configs").glob("*.json"))
@@ -183,7 +185,7 @@ def sum_sharded_in_fp16(model):
     low = {id(parameter) for parameter in model.blocks[1].qkv.parameters()}
 
     def take_one(parameter):
-        accumulator.dtype = torch.float16 if id(parameter) in low else BF16
+        accumulator._new_sum = partial(RoundedSum, torch.float16 if id(parameter) in low else BF16)
         take(parameter)
 
     accumulator._take = take_one

@@ -82,6 +82,7 @@ FAST = [
     ("llama_untied", "fp16", {}, None),
     pytest.param("lora", "autocast", {"stage": 2}, None, marks=pytest.mark.slow),
     ("dropout", "autocast", {"stage": 0}, None),
+    ("chosen", "bf16", {"stage": 0}, None),  # parameters that only the last micro-batch of a rank uses
     ("dropout", "autocast", {"stage": 1, "comm": "fp32"}, None),
 ]
 

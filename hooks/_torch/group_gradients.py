@@ -261,14 +261,17 @@ class GroupGradients:
                 self._unsharded_sums.setdefault(index, TreeSum()).add(self.micro_batch, gradient)
 
     def _add_unsharded_sums(self) -> None:
-        """Add the sums to the gradients of the last micro-batch."""
-        for index, total in self._unsharded_sums.items():
-            parameter = self._group.fsdp_params[index]
+        """Add the sums to the gradients of the last micro-batch. All get one dtype, which FSDP2 needs: fp32."""
+        for index, parameter in enumerate(self._group.fsdp_params if self._unsharded_sums else ()):
+            total = self._unsharded_sums.get(index)
             if _has_gradient(parameter):
                 gradient = _take_gradient(parameter)
-                total.add_to(gradient, self.micro_batch)
-            else:
+                if total is not None:
+                    total.add_to(gradient, self.micro_batch)
+            elif total is not None:
                 gradient = total.total()
+            else:
+                continue
             if _autograd_sums(parameter):
                 parameter._unsharded_param.grad_dtype = gradient.dtype
                 parameter._unsharded_param.grad = gradient

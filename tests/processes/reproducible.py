@@ -39,9 +39,37 @@ class DropoutLlama(nn.Module):
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
+class ChosenLinear(nn.Module):
+    """Layers of which a micro-batch runs one, chosen by its first token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, first: int) -> torch.Tensor:
+        return x + self.layers[first % 4](x)
+
+
+class Chosen(nn.Module):
+    """A decoder whose blocks leave most of their parameters unused in each micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(ChosenLinear() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, int(tokens[0, 0]))
+        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
+
+
 LORA = adapters.Adapted(lora={"lora_dropout": 0.1})
 BUILDERS = {
     "dropout": DropoutLlama,
+    "chosen": Chosen,
     "lora": LORA.build,
     **{name: partial(build, name) for name in ("llama_tied", "llama_untied", "moe", "conv")},
 }
@@ -57,7 +85,11 @@ def build_model(name):
 def inputs_of(name, step, index, num_micro_batches):
     """The inputs of a micro-batch."""
     place = step * num_micro_batches + index
-    return adapters.batch(place) if name == "lora" else batch("llama_tied" if name == "dropout" else name, place)
+    return (
+        adapters.batch(place)
+        if name == "lora"
+        else batch("llama_tied" if name in ("dropout", "chosen") else name, place)
+    )
 
 
 @adapters.quietly

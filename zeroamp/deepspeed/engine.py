@@ -113,9 +113,12 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
         if retain_graph:
             raise refusal("engine.backward(retain_graph=True)", "Add the losses, for one backward.")
         refuse_loss(loss)
-        divided = loss.float() / self.gradient_accumulation_steps() if scale_wrt_gas else loss
+        steps = self.gradient_accumulation_steps()
+        # Reproducible gradients are divided once, after the sum over all micro-batches.
+        divide = scale_wrt_gas and self.policy.reproducible and steps == self.policy.gradient_accumulation_steps
+        divided = loss.float() / steps if scale_wrt_gas and not divide else loss
         is_last = self.is_gradient_accumulation_boundary() and not self._in_no_sync
-        train_step.backward(divided, is_last=is_last, divide=False)
+        train_step.backward(divided, is_last=is_last, divide=divide)
         return loss.detach() / self.gradient_accumulation_steps() if scale_wrt_gas else loss.detach()
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:

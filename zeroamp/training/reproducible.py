@@ -9,7 +9,7 @@ A recomputation inside the backward (activation checkpointing) restores its own 
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from typing import Any
 
@@ -20,6 +20,7 @@ from zeroamp.hooks.random_state import random_state, set_random_state
 from zeroamp.hooks.root_forward import ForwardCall
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.errors import StepError
+from zeroamp.policies.policy import Policy
 from zeroamp.training.optimizer_kinds import ELEMENTWISE, is_of_bitsandbytes
 from zeroamp.wrapping.state import WrapState
 
@@ -58,6 +59,31 @@ class MicroBatchRandomness:
             self._outer = None
 
 
+def refuse_division(policy: Policy, *, divide: bool, others: bool | None) -> None:
+    """Raise StepError where losses are divided so that gradients depend on the number of ranks.
+
+    `divide`: of `TrainStep.backward`. `others`: of the earlier micro-batches of the optimizer step, None for none.
+    """
+    if others not in (None, divide):
+        raise StepError(
+            "TrainStep.backward got divide=True for some micro-batches of an optimizer step and False for others. "
+            "With zeroamp.reproducible all gradients are divided by one number. Pass the same for all."
+        )
+    if divide and policy.reduce == "sum":
+        raise StepError(
+            'TrainStep.backward got divide=True with zeroamp.reproducible and zeroamp.reduce "sum". The sum over ranks '
+            "of means over each rank's micro-batches is larger on more ranks. Divide losses by a number of all "
+            'micro-batches and pass divide=False, or leave reduce at "mean".'
+        )
+    if not divide and policy.reduce == "mean" and policy.low_dtype == torch.float16:
+        raise StepError(
+            'TrainStep.backward got divide=False in float16 with zeroamp.reproducible and zeroamp.reduce "mean". What '
+            "the loop divides by then depends on the number of ranks, and in float16 small gradients underflow. Pass "
+            'divide=True, or set reduce to "sum" and divide by a number of all micro-batches. For a loop of others '
+            "that divides by itself, as Trainer and Lightning do, use bfloat16."
+        )
+
+
 def refuse_dependence_on_shards(optimizer: torch.optim.Optimizer, *, on_shards: bool) -> None:
     """Raise StepError for an optimizer whose updates may depend on how parameters are sharded."""
     name = type(optimizer).__name__
@@ -66,9 +92,20 @@ def refuse_dependence_on_shards(optimizer: torch.optim.Optimizer, *, on_shards: 
             f"TrainStep was given bitsandbytes' {name} with zeroamp.reproducible. Its state is quantized in blocks of "
             "each rank's shard, so its updates depend on the number of ranks. Use torch.optim.AdamW."
         )
+    if any(group.get("fused") is True and _has_cpu(group["params"]) for group in optimizer.param_groups):
+        # Where a shard ends within a vector, fused Adam rounds the last elements otherwise.
+        raise StepError(
+            f"TrainStep was given {name} with fused=True and parameters on the CPU, with zeroamp.reproducible. The "
+            "fused kernels of the CPU may round the last elements of a shard differently, so updates would depend on "
+            'the number of ranks. Pass fused=False; in TrainingArguments, optim="adamw_torch".'
+        )
     if not (on_shards or type(optimizer) in ELEMENTWISE or type(optimizer) is torch.optim.Muon):
         raise StepError(
             f"TrainStep was given {name} with zeroamp.reproducible, but whether its updates depend on the number of "
             "ranks is not known. Use torch.optim.AdamW, another element-wise optimizer of torch, or torch.optim.Muon. "
             "If the optimizer is element-wise, pass on_shards=True."
         )
+
+
+def _has_cpu(parameters: Iterable[torch.Tensor]) -> bool:
+    return any(parameter.device.type == "cpu" for parameter in parameters)

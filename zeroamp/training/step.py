@@ -346,11 +346,10 @@ class TrainStep:
         self.micro_batches.refuse_other_count(is_last=is_last)
         refuse_loss(loss)
         divides_here = divide and not self._policy.reproducible
-        if self._policy.reproducible and self._losses.are_divided not in (None, divide):
-            raise StepError(
-                "TrainStep.backward got divide=True for some micro-batches of an optimizer step and False for others. "
-                "With zeroamp.reproducible all gradients are divided by one number. Pass the same for all."
-            )
+        if self._policy.reproducible:
+            from zeroamp.training.reproducible import refuse_division
+
+            refuse_division(self._policy, divide=divide, others=self._losses.are_divided)
         # In fp32: a float16 loss times its scale would overflow.
         scaled = self._scaler.scale_loss(
             loss.float() / self._policy.gradient_accumulation_steps if divides_here else loss.float()

@@ -3,10 +3,11 @@ import logging
 import pytest
 import torch
 
+import zeroamp
 import zeroamp.deepspeed as deepspeed
 from tests.models.small import batch, build, loss_of
 from tests.oracles import one_process
-from tests.processes.training import check_same_run, same_bits
+from tests.processes.training import check_same_run, full_parameters, same_bits
 from tests.processes.training import config as plain_config
 from tests.processes.training import train as train_plain
 from tests.selection import slow_but
@@ -56,6 +57,27 @@ def test_no_sync_accumulates_without_communication(ranks2):
     for rank, run in enumerate(runs):
         assert run.losses == [step[rank] for step in losses]
         assert same_bits(run.parameters, parameters) == []
+
+
+def _small_losses_in_fp16():
+    """The parameters that an engine and a TrainStep train, on this rank."""
+    keys = {"fp16": {"enabled": True, "initial_scale_power": 8}, "zeroamp": {"reproducible": True}}
+    cfg = config(3, accumulation=4, dtype=None, **keys)
+    engine = start(NAME, cfg)
+    model = zeroamp.wrap_model(build(NAME), zeroamp.policy_from_config(cfg))
+    step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1))
+    for index in range(8):
+        engine.backward(loss_of(engine, batch(NAME, index)) * 1e-4)  # float16 rounds gradients of a fourth otherwise
+        engine.step()
+        step.backward(loss_of(model, batch(NAME, index)) * 1e-4)
+        report = step.step()
+    assert engine.report.loss == report.loss
+    return full_parameters(engine.module), full_parameters(model)
+
+
+def test_a_reproducible_engine_divides_gradients_once(ranks2):
+    for ours, expected in ranks2.run(_small_losses_in_fp16):
+        assert same_bits(ours, expected) == []
 
 
 def _plain_backward(engine):

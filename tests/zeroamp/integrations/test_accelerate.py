@@ -627,6 +627,34 @@ def test_an_argument_that_cannot_be_honoured_is_refused(name):
     assert name in str(error.value)
 
 
+def _small_losses_in_fp16():
+    """The parameters that accelerate's loop and a TrainStep train, on this rank."""
+    keys = {"fp16": {"enabled": True, "initial_scale_power": 8}, "zeroamp": {"reproducible": True}}
+    cfg = config(3, dtype=None, accumulation=4, **keys)
+    accelerator = accelerator_of(3, cfg | {"torch_autocast": {"enabled": False}})
+    torch.manual_seed(0)
+    model = Classifier()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    torch.manual_seed(0)
+    plain = zeroamp.wrap_model(Classifier(), zeroamp.policy_from_config(cfg))
+    step = zeroamp.TrainStep(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
+    for index in range(8):
+        inputs = torch.utils.data.default_collate(examples(2, index))
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**inputs)["loss"].float() * 1e-4)
+            optimizer.step()
+            optimizer.zero_grad()
+        step.backward(plain(**inputs)["loss"].float() * 1e-4)
+        report = step.step()
+    assert accelerator.last_report.loss == report.loss
+    return full_parameters(model), full_parameters(plain)
+
+
+def test_a_reproducible_accelerator_divides_gradients_once(ranks2):
+    for ours, expected in ranks2.run(_small_losses_in_fp16):
+        assert same_bits(ours, expected) == []
+
+
 @pytest.mark.usefixtures("_fresh")
 @pytest.mark.parametrize("variable", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"])
 def test_the_environment_of_accelerate_launch_counts_as_an_argument(monkeypatch, variable):

@@ -82,6 +82,7 @@ FAST = [
     ("llama_untied", "fp16", {}, None),
     pytest.param("lora", "autocast", {"stage": 2}, None, marks=pytest.mark.slow),
     ("dropout", "autocast", {"stage": 0}, None),
+    ("chosen", "bf16", {"stage": 0}, None),  # parameters that only the last micro-batch of a rank uses
     ("dropout", "autocast", {"stage": 1, "comm": "fp32"}, None),
 ]
 
@@ -232,6 +233,12 @@ def _refused():
     train.step()
     attempt(zeroamp.StepError, train.backward, model(inputs), divide=False)
     train.zero_grad()
+    attempt(zeroamp.StepError, zeroamp.TrainStep, model, torch.optim.AdamW(model.parameters(), fused=True))
+    model = wrapped(reproducible.build_model("dropout"), zeroamp={"reduce": "sum"})
+    attempt(zeroamp.StepError, zeroamp.TrainStep(model, reproducible.adamw(model)).backward, model(inputs))
+    model = wrapped(reproducible.build_model("dropout"), mode="fp16")
+    train = zeroamp.TrainStep(model, reproducible.adamw(model))
+    attempt(zeroamp.StepError, train.backward, model(inputs), divide=False)
     model = wrapped(reproducible.build_model("dropout"), 0, gradient_accumulation_steps=2)
     train = zeroamp.TrainStep(model, reproducible.adamw(model))
     attempt(zeroamp.StepError, train.backward, model(inputs), is_last=True)
@@ -250,6 +257,9 @@ def test_what_cannot_be_kept_is_refused_by_name(ranks2):
         "LBFGS",
         "Adafactor, which needs statistics of whole parameters",
         "divide=True for some micro-batches",
+        "AdamW with fused=True and parameters on the CPU",
+        'divide=True with zeroamp.reproducible and zeroamp.reduce "sum"',
+        "divide=False in float16",
         "ends after 1 micro-batches, but gradient_accumulation_steps is 2",
         "TrainStep.reopen was called with zeroamp.reproducible",
     ]

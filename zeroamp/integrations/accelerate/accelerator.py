@@ -77,6 +77,9 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
     It trains one model. Other models that `prepare` gets are wrapped too, for evaluation.
     """
 
+    _divides_losses = True
+    """Whether `backward` divides losses by the number of micro-batches of a rank, and no loop around it does."""
+
     def __init__(
         self,
         *args: Any,
@@ -344,9 +347,12 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
             )
         train = self.train_step
         train.reopen()  # of a loop that calls step() after several backwards, each of which syncs
-        if isinstance(loss, torch.Tensor):  # TrainStep refuses others
-            loss = loss / self.gradient_accumulation_steps
-        train.backward(loss, is_last=self.sync_gradients and not self._is_in_no_sync, divide=False)
+        steps = self.gradient_accumulation_steps
+        # Reproducible gradients are divided once, after the sum over all micro-batches.
+        divide = self.policy.reproducible and self._divides_losses and steps == self.policy.gradient_accumulation_steps
+        if isinstance(loss, torch.Tensor) and not divide:  # TrainStep refuses others
+            loss = loss / steps
+        train.backward(loss, is_last=self.sync_gradients and not self._is_in_no_sync, divide=divide)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

@@ -26,6 +26,8 @@ class WrappingTrainer(Protocol):
 class TrainerAccelerator(ZeroampAccelerator):
     """A `ZeroampAccelerator` inside of a Trainer, which counts micro-batches and divides losses by itself."""
 
+    _divides_losses = False
+
     def __init__(self, trainer: WrappingTrainer, config: Mapping[str, Any], **kwargs: Any) -> None:
         """Take the Trainer, the config as far as the arguments fill it, and the arguments of `Accelerator`."""
         self._trainer = trainer

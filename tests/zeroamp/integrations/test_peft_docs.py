@@ -20,7 +20,7 @@ TRAIN, QUANTIZED, EXPORT, CHECKPOINT, IGNORED, REDUCE = range(6)
 
 
 def _blocks():
-    return re.findall(r"```python\n(.*?)```", (ROOT / "docs/peft.md").read_text(), re.DOTALL)
+    return re.findall(r"```python[^\n]*\n(.*?)```", (ROOT / "docs/peft.md").read_text(), re.DOTALL)
 
 
 def _imports():

@@ -23,7 +23,7 @@ NUM_STEPS, NUM_MICRO, LENGTH, VOCAB = 3, 2, 16, 2048
 def _recipe():
     """Return the functions of the page's examples."""
     names = {"torch": torch}
-    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "torchtitan.md").read_text(), re.DOTALL):
+    for block in re.findall(r"```python[^\n]*\n(.*?)```", (ROOT / "docs" / "torchtitan.md").read_text(), re.DOTALL):
         exec(block, names)
     return names
 

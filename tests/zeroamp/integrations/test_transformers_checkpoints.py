@@ -199,7 +199,7 @@ def _preempted(folder):
 
     page = (Path(__file__).parents[3] / "docs" / "transformers.md").read_text()
     names = {"TrainerCallback": TrainerCallback, "zeroamp": zeroamp}
-    exec(re.search(r"```python\n(class Preempted.*?)```", page, re.DOTALL)[1], names)
+    exec(re.search(r"```python[^\n]*\n(class Preempted.*?)```", page, re.DOTALL)[1], names)
 
     class Signal(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):

@@ -128,7 +128,8 @@ def _documented(code, folder):
 
 
 def test_the_example_of_the_docs_runs(ranks2, tmp_path):
-    code = DOCS.read_text().partition("## Reports")[2].partition("```python\n")[2].partition("```")[0]
+    reports = DOCS.read_text().partition("## Reports")[2]
+    code = reports.partition('```python title="fragment"\n')[2].partition("```")[0]
     (tmp_path / "config.json").write_text(json.dumps(config(3)))
     assert ranks2.run(_documented, code, str(tmp_path)) == [[], []]
     assert (tmp_path / "runs" / "a.jsonl").is_file()

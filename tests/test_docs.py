@@ -16,7 +16,6 @@ from tests.processes.launch import ROOT
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 TEXTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")] + PAGES
 BLOCK = re.compile(r"^```python(?P<title>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
-NOT_YET = {"reproducible.md", "meshes.md"}
 
 
 def blocks(path):
@@ -38,13 +37,13 @@ def generator():
 def test_every_page_is_in_the_navigation_once():
     names = re.findall(r"^ +- .*: ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert len(names) == len(set(names))
-    assert set(names) - NOT_YET <= {path.name for path in PAGES} <= set(names)
+    assert set(names) == {path.name for path in PAGES}
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=name)
 def test_files_that_a_page_names_exist(path):
     named = re.findall(r"`((?:docs|tests|examples|benchmarks|zeroamp|hooks|policies)/[\w./-]*\w/?)`", path.read_text())
-    missing = [each for each in named if not (ROOT / each).exists() and each.removeprefix("docs/") not in NOT_YET]
+    missing = [each for each in named if not (ROOT / each).exists()]
     assert missing == []
     linked = re.findall(r"\]\((?!https?:)([\w./-]+)(?:#[\w-]+)?\)", path.read_text())
     assert [each for each in linked if not (path.parent / each).exists()] == []

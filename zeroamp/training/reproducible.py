@@ -80,7 +80,7 @@ def refuse_division(policy: Policy, *, divide: bool, others: bool | None) -> Non
             'TrainStep.backward got divide=False in float16 with zeroamp.reproducible and zeroamp.reduce "mean". What '
             "the loop divides by then depends on the number of ranks, and in float16 small gradients underflow. Pass "
             'divide=True, or set reduce to "sum" and divide by a number of all micro-batches. For a loop of others '
-            "that divides by itself, as Trainer and Lightning do, use bfloat16."
+            "that divides by itself, as transformers' Trainer does, use bfloat16."
         )
 
 

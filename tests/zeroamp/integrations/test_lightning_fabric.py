@@ -145,6 +145,8 @@ def _refused(path):
     note("64-true", lambda: fabric_of("zeroamp", "64-true"))
     note("other mode", lambda: fabric_of(FabricZeroampStrategy(bf16), "bf16-mixed"))
     note("accumulation", lambda: fabric_of(FabricZeroampStrategy({"gradient_accumulation_steps": 2})))
+    reproducible = FabricZeroampStrategy({**AUTOCAST, "zeroamp": {"reproducible": True}})
+    note("reproducible", lambda: fabric_of(reproducible).setup(Net()))
     note("stage twice", lambda: ZeroampStrategy(bf16, stage=2))
     fabric = fabric_of(FabricZeroampStrategy(path))
     model, optimizer = fabric.setup(net := Net(), torch.optim.AdamW(net.parameters()))
@@ -175,6 +177,7 @@ def test_what_does_not_go_is_refused_by_name(ranks2, tmp_path):
         "64-true": ["ConfigError", "DoublePrecision"],
         "other mode": ["ConfigError", "bf16-mixed", "torch_autocast"],
         "accumulation": ["ConfigError", "gradient_accumulation_steps", "no_backward_sync"],
+        "reproducible": ["StepError", "zeroamp.reproducible", "TrainStep"],
         "stage twice": ["ConfigError", "zero_optimization.stage"],
         "plain backward": ["StepError", "TrainStep"],
         "step first": ["StepError", "backward"],

@@ -54,7 +54,18 @@ class StepDriver:
     """One wrapped model with its optimizers: see [Note: Optimizers of a loop]."""
 
     def __init__(self, root: nn.Module, how_to_accumulate: str) -> None:
-        """Drive a wrapped model. `how_to_accumulate` is the advice of the error for a second backward."""
+        """Drive a wrapped model. `how_to_accumulate` is the advice of the error for a second backward.
+
+        Raises:
+            StepError: the config has `zeroamp.reproducible`.
+        """
+        if wrap_state(root).plan.policy.reproducible:
+            # The random numbers of the first forward would come before the TrainStep that seeds them.
+            raise StepError(
+                "zeroamp.reproducible is true, which Lightning's Trainer and Fabric do not support: micro-batches and "
+                "losses are theirs. Remove the key, or train with zeroamp.TrainStep, accelerate or transformers' "
+                "Trainer."
+            )
         self.root = root
         self.optimizers: list[Optimizer] = []
         self.is_accumulating = False

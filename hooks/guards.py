@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from zeroamp.hooks._torch.dispatch import accumulates_in
@@ -49,7 +50,9 @@ def attach_sharded_guard(root: nn.Module, fqn: str, parameter: str) -> Removable
     num_sharded = num_axes(owner._parameters[name])
 
     def check(_module: nn.Module, _args: Any) -> None:
-        if not torch.compiler.is_compiling() and 0 < num_axes(owner._parameters[name]) == num_sharded:
+        if torch.compiler.is_compiling() or not isinstance(value := owner._parameters[name], DTensor):
+            return
+        if num_axes(value) == num_sharded:
             raise WrapError(
                 f"{fqn} was called outside of the model's forward, where {parameter} is sharded. Call it in a method "
                 'of the model, and register that method: zeroamp.register_forward_method(model, "generate"), for '

@@ -60,7 +60,8 @@ def test_a_tied_weight_has_its_first_name_and_says_the_others():
     assert "head.weight" not in found.reasons
 
 
-def test_it_prints_a_table_of_the_parameters_and_the_reasons():
+def test_it_prints_a_table_of_the_parameters_and_the_reasons(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
     found = zeroamp.discover_safe_parameters(nn.Sequential(nn.Linear(8, 8, bias=False), nn.LayerNorm(8)), (X,))
     lines = [re.split(r" {2,}", line) for line in str(found).splitlines()]
     assert lines[0] == ["1 of 3 parameters are safe"]

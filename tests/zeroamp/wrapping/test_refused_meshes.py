@@ -52,6 +52,8 @@ def _wrap(name):
         cfg["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     elif "recovery" in name:
         cfg["zeroamp"] = {"recovery": True}
+    elif "reproducible" in name:
+        cfg["zeroamp"] = {"reproducible": True}
     elif "symmetric_memory" in name:
         cfg["zeroamp"] = {"symmetric_memory": True}
     elif "quantized" in name:

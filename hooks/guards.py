@@ -50,7 +50,8 @@ def attach_sharded_guard(root: nn.Module, fqn: str, parameter: str) -> Removable
     num_sharded = num_axes(owner._parameters[name])
 
     def check(_module: nn.Module, _args: Any) -> None:
-        if torch.compiler.is_compiling() or not isinstance(value := owner._parameters[name], DTensor):
+        value: torch.Tensor | None = owner._parameters[name]
+        if torch.compiler.is_compiling() or not isinstance(value, DTensor):
             return
         if num_axes(value) == num_sharded:
             raise WrapError(

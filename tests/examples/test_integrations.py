@@ -45,5 +45,5 @@ def test_experts_are_in_bf16_and_the_loss_falls():
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
     assert len(losses) == 12
     assert losses[-1] < losses[0] - 1
-    (row,) = re.findall(r"^MixtralExperts .*", output, re.MULTILINE)
+    row, *_ = re.findall(r"^MixtralExperts .*", output, re.MULTILINE)  # of each table, where one does not fit
     assert "bf16" in row

@@ -8,10 +8,11 @@
 | 4 | "random state" | outermost, with gradients | `zeroamp.reproducible` seeds the generators |
 | 5 | "autocast" | every forward | `torch.autocast` of the config is entered |
 | 6 | "reshard" | outermost, without gradients | all groups are resharded when the forward ends |
-| 7 | (FSDP2) | every forward | FSDP2 unshards the root, then the typed groups of the root unshard |
-| 8 | (model) | every forward | the model's own forward |
+| 7 | "float8 scales" | outermost, not inside of a step | the scales of float8 weights are computed |
+| 8 | (FSDP2) | every forward | FSDP2 unshards the root, then the typed groups of the root unshard |
+| 9 | (model) | every forward | the model's own forward |
 
-Places 1 to 6 hold context managers. They are entered in this order before FSDP2's hooks, and left in the reverse order
+Places 1 to 7 hold context managers. They are entered in this order before FSDP2's hooks, and left in the reverse order
 after them, also where the forward raised. Methods from `register_forward_method` run inside the same list.
 A forward inside a forward (`generate` calls the model) is not outermost.
 """
@@ -32,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from zeroamp.hooks._torch.dispatch import untraced
 from zeroamp.hooks._torch.fsdp import PostForward, PreForward, init_unsharded, release
 
-Place = Literal["report", "outer autocast", "recovery", "random state", "autocast", "reshard"]
+Place = Literal["report", "outer autocast", "recovery", "random state", "autocast", "reshard", "float8 scales"]
 PLACES: tuple[Place, ...] = get_args(Place)
 
 

@@ -85,15 +85,15 @@ class _Sizes:
         dtypes = group_dtypes(group.key, policy, ranks)
         self.is_sharded = num_shards > 1
         self.shard = padded // num_shards * dtypes.stored.itemsize
-        self.gathered = padded * dtypes.param.itemsize
-        self.cast = padded // num_shards * dtypes.param.itemsize if dtypes.param != dtypes.stored else 0
+        self.gathered = sum(padded_numel(param, num_shards) * param.dtypes.param.itemsize for param in group.params)
+        self.cast = self.gathered // num_shards if dtypes.param != dtypes.stored else 0
         if policy.offload.to_cpu:
             self.cast += self.shard  # copied to the device before it is cast
         has_partition = policy.hpz_partition_size > 1 and group.unit not in plan.own_units.lookups
         self.partition = self.gathered // policy.hpz_partition_size if has_partition else 0
         self.shares_buffer = group.unit not in plan.own_units
         other_dim = [p for p in group.params if p.shard_dim(num_shards) > 0]
-        self.copied_twice = sum(p.numel for p in other_dim) * dtypes.param.itemsize
+        self.copied_twice = sum(p.numel * p.dtypes.param.itemsize for p in other_dim)
         self.transposed = [p.fqn for p in other_dim if p.is_trainable]
         self.raw = {p.fqn: p.numel * dtypes.param.itemsize for p in trained}
         self.summed = {p.fqn: p.numel * dtypes.unsharded_accumulate.itemsize for p in trained}

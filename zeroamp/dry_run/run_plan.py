@@ -328,7 +328,7 @@ class _Planner:
         Raises:
             ConfigError: fake tensors cannot run the model, or there is no loss.
         """
-        dtypes: tuple[tuple[str, torch.dtype], ...] = tuple((p.fqn, p.dtypes.param) for p in plan.params)
+        dtypes: tuple[tuple[str, torch.dtype], ...] = tuple((p.fqn, p.group_key.param) for p in plan.params)
         key = (frozenset(dtypes), plan.units, tuple(plan.merged), batch, checkpointing)
         if key not in self.traced:
             arguments = self.arguments(batch)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from zeroamp.hooks.collectives.traffic import STEP, Traffic
+from zeroamp.hooks.collectives.traffic import SCALES, STEP, Traffic
 from zeroamp.ledger.rows import DTYPE_COLUMNS, HEADERS, KEYS, dtype_names
 from zeroamp.ledger.tables import fold
 from zeroamp.planning.group_dtypes import PER_OP, ParamDtypes, group_dtypes
@@ -209,4 +209,6 @@ def _seen(row: Row, columns: list[str]) -> dict[str, str]:
 
 
 def _without_step(traffic: Traffic) -> dict[Any, tuple[int, int]]:
-    return {key: (calls, traffic.num_bytes[key]) for key, calls in traffic.calls.items() if key.group != STEP}
+    """Return calls and bytes of the parameter groups. Scales are computed in each micro-batch of an observed step."""
+    groups = ((key, calls) for key, calls in traffic.calls.items() if key.group not in (STEP, SCALES))
+    return {key: (calls, traffic.num_bytes[key]) for key, calls in groups}

@@ -31,7 +31,8 @@ class ParamDtypes:
     stored: torch.dtype
     """Of the sharded parameter (the master weight), which the optimizer updates."""
     param: torch.dtype
-    """Of the unsharded parameter, and of its all-gather."""
+    """Of the unsharded parameter, and of its all-gather. With `zeroamp.param_gather_dtype`, of the values that the
+    unsharded weight of a Linear holds."""
     compute: str
     """Of the ops that consume it: "bf16" and so on where it is fixed, else `PER_OP`."""
     gradient: torch.dtype | None
@@ -49,11 +50,12 @@ class GroupKey(NamedTuple):
 
     A frozen parameter has the communication dtype that it would have if it were trained, so that freezing a bias does
     not split a group. A parameter that is stored in another dtype than fp32 cannot be trained: whether it is safe
-    splits nothing.
+    splits nothing. Nor does float8 split a group: FSDP2 all-gathers the bytes of several dtypes in one buffer.
     """
 
     stored: torch.dtype
     param: torch.dtype
+    """FSDP2's `param_dtype`: of the raw gradients, and of the unsharded parameters where they are not float8."""
     communication: torch.dtype
     is_replicated: bool = False
     """Whether the parameters are 0-D: every rank holds them whole, and the step's all-reduce sums their gradients."""
@@ -68,7 +70,7 @@ class GroupDtypes:
     stored: torch.dtype
     """Of the sharded parameters, of their gradients at the optimizer step, and of the optimizer's state."""
     param: torch.dtype
-    """Of the unsharded parameters: FSDP2's `param_dtype`."""
+    """FSDP2's `param_dtype`: of the unsharded parameters where they are not float8."""
     unsharded_accumulate: torch.dtype
     """Of the unsharded sum of the config's micro-batches at stages 0 and 1: FSDP2's `reduce_dtype`. fp32 where there is
     no such sum."""
@@ -118,7 +120,8 @@ def param_dtypes(parameter: nn.Parameter, policy: Policy, precision: Precision) 
     if parameter.dim() == 0:
         return _replicated_dtypes(stored, is_trained=parameter.requires_grad)
     is_low = precision.is_low and stored == torch.float32
-    param = policy.gather_dtype if is_low else stored
+    low = policy.gather_dtype if is_low else stored
+    param = policy.param_gather_dtype if is_low and precision.is_float8 else None
     computes_in = {"low": policy.gather_dtype, "fp32": torch.float32, "as stored": stored}
     compute = PER_OP if precision.compute == PER_OP else short_name(computes_in[precision.compute])
     communication = communication_dtype(policy, is_low=is_low)
@@ -127,14 +130,14 @@ def param_dtypes(parameter: nn.Parameter, policy: Policy, precision: Precision) 
     is_trained = parameter.requires_grad
     dtypes = ParamDtypes(
         stored=stored,
-        param=param,
+        param=param or low,
         compute=compute,
-        gradient=param if is_trained else None,
+        gradient=low if is_trained else None,
         communication=communication if is_trained else None,
         accumulate=accumulation_dtype(policy) if is_trained else None,
         optimizer=stored if is_trained else None,
     )
-    return dtypes, GroupKey(stored, param, communication)
+    return dtypes, GroupKey(stored, low, communication)
 
 
 def _replicated_dtypes(stored: torch.dtype, *, is_trained: bool) -> tuple[ParamDtypes, GroupKey]:

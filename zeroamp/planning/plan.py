@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroamp.planning.float8_weights import with_float8
 from zeroamp.planning.fp32_regions import Fp32Regions, find_fp32_regions
 from zeroamp.planning.fsdp_units import plan_units
 from zeroamp.planning.group_dtypes import GroupKey, ParamDtypes, ignored_dtypes, param_dtypes
@@ -85,7 +86,7 @@ class Plan:
     def low_share(self) -> float:
         """The part of the trainable elements that is all-gathered in the mode's low precision; 0 if none is."""
         trained = [param for param in self.params if param.is_trainable]
-        low = sum(param.numel for param in trained if param.dtypes.param == self.policy.low_dtype)
+        low = sum(param.numel for param in trained if param.group_key.param == self.policy.low_dtype)
         return low / max(1, sum(param.numel for param in trained))
 
     def describe_low_share(self) -> str:
@@ -164,7 +165,9 @@ def build_plan(
     for use in uses:
         refuse_unusable(use)
     traced = trace(model, policy, example_inputs, device_type)
-    precisions = param_precisions(model, policy, uses, regions, overrides, traced)
+    precisions = with_float8(
+        model, policy, uses, overrides, param_precisions(model, policy, uses, regions, overrides, traced)
+    )
     params = [
         _param_plan(use, policy, *param_dtypes(use.parameter, policy, precision), precision.reason)
         for use, precision in zip(uses, precisions, strict=True)

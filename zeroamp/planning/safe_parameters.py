@@ -34,6 +34,8 @@ class Precision:
     reason: str
     communication: torch.dtype | None = None
     """Communication dtype of its gradient, where an override sets it; None: by the other keys of the config."""
+    is_float8: bool = False
+    """Whether it is all-gathered and unsharded in `zeroamp.param_gather_dtype`. Only if `is_low`."""
 
 
 def param_precisions(

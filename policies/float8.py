@@ -46,13 +46,13 @@ CONFLICTS: tuple[Conflict, ...] = (
         name="zero_optimization.stage 0",
         why="no parameter is all-gathered",
         instead="Use stage 1, 2 or 3.",
-        applies=lambda policy: policy.stage == 0,
+        applies=lambda policy: policy.config.zero_optimization.stage == 0,
     ),
     Conflict(
         name="zero_optimization.zero_hpz_partition_size",
         why="FSDP2 cannot all-gather a weight in another dtype from a secondary partition",
         instead="Remove one of the two keys.",
-        applies=lambda policy: policy.hpz_partition_size > 1,
+        applies=lambda policy: policy.config.zero_optimization.zero_hpz_partition_size > 1,
     ),
     Conflict(
         name="offload_param or offload_optimizer",
@@ -64,13 +64,13 @@ CONFLICTS: tuple[Conflict, ...] = (
         name="zeroamp.recovery",
         why="a rank that failed would not issue the all-reduce of the scales",
         instead="Remove one of the two keys.",
-        applies=lambda policy: policy.recovery,
+        applies=lambda policy: policy.config.zeroamp.recovery,
     ),
     Conflict(
         name="zeroamp.symmetric_memory",
         why="it is not tested",
         instead="Remove one of the two keys.",
-        applies=lambda policy: policy.symmetric_memory,
+        applies=lambda policy: policy.config.zeroamp.symmetric_memory,
     ),
 )
 """All that a config can ask for and that is not built, in the order in which it is looked for."""
@@ -83,6 +83,6 @@ def check_float8(policy: "Policy") -> None:
     for conflict in CONFLICTS:
         if conflict.applies(policy):
             raise ConfigError(
-                f'{KEY} is "{short_name(policy.param_gather_dtype)}", which is not supported with {conflict.name}: {conflict.why}. '
-                f"{conflict.instead}"
+                f'{KEY} is "{short_name(policy.param_gather_dtype)}", which is not supported with {conflict.name}: '
+                f"{conflict.why}. {conflict.instead}"
             )

@@ -7,9 +7,9 @@ the two methods: FSDP2 reads both from the one property `_sharded_local_tensor`,
 Checked on torch 2.11.0, 2.13.0 and 2.15.0; `tests/hooks/_torch/test_all_gather_extension.py` fails when this changes.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -49,7 +49,7 @@ class ShardOf:
 
     def extend(self, extension: AllGatherExtension) -> None:
         """Let FSDP2 call `extension` around each all-gather of the parameter from now on. Call before the first."""
-        self._parameter.__class__ = _extended(type(self._parameter))
+        self._parameter.__class__ = _extended(cast(Hashable, type(self._parameter)))
         self._parameter.all_gather_extension = extension
         self._parameter._init_extensions()
 

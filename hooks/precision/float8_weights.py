@@ -47,17 +47,15 @@ class Float8Weight:
     """The all-gather of one weight, as FSDP2's `AllGatherExtension`."""
 
     shard: ShardOf
-    mm_config: LinearMMConfig = LinearMMConfig()
-    """How torchao's `Float8Linear` multiplies. Nothing else reads it."""
-    has_power_of_two: bool = True
-    """Whether the scale is a power of two."""
+    mm_config: LinearMMConfig | None = None
+    """How torchao's `Float8Linear` multiplies; None for other Linears."""
     scale: Callable[[], torch.Tensor]
     """Returns the scale of the weight: 0-D, fp32."""
     _sent: Any = None
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Any]:
         """Return this rank's shard in float8, and its scale."""
-        self._sent = WeightWithDynamicFloat8CastTensor(self.shard.padded, self.mm_config, DTYPE, self.scale())
+        self._sent = WeightWithDynamicFloat8CastTensor(self.shard.padded, self.mm_config or LinearMMConfig(), DTYPE, self.scale())
         sent: tuple[tuple[torch.Tensor, ...], Any] = self._sent.fsdp_pre_all_gather(mesh)
         return sent
 
@@ -125,9 +123,7 @@ class _Linear(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return (..., out), for input (..., in), weight (out, in) and bias (out,)."""
         ctx.save_for_backward(input, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -170,5 +166,3 @@ def float8_forward(linear: nn.Linear, device_type: str) -> Callable[[Callable[..
         return run
 
     return make
-
-

@@ -157,7 +157,7 @@ def _group_row(group: GroupPlan, on_ranks: OnRanks, costs: Costs, num_shards: in
         "elements": group.numel,
         SHARD_DIMS: sorted(dim for dim in dims if dim is not None),
         **dtype_names(on_ranks[group.name].on_these_ranks(group.dtypes)),
-        "gather": ", ".join(dict.fromkeys(short_name(param.dtypes.param) for param in group.params)),
+        "gather": ", ".join(sorted({short_name(param.dtypes.param) for param in group.params})),
         **_totals(group.params, costs),
     }
 

@@ -136,7 +136,10 @@ class Verification:
         return [
             {
                 "group": group.name,
-                "promised": expected_dtypes(group.dtypes, group, self.plan, self.ranks),
+                "promised": {
+                    **expected_dtypes(group.dtypes, group, self.plan, self.ranks),
+                    "gather": ", ".join(sorted({short_name(param.dtypes.param) for param in group.params})),
+                },
                 "observed": self._observed(group.params),
             }
             for group in self.plan.all_groups
@@ -153,12 +156,14 @@ def expected_dtypes(dtypes: ParamDtypes, group: GroupPlan, plan: Plan, ranks: Ra
     """Return the dtype that is expected at each boundary; None where nothing should be observed.
 
     A parameter that is stored in another dtype than fp32 is frozen, quantized for example: its module casts it freely.
+    So does torchao's `Float8Linear`, which emulates float8 in fp32 on a CPU.
     """
     on_ranks = group_dtypes(group.key, plan.policy, ranks)
     is_trained_and_sharded = dtypes.communication is not None and on_ranks.reduction is not None
     replica = on_ranks.replica if is_trained_and_sharded else None
     names = {**dtype_names(on_ranks.on_these_ranks(dtypes)), REPLICAS: None if replica is None else short_name(replica)}
-    return names if dtypes.stored == torch.float32 else {**names, "compute": PER_OP}
+    casts_freely = dtypes.stored != torch.float32 or dtypes.compute == short_name(dtypes.param) != names["gradient"]
+    return {**names, "compute": PER_OP} if casts_freely else names
 
 
 def find_differences(plan: Plan, ranks: Ranks, observed: Seen) -> list[Difference]:
@@ -184,6 +189,7 @@ def see_collectives(traffic: Traffic, plan: Plan, observed: dict[str, dict[str, 
     """Add the dtypes that each group's collectives had to what was seen of its parameters.
 
     Gradients are communicated by the reduction over shards; where there is none, by the all-reduce over replicas.
+    An all-gather of bytes shows no dtype of a parameter: the unsharded parameters do.
     """
     calls: dict[str, dict[str, str]] = {}
     for key in traffic.calls:
@@ -192,6 +198,8 @@ def see_collectives(traffic: Traffic, plan: Plan, observed: dict[str, dict[str, 
         of_group = calls.get(group.name, {})
         is_scattered = bool({"reduce_scatter", "all_to_all"} & of_group.keys())
         for collective, name in of_group.items():
+            if name == short_name(group.gather_dtype) == "uint8" and collective == "all_gather":
+                continue
             boundary = "gather" if collective == "all_gather" else "wire"
             if collective == "all_reduce" and is_scattered:
                 boundary = REPLICAS

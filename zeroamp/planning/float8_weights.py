@@ -14,7 +14,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from zeroamp.planning.overrides import Overrides
 from zeroamp.planning.parameter_uses import ParameterUses
-from zeroamp.planning.safe_parameters import Precision
+from zeroamp.planning.safe_parameters import Compute, Precision
 from zeroamp.policies.dtypes import short_name, stored_dtype
 from zeroamp.policies.errors import ConfigError, WrapError
 from zeroamp.policies.float8 import KEY
@@ -42,11 +42,12 @@ def with_float8(
             yield precision
             continue
         found = True
-        yield replace(precision, is_float8=True, reason=f"{precision.reason}; Linear weight: {KEY}")
+        compute: Compute = "float8" if is_of_torchao(use.parameter) else precision.compute
+        yield replace(precision, is_float8=True, compute=compute, reason=f"{precision.reason}; Linear weight: {KEY}")
     if policy.param_gather_dtype is not None and not found:
         raise ConfigError(
-            f'{KEY} is "{short_name(policy.param_gather_dtype)}", but {type(model).__name__} has no Linear whose fp32 weight would '
-            "be all-gathered in bf16. Remove the key."
+            f'{KEY} is "{short_name(policy.param_gather_dtype)}", but {type(model).__name__} has no Linear whose fp32 '
+            "weight would be all-gathered in bf16. Remove the key."
         )
 
 

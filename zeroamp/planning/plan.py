@@ -91,8 +91,14 @@ class Plan:
 
     def describe_low_share(self) -> str:
         """Return the low share as text; empty in mode fp32."""
-        low = self.policy.low_dtype
-        return "" if low is None else f"{self.low_share:.1%} of the trainable elements in {short_name(low)}"
+        low, trained = self.policy.low_dtype, [param for param in self.params if param.is_trainable]
+        if low is None:
+            return ""
+        text = f"{self.low_share:.1%} of the trainable elements in {short_name(low)}"
+        if self.policy.param_gather_dtype is None:
+            return text
+        share = sum(param.numel for param in trained if param.is_float8) / max(1, sum(p.numel for p in trained))
+        return f"{text}, {share:.1%} all-gathered in {short_name(self.policy.param_gather_dtype)}"
 
     @property
     def ignored_fqns(self) -> frozenset[str]:

@@ -19,7 +19,7 @@ from zeroamp.policies.errors import ConfigError, describe
 from zeroamp.policies.policy import Policy
 from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES, KEY, resolve_safe_classes, unsafe_owner
 
-Compute = Literal["low", "per op", "fp32", "as stored"]
+Compute = Literal["low", "per op", "fp32", "as stored", "float8"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +30,7 @@ class Precision:
     """Whether it is all-gathered in the mode's low precision, if it is stored in fp32."""
     compute: Compute
     """ "low": in the mode's low precision; "per op": `torch.autocast` decides; "fp32": in a region kept in fp32; "as
-    stored": nothing casts it."""
+    stored": nothing casts it; "float8": in torchao's `Float8Linear`, which the caller converted it to."""
     reason: str
     communication: torch.dtype | None = None
     """Communication dtype of its gradient, where an override sets it; None: by the other keys of the config."""

@@ -55,9 +55,7 @@ def check_float8_model(model: nn.Module, plan: Plan) -> None:
     _check_torchao()
     for refusal in REFUSALS:
         if (fqn := refusal.find(model, plan)) is not None:
-            raise WrapError(
-                f"{KEY} is not supported with {refusal.name} ({fqn}): {refusal.why}. {refusal.instead}"
-            )
+            raise WrapError(f"{KEY} is not supported with {refusal.name} ({fqn}): {refusal.why}. {refusal.instead}")
 
 
 def _check_torchao() -> None:

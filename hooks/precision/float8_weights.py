@@ -2,11 +2,11 @@
 
 [Note: What is rounded]
 Before each all-gather, a rank multiplies its fp32 shard of a weight by the weight's scale and rounds the product to
-float8, to nearest, ties to even. The unsharded parameter is torchao's `Float8TrainingTensor`: these values, and the
-scale. A Linear divides them by the scale and computes in bf16. Its scale is a power of two, so the quotient is exact in
-bf16: the weight is rounded once. It has 4 significant bits: a relative error of at most 2^-4, and for the values that
-are less than about 2^-14 of the largest, an absolute error of at most 2^-18 of the largest.
-The gradient of the weight is that of the rounded weight, unchanged, in bf16.
+float8_e4m3fn, to nearest, ties to even. The unsharded parameter is torchao's `Float8TrainingTensor`: these values, and
+the scale. A Linear divides them by the scale and computes in bf16. Its scale is a power of two, so the quotient is
+exact in bf16: the weight is rounded once, from fp32 to float8. It has 4 significant bits: a relative error of at most
+2^-4. Values that are less than about 2^-14 of the weight's largest magnitude have an absolute error of at most 2^-17 of
+it. The gradient of the weight is that of the rounded weight, in bf16: the rounding is left out of the backward.
 
 A weight that the caller converted by torchao's `convert_to_float8_training` has torchao's scale: 448 divided by the
 largest magnitude. torchao's `Float8Linear` computes with it, and rounds inputs and output gradients, too.
@@ -55,7 +55,9 @@ class Float8Weight:
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Any]:
         """Return this rank's shard in float8, and its scale."""
-        self._sent = WeightWithDynamicFloat8CastTensor(self.shard.padded, self.mm_config or LinearMMConfig(), DTYPE, self.scale())
+        self._sent = WeightWithDynamicFloat8CastTensor(
+            self.shard.padded, self.mm_config or LinearMMConfig(), DTYPE, self.scale()
+        )
         sent: tuple[tuple[torch.Tensor, ...], Any] = self._sent.fsdp_pre_all_gather(mesh)
         return sent
 
@@ -96,9 +98,10 @@ class Float8Scales:
         self._runs_forward = runs_forward
         self._scales: Sequence[torch.Tensor] = ()
 
+    @torch.inference_mode(False)  # training may use scales that an evaluation has computed
     @torch.no_grad()
     def compute(self) -> None:
-        """Compute all scales. All ranks that shard call this: it issues one all-reduce, and does not wait for it."""
+        """Compute all scales. All ranks that shard call this: it issues one all-reduce of fp32."""
         largest = largest_magnitudes([shard.padded for shard in self._shards])  # fp32
         op = dist.ReduceOp.MAX
         issued = IssuedCollective("all_reduce", largest, SCALES, self._process_group, op)

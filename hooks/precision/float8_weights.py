@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn import functional as F
 from torchao.float8 import Float8TrainingTensor, LinearMMConfig
 from torchao.float8.float8_utils import amax_to_scale
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
@@ -120,9 +119,9 @@ class Float8Scales:
 
 
 class _Linear(torch.autograd.Function):
-    """`F.linear` with a float8 weight, which the backward divides by its scale again.
+    """`linear` with a float8 weight, which the backward divides by its scale again.
 
-    `F.linear` itself would save the bf16 weight until the backward, although FSDP2 has resharded the parameter.
+    torch's own would save the bf16 weight until the backward, although FSDP2 has resharded the parameter.
     """
 
     @staticmethod
@@ -130,7 +129,7 @@ class _Linear(torch.autograd.Function):
         """Return (..., out), for input (..., in), weight (out, in) and bias (out,)."""
         ctx.save_for_backward(input, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return F.linear(input, _divided(weight), bias)
+        return nn.functional.linear(input, _divided(weight), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

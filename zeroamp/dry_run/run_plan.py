@@ -310,7 +310,7 @@ class _Planner:
         shapes = shapes_to_try(
             world_size,
             self.network.gpus_per_node,
-            with_partition=policy.stage == 3,
+            with_partition=policy.stage == 3 and policy.param_gather_dtype is None,
             with_levels=policy.reduce_accumulate_dtype == "fp32" and self.network.ranks_per_node == 1,
         )
         return advise(list(shapes), plan_mesh)

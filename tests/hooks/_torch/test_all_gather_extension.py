@@ -27,7 +27,7 @@ class InBytes:
         (whole,) = all_gather_outputs
         self.calls.append(("post", metadata, param_dtype, out is not None))
         if out is not None:
-            out.copy_(whole.view(-1)[: out.numel()].view(out.shape))
+            out.detach().copy_(whole.view(-1)[: out.numel()].view(out.shape))
             return None
         unsharded = whole.to(param_dtype)
         return unsharded, (unsharded,)

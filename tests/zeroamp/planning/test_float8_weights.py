@@ -10,7 +10,6 @@ import zeroamp
 from tests.models.small import build
 from tests.processes.training import config, policy
 from tests.zeroamp.dry_run.plans import plan as planned_run
-from zeroamp.dry_run.timeline import KINDS
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import build_plan
 from zeroamp.planning.traffic import plan_traffic
@@ -102,8 +101,7 @@ def test_a_planned_run_holds_float8_and_one_bf16_copy(monkeypatch):
         for keys in (FLOAT8, {})
     )
     weights = [param.numel for param in low.stages[0].plan.params if param.is_float8]
-    columns = [KINDS.index(kind) for kind in ("gathered parameters", "workspace")]
-    (of_low, copy), (of_high, none) = (run.stages[0].memory.num_bytes[:, columns].max(0) for run in (low, high))
-    assert of_high - of_low == sum(weights)
-    assert copy - none == 2 * max(weights)
+    less, more = (run.stages[0].memory.peak("backward") for run in (low, high))
+    assert more["gathered parameters"] - less["gathered parameters"] == sum(weights)
+    assert less["workspace"] - more["workspace"] == 2 * max(weights)
     assert low.to_dict()["stages"][1]["peak_bytes"] < high.to_dict()["stages"][1]["peak_bytes"]

@@ -139,7 +139,7 @@ def observe_steps(observer: StepObserver) -> Iterator[None]:
         _observers.remove(observer)
 
 
-def tell_observers(root: nn.Module) -> None:
+def call_observers(root: nn.Module) -> None:
     """Call all observers with `root`, the wrapped model of the optimizer step that ended."""
     for observer in tuple(_observers):
         observer(root)

@@ -14,7 +14,7 @@ from torch import nn
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.errors import StepError
-from zeroamp.training.callbacks import Callbacks, tell_observers
+from zeroamp.training.callbacks import Callbacks, call_observers
 from zeroamp.training.checks import (
     Scheduler,
     checked_max_norm,
@@ -554,7 +554,7 @@ class TrainStep:
 
     def _end(self, report: StepReport) -> StepReport:
         with ExitStack() as calls:  # runs all of them, last pushed first, even if one raises
-            calls.callback(tell_observers, self._state.root)
+            calls.callback(call_observers, self._state.root)
             for callback in reversed(self.callbacks):
                 calls.callback(callback.on_step_end, report)
         return report

@@ -52,7 +52,7 @@ class StepSums(HostReader):
         """Steps whose numbers were summed, the same on all ranks."""
         self.is_late = device.type != "cpu" if is_late is None else is_late
         self._parts: dict[Hashable, Part] = {}
-        self._asked: list[tuple[int, Receive]] = []  # of this step: how many numbers each part returned
+        self._collected: list[tuple[int, Receive]] = []  # of this step: how many numbers each part returned
 
     def __bool__(self) -> bool:
         """Whether there are parts. Without parts, the all-reduce has no numbers of this object."""
@@ -64,21 +64,21 @@ class StepSums(HostReader):
 
     def statistics(self) -> Sequence[float]:
         """Return the numbers of all parts."""
-        asked = [part() for part in self._parts.values()]
-        self._asked = [(len(numbers), receive) for numbers, receive in asked]
-        return [number for numbers, _ in asked for number in numbers]
+        collected = [part() for part in self._parts.values()]
+        self._collected = [(len(numbers), receive) for numbers, receive in collected]
+        return [number for numbers, _ in collected for number in numbers]
 
     def reader(self) -> Callable[[Sequence[float]], None]:
         """Return a function that passes the sums to the parts: see [Note: One step late]."""
-        return partial(_hand_out, self._asked)
+        return partial(_pass_on, self._collected)
 
     def on_settled(self) -> None:
         """Count the step."""
         self.num_sums += 1
 
 
-def _hand_out(asked: Sequence[tuple[int, Receive]], sums: Sequence[float]) -> None:
+def _pass_on(collected: Sequence[tuple[int, Receive]], sums: Sequence[float]) -> None:
     start = 0
-    for count, receive in asked:
+    for count, receive in collected:
         receive(sums[start : start + count])
         start += count

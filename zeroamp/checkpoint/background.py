@@ -47,9 +47,9 @@ class Saving(Callback):
     def begin(self, future: Future[Path]) -> None:
         """Follow a background save that all ranks have just started."""
         self.future = future
-        self._sums.put("saving", self._ask)
+        self._sums.put("saving", self._numbers)
 
-    def _ask(self) -> tuple[Sequence[float], Receive]:
+    def _numbers(self) -> tuple[Sequence[float], Receive]:
         future = self.future
 
         def receive(sums: Sequence[float]) -> None:

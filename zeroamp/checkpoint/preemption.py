@@ -48,7 +48,7 @@ class Preemption:
         self._num_seen = self._sums.num_sums  # at the last call of `is_requested`
         self._open = _of_root.setdefault(state.root, {}).setdefault(self._signals, [])
         self._open.append(self)
-        self._sums.put(("preemption", self._signals), partial(_ask, self._open))
+        self._sums.put(("preemption", self._signals), partial(_numbers, self._open))
 
     def __enter__(self) -> Self:
         """Install handlers of the signals. Python allows this only in the main thread."""
@@ -81,7 +81,7 @@ class Preemption:
         self._was_received = True
 
 
-def _ask(opened: "list[Preemption]") -> tuple[Sequence[float], Receive]:
+def _numbers(opened: "list[Preemption]") -> tuple[Sequence[float], Receive]:
     """Return, for the step's all-reduce, whether this rank received a signal. The newest context handles it."""
     newest = opened[-1] if opened else None
 

@@ -250,7 +250,7 @@ def test_a_pickle_is_refused(ranks2, tmp_path, tensors):
 
 def test_a_folder_that_is_not_there_is_refused(ranks2, tmp_path):
     pytest.importorskip("transformers", reason="the model is transformers'")
-    assert re.search("none .*is no folder.*snapshot_download", refusal(ranks2, tmp_path / "none")[0])
+    assert re.search("none .*is not a folder.*snapshot_download", refusal(ranks2, tmp_path / "none")[0])
     assert re.search("has neither.*snapshot_download", refusal(ranks2, tmp_path)[0])
 
 

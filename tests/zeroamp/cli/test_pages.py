@@ -236,6 +236,12 @@ def test_the_plan_has_a_panel_and_a_row_per_stage_and_the_meshes(pages, browser)
     rows = cells(browser, 0)
     assert [row[0] for row in rows] == ["0", "1", "2", "3"]
     assert [int(row[6].replace(",", "")) for row in rows] == [stage["largest_batch"] for stage in printed["stages"]]
+    stages, step_s = printed["stages"], [stage["seconds"]["total"] for stage in printed["stages"]]
+    sent = [sum(part["bytes"] for part in stage["traffic"]) for stage in stages]
+    digits = 5e-3  # half a unit of the third significant digit
+    assert [float(row[2]) * 2**30 for row in rows] == pytest.approx([stage["peak_bytes"] for stage in stages], rel=digits)
+    assert [float(row[7]) * 1e9 for row in rows] == pytest.approx(sent, rel=digits)
+    assert [float(row[8]) for row in rows] == pytest.approx(step_s, rel=digits)
     meshes = cells(browser, 1)
     assert len(meshes) == len(printed["meshes"]["tried"])
     assert len(cells(browser, 1, "tr.best")) == 1

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import threading
 from html.parser import HTMLParser
 
@@ -239,12 +240,34 @@ def test_the_plan_has_a_panel_and_a_row_per_stage_and_the_meshes(pages, browser)
     stages, step_s = printed["stages"], [stage["seconds"]["total"] for stage in printed["stages"]]
     sent = [sum(part["bytes"] for part in stage["traffic"]) for stage in stages]
     digits = 5e-3  # half a unit of the third significant digit
-    assert [float(row[2]) * 2**30 for row in rows] == pytest.approx([stage["peak_bytes"] for stage in stages], rel=digits)
+    assert [float(row[2]) * 2**30 for row in rows] == pytest.approx(
+        [stage["peak_bytes"] for stage in stages], rel=digits
+    )
     assert [float(row[7]) * 1e9 for row in rows] == pytest.approx(sent, rel=digits)
     assert [float(row[8]) for row in rows] == pytest.approx(step_s, rel=digits)
     meshes = cells(browser, 1)
     assert len(meshes) == len(printed["meshes"]["tried"])
     assert len(cells(browser, 1, "tr.best")) == 1
+
+
+@needs_chromium
+def test_the_peak_and_a_gpus_memory_near_it_are_marked(pages, browser, tmp_path):
+    text = pages["plan"][0].read_text()
+    timelines = json.loads(_Parser(text).data)["timelines"]
+    limit = int(1.1 * max(timelines[0]["total"]))
+    small = tmp_path / "small.html"
+    small.write_text(re.sub(r'"memory_bytes":\d+', f'"memory_bytes":{limit}', text))
+    browser.open(small)
+    layout = "document.querySelector('.chart').layout"
+    lines = browser.evaluate(
+        f"{layout}.shapes.filter((line) => line.line.dash === 'dash').map((line) => [line.y0, line.y1])"
+    )
+    assert lines == [[limit / 2**30] * 2]
+    peak = browser.evaluate(f"{layout}.annotations.at(-1)")
+    assert (peak["x"], peak["y"] * 2**30) == (
+        timelines[0]["total"].index(max(timelines[0]["total"])),
+        max(timelines[0]["total"]),
+    )
 
 
 @needs_chromium

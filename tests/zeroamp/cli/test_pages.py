@@ -245,6 +245,8 @@ def test_the_plan_has_a_panel_and_a_row_per_stage_and_the_meshes(pages, browser)
     )
     assert [float(row[7]) * 1e9 for row in rows] == pytest.approx(sent, rel=digits)
     assert [float(row[8]) for row in rows] == pytest.approx(step_s, rel=digits)
+    bars = browser.evaluate("[...document.querySelectorAll('.chart')][6].data.map((bar) => bar.y)")
+    assert [1e9 * sum(parts) for parts in zip(*bars, strict=True)] == pytest.approx(sent, rel=1e-12)  # additions
     meshes = cells(browser, 1)
     assert len(meshes) == len(printed["meshes"]["tried"])
     assert len(cells(browser, 1, "tr.best")) == 1
@@ -279,6 +281,11 @@ def test_runs_are_lines_of_their_records_and_zoom_together(pages, browser):
     assert losses == [[record["loss"] for record in run["records"]] for run in printed["runs"]]
     browser.evaluate(f"void Plotly.relayout({charts}[0], {{'xaxis.range[0]': 2, 'xaxis.range[1]': 3}})")
     browser.wait_for(f"{charts}.slice(0, -1).every((chart) => chart.layout.xaxis.range[1] === 3)")
+    assert browser.evaluate("[number('inf'), -number('-inf'), 1 / number('nan')].map(String)") == [
+        "Infinity",
+        "Infinity",
+        "NaN",
+    ]
     assert browser.evaluate("document.title") == "one, two"
     assert browser.evaluate("document.querySelectorAll('img').length") == 0
     assert HOSTILE in browser.evaluate("document.querySelector('.warning').textContent")

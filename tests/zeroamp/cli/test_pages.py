@@ -11,6 +11,7 @@ import pytest
 from tests.processes.chromium import CHROMIUM, Browser
 from tests.processes.cli import run
 from tests.processes.training import config
+from tests.selection import slow_but
 
 pytest.importorskip("plotly")
 
@@ -161,7 +162,7 @@ def cells(browser, index, selector="tbody tr"):
 
 
 @needs_chromium
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", slow_but([1280, 390], 1280))
 @pytest.mark.parametrize("command", ["explain", "plan", "report"])
 def test_a_page_is_drawn_without_an_error_a_request_or_a_scroll_bar(pages, browser, command, width):
     path = pages[command][0]

@@ -64,7 +64,7 @@ def param_precisions(
     for use, default in zip(uses, defaults, strict=True):
         dtype = stored_dtype(use.parameter)
         if not dtype.is_floating_point:
-            reason = f"{short_name(dtype)} is no floating-point dtype"
+            reason = f"{short_name(dtype)} is not a floating-point dtype"
             yield Precision(is_low=False, compute="as stored", reason=reason)
         elif hasattr(use.parameter, "quant_state"):  # of bitsandbytes: packed words, in any dtype
             yield Precision(is_low=False, compute="as stored", reason="quantized: its bits are no numbers")

@@ -63,7 +63,7 @@ def _of_options(options, fields, mesh_shape=None):
     return verify(model, "moe").to_dict()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 3))
 @pytest.mark.parametrize(
     "options",
     [

@@ -197,7 +197,7 @@ def _with_zero_grad(stage, gives_up):
     return norms, full_parameters(model)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
 def test_zero_grad_gives_up_a_step_and_leaves_no_trace(ranks2, stage):
     for ours, theirs in zip(
         ranks2.run(_with_zero_grad, stage, True), ranks2.run(_with_zero_grad, stage, False), strict=True
@@ -382,7 +382,7 @@ def _reopened(stage):
     return found
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([1, 2, 3], 1, 3))
 def test_an_optimizer_step_goes_on_after_reopen(ranks2, stage):
     for reopened, known in ranks2.run(_reopened, stage):
         if stage >= 2:  # which reduce every micro-batch in any case

@@ -103,12 +103,16 @@ def test_safe_parameters_that_a_run_found_compute_low(ranks2):
 
 @pytest.mark.parametrize(
     "fields",
-    [
+    slow_but(
+        [
+            {"hpz_partition_size": 2},
+            {"max_live_parameters": 10**9},
+            {"prefetch_bucket_size": 10**9},
+            {"reduce_bucket_size": 10**9},
+        ],
         {"hpz_partition_size": 2},
-        {"max_live_parameters": 10**9},
-        {"prefetch_bucket_size": 10**9},
         {"reduce_bucket_size": 10**9},
-    ],
+    ),
     ids=str,
 )
 def test_sharding_options_and_replicas(ranks4, fields):

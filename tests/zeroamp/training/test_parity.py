@@ -53,6 +53,7 @@ def test_all_stages_equal_one_process_with_autocast_on_the_default_wire(ranks2, 
     _check(by_rank, one_process.train(name, world_size=2, num_steps=NUM_STEPS, clip=CLIP))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(MODELS, "llama_untied"))
 def test_a_group_per_unit_and_dtype_gives_the_same_bits_as_the_model_wide_group(ranks2, name):
     by_rank = ranks2.run(_all_stages, name, (0, 1, 2, 3), {"threshold": 0})

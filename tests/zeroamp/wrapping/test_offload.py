@@ -60,6 +60,7 @@ def test_the_same_bits_as_in_one_process(ranks2, stages, accumulation):
     check(by_rank, one_process.train("llama_tied", world_size=2, num_steps=NUM_STEPS, clip=CLIP, **oracle))
 
 
+@pytest.mark.slow
 def test_the_same_bits_with_float16_and_a_loss_scale(ranks2):
     options = {"dtype": "float16", "fp16": {"loss_scale": 1024}}
     by_rank = ranks2.run(_train, (0, 1, 2, 3), options, ON_CPU)
@@ -70,6 +71,7 @@ def test_the_same_bits_with_float16_and_a_loss_scale(ranks2):
 LOW = {"accumulation": 3, "data_types": {"grad_accum_dtype": "bf16"}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "fields"),
     [

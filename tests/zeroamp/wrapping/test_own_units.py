@@ -65,6 +65,7 @@ def test_the_same_bits_with_accumulation(ranks2, name):
     _check(ranks2.run(_train, name, accumulation=3), name, accumulation=3, reduce_each=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["llama_untied", "chunked_reads"], "llama_untied"))
 def test_the_same_bits_in_bf16_mode_and_in_fp32(ranks2, name):
     _check(ranks2.run(_train, name, dtype=None), name, autocast=None)
@@ -345,6 +346,7 @@ def _evaluate_between():
     ]
 
 
+@pytest.mark.slow
 def test_an_evaluation_between_micro_batches_changes_no_bit(ranks2):
     chunked, chunked_evaluated, tied, tied_evaluated = ranks2.run(_evaluate_between)[0]
     check_same_run(chunked, chunked_evaluated)

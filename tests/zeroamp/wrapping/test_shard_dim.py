@@ -78,6 +78,7 @@ def test_all_stages_equal_one_process_with_autocast(ranks2, threshold):
     _check(ranks2.run(_all_stages, (0, 1, 2, 3), {"threshold": threshold}), world_size=2)
 
 
+@pytest.mark.slow
 def test_accumulation(ranks2):
     _check(ranks2.run(_all_stages, (0, 1), {"accumulation": 3, "comm": "fp32"}), world_size=2, accumulation=3)
     by_rank = ranks2.run(_all_stages, (2, 3), {"accumulation": 3})
@@ -130,6 +131,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 def test_options_give_the_bits_of_dimension_0(ranks2):
     assert ranks2.run(_against_dim_0, CASES) == [[], []]
 
@@ -195,6 +197,7 @@ def _optimizers(stage):
     return wrong
 
 
+@pytest.mark.slow
 def test_optimizers_update_shards_as_plain_tensors(ranks2):
     assert ranks2.run(_optimizers, 3) == ranks2.run(_optimizers, 2) == [[], []]
 

@@ -50,7 +50,7 @@ def _all_stages(stages, options, counts, flags):
     return {stage: _trained(config(stage, clip=CLIP, **options), counts, **flags) for stage in stages}
 
 
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("apart", slow_but([False, True], True))
 @pytest.mark.parametrize(
     ("stages", "options", "oracle"),
     [((0, 1), {"comm": "fp32"}, {"reduce_each": False}), ((2, 3), {}, {"reduce_each": True})],

@@ -85,6 +85,7 @@ def test_native_bf16_reduction_is_another_sum_than_fp32(ranks2):
     assert same_bits(native[3].parameters, summed[3].parameters) != []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["llama_untied", "encoder"], "encoder"))
 def test_all_stages_equal_one_process_on_4_ranks(ranks4, name):
     by_rank = ranks4.run(_all_stages, name, (0, 1, 2, 3), {})

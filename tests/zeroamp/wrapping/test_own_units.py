@@ -368,7 +368,7 @@ def _other_forward_before_the_backward(name, own, other):
     return full_parameters(model)
 
 
-@pytest.mark.parametrize("other", ["evaluates", "trains"])
+@pytest.mark.parametrize("other", slow_but(["evaluates", "trains"], "trains"))
 def test_a_weight_that_was_read_is_there_in_the_backward_after_another_forward(ranks2, other):
     run, name = _other_forward_before_the_backward, "chunked_reads"
     own, with_root = (ranks2.run(run, name, own, other)[0] for own in (True, False))

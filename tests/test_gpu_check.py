@@ -131,6 +131,7 @@ def test_step_times_of_all_engines_are_measured():
     assert all(row["tokens/s"] for row in alone)
 
 
+@pytest.mark.slow
 def test_another_loss_is_found(plant):
     plant("no update")
     result = step_times.run(SMALL)

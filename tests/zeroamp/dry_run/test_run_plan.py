@@ -193,6 +193,7 @@ def _time(ranks=8, **more):
     return run.stages[0].time
 
 
+@pytest.mark.slow
 def test_one_rank_waits_for_nothing():
     assert _time(ranks=1).exposed == _time(ranks=1).communication == 0
 

@@ -115,6 +115,7 @@ def test_what_is_merged_by_default_has_the_bits_of_one_process(ranks2):
     check(by_rank, oracle(prepare=_widen_the_table))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("evaluates", slow_but([False, True], False))
 @pytest.mark.parametrize("prepare", slow_but([None, _checkpoint_second], None))
 @pytest.mark.parametrize("stages", slow_but([(0, 1), (2, 3)], (2, 3)), ids=str)

@@ -52,7 +52,7 @@ def check(by_rank, oracle):
 
 
 @pytest.mark.parametrize("accumulation", slow_but([1, 3], 3))
-@pytest.mark.parametrize("stages", [(0, 1), (2, 3)], ids=str)
+@pytest.mark.parametrize("stages", slow_but([(0, 1), (2, 3)], (2, 3)), ids=str)
 def test_the_same_bits_as_in_one_process(ranks2, stages, accumulation):
     options = {"accumulation": accumulation, "comm": "fp32", "threshold": 0}
     by_rank = ranks2.run(_train, stages, options, ON_CPU)

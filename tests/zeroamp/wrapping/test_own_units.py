@@ -60,6 +60,7 @@ def test_the_same_bits_as_one_process(ranks2, name):
     _check(ranks2.run(_train, name), name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["llama_untied", "chunked_calls", "chunked_reads"], "llama_untied"))
 def test_the_same_bits_with_accumulation(ranks2, name):
     _check(ranks2.run(_train, name, accumulation=3), name, accumulation=3, reduce_each=True)

@@ -15,6 +15,7 @@ from tests.processes.ranks import RankError
 from tests.processes.training import check_run, config, full_parameters, policy, same_bits, train
 from tests.selection import slow_but
 from zeroamp.planning.plan import build_plan
+from zeroamp.policies.tables import gib_text
 
 MODES = {
     "autocast": {},
@@ -109,8 +110,8 @@ def test_the_first_rank_logs_one_line_with_count_and_bytes(ranks2):
     first, second = ranks2.run(_logged, True)
     assert second == []
     (line,) = first
-    assert line.startswith(f"{count} trainable parameters stored in bf16 ({numel * 2 / 1024**2:.1f} MiB)")
-    assert f"({numel * 4 / 1024**2:.1f} MiB over all shards)" in line
+    assert line.startswith(f"{count} trainable parameters stored in bf16 ({gib_text(numel * 2)})")
+    assert f"({gib_text(numel * 4)} over all shards)" in line
     assert ranks2.run(_logged, False)[0] == []
 
 

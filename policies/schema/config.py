@@ -111,7 +111,7 @@ class ZeroampBlock(Block):
     ] = None
     ranges: Annotated[
         RangeMode,
-        Honoured("named ranges in traces: `profiler` while a torch profiler records, `nvtx` always, with NVTX, or `off`"),
+        Honoured("named ranges in traces: `profiler` while a torch profiler records, `nvtx` always, or `off`"),
     ] = "profiler"
     reduce: Annotated[
         Literal["mean", "sum"],

@@ -17,7 +17,7 @@ from zeroamp.policies.schema.params import (
 
 SchedulerName = Literal["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
 
-_PASS_IT = "Build it yourself and pass it to TrainStep(scheduler=)."
+_PASS_IT = "Build the scheduler yourself and pass it to TrainStep(scheduler=)."
 
 WarmupSteps = Annotated[PositiveInt, Honoured("optimizer steps of the warm-up; 1 counts as 2")]
 TotalSteps = Annotated[PositiveInt, Honoured("optimizer steps of the run, warm-up included")]

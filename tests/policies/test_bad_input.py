@@ -121,7 +121,7 @@ BAD = [
     ({"bf16": {"enabled": "auto"}}, "bf16.enabled", 'is "auto"', "Pass a value: policy_from_config(cfg,"),
     ({"\ud800": 1}, "config", "'\\ud800'", "Write the part after a dot as a key of an"),
     ({"communication_data_type": "int8"}, "communication_data_type", 'is "int8"', "Change the value"),
-    ({"communication_data_type": "bf16"}, "communication_data_type", 'is "bf16"', "Stage 0 is an all-reduce"),
+    ({"communication_data_type": "bf16"}, "communication_data_type", 'is "bf16"', "Stage 0 runs an all-reduce"),
     (
         {"torch_autocast": AUTOCAST, "communication_data_type": "fp16", "zero_optimization": {"stage": 2}},
         "communication_data_type",
@@ -177,7 +177,7 @@ BAD = [
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
         "zero_optimization.offload_optimizer.ratio",
         "is 0.5",
-        "Remove it: FSDP2 moves all of the",
+        "Remove it: FSDP2 offloads all of the",
     ),
     (
         {"zero_optimization": {"cpu_offload": True}},

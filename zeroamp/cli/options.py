@@ -82,7 +82,9 @@ def auto_values(pairs: list[str]) -> dict[str, Any]:
         if not key or not text:
             raise typer.BadParameter(f"{pair!r} is not KEY=VALUE.", param_hint="--auto")
         if key in ("cfg", "world_size"):  # arguments of policy_from_config, not of its **auto
-            raise typer.BadParameter(f"{key!r} is no key of the config (the ranks: --world-size).", param_hint="--auto")
+            raise typer.BadParameter(
+                f"{key!r} is not a key of the config (the ranks: --world-size).", param_hint="--auto"
+            )
         if key in values:
             raise typer.BadParameter(f"{key!r} has two values.", param_hint="--auto")
         try:

@@ -55,6 +55,11 @@ def gib(num_bytes: int | None) -> float | None:
     return None if num_bytes is None else num_bytes / 2**30
 
 
+def gib_text(num_bytes: int) -> str:
+    """Return bytes of memory as text in GiB, with as many digits as `render` gives a column of one number."""
+    return f"{_texts([gib(num_bytes)])[0]} GiB"
+
+
 def gb(num_bytes: int | None) -> float | None:
     """Return bytes of communication in GB (10⁹ bytes)."""
     return None if num_bytes is None else num_bytes / 1e9

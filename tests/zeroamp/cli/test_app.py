@@ -215,8 +215,8 @@ def test_an_automatic_value_fills_the_config(tmp_path, net):
         (("check", "some.json", "--auto", "a=3", "--auto", "a=4"), "'a' has two values"),
         (("check", "some.json", "--auto", "world_size=2"), "'world_size' is not a key of the config"),
         (("check", "some.json", "--auto", "cfg=2"), "'cfg' is not a key of the config"),
-        (("check", "some.json", "--auto-wrap", "Block"), "name it with --model"),
-        (("check", "some.json", "--inputs", "a:b"), "name it with --model"),
+        (("check", "some.json", "--auto-wrap", "Block"), "Name one with --model"),
+        (("check", "some.json", "--inputs", "a:b"), "Name one with --model"),
     ],
 )
 def test_a_mistake_in_the_arguments_exits_with_2(asked, arguments, words):
@@ -292,7 +292,7 @@ def test_explain_as_markdown(cfg, llama):
     assert run("explain", cfg, "--model", llama, "--markdown", "--per-parameter") == (0, long_text, "")
     code, out, err = run("explain", cfg, "--model", llama, "--markdown", "--json")
     assert (code, out) == (2, "")
-    assert "name one" in err
+    assert "Pass one of them" in err
 
 
 def test_explain_as_json_is_one_object_whatever_the_factory_prints(cfg, net):

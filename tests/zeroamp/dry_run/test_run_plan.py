@@ -84,7 +84,7 @@ def test_text_has_a_row_per_stage_and_says_what_is_not_counted(run):
     text = " ".join(str(plan({"threshold": None}, stages=(3,))).split())
     assert "mode autocast, 8 ranks, 1 x batch 2 x 12 per rank, without activation checkpointing" in text
     assert "blocks.0 … blocks.5" in text
-    assert "Not counted:" in text
+    assert "Fragmentation is not counted" in text
 
 
 def test_no_line_is_wider_than_the_terminal(monkeypatch, run):

@@ -16,7 +16,7 @@ Text = Annotated[str | None, Native(_OF_COMET)]
 
 
 class FileMonitorBlock(Block):
-    """`tensorboard`, `csv_monitor`."""
+    """`tensorboard` and `csv_monitor`: files to which the first rank writes each optimizer step."""
 
     enabled: Annotated[bool, Honoured("the first rank writes each step, see docs/instruments.md")] = False
     output_path: Annotated[str, Honoured("folder. Default: the current one")] = ""
@@ -24,7 +24,7 @@ class FileMonitorBlock(Block):
 
 
 class WandbBlock(Block):
-    """`wandb`."""
+    """`wandb`: the Weights & Biases run to which the first rank logs each optimizer step."""
 
     enabled: Annotated[bool, Honoured("the first rank logs each step, see docs/instruments.md")] = False
     group: Annotated[str | None, Honoured("wandb's group of runs")] = None
@@ -33,7 +33,7 @@ class WandbBlock(Block):
 
 
 class CometBlock(Block):
-    """`comet`."""
+    """`comet`: an error if enabled."""
 
     enabled: Annotated[bool, Unsupported(_NO_COMET)] = False
     samples_log_interval: Annotated[Count, Native(_OF_COMET)] = 100
@@ -47,7 +47,7 @@ class CometBlock(Block):
 
 
 class CommsLoggerBlock(Block):
-    """`comms_logger`."""
+    """`comms_logger`: counters of calls and bytes of the collectives."""
 
     enabled: Annotated[
         bool | None,
@@ -60,7 +60,7 @@ class CommsLoggerBlock(Block):
 
 
 class FlopsProfilerBlock(Block):
-    """`flops_profiler`."""
+    """`flops_profiler`: an error if enabled. `zeroamp.count_flops` counts FLOPs."""
 
     enabled: Annotated[
         bool, Unsupported("Use zeroamp.count_flops(model, batch) before wrap_model, and RunReport(flops_per_step=).")
@@ -87,13 +87,13 @@ class ActivationCheckpointingBlock(Block):
 
 
 class ParallelWriteBlock(Block):
-    """`checkpoint.parallel_write`."""
+    """`checkpoint.parallel_write`, without effect: all ranks write their own shards."""
 
     pipeline_stage: Annotated[bool, Native("every rank writes its own shards")] = False
 
 
 class CheckpointBlock(Block):
-    """`checkpoint`."""
+    """`checkpoint`: options of DeepSpeed's checkpoints, without effect or not supported."""
 
     tag_validation: Annotated[
         Literal["Ignore", "Warn", "Fail", "IGNORE", "WARN", "FAIL", "ignore", "warn", "fail"],
@@ -107,13 +107,13 @@ class CheckpointBlock(Block):
 
 
 class TimersThroughputBlock(Block):
-    """`timers.throughput`."""
+    """`timers.throughput`, without effect: see `RunReport`."""
 
     enabled: Annotated[bool, Native("a RunReport has tokens/s, without waiting for the device")] = True
     synchronized: Annotated[bool, Native("a RunReport has tokens/s, without waiting for the device")] = True
 
 
 class TimersBlock(Block):
-    """`timers`."""
+    """`timers`, without effect: see `RunReport`."""
 
     throughput: TimersThroughputBlock = TimersThroughputBlock()

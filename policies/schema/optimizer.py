@@ -43,7 +43,7 @@ class _TorchParams(Block):
 
 
 class AdamParams(_TorchParams):
-    """`optimizer.params` of Adam."""
+    """`optimizer.params` of Adam: the arguments of torch.optim.AdamW or torch.optim.Adam."""
 
     betas: Annotated[Betas, Honoured("decay of the running means of the gradient and of its square")] = (0.9, 0.999)
     eps: Annotated[NotNegative, Honoured("added to the denominator")] = 1e-8
@@ -77,7 +77,7 @@ class AdamParams(_TorchParams):
 
 
 class AdamWParams(AdamParams):
-    """`optimizer.params` of AdamW."""
+    """`optimizer.params` of AdamW: the arguments of torch.optim.AdamW."""
 
     adam_w_mode: Annotated[bool, Unsupported('Write "type": "Adam": DeepSpeed ignores the key here.', (True,))] = True
 

@@ -33,7 +33,7 @@ Fraction = Annotated[Number, Field(ge=0, le=1)]
 
 
 class OffloadParamBlock(Block):
-    """`offload_param`."""
+    """`offload_param`: offload of the shards to the CPU, at stage 3 only."""
 
     device: Annotated[Device, Honoured("`cpu`: shards, gradients and optimizer state are on the CPU. Stage 3")] = "none"
     pin_memory: Annotated[bool, Honoured("page-locked memory, if there is an accelerator")] = True
@@ -44,7 +44,7 @@ class OffloadParamBlock(Block):
 
 
 class OffloadOptimizerBlock(Block):
-    """`offload_optimizer`."""
+    """`offload_optimizer`: offload of the shards to the CPU, at every stage."""
 
     device: Annotated[Device, Honoured("`cpu`: shards, gradients and optimizer state are on the CPU")] = "none"
     pin_memory: Annotated[bool, Honoured("page-locked memory, if there is an accelerator")] = True
@@ -77,7 +77,7 @@ class LeafModuleBlock(Block):
 
 
 class ZeroOptimizationBlock(Block):
-    """`zero_optimization`."""
+    """`zero_optimization`: the ZeRO stage, sizes of units and groups, prefetching and offload."""
 
     stage: Annotated[
         Stage,

@@ -151,7 +151,7 @@ class MergedUnits:
     """The merged units of one root."""
 
     def __init__(self, in_forward: Callable[[], bool], *, reshards: bool) -> None:
-        """Create the list, empty.
+        """Start without merged units; `attach` adds them.
 
         Args:
             in_forward: returns whether the model's own code runs in a forward of the root.

@@ -124,8 +124,8 @@ def group_policy(param_dtype: torch.dtype, accumulate: torch.dtype) -> MixedPrec
     """Return FSDP2's mixed precision policy for a group.
 
     `param_dtype` is the dtype of the all-gather. `accumulate`, the dtype of the unsharded sum over micro-batches, is
-    FSDP2's `reduce_dtype`. It is always set, because None changed its meaning in torch 2.15. The policy does not hold
-    the communication dtype: `GroupReduceScatter` casts gradients to it. `cast_inputs` casts inputs.
+    FSDP2's `reduce_dtype`. It is always set, because None changed its meaning in torch 2.15. The communication dtype is
+    not in the policy: `GroupReduceScatter` casts gradients to it. `cast_inputs` casts inputs.
     """
     return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=accumulate, cast_forward_inputs=False)
 

@@ -202,7 +202,7 @@ class LazyChunks(Sequence[torch.Tensor]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[position] for position in range(*index.indices(len(self)))]
-        index = range(len(self))[index]  # raises IndexError, and counts from the end where it is negative
+        index = range(len(self))[index]  # raises IndexError, and handles negative indices
         length = self._tensor.size(self._dim)
         size = -(-length // self._num_chunks)
         if index * size >= length:

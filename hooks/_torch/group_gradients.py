@@ -63,7 +63,7 @@ class GroupGradients:
         step, if replicas are summed once per step."""
         self._awaits_replicas = False  # `parameter.grad` holds sums of this replica alone
         self._in_reduction: list[int] = []  # positions in the flat gradients that are reduced now
-        self._of_all_replicas: dict[int, torch.Tensor] = {}  # position -> what `parameter.grad` held before such sums
+        self._of_all_replicas: dict[int, torch.Tensor] = {}  # position -> `parameter.grad` before such sums
         self.micro_batch = 0
         """The number of the micro-batch whose backward runs. Set before each backward if `add_in_tree_order` was."""
         self.take_sum: Callable[[nn.Parameter], TreeSum | None] | None = None

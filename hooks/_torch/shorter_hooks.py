@@ -75,7 +75,7 @@ def _inspect_no_signature(group: Any) -> None:
 def _with_our_function(method: FunctionType) -> FunctionType | None:
     """Return FSDP2's method with `_PostBackward` in place of its autograd function.
 
-    None on versions of torch where that would save no inspection.
+    None on torch versions whose `apply` does not inspect the signature in Python.
     """
     function = _fsdp_param_group.RegisterPostBackwardFunction
     is_python = isinstance(vars(torch.autograd.Function).get("apply"), classmethod)

@@ -59,7 +59,7 @@ class IssuedInStep:
     `names` retains the op, so that its id is not reused."""
 
     def on_collective(self, issued: IssuedCollective) -> None:
-        """Count one call."""
+        """Count one call of a parameter group's collective. `TrainStep`'s own is not counted."""
         collective, tensor, group_name, _, op = issued
         if group_name == STEP:
             return
@@ -120,8 +120,8 @@ def peer_lost(
     own_unit = ""
     if step is not None and issued is not None and issued.group_name in step.own_units:
         own_unit = (
-            f" The output of {issued.group_name.partition(':')[0]} must be in the loss of every rank that calls it: "
-            'add 0 * output.sum() to the loss where it is not, or set "zeroamp": {"own_units": false}.'
+            f" The output of {issued.group_name.partition(':')[0]} must be in the loss of every rank that calls it. If "
+            'a loss does not use it, add 0 * output.sum() to that loss, or set "zeroamp": {"own_units": false}.'
         )
     return PeerError(
         f"Rank {dist.get_rank()} waited for the {what}{place}, and the process group ended it: {str(error).strip()}. "

@@ -42,7 +42,7 @@ class OpObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._observations = observations
         self._names: dict[int, frozenset[str]] = {}  # by storage: views share it
-        self._copies: list[torch.UntypedStorage] = []  # held, so that no other storage gets the key of a copy
+        self._copies: list[torch.UntypedStorage] = []  # retained, so that no other storage gets the key of a copy
 
     def follow(self, fqn: str, parameter: torch.Tensor) -> None:
         """Record the ops that read `parameter` from now on, under the name `fqn`."""

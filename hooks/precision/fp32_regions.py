@@ -14,7 +14,7 @@ class Fp32Region(WrappedForward):
     """Runs a module's forward in fp32, with autocast off."""
 
     def __init__(self, module: nn.Module, device_type: str, output_dtype: torch.dtype | None) -> None:
-        """Wrap `module.forward`.
+        """Wrap `module.forward`; `remove` restores it.
 
         Floating-point inputs are cast to fp32, at any depth of containers. Floating-point outputs are cast to
         `output_dtype`, if it is given: in the modes bf16 and fp16, the modules around this one raise for fp32 inputs.

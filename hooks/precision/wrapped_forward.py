@@ -15,7 +15,7 @@ class WrappedForward:
     """
 
     def __init__(self, module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Replace `module.forward` by `wrap(module.forward)`."""
+        """Replace `module.forward` by `wrap(module.forward)`; `remove` restores it."""
         self._module = module
         self._before: Callable[..., Any] | None = module.__dict__.get("forward")
         forward = module.forward

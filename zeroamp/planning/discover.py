@@ -129,7 +129,7 @@ def _check_target(model: nn.Module, dtype: torch.dtype, device_type: str) -> Non
                 "device_type",
                 f"{device_type!r}, which this torch ({torch.__version__}) cannot use here",
                 '"cpu", the type of an accelerator that is here, or "cuda" with a torch that is built for CUDA',
-                "The device type decides which ops autocast casts: trace where the model will run, or name classes.",
+                "Autocast casts other ops on other device types. Trace where the model will run, or name classes.",
             )
         )
 

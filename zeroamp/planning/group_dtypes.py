@@ -214,7 +214,7 @@ def group_dtypes(key: GroupKey, policy: Policy, ranks: Ranks) -> GroupDtypes:
     if num_shards != 1:
         reduction = "all_to_all" if sums_in_fp32 else "reduce_scatter"
     unsharded_accumulate = unsharded_accumulation(policy)
-    # FSDP2 sums, and divides itself, where it accumulates in float16.
+    # With float16 accumulation, FSDP2 passes SUM and divides itself.
     averages = policy.reduce == "mean" and not ranks.is_one and unsharded_accumulate != torch.float16
     op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
     is_divided_here = reduction == "reduce_scatter" and key.communication == torch.float16

@@ -154,9 +154,9 @@ def _refuse_hooks(parameter: nn.Parameter, fqn: str) -> None:
         )
     if parameter._backward_hooks:
         raise WrapError(
-            f"{fqn} has a hook of register_hook. Its sharded parameter would not have the hook, and autograd never "
-            "runs hooks of sharded parameters. Change its grad between train.clip_grad_norm() and train.update(), or "
-            "pass the parameter in ignored_params, where its gradient is not reduced."
+            f"{fqn} has a hook of register_hook, which its sharded parameter would not have. Autograd never runs hooks "
+            "of sharded parameters. Change its grad between train.clip_grad_norm() and train.update(), or pass the "
+            "parameter in ignored_params, where its gradient is not reduced."
         )
 
 

@@ -1,4 +1,4 @@
-"""The summary that `wrap_model` logs: parameters, bytes per rank, units and groups."""
+"""Writes the summary and the warnings that `wrap_model` logs: parameters, bytes per rank, units and groups."""
 
 from collections import Counter
 
@@ -19,10 +19,16 @@ UNCAST_FRACTION = 0.1
 
 
 def size_summary(plan: Plan, ranks: Ranks, *, name: str, seconds: float) -> str:
-    """Return lines about parameters, bytes per rank, units and groups of a model; `seconds` is what wrapping took.
+    """Return lines about the parameters, bytes per rank, units and groups of a model.
 
-    Bytes are those of the ledger: shards as stored, gradients as kept until the optimizer step, and the unsharded
-    parameters if all units were unsharded at once. The optimizer's state is not known yet.
+    Bytes are those of the ledger: shards, gradients at the optimizer step, and the unsharded parameters if all units
+    were unsharded at once. Optimizer state is not counted, because there is no optimizer yet.
+
+    Args:
+        plan: of the model.
+        ranks: the numbers of ranks of the mesh.
+        name: of the model's class.
+        seconds: the time that `wrap_model` took.
     """
     policy = plan.policy
     numel = sum(param.numel for param in plan.params)
@@ -57,7 +63,7 @@ def _low_share(plan: Plan) -> str:
 
 
 def describe_master_weights(model: nn.Module, plan: Plan) -> str | None:
-    """Return a line about the parameters that get fp32 master weights; None if there are none. Call before sharding."""
+    """Return a line about low-precision parameters that get fp32 master weights, or None. Call before sharding."""
     named = model.named_parameters()
     low = [p for fqn, p in named if stored_dtype(p) != p.dtype and fqn not in plan.ignored_fqns]
     if not low:

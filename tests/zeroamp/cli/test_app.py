@@ -319,7 +319,7 @@ def test_the_log_goes_to_stderr_as_loud_as_asked(cfg, net):
     _, out, err = run("explain", cfg, "--model", flat, "--json")
     json.loads(out)
     assert err.startswith("WARNING: Linear has no units below its root")
-    assert "INFO: no repeated blocks in Linear" in run("explain", cfg, "--model", flat, "--json", "-v")[2]
+    assert "INFO: Linear has no repeated blocks" in run("explain", cfg, "--model", flat, "--json", "-v")[2]
     err = run("check", cfg, "--model", net.replace("Net", "fail"), "-vv")[2]
     assert "Traceback" in err
     assert err.splitlines()[-1].startswith("Error: model ")

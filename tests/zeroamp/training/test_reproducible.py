@@ -255,7 +255,7 @@ def test_what_cannot_be_kept_is_refused_by_name(ranks2):
     words = [
         "gradient_accumulation_steps must be a power of two",
         "1 is a BatchNorm2d",
-        "head.weight is one of ignored_params and is trained",
+        "head.weight is in ignored_params and is trained",
         "LBFGS",
         "Adafactor, which needs statistics of whole parameters",
         "divide=True for some micro-batches",

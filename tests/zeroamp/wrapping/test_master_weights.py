@@ -210,9 +210,9 @@ def _cast_a_module(model):
     ("change", "text"),
     [
         (_unfreeze, r"StepError: blocks\.1\.norm1\.weight .* in bf16 .* Unfreeze it before wrap_model"),
-        (_cast, r"WrapError: .* is stored in .* and was to be cast to bf16 after wrap_model"),
-        (_cast_back, r"WrapError: .* is stored in bf16 and was to be cast to fp32 after wrap_model"),
-        (_cast_a_unit, r"WrapError: blocks\.2\..* and was to be cast to fp16 after wrap_model"),
+        (_cast, r"WrapError: .* is stored in .* and cannot be cast to bf16 after wrap_model"),
+        (_cast_back, r"WrapError: .* is stored in bf16 and cannot be cast to fp32 after wrap_model"),
+        (_cast_a_unit, r"WrapError: blocks\.2\..* and cannot be cast to fp16 after wrap_model"),
         (_cast_a_module, r"StepError: blocks\.0\.out\.weight .* in fp16 .* do not cast a wrapped model"),
     ],
 )

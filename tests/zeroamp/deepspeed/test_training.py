@@ -227,7 +227,12 @@ def _refused(case, optimizer, groups):
         ("stage2_fp16", "Adam", param_groups, r"param_groups\[0\]: decoupled_weight_decay must be True.* is False"),
         ("stage2_fp16", "amsgrad", param_groups, r"param_groups\[0\]: amsgrad must be False.* is True"),
         ("stage3_bf16", "AdamW", _in_one_group, r"param_groups\[0\] .*saved groups \[0, 1\].*differ"),
-        ("stage0_autocast", "AdamW", param_groups, "saved at ZeRO stage 0, where DeepSpeed stores it without parameter names"),
+        (
+            "stage0_autocast",
+            "AdamW",
+            param_groups,
+            "saved at ZeRO stage 0, where DeepSpeed stores it without parameter names",
+        ),
     ],
 )
 def test_an_optimizer_that_does_not_fit_is_refused(ranks2, case, optimizer, groups, text):

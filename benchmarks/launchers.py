@@ -351,7 +351,7 @@ def on_ray(campaign: Campaign, out: Path, *, is_struck: bool) -> dict[str, Any]:
 
 def starts(text: str) -> str:
     """Return after which steps a run went on. Ray prints each line twice."""
-    steps = dict.fromkeys(re.findall(r"going on after step (\d+)", text))
+    steps = dict.fromkeys(re.findall(r"resuming after step (\d+)", text))
     return ", ".join(["from the beginning", *(f"after step {step}" for step in steps)])
 
 

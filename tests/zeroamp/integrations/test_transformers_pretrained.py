@@ -68,7 +68,9 @@ def test_what_the_files_lack_is_initialised_and_named(ranks2, tmp_path):
     (first, *_, lines), (second, *_, other_lines) = ranks2.run(_wrapped, tmp_path)
     assert torch.equal(first["lm_head.weight"], second["lm_head.weight"])
     assert 0 < first["lm_head.weight"].std() < 0.05  # transformers draws with 0.02
-    assert any("lacks 1 tensors of the model, which were initialised instead: lm_head.weight. Train" in x for x in lines)
+    assert any(
+        "lacks 1 tensors of the model, which were initialised instead: lm_head.weight. Train" in x for x in lines
+    )
     assert any("has 1 tensors that the model does not have. They were not read: other.weight" in x for x in lines)
     assert not any("tensors" in line for line in other_lines)  # the first rank logs
 

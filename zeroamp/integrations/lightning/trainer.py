@@ -346,10 +346,10 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         is_whole = train is None or not checkpoint.get("optimizer_states")
         if train is not None and not is_whole and not train.is_between_steps:
             raise CheckpointError(
-                f"{path} cannot be saved inside of an optimizer step: {train.micro_batches.num_done} of its "
-                "micro-batches have run, and their gradients would be lost. Save after an optimizer step: set "
-                "val_check_interval to a multiple of accumulate_grad_batches. For a ModelCheckpoint with "
-                "every_n_train_steps, set save_top_k=-1, or monitor a metric of the validation."
+                f"{path} cannot be saved inside of an optimizer step, after {train.micro_batches.num_done} "
+                "micro-batches: their gradients would be lost. Save after an optimizer step: set val_check_interval to "
+                "a multiple of accumulate_grad_batches. For a ModelCheckpoint with every_n_train_steps, set "
+                "save_top_k=-1, or monitor a metric of the validation."
             )
         if self._save_distributed_checkpoint and train is not None and not is_whole:
             self._refuse_changed(checkpoint["state_dict"])

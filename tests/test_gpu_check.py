@@ -165,6 +165,7 @@ def test_on_cuda_too_little_memory_and_released_caches_are_found_too():
     assert memory.wrong(3, 1.0, 2, ON_CUDA) == ["stage 3: the allocator released its caches 2 times"]
 
 
+@pytest.mark.slow
 def test_a_part_that_ends_or_hangs_fails_and_says_why(plant):
     plant("crash")
     assert runner.run_part("sums", SMALL, limit_s=100).reason.startswith("ended with code -9: ")
@@ -175,6 +176,7 @@ def test_a_part_that_ends_or_hangs_fails_and_says_why(plant):
     assert time.monotonic() - begin < 20
 
 
+@pytest.mark.slow
 def test_a_part_ends_with_its_runner(plant):
     plant("hang")
     code = (
@@ -397,6 +399,7 @@ def stand_ins(monkeypatch):
     return OnStandIns(device=torch.device("cpu"), small=True)
 
 
+@pytest.mark.slow
 def test_bandwidths_are_those_of_a_copy_s(stand_ins, monkeypatch):
     monkeypatch.setattr(tree_sum, "_kernel", lambda: tree_sum._loop)
     result = sums.run(stand_ins)
@@ -444,6 +447,7 @@ def test_the_gap_before_the_update_is_that_of_the_profile(stand_ins, monkeypatch
     assert "no kernel of the update" in host_waits.idle_before_update(stand_ins, stage=3)
 
 
+@pytest.mark.slow
 def test_mfu_and_efficiencies_of_a_step(stand_ins, monkeypatch):
     monkeypatch.setattr(sums, "copy_bandwidth", lambda place: 3000.0)
     monkeypatch.setattr(step_times, "compute_efficiency", lambda *_, memory, **__: 0.5 if memory == 0.896 else None)

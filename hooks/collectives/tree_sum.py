@@ -1,4 +1,4 @@
-"""The one order in which gradients of several ranks are added, and the sum itself.
+"""Adds gradients of several ranks, always in the same order.
 
 [Note: One order of summation]
 The sum over N ranks is a balanced binary tree over the rank's index, in fp32. The left part has as many ranks as the

@@ -318,7 +318,7 @@ def test_the_log_goes_to_stderr_as_loud_as_asked(cfg, net):
     flat = net.replace("Net", "flat")
     _, out, err = run("explain", cfg, "--model", flat, "--json")
     json.loads(out)
-    assert err.startswith("WARNING: no units below the root of Linear")
+    assert err.startswith("WARNING: Linear has no units below its root")
     assert "INFO: no repeated blocks in Linear" in run("explain", cfg, "--model", flat, "--json", "-v")[2]
     err = run("check", cfg, "--model", net.replace("Net", "fail"), "-vv")[2]
     assert "Traceback" in err
@@ -351,4 +351,4 @@ def test_check_says_what_many_ranks_make_slow(cfg, net):
     assert "Sharded over" not in run("check", cfg, "--model", net, "--world-size", 8)[1]
     assert "Sharded over" not in run("check", cfg, "--model", net, "--world-size", 16)[1]
     out = run("check", cfg, "--model", net, "--world-size", 16, "--gpus-per-node", 6)[1]
-    assert "\nSharded over 16 ranks: gradients go between nodes by flat all-to-alls" in out
+    assert "\nSharded over 16 ranks: gradients are sent between nodes by flat all-to-alls" in out

@@ -27,6 +27,7 @@ print([name for name in sys.modules if name.startswith("zeroamp.deepspeed.")])
 """
 
 
+@pytest.mark.slow
 def test_the_reader_of_checkpoints_imports_nothing_of_the_engine():
     found = subprocess.run([sys.executable, "-c", READER], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     names = {name.rpartition(".")[2] for name in json.loads(found.replace("'", '"'))}

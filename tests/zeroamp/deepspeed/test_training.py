@@ -11,6 +11,7 @@ import zeroamp
 from tests.models.deepspeed import batch, build, param_groups
 from tests.processes.ranks import RankError
 from tests.processes.training import full_parameters
+from tests.selection import slow_but
 from tests.zeroamp.deepspeed.cases import DATA, TRAINED, expected, facts
 from zeroamp.checkpoint.archives import Inert
 from zeroamp.deepspeed.files import read_file
@@ -49,7 +50,7 @@ def _state(case, stage):
     return differ, num_steps, len(state), train.state_dict(), loaded.not_loaded
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", slow_but([2, 4], 2))
 @pytest.mark.parametrize("case", TRAINED)
 def test_the_optimizer_state_is_deepspeeds_bit_for_bit(request, case, num_ranks):
     ranks = request.getfixturevalue(f"ranks{num_ranks}")

@@ -39,7 +39,13 @@ def test_the_flops_of_a_grouped_product_are_counted(dtype):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"dtype": None, "bf16": {"enabled": True}}, {"dtype": None}], ids=["autocast", "bf16", "fp32"]
+    "options",
+    [
+        {},
+        pytest.param({"dtype": None, "bf16": {"enabled": True}}, marks=pytest.mark.slow),
+        pytest.param({"dtype": None}, marks=pytest.mark.slow),
+    ],
+    ids=["autocast", "bf16", "fp32"],
 )
 def test_a_mixture_of_experts_of_transformers_is_planned(options):
     pytest.importorskip("transformers", reason="the model is transformers'")

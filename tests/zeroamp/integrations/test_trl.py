@@ -129,6 +129,7 @@ def _adapters(folder):
     return found, files, list(state.read_metadata().state_dict_metadata)
 
 
+@pytest.mark.slow
 def test_adapters_are_saved_resumed_and_loaded_in_peft(ranks2, tmp_path):
     (found, files, names), (others, _, _) = ranks2.run(_adapters, str(tmp_path))
     assert not any(found.values()), found

@@ -189,12 +189,12 @@ def test_a_full_class_name_is_not_imported(tmp_path, monkeypatch):
         ([{"modules": "Linaer", "gather": "fp32"}], {}, "overrides.0 .modules 'Linaer'. matches no .*mean 'Linear'"),
         ([{"modules": "xyz", "gather": "fp32"}], {}, r"matches no .* of Llama\. Print model"),
         ([{"modules": ["head", "x.*"], "compute": "fp32"}], {}, r"modules 'x\.\*'. matches no"),
-        ([{"modules": "head.weight", "compute": "fp32"}], {}, "compute of head.weight, which is a parameter. .*gather"),
-        ([{"modules": "Llama", "compute": "fp32"}], {}, "compute fp32 of the root, Llama"),
+        ([{"modules": "head.weight", "compute": "fp32"}], {}, "sets compute, but head.weight is a parameter. .*gather"),
+        ([{"modules": "Llama", "compute": "fp32"}], {}, "compute fp32 for the root, Llama"),
         (
             [{"modules": "Linear", "gather": "fp32"}, {"modules": "head", "compute": "fp32"}],
             {},
-            "overrides.1 .modules 'head'. applies to nothing: zeroamp.overrides.0 .modules 'Linear'. matches the same",
+            "overrides.1 .modules 'head'. applies to nothing, because zeroamp.overrides.0 .modules 'Linear'. is",
         ),
         (
             [{"modules": "Linear", "gather": "fp32"}, {"modules": "head.*", "communication": "fp32"}],
@@ -209,12 +209,12 @@ def test_a_full_class_name_is_not_imported(tmp_path, monkeypatch):
         (
             [{"modules": "qkv", "compute": "bf16"}, {"modules": "blocks.0", "compute": "fp32"}],
             {},
-            "overrides.0 .modules 'qkv'. asks for compute bf16 of blocks.0.qkv.weight, but zeroamp.overrides.1",
+            "overrides.0 .modules 'qkv'. sets compute bf16 for blocks.0.qkv.weight, but zeroamp.overrides.1",
         ),
         (
             [{"modules": "head", "gather": "bf16"}],
             {"data_types": {"keep_in_fp32_modules": ["head"]}},
-            "asks for gather bf16 of head.weight, but data_types.keep_in_fp32_modules 'head' keeps head.weight in fp32",
+            "sets gather bf16 for head.weight, but data_types.keep_in_fp32_modules 'head' keeps head.weight in fp32",
         ),
         (
             [{"modules": "norm.weight", "gather": "bf16"}],
@@ -242,10 +242,10 @@ def test_what_a_model_cannot_do_as_asked_is_refused_by_name(overrides, options, 
         (
             [{"modules": "embed", "gather": "bf16"}, {"modules": "head", "compute": "fp32"}],
             {},
-            "overrides.0 .modules 'embed'. asks for gather bf16 of embed.weight, but zeroamp.overrides.1 .modules "
-            "'head'. for compute fp32 of head.weight, which is the same parameter",
+            "overrides.0 .modules 'embed'. sets gather bf16 for embed.weight, but zeroamp.overrides.1 .modules "
+            "'head'. sets compute fp32 for head.weight, which is the same parameter",
         ),
-        ([{"modules": "head", "gather": "bf16"}], {}, "of head.weight, but not of embed.weight, which is the same"),
+        ([{"modules": "head", "gather": "bf16"}], {}, "for head.weight, but not for embed.weight, which is the same"),
         (
             [{"modules": "head", "compute": "fp32"}],
             {"mode": "bf16"},

@@ -12,6 +12,7 @@ from tests.measuring.logs import log_lines
 from tests.models.small import batch, loss_of
 from tests.processes.ranks import RankError
 from tests.processes.training import config, full_parameters, same_bits, wrapped
+from tests.selection import slow_but
 from tests.zeroamp.reporting.runs import NAME, take_steps, train_step
 from zeroamp.policies.tables import gib_text
 from zeroamp.reporting.step_recorder import StepRecorder
@@ -34,7 +35,7 @@ def _with_everything(cfg, folder):
     return losses == their_losses, norms == their_norms, same_bits(parameters, their_parameters)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
 def test_training_has_the_same_bits_with_every_instrument(ranks2, tmp_path, stage):
     cfg = config(stage, accumulation=2, clip=0.5)
     assert ranks2.run(_with_everything, cfg, str(tmp_path)) == [(True, True, [])] * 2

@@ -9,6 +9,7 @@ import zeroamp
 from tests.models.small import batch, build, loss_of
 from tests.oracles import one_process
 from tests.processes.training import config, full_parameters, same_bits, train, wrapped
+from tests.selection import slow_but
 
 NAME = "llama_tied"
 HALF = {"dtype": "float16", "fp16": {"initial_scale_power": 16, "hysteresis": 1}}
@@ -28,7 +29,7 @@ def _first_step(cfg, lr=1.0, mesh_shape=None):
     return reports[-1].loss, reports[-1].grad_norm, change, reports[-1].loss_scale
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
 def test_norm_is_not_multiplied_by_65536(ranks2, stage):
     half = ranks2.run(_first_step, config(stage, **HALF))[0]
     full = ranks2.run(_first_step, config(stage, dtype=None))[0]
@@ -73,7 +74,7 @@ def test_no_state_leaks_from_one_model_to_the_next(ranks2):
     assert norm < 10
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", slow_but([2, 4], 2))
 @pytest.mark.parametrize("accumulate", ["fp32", "native"])
 def test_gradients_are_averaged_not_divided_twice_on_an_fp16_wire(request, world_size, accumulate):
     ranks = request.getfixturevalue(f"ranks{world_size}")
@@ -102,7 +103,7 @@ def _fp16_accumulation(stage):
     return report.grad_norm
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([1, 2, 3], 3))
 def test_fp16_accumulation_on_a_native_fp16_wire_with_replicas(ranks4, stage):
     full = ranks4.run(_first_step, config(3, dtype=None), 1.0, (2, 2))[0]
     assert ranks4.run(_fp16_accumulation, stage)[0] == pytest.approx(full[1], rel=1e-2)  # 11 bits, summed

@@ -13,6 +13,7 @@ from tests.models.small import HfLlama, batch, build, hf_llama, loss_of
 from tests.oracles import one_process
 from tests.processes.ranks import RankError
 from tests.processes.training import check_run, config, full_parameters, policy, same_bits, train
+from tests.selection import slow_but
 from zeroamp.planning.plan import build_plan
 from zeroamp.policies.tables import gib_text
 
@@ -49,7 +50,10 @@ def _trained(stages, options, prepare):
 
 @pytest.mark.parametrize(
     ("options", "before", "oracle"),
-    [({}, _to_bf16, _to_bf16_and_back), ({"dtype": None}, _to_fp16_in_part, _to_fp16_in_part_and_back)],
+    [
+        ({}, _to_bf16, _to_bf16_and_back),
+        pytest.param({"dtype": None}, _to_fp16_in_part, _to_fp16_in_part_and_back, marks=pytest.mark.slow),
+    ],
     ids=["autocast, all in bf16", "fp32, some in fp16"],
 )
 def test_training_equals_that_of_the_model_cast_to_fp32(ranks2, options, before, oracle):
@@ -200,7 +204,7 @@ def _cast_a_module(model):
     model.blocks[0].out.to(torch.float16)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", slow_but(["before", "after"], "after"))
 @pytest.mark.parametrize(
     ("change", "text"),
     [

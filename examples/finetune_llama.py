@@ -43,8 +43,8 @@ import zeroamp
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "zero3_autocast_bf16.json"
 DEFAULT_MICRO_BATCH_SIZE = 4  # sequences
 RUN_FILE = "run.jsonl"  # in --out
-HELD_OUT_FRACTION = 0.1  # of the distinct first questions (or texts)
-FINAL_LR_FRACTION = 0.1  # of --lr, at the last step
+HELD_OUT_FRACTION = 0.1  # fraction of the distinct first questions (or texts)
+FINAL_LR_FRACTION = 0.1  # fraction of --lr at the last step
 
 
 @record  # gives torchrun the traceback of the rank that failed first
@@ -97,7 +97,7 @@ def finetune(
         if rank == 0:
             print(f"held-out loss before training: {run.held_out_before:.4f}", flush=True)
         if rank == 0:
-            (args.out / RUN_FILE).unlink(missing_ok=True)  # of another run with the same --out
+            (args.out / RUN_FILE).unlink(missing_ok=True)  # it may be from another run with the same --out
     else:
         change = note_change(run, sizes)
         if rank == 0:

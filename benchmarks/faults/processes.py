@@ -61,7 +61,7 @@ class Ending:
     was_hanging: bool
     """Whether it had to be killed after the bound."""
     where: str
-    """Its last moment."""
+    """What it was doing last, see `Moments`."""
     log: list[dict[str, Any]]
     output: str
 

@@ -95,7 +95,7 @@ VARIANTS = {
     "zeroamp 2 reproducible": partial(build, stage=2, own={"reproducible": True}),
     "zeroamp 3 reproducible": partial(build, stage=3, own={"reproducible": True}),
     "zeroamp 3 gathers waited for": partial(build, stage=3, is_gathered_in_background=False),
-    "zeroamp 3 hpZ": partial(build, stage=3, zero={"zero_hpz_partition_size": 2}),  # of more ranks than two
+    "zeroamp 3 hpZ": partial(build, stage=3, zero={"zero_hpz_partition_size": 2}),  # needs more than two ranks
     "zeroamp 3 optimizer on DTensors": partial(build, stage=3, steps_on_shards=False),
 }
 """Variants that leave out one feature or set one key, to measure its effect. By name only (`--engines`)."""

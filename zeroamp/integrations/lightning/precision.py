@@ -138,9 +138,7 @@ def _fill_precision(flat: dict[str, Any], mixed: Mixed) -> None:
     if flat.get("torch_autocast.enabled") == AUTO:
         flat["torch_autocast.enabled"] = True
     for block, own in (("bf16", "bfloat16"), ("fp16", "float16")):
-        if (
-            flat.get(f"{block}.enabled") == AUTO
-        ):  # of a config for DeepSpeed: the block of the dtype is the one that is on
+        if flat.get(f"{block}.enabled") == AUTO:  # as in configs for DeepSpeed: enable the block of the dtype
             flat[f"{block}.enabled"] = own == dtype
     is_open = not any(flat.get(f"{block}.enabled") for block in _BLOCKS)
     if is_open and flat.get("torch_autocast.enabled") is None:

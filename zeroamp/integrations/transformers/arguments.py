@@ -129,7 +129,7 @@ def _known(args: TrainingArguments, num_training_steps: int | None) -> dict[str,
 
 def _fill_precision(flat: dict[str, Any], args: TrainingArguments) -> list[str]:
     """Fill the precision mode in `flat`. Return a line for each key that disagrees with the arguments."""
-    name = args.mixed_precision  # of the arguments bf16 and fp16, or of `accelerate launch --mixed_precision`
+    name = args.mixed_precision  # from the arguments bf16 and fp16, or from `accelerate launch --mixed_precision`
     asked = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
     if asked is None and name != "no":
         return [f"the precision is {shown(name)}, which zeroamp does not have"]

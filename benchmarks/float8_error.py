@@ -42,14 +42,9 @@ def _batch(index: int, seed: int) -> torch.Tensor:
     return (start + step * torch.arange(SEQ)) % SHAPE.vocab
 
 
-def _loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    logits = model(tokens)
-    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
-
-
 def _wrapped(way: str, seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    model = Decoder(SHAPE)
+    model = Decoder(SHAPE, SEQ)
     if "torchao" in way:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -60,7 +55,7 @@ def _wrapped(way: str, seed: int) -> nn.Module:
 def gradients(way: str, seed: int) -> tuple[float, torch.Tensor]:
     """Return the loss and all gradients of the first step, whole, as one fp32 tensor."""
     model = _wrapped(way, seed)
-    loss = _loss(model, _batch(0, seed))
+    loss = model(_batch(0, seed))
     loss.backward()
     return float(loss.detach()), torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()])
 
@@ -71,7 +66,7 @@ def losses(way: str, seed: int) -> list[float]:
     train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     found = []
     for index in range(NUM_STEPS):
-        train.backward(_loss(model, _batch(index, seed)))
+        train.backward(model(_batch(index, seed)))
         found.append(train.step().loss)
     assert {parameter.dtype for parameter in full_parameters(model).values()} == {torch.float32}
     return found

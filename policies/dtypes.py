@@ -18,7 +18,7 @@ DTYPE_BY_NAME = {
     "float16": torch.float16,
     "half": torch.float16,
 }
-"""Every spelling that DeepSpeed's `DtypeEnum` accepts, but int8: no precision mode computes in it."""
+"""Every spelling that DeepSpeed's `DtypeEnum` accepts, except int8, in which no mode computes."""
 
 FLOAT8_BY_NAME = {"float8_e4m3fn": torch.float8_e4m3fn}
 """The values of `zeroamp.param_gather_dtype`."""
@@ -27,7 +27,7 @@ _SHORT_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "f
 
 
 def stored_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """Return the dtype that `wrap_model` stores a parameter in: fp32 for a trainable one in bf16 or fp16, else its own.
+    """Return the dtype of the sharded parameter: fp32 for a trainable one in bf16 or fp16, else the parameter's own.
 
     The fp32 shards are the master weights, which the optimizer updates.
     """

@@ -155,8 +155,8 @@ class Verification:
 def expected_dtypes(dtypes: ParamDtypes, group: GroupPlan, plan: Plan, ranks: Ranks) -> dict[str, str | None]:
     """Return the dtype that is expected at each boundary, or None where nothing should be observed.
 
-    A parameter that is not stored in fp32 is frozen (quantized, for example). Its module may cast it to any dtype. So does
-    torchao's `Float8Linear`, which emulates float8 in fp32 on a CPU.
+    A parameter that is not stored in fp32 is frozen (quantized, for example). Its module may cast it to any dtype.
+    torchao's `Float8Linear` may too: on a CPU it emulates float8 in fp32.
     """
     on_ranks = group_dtypes(group.key, plan.policy, ranks)
     is_trained_and_sharded = dtypes.communication is not None and on_ranks.reduction is not None

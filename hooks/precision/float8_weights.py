@@ -97,7 +97,6 @@ class Float8Scales:
         self._runs_forward = runs_forward
         self._scales: Sequence[torch.Tensor] = ()
 
-    @torch.inference_mode(False)  # training may use scales that an evaluation has computed
     @torch.no_grad()
     def compute(self) -> None:
         """Compute all scales. All ranks that shard call this: it issues one all-reduce of fp32."""

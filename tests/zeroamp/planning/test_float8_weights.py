@@ -97,7 +97,7 @@ def test_a_planned_run_holds_float8_and_one_bf16_copy(monkeypatch):
     """At stage 2 all parameters are unsharded at once: a byte less per element of a weight, and the copy of one."""
     monkeypatch.setitem(sys.modules, "torchao", None)  # an import would raise
     low, high = (
-        planned_run({"zeroamp": keys, **BF16}, build("llama_untied"), world_size=2, stages=(2, 3))
+        planned_run({"zeroamp": keys, **BF16}, build("llama_untied"), world_size=16, stages=(2, 3))
         for keys in (FLOAT8, {})
     )
     weights = [param.numel for param in low.stages[0].plan.params if param.is_float8]

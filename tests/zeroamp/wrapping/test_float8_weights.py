@@ -41,6 +41,19 @@ def converted(model):
     convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True))
 
 
+@torch.no_grad()
+def uneven(model):
+    """Make the first rows of all weights so large that shards by themselves would have other scales."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight[0] *= 5
+
+
+def uneven_and_rounded(model):
+    uneven(model)
+    round_linears(model)
+
+
 def differing(parameters, expected):
     return [fqn for fqn, value in expected.items() if not torch.equal(parameters[fqn], value)]
 
@@ -58,11 +71,11 @@ def test_the_bits_are_those_of_one_process_that_rounds_its_weights(ranks2, stage
     cfg = float8(stage, accumulation=2, clip=0.5, comm=comm, **(BF16 if mode == "bf16" else {}))
     low_model = torch.bfloat16 if mode == "bf16" else None
     options = {"accumulation": 2, "clip": 0.5, "reduce_each": stage > 1, "low_model": low_model}
-    losses, norms, expected = one_process.train(NAME, world_size=2, num_steps=3, prepare=round_linears, **options)
-    runs = ranks2.run(train, NAME, cfg, 3)
+    losses, norms, expected = one_process.train(NAME, world_size=2, num_steps=3, prepare=uneven_and_rounded, **options)
+    runs = ranks2.run(train, NAME, cfg, 3, prepare_before=uneven)
     assert_as_oracle(runs, losses, expected)
     assert runs[0].norms == norms
-    plain, _, _ = one_process.train(NAME, world_size=2, num_steps=1, **options)
+    plain, _, _ = one_process.train(NAME, world_size=2, num_steps=1, prepare=uneven, **options)
     assert plain[0] != losses[0]  # the weights were rounded
 
 
@@ -73,11 +86,13 @@ def test_padded_shards_unused_experts_and_a_tied_head_on_four_ranks(ranks4, name
     assert_as_oracle(ranks4.run(train, name, float8(3), 2), losses, expected)
 
 
-def test_replicas_and_nodes(ranks4):
-    losses, _, expected = one_process.train(NAME, world_size=4, num_steps=2, num_replicas=2, prepare=round_linears)
-    assert_as_oracle(ranks4.run(train, NAME, float8(3), 2, mesh_shape=(2, 2)), losses, expected)
-    losses, _, expected = one_process.train(NAME, world_size=4, num_steps=2, prepare=round_linears)
-    assert_as_oracle(ranks4.run(train, NAME, float8(3, zeroamp={"ranks_per_node": 2}), 2), losses, expected)
+@pytest.mark.parametrize(("mesh_shape", "keys"), [((2, 2), {}), (None, {"ranks_per_node": 2})], ids=["HSDP", "nodes"])
+def test_replicas_and_nodes(ranks4, mesh_shape, keys):
+    replicas = 1 if mesh_shape is None else mesh_shape[0]
+    options = {"num_replicas": replicas, "prepare": uneven_and_rounded}
+    losses, _, expected = one_process.train(NAME, world_size=4, num_steps=2, **options)
+    runs = ranks4.run(train, NAME, float8(3, zeroamp=keys), 2, mesh_shape=mesh_shape, prepare_before=uneven)
+    assert_as_oracle(runs, losses, expected)
 
 
 OPTIONS = {
@@ -185,7 +200,10 @@ def _resume(cfg, folder):
     _steps(models[0], first, 0, 2)
     path = zeroamp.save_checkpoint(folder, models[0], first)
     through = _steps(models[0], first, 2, 4)
-    _steps(models[1], second, 0, 1)  # scales of other weights
+    with torch.no_grad():
+        for parameter in models[1].parameters():
+            parameter *= 8  # so that it has other scales
+    _steps(models[1], second, 0, 1)
     zeroamp.load_checkpoint(path, models[1], second)
     zeroamp.load_checkpoint(path, models[2], plain)
     saved = full_parameters(models[2])
@@ -208,13 +226,17 @@ def test_a_resumed_run_is_exact_and_checkpoints_and_unwrapped_models_are_plain(r
         assert all(torch.count_nonzero(value.view(torch.int32) & 0xFFFF) for value in saved.values())  # not rounded
 
 
+LARGE_LR = 0.2
+"""So large that a step changes scales, which are powers of two."""
+
+
 def _plain_loop(cfg, compiles):
     warnings.filterwarnings("ignore", "<class 'torch.autograd.function.Function'>", DeprecationWarning)  # dynamo's
     model = build(NAME)
     for block in model.blocks if compiles else ():
         block.compile(backend="aot_eager", fullgraph=True)
     model = zeroamp.wrap_model(model, policy(cfg))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LARGE_LR, weight_decay=0.1)
     losses = []
     for index in range(3):
         with torch.inference_mode():
@@ -229,7 +251,7 @@ def _plain_loop(cfg, compiles):
 
 @pytest.mark.parametrize(("stage", "compiles"), [(1, False), (3, False), pytest.param(3, True, marks=pytest.mark.slow)])
 def test_a_plain_loop_with_evaluations_uses_no_old_scale(ranks2, stage, compiles):
-    losses, _, expected = one_process.train(NAME, world_size=2, num_steps=3, prepare=round_linears)
+    losses, _, expected = one_process.train(NAME, world_size=2, num_steps=3, prepare=round_linears, lr=LARGE_LR)
     for rank, (own, parameters) in enumerate(ranks2.run(_plain_loop, float8(stage), compiles)):
         assert own == [step[rank] for step in losses]
         assert differing(parameters, expected) == []
@@ -254,6 +276,32 @@ def _outside(cfg):
 def test_a_module_that_is_called_by_itself_has_the_scale_of_its_weight_now(ranks2):
     for _, (before, after) in ranks2.run(_outside, float8(3, **BF16)):
         assert after == pytest.approx(3 * before, rel=2**-4)
+
+
+class Sometimes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes, self.never = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x, uses):
+        x = self.always(x)
+        return self.sometimes(x) if uses else x
+
+
+def _unused(cfg):
+    torch.manual_seed(0)
+    model = zeroamp.wrap_model(Sometimes(), policy(cfg))
+    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    before = full_parameters(model)
+    step.backward(model(torch.ones(2, 8), dist.get_rank() == 0).float().sum())
+    step.step()
+    after = full_parameters(model)
+    return {fqn: not torch.equal(value, after[fqn]) for fqn, value in before.items()}
+
+
+def test_weights_that_only_some_ranks_use_are_trained(ranks2):
+    changed = {"always.weight": True, "sometimes.weight": True, "never.weight": False}
+    assert ranks2.run(_unused, float8(2)) == [changed, changed]
 
 
 def _saved_shapes(cfg):

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -79,9 +80,11 @@ def test_the_bits_are_those_of_one_process_that_rounds_its_weights(ranks2, stage
     assert plain[0] != losses[0]  # the weights were rounded
 
 
-@pytest.mark.parametrize("name", ["odd_rows", "moe", "llama_tied"])
-def test_padded_shards_unused_experts_and_a_tied_head_on_four_ranks(ranks4, name):
-    prepare = partial(round_linears, left_out=("head",) if name == "llama_tied" else ())
+@pytest.mark.parametrize(
+    ("name", "tied"), [("odd_rows", ""), ("moe", ""), ("llama_tied", "head"), ("hf_llama", "lm_head")]
+)
+def test_padded_shards_experts_tied_heads_and_shared_casts_on_four_ranks(ranks4, name, tied):
+    prepare = partial(round_linears, left_out=(tied,))
     losses, _, expected = one_process.train(name, world_size=4, num_steps=2, prepare=prepare)
     assert_as_oracle(ranks4.run(train, name, float8(3), 2), losses, expected)
 
@@ -207,6 +210,7 @@ def _resume(cfg, folder):
     zeroamp.load_checkpoint(path, models[1], second)
     zeroamp.load_checkpoint(path, models[2], plain)
     saved = full_parameters(models[2])
+    zeroamp.export_hf(models[1], f"{folder}/exported")
     resumed = _steps(models[1], second, 2, 4)
     kinds = {(parameter.dtype, type(parameter.to_local())) for parameter in models[1].parameters()}
     ends = [full_parameters(model) for model in models[:2]]
@@ -224,6 +228,7 @@ def test_a_resumed_run_is_exact_and_checkpoints_and_unwrapped_models_are_plain(r
         assert other_ends == other_unwrapped == []
         assert not has_forward
         assert all(torch.count_nonzero(value.view(torch.int32) & 0xFFFF) for value in saved.values())  # not rounded
+        assert differing(load_file(tmp_path / "exported" / "model.safetensors"), saved) == []
 
 
 LARGE_LR = 0.2

@@ -37,6 +37,7 @@ _SUMS_IN_FP32 = (
     "Remove it: gradients are summed in fp32 and then divided, so that the sum neither over- nor underflows."
 )
 _NO_SUCH_FEATURE = "Remove it: zeroamp has no such feature."
+_PARALLELIZE = "Parallelize the model with torch: docs/meshes.md."
 _GONE = "Remove it: DeepSpeed 0.19.8 has removed it too."
 
 
@@ -294,7 +295,7 @@ class Config(Block):
     datastates_ckpt: Annotated[object, Unsupported(_NO_SUCH_FEATURE)] = None
     eigenvalue: Annotated[object, Unsupported(_GONE)] = None
     elasticity: Annotated[object, Unsupported(_GONE)] = None
-    expert_parallel: Annotated[object, Unsupported("Parallelize the model with torch: docs/meshes.md.")] = None
+    expert_parallel: Annotated[object, Unsupported(_PARALLELIZE)] = None
     fp32_allreduce: Annotated[object, Unsupported('Write "communication_data_type": "fp32".')] = None
     graph_harvesting: Annotated[object, Unsupported(_GONE)] = None
     hybrid_engine: Annotated[object, Unsupported(_NO_SUCH_FEATURE)] = None
@@ -302,8 +303,8 @@ class Config(Block):
     pipeline: Annotated[object, Unsupported(_NO_SUCH_FEATURE)] = None
     progressive_layer_drop: Annotated[object, Unsupported(_GONE)] = None
     quantize_training: Annotated[object, Unsupported(_GONE)] = None
-    sequence_parallel_size: Annotated[object, Unsupported(_NO_SUCH_FEATURE, (None, 1))] = None
+    sequence_parallel_size: Annotated[object, Unsupported(_PARALLELIZE, (None, 1))] = None
     sparse_attention: Annotated[object, Unsupported(_GONE)] = None
     sparse_gradients: Annotated[object, Unsupported(_GONE)] = None
-    tensor_parallel: Annotated[object, Unsupported("Parallelize the model with torch: docs/meshes.md.")] = None
+    tensor_parallel: Annotated[object, Unsupported(_PARALLELIZE)] = None
     weight_quantization: Annotated[object, Unsupported(_NO_SUCH_FEATURE)] = None

@@ -58,7 +58,7 @@ class Inert:
         is_of_torch = module.partition(".")[0] == "torch" and last.endswith(("Tensor", "Storage"))
         if is_of_torch or (last == "bytearray" and any(isinstance(argument, int) for argument in args)):
             raise ValueError(f"a call of {cls.name}")
-        if last == "_rebuild_from_type_v2" and isinstance(args[0], type):  # calls its first argument
+        if last == "_rebuild_from_type_v2" and isinstance(args[0], type):  # torch's function calls its first argument
             args[0](*args[2])
         self = super().__new__(cls)
         self.args = args

@@ -125,7 +125,7 @@ def _pointed(root: Path, found: dict[Path, _Place]) -> int | None:
             return there
         if len(words) == 3 and there == 0 and words[0] not in serials and words[2] in serials:
             return int(words[2]) or None
-    logger.warning("%s is ignored: it names %r, which is no checkpoint there.", root / LATEST, " ".join(words))
+    logger.warning("%s is ignored: it names %r, which is not a checkpoint there.", root / LATEST, " ".join(words))
     return None
 
 

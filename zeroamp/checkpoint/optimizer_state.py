@@ -105,7 +105,7 @@ def _kind_of(value: object, parameter: torch.Tensor, where: str) -> Any:
     if not isinstance(value, torch.Tensor):
         if _holds_tensor(value):
             found = f"a {type(value).__name__} with tensors in it"
-            raise CheckpointError(describe(where, found, "a tensor or plain values", "Give each an entry of its own."))
+            raise CheckpointError(describe(where, found, "a tensor or plain values", "Give each its own key."))
         return ["value", value]
     if not isinstance(value, DTensor):
         return "plain"

@@ -42,9 +42,9 @@ def _changes(before: Policy, saved_ranks: int, now: Policy, num_ranks: int) -> I
     for key in dict.fromkeys([*theirs, *ours]):
         if key.startswith(_KEYS) and ours.get(key) != theirs.get(key):
             yield f"{key} was {shown(theirs.get(key))}, and is {shown(ours.get(key))} here"
-    wires = [
+    dtypes = [
         policy.wire_dtype if policy.wire_dtype.itemsize < policy.gather_dtype.itemsize else None
         for policy in (before, now)
     ]
-    if wires[0] != wires[1]:
+    if dtypes[0] != dtypes[1]:
         yield "communication_data_type rounds other gradients here"

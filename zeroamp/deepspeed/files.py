@@ -33,7 +33,7 @@ DEEPSPEED_CLASSES = (
 """Classes that DeepSpeed 0.19.8 pickles besides tensors and plain containers. They are neither imported nor called."""
 
 CONVERT = (
-    "Where DeepSpeed is installed and the file is trusted, convert the weights with the zero_to_fp32.py beside it "
+    "If DeepSpeed is installed and you trust the file, convert the weights with the zero_to_fp32.py beside it "
     "(--safe_serialization) and load its output with zeroamp.load_hf."
 )
 """The remedy in the errors for checkpoints that are refused."""

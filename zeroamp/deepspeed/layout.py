@@ -1,4 +1,4 @@
-"""Where the elements of each parameter are in DeepSpeed's flat partitions.
+"""Locates the elements of each parameter in DeepSpeed's flat partitions.
 
     stages 1, 2   one flat vector per param group: its parameters in order, each followed by its alignment padding, then
                   zeros. Each rank holds one stretch of it. A parameter may lie in several stretches.

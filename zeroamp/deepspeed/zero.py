@@ -144,7 +144,7 @@ class GatheredParameters(AbstractContextManager[None]):
         del fwd_module
         self._parameters: list[Any] = _parameters(params) if enabled else []
         self._modifier_rank = modifier_rank
-        self._versions: dict[Any, tuple[int, int]] = {}  # of the whole copies that this context has made
+        self._versions: dict[Any, tuple[int, int]] = {}  # sharded parameter -> version of the whole copy made here
 
     def __enter__(self) -> None:
         for parameter in self._parameters:

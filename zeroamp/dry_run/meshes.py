@@ -43,7 +43,7 @@ class MeshPlan:
 
     shape: MeshShape
     peak_bytes: int
-    """Of one rank, including NCCL's memory. Optimizer memory is scaled from that with another number of shards."""
+    """Peak memory of one rank with NCCL's. The optimizer's is scaled from that with another number of shards."""
     fits: bool
     time: StepTime
     padding: float

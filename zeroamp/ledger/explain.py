@@ -109,11 +109,11 @@ class Ledger:
     def group_rows(self) -> list[dict[str, Any]]:
         """Return one dict per group: name, kind, numbers of parameters and elements, the seven dtypes, and bytes.
 
-        Bytes per step are those of all all-gathers and reductions of one optimizer step (`planning/traffic.py`). Bytes
-        per rank need `num_shards`: those of the stored shard (padding included), of the unsharded parameters, and of
-        the gradients (a shard; at stages 0 and 1 with accumulation, the unsharded sums too). If units are merged, each
-        dict also has the modules of the group's unit, which is named after its first module. If any parameter is
-        sharded over another dimension than 0, it also has the sharded dimensions.
+        Bytes per step count all all-gathers and reductions of one optimizer step (`planning/traffic.py`). Bytes per
+        rank need `num_shards`, and count the stored shard (padding included), the unsharded parameters, and the
+        gradients (a shard; at stages 0 and 1 with accumulation, the unsharded sums too). If units are merged, each dict
+        also has the modules of the group's unit, which is named after its first module. If any parameter is sharded
+        over another dimension than 0, each dict also has the sharded dimensions.
         """
         columns = ("kind", "params", "elements", *DTYPE_COLUMNS, *self._byte_columns)
         other_dims = self._other_dims()

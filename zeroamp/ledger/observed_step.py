@@ -120,7 +120,7 @@ def call(model: nn.Module, batch: object) -> Any:
 
 
 def observed_units(plan: Plan) -> dict[str, list[str]]:
-    """Return the FQNs of the parameters that are unsharded in each module's forward, by module: those of its unit."""
+    """Return module -> FQNs of the parameters of its unit, which are unsharded in the module's forward."""
     units: dict[str, list[str]] = {}
     for param in plan.params:
         for module in plan.modules_of(param.unit):

@@ -47,7 +47,7 @@ class Recovery(HostReader):
         self._callbacks = train.callbacks
         self._micro_batches = train.micro_batches
         self._micro_batches.remedy = (
-            "Call train.recover() on every rank, outside of the except block, and go on with the next optimizer step."
+            "Call train.recover() on every rank, outside of the except block, then continue with the next step."
         )
         self._watch = ForwardWatch(state, train.micro_batches, self.calls)
         self._is_over = False  # whether the last step failed on some rank, and `recover` was not called since
@@ -90,7 +90,7 @@ class Recovery(HostReader):
         failures = self._exchange(None)
         self._discard_step()
         found = "; ".join(f"{failure} on rank {rank}" for rank, failure in failures.items())
-        remedy = "Nothing was updated on this rank. Call train.recover() and go on with the next optimizer step."
+        remedy = "Nothing was updated on this rank. Call train.recover() and continue with the next optimizer step."
         if not all(failure.can_be_recovered for failure in failures.values()):
             self._micro_batches.failure = Failure(where="recovery", text=found)
             remedy = RESTART

@@ -168,8 +168,8 @@ class _RankCheck:
         self._num_sums = 0  # steps whose numbers were summed, the same on all ranks, also after `close`
         self._is_open = True
         self._busy_s: list[float] = []
-        self._num_flushes: int | None = None  # of the process, at the last exchange; None before the first step
-        self._flushes = 0  # of the process, after the last step
+        self._num_flushes: int | None = None  # of the process until the last exchange; None before the first step
+        self._flushes = 0  # of the process until the last step
 
     def close(self) -> None:
         """Send zeros from now on."""

@@ -34,7 +34,7 @@ class SavedRun:
     headers: list[dict[str, Any]] = field(default_factory=list)
     """One per start of the run: the first start, and each resume."""
     records: list[StepRecord] = field(default_factory=list)
-    """By step. After a resume from a checkpoint, the repeated steps replace those that were lost."""
+    """Records in the order of steps. After a resume from a checkpoint, the repeated steps replace the lost ones."""
     warnings: list[tuple[str, str]] = field(default_factory=list)
     """(name, text)."""
     num_unreadable: int = 0
@@ -42,7 +42,7 @@ class SavedRun:
 
 
 def read_run(path: str | os.PathLike[str]) -> SavedRun:
-    """Read the file of a `RunReport`, also while the run goes on. Unreadable lines are skipped with a warning.
+    """Read the file of a `RunReport`, also during the run. Unreadable lines are skipped with a warning.
 
     Raises:
         CheckpointError: the file cannot be read, or `RunReport` did not write it.

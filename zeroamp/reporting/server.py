@@ -1,4 +1,4 @@
-"""`zeroamp report --serve`: serves a page of runs on the loopback interface, updated while the runs go on."""
+"""`zeroamp report --serve`: serves a page of runs on the loopback interface, which is updated during the runs."""
 
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

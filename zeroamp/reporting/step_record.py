@@ -36,20 +36,20 @@ class StepRecord:
     """Whether the dynamic loss scale and its hysteresis are at their minimum: an overflow in the next step is an error.
     """
     lr: tuple[float, ...]
-    """Of each param group."""
+    """Learning rate of each param group."""
 
     step_s: float
     forward_s: float
     """Forwards with gradients enabled, without exposed communication."""
     backward_s: float
-    """Without exposed communication."""
+    """Backwards, without exposed communication."""
     exposed_communication_s: float
     """Waits during the other three parts, see [Note: Exposed communication] in hooks/observers/communication.py."""
     optimizer_s: float
     """Norm with its all-reduce (24 bytes), clipping, update, scheduler; without exposed communication."""
 
     num_tokens: int | None = None
-    """Of all ranks. None: unknown."""
+    """Tokens of the step on all ranks. None: unknown."""
     tokens_per_s: float | None = None
     """num_tokens / step_s."""
     flops_per_s_per_rank: float | None = None
@@ -60,7 +60,7 @@ class StepRecord:
     traffic_bytes: Mapping[str, int] = field(default_factory=dict)
     """"collective dtype" -> bytes of unsharded tensors, as `zeroamp.traffic` counts them."""
     peak_active_gib: float | None = None
-    """Of the caching allocator, since its peak was last reset. None on the CPU."""
+    """Active memory of the caching allocator, since its peak was last reset. None on the CPU."""
     peak_reserved_gib: float | None = None
     num_alloc_retries: int | None = None
     """Flushes of the allocator's cache since the process began."""

@@ -63,9 +63,9 @@ class StepRecorder(Callback):
         self._num_devices = state.axes.whole.size()
         self._device = device_of(state.mesh)
         self._clock = StepClock(self._device.type)
-        self._num_tokens: int | None = None  # of this step so far, on this rank
+        self._num_tokens: int | None = None  # in the forwards of this step so far, on this rank
         self._traffic: Counter[str] = Counter()
-        self._late: Callable[[], StepRecord] | None = None  # of the step before, on an accelerator
+        self._late: Callable[[], StepRecord] | None = None  # reads the record of the step before, on an accelerator
         state.communication.add(self._clock)
         state.root_forward.add("report", self._around_forward)
         state.listeners.append(self)

@@ -11,9 +11,9 @@ The bits are those of `torch.optim.Muon` in one process: Newton-Schulz rounds it
 and all other operations are element-wise. Each matrix is gathered once. DTensors would gather it for every product.
 
 The result is scattered, not broadcast, because a rank needs only the part that it holds. Per optimizer step a rank
-sends 2 bytes per element of its shards, and then 2 bytes per element of the results it owns. An fp32 all-gather of all
-gradients would send 4 bytes per element of all matrices. With replicas (stage 0, HSDP), the owners are spread over the
-replicas too. Each replica gathers only the matrices it owns, and all ranks receive the results.
+sends 2 bytes per element of its shards, and 2 bytes per element of the matrices it owns (for each replica). An fp32
+all-gather of all gradients would send 4 bytes per element of all matrices. With replicas (stage 0, HSDP), the owners
+are spread over the replicas too. Each replica gathers only the matrices it owns, and all ranks receive the results.
 
 A rank holds the bf16 shards it sends, the bf16 matrices it owns, and the bf16 parts it receives, until the update ends.
 """

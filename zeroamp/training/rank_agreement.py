@@ -79,7 +79,7 @@ def _is_plain(value: object) -> bool:
 
 
 class Done(NamedTuple):
-    """Counts and settings of one optimizer step, equal on all ranks. Errors name the fields."""
+    """Counts and settings of one optimizer step that must be equal on all ranks. Errors name the fields."""
 
     steps_taken_before: int
     steps_skipped_before: int

@@ -78,8 +78,8 @@ def refuse_division(policy: Policy, *, divide: bool, others: bool | None) -> Non
         )
     if not divide and policy.reduce == "mean" and policy.low_dtype == torch.float16:
         raise StepError(
-            'TrainStep.backward got divide=False in float16 with zeroamp.reproducible and zeroamp.reduce "mean". What '
-            "the loop divides by then depends on the number of ranks, and in float16 small gradients underflow. Pass "
+            'TrainStep.backward got divide=False in float16 with zeroamp.reproducible and zeroamp.reduce "mean". The '
+            "loop's own divisor then depends on the number of ranks, and in float16 small gradients underflow. Pass "
             'divide=True, or set reduce to "sum" and divide by a number of all micro-batches. If the loop is of a '
             "library and divides by itself, as transformers' Trainer does, use bfloat16."
         )

@@ -252,7 +252,7 @@ class TrainStep:
     def micro_batch_index(self) -> int:
         """The index of this rank's next micro-batch among those of all ranks in the optimizer step, from 0.
 
-        After the last micro-batch, and before `step` has ended the optimizer step, it is that of the last one.
+        After the last micro-batch, until `step` has ended the optimizer step, this is the last micro-batch's index.
         """
         number = self.micro_batches.num_done - self.micro_batches.is_complete
         return self.micro_batches.order.index(number, self._policy.gradient_accumulation_steps)
@@ -336,7 +336,7 @@ class TrainStep:
 
         Raises:
             StepError: `step` or `update` was not called since the last backward, None and a bool are mixed for
-                `is_last`, `loss` is no tensor of one element, a trainable parameter is not stored in fp32, or
+                `is_last`, `loss` is not a tensor of one element, a trainable parameter is not stored in fp32, or
                 `recover` was not called after an earlier failure. Also if there are gradients before the first backward
                 of an optimizer step: call `zero_grad`.
         """
@@ -510,8 +510,8 @@ class TrainStep:
         If the step is skipped (see `StepReport.skipped`), neither parameters nor schedulers are updated.
 
         Args:
-            optimizers: those of several optimizers that step, with their schedulers. The other optimizers' gradients
-                are discarded, and their parameters stay as they are. None: all.
+            optimizers: which of the optimizers step, with their schedulers. Gradients of the others are discarded, and
+                their parameters stay as they are. None: all optimizers step.
 
         Raises:
             StepError: `clip_grad_norm` was not called before, an optimizer is not one of this TrainStep, or `recover`

@@ -367,7 +367,7 @@ def _open_draft(path: Path) -> int:
     of_place = re.compile(re.escape(path.name[:-_NUM_DIGITS]) + rf"[0-9a-f]{{{_NUM_DIGITS}}}")
     with locked(path.parent) as has_locks:
         for other in path.parent.iterdir() if has_locks else ():
-            # A draft without a lock file is complete. To move it failed, and the error named its folder.
+            # A draft without a lock file is complete: its files could not be moved, and the error named the draft.
             if of_place.fullmatch(other.name) and other.is_dir() and has_writer(other) is False:
                 shutil.rmtree(other, ignore_errors=True)
         return make_draft(path)
@@ -383,16 +383,17 @@ def _refuse_unshared(draft: Path) -> None:
         )
 
 
-def export_dtype(asked: str | torch.dtype | None, default: torch.dtype) -> torch.dtype:
-    """Return `asked` as a torch dtype, or `default` for None.
+def export_dtype(requested: str | torch.dtype | None, default: torch.dtype) -> torch.dtype:
+    """Return `requested` as a torch dtype, or `default` for None.
 
     Raises:
-        CheckpointError: `asked` is not fp32, bf16 or fp16.
+        CheckpointError: `requested` is not fp32, bf16 or fp16.
     """
-    dtype = default if asked is None else DTYPE_BY_NAME.get(asked, asked) if isinstance(asked, str) else asked
+    named = DTYPE_BY_NAME.get(requested, requested) if isinstance(requested, str) else requested
+    dtype = default if named is None else named
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPE_BY_NAME.values():
         valid = '"fp32", "bf16" or "fp16"'
-        raise CheckpointError(describe("the dtype of an export", repr(asked), valid, "Pass one of them."))
+        raise CheckpointError(describe("the dtype of an export", repr(requested), valid, "Pass one of them."))
     return dtype
 
 

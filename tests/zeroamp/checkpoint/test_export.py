@@ -42,7 +42,9 @@ def _contents(folder):
 
 
 @pytest.mark.parametrize("name", slow_but(["hf_llama", "llama_tied", "conv"], "hf_llama", "llama_tied"))
-@pytest.mark.parametrize("options", [{}, {"max_shard_bytes": 9000}], ids=["one file", "several"])
+@pytest.mark.parametrize(
+    "options", slow_but([{}, {"max_shard_bytes": 9000}], {"max_shard_bytes": 9000}), ids=["one file", "several"]
+)
 def test_the_files_are_those_of_the_ranks(ranks2, tmp_path, name, options):
     if name == "hf_llama":
         pytest.importorskip("transformers", reason="the model is transformers'")

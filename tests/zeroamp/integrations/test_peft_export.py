@@ -276,7 +276,7 @@ def _refused(folder):
         ),
         "merged Lily": (
             lambda: export_merged(unmergeable, folder),
-            "(LILY) cannot be merged: peft has no merge of it. Call export_adapter",
+            "(LILY) cannot be merged: peft does not implement it. Call export_adapter",
         ),
     }
     configs = {name: adapter_config.to_dict() for name, adapter_config in model.peft_config.items()}

@@ -256,7 +256,9 @@ def test_a_loss_that_does_not_call_the_model_is_refused():
             assert inputs == {"rows": [1, 2]}
             return self.model(torch.zeros(1))
 
-    with pytest.raises(zeroamp.ConfigError, match=r"compute_loss of Mine must call the model.*model\(\*\*inputs\)"):
+    with pytest.raises(
+        zeroamp.ConfigError, match=r"compute_loss of Mine must call its argument model.*model\(\*\*inputs\)"
+    ):
         Mine().example_inputs()
 
 

@@ -50,7 +50,7 @@ def _all_stages(stages, options, counts, flags):
     return {stage: _trained(config(stage, clip=CLIP, **options), counts, **flags) for stage in stages}
 
 
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("apart", slow_but([False, True], True))
 @pytest.mark.parametrize(
     ("stages", "options", "oracle"),
     [((0, 1), {"comm": "fp32"}, {"reduce_each": False}), ((2, 3), {}, {"reduce_each": True})],
@@ -382,7 +382,7 @@ def _reopened(stage):
     return found
 
 
-@pytest.mark.parametrize("stage", slow_but([1, 2, 3], 1, 3))
+@pytest.mark.parametrize("stage", slow_but([1, 2, 3], 3))
 def test_an_optimizer_step_goes_on_after_reopen(ranks2, stage):
     for reopened, known in ranks2.run(_reopened, stage):
         if stage >= 2:  # which reduce every micro-batch in any case

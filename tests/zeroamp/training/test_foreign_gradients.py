@@ -40,7 +40,17 @@ def _left_gradients(stage, options):
 SUMMED_LOW = {"data_types": {"grad_accum_dtype": "bf16"}}
 
 
-@pytest.mark.parametrize(("stage", "options"), [*((stage, {}) for stage in range(4)), (2, SUMMED_LOW), (3, SUMMED_LOW)])
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [
+        (0, {}),
+        pytest.param(1, {}, marks=pytest.mark.slow),
+        pytest.param(2, {}, marks=pytest.mark.slow),
+        (3, {}),
+        pytest.param(2, SUMMED_LOW, marks=pytest.mark.slow),
+        (3, SUMMED_LOW),
+    ],
+)
 def test_gradients_before_the_first_backward_are_refused_by_name(ranks2, stage, options):
     for error, differing in ranks2.run(_left_gradients, stage, options):
         assert "embed.weight has a gradient" in error

@@ -150,6 +150,7 @@ def test_what_is_set_is_trained_with(ranks2, stage):
     assert ranks2.run(_set, config(stage)) == [[], []]
 
 
+@pytest.mark.slow
 def test_what_is_set_with_a_loss_scale_offload_or_replicas(ranks4):
     assert ranks4.run(_set, config(3, dtype="float16", fp16={"initial_scale_power": 8})) == [[]] * 4
     assert ranks4.run(_set, {**config(3), **OFFLOAD}, (2, 2)) == [[]] * 4

@@ -62,6 +62,7 @@ def test_all_stages_and_fsdp2_alone_add_in_the_same_order(ranks2, name):
             assert same_bits(run.parameters, parameters) == []
 
 
+@pytest.mark.slow
 def test_units_that_read_an_activation_once_give_the_bits_of_one_process(ranks2):
     oracle = _one_process("skips")
     for rank, runs in enumerate(ranks2.run(_all_stages, "skips")):

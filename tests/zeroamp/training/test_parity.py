@@ -53,6 +53,7 @@ def test_all_stages_equal_one_process_with_autocast_on_the_default_wire(ranks2, 
     _check(by_rank, one_process.train(name, world_size=2, num_steps=NUM_STEPS, clip=CLIP))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(MODELS, "llama_untied"))
 def test_a_group_per_unit_and_dtype_gives_the_same_bits_as_the_model_wide_group(ranks2, name):
     by_rank = ranks2.run(_all_stages, name, (0, 1, 2, 3), {"threshold": 0})
@@ -84,6 +85,7 @@ def test_native_bf16_reduction_is_another_sum_than_fp32(ranks2):
     assert same_bits(native[3].parameters, summed[3].parameters) != []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["llama_untied", "encoder"], "encoder"))
 def test_all_stages_equal_one_process_on_4_ranks(ranks4, name):
     by_rank = ranks4.run(_all_stages, name, (0, 1, 2, 3), {})

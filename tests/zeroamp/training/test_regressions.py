@@ -85,6 +85,7 @@ def test_gradients_are_averaged_not_divided_twice_on_an_fp16_wire(request, world
     assert ratio == pytest.approx(1.0, abs=2e-3)  # a missed or doubled factor would be 2 or more
 
 
+@pytest.mark.slow
 def test_gradients_are_averaged_once_over_shards_and_replicas_on_an_fp16_wire(ranks4):
     options = {**HALF, "zeroamp": {"reduce_accumulate_dtype": "native"}}
     half = ranks4.run(_first_step, config(3, **options), 1.0, (2, 2))[0]
@@ -117,7 +118,7 @@ def _embedding_output(stage):
     return torch.equal(seen["out"], build(NAME).embed(batch(NAME, 0)))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
 def test_a_tied_embedding_is_not_rounded(ranks2, stage):
     assert ranks2.run(_embedding_output, stage)[0] is True
 
@@ -173,7 +174,7 @@ def _empty(stage):
     return losses
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
 def test_parameters_without_elements(ranks2, stage):
     losses = ranks2.run(_empty, stage)[0]
     assert losses[-1] < losses[0]
@@ -212,7 +213,7 @@ def _adapters(stage):
     return losses, same_bits({fqn: after[fqn] for fqn in frozen}, frozen), {p.dtype for p in frozen.values()}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
 def test_fp32_adapters_train_on_a_frozen_bf16_base(ranks2, stage):
     losses, changed, dtypes = ranks2.run(_adapters, stage)[0]
     assert losses[-1] < losses[0]

@@ -82,7 +82,7 @@ FAST = [
     pytest.param("moe", "bf16", {"stage": 2}, None, marks=pytest.mark.slow),
     ("llama_untied", "fp16", {}, None),
     pytest.param("lora", "autocast", {"stage": 2}, None, marks=pytest.mark.slow),
-    ("dropout", "autocast", {"stage": 0}, None),
+    pytest.param("dropout", "autocast", {"stage": 0}, None, marks=pytest.mark.slow),
     # Parameters that only the last micro-batch of a rank uses.
     pytest.param("chosen", "bf16", {"stage": 0}, None, marks=pytest.mark.slow),
     pytest.param("dropout", "autocast", {"stage": 1, "comm": "fp32"}, None, marks=pytest.mark.slow),

@@ -71,7 +71,7 @@ CASES = {
     "separate": ({"stage": 3, "threshold": 0, "zeroamp": {"separate_reduce_scatter_group": True}}, None, None),
 }
 
-FAST = ("stage 3", "HSDP", "hpZ", "two levels")
+FAST = ("stage 3", "HSDP")
 
 
 @pytest.mark.parametrize(

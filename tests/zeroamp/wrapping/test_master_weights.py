@@ -124,6 +124,7 @@ def test_the_plan_and_the_ledger_are_those_of_the_fp32_model(options):
     assert {param.dtypes.stored for param in plans[1].params} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_the_dry_run_charges_fp32_shards():
     plans = [
         zeroamp.plan_run(

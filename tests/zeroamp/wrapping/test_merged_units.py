@@ -115,6 +115,7 @@ def test_what_is_merged_by_default_has_the_bits_of_one_process(ranks2):
     check(by_rank, oracle(prepare=_widen_the_table))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("evaluates", slow_but([False, True], False))
 @pytest.mark.parametrize("prepare", slow_but([None, _checkpoint_second], None))
 @pytest.mark.parametrize("stages", slow_but([(0, 1), (2, 3)], (2, 3)), ids=str)
@@ -136,6 +137,7 @@ def test_frozen_shared_and_tied_parameters(ranks2, prepare, threshold):
         check(by_rank, oracle(prepare=prepare))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "prepare", slow_but([checkpoint_inside, checkpoint_outside, compile_blocks], checkpoint_outside)
 )
@@ -182,7 +184,11 @@ def _count(fields, stage, threshold):
     return dict(collectives.calls), dict(collectives.elements), counted, whole
 
 
-@pytest.mark.parametrize(("fields", "num_units"), [({}, 3), (PAIR, 2), (ALL, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("fields", "num_units"),
+    [pytest.param({}, 3, marks=pytest.mark.slow), (PAIR, 2), pytest.param(ALL, 1, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_a_merged_unit_costs_the_collectives_of_one(ranks2, fields, num_units):
     calls, elements, counted, whole = ranks2.run(_count, fields, 3, 0)[0]
     assert calls == {
@@ -213,6 +219,7 @@ def test_the_ledger_says_what_a_merged_unit_is_made_of(ranks2):
     assert sum(row["elements"] for row in parameters) == sum(row["elements"] for row in groups)
 
 
+@pytest.mark.slow
 def test_a_unit_without_holders_and_one_that_is_the_whole_model(ranks2):
     by_rank = ranks2.run(_train, "llama_untied", (0, 3), {"dtype": None}, ALL)
     check(by_rank, oracle(autocast=None))

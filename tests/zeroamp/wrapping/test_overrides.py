@@ -125,7 +125,6 @@ CASES = {
         CASES,
         "fp32 head",
         "fp32 Linear inside of a unit, bf16 gradients",
-        "norms send bf16",
         "the embedding is all-gathered in bf16",
         "Linears of no list",
     ),

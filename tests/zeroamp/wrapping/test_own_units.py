@@ -60,11 +60,13 @@ def test_the_same_bits_as_one_process(ranks2, name):
     _check(ranks2.run(_train, name), name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["llama_untied", "chunked_calls", "chunked_reads"], "llama_untied"))
 def test_the_same_bits_with_accumulation(ranks2, name):
     _check(ranks2.run(_train, name, accumulation=3), name, accumulation=3, reduce_each=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["llama_untied", "chunked_reads"], "llama_untied"))
 def test_the_same_bits_in_bf16_mode_and_in_fp32(ranks2, name):
     _check(ranks2.run(_train, name, dtype=None), name, autocast=None)
@@ -345,6 +347,7 @@ def _evaluate_between():
     ]
 
 
+@pytest.mark.slow
 def test_an_evaluation_between_micro_batches_changes_no_bit(ranks2):
     chunked, chunked_evaluated, tied, tied_evaluated = ranks2.run(_evaluate_between)[0]
     check_same_run(chunked, chunked_evaluated)
@@ -366,7 +369,7 @@ def _other_forward_before_the_backward(name, own, other):
     return full_parameters(model)
 
 
-@pytest.mark.parametrize("other", ["evaluates", "trains"])
+@pytest.mark.parametrize("other", slow_but(["evaluates", "trains"], "trains"))
 def test_a_weight_that_was_read_is_there_in_the_backward_after_another_forward(ranks2, other):
     run, name = _other_forward_before_the_backward, "chunked_reads"
     own, with_root = (ranks2.run(run, name, own, other)[0] for own in (True, False))

@@ -78,6 +78,7 @@ def test_all_stages_equal_one_process_with_autocast(ranks2, threshold):
     _check(ranks2.run(_all_stages, (0, 1, 2, 3), {"threshold": threshold}), world_size=2)
 
 
+@pytest.mark.slow
 def test_accumulation(ranks2):
     _check(ranks2.run(_all_stages, (0, 1), {"accumulation": 3, "comm": "fp32"}), world_size=2, accumulation=3)
     by_rank = ranks2.run(_all_stages, (2, 3), {"accumulation": 3})
@@ -130,6 +131,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 def test_options_give_the_bits_of_dimension_0(ranks2):
     assert ranks2.run(_against_dim_0, CASES) == [[], []]
 
@@ -195,6 +197,7 @@ def _optimizers(stage):
     return wrong
 
 
+@pytest.mark.slow
 def test_optimizers_update_shards_as_plain_tensors(ranks2):
     assert ranks2.run(_optimizers, 3) == ranks2.run(_optimizers, 2) == [[], []]
 
@@ -228,9 +231,12 @@ def test_planned_traffic_and_shards_are_those_measured(ranks4, threshold, mesh_s
 
 SUMS = pytest.param(
     {**BF16, "accumulation": 2},
-    marks=pytest.mark.skipif(
-        torch.__version__ >= (2, 15), reason="torch 2.15 copies unsharded sums another way: 5 % less than planned"
-    ),
+    marks=[
+        pytest.mark.slow,
+        pytest.mark.skipif(
+            torch.__version__ >= (2, 15), reason="torch 2.15 copies unsharded sums another way: 5 % less than planned"
+        ),
+    ],
 )
 
 

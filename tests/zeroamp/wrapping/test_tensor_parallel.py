@@ -38,7 +38,7 @@ def _check_close(run, oracle, bound=BOUND):
 
 @pytest.mark.parametrize(
     ("tied", "sequence", "passed"),
-    [(False, False, _data_axis), (True, False, None), (False, True, None)],
+    [(False, False, _data_axis), pytest.param(True, False, None, marks=pytest.mark.slow), (False, True, None)],
     ids=["llama", "tied", "sequence"],
 )
 def test_it_equals_one_process(ranks4, tied, sequence, passed):

@@ -70,7 +70,7 @@ class _BalancedRouting(TorchFunctionMode):
             return [[expert] for expert in range(self._num_experts)]
         if name == "where" and len(args) == 1 and not kwargs and args[0].dim() == 2:
             mask: torch.Tensor = args[0]  # [choices of a token, tokens], of one expert
-            expert, self._num_wheres = self._num_asked, self._num_asked + 1
+            expert, self._num_wheres = self._num_wheres, self._num_wheres + 1
             num_chosen = mask.numel() // self._num_experts + (expert < mask.numel() % self._num_experts)
             return torch.empty(num_chosen, 2, dtype=torch.long, device=mask.device).unbind(1)
         return func(*args, **(kwargs or {}))

@@ -245,7 +245,7 @@ def _refuse_nothing_left(model: nn.Module, uses: Sequence[ParameterUses]) -> Non
 
 
 def _own_parameters(model: nn.Module, classes: tuple[type[nn.Module], ...], uses: Sequence[ParameterUses]) -> bool:
-    """Return whether modules of the safe classes own any parameter, ignored ones included.
+    """Return whether modules of the safe classes own a parameter that has no unsafe owner, or that is ignored.
 
     A parameter that is read outside of its op counts too: see `zeroamp.planning.adapters`.
     """

@@ -151,7 +151,7 @@ def _check_param_dtype(config: Config) -> None:
     if asked is not None and asked != actual:
         raise ConfigError(
             f'data_types.param_dtype must be "{short_name(actual)}" in mode {mode}, but is "{short_name(asked)}". '
-            "Remove it: the enabled bf16 or fp16 block sets the dtype."
+            "Remove it: only an enabled bf16 or fp16 block changes this dtype."
         )
 
 

@@ -229,7 +229,10 @@ class Policy:
 
     @property
     def wire_dtype(self) -> torch.dtype:
-        """Communication dtype of the gradients of low-precision parameters at stages 1 to 3."""
+        """Communication dtype of the gradients of low-precision parameters; in mode "fp32", of all parameters.
+
+        At stage 0 it is used only with `reduce_accumulate_dtype` "native". Otherwise stage 0 communicates in fp32.
+        """
         return self.communication_data_type or self.gather_dtype
 
     @property

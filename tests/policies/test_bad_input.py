@@ -87,7 +87,7 @@ BAD = [
         'is "fp32"',
         "Remove one of the two keys",
     ),
-    ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype", 'is "bf16"', "Remove it: only an enabled bf16 or"),
+    ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype", 'is "bf16"', "Remove it: only an enabled bf16"),
     ({"data_types": {"buffer_dtype": "int8"}}, "data_types.buffer_dtype", 'is "int8"', "Change the value"),
     (
         {"data_types": {"keep_in_fp32_modules": "norm"}},

@@ -209,7 +209,7 @@ def _refuse_dtype_reads(tracer: _Tracer, recorder: UseRecorder, found: dict[str,
     change = _changed_program(tracer, recorder, readers)
     if change is not None:
         for name, place in readers.items():
-            found[name] = False, f"not safe: its dtype is read in {place}, and another one changes {change}"
+            found[name] = False, f"not safe: its dtype is read in {place}, and another dtype changes {change}"
 
 
 def _changed_program(tracer: _Tracer, recorder: UseRecorder, low: Collection[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""`wrap_model`: shards a model with FSDP2, with the typed groups, communication dtypes and autocast of a `Policy`."""
+"""`wrap_model`: shards a model with FSDP2, with the parameter groups, dtypes and autocast of a `Policy`."""
 
 import logging
 import time
@@ -191,10 +191,12 @@ def register_forward_method(model: nn.Module, method_name: str) -> None:
     """Make `model.method_name(...)` unshard parameters and run under autocast, as `forward` does.
 
     For methods other than `forward` that use submodules directly. A method that calls the model itself, as `generate`
-    does, need not be registered. FSDP2's `register_fsdp_forward_method` alone does not handle typed groups or autocast.
+    does, need not be registered. FSDP2's `register_fsdp_forward_method` alone would unshard only one of the root's
+    parameter groups, and would not enter autocast.
 
     Raises:
         WrapError: the model is not wrapped.
+        AttributeError: the model has no such method.
     """
     state = wrap_state(model)
     at_root = [holder for group in state.plan.groups if not group.unit and (holder := state.holders.get(group.name))]

@@ -98,7 +98,7 @@ def _only_read(block: _B, config: Config, prefix: str = "") -> _B:
 
 
 def unread(path: str, config: Config) -> str | None:
-    """Return why an honoured key has no effect in this config, whatever its value; None if it may have one."""
+    """Return why an honoured key has no effect in this config, whatever its value; None if it may have an effect."""
     block, _, name = path.rpartition(".")
     if name == "enabled":
         return None

@@ -204,7 +204,7 @@ class Config(Block):
 
     train_batch_size: Annotated[
         PositiveInt | None,
-        Honoured("samples per optimizer step; must be micro-batch size x accumulation steps x ranks"),
+        Honoured("samples per optimizer step; must be micro-batch size x accumulation steps x data-parallel ranks"),
     ] = None
     train_micro_batch_size_per_gpu: Annotated[PositiveInt | None, Honoured("samples per micro-batch and rank")] = None
     gradient_accumulation_steps: Annotated[

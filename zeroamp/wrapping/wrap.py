@@ -79,9 +79,9 @@ def wrap_model(
         model: on any device; parameters on the meta device are materialised and initialised without a full copy.
             Trainable parameters in bf16 or fp16 are sharded in fp32 (master weights). Frozen ones keep their dtype.
         policy: from `policy_from_config`.
-        mesh: 1-D (shard) or 2-D (replicate, shard) for HSDP; all ranks in one axis by default. With context, tensor or
-            expert parallelism, the whole named mesh, such as ("dp", "cp", "tp"), or the slice of it over which FSDP2
-            shards: `mesh["dp"]`. See docs/meshes.md.
+        mesh: 1-D (shard) or 2-D (replicate, shard) for HSDP. None: all ranks in one axis, or in two with
+            `zeroamp.dp_replicate_size`. With context, tensor or expert parallelism, the whole named mesh, such as
+            ("dp", "cp", "tp"), or the slice of it over which FSDP2 shards: `mesh["dp"]`. See docs/meshes.md.
         auto_wrap_policy: the modules that become units, see `zeroamp.policies.find_units`.
         example_inputs: for `lower_precision_safe_modules` "auto" and `zeroamp.autocast_ops`: a tuple of positional
             arguments, a mapping of keyword arguments, or a tensor, on any device. None stands for a transformers
@@ -100,6 +100,7 @@ def wrap_model(
         WrapError: the model, the mesh or the wrap policy is not supported, or ranks differ in their arguments or
             parameters.
         ConfigError: the policy does not fit the model, the ranks or the device.
+        PeerError: another rank ended, or did not call `wrap_model`.
 
     Examples:
         >>> policy = zeroamp.policy_from_config({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}})

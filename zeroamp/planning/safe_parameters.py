@@ -192,7 +192,8 @@ def _by_traced_run(model: nn.Module, found: SafeParameters, uses: Sequence[Param
         why = f"{uses[0].fqns[0]} is {precisions[0].reason}." if precisions else "The model has no parameters."
         raise ConfigError(
             f'{KEY} "auto" needs a model with layers that autocast runs in low precision, but finds no parameter of '
-            f"{type(model).__name__} that is only ever cast by autocast. {why}"
+            f"{type(model).__name__} that is only ever cast by autocast. {why} Name classes of modules instead, or "
+            "switch torch_autocast off."
         )
     return precisions
 

@@ -206,7 +206,7 @@ def test_3_ranks_are_refused():
         found = ranks.run(_refusals)
     finally:
         ranks.stop()
-    assert all("3 ranks that shard, which is not a power of two" in each["ranks"] for each in found)
+    assert all("number of ranks that shard must be a power of two, but is 3" in each["ranks"] for each in found)
 
 
 def _refused():

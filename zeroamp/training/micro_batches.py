@@ -130,8 +130,8 @@ class MicroBatches:
         if is_last and self._is_reproducible and self.order.depends_on_count and per_rank != planned:
             raise StepError(
                 f"An optimizer step ends after {per_rank} micro-batch(es), but gradient_accumulation_steps is "
-                f"{planned}. With zeroamp.reproducible both must be the same at stages 0 and 1 and with replicas. Change "
-                "one, or use stage 2 or 3 without replicas."
+                f"{planned}. With zeroamp.reproducible both must be the same at stages 0 and 1 and with replicas. "
+                "Change one, or use stage 2 or 3 without replicas."
             )
 
     def _number_sums(self) -> None:

@@ -32,6 +32,7 @@ ROLES: Mapping[str, Role] = {
     "dp_shard": "shard",
     "dp": "shard",
     "fsdp": "shard",
+    "batch": "shard",
     "cp": "context",
     "sp": "context",
     "tp": "tensor",

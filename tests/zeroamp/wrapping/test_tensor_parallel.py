@@ -29,6 +29,7 @@ def _check_close(run, oracle, bound=BOUND):
     differences = {
         fqn: float(torch.linalg.vector_norm(run.gradients[fqn] - expected) / torch.linalg.vector_norm(expected))
         for fqn, expected in oracle.gradients.items()
+        if expected.dim() > 0
     }
     assert {fqn: each for fqn, each in differences.items() if each > bound} == {}
     assert run.losses == pytest.approx(oracle.losses, rel=bound)
@@ -52,12 +53,29 @@ def test_it_equals_one_process(ranks4, tied, sequence, passed):
     assert "_StridedShard" in runs[0].placements["blocks.0.attention.q.weight"]
 
 
-def test_transformers_own_plan_equals_one_process(ranks4):
+@pytest.mark.parametrize("tied", [False, True])
+def test_transformers_own_plan_equals_one_process(ranks4, tied):
     pytest.importorskip("transformers.distributed.tensor_parallel")
-    oracle = whole_model.train(parallel.hf_decoder(), parallel.samples, 2, num_data=2, clip=0.5)
-    run = ranks4.run(parallel_training.train, AXES, config(3, dtype=None, clip=0.5), 2, hf=True)[0]
+    oracle = whole_model.train(parallel.hf_decoder(tied=tied), parallel.samples, 2, num_data=2, clip=0.5)
+    run = ranks4.run(parallel_training.train, AXES, config(3, dtype=None, clip=0.5), 2, hf=True, tied=tied)[0]
     _check_close(run, oracle)
     assert "_StridedShard" in run.placements["lm.model.layers.0.self_attn.q_proj.weight"]
+
+
+@pytest.mark.parametrize("part", ["scaled", "adapted"])
+def test_0_d_and_frozen_parameters(ranks4, part):
+    oracle = whole_model.train(parallel.decoder(**{part: True}), parallel.samples, 2, num_data=2, clip=0.5)
+    runs = ranks4.run(parallel_training.train, AXES, config(3, dtype=None, clip=0.5), 2, **{part: True})
+    _check_close(runs[0], oracle)  # the norm has the gradient of the 0-D parameter, too
+    for other in runs[1:]:
+        assert same_bits(other.parameters, runs[0].parameters) == []
+    if part == "scaled":
+        assert runs[0].parameters["scale"] == pytest.approx(oracle.parameters["scale"], rel=1e-5)
+    else:
+        assert all(".a." in fqn or ".b." in fqn for fqn in runs[0].gradients)
+        start = dict(parallel.decoder(adapted=True).named_parameters())
+        frozen = {fqn: value for fqn, value in runs[0].parameters.items() if fqn not in runs[0].gradients}
+        assert same_bits(frozen, {fqn: start[fqn].detach() for fqn in frozen}) == []
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -76,35 +94,28 @@ def test_stages_have_the_same_bits(ranks4, tied):
     assert runs[3].norms[0] == reported(fp64_norm(runs[3].gradients))
 
 
-def _resumed(axes, folder, saving, num_steps):
-    """Train, save and train on; or load and train on. Return losses, norms, whole parameters."""
+def _resumed(axes, folder, saving, accumulation):
+    """Train, save and train on; or load and train on. Return whole parameters, then losses and norms."""
     mesh = mesh_of(**axes)
-    cfg = config(2 if saving else 3, dtype=None, clip=0.5)
+    cfg = config(2 if saving else 3, dtype=None, clip=0.5, accumulation=accumulation)
     model, train = parallel_training.start(mesh, cfg)
-    first = 0
     if saving:
         parallel_training.steps(model, train, mesh, cfg, 0, 2)
         zeroamp.save_checkpoint(folder, model, train)
-        saved = full_parameters(model)
     else:
         zeroamp.load_checkpoint(folder, model, train)
-        saved = full_parameters(model)
-    first = train.num_steps
-    reports, _ = parallel_training.steps(model, train, mesh, cfg, first, num_steps)
-    return saved, [report.loss for report in reports], [report.grad_norm for report in reports]
+    found = full_parameters(model)
+    reports, _ = parallel_training.steps(model, train, mesh, cfg, train.num_steps, 2)
+    return found, [report.loss for report in reports], [report.grad_norm for report in reports]
 
 
-@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 1, "tp": 2}])
-def test_a_checkpoint_resumes_on_other_axes(ranks4, ranks2, tmp_path, axes):
-    saved, losses, norms = ranks4.run(_resumed, AXES, tmp_path, True, 2)[0]
-    if axes == {"dp": 2}:  # the same samples
-        loaded, ours, our_norms = ranks2.run(_resumed, axes, tmp_path, False, 2)[0]
-        assert ours == pytest.approx(losses, rel=BOUND)
-        assert our_norms == pytest.approx(norms, rel=BOUND)
-    else:
-        loaded, ours, _ = ranks2.run(_resumed, axes, tmp_path, False, 2)[0]
-        assert all(loss > 0 for loss in ours)
+@pytest.mark.parametrize(("axes", "accumulation"), [({"dp": 2}, 1), ({"dp": 1, "tp": 2}, 2)])
+def test_a_checkpoint_resumes_on_other_axes(ranks4, ranks2, tmp_path, axes, accumulation):
+    saved, losses, norms = ranks4.run(_resumed, AXES, tmp_path, True, 1)[0]
+    loaded, ours, our_norms = ranks2.run(_resumed, axes, tmp_path, False, accumulation)[0]
     assert same_bits(loaded, saved) == []
+    assert ours == pytest.approx(losses, rel=BOUND)
+    assert our_norms == pytest.approx(norms, rel=BOUND)
 
 
 def _resumed_exactly(folder):

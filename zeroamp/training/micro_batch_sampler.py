@@ -51,8 +51,8 @@ class MicroBatchSampler(Sampler[list[int]]):
         axes = wrap_state(train.model).axes
         if axes.num_context > 1:
             raise StepError(
-                f"MicroBatchSampler deals different samples to all {axes.fsdp.size()} ranks that average gradients, but "
-                f"the {axes.num_context} ranks of a context axis ({axes.describe()}) need the same ones. Use "
+                f"MicroBatchSampler deals different samples to all {axes.fsdp.size()} ranks that average gradients, "
+                f"but the {axes.num_context} ranks of a context axis ({axes.describe()}) need the same ones. Use "
                 'DistributedSampler(data, mesh["dp"].size(), mesh["dp"].get_local_rank()).'
             )
         if micro_batch_size < 1:

@@ -195,20 +195,21 @@ class _Run:
     parameters: dict[str, torch.Tensor]
 
 
+@torch.compiler.set_stance("force_eager")  # block masks are compiled else, which takes longer than all else
 def _batches(dims, model, step, masked):
-    """This rank's micro-batches: its part of the sequences of its data rank."""
+    """Return this rank's micro-batches: its part of the sequences of its data rank."""
     from torchtitan.distributed.context_parallel import prepare_context_parallel_input
 
-    rank = dims.get_mesh("batch").get_local_rank() if dims.dp_shard > 1 else 0
+    rank, found = dims.get_mesh("batch").get_local_rank(), []
     for tokens, labels, more in _micro_batches(step, rank, MASKED_LENGTH if masked else LENGTH):
         if masked:
             positions = torch.arange(MASKED_LENGTH).expand(2, MASKED_LENGTH).contiguous()
             more = {"positions": positions, "attention_masks": model.get_attention_masks(positions=positions)}
         if dims.cp_enabled:
             device = torch.device("cpu")
-            yield prepare_context_parallel_input(tokens, labels, more, dims.get_mesh("cp"), device)
-        else:
-            yield tokens, labels, more
+            tokens, labels, more = prepare_context_parallel_input(tokens, labels, more, dims.get_mesh("cp"), device)
+        found.append((tokens, labels, more))
+    return found
 
 
 def _theirs(dims, options, num_steps, masked=False):
@@ -260,7 +261,7 @@ def _ours(dims, options, num_steps, masked=False, cfg=None):
     clip = train.clip_grad_norm
     train.clip_grad_norm = lambda max_norm: (note(), clip(max_norm))[1]
     for step in range(num_steps):
-        batches = list(_batches(dims, model, step, masked))
+        batches = _batches(dims, model, step, masked)
         norm, report = recipe["train_one_step"](train, batches, _num_tokens(dims, masked), 0.0)
         losses.append(report.loss * dims.dp_shard * dims.cp)
         norms.append(float(norm))

@@ -70,7 +70,7 @@ def test_0_d_and_frozen_parameters(ranks4, part):
     for other in runs[1:]:
         assert same_bits(other.parameters, runs[0].parameters) == []
     if part == "scaled":
-        assert runs[0].parameters["scale"] == pytest.approx(oracle.parameters["scale"], rel=1e-5)
+        assert float(runs[0].parameters["scale"]) == pytest.approx(float(oracle.parameters["scale"]), rel=1e-5)
     else:
         assert all(".a." in fqn or ".b." in fqn for fqn in runs[0].gradients)
         start = dict(parallel.decoder(adapted=True).named_parameters())
@@ -179,6 +179,33 @@ def test_whole_parameters_can_be_set(ranks4):
         assert same_bits(found, results[0][1]) == []
 
 
+def _overflowed(axes, overflowing_rank):
+    """Five steps in float16; in the third, one element of one rank's gradients is infinite."""
+    mesh = mesh_of(**axes)
+    cfg = config(3, dtype="float16", clip=0.5) | {"fp16": {"initial_scale_power": 8, "hysteresis": 1}}
+    model, train = parallel_training.start(mesh, cfg)
+    found = []
+    for index in range(5):
+        train.backward(model(*parallel_training.inputs_of(mesh, index)))
+        if index == 2 and dist.get_rank() == overflowing_rank:
+            model.get_parameter("blocks.0.up.weight").grad.to_local().view(-1)[0] = float("inf")
+        report = train.step()
+        found.append((report.loss, report.skipped, report.loss_scale))
+    return found, full_parameters(model)
+
+
+def test_an_overflow_on_one_tensor_rank_skips_the_step_on_all(ranks4, ranks2):
+    runs = ranks4.run(_overflowed, AXES, 1)
+    losses, skipped, scales = zip(*runs[0][0], strict=True)
+    assert skipped == (False, False, True, False, False)
+    assert scales == (256, 256, 256, 128, 128)
+    for found, parameters in runs[1:]:
+        assert found == runs[0][0]
+        assert same_bits(parameters, runs[0][1]) == []
+    alone = ranks2.run(_overflowed, {"dp": 2}, 1)[0][0]
+    assert losses == pytest.approx([loss for loss, *_ in alone], rel=2**-9)  # activations are rounded to float16
+
+
 class _HeadNorm(nn.Module):
     """A norm on the heads of one rank, which the plan leaves out."""
 
@@ -192,10 +219,22 @@ class _HeadNorm(nn.Module):
         return self.norm(x.view(*x.shape[:-1], -1, 4)).flatten(-2).square().mean()
 
 
-def _part_of_a_gradient():
+class _HeadScale(nn.Module):
+    """A 0-D parameter that scales the heads of one rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 16, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x):
+        return (self.up(x) * self.scale).square().mean()
+
+
+def _part_of_a_gradient(module):
     mesh = mesh_of(**AXES)
     torch.manual_seed(0)
-    model = parallelize_module(_HeadNorm(), mesh["tp"], {"up": ColwiseParallel()})
+    model = parallelize_module(module(), mesh["tp"], {"up": ColwiseParallel()})
     model = zeroamp.wrap_model(model, zeroamp.policy_from_config(config(3, dtype=None)), mesh)
     train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters()))
     generator = torch.Generator().manual_seed(mesh["dp"].get_local_rank())
@@ -207,10 +246,11 @@ def _part_of_a_gradient():
     return ""
 
 
-def test_parts_of_gradients_that_nobody_adds_are_an_error(ranks4):
-    for text in ranks4.run(_part_of_a_gradient):
+@pytest.mark.parametrize(("module", "fqn"), [(_HeadNorm, "norm.weight"), (_HeadScale, "scale")])
+def test_parts_of_gradients_that_nobody_adds_are_an_error(ranks4, module, fqn):
+    for text in ranks4.run(_part_of_a_gradient, module):
         assert "different gradients" in text
-        assert "norm.weight" in text
+        assert fqn in text
         assert "SequenceParallel" in text
 
 

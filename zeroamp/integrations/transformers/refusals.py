@@ -13,7 +13,7 @@ from zeroamp.wrapping.state import is_wrapped
 _REASONS = {
     "fsdp": "zeroamp shards the model itself. Leave it out; the config's zero_optimization.stage takes its place.",
     "deepspeed": "zeroamp takes its place. Leave it out, and pass the file as zeroamp instead.",
-    "parallelism_config": "A Trainer gives each rank samples of its own. Leave it out; docs/meshes.md has a loop for such meshes.",
+    "parallelism_config": "A Trainer gives each rank samples of its own. Leave it out; docs/meshes.md has a loop for meshes.",
     "auto_find_batch_size": (
         "An out-of-memory error on one rank leaves the others in a collective. Leave it out; `zeroamp plan` computes "
         "the largest batch before the run."

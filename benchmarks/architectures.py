@@ -3,11 +3,11 @@
     python -m benchmarks.architectures [--only NAME ...] [--lists default auto] [--stages 0 2 3] [--out FOLDER]
 
 10 AdamW steps with weight decay under bf16 autocast. A case is a family, a list of safe modules and a ZeRO stage. It
-asks four questions: are the losses, and all parameters at the end, those of `tests/oracles/families.py`? Does a fresh
-model that loads the checkpoint of step 5 end with the same losses, parameters and buffers? Does the export hold the
-trained values, and does `from_pretrained` (where the model is transformers') read them back?
-FOLDER gets `architectures.md` and `architectures.jsonl`. The exit status is 1 if any answer is no. Where the family
-expects the default list to be refused, the refusal is the answer.
+checks four things: the losses, and all parameters at the end, are those of `tests/oracles/families.py`; a new model
+that loads the checkpoint of step 5 ends with the same losses, parameters and buffers; and the export has the trained
+values, which `from_pretrained` reads back if the model is transformers'.
+FOLDER gets `architectures.md` and `architectures.jsonl`. The exit status is 1 if any check fails. If the family expects
+that the default list is refused, the refusal is the right result.
 """
 
 import argparse
@@ -37,7 +37,7 @@ _SIDES = ("losses", "parameters", "resume", "export")
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What one case showed. An answer is None where an error came before it."""
+    """The results of one case. A check is None if an error came before it."""
 
     family: str
     safe_list: str
@@ -54,7 +54,7 @@ class Result:
 
     @property
     def is_exact(self) -> bool:
-        """Whether every answer is yes."""
+        """Whether every check has passed."""
         return all(getattr(self, side) for side in _SIDES)
 
 
@@ -80,13 +80,13 @@ def run_case(ranks: Ranks, name: str, safe_list: str, stage: int, expected: orac
 
 
 def expected_of(name: str) -> oracle.Expected:
-    """Train the family in this process, by plain torch."""
+    """Train the family in this process with plain torch."""
     with _quietly():
         return oracle.train(FAMILIES[name], num_steps=NUM_STEPS, lr=LR)
 
 
 class _quietly(warnings.catch_warnings):  # noqa: N801  # used as a function
-    """Leave out the warnings of transformers' own code."""
+    """A context without the warnings of transformers' code."""
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -129,7 +129,7 @@ def _first_of_resume(runs: list[Run]) -> str | None:
 
 
 def _first_of_export(family: Family, folder: Path, parameters: dict[str, torch.Tensor]) -> str | None:
-    """Read the export as its user would, into a model of other weights."""
+    """Load the export as a user does, into a model with other weights. Return the first difference, or None."""
     try:
         with _quietly():
             model = _reloaded(family, folder)
@@ -156,7 +156,7 @@ def _reloaded(family: Family, folder: Path) -> torch.nn.Module:
 
 
 def _first_error(text: str) -> str:
-    """Return what the first rank raised, of tracebacks of several ranks; or the first line of an error's own text."""
+    """Return the first rank's error from the tracebacks of several ranks, or the first line of an error's text."""
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith((" ", "---", "Traceback"))]
     return lines[0] if lines else text
 
@@ -196,7 +196,7 @@ def _words(result: Result) -> list[str]:
 
 
 def main() -> None:
-    """Run the cases asked for; the exit status says whether all are exact."""
+    """Run the chosen cases. The exit status is 1 if one of them is not exact."""
     arguments = _arguments()
     torch.set_num_threads(1)
     ranks = Ranks(NUM_RANKS)

@@ -1,4 +1,4 @@
-"""CPU time of each rank's threads in a step, by what they do, beside a step without communication.
+"""CPU time of each rank's threads in a step, by activity, as a ratio to a step without communication.
 
     torchrun --nproc-per-node 2 -m benchmarks.core_time [--model 3.7m] [--rounds 40] [--engines ...] [--out FOLDER]
 
@@ -15,7 +15,7 @@ time of a part does not include that of the parts inside it:
 | gloo | all other threads of the process: they send and receive bytes, and add where a reduction of gloo adds |
 
 Each value is a median over the rounds: CPU time divided by that of a whole step without communication of the same
-round. "not running" is the wall time of a step minus the CPU time of the main thread: for so long the main thread
+round. "not running" is the wall time of a step minus the CPU time of the main thread: the time in which the main thread
 waited for the other rank, or for a core that another thread used. Rounds are those of `benchmarks.step_time`.
 """
 
@@ -49,7 +49,7 @@ COLLECTIVES = (
     *("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"),
     *("all_to_all_single", "all_reduce"),
 )
-"""Of torch.distributed; some by the name of one version only."""
+"""Functions of torch.distributed. Some names exist in some versions only."""
 
 
 class Parts:

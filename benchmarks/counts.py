@@ -1,10 +1,10 @@
-"""Counts of what grows with the ranks: process groups, sockets, object bytes of a save, host collectives of a step.
+"""Counts of what grows with the ranks: process groups, sockets, bytes of objects in a save, host collectives of a step.
 
     OMP_NUM_THREADS=1 python -m benchmarks.counts [--fake 8 64 1024 16384] [--ranks 16] [--out FOLDER]
 
-Process groups and the collectives of a step are counted in one process, as rank 0 of so many fake ranks
-(`benchmarks/fake_ranks.py`). Sockets, bytes and times of exchanges are those of real ranks of this machine, on gloo.
-It runs on earlier versions of zeroamp too: copy the file there.
+Process groups and the collectives of a step are counted in one process, as rank 0 of --fake fake ranks
+(`benchmarks/fake_ranks.py`). Sockets, bytes and times of exchanges are those of real ranks on this machine, with gloo.
+To count for an earlier version of zeroamp, copy this file there.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def groups_made(num_ranks: int, num_blocks: int, **keys: Any) -> int:
 
 @contextmanager
 def answering(num_ranks: int) -> Iterator[Counter[str]]:
-    """Count exchanges on the host under fake ranks. Each returns this rank's value for all."""
+    """Count exchanges on the host under fake ranks. Each exchange returns this rank's value for all ranks."""
     calls: Counter[str] = Counter()
 
     def gathered(results: list[Any], value: Any, **_: Any) -> None:
@@ -195,7 +195,7 @@ def ratio(first: Callable[[], Any], second: Callable[[], Any], rounds: int = 25)
 
 
 def real_rank(folder: str) -> dict[str, Any]:
-    """What one of several real ranks counts."""
+    """Return the counts of one of several real ranks."""
     found: dict[str, Any] = {"at the start": num_sockets()}
     model = model_of(4)
     train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-3))

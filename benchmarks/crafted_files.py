@@ -1,10 +1,10 @@
-"""Gives crafted files to everything that reads files, and records how each reading ended.
+"""Gives crafted files to all functions that read files, and records how each reading ended.
 
     python -m benchmarks.crafted_files --out FOLDER [--only WORD] [--every N]
 
 Every variant is read in a process of its own, a rank of a world of one. FOLDER gets `crafted_files.jsonl` and
-`crafted_files.md`. Right is: a CheckpointError (of configs a ConfigError) without control characters in its text, or
-the good files' values; no code was run, no more than `MAX_MIB` was taken, within `TIMEOUT_S`.
+`crafted_files.md`. A right ending is a CheckpointError (for configs a ConfigError) without control characters in its
+text, or the good files' values. No code may run, memory may grow by `MAX_MIB` at most, and `TIMEOUT_S` is the limit.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from benchmarks.crafted.variant import MARK, Variant
 from benchmarks.output import add_out, emit
 
 MAX_MIB = 250
-"""The largest file that is read whole has 32 MiB of JSON; bombs are of 256 MiB and more."""
+"""Most growth of memory. The largest file that is read whole has 32 MiB of JSON; bombs have 256 MiB and more."""
 TIMEOUT_S = 30
 
 
@@ -49,7 +49,7 @@ class Ending:
     """"refused", "accepted", "raised" (another exception), "killed" (it took too long, or crashed)."""
     text: str = ""
     peak_mib: float = 0.0
-    """Growth of the process's resident memory over what it had before."""
+    """Growth of the process's resident memory while it read."""
     was_executed: bool = False
     seconds: float = 0.0
 
@@ -60,7 +60,7 @@ def variants() -> list[Variant]:
 
 
 def run(chosen: list[Variant], told: Callable[[Ending], object]) -> list[Ending]:
-    """Read each variant, and tell how it ended."""
+    """Read each variant, and call `told` with how it ended."""
     root = Path(tempfile.mkdtemp(prefix="crafted-"))
     logging.getLogger("zeroamp").addHandler(logging.NullHandler())
     gc.freeze()
@@ -118,13 +118,13 @@ def _resident_kib(key: str) -> int:
 
 
 def _forked(action: Callable[[], object], failure: Path, timeout_s: float) -> int:
-    """Run `action` in a rank of its own. Returns 0, or how the process ended."""
+    """Run `action` in a forked process that is a rank of its own. Returns 0, or the process's wait status."""
     failure.unlink(missing_ok=True)
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            signal.alarm(int(timeout_s))  # ends the process, whatever it waits for
+            signal.alarm(int(timeout_s))  # ends the process even if it waits for something
             sys.stderr = open(os.devnull, "w")  # noqa: SIM115
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
             action()
@@ -156,11 +156,11 @@ def _markdown(endings: list[Ending]) -> list[str]:
 
 
 def main() -> None:
-    """Run the campaign; the exit status says whether any reading ended wrongly."""
+    """Run the campaign. The exit status is 1 if any reading ended wrongly."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add_out(parser)
     parser.add_argument("--only", default="", help="variants with this word in reader or name")
-    parser.add_argument("--every", type=int, default=1, help="one of so many variants")
+    parser.add_argument("--every", type=int, default=1, help="read only every N-th variant")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     chosen = [v for v in variants() if arguments.only in f"{v.reader}: {v.name}"][:: arguments.every]

@@ -5,8 +5,8 @@
     export DS_REPOSITORY=$PWD/../.. PYTHONPATH=ZEROAMP:ZEROAMP/benchmarks
     pytest -p no:warnings -p deepspeed_unit_tests runtime/test_no_sync_ctxt.py
 
-`import deepspeed` gives `zeroamp.deepspeed`. Names of DeepSpeed's inside that are not there become `Private` objects,
-so that a file can be imported; a test that uses one fails as "private". The ranks of a test are forked, and use gloo.
+`import deepspeed` imports `zeroamp.deepspeed`. Missing internal names of DeepSpeed become `Private` objects, so that a
+file can be imported. A test that uses such a name fails as "private". The ranks of a test are forked, and use gloo.
 
 Results go to the file `results.json`: per test its outcome and the error that decided it.
 """
@@ -39,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zeroamp.checkpoint.load
 import zeroamp.checkpoint.save
 import zeroamp.deepspeed
-import zeroamp.deepspeed.initialization  # forked ranks need not import it again
+import zeroamp.deepspeed.initialization  # so that forked ranks do not import it again
 from zeroamp.deepspeed import comm
 from zeroamp.deepspeed.accelerator import get_accelerator
 from zeroamp.policies.errors import ZeroAmpError
@@ -57,16 +57,16 @@ INSIDE = (
     "'ds_tensor'",
     "'ds_id'",
 )
-"""Words of errors that a test raises which reads DeepSpeed's inside."""
+"""Words of errors in tests that use DeepSpeed's internals."""
 CONSTANT = re.compile(r"""^([A-Z][A-Z0-9_]*) = (["'].*?["']|[\d.e-]+|True|False|None)\s*$""", re.MULTILINE)
 
 
 class PrivateError(Exception):
-    """A test used a name of DeepSpeed's inside."""
+    """A test used an internal name of DeepSpeed."""
 
 
 class PrivateMeta(type):
-    """Lets a name of DeepSpeed's inside be imported, read and compared with, and not be called."""
+    """Lets an internal name of DeepSpeed be imported, read and compared, but not be called."""
 
     def __getattr__(cls, name):
         if name.startswith("__"):
@@ -158,7 +158,7 @@ outcomes = {}
 
 
 def on_cpu(init):
-    """Let DDP take the `device_ids` that the tests give for GPUs."""
+    """Make DDP ignore the `device_ids` that tests pass for GPUs."""
 
     def start(self, module, *_, **more):
         init(self, module, **{name: value for name, value in more.items() if not name.endswith(("ids", "_device"))})
@@ -167,7 +167,7 @@ def on_cpu(init):
 
 
 def of_shards(allclose):
-    """Let `torch.allclose`, which DTensors do not have, compare the shards of each rank."""
+    """Make `torch.allclose`, which does not support DTensors, compare the shards of each rank."""
 
     def local(tensor):
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -176,7 +176,7 @@ def of_shards(allclose):
 
 
 def of_one_element(gather):
-    """Let `all_gather_into_tensor` take a 0-D tensor, which gloo does not."""
+    """Make `all_gather_into_tensor` accept a 0-D tensor, which gloo does not support."""
     return lambda output, tensor, *args, **kwargs: gather(output, tensor.reshape(-1), *args, **kwargs)
 
 
@@ -186,8 +186,8 @@ torch.allclose = of_shards(torch.allclose)
 
 
 def launch(self, num_procs, init_method):
-    """Fork the ranks; raise the first error of any."""
-    if torch.distributed.is_initialized():  # a test that has no ranks has made a world of one
+    """Fork the ranks, and raise the first error of any of them."""
+    if torch.distributed.is_initialized():  # a test without ranks has made a world of one
         torch.distributed.destroy_process_group()
     port = str(29500 + os.getpid() % 2000)
     readers, pids = [], []
@@ -268,6 +268,6 @@ def pytest_runtest_makereport(item, call):
 
 
 def pytest_runtest_logfinish():
-    """Write what is known, so that a run that is ended leaves it."""
+    """Write the results so far, so that an interrupted run has them."""
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     RESULTS.write_text(json.dumps(known | outcomes, indent=1))

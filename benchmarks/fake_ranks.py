@@ -9,7 +9,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 @contextmanager
 def fake_ranks(world_size: int) -> Iterator[None]:
-    """Be rank 0 of `world_size`, by torch's own backend "fake". What is computed from gathered values means nothing."""
+    """Run inside as rank 0 of `world_size`, with torch's backend "fake". Results of collectives are meaningless."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         yield

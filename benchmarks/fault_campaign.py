@@ -1,9 +1,9 @@
-"""Breaks training runs in every way we know, starts them again, and counts what was lost. It must be nothing.
+"""Breaks training runs in every known way, restarts them, and counts losses. There must be none.
 
     python -m benchmarks.fault_campaign --kills 100 --others 5 --seed 0 --out FOLDER
 
-FOLDER gets `faults.json`, with every attempt, and `faults.md`, also if the campaign is ended early by SIGTERM. Kinds of
-faults that this machine or user cannot make are listed with the reason.
+FOLDER gets `faults.json`, with every attempt, and `faults.md`, also if SIGTERM ends the campaign early. Kinds of faults
+that this machine or user cannot make are listed with the reason.
 """
 
 import argparse
@@ -47,7 +47,7 @@ _NEED_NETWORKS = ("cable",)
 
 
 def main() -> None:
-    """Run the campaign; the exit status says whether anything was lost."""
+    """Run the campaign. The exit status is 1 if anything was lost."""
     arguments = _arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     gc.freeze()  # forks then leave the memory of all modules shared
@@ -63,12 +63,12 @@ def main() -> None:
             attempts.extend(attempt for attempt in pair if attempt is not None)
     num_losses = sum(len(attempt.losses) for attempt in attempts)
     if num_losses:
-        sys.exit(f"{num_losses} losses; what they left is in {root}")
+        sys.exit(f"{num_losses} losses; their files are in {root}")
     shutil.rmtree(root)
 
 
 def _impossible() -> dict[str, str]:
-    """Return the kinds that cannot be tried here, with the reason."""
+    """Return kind of fault that cannot be made here -> the reason."""
     skipped = {}
     for kinds, prepare in ((_NEED_MOUNTS, disk.have_own_mounts), (_NEED_NETWORKS, cable.try_networks)):
         try:
@@ -79,7 +79,7 @@ def _impossible() -> dict[str, str]:
 
 
 def _kill(runs: Runs, kinds: dict[str, Kind], num_kills: int) -> Iterator[Attempt]:
-    """Make attempts of the kinds of kills in turn, until a rank was killed in so many of them."""
+    """Make attempts of the kinds of kills in turn, until a rank was killed in `num_kills` of them."""
     for name, kind in itertools.cycle([item for item in kinds.items() if item[0] in kills.KILLS]):
         if num_kills <= 0:
             return
@@ -89,7 +89,7 @@ def _kill(runs: Runs, kinds: dict[str, Kind], num_kills: int) -> Iterator[Attemp
 
 
 def _try_others(runs: Runs, kinds: dict[str, Kind], skipped: dict[str, str], times: int) -> Iterator[Attempt]:
-    """Make so many attempts of every other kind, in turn."""
+    """Make `times` attempts of every other kind, in turn."""
     names = [name for name in kinds if name in _OTHERS and name not in skipped]
     for _ in range(times):
         yield from (_try(name, kinds[name], runs) for name in names)
@@ -107,7 +107,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=100, help="attempts in which a rank is killed -9")
     parser.add_argument("--others", type=int, default=5, help="attempts of every other kind")
     parser.add_argument("--only", choices=_KINDS, help="one kind of fault alone")
-    parser.add_argument("--timeout-s", type=float, default=20.0, help="of every collective")
+    parser.add_argument("--timeout-s", type=float, default=20.0, help="timeout of every collective")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
@@ -120,4 +120,4 @@ if __name__ == "__main__":
         rank = fork
     else:
         sys.exit()
-    rank.run()  # outside of the handler: nothing of the campaign is left on the stack
+    rank.run()  # outside of the handler, so that the campaign's frames are not on the stack

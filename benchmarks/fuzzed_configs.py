@@ -1,4 +1,4 @@
-"""Random configs through the whole door: `policy_from_config`, the builders, and `wrap_model` of a meta-device model.
+"""Passes random configs to `policy_from_config`, the builders, and `wrap_model` of a model on the meta device.
 
 Every config must end in a ConfigError, in a WrapError that names a key of the config, or in a wrapped model whose
 policy round-trips: `policy_from_config(json.loads(str(policy))) == policy`. Anything else is a failure, printed with
@@ -66,7 +66,7 @@ ARGUMENTS = [{"hidden_size": 8}, {"lr": 1e-3}, {"bf16": True}, {"gradient_clippi
 
 
 def key_values() -> dict[str, list[Any]]:
-    """Return the path of every key, those of `params` included -> the values of the pool that its type takes."""
+    """Return path of every key, those of `params` included -> the values of the pool that its type accepts."""
     found = {}
     blocks = [("", Config), *(("optimizer.params.", block) for block in OPTIMIZER_PARAMS.values())]
     blocks += [("scheduler.params.", block) for block in SCHEDULER_PARAMS.values()]
@@ -133,7 +133,7 @@ def meta_model() -> nn.Sequential:
 
 
 def outcome(cfg: dict[str, Any], arguments: dict[str, Any], known: set[str]) -> str:
-    """Return how one config ends. Raises what is a failure."""
+    """Return how one config ended. Raises AssertionError for a failure."""
     where = "policy_from_config"
     try:
         policy = zeroamp.policy_from_config(cfg, world_size=1, **arguments)

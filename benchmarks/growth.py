@@ -1,11 +1,10 @@
-"""Time of one step as layers are added: constant per layer, or not?
+"""Time of one step by number of layers, to check that the time per layer is constant.
 
     OMP_NUM_THREADS=1 python -m benchmarks.growth [--layers 4 8 16 32 64] [--rounds 15] [--out FOLDER]
 
-Layers of width 32, two sequences of four tokens, and collectives that return at once (`benchmarks/fake_ranks.py`): what
-is left is what Python and the dispatcher do. Each round takes one step of every model of both engines, in an order that
-rotates. Printed is the median over the rounds of the processor's time, the line through the medians, and what each
-misses it by.
+Layers have width 32, batches two sequences of four tokens, and collectives return at once (`benchmarks/fake_ranks.py`),
+so the time is that of Python and the dispatcher. Each round takes one step of every model of both engines, in an order
+that rotates. The output is the median processor time over the rounds, the line through the medians, and the residuals.
 
     zeroamp   ZeRO-3, bf16 autocast: TrainStep, with its gradient norm and its collective
     FSDP2     fully_shard of every block and the root, MixedPrecisionPolicy(bf16, bf16): backward, step, zero_grad
@@ -66,12 +65,12 @@ ENGINES = {"zeroamp": zeroamp_step, "FSDP2": fsdp2_step}
 
 
 def measured(steps: dict[tuple[str, int], Step], num_rounds: int) -> dict[tuple[str, int], float]:
-    """Return the median milliseconds of the processor for a step of each."""
+    """Return the median processor time of a step of each, in milliseconds."""
     times: dict[tuple[str, int], list[float]] = {key: [] for key in steps}
     keys = list(steps)
     for index in range(num_rounds + WARM_UP):
         turn = index % len(keys)
-        gc.collect()  # here, and so in no step more than in another
+        gc.collect()  # between rounds, so that it does not run inside of steps
         for key in keys[turn:] + keys[:turn]:
             begin = time.process_time()
             steps[key]()
@@ -82,7 +81,7 @@ def measured(steps: dict[tuple[str, int], Step], num_rounds: int) -> dict[tuple[
 def line(layers: list[int], times: list[float]) -> tuple[float, float, list[float]]:
     """Return slope, intercept and residuals of the least-squares line through the times.
 
-    The weights are 1 / time: what disturbs a step does so in proportion.
+    The weights are 1 / time, since noise is proportional to the time of a step.
     """
     slope, intercept = np.polyfit(layers, times, 1, w=1 / np.array(times))
     residuals = np.array(times) - (slope * np.array(layers) + intercept)

@@ -1,4 +1,4 @@
-"""Host time of a forward and of a backward beside FSDP2 with as many parameter groups, and the hooks of a unit.
+"""Host time of a forward and of a backward beside FSDP2 with equally many parameter groups, and hooks of a unit.
 
     python -m benchmarks.host_time [--layers 32] [--rounds 100] [--out FOLDER]
 
@@ -86,7 +86,7 @@ def of_zeroamp(layers: int, mode: Mode, own: dict[str, Any] | None = None) -> En
     model = new_model(layers)
     zeroamp.wrap_model(model, zeroamp.policy_from_config(config))
     train = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    wrap_state(model).listeners.append(IssuedInStep())  # as on ranks that are not fake, which are compared
+    wrap_state(model).listeners.append(IssuedInStep())  # real ranks have it, to compare their collectives
     tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
     return Engine(model=model, forward=lambda: model(tokens), backward=train.backward, end=train.step)
 
@@ -121,7 +121,7 @@ def of_fsdp2(layers: int, mode: Mode) -> Engine:
 
 
 def engines_of(layers: int) -> dict[str, Engine]:
-    """Return all engines: for each mode zeroamp, and FSDP2 twice, which shows the smallest difference that counts."""
+    """Return all engines: for each mode zeroamp, and FSDP2 twice, which shows the noise of the method."""
     engines: dict[str, Engine] = {}
     for mode in CONFIGS:
         engines[f"FSDP2 {mode}"] = of_fsdp2(layers, mode)

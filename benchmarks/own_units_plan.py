@@ -1,4 +1,4 @@
-"""What embeddings and heads as units of their own save of LLaMA-3 shapes at stage 3, by the dry run.
+"""The memory that embeddings and heads as units of their own save at stage 3, for LLaMA-3 shapes, by the dry run.
 
 python -m benchmarks.own_units_plan [8b 70b 405b]
 """

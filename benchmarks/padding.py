@@ -1,11 +1,11 @@
-"""How much of what is stored and moved is padding, as ranks go from 64 to 16,384, and what the planned dimension saves.
+"""The share of padding in what is stored and communicated, for 64 to 16,384 ranks, and what `zeroamp.shard_dim` saves.
 
     python -m benchmarks.padding [--models FOLDER_OR_FACTORY ...] [--experts FOLDER_OR_FACTORY] [--out FOLDER]
 
-Padding is elements with padding / elements, of all parameters together: that of the stored shards, of each unsharded
-copy and of all collectives, at stages 1 to 3. It is computed by the plan of a model on the meta device, with
-`zeroamp.shard_dim` 0, as FSDP2 by itself, and "auto". The second table is about the experts of a model of the
-transformers library, which are 3-D parameters: what a rank stores, and what is all-gathered when all run once.
+Padding is the ratio of elements with padding to elements, over all parameters: of the stored shards, of each unsharded
+copy and of all collectives, at stages 1 to 3. It is computed from the plan of a model on the meta device, with
+`zeroamp.shard_dim` 0, the default of FSDP2, and "auto". The second table is about the experts of a transformers model,
+which are 3-D parameters: what a rank stores, and what is all-gathered when all run once.
 """
 
 import argparse

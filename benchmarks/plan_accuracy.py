@@ -1,9 +1,9 @@
-"""The dry run beside real training on two ranks (gloo, CPU): peaks, and what must be equal.
+"""The dry run compared with real training on two ranks (gloo, CPU): memory peaks, and numbers that must be equal.
 
     python -m benchmarks.plan_accuracy
 
-"Measured" is the most bytes of tensor storages that were alive at once in a step after the first: the smallest of four
-steps, since gloo's own thread may hold what it sent for a moment longer. Sizes in bytes.
+"Measured" is the peak of the bytes of all tensor storages in a step after the first: the smallest of four steps, since
+gloo's thread may hold what it sent a moment longer. Sizes are in bytes.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Time of the command `zeroamp plan` on LLaMA-3 shapes, from its start to its end, and of the processor in it.
+"""Wall time and processor time of the command `zeroamp plan` on LLaMA-3 shapes.
 
 python -m benchmarks.plan_time
 """

@@ -1,15 +1,15 @@
-"""What it costs of a step that ranks compare what they did: paired steps, in the same processes.
+"""The share of a step that the comparison of ranks takes: paired steps, in the same processes.
 
     torchrun --nproc-per-node 2 -m benchmarks.rank_comparison_overhead [--rounds 200] [--width 256] [--layers 6]
 
-Each variant has a model of its own, all alike. A round takes one step of each, in an order that rotates, so that what
-the machine does meanwhile meets all alike. Printed is the ratio to the step without the comparison of the same round:
-median and quartiles over the rounds, the first ten left out; of the time, and of the CPU time of the first rank's main
-thread, which waiting and other work on the machine disturb less.
+Each variant has a model of its own, with equal weights. A round takes one step of each, in an order that rotates, so
+that other load on the machine affects all equally. The output is the ratio to the step without the comparison of the
+same round: median and quartiles over the rounds, without the first ten. Ratios are those of wall time, and of the CPU
+time of the first rank's main thread, which waiting and other work on the machine disturb less.
 
     off        no number in the step's all-reduce, no listener
-    off again  the same once more: what the method can tell apart
-    compared   as a TrainStep on several ranks is
+    off again  the same once more, which shows the noise of the method
+    compared   the default of a TrainStep on several ranks
 """
 
 import argparse

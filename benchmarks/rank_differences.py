@@ -1,10 +1,10 @@
-"""Trains on ranks of which the last differs from the others, in every way we know, and records how each rank ended.
+"""Trains on ranks of which the last one differs, in every known way, and records how each rank ended.
 
     python -m benchmarks.rank_differences [--timeout-s 10] [--only NAME] --out FOLDER
 
 FOLDER gets `rank-differences.json`, with every run, and `rank-differences.md`. Each run has processes of its own, which
-are forked from one that has imported torch. A difference must end with one error on all ranks that names it, or with
-the backend's timeout and what was waited for. What must not be: ranks that differ and train to the end.
+are forked from a process that has imported torch. A difference must end with one error on all ranks that names it, or
+with the backend's timeout and the name of the collective. Ranks that differ must not train to the end silently.
 """
 
 import argparse
@@ -26,13 +26,13 @@ import torch.distributed as dist
 from benchmarks.differences.kinds import KINDS
 from benchmarks.differences.training import Kind, train
 from benchmarks.output import add_out, emit
-from zeroamp import policies  # noqa: F401  # imported before the fork, as what follows
+from zeroamp import policies  # noqa: F401  # imported before the fork, like the next two
 from zeroamp.training import step  # noqa: F401
 from zeroamp.wrapping import wrap  # noqa: F401
 
 NUM_RANKS = 2
 LIMIT_S = 90.0
-"""After which a rank counts as hanging."""
+"""A rank that runs longer counts as hanging."""
 
 
 @dataclass(kw_only=True)
@@ -43,12 +43,12 @@ class Ending:
     """The error's class; "" if the training ended; "SIGABRT" and the like; "hangs"."""
     text: str
     seconds: float
-    """From the start of the training."""
+    """Time from the start of the training to the end of the rank."""
 
 
 @dataclass(kw_only=True)
 class Result:
-    """One run."""
+    """One run of a kind of difference at a stage."""
 
     kind: str
     stage: int
@@ -57,10 +57,10 @@ class Result:
 
 
 def main() -> None:
-    """Run all kinds; the exit status says whether one was silent."""
+    """Run all kinds. The exit status is 1 if a difference was silent, hung, or ended in another way than expected."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=KINDS)
-    parser.add_argument("--timeout-s", type=float, default=10.0, help="of every collective")
+    parser.add_argument("--timeout-s", type=float, default=10.0, help="timeout of every collective")
     add_out(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def run(kind: Kind, stage: int, timeout_s: float) -> list[Ending]:
-    """Train on all ranks, each in a process of its own; return how they ended."""
+    """Train on all ranks, each in a process of its own, and return how they ended."""
     context = multiprocessing.get_context("fork")
     processes, ours = [], []
     begun_s = time.monotonic()
@@ -111,7 +111,7 @@ def _ending(process: Any, connection: Connection, begun_s: float) -> Ending:
 
 
 def _rank(rank: int, kind: Kind, stage: int, timeout_s: float, file: str, connection: Connection) -> None:
-    sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # the backend's threads write there, too, when ranks end
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # the backend's threads write to it too, when ranks end
     os.dup2(sys.stderr.fileno(), 2)
     begun_s = time.monotonic()
     store = dist.FileStore(file, NUM_RANKS)
@@ -124,11 +124,11 @@ def _rank(rank: int, kind: Kind, stage: int, timeout_s: float, file: str, connec
         error, text = type(raised).__name__, str(raised)
     connection.send((error, text, time.monotonic() - begun_s))
     connection.close()
-    os._exit(0)  # as a process that raised: nothing is closed in order
+    os._exit(0)  # closes nothing in order, like a process that raised
 
 
 def outcome(kind: Kind, endings: list[Ending]) -> str:
-    """Return how a run ended, in a word."""
+    """Return how a run ended, in a few words."""
     errors = {ending.error for ending in endings}
     if "hangs" in errors:
         return "hangs"

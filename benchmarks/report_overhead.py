@@ -1,14 +1,14 @@
-"""What RunReport and the config's monitors cost of a step: paired steps, in the same processes.
+"""The share of a step that RunReport and the config's monitors take: paired steps, in the same processes.
 
     torchrun --nproc-per-node 2 -m benchmarks.report_overhead [--rounds 100] [--width 384] [--layers 6]
 
-Each variant has a model of its own, all alike. A round takes one step of each, in an order that rotates, so that what
-the machine does meanwhile meets all alike. Printed is the ratio to the step without instruments of the same round:
-median and quartiles over the rounds, the first five left out. Of the time, and of the CPU time of the first rank's
-process, which other work on the machine disturbs less.
+Each variant has a model of its own, with equal weights. A round takes one step of each, in an order that rotates, so
+that other load on the machine affects all equally. The output is the ratio to the step without instruments of the same
+round: median and quartiles over the rounds, without the first five. Ratios are those of wall time, and of the CPU time
+of the first rank's process, which other work on the machine disturbs less.
 
     off       no instrument
-    off again the same once more: what the method can tell apart
+    off again the same once more, which shows the noise of the method
     default   RunReport: times, exposed communication, traffic, tokens, memory; a flushed JSON line; warnings
     all       also csv_monitor, tensorboard (where it is installed), wall_clock_breakdown, progress in lines, and the
               ranks' exchange every 10 steps

@@ -1,15 +1,15 @@
-"""Thousands of ranks from one process: what `zeroamp plan` advises, and what wrapping and initialising cost.
+"""Thousands of ranks from one process: the advice of `zeroamp plan`, and the time of wrapping and initialising.
 
     OMP_NUM_THREADS=1 python -m benchmarks.scale [--gpu h100] [--rounds 7] [--out FOLDER]
 
 Plans: LLaMA-3 8B, 70B and 405B with activation checkpointing, one sample per micro-batch and rank, ZeRO-3, at 64, 1,024
 and 16,384 ranks of nodes of eight. All times are models (`docs/plan.md`); none was measured on a GPU.
 
-Wrapping: rank 0 of fake ranks, on the meta device without initialisation; the processor's time. Between torch's chunks
-and ours (`chunks_on_demand`) only at 1,024 ranks: the cost of torch's grows with their number.
+Wrapping: rank 0 of fake ranks, on the meta device without initialisation. Times are the processor's. torch's chunks and
+zeroamp's (`chunks_on_demand`) are compared at 1,024 ranks only, since the time of torch's grows with the ranks.
 
-Initialising: a LLaMA of 0.1e9 parameters, rank 0 of 8 fake ranks, on the CPU: the processor's time of recording what
-initialisers overwrite beside that of filling with NaN and looking for it, in turns.
+Initialising: a LLaMA of 0.1e9 parameters, rank 0 of 8 fake ranks, on the CPU. Two ways to find what initialisers
+overwrite are compared in turns, by processor time: recording it, and filling with NaN and searching for it.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from zeroamp.hooks.random_state import random_state
 from zeroamp.wrapping import materialize
 
 MODELS = {"llama3-8b": 8192, "llama3-70b": 8192, "llama3-405b": 4096}
-"""Folder of `examples/models` -> tokens per sample: as many as leave a micro-batch of 405B on one H100."""
+"""Folder of `examples/models` -> tokens per sample. A micro-batch of 405B still fits on an H100."""
 NUM_RANKS = (64, 1024, 16384)
 CONFIG = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "zero_optimization": {"stage": 3}}
 
@@ -65,7 +65,7 @@ def mesh_row(run: RunPlan, mesh: MeshPlan) -> dict[str, str]:
 
 
 def tables_of_plans(gpu: str) -> list[str]:
-    """Return the table of what is advised, and that of every mesh that was tried."""
+    """Return the table of the advised meshes, and the table of all meshes that were compared."""
     advised, tried = [], []
     for name, run in plans(gpu):
         if run.meshes is None:
@@ -143,10 +143,10 @@ def _table(rows: list[dict[str, str]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", default="h100", help="one of zeroamp.GPUS")
-    parser.add_argument("--rounds", type=int, default=7, help="of initialising; one more goes before")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of initialising, after a first one")
     add_out(parser)
     options = parser.parse_args()
-    wrapped("llama3-8b", 2)  # what only the first model of a process does
+    wrapped("llama3-8b", 2)  # warm up: the first model of a process takes longer
     parts = ["## Wrapping", wrapping(), "## Initialising", initialised(options.rounds), *tables_of_plans(options.gpu)]
     emit("scale", parts, options.out)
 

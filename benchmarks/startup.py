@@ -1,17 +1,17 @@
-"""What starting costs: the import, and `wrap_model` on a 7B LLaMA shape and on deeper ones.
+"""The time of starting: the import, and `wrap_model` on a 7B LLaMA shape and on deeper ones.
 
     OMP_NUM_THREADS=1 python -m benchmarks.startup [--rounds 10] [--blocks 10 32 100 1000] [--out FOLDER]
 
-Imports: each round starts one process per statement, in an order that rotates. Printed are the processor's time (user
-and system, median), its ratio to that of `import torch` in the same round (median and quartiles), and the same of the
-seconds on the clock.
+Imports: each round starts one process per statement, in an order that rotates. The table has the processor's time (user
+and system, median), its ratio to that of `import torch` in the same round (median and quartiles), and the same for wall
+time.
 
-Where the import's own time goes: `python -X importtime`, the modules' own times added up by package, of what the names
-of the quick start import beside `torch.distributed.fsdp`. One process, to be read as shares.
+The import's own time: `python -X importtime`, the modules' own times summed by package, for what the quick start
+imports in addition to `torch.distributed.fsdp`. It is one process: read the numbers as shares.
 
-Wrapping: the model is on the meta device and stays there (its initialisation, which takes as long as it takes to draw
-the numbers, is left out), rank 0 of 8, ZeRO-3; the processor's time. "calls" are those of Python functions, counted in
-a second run, and do not depend on the machine. "fully_shard" is FSDP2's own part of the time.
+Wrapping: rank 0 of 8, ZeRO-3. The model is on the meta device and stays there, so that its initialisation, which mostly
+draws random numbers, is not measured. Times are the processor's. "calls" are calls of Python functions, counted in a
+second run, which do not depend on the machine. "fully_shard" is FSDP2's part of the time.
 """
 
 import argparse
@@ -46,7 +46,7 @@ CONFIG = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "zero_optimi
 
 
 def started(statement: str, *options: str) -> tuple[float, float, str]:
-    """Return the seconds of the clock and of the processor of a process that runs `statement`, and its stderr."""
+    """Run `statement` in a new process. Return its wall time and processor time in seconds, and its stderr."""
     begin, before = time.perf_counter(), os.times()
     result = subprocess.run(
         [sys.executable, *options, "-c", statement], check=True, capture_output=True, text=True, timeout=300
@@ -75,7 +75,7 @@ def imports(num_rounds: int) -> str:
 
 
 def shares() -> str:
-    """Return the table of what the quick start imports beside FSDP2, by package."""
+    """Return the table of what the quick start imports in addition to FSDP2, by package."""
     mark = "print('MARK', file=sys.stderr)"
     statement = f"import sys; {FSDP2}; {mark}; {QUICK_START}"
     lines = started(statement, "-X", "importtime")[2].partition("MARK\n")[2].splitlines()
@@ -154,13 +154,13 @@ def wrapped(num_blocks: int) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=10, help="of process starts; one more goes before")
+    parser.add_argument("--rounds", type=int, default=10, help="rounds of process starts, after a first one")
     parser.add_argument("--blocks", type=int, nargs="+", default=[10, 32, 100, 1000])
     add_out(parser)
     options = parser.parse_args()
     parts = ["## Import", imports(options.rounds), "## What the quick start imports beside FSDP2", shares()]
     with fake_ranks(NUM_RANKS):
-        wrapped(2)  # what only the first model of a process does
+        wrapped(2)  # warm up: the first model of a process takes longer
         rows = [wrapped(num_blocks) for num_blocks in options.blocks]
     parts += ["## Wrapping", tabulate(rows, headers="keys", tablefmt="github", disable_numparse=True)]
     emit("startup", parts, options.out)

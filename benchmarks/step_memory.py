@@ -2,14 +2,14 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.step_memory [--model 3.7m] [--out FOLDER]
 
-On a GPU it is what torch's allocator held at most in one step, and the time of the steps beside it. On a CPU it is the
-most bytes of tensor storages that were alive at once, the smallest of a few steps: gloo's own thread may hold what it
-sent for a moment longer. Storages that torch makes without an op, and gloo's own buffers, are not among them; no time
-is given, since what watches the storages slows the steps down. DeepSpeed's include its buckets of 5e8 elements, which
-is its default however small the model is. "Planned" is the peak of `plan_run`, of the first rank on a GPU.
+On a GPU it is the peak of torch's allocator in one step; the time of the steps is measured too. On a CPU it is the peak
+of the bytes of all tensor storages, the smallest of a few steps, because gloo's thread may hold what it sent a moment
+longer. It leaves out storages that torch makes without an op, and gloo's own buffers. Time is not measured, since the
+tracking slows the steps down. DeepSpeed's numbers include its buckets, by default of 5e8 elements for any model.
+"Planned" is the peak of `plan_run`, for the first rank on a GPU.
 
-Without torchrun one rank runs alone; with --fake it is one of --world-size ranks that move nothing: its memory is that
-of a rank, and its time that of everything but communication. Of --rounds, --warm-up steps come first.
+Without torchrun one rank runs alone. With --fake it is one of --world-size fake ranks, whose collectives move nothing:
+its memory is that of a rank, and its time that of everything except communication. --warm-up steps precede --rounds.
 """
 
 import gc
@@ -36,7 +36,7 @@ STAGES: dict[str, Stage] = {"zeroamp 1": 1, "zeroamp 2": 2, "zeroamp 3": 3}
 
 
 class PeakOnCpu(Allocated):
-    """The tracker of the tests, which counts what is made while it is on."""
+    """The tests' tracker, which counts storages that are made while it is active."""
 
     def peak_bytes(self) -> int:
         """Return the most bytes since `reset_peak`."""
@@ -48,7 +48,7 @@ class PeakOnCpu(Allocated):
 
 
 class PeakOnGpu(nullcontext[None]):
-    """What torch's allocator counts."""
+    """The numbers of torch's allocator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class PeakOnGpu(nullcontext[None]):
         return int(torch.cuda.memory_stats()["num_alloc_retries"])
 
     def reset_peak(self) -> None:
-        """Begin anew."""
+        """Reset the peak."""
         torch.cuda.reset_peak_memory_stats()
 
     def peak_bytes(self) -> int:
@@ -91,9 +91,9 @@ class PeakOnGpu(nullcontext[None]):
 
 
 def measure(options: Options, device: torch.device) -> dict[str, dict[str, Any]]:
-    """Return what was measured of each engine: numbers, or the reason why there are none."""
+    """Return engine -> its measured numbers, or the reason why there are none."""
     if options.compile and device.type == "cpu":
-        raise SystemExit("--compile: what watches the storages on a CPU keeps torch from compiling; leave it out")
+        raise SystemExit("--compile: the tracking of storages on a CPU prevents compilation. Leave it out.")
     ready = setup(options, device, dist.get_rank())
     measured = {}
     for name in options.engines or ENGINES:
@@ -115,7 +115,7 @@ def measure(options: Options, device: torch.device) -> dict[str, dict[str, Any]]
 
 
 def measure_one(name: str, ready: Setup) -> dict[str, Any]:
-    """Build an engine, take steps, and let go of it.
+    """Build an engine, take steps, and release it.
 
     Returns:
         "held", "peak": bytes between steps and at most in one, the largest of all ranks. On a GPU also "seconds" of
@@ -172,7 +172,7 @@ def main() -> None:
         what = "allocated by torch" if device.type == "cuda" else "in tensor storages"
         explained = f"Most MiB (2^20 bytes) {what} in a step, of the rank that had most; one engine alive at a time."
         if any(name.startswith("DeepSpeed") and "peak" in found for name, found in measured.items()):
-            explained += " DeepSpeed's include its buckets, by default of 5e8 elements however small the model is."
+            explained += " DeepSpeed's include its buckets, by default of 5e8 elements for any model."
         body = "\n\n".join(
             [*record.head("benchmarks.step_memory", options, device), explained, record.markdown(rows(measured))]
         )

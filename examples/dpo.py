@@ -1,9 +1,9 @@
-"""Direct preference optimization by TRL's DPOTrainer, on zeroamp: model and reference model are sharded alike.
+"""Direct preference optimization with TRL's DPOTrainer on zeroamp. Model and reference model are both sharded.
 
     torchrun --nproc-per-node 2 examples/dpo.py
 
-A tiny random model learns to prefer right sums to wrong ones. With `peft_config` there is no reference model: the
-adapters are switched off for it.
+A tiny random model learns to prefer right sums to wrong ones. With `peft_config` no reference model is needed: the
+model without its adapters is the reference.
 """
 
 from __future__ import annotations

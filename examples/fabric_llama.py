@@ -1,6 +1,6 @@
 """A LLaMA with Lightning Fabric: python examples/fabric_llama.py --devices 2, or torchrun --nproc-per-node 2 ...
 
-A tiny model that learns to count by default. The loop is Fabric's own; strategy="zeroamp" shards by ZeRO-3.
+A tiny model learns to count. The loop is the usual loop of Fabric; the strategy shards with zeroamp.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     fabric.save(args.out, {"model": model, "optimizer": optimizer, "step": step})
     fabric.load(args.out, {"model": model, "optimizer": optimizer})
     model.eval()
-    model.mark_forward_method("generate")  # as with DDP: it runs inside of the wrapped model's forward
+    model.mark_forward_method("generate")  # as with DDP: `generate` then runs inside of the wrapped model's forward
     with torch.no_grad():
         generated = model.generate(input_ids=rows[:1, :8].to(fabric.device), max_new_tokens=8, do_sample=False)
     fabric.print("generated", generated[0, 8:].tolist())

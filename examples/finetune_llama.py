@@ -2,15 +2,15 @@
 
     torchrun --nproc-per-node 2 examples/finetune_llama.py
 
-With --save-every and --resume auto it survives what kills it, bit for bit:
+With --save-every and --resume auto, a run that is killed continues bit for bit:
 
     torchrun --nproc-per-node 2 --max-restarts 3 examples/finetune_llama.py --save-every 10 --resume auto
 
-On SIGTERM it saves at the end of the step and ends. With --train-batch-size and --micro-batch-size it resumes on
+On SIGTERM it saves at the end of the step and exits. With --train-batch-size and --micro-batch-size it resumes on
 another number of ranks with the same rows in every step. `examples/launch/` starts it on several machines. The same
 file runs on one process without torchrun, on CPUs (gloo) and on GPUs (NCCL). It prints the dtype ledger and the
 held-out loss before and after, and writes `model/` (for `from_pretrained`), `losses.json`, `loss.png` and `run.jsonl`
-to --out. `zeroamp report` makes a table and plots of the last one, of several runs side by side.
+to --out. `zeroamp report` makes a table and plots of the `run.jsonl` of one or several runs.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ import zeroamp
 DEFAULT_CONFIG = Path(__file__).parent / "configs" / "zero3_autocast_bf16.json"
 DEFAULT_MICRO_BATCH_SIZE = 4  # sequences
 RUN_FILE = "run.jsonl"  # in --out
-HELD_OUT_FRACTION = 0.1  # of the distinct first questions (or texts)
-FINAL_LR_FRACTION = 0.1  # of --lr, at the last step
+HELD_OUT_FRACTION = 0.1  # fraction of the distinct first questions (or texts)
+FINAL_LR_FRACTION = 0.1  # fraction of --lr at the last step
 
 
 @record  # gives torchrun the traceback of the rank that failed first
@@ -61,9 +61,9 @@ def main(arguments: list[str] | None = None) -> None:
 def finetune(
     args: argparse.Namespace, device: torch.device, on_save: Callable[[Path, Run], None] | None = None
 ) -> None:
-    """Run everything between the start and the end of the process group.
+    """Train, save and evaluate, inside of an initialized process group.
 
-    `on_save` is called on all ranks with each checkpoint, which is then written before training goes on.
+    `on_save` is called on all ranks after each checkpoint. With it, checkpoints are written before training continues.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if rank == 0:
@@ -73,7 +73,7 @@ def finetune(
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
-    # zeroamp's part is the policy, wrap_model and TrainStep. wrap_model also moves the model to this rank's device.
+    # The policy, wrap_model and TrainStep are zeroamp's. wrap_model also moves the model to this rank's device.
     policy = zeroamp.policy_from_config(read_config(args))
     args.micro_batch_size = policy.train_micro_batch_size_per_gpu or DEFAULT_MICRO_BATCH_SIZE
     example = torch.zeros(args.micro_batch_size, args.seq_len, dtype=torch.int64)
@@ -97,15 +97,15 @@ def finetune(
         if rank == 0:
             print(f"held-out loss before training: {run.held_out_before:.4f}", flush=True)
         if rank == 0:
-            (args.out / RUN_FILE).unlink(missing_ok=True)  # of another run with the same --out
+            (args.out / RUN_FILE).unlink(missing_ok=True)  # it may be from another run with the same --out
     else:
         change = note_change(run, sizes)
         if rank == 0:
-            print(f"going on after step {len(run.losses)}", *filter(None, [change]), sep="\n", flush=True)
+            print(f"resuming after step {len(run.losses)}", *filter(None, [change]), sep="\n", flush=True)
     with zeroamp.RunReport(
         train,
         args.out / RUN_FILE,
-        num_steps=args.steps,  # a line of progress towards them
+        num_steps=args.steps,  # for the progress line
         flops_per_step=flops * policy.gradient_accumulation_steps * world_size,
         peak_flops=None if args.peak_tflops is None else args.peak_tflops * 1e12,
     ):
@@ -126,7 +126,7 @@ def finetune(
 def optimizer_and_scheduler(
     policy: zeroamp.Policy, model: torch.nn.Module, args: argparse.Namespace
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """What the config's `optimizer` and `scheduler` blocks ask for, each else torch's own by the command line."""
+    """Build the config's optimizer and scheduler. A missing block is replaced by torch's, with --lr and --warmup."""
     if policy.optimizer is not None:
         optimizer = zeroamp.optimizer_from_config(policy, model.parameters())
     else:
@@ -146,7 +146,7 @@ def train_loop(
     run: Run,
     on_save: Callable[[Path, Run], None] | None,
 ) -> bool:
-    """Take optimizer steps until `args.steps` are in `run`; return False where a signal ended it earlier."""
+    """Take optimizer steps until `run` has `args.steps` of them. Return False if a signal ended the loop before."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     batches = training_batches(
         rows,
@@ -154,17 +154,17 @@ def train_loop(
         indices=train.micro_batch_indices,
         world_size=world_size,
         seed=args.seed,
-        start=sum(run.num_tokens) // args.seq_len,  # after the rows that were trained on before
+        start=sum(run.num_tokens) // args.seq_len,  # skip the rows that earlier starts trained on
     )
     save = partial(zeroamp.save_checkpoint, args.out / CHECKPOINTS, model, train, keep=args.keep)
     model.train()
-    # Python allows a signal handler in the main thread only. Ray trains in another one.
+    # Python allows signal handlers in the main thread only. Ray trains in another thread.
     is_main = threading.current_thread() is threading.main_thread()
     with zeroamp.Preemption(model, (signal.SIGTERM,) if is_main else ()) as preemption:
         while len(run.losses) < args.steps:
             start, num_tokens = time.perf_counter(), 0
             report = None
-            while report is None:  # one turn per micro-batch: step() reports at the end of the optimizer step
+            while report is None:  # once per micro-batch: step() returns a report at the end of the optimizer step
                 input_ids = next(batches).to(device)  # [micro_batch_size, seq_len]
                 # No torch.autocast here: zeroamp's hook enters it around the model's forward.
                 loss = model(input_ids=input_ids, labels=input_ids, use_cache=False).loss
@@ -180,12 +180,12 @@ def train_loop(
                 if on_save is not None:
                     on_save(path, run)
                 if rank == 0:
-                    print(f"asked to end: saved {path}; --resume auto goes on from it", flush=True)
+                    print(f"preempted: saved {path}; --resume auto continues from it", flush=True)
                 return False
             if args.save_every is not None and step % args.save_every == 0:
                 if on_save is not None:
                     on_save(save(step=step, extra=asdict(run)), run)
-                else:  # written while training goes on; the next save, or the end of the loop, waits for it
+                else:  # written in the background; the next save, or the end of the loop, waits for it
                     save(step=step, extra=asdict(run), async_=True)
         train.saving.wait()
     return True
@@ -200,8 +200,8 @@ def held_out_loss(model: torch.nn.Module, rows: torch.Tensor, micro_batch_size: 
         rows, micro_batch_size=micro_batch_size, rank=dist.get_rank(), world_size=dist.get_world_size()
     ):
         input_ids, labels = input_ids.to(device), labels.to(device)
-        # num_items_in_batch is what transformers divides the summed loss by; its default is a mean per batch, which
-        # would weigh tokens by the batch they are in.
+        # transformers divides the summed loss by num_items_in_batch. Its default, a mean per batch, would weigh tokens
+        # by their batch.
         totals[0] += model(input_ids=input_ids, labels=labels, num_items_in_batch=1, use_cache=False).loss
         totals[1] += (labels[:, 1:] != IGNORED_LABEL).sum()
     dist.all_reduce(totals)
@@ -217,7 +217,7 @@ def load_rows(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> t
 
 
 def read_config(args: argparse.Namespace) -> dict[str, object]:
-    """The DeepSpeed-style config of --config, with the batch sizes of the command line put into it."""
+    """The config in the file --config, with the batch sizes of the command line."""
     config = json.loads(args.config.read_text(encoding="utf-8"))
     asked = {
         "train_batch_size": args.train_batch_size,
@@ -236,7 +236,7 @@ def lr_factor(step: int, *, warmup: int, steps: int) -> float:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    """Read the command line; the defaults are the demo's."""
+    """Read the command line. The defaults are those of `make demo`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--config", type=Path, default=DEFAULT_CONFIG, help="DeepSpeed-style JSON (default: ZeRO-3, bf16 autocast)")
@@ -251,17 +251,17 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     )
     add("--grad-accum", type=positive_int, help="micro-batches per optimizer step (default: the config's)")
     add("--seq-len", type=positive_int, default=128, help="tokens per sequence")
-    add("--lr", type=float, default=3e-4, help="peak learning rate, where the config has no optimizer")
-    add("--warmup", type=int, default=5, help="optimizer steps until the peak, where the config has no scheduler")
+    add("--lr", type=float, default=3e-4, help="peak learning rate, if the config has no optimizer")
+    add("--warmup", type=int, default=5, help="optimizer steps until the peak, if the config has no scheduler")
     add("--eval-sequences", type=positive_int, default=32, help="held-out sequences, at most")
     add("--seed", type=int, default=0, help="of the split, the order, and --model tiny")
     add("--out", type=Path, default=Path("runs/finetune_llama"), help="folder for the model, the losses and the plot")
     add("--save-every", type=positive_int, metavar="STEPS", help="save to OUT/checkpoints each time (default: never)")
-    add("--keep", type=positive_int, default=2, help="how many checkpoints stay")
-    add("--resume", metavar="auto|PATH", help="go on from OUT/checkpoints, if there is one, or from a checkpoint")
+    add("--keep", type=positive_int, default=2, help="how many checkpoints to keep")
+    add("--resume", metavar="auto|PATH", help="resume from the newest of OUT/checkpoints, if any, or from a checkpoint")
     timeout_s = int(COLLECTIVE_TIMEOUT.total_seconds())
     add("--timeout", type=positive_int, default=timeout_s, help="seconds until a rank that waits for another fails")
-    add("--peak-tflops", type=float, help="peak of one device in the dtype that computes, for the utilisation (MFU)")
+    add("--peak-tflops", type=float, help="peak of one device in the compute dtype, for the utilisation (MFU)")
     add("--gradient-checkpointing", action="store_true", help="recompute each layer in backward to save memory")
     args = parser.parse_args(arguments)
     if not args.config.is_file():

@@ -1,9 +1,9 @@
-"""A mixture of experts under autocast whose grouped products are cast too: a tiny Mixtral, ZeRO-3.
+"""A mixture of experts under autocast, with grouped products in bf16: a tiny Mixtral, ZeRO-3.
 
     torchrun --nproc-per-node 2 examples/moe.py
 
-`torch.autocast` has no rule for grouped products, so experts would run and be all-gathered in fp32. The key
-`zeroamp.autocast_ops` changes that (docs/moe.md).
+`torch.autocast` does not cast grouped products, so experts would run and be all-gathered in fp32. The key
+`zeroamp.autocast_ops` adds the casts (docs/moe.md).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
     model = zeroamp.wrap_model(
         MixtralForCausalLM(config),
         zeroamp.policy_from_config(CONFIG),
-        example_inputs=rows(0, torch.device("cpu")),  # a traced run finds what grouped products read
+        example_inputs=rows(0, torch.device("cpu")),  # a traced run finds the parameters that grouped products read
     )
     train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
     if is_first:

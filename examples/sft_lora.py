@@ -1,10 +1,10 @@
-"""LoRA on a bf16 base by TRL's SFTTrainer, on zeroamp: the frozen base is sharded as it is stored.
+"""LoRA on a bf16 base with TRL's SFTTrainer on zeroamp. The frozen base is sharded in bf16.
 
     torchrun --nproc-per-node 2 examples/sft_lora.py                    # a tiny random model learns sums, in a minute
     torchrun --nproc-per-node 2 examples/sft_lora.py --model smollm2    # SmolLM2 and the demo's text: `make demo-lora`
 
 It prints the held-out loss before and after, and writes checkpoints, the adapter (for `PeftModel.from_pretrained`) and
-`losses.json` to --out. A run that was killed goes on with --resume.
+`losses.json` to --out. A run that was killed continues with --resume.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from zeroamp.integrations.trl import ZeroampSFTConfig, ZeroampSFTTrainer
 
-CONFIG = {  # or the path of a JSON file; "auto": what SFTConfig has
+CONFIG = {  # or the path of a JSON file; "auto" values come from SFTConfig
     "zero_optimization": {"stage": 3},
     "torch_autocast": {"enabled": "auto", "dtype": "auto"},
     "gradient_clipping": "auto",
@@ -93,7 +93,7 @@ def load_rows(options: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -
 
 
 def as_dataset(rows: torch.Tensor) -> Dataset:
-    """Token ids [num_rows, seq_len] as a data set that SFTTrainer takes as it is."""
+    """Token ids [num_rows, seq_len] as a data set that SFTTrainer does not tokenize again."""
     return Dataset.from_dict({"input_ids": rows.tolist(), "labels": rows.tolist()})
 
 
@@ -104,8 +104,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps")
     parser.add_argument("--seq-len", type=int, default=64, help="tokens per sequence")
     parser.add_argument("--lr", type=float, default=5e-3, help="peak learning rate")
-    parser.add_argument("--out", type=Path, default=Path("runs/sft_lora"), help="folder of what is written")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
+    parser.add_argument("--out", type=Path, default=Path("runs/sft_lora"), help="folder for all output")
+    parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint in --out")
     return parser.parse_args(arguments)
 
 

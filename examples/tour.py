@@ -1,6 +1,6 @@
 """A tour in two minutes on one process: python examples/tour.py, or cell by cell in an editor that knows percent cells.
 
-From a plain model to a verified ledger, a plan, ten steps, and pages and pictures in runs/tour.
+From a plain model to a verified ledger, a plan, ten steps, and a plot in runs/tour.
 """
 
 # %% A plain model, and a config
@@ -61,7 +61,7 @@ def batch(size: int, length: int) -> torch.Tensor:
     return (start + torch.arange(length)) % VOCAB
 
 
-# %% What becomes of every key
+# %% How every key of the config is used
 policy = zeroamp.policy_from_config(CONFIG)
 print(policy.report())
 
@@ -78,7 +78,7 @@ train = zeroamp.TrainStep(model, zeroamp.optimizer_from_config(policy, model.par
 ledger = zeroamp.explain(model)
 print(ledger)
 
-# %% The ledger, compared with every dtype that occurs in one observed step
+# %% Compare the ledger with every dtype that occurs in one observed step
 print(ledger.verify(model, batch(8, LENGTH)))
 
 # %% Ten optimizer steps of two micro-batches, recorded
@@ -91,7 +91,7 @@ with zeroamp.RunReport(train, OUT / "run.jsonl", num_steps=10):
             report = train.step()
         print(report)
 
-# %% A checkpoint, and the step that follows it, twice: the same bits
+# %% Save a checkpoint, and take the next step twice: the bits are the same
 zeroamp.save_checkpoint(OUT / "checkpoints", model, train)
 random_state = torch.get_rng_state()
 
@@ -114,7 +114,7 @@ print(f"norms after the checkpoint: {first.grad_norm!r} and {second.grad_norm!r}
 if (first.loss, first.grad_norm) != (second.loss, second.grad_norm):
     raise AssertionError("expected the same bits after the checkpoint was loaded")
 
-# %% Pictures, where matplotlib is installed
+# %% Plots, if matplotlib is installed
 try:
     plan.plot(OUT / "plan.png")
 except zeroamp.ConfigError as error:

@@ -1,7 +1,7 @@
 """transformers' Trainer on zeroamp: torchrun --nproc-per-node 2 examples/trainer_llama.py --zeroamp config.json
 
-Without --model it trains a tiny random LLaMA, for a try on any machine. With a folder or a hub's name each rank reads
-its own part of the weights. All arguments of `TrainingArguments` are there, such as --num_train_epochs, --bf16,
+Without --model it trains a tiny random LLaMA, on any machine. With --model FOLDER or a hub name, each rank reads its
+own part of the weights. All arguments of `TrainingArguments` work, such as --num_train_epochs, --bf16,
 --gradient_accumulation_steps or --resume_from_checkpoint.
 """
 
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, HfArgumentParser, LlamaConfig, Ll
 
 from zeroamp.integrations.transformers import ZeroampTrainer, ZeroampTrainingArguments, from_pretrained
 
-CONFIG = {  # for a run without --zeroamp; "auto" is filled from the arguments
+CONFIG = {  # for a run without --zeroamp; "auto" values come from the arguments
     "zero_optimization": {"stage": 3},
     "torch_autocast": {"enabled": "auto", "dtype": "auto"},
     "gradient_clipping": "auto",
@@ -24,7 +24,7 @@ VOCABULARY, LENGTH = 256, 32
 
 @dataclass
 class ModelArguments:
-    """What is trained, and on what."""
+    """The model and its training text."""
 
     model: str = field(default="tiny", metadata={"help": "tiny, or a folder or a hub's name of safetensors."})
     text: str = field(default="", metadata={"help": "A text file, read as bytes; a counting sequence without it."})
@@ -45,7 +45,7 @@ class Pieces(torch.utils.data.Dataset):
 
 
 def read(path: str) -> bytes:
-    """Return the bytes of a file, or some that are easy to learn."""
+    """Return the bytes of a file, or without a path a sequence that is easy to learn."""
     if not path:
         return bytes(index % 64 for index in range(128 * LENGTH))
     with open(path, "rb") as file:
@@ -62,7 +62,7 @@ def build(name: str) -> torch.nn.Module:
 
 
 def main() -> None:
-    """Train, evaluate, and save what from_pretrained reads."""
+    """Train, evaluate, and save the model for from_pretrained."""
     own, args = HfArgumentParser((ModelArguments, ZeroampTrainingArguments)).parse_args_into_dataclasses()
     if args.zeroamp is None:
         args.zeroamp = CONFIG

@@ -1,12 +1,12 @@
-"""What is attached to a module or to a collective.
+"""Hooks on modules, replacements of FSDP2's collectives, and runs that observe a model.
 
 | package | what |
 |---|---|
-| `collectives` | the all-gather and the reduce-scatter of one group, accumulation, counted traffic |
+| `collectives` | the all-gather and the reduction of one parameter group, accumulation, traffic counters |
 | `precision` | autocast around the root's forward, modules kept in fp32, shared casts |
 | `tracing` | runs on fake tensors: which ops use which parameters |
-| `observers` | ranges in traces, exposed communication, the dtypes that occur |
-| `typed_groups` | further FSDP2 groups of a unit, one per dtype |
-| `guards` | errors for a backward or a module that would compute in another precision than asked |
-| `_torch` | every private name of torch |
+| `observers` | named ranges in traces, exposed communication, the dtypes that occur |
+| `typed_groups` | several FSDP2 parameter groups per unit, one for each combination of dtypes |
+| `guards` | errors for a module or a backward that would run in another precision than the config sets |
+| `_torch` | every use of a private torch name |
 """

@@ -20,7 +20,7 @@ from zeroamp.policies.errors import PrecisionError, StepError, WrapError
 def attach_safe_module_guard(
     module: nn.Module, fqn: str, device_type: str, cast: Callable[[tuple[Any, ...]], Any] | None = None
 ) -> RemovableHandle:
-    """Raise before a forward of a safe module outside autocast, where it would compute in low precision unasked.
+    """Raise a PrecisionError if the forward of a safe module runs with autocast off: it would run in low precision.
 
     `cast` takes the positional arguments and returns what a forward pre-hook returns: new arguments, or None to leave
     them as they are. It runs in the guard's own hook, because a second hook on each Linear would take more host time.
@@ -31,7 +31,7 @@ def attach_safe_module_guard(
             raise PrecisionError(
                 f"{fqn} (a {type(module).__name__}) ran with autocast off, but its parameters are all-gathered in "
                 "low precision. Outside of the model's forward, call it under train.autocast(), or in a method of the "
-                'model that is registered: zeroamp.register_forward_method(model, "generate"), for example. Where the '
+                'model that is registered: zeroamp.register_forward_method(model, "generate"), for example. If the '
                 "model switches autocast off, leave its class out of torch_autocast.lower_precision_safe_modules, or "
                 "set gather fp32 for it in zeroamp.overrides: its parameters then stay fp32."
             )
@@ -41,9 +41,10 @@ def attach_safe_module_guard(
 
 
 def attach_sharded_guard(root: nn.Module, fqn: str, parameter: str) -> RemovableHandle:
-    """Raise before a forward of the module `fqn` while `parameter`, its own or of a module inside, is sharded.
+    """Raise a WrapError if the forward of the module `fqn` runs while `parameter` is sharded.
 
-    Only the root's forward, or that of a unit around the module, unshards `parameter`. Call after `fully_shard`.
+    `parameter` belongs to the module or to a module inside it. Only the forward of the root, or of a unit around the
+    module, unshards it. Call after `fully_shard`.
     """
     owner_fqn, _, name = parameter.rpartition(".")
     owner = root.get_submodule(owner_fqn)
@@ -60,30 +61,36 @@ def attach_sharded_guard(root: nn.Module, fqn: str, parameter: str) -> Removable
                 "example."
             )
 
-    # First: a unit that FSDP2 sees before the root would be taken for the root.
+    # Before FSDP2's own pre-hook, which would take the first unit that runs for the root.
     return root.get_submodule(fqn).register_forward_pre_hook(check, prepend=True)
 
 
 class BackwardGuard:
-    """Raises in a backward through the model's outputs, unless a `TrainStep.backward` of this process runs it.
+    """Raises a StepError in a backward through the model's outputs, unless `TrainStep.backward` called it.
 
-    Attached only if a plain `loss.backward(); optimizer.step()` would ignore a key of the config, or parameters.
-    `torch.autograd.grad`, and `backward(inputs=...)` of other tensors, set no gradient of a parameter: they pass.
+    Attached only if a plain `loss.backward(); optimizer.step()` would ignore a config key or skip parameters.
+    `torch.autograd.grad`, and `backward(inputs=...)` of other tensors, set no parameter's gradient and do not raise.
     """
 
     armed: ClassVar[bool] = False
-    """Whether a `TrainStep.backward` of any model is running: a generator's loss also runs through the discriminator,
-    whose own `TrainStep` then refuses the gradients that this backward leaves there."""
+    """Whether a `TrainStep.backward` of any model of this process is running. It is shared by all models, because a
+    generator's loss also runs through the discriminator. The discriminator's own `TrainStep` refuses the gradients that
+    this backward leaves."""
 
     def __init__(self, reason: str, leaves: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Take why a plain backward is wrong, and what returns the parameters as autograd sees them."""
+        """Keep what the error needs.
+
+        Args:
+            reason: what a plain backward ignores, for the message.
+            leaves: returns the unsharded parameters, which are autograd's leaves.
+        """
         self.reason = reason
         self._leaves = leaves
 
     @classmethod
     @contextmanager
     def let_pass(cls) -> Iterator[None]:
-        """Do not raise for backwards inside the context."""
+        """Allow backwards inside the context."""
         cls.armed = True
         try:
             yield
@@ -91,10 +98,10 @@ class BackwardGuard:
             cls.armed = False
 
     def watch(self, output: object) -> None:
-        """Watch the tensors in an output of the model, which stays unchanged.
+        """Hook the tensors in an output of the model. The output itself is not changed.
 
-        Called before FSDP2's own post-forward hook, so that this hook on an output tensor is the first of them: raising
-        after FSDP2's pre-backward would leave its backward begun for ever.
+        Call before FSDP2's own post-forward hook: hooks on a tensor run in the order of their registration. If FSDP2's
+        pre-backward ran first and this hook raised, FSDP2 would treat the backward as running for ever.
         """
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):

@@ -1,4 +1,4 @@
-"""Merged units: FSDP units of several modules, unsharded before the first that runs, resharded and reduced as one.
+"""Merged units: several modules that are unsharded, resharded and reduced as one FSDP unit.
 
 [Note: Visits]
 A *visit* of a merged unit is a run of its modules, one after the other, in a forward of the root. FSDP2 sees a visit as
@@ -53,7 +53,8 @@ class MergedUnit:
         Args:
             modules: in registration order.
             groups: module that has the FSDP2 state of a parameter group -> the gradients of that group, or None if the
-                group has no parameters. The first key is one of `modules`, which share one state; then the holders.
+                group has no parameters. The first key is one of `modules`, which share one state. The others are group
+                holders.
             units: all merged units of the root.
         """
         carriers = tuple(groups)
@@ -150,11 +151,11 @@ class MergedUnits:
     """The merged units of one root."""
 
     def __init__(self, in_forward: Callable[[], bool], *, reshards: bool) -> None:
-        """Begin with none.
+        """Start without merged units; `attach` adds them.
 
         Args:
-            in_forward: whether the model's own code runs in a forward of the root.
-            reshards: whether units are resharded between forward and backward, and after the backward: at stage 3.
+            in_forward: returns whether the model's own code runs in a forward of the root.
+            reshards: whether units are resharded after the forward and after the backward (stage 3).
         """
         self._in_forward = in_forward
         self.reshards = reshards
@@ -170,7 +171,7 @@ class MergedUnits:
         return list(unit.attach(modules))
 
     def attach_other(self, module: nn.Module) -> RemovableHandle:
-        """Let the forward of a unit that is not merged end the visits of merged units."""
+        """Make the forward of `module`, a unit that is not merged, end the open visits of merged units."""
 
         @untraced
         def before(_module: nn.Module, _args: Any) -> None:
@@ -180,11 +181,11 @@ class MergedUnits:
         return module.register_forward_pre_hook(before, prepend=True)
 
     def has_visits(self) -> bool:
-        """Whether modules that run now are part of a forward of the root, and not of a backward."""
+        """Return whether modules that run now belong to a forward of the root, and not to a backward."""
         return self._in_forward() and not is_in_backward()
 
     def enter(self, unit: MergedUnit | None) -> None:
-        """End the visits of all other units, except of those with a running module. Then open one of `unit`, if any."""
+        """End the visits of all other units in which no module is running. Then open a visit of `unit`, unless None."""
         if self._open == [unit]:
             return
         for other in [other for other in self._open if other is not unit and not other.num_running]:
@@ -200,7 +201,7 @@ class MergedUnits:
             self._open.remove(unit)
 
     def around(self, call: ForwardCall) -> AbstractContextManager[None] | None:
-        """Return the context of a forward of the root, which ends all visits."""
+        """Return the context manager of a forward of the root, for `RootForward`. Its exit ends all visits."""
         return self._ending() if call.is_outermost else None
 
     @contextmanager
@@ -237,7 +238,7 @@ class _Separate(torch.autograd.Function):
 def _separated(
     args: tuple[Any, ...], kwargs: dict[str, Any], then: Callable[[], None] | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a module's inputs, those that require gradients as outputs of one autograd node, as FSDP2 does it.
+    """Pass a module's inputs that require gradients through one autograd node, as FSDP2 does; return all inputs.
 
     `then` is called when the backward of the module has ended.
     """

@@ -1,21 +1,20 @@
-"""What runs around an embedding or a head that is a unit of its own.
+"""Hooks on an embedding or a head that is an FSDP unit of its own.
 
-FSDP2's hooks on the module unshard it for its own forward. This covers what these hooks do not:
+FSDP2's hooks on the module unshard it for its own forward. The hooks here cover these other cases:
 
-* Calling the module outside of the root's forward raises a WrapError that names it: FSDP2 would take the module for the
-  root.
-* A forward that is recomputed in a backward (activation checkpointing) finds the parameters of an embedding sharded,
-  since its backward does not unshard them. They are unsharded then, and resharded when the backward ends.
-* The output of a Linear with a bias is a view of a matrix. FSDP2 would warn that an in-place op on a view loses its
-  hook on it. `without_base` returns the output as a tensor that is not a view, without a copy.
-* Code of the model that reads a parameter outside of the module's own forward (`F.linear(x, model.head.weight)`, as
-  in a loss in chunks) would meet a sharded DTensor. Reading the attribute inside the root's forward unshards the
-  module. It stays unsharded until the backward has ended, and is reduced then, as the root is. After one such read with
-  gradients on, an embedding is no longer resharded after its lookup. Resharding would cost a second all-gather.
+* The module is called outside of the root's forward. FSDP2 would take it for the root. A WrapError names the module.
+* Activation checkpointing recomputes the forward of an embedding. Its parameters are sharded at that time, because the
+  backward of an embedding does not unshard them. They are unsharded, and resharded when the backward ends.
+* The output of a Linear with a bias is a view of a matrix. FSDP2 would warn that an in-place op on a view loses FSDP2's
+  hook on that view. `without_base` returns the output as a tensor that is not a view, without a copy.
+* The model reads a parameter outside of the module's own forward (`F.linear(x, model.head.weight)`, as in a loss in
+  chunks), where the parameter is a sharded DTensor. Reading the attribute inside the root's forward unshards the
+  module. The module stays unsharded until the backward has ended, and is reduced then, as the root is. After one such
+  read with gradients on, an embedding is no longer resharded after its lookup: that would cost a second all-gather.
 * Another forward may run between such a forward and its backward, without gradients or with a backward of its own. It
   reshards the module, and a read has no pre-backward of FSDP2. The backward of the first forward unshards it again.
-* In a forward that trains, code of the model may call the module, or read a parameter, in `torch.inference_mode`.
-  Parameters are unsharded outside of that mode, as `reshard_after_no_grad` does for a whole forward in it.
+* The model calls the module, or reads a parameter, in `torch.inference_mode` inside a forward that trains. The
+  parameters are then unsharded outside of that mode, as `reshard_after_no_grad` does for a whole forward.
 """
 
 import logging
@@ -38,7 +37,7 @@ logger = logging.getLogger("zeroamp")
 
 
 class OwnUnit:
-    """Attached to one module, after `fully_shard` and after its other hooks. `remove` undoes it."""
+    """The hooks of one such module. Create it after `fully_shard` and after the module's other hooks."""
 
     def __init__(
         self,
@@ -49,15 +48,15 @@ class OwnUnit:
         *,
         is_lookup: bool,
     ) -> None:
-        """Attach.
+        """Register the hooks, and replace the module's class by a subclass that sees reads of its parameters.
 
         Args:
-            module: has the parameters.
-            fqn: its name, for messages.
+            module: the embedding or the head.
+            fqn: the module's name, for messages.
             groups: each module that carries FSDP2's state of one parameter group of the unit (`module`, and a group
                 holder for each further combination of dtypes) -> the gradients of that group.
-            in_forward: whether a forward of the root is running.
-            is_lookup: whether the module's backward does not need the parameters.
+            in_forward: returns whether a forward of the root is running.
+            is_lookup: whether the module's backward runs without its parameters, as that of an embedding does.
         """
         self._unit, self._fqn, self._groups, self._in_forward = module, fqn, dict(groups), in_forward
         self._is_lookup = is_lookup
@@ -70,7 +69,7 @@ class OwnUnit:
             if is_lookup:
                 carrier.set_unshard_in_backward(False)
         self._handles = [
-            # First: a unit that FSDP2 sees before the root would be taken for the root.
+            # Before FSDP2's own pre-hook, which would take the first unit that runs for the root.
             module.register_forward_pre_hook(self._check, prepend=True),
             module.register_forward_pre_hook(self._unshard_again, prepend=False),
             module.register_forward_hook(self._separate, prepend=True),
@@ -79,21 +78,22 @@ class OwnUnit:
         module.__class__ = _with_readable_parameters(self._class, self)
 
     def remove(self) -> None:
-        """Undo all that was attached."""
+        """Remove the hooks, and restore the module's class."""
         for handle in self._handles:
             handle.remove()
         self._unit.__class__ = self._class
 
     @untraced
     def read(self, name: str, value: DTensor) -> Any:
-        """Return the parameter `value`; if it is sharded and the model's forward is reading it, unsharded."""
+        """Return the parameter `value`. If it is sharded and the model's forward reads it, unshard it first."""
         is_read = self._in_forward() and not is_in_backward() and num_axes(value) == self._num_sharded[name]
         return self._unshard_to_read(name) if is_read else value
 
     def unshard_in_backward(self, output: object) -> None:
-        """Unshard the parameters when a backward through `output` begins, if forwards with gradients read them.
+        """Unshard the parameters when a backward through `output` begins, if any forward with gradients has read them.
 
-        A read is seen while they are sharded only, so that one that was seen stands for those of later forwards.
+        Reads are seen only while the parameters are sharded. So after the first read, later forwards count as reading
+        them too.
         """
         if self._has_been_read and torch.is_grad_enabled():
             for tensor in tensors_in(output):
@@ -153,7 +153,7 @@ def _with_readable_parameters(cls: type[nn.Module], own: OwnUnit) -> type[nn.Mod
 
     def read(module: nn.Module, name: str) -> Any:
         value = cls.__getattr__(module, name)
-        # The type is asked for here: a compiled forward reads its own unsharded parameters without a graph break.
+        # The type is checked here, so that a compiled forward reads its own unsharded parameters without a graph break.
         return own.read(name, value) if isinstance(value, DTensor) and name in own.names else value
 
     return type(cls.__name__, (cls,), {"__getattr__": read, "__module__": cls.__module__})

@@ -12,7 +12,7 @@ _CPU = torch.device("cpu")
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the state of every generator, of an accelerator that of `device` alone: tensors and plain values only."""
+    """Return the state of every generator, as tensors and plain values. Of accelerators, only `device` is included."""
     name, keys, *rest = np.random.get_state()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -25,7 +25,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Restore what `random_state` returned. An accelerator of another type than the saved one keeps its own state."""
+    """Restore a state that `random_state` returned. If it has no state of `device.type`, the accelerator's is kept."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
@@ -35,7 +35,7 @@ def set_random_state(state: dict[str, Any], device: torch.device) -> None:
 
 @contextmanager
 def preserved_random_state(device_type: str) -> Iterator[None]:
-    """Restore the state of every generator at the end, of all devices of `device_type`."""
+    """Restore the state of every generator when the context ends, including all devices of `device_type`."""
     state, accelerator = random_state(_CPU), torch.get_device_module(device_type)
     # Reading the state of an accelerator that was never used would initialise it.
     on_devices = accelerator.get_rng_state_all() if device_type != "cpu" and accelerator.is_initialized() else None

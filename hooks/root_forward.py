@@ -1,19 +1,19 @@
-"""Everything that runs around the root's forward, in one order.
+"""Runs the root's forward inside an ordered list of context managers.
 
 | order | place | when | what |
 |---|---|---|---|
 | 1 | "report" | outermost, with gradients | a `RunReport` measures the time and counts tokens |
 | 2 | "outer autocast" | every forward | the caller's own `torch.autocast` is compared with the config |
-| 3 | "recovery" | outermost | an exception is noted; a forward after one is refused |
+| 3 | "recovery" | outermost | an exception is recorded; the next forward raises |
 | 4 | "random state" | outermost, with gradients | `zeroamp.reproducible` seeds the generators |
 | 5 | "autocast" | every forward | `torch.autocast` of the config is entered |
 | 6 | "reshard" | outermost, without gradients | all groups are resharded when the forward ends |
 | 7 | (FSDP2) | every forward | FSDP2 unshards the root, then the typed groups of the root unshard |
 | 8 | (model) | every forward | the model's own forward |
 
-Places 1 to 6 hold context managers. They are entered in this order before FSDP2's hooks, and left in the reverse order
-after them, also where the forward raised. Methods from `register_forward_method` run inside the same list.
-A forward inside a forward (`generate` calls the model) is not outermost.
+The context managers of places 1 to 6 are entered in this order before FSDP2's hooks run. They are exited in the reverse
+order after FSDP2's hooks, also if the forward raised. Methods given to `register_forward_method` run inside the same
+list. A forward inside a forward (`generate` calls the model) is not outermost.
 """
 
 import sys
@@ -38,7 +38,7 @@ PLACES: tuple[Place, ...] = get_args(Place)
 
 @dataclass(frozen=True, slots=True)
 class ForwardCall:
-    """One call of the root's forward, or of a method that is registered as one."""
+    """The arguments of one call of the root's forward, or of a registered forward method."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -47,7 +47,7 @@ class ForwardCall:
 
 
 Around = Callable[[ForwardCall], AbstractContextManager[Any] | None]
-"""Returns the context manager of one call, or None. If it raises, the call raises before anything is unsharded."""
+"""Returns the context manager for one call, or None for none. If it raises, nothing has been unsharded yet."""
 
 
 class _AbandonedError(Exception):
@@ -56,26 +56,26 @@ class _AbandonedError(Exception):
 
 @dataclass(slots=True)
 class _OpenForward:
-    """A running forward."""
+    """A running forward, and the context managers to exit when it ends."""
 
     handled_before: BaseException | None
     """The exception that was being handled when the forward began."""
     frame: FrameType | None
-    """Of the module's call; None where there is none, in a registered method."""
+    """The frame of `nn.Module.__call__`. None in a registered method, which has no such frame."""
     has_begun: bool = False
     """Whether the model's own code runs, after FSDP2 has unsharded the root."""
     entered: ExitStack = field(default_factory=ExitStack)
-    """What to leave; nothing while context managers are still entered."""
+    """The context managers that were entered. Empty until all of them are."""
 
     def leave(self, error: BaseException | None) -> None:
-        """Leave the context managers, with the exception that ended the forward."""
+        """Exit the context managers with the exception that ended the forward, or None."""
         if error is None:
             self.entered.close()
         else:
             self.entered.__exit__(type(error), error, error.__traceback__)
 
     def has_ended(self) -> bool:
-        """Whether the forward's call is no longer on the stack: a KeyboardInterrupt ended it, and called no hook."""
+        """Return whether the call is no longer on the stack: a KeyboardInterrupt ends it without calling hooks."""
         return self.frame is not None and all(frame is not self.frame for frame in _frames())
 
 
@@ -105,21 +105,21 @@ class RootForward:
 
     @property
     def depth(self) -> int:
-        """How many forwards are running, one inside the other."""
+        """The number of forwards that are running, one inside the other."""
         return len(self._open)
 
     @property
     def runs_model(self) -> bool:
-        """Whether the model's own code runs in a forward: FSDP2 has unsharded the root."""
+        """Whether the model's own code runs in a forward, after FSDP2 has unsharded the root."""
         return bool(self._open) and self._open[-1].has_begun
 
     def add(self, place: Place, around: Around) -> None:
-        """Run later forwards inside `around` too, after others of the same place."""
+        """Run all later forwards inside `around`. In one place, arounds are entered in the order of their `add`."""
         self._by_place[place].append(around)
         self._sort()
 
     def remove(self, place: Place, around: Around) -> None:
-        """Undo `add`."""
+        """Stop running forwards inside `around`."""
         self._by_place[place].remove(around)
         self._sort()
 
@@ -127,18 +127,18 @@ class RootForward:
         self._arounds = tuple(around for place in PLACES for around in self._by_place[place])
 
     def on_output(self, hook: Callable[[object], None]) -> None:
-        """Call `hook` with each output before FSDP2's own hook sees it."""
+        """Call `hook` with the output of each forward, before FSDP2's own forward hook."""
         self._output_hooks.append(hook)
 
     def attach(self, root: nn.Module) -> list[RemovableHandle]:
-        """Register on `root`, once, after `fully_shard` and all typed groups; return the handles."""
+        """Register the hooks on `root`; return their handles. Call once, after `fully_shard` and all typed groups."""
         return [
             root.register_forward_pre_hook(
                 lambda _module, args, kwargs: self._enter(args, kwargs), prepend=True, with_kwargs=True
             ),
             root.register_forward_pre_hook(lambda _module, _args: self._begin(), prepend=False),
             root.register_forward_hook(lambda _module, _args, output: self._see_output(output), prepend=True),
-            # Last, and called where the forward raised, too.
+            # Last, and also called if the forward raised.
             root.register_forward_hook(lambda _module, _args, _output: self._leave(), prepend=False, always_call=True),
         ]
 
@@ -150,10 +150,15 @@ class RootForward:
         pre_forwards: Sequence[PreForward],
         groups: Sequence[tuple[PreForward, PostForward]],
     ) -> None:
-        """Let `root.name(...)` run as `forward` does.
+        """Run `root.name(...)` as a forward: unsharded, and inside the same context managers.
 
-        `groups` are the hooks of the typed groups of the root, `pre_forwards` its other hooks, which come first.
-        Builds on FSDP2's `register_fsdp_forward_method`, which handles neither typed groups nor this list.
+        Extends FSDP2's `register_fsdp_forward_method` by typed groups and the context managers.
+
+        Args:
+            root: the wrapped model.
+            name: of the method.
+            pre_forwards: further forward pre-hooks of the root. They run before those of `groups`.
+            groups: the forward hooks of the root's typed groups.
         """
         method = getattr(root, name)
         self._methods.setdefault(name, vars(root).get(name))
@@ -184,7 +189,7 @@ class RootForward:
         setattr(root, name, outside)
 
     def restore_methods(self, root: nn.Module) -> None:
-        """Undo `register_method`."""
+        """Restore the methods that `register_method` replaced."""
         for name, before in self._methods.items():
             delattr(root, name)
             if before is not None:
@@ -192,7 +197,7 @@ class RootForward:
         self._methods.clear()
 
     def reset(self) -> None:
-        """Leave the context managers of forwards that ended without their hooks: a KeyboardInterrupt calls none."""
+        """Exit the context managers of forwards that a KeyboardInterrupt ended, which calls no hook."""
         while self._open:
             with suppress(_AbandonedError):
                 self._open.pop().leave(_AbandonedError())
@@ -202,7 +207,7 @@ class RootForward:
         if self._open and self._open[-1].has_ended():
             self.reset()
         call = ForwardCall(args, kwargs, is_outermost=not self._open)
-        # There before anything raises: torch calls `_leave` then, too.
+        # Appended before anything can raise, because torch calls `_leave` then too.
         self._open.append(forward := _OpenForward(sys.exception(), _frame_of_call()))
         with ExitStack() as entered:
             for around in self._arounds:
@@ -228,20 +233,23 @@ class RootForward:
 
 
 def reshard_after_no_grad(root: nn.Module) -> Around:
-    """Return what reshards every group of `root` after an outermost forward with gradients off. All groups must exist.
+    """Return an around that reshards every group of `root` after an outermost forward with gradients off.
 
-    At stages 0 to 2, and for the root at stage 3, FSDP2 keeps parameters unsharded after a forward, for the backward.
-    After a forward without gradients no backward comes: an optimizer step would update shards behind stale unsharded
-    copies, and an optimizer built at that moment would hold the copies and train nothing. An all-gather that was
-    started ahead of a unit that then did not run is released too: a later forward would take it for current.
-    Before a forward in `torch.inference_mode`, groups that were never unsharded are unsharded once, outside of it.
+    At stages 0 to 2, and for the root at stage 3, FSDP2 retains unsharded parameters after a forward for the backward.
+    A forward without gradients has no backward. If its unsharded parameters were retained, an optimizer step would
+    update the shards, and the next forward would read the old unsharded values. An optimizer that is built at that
+    moment would train the unsharded copies. All-gathers that were prefetched for a unit that did not run are discarded
+    too: a later forward would use their old values.
+
+    Before a forward in `torch.inference_mode`, groups that were never unsharded are unsharded once outside of that
+    mode. Call after all groups were made.
     """
     units = [module for module in root.modules() if isinstance(module, FSDPModule)]
 
     @contextmanager
     def around() -> Iterator[None]:
         if torch.is_inference_mode_enabled():
-            # Unsharded parameters that FSDP2 makes inside would be inference tensors, which cannot be trained later.
+            # FSDP2 would otherwise make its unsharded parameters as inference tensors, which cannot be trained later.
             with torch.inference_mode(False):
                 init_unsharded(cast(FSDPModule, root))
         try:

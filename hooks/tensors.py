@@ -1,4 +1,4 @@
-"""The tensors in whatever a forward or an op takes and returns, and the streams that use their memory."""
+"""The tensors inside arguments and results of forwards and ops, and the streams that use their memory."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -23,11 +23,14 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def hold_for_current_stream(tensor: torch.Tensor) -> None:
-    """Keep the memory of a tensor of another stream allocated until the current stream has used it."""
+    """Delay reuse of a tensor's memory until the work queued now in the current stream is done.
+
+    For a tensor that was allocated in another stream. Nothing happens on a CPU.
+    """
     if has_streams(tensor.device):
         tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
 def has_streams(device: torch.device) -> bool:
-    """Return whether a device has streams, so that memory may be freed while another stream uses it. A CPU has none."""
+    """Return whether a device runs work in streams, in which memory may be freed while another stream uses it."""
     return device.type != "cpu"

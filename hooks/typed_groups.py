@@ -3,9 +3,9 @@
 [Note: Holders]
 FSDP2 all-gathers one flat buffer of one dtype per module that `fully_shard` was applied to. A unit with parameters of
 two dtypes therefore needs two such modules. The second is a *group holder*: an empty module that is never called and
-only owns the FSDP state of its group. Hooks on the unit unshard, reshard and reduce the group where the unit does.
-`fully_shard([norm1, norm2])` needs no holder, but it hooks inner modules, which breaks `fullgraph` compilation of the
-unit. It also cannot express a parameter whose owner has descendants in another group.
+only owns the FSDP state of its group. Hooks on the unit unshard, reshard and reduce the group together with the unit.
+`fully_shard([norm1, norm2])` would not need a holder. But it hooks inner modules, which breaks `fullgraph` compilation
+of the unit, and it cannot leave out parameters of descendants that are in another group.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ from zeroamp.policies.errors import WrapError
 HOLDER_NAME = "_zeroamp_group"
 
 PlacementFn = Callable[[nn.Parameter], Shard | None]
-"""For `fully_shard`: the placement of a parameter's shards; None is dimension 0."""
+"""`shard_placement_fn` of `fully_shard`: returns the placement of a parameter's shards. None stands for dimension 0."""
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
@@ -38,7 +38,7 @@ class Holder(nn.Module):
         self.group_name = group_name
 
     def forward(self, *_args: object, **_kwargs: object) -> None:
-        """Raise: something iterates over the children of the module that this holder hangs in, and calls them."""
+        """Raise a WrapError. Code that iterates over a module's children and calls each also calls the holder."""
         raise WrapError(
             f"{HOLDER_NAME} was called. It only holds the FSDP state of the group {self.group_name}: skip children "
             f"whose name starts with {HOLDER_NAME}, or put the modules to call into a list."
@@ -61,16 +61,16 @@ def shard_typed_group(
     offload_policy: OffloadPolicy,
     shard_placement_fn: PlacementFn | None = None,
 ) -> FSDPModule:
-    """Shard the named parameters of `owners` as one group of their own; return its holder.
+    """Shard the parameters with these FQNs as one parameter group; return its group holder.
 
-    Must run before `fully_shard` of any module that is an owner or contains one: FSDP2's walk stops at modules that
-    carry its state. `owners` are all modules that own one of the parameters directly, tied ones included.
+    Call before `fully_shard` of any module that is an owner or contains one: FSDP2's walk stops at modules that have
+    its state. `owners` are all modules that own one of the parameters directly, including those that share a tied one.
     """
     wanted = {id(model.get_parameter(fqn)) for fqn in fqns}
     holder = Holder(group_name)
     for index, owner in enumerate(owners):
         holder.add_module(str(index), owner)
-    # Looked up now: sharding replaces Parameter objects, so sets collected before an earlier call are stale.
+    # Looked up now, because each `fully_shard` replaces Parameter objects: sets from before an earlier call are stale.
     ignored = {parameter for owner in owners for parameter in owner.parameters() if id(parameter) not in wanted}
     fully_shard(
         holder,
@@ -90,9 +90,10 @@ def shard_typed_group(
 
 
 def attachment_point(owners: Sequence[nn.Module], model: nn.Module) -> nn.Module:
-    """Choose where the holder hangs: FSDP2's root finds states by walking the module tree.
+    """Return the module that gets the holder as a child: FSDP2's root finds states by walking the module tree.
 
-    A container would call or index the holder as one of its own, so the first owner that is none gets it.
+    It is the first owner that is not a container. An `nn.Sequential` would call the holder, and an `nn.ModuleList`
+    would count it.
     """
     inside = (module for owner in owners for module in owner.modules())
     for candidate in chain(owners, inside, model.modules()):  # lazily: there may be as many groups as modules
@@ -102,15 +103,15 @@ def attachment_point(owners: Sequence[nn.Module], model: nn.Module) -> nn.Module
 
 
 def typed_group_hooks(holder: FSDPModule) -> tuple[PreForward, PostForward]:
-    """Return what unshards the holder's group (a pre-hook with kwargs) and what reshards it (a forward hook)."""
+    """Return the forward pre-hook (with kwargs) that unshards the holder's group, and the hook that reshards it."""
     return forward_hooks(holder)
 
 
 def attach_typed_group(holder: FSDPModule, unit: nn.Module) -> list[RemovableHandle]:
-    """Unshard the holder's group before `unit` runs and reshard it after; return the handles.
+    """Unshard the holder's group before `unit` runs and reshard it after; return the handles of the hooks.
 
-    Call after `fully_shard(unit)`: its own pre-hook must come first, because the root initialises all groups there.
-    The post-hook comes before FSDP2's own, as the inner of two nested groups would.
+    Call after `fully_shard(unit)`: FSDP2's pre-hook must run first, because that of the root initialises all groups.
+    The post-hook runs before FSDP2's own, as that of an inner unit would.
     """
     pre_forward, post_forward = typed_group_hooks(holder)
     return [
@@ -120,18 +121,19 @@ def attach_typed_group(holder: FSDPModule, unit: nn.Module) -> list[RemovableHan
 
 
 def group_policy(param_dtype: torch.dtype, accumulate: torch.dtype) -> MixedPrecisionPolicy:
-    """Return FSDP2's policy for a group: dtype of the all-gather, and of the unsharded sum over micro-batches.
+    """Return FSDP2's mixed precision policy for a group.
 
-    The communication dtype is not in it: `GroupReduceScatter` casts on the way into the reduction. `reduce_dtype` is
-    always set, because what None means changed in torch 2.15. Inputs are cast by `cast_inputs`.
+    `param_dtype` is the dtype of the all-gather. `accumulate`, the dtype of the unsharded sum over micro-batches, is
+    FSDP2's `reduce_dtype`. It is always set, because None changed its meaning in torch 2.15. The communication dtype is
+    not in the policy: `GroupReduceScatter` casts gradients to it. `cast_inputs` casts inputs.
     """
     return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=accumulate, cast_forward_inputs=False)
 
 
 def place_shards(model: nn.Module, dims: Mapping[str, int]) -> PlacementFn | None:
-    """Return a `shard_placement_fn` for the parameters with these FQNs and sharded dimensions; None if all are 0.
+    """Return a `shard_placement_fn` for `dims`, the sharded dimension of each FQN; None if all dimensions are 0.
 
-    Call right before the `fully_shard` that shards them: it knows the parameters by identity.
+    Call right before the `fully_shard` of these parameters: they are identified by their `id`.
     """
     placements = {id(model.get_parameter(fqn)): Shard(dim) for fqn, dim in dims.items() if dim != 0}
     return (lambda parameter: placements.get(id(parameter))) if placements else None

@@ -1,4 +1,4 @@
-"""Frozen values, read from a config. Nothing here touches `torch.distributed`.
+"""Reads a config into frozen values. Does not use `torch.distributed`.
 
 A name is imported when it is first used, as in `zeroamp`: `errors`, `files` and `tables` do not need torch.
 """
@@ -34,7 +34,7 @@ _HOMES = {
 
 __all__ = sorted(_HOMES)
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of these
+if not TYPE_CHECKING:  # with `__getattr__` a type checker would accept any name
 
     def __getattr__(name: str) -> object:
         if name not in _HOMES:

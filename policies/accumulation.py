@@ -1,4 +1,4 @@
-"""Which pairs of compute and accumulation dtype work, at which stages, and why the others are refused."""
+"""Decides the dtype in which gradients accumulate, and which pairs of compute and accumulation dtype are allowed."""
 
 from typing import TYPE_CHECKING
 
@@ -33,13 +33,13 @@ def accumulation_dtype(policy: "Policy") -> torch.dtype:
 
 
 def unsharded_accumulation(policy: "Policy") -> torch.dtype:
-    """Return the dtype in which FSDP2 sums unsharded gradients between the config's micro-batches.
+    """Return the dtype in which FSDP2 sums unsharded gradients over the config's micro-batches.
 
-    fp32 where there is no such sum: at stages 2 and 3, and with one micro-batch, whose gradient is reduced as it is.
+    fp32 if there is no such sum: at stages 2 and 3, and with one micro-batch per optimizer step.
     """
     return accumulation_dtype(policy) if policy.stage < 2 else torch.float32
 
 
 def sharded_accumulation(policy: "Policy") -> torch.dtype:
-    """Return the dtype in which reduced gradients are summed over several micro-batches; fp32 at stages 0 and 1."""
+    """Return the dtype in which sharded gradients are summed over several micro-batches; fp32 at stages 0 and 1."""
     return policy.grad_accum_dtype if policy.stage >= 2 else torch.float32

@@ -1,7 +1,4 @@
-"""Keys by the names that keyword arguments can have, and the values that a config leaves `"auto"`.
-
-Arguments fill an `"auto"` as those of accelerate and transformers do for DeepSpeed.
-"""
+"""Fills the values that a config leaves `"auto"` with keyword arguments, as accelerate and transformers do."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -28,7 +25,7 @@ OWN_AUTO = (
     "zeroamp.shard_dim",
     "zeroamp.ranks_per_node",
 )
-"""Keys to which "auto" is a value of its own."""
+"""Keys for which "auto" is a valid value, which no argument replaces."""
 
 _ZERO = "zero_optimization"
 DERIVED: dict[str, dict[str, Callable[[Any], Any]]] = {
@@ -39,11 +36,11 @@ DERIVED: dict[str, dict[str, Callable[[Any], Any]]] = {
     },
     "lr": {"scheduler.params.warmup_max_lr": lambda lr: lr},
 }
-"""Arguments that fill keys of other names: transformers' rules for its own arguments."""
+"""Name of an argument -> {key that it fills: rule}. The rules are those of transformers' integration of DeepSpeed."""
 
 
 def rename_keys(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `flat`, values by path, with every key under its first name.
+    """Return `flat`, {path: value}, with each second name of a key (`OTHER_NAMES`) replaced by its first name.
 
     Raises:
         ConfigError: the config has a key under both names, with different values.
@@ -60,9 +57,9 @@ def rename_keys(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def open_auto_keys(cfg: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, tuple[str, ...]]:
-    """Return the keys of a config that are "auto" and wait for an argument of `policy_from_config`.
+    """Return the keys of a config that are "auto" and need an argument of `policy_from_config`.
 
-    Pass only these arguments: one that fills no key is an error. A loader that has many values selects them so:
+    Pass only these arguments: one that fills no key is an error. A loader that has many values selects them like this:
 
     ```python
     known = {"bf16": True, "gradient_clipping": 1.0, "hidden_size": model.config.hidden_size}
@@ -74,8 +71,8 @@ def open_auto_keys(cfg: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str,
         cfg: a mapping, or the path of a JSON file.
 
     Returns:
-        The path of each open key with dots -> the names of the arguments that fill it: the path itself, the short name,
-        and the arguments that it can be derived from ("hidden_size", "lr").
+        Path of each such key, with dots -> the names of the arguments that fill it: the path itself, the short name,
+        and the arguments from which it can be derived ("hidden_size", "lr").
 
     Raises:
         ConfigError: the config cannot be read. Its values are not checked here.
@@ -97,13 +94,13 @@ def _short_name(path: str) -> str:
 def fill_auto(cfg: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return `cfg` with each "auto" replaced by the argument of its name, and every key under its first name.
 
-    An argument is named by the key's path with dots (or with `__` for each dot), by its last part, or, for
-    `block.enabled`, by the block. It fills every "auto" that it names. One that names a key with another value must
-    agree with it.
+    The name of an argument is the key's path with dots (or with `__` for each dot), the path's last part, or, for
+    `block.enabled`, the block. An argument fills every "auto" that it names. If a key that it names has another value,
+    the two must be equal.
 
     Raises:
-        ConfigError: an "auto" is left, the config has a key under two names, or an argument names no key of the config
-            or disagrees with one.
+        ConfigError: an "auto" is not filled, the config has a key under two names with different values, or an argument
+            names no key of the config or differs from the value of one.
     """
     flat = rename_keys(flatten(cfg))
     filled = dict(flat)
@@ -146,7 +143,7 @@ def _is_name(argument: str, path: str) -> bool:
 
 
 def path_of_key(name: str, value: object) -> str:
-    """Return the path of the schema's one key that `name` names; of a block, if `value` is one, the block's.
+    """Return the path of the key with this name. If `value` is a block or None, `name` may be that of a block.
 
     Raises:
         ConfigError: no key, or more than one, has the name.
@@ -162,13 +159,13 @@ def path_of_key(name: str, value: object) -> str:
     if name == "enabled":
         honoured = (key.path for key in keys if isinstance(key.key_class, Honoured))
         enabled = [path.removesuffix(".enabled") for path in honoured if path.endswith(".enabled")]
-        raise ConfigError(f"enabled is a key of several blocks: {some_of(enabled)}. Name the block, as in bf16=True.")
+        raise ConfigError(f"enabled is a key of several blocks: {some_of(enabled)}. Name the block: bf16=True.")
     named = [key.path for key in keys if isinstance(key.key_class, Honoured) and _names(name, key.path)]
     if len(named) > 1:
         raise ConfigError(f"{name} is the name of several keys: {some_of(named)}. Write the path of one.")
     if not named:
         hint = nearest(name, {path.rpartition(".")[2]: path for path in paths})
-        raise ConfigError(f"{name} is no key of the config. {hint} docs/config.md lists the keys.")
+        raise ConfigError(f"{name} is not a key of the config. {hint and f'{hint} '}docs/config.md lists the keys.")
     return named[0]
 
 
@@ -176,14 +173,14 @@ def _left(path: str) -> str:
     name = _short_name(path)
     return (
         f'{path} is "auto", but no argument fills it. '
-        f"Pass it: policy_from_config(cfg, {name}=...), or --auto {name}=... on the command line."
+        f"Pass a value: policy_from_config(cfg, {name}=...), or --auto {name}=... on the command line."
     )
 
 
 def _derive(rule: Callable[[Any], Any], name: str, value: Any) -> Any:
     if name == "hidden_size" and not (is_integer(value, at_least=1) and value < 2**24):
         valid = "a whole number from 1 on"
-        raise ConfigError(describe(f"the argument {name}", shown(value), valid, "Pass the model's own width."))
+        raise ConfigError(describe(f"the argument {name}", shown(value), valid, "Pass the model's hidden size."))
     return rule(value)
 
 

@@ -1,4 +1,4 @@
-"""Auto-wrap policies: which modules of a model become FSDP units, that is, are unsharded and reduced together."""
+"""Auto-wrap policies: choose the modules of a model that become FSDP units (see docs/concepts.md)."""
 
 import logging
 from collections import Counter
@@ -13,9 +13,9 @@ from zeroamp.policies.policy import NO_LEAF_MODULES, LeafModules
 logger = logging.getLogger("zeroamp")
 
 TorchWrapPolicy = Callable[..., bool]
-"""FSDP1's protocol, `policy(module=, recurse=, nonwrapped_numel=) -> bool`: `ModuleWrapPolicy`, and
-`functools.partial` of `transformer_auto_wrap_policy` or `size_based_auto_wrap_policy`, all from
-`torch.distributed.fsdp.wrap`. Its `CustomPolicy` does not follow it."""
+"""A policy in FSDP1's protocol, `policy(module=, recurse=, nonwrapped_numel=) -> bool`. Such are `ModuleWrapPolicy`,
+and `functools.partial` of `transformer_auto_wrap_policy` or `size_based_auto_wrap_policy`, all from
+`torch.distributed.fsdp.wrap`. `CustomPolicy` of that module has another protocol."""
 
 AutoWrapPolicy = TorchWrapPolicy | type[nn.Module] | str | Iterable[type[nn.Module] | str] | None
 """A module class or class name, several of them, a policy in FSDP1's protocol, or None for the default."""
@@ -24,15 +24,16 @@ AutoWrapPolicy = TorchWrapPolicy | type[nn.Module] | str | Iterable[type[nn.Modu
 def find_units(
     model: nn.Module, auto_wrap_policy: AutoWrapPolicy = None, *, leaf_modules: LeafModules = NO_LEAF_MODULES
 ) -> list[str]:
-    """Return the FQNs of the units below the root, children before parents; the root ("") is always one and not listed.
+    """Return the FQNs of the units below the root, children before parents. The root is always a unit, and not listed.
 
-    By default the classes in a transformers model's `_no_split_modules`, else the repeated blocks in the outermost
-    `nn.ModuleList`s, or `nn.ModuleDict`s with numbers as keys, else none (the root alone is a unit, which is logged).
-    Whatever the policy, the modules that `leaf_modules` names are units, and nothing inside them is.
+    By default the units are the modules of the classes in a transformers model's `_no_split_modules`. In other models
+    they are the repeated blocks in the outermost `nn.ModuleList`s, or `nn.ModuleDict`s with numbers as keys. If there
+    are none, the root is the only unit, and a line is logged. With any policy, the modules of `leaf_modules` are units,
+    and no module inside them is.
 
     Raises:
-        WrapError: the policy matches no module of the model, or is none of the accepted forms.
-        ConfigError: an item of `leaf_modules` matches no module of the model, or one that cannot be a unit.
+        WrapError: the policy matches no module of the model, or has a type that is not accepted.
+        ConfigError: an item of `leaf_modules` matches no module of the model, or a module that cannot be a unit.
     """
     leaves = find_leaf_modules(model, leaf_modules)
     inside = {module for fqn in leaves for module in model.get_submodule(fqn).modules()}
@@ -99,7 +100,7 @@ def _refuse_unmatched(model: nn.Module, classes: Iterable[type[nn.Module] | str]
 def _matches_nothing(model: nn.Module, asked: str) -> str:
     classes = sorted({type(module).__name__ for module in model.modules() if module is not model})
     return (
-        f"auto_wrap_policy {asked} matches no module of {type(model).__name__}. Name one of its classes, "
+        f"auto_wrap_policy {asked} matches no module of {type(model).__name__}. Name one of the model's classes, "
         f"{', '.join(classes) or 'none below the root'}, or leave auto_wrap_policy out for the default."
     )
 
@@ -107,10 +108,10 @@ def _matches_nothing(model: nn.Module, asked: str) -> str:
 def _run_torch_policy(
     module: nn.Module, fqn: str, policy: TorchWrapPolicy, seen: set[nn.Module]
 ) -> tuple[list[str], int]:
-    """Walk as FSDP1's auto-wrapping does: children first, and a parent sees only the elements that no child took.
+    """Apply a policy as FSDP1 does: children first, and `nonwrapped_numel` of a parent excludes wrapped children.
 
     Returns:
-        The FQNs wrapped at or below `module`, and the number of elements they took.
+        The FQNs of the wrapped modules at or below `module`, and the number of elements in them.
     """
     numel = sum(parameter.numel() for parameter in module.parameters())
     if module in seen or not policy(module=module, recurse=True, nonwrapped_numel=numel):
@@ -128,20 +129,23 @@ def _run_torch_policy(
 
 
 def _default_units(model: nn.Module) -> list[str]:
-    # transformers lists, per architecture, the blocks that must stay on one device; some name blocks of other variants.
+    # transformers lists the blocks of an architecture that must stay on one device. Some are of other variants of it.
     names = getattr(model, "_no_split_modules", None) or ()
     units = _units_of_classes(model, [str(name) for name in names])
     units = [fqn for fqn in units if fqn] or list(_repeated_blocks(model, ""))
     if not units:
-        logger.info("no repeated blocks in %s: the whole model is one unit; see auto_wrap_policy", type(model).__name__)
+        logger.info(
+            "%s has no repeated blocks, so the whole model is one unit. Name classes with auto_wrap_policy.",
+            type(model).__name__,
+        )
     return units
 
 
 def _repeated_blocks(module: nn.Module, fqn: str) -> Iterator[str]:
-    """Yield children that share their class with a sibling in an outermost list of modules, if they own parameters.
+    """Yield the FQNs of modules with parameters that have a sibling of their class in an outermost list of modules.
 
-    A list is an `nn.ModuleList`, or an `nn.ModuleDict` whose keys are numbers, as torchtitan's. Other keys name parts
-    of a model, such as two embeddings or two towers.
+    A list is an `nn.ModuleList`, or an `nn.ModuleDict` whose keys are numbers, as torchtitan's. An `nn.ModuleDict` with
+    other keys contains different parts of a model, such as two embeddings or two towers.
     """
     is_list = isinstance(module, nn.ModuleList) or (
         isinstance(module, nn.ModuleDict) and all(key.isdigit() for key in module)
@@ -157,10 +161,10 @@ def _repeated_blocks(module: nn.Module, fqn: str) -> Iterator[str]:
 
 
 def find_leaf_modules(model: nn.Module, leaf_modules: LeafModules) -> list[str]:
-    """Return the FQNs of the modules that `leaf_modules` names, in registration order; of nested ones the outermost.
+    """Return the FQNs of the modules that `leaf_modules` names, in registration order. Of nested ones, the outermost.
 
     Raises:
-        ConfigError: an item matches no module of the model, or a container that is never called.
+        ConfigError: an item matches no module of the model, or a container without a forward.
     """
     tests: list[tuple[str, str, Callable[[str, nn.Module], bool]]] = [
         *(("classes", name, lambda _, module, name=name: _matches(module, name)) for name in leaf_modules.classes),
@@ -172,7 +176,7 @@ def find_leaf_modules(model: nn.Module, leaf_modules: LeafModules) -> list[str]:
     ]
     chosen: set[nn.Module] = set()
     for key, wanted, test in tests:
-        # Under all its names: a shared module may be meant by any of them.
+        # A shared module has several names, and an item may match any of them.
         found = {module: fqn for fqn, module in model.named_modules(remove_duplicate=False) if test(fqn, module)}
         _refuse_leaf_modules(model, key, wanted, found)
         chosen |= found.keys()

@@ -1,4 +1,7 @@
-"""Batch sizes: train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks."""
+"""Derives and checks batch sizes.
+
+train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel ranks.
+"""
 
 import os
 
@@ -12,15 +15,21 @@ _TOTAL, _MICRO, _STEPS = BATCH_SIZES
 def resolve_batch_sizes(
     total: int | None, micro: int | None, steps: int | None, ranks: int | None
 ) -> tuple[int | None, int | None, int]:
-    """Derive what is missing, as DeepSpeed does: the accumulation steps first, then the micro-batch, then the total.
+    """Derive the missing sizes as DeepSpeed does: first the accumulation steps, then the micro-batch, then the total.
 
-    Without the number of data-parallel ranks, the sizes that need it stay None.
+    Without the number of data-parallel ranks, sizes that depend on it stay None.
+
+    Args:
+        total: samples per optimizer step, over all ranks; None if missing.
+        micro: samples per micro-batch and rank; None if missing.
+        steps: micro-batches per optimizer step and rank; None if missing.
+        ranks: data-parallel ranks; None if not known.
 
     Returns:
-        Total, micro-batch and accumulation steps.
+        (total, micro, steps).
 
     Raises:
-        ConfigError: the sizes do not multiply, or the accumulation steps cannot be known.
+        ConfigError: the total is not the product of the others, or the accumulation steps cannot be derived.
     """
     if steps is None:
         steps = _accumulation_steps(total, micro, ranks)
@@ -33,7 +42,7 @@ def resolve_batch_sizes(
 
 
 def check_batch_sizes(total: int | None, micro: int | None, steps: int, ranks: int | None) -> None:
-    """Raise ConfigError unless the sizes multiply, over `ranks` ranks if that is known."""
+    """Raise ConfigError if `total` is not `micro` x `steps` x `ranks`, or no multiple of those that are known."""
     if total is None:
         return
     product = steps * (micro or 1) * (ranks or 1)
@@ -47,9 +56,9 @@ def check_batch_sizes(total: int | None, micro: int | None, steps: int, ranks: i
             _TOTAL,
             f"{total}",
             f"{product} = {known}" if is_whole else f"a multiple of {product} = {known}",
-            "Change one of them, or leave one out: it is derived. If only some of the job's "
-            "ranks get different samples (a smaller mesh; tensor or context parallelism), pass their number as "
-            "world_size= to policy_from_config: docs/meshes.md.",
+            "Change one of them, or leave one out, and it is derived. If only some of the job's "
+            "ranks get different samples (a smaller mesh; tensor or context parallelism), pass the number of these "
+            "ranks as world_size= to policy_from_config: docs/meshes.md.",
         )
     )
 
@@ -69,28 +78,28 @@ def _accumulation_steps(total: int | None, micro: int | None, ranks: int | None)
 def _divide(total: int, factor: int, words: str, ranks: int, micro: int = 1) -> int:
     if total % factor:
         valid = f"a multiple of {factor} = {words}"
-        remedy = f"Change one of them; nothing is rounded. {_what_divides(total, factor, ranks, micro)}"
+        remedy = f"Change one of them: sizes are not rounded. {_what_divides(total, factor, ranks, micro)}"
         raise ConfigError(describe(_TOTAL, f"{total}", valid, remedy))
     return total // factor
 
 
 def _what_divides(total: int, factor: int, ranks: int, per_rank: int) -> str:
-    """Return which totals and numbers of ranks, nearest to these, divide: a lost host may have changed the ranks."""
+    """Return a sentence with the nearest valid totals and numbers of ranks: a lost host may have changed the ranks."""
     totals = [str(near) for near in (total // factor * factor, -(-total // factor) * factor) if near]
-    words = f"With {ranks} ranks, {_TOTAL} {' or '.join(totals)} would do"
+    words = f"With {ranks} ranks, {_TOTAL} {' or '.join(totals)} is valid"
     if total % per_rank:
         return f"{words}."
     fitting = [number for number in range(1, total // per_rank + 1) if total // per_rank % number == 0]
     near = [max((n for n in fitting if n < ranks), default=None), min((n for n in fitting if n > ranks), default=None)]
     numbers = " or ".join(str(number) for number in near if number is not None)
-    return f"{words}; with {_TOTAL} {total}, {numbers} ranks would."
+    return f"{words}. With {_TOTAL} {total}, {numbers} ranks are valid."
 
 
 def data_parallel_ranks(world_size: int | None) -> int | None:
-    """Return the number of ranks: `world_size`, else WORLD_SIZE of the environment, which torchrun sets, else None.
+    """Return `world_size`, or without it WORLD_SIZE of the environment, which torchrun sets; None without both.
 
     Raises:
-        ConfigError: `world_size` is no whole number from 1 on.
+        ConfigError: `world_size` is not a whole number from 1 on.
     """
     if world_size is None:
         text = os.environ.get("WORLD_SIZE", "")

@@ -1,4 +1,4 @@
-"""What the keys of a config may not ask for together, each as an error that names the keys."""
+"""Raises errors for keys of a config whose values contradict each other. Each error names the keys."""
 
 from typing import TYPE_CHECKING
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from zeroamp.policies.policy import Policy
 
 
-_FP16_ALL_REDUCE = "an all-reduce of fp16 divides after it has summed, and overflows."
+_FP16_ALL_REDUCE = "an all-reduce of fp16 may overflow, because it divides after the sum."
 
 
 def check_policy(policy: "Policy") -> None:
-    """Raise ConfigError where values of a policy contradict each other."""
+    """Raise ConfigError if values of a policy contradict each other."""
     _check_communication("communication_data_type", policy.communication_data_type, policy)
     if policy.stage == 0 and policy.reduce_accumulate_dtype == "native" and policy.wire_dtype == torch.float16:
         raise ConfigError(
@@ -32,7 +32,7 @@ def check_policy(policy: "Policy") -> None:
     if policy.gather_16bit_weights_on_save and policy.low_dtype is None:
         raise ConfigError(
             "zero_optimization.stage3_gather_16bit_weights_on_model_save must be false unless torch_autocast, bf16 or "
-            "fp16 is enabled, but is true. Enable one, or leave the key out and name the dtype where you save: "
+            "fp16 is enabled, but is true. Enable one of them, or leave the key out and pass the dtype when you save: "
             'export_hf(..., dtype="bf16").'
         )
     if reason := refusal(policy.low_dtype, policy.grad_accum_dtype):
@@ -43,7 +43,7 @@ def check_policy(policy: "Policy") -> None:
 
 
 def _check_communication(key: str, asked: torch.dtype | None, policy: "Policy") -> None:
-    """Refuse communication dtypes that would lose what the rest of the config promises."""
+    """Raise for a communication dtype that would overflow, or that rounds sums which other keys set to fp32."""
     is_native = policy.reduce_accumulate_dtype == "native"
     if asked == torch.float16 and policy.low_dtype != torch.float16:
         raise ConfigError(
@@ -53,20 +53,20 @@ def _check_communication(key: str, asked: torch.dtype | None, policy: "Policy") 
     if policy.stage == 0 and asked in LOW_DTYPES and not is_native:
         raise ConfigError(
             f'{key} must be "fp32" at stage 0 with zeroamp.reduce_accumulate_dtype "fp32", but is '
-            f'"{short_name(asked)}". Stage 0 is an all-reduce, which sums in the communication dtype: use fp32, '
+            f'"{short_name(asked)}". Stage 0 runs an all-reduce, which sums in the communication dtype. Use fp32, '
             'reduce_accumulate_dtype "native", or stage 1 and above.'
         )
 
 
 def _check_override(where: str, override: OverrideBlock, policy: "Policy") -> None:
-    """Refuse an item of `zeroamp.overrides` whose dtypes contradict each other or the mode."""
+    """Raise for an item of `zeroamp.overrides` whose dtypes contradict each other or the mode."""
     if not override.modules or not all(override.modules):
         raise ConfigError(
             f"{where}.modules must name modules, but is {shown(list(override.modules))}. Write FQNs, patterns of them, "
             "or class names."
         )
     if not override.settings():
-        raise ConfigError(f"{where} sets no dtype. Add compute, gather or communication, or remove it.")
+        raise ConfigError(f"{where} sets no dtype. Add compute, gather or communication, or remove the item.")
     for name, asked in (("compute", override.compute), ("gather", override.gather)):
         if asked in (None, torch.float32, policy.low_dtype):
             continue
@@ -80,7 +80,8 @@ def _check_override(where: str, override: OverrideBlock, policy: "Policy") -> No
     if override.compute is not None and override.gather not in (None, override.compute):
         raise ConfigError(
             f'{where}.gather must be "{short_name(override.compute)}", as compute is, but is '
-            f'"{short_name(override.gather)}". Remove one: without compute the modules compute as they would.'
+            f'"{short_name(override.gather)}". Remove one of them. Without compute, the modules compute in the '
+            "precision of the mode."
         )
     _check_communication(f"{where}.communication", override.communication, policy)
     is_native = policy.reduce_accumulate_dtype == "native"
@@ -108,12 +109,12 @@ def _check_scale(policy: "Policy") -> None:
 
 
 def _check_reproducible(policy: "Policy") -> None:
-    """Refuse what makes the bits of a reproducible run depend on the number of ranks."""
+    """Raise for values with which the bits of a reproducible run would depend on the number of ranks."""
     if not policy.reproducible:
         if policy.config.zeroamp.seed is not None:
             raise ConfigError(
-                f"zeroamp.seed is {policy.config.zeroamp.seed}, but zeroamp.reproducible is false, so nothing would "
-                "use it. Set reproducible to true, or remove the seed and call torch.manual_seed."
+                f"zeroamp.seed is {policy.config.zeroamp.seed}, but zeroamp.reproducible is false, so the seed would "
+                "not be used. Set reproducible to true, or remove the seed and call torch.manual_seed."
             )
         return
     order = "With zeroamp.reproducible, gradients are added in one order, in fp32."
@@ -152,5 +153,5 @@ def _check_sharding(policy: "Policy") -> None:
     if policy.dp_replicate_size > 1 and policy.stage == 0:
         raise ConfigError(
             f"zeroamp.dp_replicate_size must be 1 at stage 0, but is {policy.dp_replicate_size}. Stage 0 replicates "
-            "over all ranks already: use stage 1 or above to shard within replicas."
+            "over all ranks already. Use stage 1 or above to shard within replicas."
         )

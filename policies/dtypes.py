@@ -18,13 +18,13 @@ DTYPE_BY_NAME = {
     "float16": torch.float16,
     "half": torch.float16,
 }
-"""Every spelling that DeepSpeed's `DtypeEnum` accepts, but int8: no precision mode computes in it."""
+"""Every spelling that DeepSpeed's `DtypeEnum` accepts, except int8, in which no mode computes."""
 
 _SHORT_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
 
 def stored_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """Return the dtype that `wrap_model` stores a parameter in: fp32 for a trainable one in bf16 or fp16, else its own.
+    """Return the dtype of the sharded parameter: fp32 for a trainable one in bf16 or fp16, else the parameter's own.
 
     The fp32 shards are the master weights, which the optimizer updates.
     """

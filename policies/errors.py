@@ -1,14 +1,14 @@
-"""The one exception tree. A user's mistake is one of these; an internal slip is an AssertionError."""
+"""The exceptions that zeroamp raises for a user's mistake or a fault. An internal error is an AssertionError."""
 
 import json
 from collections.abc import Sequence
 
 
 class ZeroAmpError(Exception):
-    """Base of everything zeroamp raises on purpose. The text says where, what was found, what is valid, what to do."""
+    """Base class of zeroamp's errors. The text names the place, what was found, what is valid and what to do."""
 
     def __str__(self) -> str:
-        """Return the text without control characters: it may contain a name from an untrusted file."""
+        """Return the text with control characters escaped: it may contain a name from an untrusted file."""
         return printable(super().__str__())
 
 
@@ -17,11 +17,11 @@ class ConfigError(ZeroAmpError, ValueError):
 
 
 class WrapError(ZeroAmpError, ValueError):
-    """A model, mesh or wrap policy cannot be wrapped as asked. The text names the module or parameter."""
+    """A model, mesh or wrap policy is not supported. The text names the module or parameter."""
 
 
 class StepError(ZeroAmpError, RuntimeError):
-    """The training step was driven in an order or in a way that would train wrongly."""
+    """The methods of a training step were called in an order, or in a state, that would train wrongly."""
 
 
 class PeerError(StepError):
@@ -32,7 +32,7 @@ class PeerError(StepError):
 
 
 class PrecisionError(ZeroAmpError, RuntimeError):
-    """A module met another precision than the config promised it."""
+    """A module would run, or has run, in another precision than the config sets."""
 
 
 class CheckpointError(ZeroAmpError, RuntimeError):
@@ -52,10 +52,10 @@ def error_text(error: BaseException) -> str:
 
 
 def describe(where: str, found: object, valid: str, remedy: str) -> str:
-    """Return an error's text: the place, what is valid there, what was found, and what to do.
+    """Return the text of an error: "{where} must be {valid}, but is {found}. {remedy}".
 
-    The four arguments are a checklist for the author. The text reads "{where} must be {valid}, but is {found}.
-    {remedy}". An error that this sentence does not fit is written out, with the same four things in it.
+    The four arguments are a checklist for the author. Errors that do not fit this sentence are written out, and contain
+    the same four things.
     """
     return f"{where} must be {valid}, but is {found}. {remedy}"
 
@@ -67,7 +67,7 @@ def some_of(names: Sequence[str], limit: int = 8) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a value of a config as JSON writes it, shortened; a string that looks like another value is called one."""
+    """Return a value of a config as JSON, shortened. A string that quotes another JSON value reads `the string "1"`."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):
@@ -77,7 +77,7 @@ def shown(value: object) -> str:
 
 
 def is_quoted(value: object) -> bool:
-    """Return whether `value` is a string of what JSON reads as a number, true, false or null."""
+    """Return whether `value` is a string that contains a JSON number, true, false or null."""
     try:
         return isinstance(value, str) and not isinstance(json.loads(value), str | list | dict)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Reads untrusted files: only regular files of bounded size, under names that stay in a folder."""
+"""Reads untrusted files: only regular files of bounded size, with names that do not lead out of their folder."""
 
 import errno
 import json
@@ -17,7 +17,7 @@ MAX_JSON_BYTES = 32 * 1024**2
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a regular file for reading.
 
-    Other kinds are refused: opening a FIFO waits for a writer, and opening a device may have an effect.
+    Other kinds of files raise, because opening a FIFO waits for a writer, and opening a device may have side effects.
 
     Raises:
         OSError: the file cannot be opened, or is not a regular file.
@@ -54,20 +54,20 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Return the JSON object of a config's file.
+    """Return the JSON object in a config file.
 
     Raises:
-        ConfigError: the file cannot be read, or holds something else.
+        ConfigError: the file cannot be read, or does not contain a JSON object.
     """
     try:
         loaded = read_json(path)
     except OSError as error:
         raise ConfigError(f"config {str(path)!r} cannot be read ({error}). Check the path of the file.") from error
     except ValueError as error:  # not JSON, not UTF-8, an endless number, or nested without end
-        raise ConfigError(f"config {str(path)!r} must hold a JSON object: {error}. Correct the file.") from error
+        raise ConfigError(f"config {str(path)!r} must contain a JSON object: {error}. Correct the file.") from error
     if not isinstance(loaded, dict):
-        held = type(loaded).__name__
-        raise ConfigError(f"config {str(path)!r} must hold a JSON object, but holds a {held}. Correct the file.")
+        found = type(loaded).__name__
+        raise ConfigError(f"config {str(path)!r} must contain a JSON object, but contains a {found}. Correct the file.")
     return loaded
 
 
@@ -76,12 +76,12 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(content) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for index, key in enumerate(keys) if key in keys[:index])
-        raise ValueError(f"{twice} is twice in one JSON object")
+        raise ValueError(f"the key {twice} occurs twice in one JSON object")
     return content
 
 
 def is_file_name(name: object) -> bool:
-    """Return whether `name` is a printable file name, not a path that may lead out of its folder."""
+    """Return whether `name` is a printable file name without folders, so that it cannot lead out of its folder."""
     return isinstance(name, str) and name not in ("", ".", "..") and "/" not in name and name.isprintable()
 
 

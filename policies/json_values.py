@@ -17,22 +17,27 @@ _VALID = "a mapping, or the path of a JSON file"
 
 
 def load_config(cfg: object) -> dict[str, Any]:
-    """Return the config as a dict of JSON's own types that is the caller's own.
+    """Return a config, a mapping or the path of a JSON file, as a new dict of JSON's types.
 
     Raises:
-        ConfigError: it is neither, the file cannot be read, it has a key twice, or a value that JSON does not have.
+        ConfigError: `cfg` has another type, the file cannot be read, a key occurs twice, or a value has a type that
+            JSON does not have.
     """
     if isinstance(cfg, Mapping):
         return json_object(cfg, "config")
     if isinstance(cfg, str) and cfg.lstrip().startswith("{"):
-        raise ConfigError(describe("config", "the text of one", _VALID, "Call json.loads on it first."))
+        raise ConfigError(describe("config", "the JSON text itself", _VALID, "Call json.loads on it first."))
     if not isinstance(cfg, str | os.PathLike):
-        raise ConfigError(describe("config", f"the {type(cfg).__name__} {cfg!r}", _VALID, "Pass one of them."))
+        raise ConfigError(describe("config", f"the {type(cfg).__name__} {cfg!r}", _VALID, "Pass one of these two."))
     return json_object(read_config_file(Path(cfg)), "config")
 
 
 def json_object(mapping: Mapping[Any, Any], where: str) -> dict[str, Any]:
-    """Copy a mapping and what is in it, so that nothing the caller changes later changes what was read."""
+    """Return a deep copy of a mapping as JSON's types, which later changes of the caller's mapping do not change.
+
+    Raises:
+        ConfigError: a key is not a word without dots, or a value has a type that JSON does not have.
+    """
     for key in mapping:
         if not isinstance(key, str) or "." in key or not key or not key.isprintable():
             raise ConfigError(
@@ -44,16 +49,20 @@ def json_object(mapping: Mapping[Any, Any], where: str) -> dict[str, Any]:
 
 
 def json_value(value: Any, where: str) -> Any:
-    """Copy one value of the config; NumPy's float64 is a float, an enum's member its value, a torch.dtype its name.
+    """Return a copy of one value of the config as JSON's types.
+
+    NumPy's float64 becomes a float, an enum's member its value, and a torch.dtype its short name.
 
     Raises:
-        ConfigError: it is nothing that JSON has, or beyond what a number or a text can be here.
+        ConfigError: the value has a type that JSON does not have, is an integer of more than 64 bits, a text that is
+            not valid Unicode, or is nested too deeply.
     """
     if value is None or isinstance(value, bool):
         return value
     if where.count(".") > _DEEPEST:
         raise ConfigError(
-            f"{where[:60]}... is nested more than {_DEEPEST} levels deep. The schema has four: correct it."
+            f"{where[:60]}... is nested more than {_DEEPEST} levels deep. The schema has four levels. Correct the "
+            "config."
         )
     if isinstance(value, Mapping):
         return json_object(value, where)
@@ -68,21 +77,21 @@ def json_value(value: Any, where: str) -> Any:
     if isinstance(value, torch.dtype):
         return short_name(value)
     kind = "an integer of more than 64 bits" if isinstance(value, int) else f"a {type(value).__name__}"
-    kind = "a text that is no Unicode" if isinstance(value, str) else kind
-    remedy = "Write a plain Python value; of NumPy and torch scalars, value.item()."
+    kind = "a text that is not valid Unicode" if isinstance(value, str) else kind
+    remedy = "Write a plain Python value; for NumPy and torch scalars, value.item()."
     raise ConfigError(describe(where, kind, "an object, list, text, number, true, false or null of JSON", remedy))
 
 
 def _is_text(value: str) -> bool:
     try:
         value.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair: it could not be printed in an error either
+    except UnicodeEncodeError:  # half of a surrogate pair, which an error could not print either
         return False
     return True
 
 
 def flatten(cfg: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested mappings by their path with dots; an empty mapping is a value."""
+    """Return {path with dots: value} of nested mappings. An empty mapping counts as a value."""
     flat: dict[str, Any] = {}
     for name, value in cfg.items():
         if isinstance(value, Mapping) and value:

@@ -1,12 +1,12 @@
 """Learning rates as pure functions of the optimizer step, for one param group. The curves are DeepSpeed's (0.19.8).
 
-Step k = 0, 1, 2, … is the k-th optimizer step. DeepSpeed moves a scheduler after each step, and counts from the first
-move: its iteration is k - 1. Step 0 has what its constructors set. Formulas keep DeepSpeed's order of operations, so
-that the results are the same bits.
+Steps are numbered k = 0, 1, 2, … DeepSpeed advances a scheduler after each step, and counts from the first advance:
+its iteration is k - 1. Step 0 has the values that DeepSpeed's constructors set. Formulas have DeepSpeed's order of
+operations, so that the results are the same bits.
 
-[Note: first steps] In every warm-up steps 0 and 1 are alike (iteration 0 is its first point, too), except that
-WarmupCosineLR starts from 0 whatever warmup_min_ratio is. OneCycle starts its momentum from the minimum, and goes on
-from the maximum.
+[Note: first steps]
+In a warm-up, steps 0 and 1 have the same learning rate: that of iteration 0. The exception is WarmupCosineLR, which is
+0 at step 0 with any warmup_min_ratio. OneCycle's momentum is the minimum at step 0, and falls from the maximum then.
 """
 
 import math
@@ -16,31 +16,30 @@ from typing import Literal, Protocol
 WarmupType = Literal["log", "linear"]
 
 ONE_CYCLE_BETA2 = 0.99
-"""What OneCycle sets the second beta to, whatever the optimizer had."""
+"""The second beta that OneCycle sets. The optimizer's own second beta is not used."""
 
 
 class Curve(Protocol):
-    """A learning rate over the steps."""
+    """A learning rate as a function of the step."""
 
     def lr(self, step: int, initial_lr: float) -> float:
-        """Return the learning rate of `step` (0 is the first) where the optimizer was built with `initial_lr`."""
+        """Return the learning rate of `step` (from 0 on). `initial_lr` is that with which the optimizer was built."""
 
 
 def _warmup(iteration: int, num_steps: int, kind: WarmupType) -> float:
-    """Return how far the warm-up has come, from 0 on, before it ends at `num_steps`. log reaches 1, linear nearly."""
+    """Return the progress of the warm-up at an iteration below `num_steps`: from 0 to 1 (log), to below 1 (linear)."""
     if kind == "linear":
         return iteration / num_steps
     return (1.0 / math.log(num_steps)) * math.log(iteration + 1)
 
 
 def _num_warmup_steps(asked: int) -> int:
-    # The logarithm of 1 divides.
-    return max(2, asked)
+    return max(2, asked)  # the formula divides by the logarithm, which is 0 for 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WarmupLR:
-    """Up from `warmup_min_lr` to `warmup_max_lr` (None: the initial one), and constant there."""
+    """Rises from `warmup_min_lr` to `warmup_max_lr` (None: the initial learning rate), and is constant then."""
 
     warmup_min_lr: float
     warmup_max_lr: float | None
@@ -48,7 +47,7 @@ class WarmupLR:
     warmup_type: WarmupType
 
     def lr(self, step: int, initial_lr: float) -> float:
-        """Return min + (max - min) * gamma; gamma goes from 0 to 1 over the warm-up."""
+        """Return min + (max - min) * gamma, where gamma rises from 0 to 1 in the warm-up."""
         num_steps, iteration = _num_warmup_steps(self.warmup_num_steps), max(0, step - 1)
         top = initial_lr if self.warmup_max_lr is None else self.warmup_max_lr
         gamma = _warmup(iteration, num_steps, self.warmup_type) if iteration < num_steps else 1.0
@@ -57,7 +56,7 @@ class WarmupLR:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WarmupDecayLR:
-    """Up from `warmup_min_lr` to `warmup_max_lr`, then along a line back to it at `total_num_steps`."""
+    """Rises from `warmup_min_lr` to `warmup_max_lr`, then falls linearly back to it at `total_num_steps`."""
 
     total_num_steps: int
     warmup_min_lr: float
@@ -65,8 +64,8 @@ class WarmupDecayLR:
     warmup_num_steps: int
     warmup_type: WarmupType
 
-    def lr(self, step: int, initial_lr: float) -> float:  # noqa: ARG002  # the initial one plays no part
-        """Return min + (max - min) * gamma; gamma goes from 0 to 1 and back."""
+    def lr(self, step: int, initial_lr: float) -> float:  # noqa: ARG002  # the initial learning rate is not used
+        """Return min + (max - min) * gamma, where gamma rises from 0 to 1 and falls back to 0."""
         num_steps, iteration = _num_warmup_steps(self.warmup_num_steps), max(0, step - 1)
         if iteration < num_steps:
             gamma = _warmup(iteration, num_steps, self.warmup_type)
@@ -77,7 +76,7 @@ class WarmupDecayLR:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WarmupCosineLR:
-    """Up from `warmup_min_ratio` of the initial learning rate to all of it, then half a cosine to `cos_min_ratio`."""
+    """Rises from `warmup_min_ratio` to 1 times the initial rate, then falls by half a cosine to `cos_min_ratio`."""
 
     total_num_steps: int
     warmup_min_ratio: float
@@ -94,7 +93,7 @@ class WarmupCosineLR:
         if iteration < num_steps:
             risen = _warmup(iteration, num_steps, self.warmup_type)
             return self.warmup_min_ratio + risen * (1.0 - self.warmup_min_ratio)
-        # The first iteration after the warm-up is one step down already; past the end the ratio stays where it is.
+        # The first iteration after the warm-up is already one step down. After the last step the ratio is constant.
         progress = min(1.0, (iteration - num_steps + 1) / max(1, self.total_num_steps - num_steps))
         height = (1 + math.cos(math.pi * progress)) / 2
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * height)
@@ -102,15 +101,15 @@ class WarmupCosineLR:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LRRangeTest:
-    """Up from `lr_range_test_min_lr` without end."""
+    """Rises from `lr_range_test_min_lr` without end."""
 
     lr_range_test_min_lr: float
     lr_range_test_step_size: int
     lr_range_test_step_rate: float
     lr_range_test_staircase: bool
 
-    def lr(self, step: int, initial_lr: float) -> float:  # noqa: ARG002  # the initial one plays no part
-        """Return min * (1 + rate * units), where a staircase counts whole units."""
+    def lr(self, step: int, initial_lr: float) -> float:  # noqa: ARG002  # the initial learning rate is not used
+        """Return min * (1 + rate * units), of `lr_range_test_step_size` steps each. A staircase counts whole units."""
         units = step / self.lr_range_test_step_size
         if self.lr_range_test_staircase:
             units = math.floor(units)
@@ -119,7 +118,7 @@ class LRRangeTest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OneCycle:
-    """Up and down once between `cycle_min_lr` and `cycle_max_lr`, then decay; the momentum goes the other way."""
+    """Rises and falls once between `cycle_min_lr` and `cycle_max_lr`, then decays. The momentum moves inversely."""
 
     cycle_min_lr: float
     cycle_max_lr: float
@@ -134,16 +133,16 @@ class OneCycle:
     cycle_max_mom: float
     decay_mom_rate: float
 
-    def lr(self, step: int, initial_lr: float) -> float:  # noqa: ARG002  # the initial one plays no part
-        """Return min + (max - min) * height in the cycle; min / (1 + rate * units) after it."""
+    def lr(self, step: int, initial_lr: float) -> float:  # noqa: ARG002  # the initial learning rate is not used
+        """Return min + (max - min) * height in the cycle, and min / (1 + rate * units) after the cycle."""
         if self._is_in_cycle(step):
             return self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * self._height(step)
         return self.cycle_min_lr / (1 + self.decay_lr_rate * self._decay_units(step))
 
     def momentum(self, step: int) -> float | None:
-        """Return max - (max - min) * height in the cycle; max * (1 + rate * units) after it. None: not cycled.
+        """Return max - (max - min) * height in the cycle, and max * (1 + rate * units) after it.
 
-        A positive `decay_mom_rate` therefore raises the momentum, as in DeepSpeed.
+        So a positive `decay_mom_rate` raises the momentum, as in DeepSpeed. None if `cycle_momentum` is false.
         """
         if not self.cycle_momentum:
             return None
@@ -168,7 +167,7 @@ class OneCycle:
         return (step - self._total) / self.decay_step_size if self.decay_step_size else 0.0
 
     def _height(self, step: int) -> float:
-        """Return where the cycle stands at `step`: 0 at both ends, 1 at the top."""
+        """Return the height of the cycle at `step`: 0 at both ends, 1 at the top."""
         first, total = self.cycle_first_step_size, self._total
         turning_point = first / total
         position = 1.0 + step / total - math.floor(1 + step / total)
@@ -181,7 +180,7 @@ class OneCycle:
         return position / turning_point if is_rising else (position - 1) / (turning_point - 1)
 
     def _stair(self, steps: float, stairs: int) -> float:
-        # From the count of steps, not from the height: rounding just below a stair would cost a whole one.
+        # Computed from the number of steps, because a height that is rounded to just below a stair would lose it.
         is_rising = steps <= self.cycle_first_step_size
         position = steps * stairs / self.cycle_first_step_size
         if not is_rising:

@@ -1,7 +1,7 @@
-"""Loss scaling for float16, as values: the config's setting, and the state of the scale from step to step.
+"""Loss scaling for float16: the settings of the config, and the state of the scale from step to step.
 
 The rules and defaults are DeepSpeed's (0.19.8): `initial_scale_power`, `loss_scale_window`, `hysteresis`,
-`consecutive_hysteresis`, `min_loss_scale`; `loss_scale` other than 0 is a fixed scale.
+`consecutive_hysteresis`, `min_loss_scale`. With a `loss_scale` other than 0 the scale is fixed.
 """
 
 from dataclasses import dataclass, replace
@@ -12,27 +12,27 @@ GROWTH = 2.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossScale:
-    """The config's loss scaling: the scale of the first step, and when it moves."""
+    """The settings of loss scaling: the first scale, and the rules by which the scale changes."""
 
     initial: float = 65536.0
     """The scale of the first step."""
     dynamic: bool = True
-    """Whether the scale moves. A fixed scale still skips the steps that overflow."""
+    """Whether the scale changes. With a fixed scale, steps that overflow are skipped too."""
     window: int = 1000
-    """Steps without overflow after which the scale doubles; DeepSpeed counts from the step after the last overflow."""
+    """Steps without overflow after which the scale doubles. They are counted from the step after the last overflow."""
     hysteresis: int = 2
-    """Overflows that are needed to halve the scale. The first hysteresis - 1 only use up the counter."""
+    """Overflows that are needed to halve the scale. The first hysteresis - 1 overflows only decrease the counter."""
     consecutive_hysteresis: bool = False
-    """True: any good step refills the counter. False: only a doubling does."""
+    """True: any step without overflow resets the counter. False: only a doubling resets it."""
     minimum: float = 1.0
-    """Smallest scale. An overflow at it is an error."""
+    """The smallest scale. An overflow at this scale is an error."""
 
     def start(self) -> "LossScaleState":
         """Return the state before the first step."""
         return LossScaleState(scale=self.initial, hysteresis_left=self.hysteresis)
 
     def is_exhausted(self, state: "LossScaleState") -> bool:
-        """Whether an overflow in `state` has nothing left to lower."""
+        """Return whether an overflow in `state` would be an error: the scale is the smallest, and the counter is 1."""
         return self.dynamic and state.hysteresis_left == 1 and state.scale <= self.minimum
 
     def after(self, state: "LossScaleState", *, overflow: bool) -> "LossScaleState":
@@ -64,15 +64,16 @@ class LossScale:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossScaleState:
-    """The scale before a step, and what decides its next move."""
+    """The scale before a step, and the counters that decide its next change."""
 
     scale: float
     hysteresis_left: int
+    """The counter of the hysteresis."""
     num_steps: int = 0
-    """Steps seen, skipped ones included."""
+    """Steps so far, skipped steps included."""
     last_overflow: int = -1
-    """Number of the last step that overflowed; -1 for none."""
+    """Number of the last step that overflowed, from 0 on; -1 for none."""
 
 
 NO_LOSS_SCALE = LossScale(initial=1.0, dynamic=False)
-"""What every mode but float16 uses."""
+"""The settings without float16: the loss is not scaled."""

@@ -1,8 +1,7 @@
-"""From a validated config to the normal form that a `Policy` holds, so that configs that ask for the same are equal.
+"""Turns a validated config into its normal form, so that policies of equivalent configs are equal.
 
-Each fact stands under one key: defaults that depend on other keys are written out, of two keys that mean the same the
-first one holds the value, and a key that nothing reads has its default. New keys need nothing here, unless one of these
-is true of them.
+In the normal form, defaults that depend on other keys are written out. Of two keys with the same meaning, the first
+has the value. A key that is not read has its default. A new key needs code here only if one of these applies to it.
 """
 
 from typing import Literal, TypeVar
@@ -33,19 +32,19 @@ HELD_BY = {
     "comms_logger.enabled": "zeroamp.count_traffic",
     "zero_optimization.offload_param": "zero_optimization.offload_optimizer",
 }
-"""Key or block -> the key or block of the same meaning that has its value in the normal form."""
+"""Key or block -> the key or block with the same meaning, which has the value in the normal form."""
 
 _T = TypeVar("_T")
 _B = TypeVar("_B", bound=Block)
 
 
 def normalised(config: Config, num_ranks: int | None) -> Config:
-    """Return the normal form of `config`; that of a normal form is itself.
+    """Return the normal form of `config`. A config in normal form is returned unchanged.
 
-    `num_ranks` is the number of data-parallel ranks, to derive and check batch sizes; None where it is not known.
+    `num_ranks` is the number of data-parallel ranks, with which batch sizes are derived and checked; None if unknown.
 
     Raises:
-        ConfigError: two keys contradict each other, or one that the mode needs is missing.
+        ConfigError: two keys contradict each other, or a key that the mode needs is missing.
     """
     _check_param_dtype(config)
     autocast, types, zero = config.torch_autocast, config.data_types, config.zero_optimization
@@ -87,7 +86,7 @@ def _changed(block: _B, **values: object) -> _B:
 
 
 def _only_read(block: _B, config: Config, prefix: str = "") -> _B:
-    """Return `block` with the default for every key that is not honoured, or that nothing reads in `config`."""
+    """Return `block` with defaults for all keys that are not honoured, or that have no effect in `config`."""
     values: dict[str, object] = {}
     for name, field in type(block).model_fields.items():
         path, value, key_class = f"{prefix}{name}", getattr(block, name), own_class(field)
@@ -99,7 +98,7 @@ def _only_read(block: _B, config: Config, prefix: str = "") -> _B:
 
 
 def unread(path: str, config: Config) -> str | None:
-    """Return why nothing reads an honoured key in this config, whatever its value; None if something may."""
+    """Return why an honoured key has no effect in this config, whatever its value; None if it may have one."""
     block, _, name = path.rpartition(".")
     if name == "enabled":
         return None
@@ -115,17 +114,17 @@ def unread(path: str, config: Config) -> str | None:
 
 
 def mode_of(config: Config) -> Mode:
-    """Return the mode whose block is enabled; "fp32" if none is.
+    """Return the mode of the enabled block; "fp32" if none is enabled.
 
     Raises:
-        ConfigError: several are.
+        ConfigError: several blocks are enabled.
     """
     blocks: dict[str, Mode] = {"torch_autocast": "autocast", "bf16": "bf16", "fp16": "fp16"}
     enabled = [name for name in blocks if getattr(config, name).enabled]
     if len(enabled) > 1:
         raise ConfigError(
             f"{'.enabled and '.join(enabled)}.enabled are true, but at most one of torch_autocast, bf16 and fp16 may "
-            "be. Keep torch_autocast for per-op precision, bf16 or fp16 for everything in that dtype."
+            "be enabled. Keep torch_autocast for per-op precision, or bf16 or fp16 for everything in that dtype."
         )
     return blocks[enabled[0]] if enabled else "fp32"
 
@@ -134,13 +133,13 @@ def low_dtype_of(config: Config) -> torch.dtype | None:
     """Return the low dtype of the mode: bfloat16 or float16; None for mode "fp32".
 
     Raises:
-        ConfigError: autocast is enabled without one.
+        ConfigError: autocast is enabled without a low dtype.
     """
     mode, asked = mode_of(config), config.torch_autocast.dtype
     if mode == "autocast" and asked not in LOW_DTYPES:
         found = "left out" if asked is None else f'"{short_name(asked)}"'
         raise ConfigError(
-            f'torch_autocast.dtype must be "bfloat16" or "float16" where torch_autocast is enabled, but is {found}. '
+            f'torch_autocast.dtype must be "bfloat16" or "float16" if torch_autocast is enabled, but is {found}. '
             "Write one of them: torch's own default differs by device."
         )
     return {"autocast": asked, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}[mode]
@@ -157,7 +156,11 @@ def _check_param_dtype(config: Config) -> None:
 
 
 def _agreed(first: tuple[str, _T | None], second: tuple[str, _T | None]) -> _T | None:
-    """Return the value of two keys that mean the same, each with its name."""
+    """Return the common value of two keys with the same meaning, each given as (key, value or None).
+
+    Raises:
+        ConfigError: both keys have values, and these differ.
+    """
     (key, value), (other_key, other) = first, second
     if value is not None and other is not None and value != other:
         shown_values = [f'"{short_name(v)}"' if isinstance(v, torch.dtype) else shown(v) for v in (value, other)]
@@ -168,7 +171,10 @@ def _agreed(first: tuple[str, _T | None], second: tuple[str, _T | None]) -> _T |
 
 
 def _offload(zero: ZeroOptimizationBlock) -> OffloadOptimizerBlock | None:
-    """Return the one block for the offload of parameters, gradients and optimizer state, which FSDP2 moves together."""
+    """Return one block for the offload of parameters, gradients and optimizer state, or None without offload.
+
+    FSDP2 offloads all three together.
+    """
     params, optimizer = zero.offload_param, zero.offload_optimizer
     if params is not None and params.device == "cpu" and zero.stage != 3:
         raise ConfigError(
@@ -179,6 +185,6 @@ def _offload(zero: ZeroOptimizationBlock) -> OffloadOptimizerBlock | None:
     if len(set(pins)) > 1:
         raise ConfigError(
             f"zero_optimization.offload_optimizer.pin_memory must be {shown(pins[0])}, as offload_param.pin_memory is, "
-            f"but is {shown(pins[1])}. Write the same value twice: FSDP2 offloads both together."
+            f"but is {shown(pins[1])}. Write the same value in both: FSDP2 offloads both together."
         )
     return OffloadOptimizerBlock(device="cpu", pin_memory=pins[0]) if pins else None

@@ -1,12 +1,12 @@
-"""`Policy`: a config, validated and in its normal form, as one frozen value; and `policy_from_config`, which reads it.
+"""`Policy`, a frozen value of a validated config in its normal form, and `policy_from_config`, which makes it.
 
-A key stands in one place, `zeroamp.policies.schema`: its type, default, class and note. The policy holds the config
-itself, so a new key is at once `policy.config.<block>.<key>`, typed, and in `str(policy)`, `policy.report()`, the
-comparison of policies and the docs. The attributes below are for readers of the policy: values that have another
-shape than their key (`mode`, `loss_scale`, `offload`), and short names for keys that are read in many places. A new
-key needs none.
+Each key is defined once, in `zeroamp.policies.schema`: its type, default, class and note. A policy contains the config
+itself, so a new key is available as `policy.config.<block>.<key>`, with its type. It is also in `str(policy)`, in
+`policy.report()`, in comparisons of policies and in the docs. The attributes below are for readers of a policy: values
+of another shape than their key (`mode`, `loss_scale`, `offload`), and short names for keys that are read in many
+places. A new key does not need one.
 
-Nothing here knows a model or a process group.
+A policy does not depend on a model or on a process group.
 """
 
 import json
@@ -35,20 +35,20 @@ from zeroamp.policies.schema.zero import Stage as Stage
 _T = TypeVar("_T")
 
 LeafModules = LeafModuleBlock
-"""Modules that are unsharded whole, as one unit: sparse experts, of which a forward runs only some."""
+"""Modules that are one unit each, with no unit inside: sparse experts, of which a forward runs only some."""
 
 NO_LEAF_MODULES = LeafModules()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offload:
-    """Where the sharded parameters, their gradients and the optimizer state live: FSDP2 moves all three together."""
+    """The device of sharded parameters, their gradients and the optimizer state. FSDP2 offloads all three together."""
 
     to_cpu: bool = False
-    """Unsharded copies stay on the accelerator; only shards move."""
+    """Whether the shards are on the CPU. Unsharded parameters are on the accelerator in any case."""
 
     pin_memory: bool = True
-    """Page-locked memory, which copies overlap with compute. Only where there is an accelerator."""
+    """Whether the shards are in page-locked memory, so that copies overlap with compute. Needs an accelerator."""
 
 
 NO_OFFLOAD = Offload()
@@ -70,22 +70,27 @@ class _Key(Generic[_T]):
 
 @dataclass(frozen=True, init=False, slots=True, repr=False)
 class Policy:
-    """Precision, sharding stage and step of one training run, from `policy_from_config`.
+    """Precision, sharding stage and optimizer step of a training run. Made by `policy_from_config`.
 
-    Policies are equal where their configs ask for the same. `str(policy)` is JSON, of a config that
-    `policy_from_config` turns into an equal policy; `replace` changes keys.
+    Policies of equivalent configs are equal. `str(policy)` is the JSON text of a config from which `policy_from_config`
+    makes an equal policy. `replace` returns a policy with other values of keys.
     """
 
     config: Config
-    """Every key, validated and normal: see `zeroamp.policies.normalise`. Native and unsupported keys have defaults."""
+    """All keys, in the normal form of `zeroamp.policies.normalise`. Native and unsupported keys have their defaults."""
 
     given: tuple[tuple[str, Any], ...] = field(compare=False)
-    """The keys that were given, with dots, and their values. For `report`; policies compare without."""
+    """(path with dots, value) of the keys that the config had, for `report`. Comparisons of policies ignore it."""
 
     def __init__(
         self, config: Config | None = None, given: tuple[tuple[str, Any], ...] = (), *, num_ranks: int | None = None
     ) -> None:
-        """Take a config that `validate` returned, or none for the defaults. `num_ranks` derives and checks batch sizes.
+        """Make a policy. Users call `policy_from_config`.
+
+        Args:
+            config: from `validate`. None stands for the defaults.
+            given: see the attribute.
+            num_ranks: data-parallel ranks, with which batch sizes are derived and checked; None if unknown.
 
         Raises:
             ConfigError: two keys contradict each other.
@@ -95,14 +100,14 @@ class Policy:
         check_policy(self)
 
     def replace(self, **changes: Any) -> "Policy":
-        """Return the policy of this config with other values for some keys: `policy.replace(stage=2)`.
+        """Return a policy with other values for some keys: `policy.replace(stage=2)`.
 
-        A key is named as the arguments of `policy_from_config` are: by its path with dots (or with `__` for each), its
-        last part, or, for `block.enabled`, the block. None removes a key. Batch sizes that were derived are derived
-        again, for the same number of ranks. All checks run again.
+        A key is named as an argument of `policy_from_config` is: by its path with dots (or with `__` for each dot), by
+        its last part, or, for `block.enabled`, by the block. None removes a key. Batch sizes that were derived are
+        derived again, for the same number of ranks. All checks run again.
 
         Raises:
-            ConfigError: no key, or more than one, has the name; a value is impossible; or two keys contradict each
+            ConfigError: no key, or more than one, has the name; a value is not valid; or two keys contradict each
                 other.
         """
         flat = flatten(self.to_config())
@@ -121,29 +126,31 @@ class Policy:
 
     @property
     def _num_ranks(self) -> int | None:
-        """The number of ranks that the batch sizes imply, or else the environment's."""
+        """The number of ranks that follows from the batch sizes, or without them from the environment."""
         total, micro = self.train_batch_size, self.train_micro_batch_size_per_gpu
         if total is None or micro is None:
             return data_parallel_ranks(None)
         return total // (micro * self.gradient_accumulation_steps)
 
     def __str__(self) -> str:
-        """Return the config as JSON, defaults written out."""
+        """Return the config as JSON text, with defaults written out."""
         return json.dumps(self.to_config(), indent=2)
 
     def __repr__(self) -> str:
-        """Return the call that makes an equal policy, with the keys that differ from their defaults."""
+        """Return a call that makes an equal policy, with the keys that differ from their defaults."""
         return f"policy_from_config({short_config(self)!r})"
 
     def to_config(self) -> dict[str, Any]:
-        """Return the config, defaults written out, from which `policy_from_config` makes an equal policy."""
+        """Return a config, with defaults written out, from which `policy_from_config` makes an equal policy."""
         return to_config(self)
 
     def report(self, *, defaults: bool = False) -> str:
-        """Return what became of each key of the config, and what it means: honoured, native, off or without effect.
+        """Return a text that lists each key of the config with its status and its note.
+
+        The status is honoured, native (accepted, without effect), off, or without effect in this config.
 
         Args:
-            defaults: also list the keys that the config does not have and whose defaults act.
+            defaults: whether to list also the keys that the config does not have and whose defaults have an effect.
         """
         return render_report(self, defaults=defaults)
 
@@ -195,10 +202,10 @@ class Policy:
 
     @property
     def mode(self) -> Mode:
-        """How precision is mixed. The sharded parameters and the optimizer state are fp32 in every mode.
+        """The precision mode. The sharded parameters and the optimizer state are fp32 in every mode.
 
-        "autocast": per-op precision of `torch.autocast`, safe parameters all-gathered in the low dtype. "bf16", "fp16":
-        every parameter all-gathered and computed in that dtype. "fp32": no mixed precision.
+        "autocast": per-op precision of `torch.autocast`; safe parameters are all-gathered in the low dtype. "bf16",
+        "fp16": all parameters are all-gathered, and all ops computed, in that dtype. "fp32": no mixed precision.
         """
         return mode_of(self.config)
 
@@ -209,15 +216,15 @@ class Policy:
 
     @property
     def lower_precision_safe_modules(self) -> tuple[str, ...] | Literal["auto"]:
-        """Class names whose parameters are safe; "auto" finds out by a traced run, see `discover_safe_parameters`.
+        """Names of the classes whose parameters are safe. "auto": a traced run finds the safe parameters.
 
-        Empty in other modes than "autocast".
+        See `discover_safe_parameters`. Empty in other modes than "autocast".
         """
         return self.config.torch_autocast.lower_precision_safe_modules or ()
 
     @property
     def gather_dtype(self) -> torch.dtype:
-        """FSDP2's param_dtype of low-precision parameters: the dtype of their all-gather (fp32 in mode "fp32")."""
+        """FSDP2's `param_dtype` of low-precision parameters, the dtype of their all-gather (fp32 in mode "fp32")."""
         return self.low_dtype or torch.float32
 
     @property
@@ -227,12 +234,12 @@ class Policy:
 
     @property
     def export_dtype(self) -> torch.dtype:
-        """Dtype in which `zeroamp.export_hf` writes parameters where its caller names none."""
+        """Dtype in which `zeroamp.export_hf` writes parameters if its caller passes none."""
         return self.gather_dtype if self.gather_16bit_weights_on_save else torch.float32
 
     @property
     def loss_scale(self) -> LossScale:
-        """How the loss is scaled; `NO_LOSS_SCALE` unless something computes in float16."""
+        """The settings of loss scaling; `NO_LOSS_SCALE` unless the mode computes in float16."""
         block = self.config.fp16
         if self.low_dtype != torch.float16:
             return NO_LOSS_SCALE
@@ -248,28 +255,28 @@ class Policy:
 
     @property
     def offload(self) -> Offload:
-        """Whether shards live on the CPU."""
+        """The device of the shards: see `Offload`."""
         block = self.config.zero_optimization.offload_optimizer
         return NO_OFFLOAD if block is None else Offload(to_cpu=True, pin_memory=block.pin_memory)
 
     @property
     def tensorboard(self) -> FileMonitorBlock | None:
-        """Where `TrainStep` writes TensorBoard's event files; None: nowhere."""
+        """The settings of TensorBoard's event files that `TrainStep` writes; None if it writes none."""
         return self.config.tensorboard if self.config.tensorboard.enabled else None
 
     @property
     def csv_monitor(self) -> FileMonitorBlock | None:
-        """Where `TrainStep` writes steps.csv; None: nowhere."""
+        """The settings of the steps.csv that `TrainStep` writes; None if it writes none."""
         return self.config.csv_monitor if self.config.csv_monitor.enabled else None
 
     @property
     def wandb(self) -> WandbBlock | None:
-        """The run of Weights & Biases that `TrainStep` logs to; None: none."""
+        """The settings of the Weights & Biases run to which `TrainStep` logs; None if it logs to none."""
         return self.config.wandb if self.config.wandb.enabled else None
 
 
 def _is_in(path: str, block: str) -> bool:
-    """Return whether a key is `block` itself, or in that block."""
+    """Return whether the key `path` is `block` itself or in that block."""
     return f"{path}.".startswith(f"{block}.")
 
 
@@ -282,7 +289,7 @@ def _any(block: str, paths: set[str]) -> bool:
 
 
 def _refuse_change(_: Policy, name: str, *_value: object) -> None:
-    raise ConfigError(f"policy.{name} was set, but a Policy is frozen. policy.replace({name}=...) returns another one.")
+    raise ConfigError(f"policy.{name} was set, but a Policy is frozen. Call policy.replace({name}=...) instead.")
 
 
 # The methods of a frozen dataclass with slots raise a TypeError without a text for names that are not fields.
@@ -293,18 +300,21 @@ Policy.__delattr__ = _refuse_change  # type: ignore[method-assign, assignment]
 def policy_from_config(
     cfg: Mapping[str, Any] | str | os.PathLike[str], *, world_size: int | None = None, **auto: Any
 ) -> Policy:
-    """Read a DeepSpeed-style config. Every key is honoured, native (it changes nothing), or refused.
+    """Read a DeepSpeed-style config and return its `Policy`.
+
+    Every key is honoured, native (accepted, without effect), or raises an error: docs/config.md lists the keys.
 
     Args:
         cfg: a mapping, or the path of a JSON file.
-        world_size: data-parallel ranks, to derive and check batch sizes. By default WORLD_SIZE of the environment,
-            which torchrun sets; `wrap_model` checks against the mesh.
-        auto: values for the keys that are `"auto"` in the config, by the key's path with dots, its last part, or, for
-            `block.enabled`, the block. `hidden_size` fills the three sizes that transformers derives from it.
+        world_size: the number of data-parallel ranks, with which batch sizes are derived and checked. By default
+            WORLD_SIZE of the environment, which torchrun sets. `wrap_model` checks the sizes with the mesh.
+        auto: values for the keys that are `"auto"` in the config. Each is named by the key's path with dots, by its
+            last part, or, for `block.enabled`, by the block. `hidden_size` fills the three sizes that transformers
+            derives from it.
 
     Raises:
-        ConfigError: a key is unknown or unsupported, a value is impossible, two keys contradict each other, or an
-            "auto" is left. The text names the key.
+        ConfigError: a key is unknown or unsupported, a value is not valid, two keys contradict each other, or an "auto"
+            is not filled. The text names the key.
 
     Examples:
         >>> config = {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}}

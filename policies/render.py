@@ -1,4 +1,4 @@
-"""A policy as a config, as the short call that makes it, and as a list of what became of each key."""
+"""Writes a policy as a config, as a short config, and as a list of its keys with their status."""
 
 import json
 import textwrap
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def to_config(policy: "Policy") -> dict[str, Any]:
-    """Return the config, defaults written out, from which `policy_from_config` makes an equal policy.
+    """Return a config, with defaults written out, from which `policy_from_config` makes an equal policy.
 
-    Native keys that were given are in it too; keys that nothing reads, such as those of a block that is off, are not.
+    Native keys that were given are included. Keys without effect, such as those of a block that is off, are not.
     """
     given, held = dict(policy.given), policy.config.model_dump(mode="json", exclude_none=True)
     flat: dict[str, Any] = {}
@@ -31,7 +31,7 @@ def to_config(policy: "Policy") -> dict[str, Any]:
 
 
 def short_config(policy: "Policy") -> dict[str, Any]:
-    """Return the part of `to_config` that differs from the defaults, or all of it where that makes no equal policy."""
+    """Return the part of `to_config` that differs from the defaults, if it makes an equal policy; else all of it."""
     whole = to_config(policy)
     usual = {key.path: key.default for key in iter_keys(Config)} | flatten(to_config(type(policy)()))
     short = nest({path: value for path, value in flatten(whole).items() if path not in usual or usual[path] != value})
@@ -48,10 +48,10 @@ def _at(path: str, cfg: Any) -> Any:
 
 
 def report_rows(policy: "Policy") -> list[dict[str, str]]:
-    """Return one dict per key that was given or has a default that acts: key, value, status, note.
+    """Return a dict of key, value, status and note for each key that was given or whose default has an effect.
 
-    The status is "honoured", "native" (accepted, changes nothing, and why), "off" (an unsupported key with a value that
-    asks for nothing), "no effect" (a key of a mode or stage that is not on) or "default".
+    The status is "honoured", "native" (accepted, without effect; the note is the reason), "off" (an unsupported key
+    whose value disables it), "no effect" (a key of a mode or stage that is not on) or "default".
     """
     given, effective = dict(policy.given), flatten(to_config(policy))
     rows = []
@@ -78,7 +78,7 @@ def _status(path: str, value: Any, key: Key, policy: "Policy") -> tuple[str, str
         return "native", key_class.note
     if isinstance(key_class, Unsupported):
         is_key = path.count(".") == depth
-        return "off", "asks for nothing; any other value is refused" if is_key else "its block is off"
+        return "off", "this value disables the key; any other value is an error" if is_key else "its block is off"
     if reason := _idle(path, policy):
         return "no effect", reason
     return "default" if value is None else "honoured", key_class.note
@@ -92,7 +92,7 @@ def _idle(path: str, policy: "Policy") -> str | None:
     if name in ("stage3_max_live_parameters", "stage3_prefetch_bucket_size", "own_units") and policy.stage != 3:
         return f"stage is {policy.stage}"
     if name == "external_autocast" and policy.mode == "autocast":
-        return "torch_autocast wins over any other"
+        return "with torch_autocast, the config's autocast replaces any other"
     if name == "keep_in_fp32_modules" and policy.mode == "fp32":
         return "everything is in fp32"
     if name == "pin_memory" and not policy.offload.to_cpu:
@@ -112,7 +112,7 @@ _TITLES = {
 
 
 def render_report(policy: "Policy", *, defaults: bool) -> str:
-    """Return the rows as a list by status that fits the terminal, each key with its value and, below, its note."""
+    """Return the keys by status as text that fits the terminal: each with its value, and its note in the next line."""
     rows, width = report_rows(policy), terminal_width()
     parts = []
     for status, title in _TITLES.items():

@@ -1,5 +1,7 @@
-"""Which module classes may compute in low precision, and which parameters that makes safe (DESIGN: a parameter is safe
-when every module that owns it is an instance of a listed class and owns it directly)."""
+"""Decides by the classes of modules which parameters are safe to all-gather in low precision.
+
+A parameter is safe if every module that owns it directly is an instance of a listed class.
+"""
 
 import importlib
 from collections.abc import Sequence
@@ -11,17 +13,17 @@ from zeroamp.policies.errors import ConfigError
 KEY = "torch_autocast.lower_precision_safe_modules"
 
 DEFAULT_SAFE_MODULES = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d")
-"""DeepSpeed's default list. All four run in low precision under `torch.autocast`, weight and bias alike."""
+"""DeepSpeed's default list. Under `torch.autocast`, weights and biases of all four are cast to the low dtype."""
 
 
 def resolve_safe_classes(names: Sequence[str], model: nn.Module) -> tuple[type[nn.Module], ...]:
-    """Turn class names into classes.
+    """Return the classes with these names.
 
     A name is "package.module.Class", or a bare "Class" that is looked up in `torch.nn` and then among the classes of
-    `model`. Subclasses of a listed class count as listed: `isinstance` decides, not identity.
+    `model`. The result is for `isinstance`, so subclasses count too.
 
     Raises:
-        ConfigError: a name does not import, is not a module class, or is carried by several classes of the model.
+        ConfigError: a name cannot be imported, is not the name of a module class, or is that of several classes.
     """
     return tuple(_resolve(name, model) for name in names)
 
@@ -29,7 +31,7 @@ def resolve_safe_classes(names: Sequence[str], model: nn.Module) -> tuple[type[n
 def _resolve(name: str, model: nn.Module) -> type[nn.Module]:
     found = _import_class(name) if "." in name else _find_bare_class(name, model)
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
-        raise ConfigError(f"{KEY} names {name!r}, but {found!r} is no torch.nn.Module class. Name a module class.")
+        raise ConfigError(f"{KEY} names {name!r}, but {found!r} is not a torch.nn.Module class. Name a module class.")
     return found
 
 
@@ -59,10 +61,11 @@ def _find_bare_class(name: str, model: nn.Module) -> object:
 def unsafe_owner(
     owners: Sequence[tuple[nn.Module, str]], safe_classes: tuple[type[nn.Module], ...]
 ) -> nn.Module | None:
-    """Return the first owner that makes a parameter unsafe, or None if there is none.
+    """Return the first owner that makes a parameter unsafe, or None if the parameter is safe.
 
-    `owners` are pairs of a module and its name for the parameter. Of torch.nn's own classes only `weight` and `bias`
-    reach an op that autocast casts: `weight_g` and `weight_v` of weight normalisation, say, are used in fp32 before.
+    `owners` are pairs of a module and its name for the parameter. In torch.nn's own classes, only `weight` and `bias`
+    are inputs of an op that autocast casts. Others, such as `weight_g` and `weight_v` of weight normalisation, are read
+    in fp32.
     """
     return next((owner for owner, name in owners if not _is_safe_use(owner, name, safe_classes)), None)
 

@@ -1,7 +1,7 @@
-"""Tables of rows: as Markdown, and as text that fits the terminal.
+"""Draws tables of rows: as Markdown, and as text that fits the terminal.
 
-A text that is too wide is narrowed in this order: long cells are wrapped at spaces or shortened in the middle, a table
-of few rows is transposed, any other is split into several with its first column repeated.
+A text table that is too wide is narrowed in this order: long cells are wrapped at spaces or shortened in the middle. A
+table of few rows is transposed. Any other is split into several tables, each with the first column.
 """
 
 import math
@@ -20,30 +20,30 @@ TableStyle = Literal["simple", "github"]
 Row = dict[str, Any]
 
 WIDTH = 100
-"""Columns of text where neither `COLUMNS` nor a terminal tells how many there are."""
+"""Columns of text if there is neither `COLUMNS` in the environment nor a terminal."""
 SOFT_HYPHEN = "\u00ad"
-"""In a header: where a word may be broken, if the table is too wide otherwise."""
+"""In a header, a place at which a word may be broken if the table is too wide."""
 
 _NO_BREAK = "\u00a0"
-"""A space of a name, at which no header is wrapped."""
+"""A space in a name, at which a header is not wrapped."""
 
 _GAP = 2
 _NARROWEST = 24
-"""A column of longer cells is not made narrower than this."""
+"""The smallest width, in characters, to which a column of longer cells is narrowed."""
 _SMALLEST_WIDTH = 40
 _MOST_TRANSPOSED = 8
-"""Rows of a table that may become columns."""
+"""The largest number of rows with which a table is transposed."""
 _DIGITS = 3
-"""Significant digits of the largest number of a column; no column has fewer than two decimals."""
+"""Significant digits of the largest number of a column. A column has at least two decimals."""
 
 
 def terminal_width() -> int:
-    """Return the columns of the terminal, or `COLUMNS` where that is set; `WIDTH` where neither is known."""
+    """Return the number of columns: `COLUMNS` of the environment, else the terminal's, else `WIDTH`."""
     return max(_SMALLEST_WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
 
 
 def paragraph(text: str, width: int | None = None) -> str:
-    """Return each line of `text` wrapped at spaces to `width` characters; None is the terminal's."""
+    """Return each line of `text` wrapped at spaces to `width` characters; None stands for the terminal's width."""
     width = terminal_width() if width is None else width
     return "\n".join(
         textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in text.split("\n")
@@ -51,12 +51,17 @@ def paragraph(text: str, width: int | None = None) -> str:
 
 
 def gib(num_bytes: int | None) -> float | None:
-    """Return bytes of memory as GiB, 1024³ bytes."""
+    """Return bytes of memory in GiB (1024³ bytes)."""
     return None if num_bytes is None else num_bytes / 2**30
 
 
+def gib_text(num_bytes: int) -> str:
+    """Return bytes of memory as text in GiB, with as many digits as `render` gives a column of one number."""
+    return f"{_texts([gib(num_bytes)])[0]} GiB"
+
+
 def gb(num_bytes: int | None) -> float | None:
-    """Return bytes on the network as GB, 10⁹ bytes."""
+    """Return bytes of communication in GB (10⁹ bytes)."""
     return None if num_bytes is None else num_bytes / 1e9
 
 
@@ -68,17 +73,17 @@ def render(
     headers: Mapping[str, str] | None = None,
     width: int | None = None,
 ) -> str:
-    """Return a table with the rows' keys as its header, underscores as spaces.
+    """Return a table with the rows' keys as its header, and underscores of keys as spaces.
 
-    Integers have commas; the floats of a column have the same decimals, and "<0.01" where these show none of a number;
-    0.0 is "0", None is "-".
+    Integers have commas. The floats of a column have the same number of decimals. A float that would show as 0.00 is
+    "<0.01", 0.0 is "0", and None is "-".
 
     Args:
-        rows: of equal keys.
+        rows: dicts with equal keys.
         style: see `TableStyle`. Markdown is not narrowed.
-        names: keys that are names of something, and stay as they are.
-        headers: key -> another header than the key.
-        width: characters of a line of text. None: `terminal_width()`.
+        names: keys that are names, such as FQNs, and are not changed.
+        headers: key -> its header, if not the key.
+        width: characters of a line of text. None stands for `terminal_width()`.
     """
     if not rows:
         return ""
@@ -100,7 +105,7 @@ class _Column:
     head: str
     cells: tuple[str, ...]
     is_right: bool
-    """Whether its cells are numbers."""
+    """Whether the cells are numbers, which are aligned right."""
 
     @property
     def width(self) -> int:
@@ -108,7 +113,7 @@ class _Column:
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a cell is one of a column of numbers: a number, text of one with a unit, or nothing."""
+    """Return whether a cell may be in a column of numbers: a number, the text of one, "-", "" or None."""
     if isinstance(value, str):
         return value in ("-", "") or re.fullmatch(r"[<+-]?[\d,.]+(e[+-]?\d+)?%?", value) is not None
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
@@ -133,7 +138,7 @@ def _text(value: Any, decimals: int) -> str:
 
 
 def _fit(columns: list[_Column], width: int) -> str:
-    """Return the first of the forms that fits."""
+    """Return the table in the first form that fits into `width`: see the top of this file."""
     whole = [_with_wrapped_head(column, hyphenate=False) for column in columns]
     if _width(whole) <= width:
         return _draw(whole)
@@ -150,7 +155,7 @@ def _width(columns: Sequence[_Column]) -> int:
 
 
 def _with_wrapped_head(column: _Column, *, hyphenate: bool) -> _Column:
-    """Return the column with its header in as many lines as make it no wider than its cells, or than a word."""
+    """Return the column with its header wrapped to the width of the cells, or of the header's longest word."""
     head = column.head if hyphenate else column.head.replace(SOFT_HYPHEN, "")
     pieces = [word.split(SOFT_HYPHEN) for word in head.split(" ")]
     longest = max((len(piece) + (piece is not word[-1]) for word in pieces for piece in word), default=0)
@@ -173,7 +178,7 @@ def _with_wrapped_head(column: _Column, *, hyphenate: bool) -> _Column:
 
 
 def _narrowed(columns: Sequence[_Column], width: int) -> list[_Column]:
-    """Return the columns with the widest text narrowed until all fit, or until none can be narrowed further."""
+    """Return the columns, with the widest column of text narrowed until all fit or none can be narrowed further."""
     narrow = list(columns)
     while (excess := _width(narrow) - width) > 0:
         texts = [index for index, column in enumerate(narrow) if not column.is_right and column.width > _NARROWEST]
@@ -197,7 +202,7 @@ def _to_width(column: _Column, width: int) -> _Column:
 
 
 def _wrap(cell: str, width: int) -> list[str]:
-    """Return a cell's lines: wrapped at spaces, and words that are longer shortened in the middle."""
+    """Return the lines of a cell, wrapped at spaces. Words longer than `width` are shortened in the middle."""
     words = " ".join(_shortened(word, width) for word in cell.split(" "))
     return textwrap.wrap(words, width, break_long_words=False, break_on_hyphens=False) or [""]
 
@@ -210,7 +215,7 @@ def _shortened(word: str, width: int) -> str:
 
 
 def _transposed(columns: Sequence[_Column]) -> list[_Column] | None:
-    """Return a column per row, after one of the headers; None if there are too many rows."""
+    """Return a column of the headers and then one column per row; None if there are too many rows."""
     first, *others = columns
     if len(first.cells) > _MOST_TRANSPOSED or not others:
         return None
@@ -223,7 +228,7 @@ def _transposed(columns: Sequence[_Column]) -> list[_Column] | None:
 
 
 def _split(columns: Sequence[_Column], width: int) -> list[list[_Column]]:
-    """Return several tables, each with the first column, and as many others as fit."""
+    """Return several tables, each with the first column and as many others as fit into `width`."""
     first = _to_width(columns[0], max(_NARROWEST, width // 2)) if columns[0].width > width // 2 else columns[0]
     parts: list[list[_Column]] = []
     for column in columns[1:]:
@@ -248,7 +253,7 @@ def _draw(columns: Sequence[_Column], style: TableStyle = "simple") -> str:
 
 
 def _draw_text(columns: Sequence[_Column]) -> str:
-    """Return what tabulate's "simple" looks like, without its padding around headers."""
+    """Return a table in tabulate's style "simple", without tabulate's padding around headers."""
     rule = (" " * _GAP).join("-" * column.width for column in columns)
     rows = zip(*(column.cells for column in columns), strict=True)
     return "\n".join(
@@ -261,7 +266,7 @@ def _draw_text(columns: Sequence[_Column]) -> str:
 
 
 def _lines(texts: Sequence[str], columns: Sequence[_Column], *, at_bottom: bool = False) -> list[str]:
-    """Return the lines of one row, whose cells may have several."""
+    """Return the lines of one row, whose cells may have several lines."""
     cells = [text.split("\n") for text in texts]
     height = max(map(len, cells))
     lines = []

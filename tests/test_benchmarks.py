@@ -110,6 +110,7 @@ def test_engines_of_the_same_numerics_train_to_the_same_loss(times):
     assert losses["FSDP2 bf16 reshard"] == losses["FSDP2 bf16 reshard again"] != losses["zeroamp 3"]
 
 
+@pytest.mark.slow
 def test_what_single_choices_cost_is_measured_on_the_same_bits(ranks2):
     options = Options(model="tiny", batch=2, length=16, rounds=1, warm_up=0, engines=("zeroamp 3", *VARIANTS))
     losses, _ = ranks2.run(_with_options, options)[0]
@@ -140,6 +141,7 @@ def _with_options(options):
     return measured["losses"], measured["traffic"]
 
 
+@pytest.mark.slow
 def test_engines_accumulate_clip_and_recompute_alike(ranks2):
     names = ("zeroamp 2", "FSDP2 autocast no reshard", "DDP autocast")
     options = Options(model="tiny", batch=2, length=16, micro_batches=2, clip=0.5, checkpointing=True,
@@ -193,6 +195,7 @@ def _measured_memory():
     return _without_deepspeed(step_memory.measure, options)
 
 
+@pytest.mark.slow
 def test_memory_is_measured_of_one_engine_at_a_time(ranks2):
     found = ranks2.run(_measured_memory)[0]
     total = _numels()[0]
@@ -218,6 +221,7 @@ def test_a_record_has_the_command_and_every_round(tmp_path):
     assert values["versions"]["torch"] == torch.__version__
 
 
+@pytest.mark.slow
 def test_a_steps_python_is_split_at_the_sum_and_at_the_update():
     spent = step_python.measure(12, step_python.MODES["fp16"], 2, fused=True)
     assert tuple(spent) == step_python.PARTS

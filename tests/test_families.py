@@ -38,7 +38,7 @@ def _marked(names):
     ]
 
 
-@pytest.mark.parametrize("name", slow_but(WITH_AUTO, "Llama", "ResNet", "GNN"))
+@pytest.mark.parametrize("name", slow_but(WITH_AUTO, "Llama"))
 def test_a_family_with_auto_at_stage_3_has_the_bits_of_one_process(ranks2, expected, name):
     result = run_case(ranks2, name, "auto", 3, expected(name))
     assert result.is_exact, result.difference

@@ -121,6 +121,7 @@ def test_a_sum_that_is_wrong_at_odd_sizes_is_found(monkeypatch):
     assert "rows of 1003" in result.reason
 
 
+@pytest.mark.slow
 def test_step_times_of_all_engines_are_measured():
     result = step_times.run(SMALL)
     assert result.verdict == "ok", result.reason
@@ -130,6 +131,7 @@ def test_step_times_of_all_engines_are_measured():
     assert all(row["tokens/s"] for row in alone)
 
 
+@pytest.mark.slow
 def test_another_loss_is_found(plant):
     plant("no update")
     result = step_times.run(SMALL)
@@ -152,6 +154,7 @@ def test_memory_is_that_of_the_plan():
         assert float(row["allocated / planned"]) == pytest.approx(1, abs=0.01)
 
 
+@pytest.mark.slow
 def test_memory_above_the_plan_is_found(plant):
     plant("memory")
     result = memory.run(SMALL)
@@ -165,6 +168,7 @@ def test_on_cuda_too_little_memory_and_released_caches_are_found_too():
     assert memory.wrong(3, 1.0, 2, ON_CUDA) == ["stage 3: the allocator released its caches 2 times"]
 
 
+@pytest.mark.slow
 def test_a_part_that_ends_or_hangs_fails_and_says_why(plant):
     plant("crash")
     assert runner.run_part("sums", SMALL, limit_s=100).reason.startswith("ended with code -9: ")
@@ -175,6 +179,7 @@ def test_a_part_that_ends_or_hangs_fails_and_says_why(plant):
     assert time.monotonic() - begin < 20
 
 
+@pytest.mark.slow
 def test_a_part_ends_with_its_runner(plant):
     plant("hang")
     code = (
@@ -241,6 +246,7 @@ def test_all_parts_and_the_installation_fit_into_ten_minutes():
     )
 
 
+@pytest.mark.slow
 def test_every_part_of_the_larger_benchmark_is_bounded_and_its_arguments_are_valid(monkeypatch):
     done = subprocess.run(
         ["make", "--dry-run", "bench-gpu"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
@@ -397,6 +403,7 @@ def stand_ins(monkeypatch):
     return OnStandIns(device=torch.device("cpu"), small=True)
 
 
+@pytest.mark.slow
 def test_bandwidths_are_those_of_a_copy_s(stand_ins, monkeypatch):
     monkeypatch.setattr(tree_sum, "_kernel", lambda: tree_sum._loop)
     result = sums.run(stand_ins)
@@ -444,6 +451,7 @@ def test_the_gap_before_the_update_is_that_of_the_profile(stand_ins, monkeypatch
     assert "no kernel of the update" in host_waits.idle_before_update(stand_ins, stage=3)
 
 
+@pytest.mark.slow
 def test_mfu_and_efficiencies_of_a_step(stand_ins, monkeypatch):
     monkeypatch.setattr(sums, "copy_bandwidth", lambda place: 3000.0)
     monkeypatch.setattr(step_times, "compute_efficiency", lambda *_, memory, **__: 0.5 if memory == 0.896 else None)
@@ -454,6 +462,7 @@ def test_mfu_and_efficiencies_of_a_step(stand_ins, monkeypatch):
     assert "efficiencies for plan: {'compute': 0.5, 'memory': 0.896}" in result.reason
 
 
+@pytest.mark.slow
 def test_what_is_reserved_stands_beside_the_plan(stand_ins, monkeypatch):
     monkeypatch.setattr(step_memory, "PeakOnCpu", step_memory.PeakOnGpu)
     monkeypatch.setattr(memory, "SMALL_STAGES", (3,))  # of which the stand-in's peak is about the planned one

@@ -15,6 +15,7 @@ FEW, MORE = 2, 4  # layers
 MODES = tuple(host_time.CONFIGS)
 
 
+@pytest.mark.slow
 def test_a_record_has_every_round_and_a_row_per_engine(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["host_time", "--layers", str(FEW), "--rounds", "3", "--out", str(tmp_path)])
     monkeypatch.setattr(host_time, "WARM_UP", 1)

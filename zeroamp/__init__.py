@@ -1,7 +1,7 @@
 """zeroamp: torch.autocast numerics and ZeRO stages on native PyTorch FSDP2, from a DeepSpeed-style config.
 
-A name is imported with what it needs when it is first used: `import zeroamp` itself imports nothing else, not even
-torch, so that what only asks for a version, or reads a config, does not wait for FSDP2.
+Public names are imported at their first use. `import zeroamp` itself imports nothing else, not even torch, so that
+reading the version or a config does not wait for FSDP2.
 """
 
 from importlib import import_module
@@ -131,14 +131,14 @@ EXTENSIONS = {
     "wall_clock_breakdown": "zeroamp.reporting.monitors:attach_monitors",
     "TrainStep.saving": "zeroamp.checkpoint.background:saving_of",
 }
-"""Config key, or attribute of the core -> what is loaded for it from outside of the core, as "module:function".
+"""Config key, or attribute of the core -> a function outside of the core, as "module:function".
 
-A `TrainStep` calls the function of each key that is on in its config. The core (policies, hooks, planning, wrapping,
-training, ledger) knows nothing else of other packages."""
+A `TrainStep` imports and calls the function of each key that is on in its config. The core (policies, hooks, planning,
+wrapping, training, ledger) depends on other packages only through this table."""
 
 __all__ = sorted(_HOMES)
 
-if not TYPE_CHECKING:  # a type checker would take any name for one of these
+if not TYPE_CHECKING:  # with `__getattr__`, a type checker would accept any name
 
     def __getattr__(name: str) -> object:
         if name not in _HOMES:
@@ -146,7 +146,7 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of these
                 f"module {__name__!r} has no attribute {name!r}", name=name, obj=import_module(__name__)
             )
         value = getattr(import_module(_HOMES[name]), name)
-        globals()[name] = value  # the next use comes here no more
+        globals()[name] = value  # later uses find it here, without `__getattr__`
         return value
 
     def __dir__() -> list[str]:

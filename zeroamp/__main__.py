@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line; without typer, say what to install, exit code 1."""
+    """Run the command line. Without typer, print how to install it and exit with code 1."""
     try:
         from zeroamp.cli.app import app
     except ModuleNotFoundError as error:

@@ -1,3 +1,3 @@
-"""The version, which `pyproject.toml` has too."""
+"""The version of zeroamp, equal to that in `pyproject.toml`."""
 
 __version__ = "0.2.0"

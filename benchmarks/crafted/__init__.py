@@ -1,1 +1,1 @@
-"""Files that mean harm, and what reading each of them came to."""
+"""Crafted files, and the functions that read them."""

@@ -1,4 +1,4 @@
-"""Checkpoints of `save_checkpoint` that were tampered with. Digests are made to fit, unless the digest is the point."""
+"""Tampered checkpoints of `save_checkpoint`. Their digests match, unless a wrong digest is the variant."""
 
 import hashlib
 import json
@@ -39,7 +39,7 @@ Craft = Callable[[Path], None]
 
 
 def rewrite_manifest(folder: Path, change: Callable[[Any], None]) -> None:
-    """Change the manifest and let its digest fit."""
+    """Change the manifest, and correct its digest."""
     path = folder / STEP / "zeroamp.json"
     content = json.loads(path.read_text())
     content.pop("sha256")
@@ -55,7 +55,7 @@ def _record(folder: Path, name: str) -> None:
 
 
 def _file(name: str, content: bytes | str | Callable[[Path], bytes]) -> Craft:
-    """Replace a file of the checkpoint; the manifest fits."""
+    """Replace a file of the checkpoint, and correct the manifest."""
 
     def craft(folder: Path) -> None:
         made = content(folder) if callable(content) else content
@@ -66,7 +66,7 @@ def _file(name: str, content: bytes | str | Callable[[Path], bytes]) -> Craft:
 
 
 def _metadata(change: Callable[[Any], Any]) -> Craft:
-    """Change the metadata; what `change` returns takes its place, unless it is None."""
+    """Change the metadata in place, or replace it by the result of `change` unless that is None."""
 
     def craft(folder: Path) -> None:
         metadata = pickle.loads((folder / STEP / ".metadata").read_bytes())
@@ -91,7 +91,7 @@ def _set(what: str, name: str, value: Any) -> Craft:
 
 
 def _chunks(*boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> Craft:
-    """Save the weight in chunks (offsets, sizes), each with a place that the first one had."""
+    """Save the weight in chunks (offsets, sizes), each at the place of the original chunk."""
 
     def change(metadata: Any) -> None:
         weight = _of(metadata)
@@ -200,7 +200,7 @@ _OF_SHAPE = tensor(Storage(math.prod(SHAPE)), *SHAPE)
 
 
 def _directory_twice() -> bytes:
-    """Return an archive that one reader of zip files takes for a small one, and another for a bomb."""
+    """Return an archive that is small for one reader of zip files, and a bomb for another."""
     small, bomb = archive(_OF_SHAPE, {"0": _FLOATS}), _bomb()
     return bomb[:-22] + small + bomb[-22:]
 
@@ -214,7 +214,7 @@ def _pickle_bomb() -> bytes:
 
 
 def _overlapping() -> bytes:
-    """Return an archive with many records that are the same bytes."""
+    """Return an archive with many records that share the same bytes."""
     content = bytearray(archive(_OF_SHAPE, {"0": _FLOATS, **{str(key): b"" for key in range(1, 40)}}))
     return bytes(content).replace(b"archive/data/1", b"archive/data/0")
 
@@ -282,7 +282,7 @@ CHUNKS: dict[str, Callable[[Path], bytes]] = {
 
 
 def chunk(make: Callable[[Path], bytes]) -> Craft:
-    """Let the weight's chunk be other bytes, at the end of the file."""
+    """Replace the bytes of the weight's chunk by others at the end of the file."""
 
     def craft(folder: Path) -> None:
         path, content = folder / STEP / DATA, make(folder)
@@ -301,7 +301,7 @@ def chunk(make: Callable[[Path], bytes]) -> Craft:
 
 
 def _values(name: str, change: Callable[[Any, Path], Any]) -> Craft:
-    """Change what `train.pt` or a rank's file holds; what `change` returns takes its place, unless it is None."""
+    """Change the content of `train.pt` or of a rank's file in place, or replace it by the result of `change`."""
 
     def make(folder: Path) -> bytes:
         values = torch.load(folder / STEP / name, weights_only=True)

@@ -133,7 +133,7 @@ def _states(name: str, change: Callable[[Any, Path], Any]) -> Craft:
 
 
 class _Nothing:
-    """Takes the place of DeepSpeed's objects: the changes that are tried need none of them."""
+    """Replaces DeepSpeed's objects, which no variant needs."""
 
     def __new__(cls, *_: Any) -> "_Nothing":
         return super().__new__(cls)
@@ -286,7 +286,7 @@ _CONFIGS: dict[str, Craft] = {
 
 
 def variants() -> Iterator[Variant]:
-    """Yield all variants but those of our own checkpoints."""
+    """Yield all variants except those of zeroamp's checkpoints."""
     for reader, crafts in (
         ("load_hf", _HF),
         ("load_deepspeed_checkpoint", _DEEPSPEED),

@@ -1,4 +1,4 @@
-"""Who reads the crafted files: each reader's good folder, how it is read, and what it must read."""
+"""The readers of crafted files: the good folder of each, how it is read, and the values that it must read."""
 
 import json
 import shutil
@@ -55,7 +55,7 @@ def _same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> boo
 
 
 def make_good(root: Path) -> None:
-    """Make the good folder of every reader. A process group of one rank is there."""
+    """Make the good folder of every reader. Needs a process group of one rank."""
     train = _train()
     train.backward(train.model(torch.ones(2, 4)).float().sum())
     train.step()
@@ -123,7 +123,7 @@ def _policy(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Reader:
-    """A good folder's name, and what reads a folder and returns whether it has the good values."""
+    """The name of a good folder, and a function that reads a folder and returns whether it has the good values."""
 
     good: str
     read: Callable[[Path], bool]

@@ -1,4 +1,4 @@
-"""One crafted file, or several: what is done to good ones, and who reads them."""
+"""Variants of crafted files: how good files are changed, and which reader reads them."""
 
 import os
 import pickle
@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 MARK = "executed"
-"""A file of this name appears in a variant's folder if code in it was run."""
+"""A file of this name appears in a variant's folder if code in a crafted file was run."""
 BOMB_BYTES = 1024**3
 
 
@@ -28,7 +28,7 @@ class Variant:
     craft: Callable[[Path], None]
     """Changes a copy of the reader's good folder."""
     ends: Literal["refused", "harmless"] = "refused"
-    """Harmless: it is read, with the values of the good files."""
+    """"harmless": it is read with the values of the good files."""
 
 
 class Call:
@@ -42,7 +42,7 @@ class Call:
 
 
 def harm(folder: Path) -> Call:
-    """Return what leaves the mark when it is unpickled."""
+    """Return an object that creates the file `MARK` when it is unpickled."""
     return Call(os.system, f"touch {folder / MARK}")
 
 
@@ -70,7 +70,7 @@ def dumps(value: Any) -> bytes:
 
 
 def tensor(storage: Storage, *shape: int, stride: tuple[int, ...] | None = None) -> Call:
-    """Return what pickles as a tensor."""
+    """Return an object that pickles as a tensor."""
     strides = stride or tuple(torch.empty(shape, device="meta").stride())
     return Call(torch._utils._rebuild_tensor_v2, storage, 0, shape, strides, False, OrderedDict())
 
@@ -82,7 +82,7 @@ def archive(
     compressed: bool = False,
     more: dict[str, bytes] | None = None,
 ) -> bytes:
-    """Return a file as torch.save writes it, around any pickle and any storages."""
+    """Return a file in the format of torch.save, with any pickle and any storages."""
     file = BytesIO()
     content = value if isinstance(value, bytes) else dumps(value)
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED) as packed:
@@ -97,14 +97,14 @@ def archive(
 
 
 def saved(value: Any) -> bytes:
-    """Return what torch.save writes."""
+    """Return the bytes that torch.save writes."""
     file = BytesIO()
     torch.save(value, file)
     return file.getvalue()
 
 
 def nested(depth: int) -> Any:
-    """Return a list in a list in a list."""
+    """Return lists nested `depth` times."""
     value: Any = []
     for _ in range(depth):
         value = [value]
@@ -130,7 +130,7 @@ def put(name: str, content: bytes | str) -> Callable[[Path], None]:
 
 
 def special(name: str, kind: str) -> Callable[[Path], None]:
-    """Replace the file `name` by what is no regular file, or by a link."""
+    """Replace the file `name` by a special file or by a link."""
 
     def craft(folder: Path) -> None:
         path = folder / name

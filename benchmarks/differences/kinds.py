@@ -253,7 +253,7 @@ def _loaded_scale(run: Run) -> None:
 
 class _OneMore(zeroamp.Callback):
     def statistics(self) -> tuple[float, ...]:
-        """Return a number that the other ranks do not have."""
+        """Return one statistic, which the other ranks do not have."""
         return (1.0,)
 
 
@@ -278,7 +278,7 @@ def _other_batch(run: Run) -> None:
 
 
 def _leave_out(run: Run) -> None:
-    """Take no step 2: this rank is one step ahead, and ends earlier."""
+    """Skip step 2: this rank is one step ahead, and ends earlier."""
 
 
 def _freeze_most(run: Run) -> None:
@@ -299,7 +299,7 @@ STEP = {
     "lr by hand": _at_step("lr of param group 0", _set("lr", 1e-3), stages=(0, 1, 2, 3)),
     "weight decay by hand": _at_step("weight_decay of param group 0", _set("weight_decay", 0.3)),
     "max_norm": _at_step("max_norm", _clip(0.1), all_step=_clip(0.2), stages=(0, 3)),
-    # Merged layers are all-gathered and reduced together, whichever of them ran: nothing differs then.
+    # Merged layers are all-gathered and reduced together, whichever of them ran, so nothing differs.
     "which layer is skipped": _at_step(
         "layers.1",
         _skip(1),

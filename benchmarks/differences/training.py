@@ -1,4 +1,4 @@
-"""One rank's training, of which a kind of difference changes a part on the last rank."""
+"""The training of one rank. A kind of difference changes a part of it on the last rank."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ BASE: dict[str, Any] = {"torch_autocast.enabled": True, "torch_autocast.dtype": 
 
 
 class Layers(nn.Module):
-    """Layers of equal shapes on an embedding, with a loss. `skipped` leaves one out."""
+    """An embedding, layers of equal shapes, and a loss. `skipped` leaves out one layer."""
 
     def __init__(self, depth: int = 4, *, tied: bool = False, activation: type[nn.Module] = nn.GELU) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Layers(nn.Module):
 
 @dataclass
 class Run:
-    """What a kind may change at a step."""
+    """The objects that a kind may change at a step."""
 
     train: "zeroamp.TrainStep"
     model: Any
@@ -56,14 +56,14 @@ def one_backward(run: Run) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A difference: each field is what the last rank has instead of the others' default."""
+    """A kind of difference. Its fields apply to the last rank; the other ranks have the defaults."""
 
     error: str | None
-    """Class of the error that all ranks should raise. None: the difference is harmless and the training ends.
+    """Class of the error that all ranks should raise. None: the difference is harmless, and training runs to the end.
 
     "PeerError": one rank waits in a collective of another. Which rank raises it depends on the backend."""
     names: str = ""
-    """What the error of all ranks should contain."""
+    """Text that the error on all ranks should contain."""
     stages: Sequence[int] = (3,)
     base: dict[str, Any] = field(default_factory=dict)
     """Keys of all ranks' config."""
@@ -81,7 +81,7 @@ class Kind:
     step: Callable[[Run], None] | None = None
     """Runs optimizer step 2 instead of `one_backward`."""
     all_step: Callable[[Run], None] = one_backward
-    """The same of the other ranks."""
+    """The same for the other ranks."""
 
 
 def adamw(model: nn.Module, **more: Any) -> torch.optim.Optimizer:
@@ -93,7 +93,7 @@ def lambda_lr(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def train(kind: Kind, stage: int) -> int:
-    """Train on this rank, with the difference if it is the last; return the optimizer steps taken."""
+    """Train on this rank, with the difference if it is the last rank. Return the number of optimizer steps taken."""
     differs = dist.get_rank() == dist.get_world_size() - 1
     keys = {**BASE, "zero_optimization.stage": stage, **kind.base, **(kind.config if differs else {})}
     policy = zeroamp.policy_from_config(nest(keys))

@@ -1,4 +1,4 @@
-"""One attempt: a run that faults interrupt, started again until it is at its end, and checked at every start."""
+"""One attempt: a run that faults interrupt. It is restarted until it ends, and checked at every start."""
 
 import random
 import shutil
@@ -21,18 +21,18 @@ _REFUSALS = {"CheckpointError", "DamagedCheckpointError"}
 
 @dataclass(kw_only=True)
 class Oracle:
-    """What a run without faults computes: the same bits have to come out of every run with some."""
+    """Results of a run without faults. Every run with faults must have the same bits."""
 
     steps: list[dict[int, dict[str, Any]]]
     """Per rank: step -> losses and norm, as hexadecimal floats."""
     digests: list[str]
     seconds: float
-    """What the run took, with its start."""
+    """Duration of the run, with its start."""
 
 
 @dataclass(kw_only=True)
 class Attempt:
-    """What was done to one run, and what was lost by it."""
+    """The faults that were injected into one run, and its losses."""
 
     kind: str
     job: Job
@@ -42,23 +42,23 @@ class Attempt:
     losses: list[str] = field(default_factory=list)
     """Must stay empty."""
     moments: list[str] = field(default_factory=list)
-    """Where each rank was that was struck."""
+    """What each struck rank was doing."""
     errors: list[str] = field(default_factory=list)
-    """What the survivors raised."""
+    """Errors of the survivors."""
     survivors_s: list[float] = field(default_factory=list)
-    """How long each survivor took to end after the strike."""
+    """Seconds from the strike to the end of each survivor."""
     saved: dict[str, int] = field(default_factory=dict)
-    """Checkpoints that some rank knew to be saved, and their steps."""
+    """Checkpoint that a rank reported as saved -> its step."""
     damaged: set[str] = field(default_factory=set)
-    """Checkpoints that we broke ourselves."""
+    """Checkpoints that the campaign has damaged."""
     foreign: set[str] = field(default_factory=set)
-    """Names in the folder of what somebody else put there."""
+    """Names of foreign files and folders in the folder."""
     states: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """Step -> digests of the states that were to be saved there, of jobs that log them."""
+    """Step -> digests of the states to save, for jobs that log them."""
     exports: list[str] = field(default_factory=list)
-    """Digests of the weights that were to be exported."""
+    """Digests of the weights to export."""
     shares_folder: bool = False
-    """Whether another job saves there, too."""
+    """Whether another job saves to the same folder."""
 
     def start(self, strike: Strike | None = None, *, num_steps: int | None = None, **more: Any) -> Start:
         """Start the job's ranks, up to a number of steps or the end."""
@@ -66,7 +66,7 @@ class Attempt:
         return self.place.start(job, strike, **more)
 
     def end(self, start: Start) -> list[Ending]:
-        """Wait for the ranks, and check all they did."""
+        """Wait for the ranks, and check everything they did."""
         endings = start.wait()
         newest = max((step for name, step in self.saved.items() if name not in self.damaged), default=0)
         for rank, ending in enumerate(endings):
@@ -87,11 +87,11 @@ class Attempt:
         self.story.append(f"from step {_loaded(endings)} to {_last_step(endings)} ({how})")
 
     def run(self, strike: Strike | None = None, **more: Any) -> list[Ending]:
-        """`start` and `end`."""
+        """Start the ranks, wait for them, and check what they did."""
         return self.end(self.start(strike, **more))
 
     def finish(self) -> None:
-        """Start once more, without a fault: it must reach the end of the run, and leave the folder clean."""
+        """Start again without a fault: the run must reach its end, and leave the folder clean."""
         endings = self.run()
         if not all(ending.is_finished for ending in endings):
             self.losses.append(f"does not run to the end: {[ending.error for ending in endings]}")
@@ -101,7 +101,7 @@ class Attempt:
         if has_saved and left and not self.shares_folder:
             self.losses.append(f"left in the folder: {sorted(left)}")
         whole = self._published()
-        # Only a save removes old checkpoints: what a killed one left is there until the next.
+        # Only a save removes old checkpoints. Those that a killed save left stay until the next one.
         if has_saved and self.job.keep is not None and len(whole) > self.job.keep and not self.shares_folder:
             self.losses.append(f"{len(whole)} checkpoints are left")
 
@@ -111,7 +111,7 @@ class Attempt:
             self.losses.append(what)
 
     def expect_refusal(self, endings: list[Ending], *words: str) -> None:
-        """All ranks must have raised a CheckpointError with certain words, and left no draft."""
+        """Check that all ranks raised a CheckpointError with certain words, and left no draft."""
         for rank, ending in enumerate(endings):
             error = ending.of("error")
             if error is None or error["type"] not in _REFUSALS or not all(word in error["text"] for word in words):
@@ -128,7 +128,7 @@ class Attempt:
         self.check_log(rank, ending, newest)
 
     def check_log(self, rank: int, ending: Ending, newest: int) -> None:
-        """Check what a rank reports against the oracle and what was known to be saved, up to the step `newest`."""
+        """Compare a rank's report with the oracle and the saved checkpoints. `newest`: step of the last of these."""
         loaded = ending.of("loaded")
         if loaded is not None and not self.shares_folder:
             step = loaded["step"]
@@ -141,7 +141,7 @@ class Attempt:
                 self.lost(entry != expected, f"rank {rank}: {entry} instead of {expected}")
             elif entry["event"] == "state":
                 self.states[entry["step"]].add(entry["state"])
-            elif entry["event"] == "exporting" and rank == 0:  # whose buffers are written
+            elif entry["event"] == "exporting" and rank == 0:  # the first rank's buffers are written
                 self.exports.append(entry["digest"])
             elif entry["event"] == "saved":
                 self.saved[entry["name"]] = entry["step"]
@@ -172,10 +172,10 @@ class Attempt:
                 self.lost(path.exists(), f"a checkpoint that is not whole: {error}")
         if self.job.keep is None:
             gone = [name for name in self.saved if not (self.place.folder / name).is_dir()]
-            self.lost(bool(gone), f"saved, and not there any more: {gone}")
+            self.lost(bool(gone), f"saved, but missing: {gone}")
 
     def _published(self) -> list[Path]:
-        """Return the checkpoints in the folder that must be whole."""
+        """Return the checkpoints in the folder that must be complete."""
         others = self.damaged | self.foreign
         return [path for path in self.place.folder.glob("step_*") if path.name not in others]
 
@@ -193,7 +193,7 @@ def _last_step(endings: list[Ending]) -> Any:
 
 
 class Runs:
-    """Makes attempts, and the runs without faults that they are compared with. All of it in one folder."""
+    """Makes attempts, and the runs without faults that they are compared with, all in one folder."""
 
     def __init__(self, root: Path, seed: int, timeout_s: float) -> None:
         self.random = random.Random(seed)
@@ -205,25 +205,25 @@ class Runs:
         self._has_losses = False
 
     def place(self) -> Place:
-        """Make an empty place."""
+        """Make empty folders for a run."""
         self._num_places += 1
         root = self._root / f"{self._num_places:04d}"
         (root / "reports").mkdir(parents=True)
         return Place(folder=root / "checkpoints", reports=root / "reports")
 
     def clear(self, attempt: Attempt) -> None:
-        """Remove what was left on the disk, up to and with an attempt, unless something was lost in it."""
+        """Remove all files of attempts so far, unless one of them had a loss."""
         self._has_losses |= bool(attempt.losses)
         if not self._has_losses:
             for path in self._root.iterdir():
                 shutil.rmtree(path)
 
     def several(self) -> int:
-        """Draw a number of ranks of which one can fail and another notice."""
+        """Draw a number of ranks, at least 2."""
         return self.random.choice((2, 2, 3, 4))
 
     def job(self, **fields: Any) -> Job:
-        """Draw a job, but for some fields."""
+        """Draw a random job, except for the given fields."""
         choice = self.random.choice
         drawn: dict[str, Any] = {
             "num_ranks": choice((1, 2, 2, 3, 4)),
@@ -241,14 +241,14 @@ class Runs:
         return Attempt(kind=kind, job=job, place=place or self.place(), oracle=self.oracle(job))
 
     def oracle(self, job: Job) -> Oracle:
-        """Return what a run without faults and without checkpoints computes."""
+        """Return the results of a run without faults and without checkpoints."""
         key = (job.num_ranks, job.stage, job.accumulation, job.num_steps)
         if key not in self._oracles:
             self._oracles[key] = self.faultless(replace(job, save_every=0, exports=False), self.place())
         return self._oracles[key]
 
     def faultless(self, job: Job, place: Place) -> Oracle:
-        """Return what a job computes without faults, from the newest checkpoint of a place on if there is one."""
+        """Return the results of a job without faults, from the newest checkpoint of a place if it has one."""
         start = place.start(job)
         endings = start.wait()
         return Oracle(
@@ -258,7 +258,7 @@ class Runs:
         )
 
     def strike(self, job: Job, phase: Phase | None = None, **fields: Any) -> Strike:
-        """Draw a moment of a phase, or of any, on a rank that has some."""
+        """Draw a moment of a phase, or of any phase, on a rank that has such moments."""
         phase = phase or self.random.choice(list(PASSAGES))
         return Strike(
             rank=0 if phase == "publish" else self.random.randrange(job.num_ranks),
@@ -270,7 +270,7 @@ class Runs:
         )
 
     def _passage(self, phase: Phase) -> int:
-        """Draw a moment that was not drawn yet, as long as there is one: some are hit only by one of all."""
+        """Draw a moment that was not drawn yet. When all were drawn, begin again."""
         if not self._decks.get(phase):
             num_passages = PASSAGES.get(phase, NUM_EXPORT_PASSAGES)
             self._decks[phase] = self.random.sample(range(1, num_passages + 1), num_passages)

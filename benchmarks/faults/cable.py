@@ -1,4 +1,4 @@
-"""Two hosts on one machine, two network namespaces, and a cable between them that is cut."""
+"""Two hosts on one machine (network namespaces), and a cable between them (veth) that is cut."""
 
 import ctypes
 import functools
@@ -26,7 +26,7 @@ _NUM_STEPS = 30
 
 
 def cut(runs: Runs) -> Attempt:
-    """Cut the cable in mid-training. Both ends must fail in time, and name a collective or an exchange."""
+    """Cut the cable during training. Both ranks must fail in time, and name a collective or an exchange."""
     job = runs.job(num_ranks=2, num_steps=_NUM_STEPS)
     attempt = runs.attempt("cable between two hosts cut", job)
     with two_hosts() as hosts:
@@ -46,7 +46,7 @@ def cut(runs: Runs) -> Attempt:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Processes that keep one network namespace each, by rank: all of it ends with them."""
+    """Two hosts: one process per rank, whose network namespace is the host. A host ends with its process."""
 
     keepers: tuple[subprocess.Popen[bytes], ...]
 
@@ -70,11 +70,11 @@ class Hosts:
         subprocess.run(command, capture_output=True, check=True, timeout=30)
 
     def cut(self) -> None:
-        """Take the second host's end of the cable down."""
+        """Cut the cable: set the second host's end down."""
         self.ip(1, "link", "set", INTERFACE, "down")
 
     def mend(self) -> None:
-        """Take it up again."""
+        """Connect the cable: set the second host's end up."""
         self.ip(1, "link", "set", INTERFACE, "up")
 
     def processes(self, rank: int) -> list[int]:
@@ -83,13 +83,13 @@ class Hosts:
         return [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if _is_in(pid, network)]
 
     def namespace(self, rank: int) -> Path:
-        """Return the file of the network of a rank's host."""
+        """Return the file of the network namespace of a rank's host."""
         return _network_of(self.keepers[rank].pid)
 
 
 @contextmanager
 def two_hosts() -> Iterator[Hosts]:
-    """Make two hosts with a cable between them; remove them at the end."""
+    """Make two hosts with a cable between them, and remove them at the end."""
     with ExitStack() as stack:
         keepers = []
         for _ in range(2):
@@ -136,10 +136,10 @@ def address(rank: int) -> str:
 
 
 def try_networks() -> None:
-    """Make two hosts, and remove them.
+    """Check that two hosts can be made here.
 
     Raises:
-        NotPossibleHereError: this machine or user cannot.
+        NotPossibleHereError: this machine or user cannot make them.
     """
     missing = [command for command in ("unshare", "nsenter", "ip") if shutil.which(command) is None]
     if missing:

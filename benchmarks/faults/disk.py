@@ -21,14 +21,14 @@ DAMAGES = ("truncated", "bit-flipped", "missing")
 
 
 class NotPossibleHereError(Exception):
-    """This machine or user cannot make such a fault; the text says why."""
+    """This machine or user cannot make such a fault. The text has the reason."""
 
 
 def have_own_mounts() -> None:
-    """Give this process and its forks mounts of their own: none outlives them, however they end.
+    """Move this process and its forks to a mount namespace of their own: its mounts end with them.
 
     Raises:
-        NotPossibleHereError: this process may not.
+        NotPossibleHereError: this process is not allowed to.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNS) != 0 or libc.mount(b"none", b"/", None, _MS_REC_PRIVATE, None) != 0:
@@ -37,7 +37,7 @@ def have_own_mounts() -> None:
 
 @contextmanager
 def _disk(path: Path, size: str) -> Iterator[None]:
-    """Mount a disk of a size."""
+    """Mount a tmpfs of a size."""
     path.mkdir()
     with at_end(lambda: subprocess.run(["umount", path], check=True, timeout=30)):
         _mount("-t", "tmpfs", "-o", f"size={size}", "zeroamp-faults", str(path))
@@ -49,7 +49,7 @@ def _mount(*arguments: str) -> None:
 
 
 def full(runs: Runs) -> Attempt:
-    """Save onto a disk that gets full in some save; go on when there is space again."""
+    """Save to a disk that is full at some save, and resume when there is space again."""
     job = runs.job(keep=None, save_every=1)
     attempt = runs.attempt("disk full", job)
     num_bytes = int(_checkpoint_bytes(runs, attempt) * runs.random.uniform(0.1, job.num_steps - 1))
@@ -61,7 +61,7 @@ def full(runs: Runs) -> Attempt:
 
 
 def full_for_a_while(runs: Runs) -> Attempt:
-    """Save onto a disk that gets full; the same process trains on and saves again when there is space."""
+    """Save to a disk that is full at some save. The same process trains on, and saves again when there is space."""
     job = runs.job(keep=None, save_every=1, async_=False, goes_on=True)
     attempt = runs.attempt("disk full for a while", job)
     one = _checkpoint_bytes(runs, attempt)
@@ -75,7 +75,7 @@ def full_for_a_while(runs: Runs) -> Attempt:
 
 
 def _checkpoint_bytes(runs: Runs, attempt: Attempt) -> int:
-    """Return how much a disk needs for one checkpoint of the attempt's job."""
+    """Return the bytes that one checkpoint of the attempt's job takes on a disk."""
     place = runs.place()
     endings = place.start(replace(attempt.job, num_steps=1)).wait()
     attempt.lost(not all(ending.is_finished for ending in endings), "a step without a fault fails")
@@ -84,8 +84,8 @@ def _checkpoint_bytes(runs: Runs, attempt: Attempt) -> int:
 
 
 def file_too_large(runs: Runs) -> Attempt:
-    """Let one rank of both run into a limit: the other has to hear of it."""
-    job = runs.job(num_ranks=2, save_every=1)  # of more, a file would be smaller than the limit
+    """Let one of two ranks exceed a limit of file sizes: both must raise."""
+    job = runs.job(num_ranks=2, save_every=1)  # with more ranks, files would be smaller than the limit
     attempt = runs.attempt("file size limit on one rank", job)
     victim = runs.random.randrange(job.num_ranks)
     limit = runs.random.randrange(_SMALLEST_LIMIT, _checkpoint_bytes(runs, attempt) // 4)
@@ -101,11 +101,11 @@ def file_too_large(runs: Runs) -> Attempt:
 
 
 _SMALLEST_LIMIT = 4096
-"""Of a file, in bytes: enough for what the rank itself reports."""
+"""Smallest limit of a file in bytes: enough for a rank's report."""
 
 
 def read_only(runs: Runs) -> Attempt:
-    """Resume from a folder that is read-only: it can be loaded, and saving is refused."""
+    """Resume from a read-only folder: loading must work, and saving must raise."""
     job = runs.job()
     attempt = runs.attempt("read-only folder", job)
     folder = attempt.place.folder
@@ -119,7 +119,7 @@ def read_only(runs: Runs) -> Attempt:
 
 
 def damaged(runs: Runs) -> Attempt:
-    """Damage a file of the newest checkpoint: the one before it is taken, and the log names the file."""
+    """Damage a file of the newest checkpoint: the one before it must be loaded, and the log must name the file."""
     how = runs.random.choice(DAMAGES)
     job = runs.job(keep=runs.random.choice((None, 2)), save_every=1)
     attempt = runs.attempt("damaged file", job)
@@ -133,7 +133,7 @@ def damaged(runs: Runs) -> Attempt:
 
 
 def only_one_damaged(runs: Runs) -> Attempt:
-    """Damage the only checkpoint there is: it is refused by name, and loaded when it is whole again."""
+    """Damage the only checkpoint: it must be refused by name, and loaded after it was repaired."""
     how = runs.random.choice(DAMAGES)
     job = runs.job(keep=1, save_every=1)
     attempt = runs.attempt("damaged file of the only checkpoint", job)
@@ -171,7 +171,7 @@ def _damage(how: str, path: Path, runs: Runs) -> None:
 
 
 def pointer(runs: Runs) -> Attempt:
-    """Damage `latest` in every way there is of one bit and of one cut: the newest checkpoint is found all the same."""
+    """Damage `latest` by each single bit and by each truncation: the newest checkpoint must still be found."""
     job = runs.job(keep=None, save_every=1, async_=False)
     attempt = runs.attempt("damaged pointer", job)
     attempt.run(num_steps=runs.random.choice((3, 5)))  # names that one bit turns into those of others
@@ -179,7 +179,7 @@ def pointer(runs: Runs) -> Attempt:
     content, newest = path.read_bytes(), latest_checkpoint(folder)
     damages = [content[:length] for length in range(len(content))]
     damages += [_flipped(content, bit) for bit in range(8 * len(content))]
-    logging.disable()  # many warnings are right here
+    logging.disable()  # many warnings are expected
     for damage in damages:
         path.write_bytes(damage)
         found = latest_checkpoint(folder)

@@ -1,4 +1,4 @@
-"""Folders that are not as the job left them: another number of ranks or stage goes on from one, or strangers use it."""
+"""Folders in another state than expected: another number of ranks or stage resumes, or foreign files are inside."""
 
 import os
 import shutil
@@ -12,10 +12,10 @@ _BEFORE: tuple[Phase, ...] = ("backward", "step", "save", "publish")
 
 
 def resharded(runs: Runs) -> Attempt:
-    """Kill a rank, go on with another number of ranks or another stage, and kill one of those.
+    """Kill a rank, resume with another number of ranks or another stage, and kill one of those ranks.
 
-    What is loaded must be the full parameters and optimizer states that were saved. What follows must be what the new
-    ranks compute from there without a fault: they go on in a copy of the folder.
+    The loaded full parameters and optimizer states must be those that were saved. The steps after that must be those of
+    a run without faults from a copy of the folder.
     """
     first = runs.job(logs_state=True, save_every=1)
     attempt = runs.attempt("kill -9, other ranks or stage next", first)
@@ -35,7 +35,7 @@ def resharded(runs: Runs) -> Attempt:
 
 
 def shared_with_strangers(runs: Runs) -> Attempt:
-    """Put files and folders of others beside the checkpoints: all of them stay, and the run goes on as without them."""
+    """Put foreign files and folders beside the checkpoints: all of them must stay, and the run must be unaffected."""
     job = runs.job(save_every=1)
     attempt = runs.attempt("kill -9 beside foreign files", job)
     attempt.run(num_steps=runs.random.randint(1, job.num_steps - 1))
@@ -53,7 +53,7 @@ def shared_with_strangers(runs: Runs) -> Attempt:
 
 
 def _put_strangers(folder: Path) -> None:
-    """Put there what a user, an editor, a file system or another program might."""
+    """Create files and folders that a user, an editor, a file system or another program might create."""
     newest = next(folder.glob("step_*"))
     shutil.copytree(newest, folder / f"{newest.name}.bak")
     shutil.copytree(newest, folder / "best")
@@ -68,7 +68,7 @@ def _put_strangers(folder: Path) -> None:
 
 
 def _content(path: Path) -> object:
-    """Return what a path is, to compare it with what it is later; None if there is nothing."""
+    """Return the content of a path, for a later comparison; None if it does not exist."""
     if path.is_symlink():
         return path.readlink()
     if path.is_dir():

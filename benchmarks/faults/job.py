@@ -1,4 +1,4 @@
-"""The training that faults hit: a small model, with everything that a checkpoint has to bring back.
+"""The training that faults are injected into: a small model, with all kinds of state that a checkpoint must restore.
 
 Dropout (torch's generator), a factor from Python's generator and one from NumPy's, a buffer that differs between ranks,
 AdamW, a learning rate schedule, gradient accumulation, and the position in the data as `extra`.
@@ -26,7 +26,7 @@ import zeroamp
 from benchmarks.faults.moments import Moments
 
 EXPORT = "export"
-"""The folder of the export, beside that of the checkpoints."""
+"""Name of the folder of the export, beside the folder of the checkpoints."""
 _WIDTH, _BATCH = 24, 4
 
 
@@ -39,19 +39,19 @@ class Job:
     num_ranks: int = 2
     num_steps: int = 6
     save_every: int = 1
-    """0: never; else also at the end."""
+    """Optimizer steps between two saves. The last step is saved too. 0: never."""
     async_: bool = False
     keep: int | None = None
     goes_on: bool = False
-    """After a save that failed, whether training continues; `ballast` in the folder is removed then."""
+    """Whether training continues after a failed save, which removes the file `ballast` from the folder."""
     handles_sigterm: bool = False
-    """Whether SIGTERM asks for a last save (`zeroamp.Preemption`) instead of ending the rank."""
+    """Whether SIGTERM causes a last save (`zeroamp.Preemption`) instead of ending the rank."""
     logs_state: bool = False
-    """Whether digests of all parameters and optimizer states are logged where they are saved and loaded."""
+    """Whether digests of all parameters and optimizer states are logged at each save and load."""
     exports: bool = False
     """Whether the run ends with an export for `from_pretrained`, beside the folder of the checkpoints."""
     timeout_s: float = 20.0
-    """Of every collective."""
+    """Timeout of every collective."""
 
     def __str__(self) -> str:
         saves = f"saves every {self.save_every}{' in the background' if self.async_ else ''}"
@@ -86,13 +86,13 @@ class _Net(nn.Module):
 
 
 class Log:
-    """What one rank reports, a JSON object per line; each line outlives the rank."""
+    """The report of one rank: a file with a JSON object per line, which survives the rank."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
 
     def write(self, **entry: Any) -> None:
-        """Append one line, by one system call: a killed process loses no part of what it has written."""
+        """Append one line with one system call, so that a killed process loses no part of it."""
         os.write(self._file, (json.dumps(entry) + "\n").encode())
 
 
@@ -147,7 +147,7 @@ def _prepare(job: Job, rank: int) -> tuple[nn.Module, zeroamp.TrainStep]:
 
 
 def _one_step(rank: int, position: int, model: nn.Module, train: zeroamp.TrainStep, log: Log, moments: Moments) -> int:
-    """Run one accumulation window, log its bits, and return the position in the data after it."""
+    """Take one optimizer step, log its bits, and return the position in the data after it."""
     losses, report = [], None
     while report is None:
         generator = torch.Generator().manual_seed(position * dist.get_world_size() + rank)
@@ -166,7 +166,7 @@ def _one_step(rank: int, position: int, model: nn.Module, train: zeroamp.TrainSt
 
 @dataclass
 class _Saves:
-    """Saves as the job asks for it, and logs each save that is known to be done."""
+    """Saves by the settings of the job, and logs each completed save."""
 
     job: Job
     folder: Path
@@ -209,7 +209,7 @@ class _Saves:
         pending = self.pending
         if pending is None or not (wait or pending.done()):
             return
-        # A failed save may have ended on this rank alone: only a wait raises its error on all ranks in the same step.
+        # A failed save may have ended on this rank only. A wait raises its error on all ranks in the same step.
         if wait or pending.exception() is None:
             name = pending.result().name
             self.log.write(event="saved", step=int(name.split("_")[1]), name=name)
@@ -217,7 +217,7 @@ class _Saves:
 
 
 def _export(target: Path, model: nn.Module, log: Log, moments: Moments) -> None:
-    """Export, and log before it what will be in the file."""
+    """Export the weights. Before that, log the digest of what the file must contain."""
     tensors = {name: _whole(value) for name, value in model.state_dict().items()}  # buffers: the first rank's count
     log.write(event="exporting", digest=tensors_digest({name: value.numpy() for name, value in tensors.items()}))
     moments.enter("export")
@@ -234,7 +234,7 @@ def tensors_digest(arrays: dict[str, np.ndarray]) -> str:
 
 
 def _state_digest(job: Job, model: nn.Module, train: zeroamp.TrainStep) -> str | None:
-    """Return a digest of what resharding may not change, the same on all ranks: parameters and optimizer states."""
+    """Return a digest of whole parameters and optimizer states, equal on all ranks. Resharding must not change it."""
     if not job.logs_state:
         return None
     digest = hashlib.sha256()
@@ -251,7 +251,7 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 
 
 def _digest(model: nn.Module) -> str:
-    """Return a digest of all parameters, whole, and of this rank's buffers."""
+    """Return a digest of all whole parameters and of this rank's buffers."""
     digest = hashlib.sha256()
     for value in model.state_dict().values():
         digest.update(_whole(value).numpy().tobytes())

@@ -10,11 +10,11 @@ from benchmarks.faults.job import EXPORT
 from benchmarks.faults.moments import PASSAGES, Phase
 
 _SAVING = 1.5
-"""How much longer a run takes that saves, about."""
+"""About how many times longer a run takes with saves."""
 
 
 def at_moment(phase: Phase, runs: Runs) -> Attempt:
-    """Kill -9 one rank at a random moment of a phase; in a third of the attempts, kill one in the next start, too."""
+    """Kill -9 one rank at a random moment of a phase. In a third of the attempts, kill one in the next start too."""
     job = runs.job()
     attempt = runs.attempt(f"kill -9 in {phase}", job)
     if phase == "load":
@@ -27,7 +27,7 @@ def at_moment(phase: Phase, runs: Runs) -> Attempt:
 
 
 def at_any_time(runs: Runs) -> Attempt:
-    """Kill -9 one rank, or sometimes all, from outside and at any time from their start on."""
+    """Kill -9 one rank, or sometimes all, from outside at a random time after their start."""
     job = runs.job()
     attempt = runs.attempt("kill -9 at any time", job)
     start = attempt.start()
@@ -41,7 +41,7 @@ def at_any_time(runs: Runs) -> Attempt:
 
 
 def stopped(runs: Runs) -> Attempt:
-    """Stop one rank: it keeps its connections and locks, but does nothing. Kill it when the others have ended."""
+    """Stop one rank: it holds its connections and locks, but does nothing. Kill it when the others have ended."""
     job = runs.job(num_ranks=runs.several())
     attempt = runs.attempt("a rank that hangs (SIGSTOP)", job)
     attempt.run(replace(runs.strike(job), signal=signal.SIGSTOP))
@@ -54,7 +54,7 @@ def two_writers(runs: Runs) -> Attempt:
     job = runs.job()
     place = runs.place()
     doomed = runs.attempt("two writers, one killed", job, place)
-    # whose checkpoints lead to the same bits
+    # with the same stage, ranks and accumulation, so that its checkpoints lead to the same bits
     alike = runs.job(num_ranks=job.num_ranks, stage=job.stage, accumulation=job.accumulation)
     other = runs.attempt("", alike, replace(runs.place(), folder=place.folder))
     doomed.shares_folder = other.shares_folder = True
@@ -70,7 +70,7 @@ def two_writers(runs: Runs) -> Attempt:
 
 
 def terminated(runs: Runs) -> Attempt:
-    """Send SIGTERM to a rank that does not handle it, as to any program that is to end."""
+    """Send SIGTERM to a rank that does not handle it."""
     job = runs.job()
     attempt = runs.attempt("SIGTERM, not handled", job)
     attempt.run(replace(runs.strike(job), signal=signal.SIGTERM))
@@ -79,7 +79,7 @@ def terminated(runs: Runs) -> Attempt:
 
 
 def preempted(runs: Runs) -> Attempt:
-    """Send SIGTERM to a rank of a job that handles it: all ranks save after the step and end, and nothing is lost."""
+    """Send SIGTERM to a rank that handles it: all ranks must save after the step and exit, without a loss."""
     job = runs.job(handles_sigterm=True, save_every=runs.random.choice((0, 1, 2)))
     attempt = runs.attempt("SIGTERM, a last save", job)
     strike = runs.strike(job, runs.random.choice(("load", "forward", "backward", "step", "save")))
@@ -94,7 +94,7 @@ def preempted(runs: Runs) -> Attempt:
 
 
 def exporting(runs: Runs) -> Attempt:
-    """Kill a rank while it exports: an export of that name is the one before or the new one, and whole."""
+    """Kill a rank while it exports: the export must be the previous or the new one, and complete."""
     job = runs.job(exports=True, save_every=2)
     attempt = runs.attempt("kill -9 in export", job)
     if runs.random.random() < 0.5:

@@ -1,8 +1,8 @@
-"""Where in its work a rank is, and what happens to it there.
+"""Announces what a rank is doing, and injects faults at chosen moments.
 
-A rank announces every moment that a fault can hit: each module's forward and backward, the parts of the optimizer step,
-each collective of saving and loading, and each change of the file system, before and after it. Announcing costs a write
-into memory that the parent shares, so the parent can say where a rank was that it killed from outside.
+A rank announces every moment at which a fault can be injected: each module's forward and backward, the parts of the
+optimizer step, each collective of saving and loading, and each change of the file system, before and after it.
+Announcing is a write to memory that is shared with the parent, so the parent can read where a killed rank was.
 """
 
 import functools
@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 Phase = Literal["start", "load", "forward", "backward", "step", "save", "publish", "export", "end"]
 PASSAGES: dict[Phase, int] = {"load": 19, "forward": 25, "backward": 13, "step": 5, "save": 30, "publish": 35}
-"""How many moments a phase of every job has, at least about: of one step, one save, one load."""
+"""Phase -> about the smallest number of its moments in any job, in one step, one save or one load."""
 NUM_EXPORT_PASSAGES = 24
 """Moments of an export, which not every job has."""
 MANIFEST = "zeroamp.json"
@@ -34,25 +34,25 @@ _TIME = struct.Struct("d")
 
 @dataclass(frozen=True, kw_only=True)
 class Strike:
-    """What happens to one rank at one of its moments."""
+    """A fault for one rank at one of its moments."""
 
     rank: int
     phase: Phase
     step: int
-    """From the beginning of which step on it can happen; 0: from the start on."""
+    """The first step in which it can happen. 0: from the start on."""
     passage: int
-    """Which of the moments of this phase it is from there on, from 1 on."""
+    """Number of the phase's moment, counted from 1 from that step on."""
     signal: int = signal.SIGKILL
-    """SIGKILL, SIGTERM, or SIGSTOP: a rank that is there, but does nothing any more."""
+    """SIGKILL, SIGTERM, or SIGSTOP: a rank that exists, but does nothing any more."""
     torn: float | None = None
-    """Before an fsync: which part of the file is on the disk when the rank dies."""
+    """Fraction of the file that is on the disk when the rank dies, if the moment is before an fsync."""
 
 
 class Board:
-    """Memory in which each rank says where it is; the parent reads it when the rank is dead."""
+    """Shared memory to which each rank writes what it is doing. The parent reads it when the rank is dead."""
 
     def __init__(self, num_ranks: int, path: Path | None = None) -> None:
-        """Make the memory, of this process and its forks; or of all processes that name the same file."""
+        """Map the memory, shared with forks of this process. With `path`: with all processes that map this file."""
         num_bytes = 2 * num_ranks * _SLOT_BYTES + _TIME.size
         descriptor = -1
         if path is not None:
@@ -61,21 +61,21 @@ class Board:
         self._memory = mmap.mmap(descriptor, num_bytes)
 
     def write(self, rank: int, in_background: bool, text: str) -> None:
-        """Say where the main thread or the background of a rank is."""
+        """Write what the main thread or the background save of a rank is doing."""
         start = (2 * rank + in_background) * _SLOT_BYTES
         self._memory[start : start + _SLOT_BYTES] = text.encode()[:_SLOT_BYTES].ljust(_SLOT_BYTES, b"\0")
 
     def note_strike(self) -> None:
-        """Say that a rank is struck now."""
+        """Write the time at which a rank is struck: now."""
         self._memory[-_TIME.size :] = _TIME.pack(time.monotonic())
 
     @property
     def struck_s(self) -> float:
-        """When a rank was struck last, on the monotonic clock; 0 if none was."""
+        """Time at which a rank was struck last, on the monotonic clock; 0 if none was."""
         return float(_TIME.unpack(self._memory[-_TIME.size :])[0])
 
     def read(self, rank: int) -> str:
-        """Return where a rank was last: its main thread, and its background save if there was one."""
+        """Return what a rank was doing last: its main thread, and its background save if there was one."""
         start = 2 * rank * _SLOT_BYTES
         slots = (self._memory[start + i * _SLOT_BYTES : start + (i + 1) * _SLOT_BYTES] for i in range(2))
         return " | in the background: ".join(text for slot in slots if (text := slot.rstrip(b"\0").decode()))
@@ -83,28 +83,28 @@ class Board:
 
 @dataclass
 class Moments:
-    """Announces the moments of one rank, and strikes at the one asked for."""
+    """Announces the moments of one rank, and strikes it at the moment of `strike`."""
 
     rank: int
     board: Board
     strike: Strike | None = None
     phase: Phase = "start"
-    """Of the main thread; the background only saves."""
+    """Phase of the main thread. The background thread only saves."""
     _step: int = 0
     _num_passages: int = 0
     _is_publishing: bool = False
 
     def begin_step(self, step: int) -> None:
-        """The main thread begins a step."""
+        """Record that the main thread begins a step."""
         self._step = step
 
     def enter(self, phase: Phase) -> None:
-        """The main thread begins a phase."""
+        """Record and announce that the main thread begins a phase."""
         self.phase = phase
         self.announce("begins")
 
     def announce(self, label: str, fsynced: int | None = None) -> None:
-        """A moment of the present thread. `fsynced`: the descriptor of a file that is about to be put on the disk."""
+        """Announce a moment of the current thread. `fsynced`: descriptor of a file that is about to be fsynced."""
         in_background = threading.current_thread() is not threading.main_thread()
         phase = "save" if in_background else self.phase
         if phase == "save" and self._is_publishing:
@@ -137,7 +137,7 @@ class Moments:
             output.register_hook(lambda _: self.announce(f"gradient of {name or 'the loss'}"))
 
     def watch_system(self) -> None:
-        """Announce the collectives and the changes of the file system that this process makes in Python."""
+        """Announce the collectives and file system changes that this process makes from Python."""
         for name in _COLLECTIVES:
             setattr(dist, name, self._announced(name, getattr(dist, name)))
         for name in _FILE_OPS:

@@ -1,7 +1,7 @@
-"""Starts the ranks of a job as forks of this process, strikes them, and waits for their end, with a bound.
+"""Starts the ranks of a job as forks of this process, injects faults, and waits for their end, with a bound.
 
-A fork costs milliseconds where a new interpreter with torch costs seconds. This process must not have run anything of
-torch: its threads would not be there in a fork.
+A fork takes milliseconds, a new interpreter with torch seconds. This process must not run ops of torch: their threads
+would be missing in a fork.
 """
 
 import json
@@ -21,18 +21,18 @@ from benchmarks.faults.job import Job, Log, run_rank
 from benchmarks.faults.moments import Board, Moments, Strike
 
 GRACE_S = 60.0
-"""How much longer than the timeout of its collectives a rank may take to end, on a busy machine."""
+"""Seconds after the timeout of its collectives that a rank may take to end, on a busy machine."""
 _CONNECTING = ("start: ", "load: begins")
-"""Moments after which ranks connect a process group: the one of training, and the one of saving and loading."""
+"""Moments after which ranks connect a process group: that of training, and that of saving and loading."""
 _TIMEOUTS_TO_CONNECT = 1 + 5
-"""gloo waits one timeout for the address of a peer and five for the connection to it (`Pair::waitUntilConnected`). A
-rank that dies between the two leaves the others waiting for so long."""
+"""gloo waits one timeout for the address of a peer, and five for the connection to it (`Pair::waitUntilConnected`). If
+a rank dies in between, the others wait for all of them."""
 
 _TERMINATED = "terminate called without an active exception\n"
 
 
 class ForkedRank(BaseException):
-    """Raised in a fork, to leave the campaign behind: the rank runs at the top level and ends as a program does."""
+    """Raised in a fork to leave the campaign's code: the rank runs at the top level, and ends like any program."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class ForkedRank(BaseException):
 
 @contextmanager
 def at_end(clean_up: Callable[[], Any]) -> Iterator[None]:
-    """Call `clean_up` at the end, however it comes, in this process only and not in its forks."""
+    """Call `clean_up` at the end, also after an error, but in this process only and not in its forks."""
     owner = os.getpid()
     try:
         yield
@@ -57,26 +57,26 @@ class Ending:
     status: int
     """The exit status, or minus the signal."""
     at_s: float
-    """On the monotonic clock."""
+    """Time of its end, on the monotonic clock."""
     was_hanging: bool
     """Whether it had to be killed after the bound."""
     where: str
-    """Its last moment."""
+    """What it was doing last, see `Moments`."""
     log: list[dict[str, Any]]
     output: str
 
     @property
     def error(self) -> str | None:
-        """The text of what the rank raised."""
+        """The text of the error that the rank raised; None if it raised none."""
         return next((entry["text"] for entry in self.log if entry["event"] == "error"), None)
 
     @property
     def was_aborted_after_error(self) -> bool:
-        """Whether the rank had raised and reported its error, and then died in the end of the interpreter.
+        """Whether the rank raised and reported its error, and was then aborted while the interpreter shut down.
 
-        A thread of ProcessGroupGloo may drop its last reference to a tensor there. It then waits for the GIL, and
-        CPython before 3.14 ends such threads by unwinding, which C++ answers with `terminate` (seen in its backtrace:
-        runLoop, decref_pyobject, pthread_exit). Any program that raises before it destroys its process groups may.
+        A thread of ProcessGroupGloo may release its last reference to a tensor then, and wait for the GIL. CPython
+        before 3.14 ends such threads by unwinding, to which C++ reacts with `terminate` (its backtrace shows runLoop,
+        decref_pyobject, pthread_exit). It can happen in any program that raises before it destroys its process groups.
         """
         return self.status == -signal.SIGABRT and self.error is not None and self.output.endswith(_TERMINATED)
 
@@ -92,7 +92,7 @@ class Ending:
 
 @dataclass(kw_only=True)
 class Start:
-    """One start of a job, on all its ranks, while it runs."""
+    """One running start of a job, with all its ranks."""
 
     job: Job
     pids: list[int]
@@ -100,11 +100,11 @@ class Start:
     paths: list[Path]
     begun_s: float
     struck: set[int] = field(default_factory=set)
-    """Ranks that a fault was meant for: they need not end by themselves."""
+    """Ranks that a fault was injected into: they need not end by themselves."""
     endings: dict[int, Ending] = field(default_factory=dict)
 
     def kill(self, rank: int) -> None:
-        """Kill -9 a rank, if it is still there."""
+        """Kill -9 a rank, if it is still running."""
         if rank not in self.endings:
             self.struck.add(rank)
             self.board.note_strike()
@@ -119,9 +119,9 @@ class Start:
         return [path for path in self.paths if path.exists()]
 
     def wait(self, until_s: float | None = None) -> list[Ending]:
-        """Wait until all ranks have ended, or until a time; past the bound of the job they are killed.
+        """Wait until all ranks have ended, or until a time. Ranks that run longer than the job's bound are killed.
 
-        The bound counts from the first end of a rank, since from there on the others wait for it in vain.
+        The bound begins when the first rank ends, since the others wait for it in vain from then on.
         """
         total_s = 60 + self.job.timeout_s
         while len(self.endings) < len(self.pids):
@@ -131,7 +131,7 @@ class Start:
             limit = bound if until_s is None else min(bound, until_s)
             self._collect(limit - time.monotonic())
             running = [self.pids[rank] for rank in self._running()]
-            is_over = bool(self.endings) and all(map(_is_stopped, running))  # those never end by themselves
+            is_over = bool(self.endings) and all(map(_is_stopped, running))  # stopped ranks never end by themselves
             if is_over or time.monotonic() >= bound:
                 self._kill_running()
             elif time.monotonic() >= limit:
@@ -178,7 +178,7 @@ def _is_stopped(pid: int) -> bool:
 
 @dataclass(kw_only=True)
 class Place:
-    """Where a job runs: the folder of its checkpoints, and one for what the ranks report."""
+    """The folders of a job: one for its checkpoints, and one for the reports of its ranks."""
 
     folder: Path
     reports: Path
@@ -228,4 +228,4 @@ def run_logged(job: Job, rank: int, init_method: str, folder: Path, path: Path, 
         log.write(event="error", type=type(error).__name__, text=f"{type(error).__name__}: {error}")
         traceback.print_exc()
         sys.exit(1)
-    os._exit(0)  # the end of an interpreter takes a second, and is of interest only where something went wrong
+    os._exit(0)  # shutting the interpreter down takes a second, and matters only after an error

@@ -1,4 +1,4 @@
-"""What a campaign writes: every attempt as JSON, and a table by kind of fault."""
+"""Writes the record of a campaign: every attempt as JSON, and a table by kind of fault."""
 
 import json
 import os
@@ -79,7 +79,7 @@ def _moments(attempts: list[Attempt]) -> str:
 
 
 def _short(moment: str) -> str:
-    """Leave names out that differ from run to run."""
+    """Shorten names that differ from run to run."""
     words = moment.partition(" | ")[2].removeprefix("in the background: ") or moment
     in_background = " (background)" if " | " in moment else ""
     head, _, name = words.rpartition(" ")
@@ -92,4 +92,4 @@ def _short(moment: str) -> str:
 def _errors(attempts: list[Attempt]) -> str:
     texts = Counter(_DETAILS.sub("…", error)[:_TEXT] for attempt in attempts for error in attempt.errors)
     rows = [[count, text] for text, count in texts.most_common()]
-    return "What ranks raised that were not struck:\n\n" + tabulate(rows, headers=["times", "text"], tablefmt="github")
+    return "Errors of ranks that were not struck:\n\n" + tabulate(rows, headers=["times", "text"], tablefmt="github")

@@ -1,6 +1,6 @@
-"""Runs that torchrun restarts: a rank is struck in one or two of its starts, and the last one goes to the end.
+"""Runs that torchrun restarts: a rank is struck in one or two starts, and the last start must train to the end.
 
-As a module it is one rank under torchrun.
+Run as a program, this file is one rank under torchrun.
 """
 
 import json
@@ -18,11 +18,11 @@ from benchmarks.faults.moments import Board, Moments, Strike
 from benchmarks.faults.processes import Ending, run_logged
 
 _BOUND_S = 240.0
-"""Of all starts: each imports torch anew, on a busy machine."""
+"""Seconds for all starts together. Each imports torch, on a busy machine."""
 
 
 def restarted(runs: Runs) -> Attempt:
-    """Strike a rank by SIGKILL or SIGTERM under `torchrun --max-restarts`: torchrun itself starts all ranks again."""
+    """Strike a rank with SIGKILL or SIGTERM under `torchrun --max-restarts`: torchrun must restart all ranks."""
     job = runs.job(num_ranks=runs.random.choice((1, 2, 2)), save_every=1)
     attempt = runs.attempt("restarted by torchrun", job)
     strikes = [
@@ -57,7 +57,7 @@ def _torchrun(attempt: Attempt, strikes: list[Strike]) -> tuple[int, str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--monitor-interval", "0.1"]
     command += ["--nproc-per-node", str(attempt.job.num_ranks), "--max-restarts", str(len(strikes))]
     command += ["-m", "benchmarks.faults.restarts", str(reports / "spec.json")]
-    # With torchrun's own store the ranks of a restart may read the addresses of those that have died.
+    # With torchrun's shared store, ranks of a restart may read the addresses of dead ranks.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with (reports / "torchrun.out").open("wb") as output:
         process = subprocess.Popen(
@@ -76,7 +76,7 @@ def _board(attempt: Attempt, start: int) -> Board:
 
 
 def _ending(attempt: Attempt, start: int, rank: int) -> Ending:
-    """Return what is known of a rank that torchrun waited for."""
+    """Return the ending of a rank of torchrun, from its log."""
     path = attempt.place.reports / f"restart{start}_rank{rank}.log"
     log = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     is_finished = any(entry["event"] == "finished" for entry in log)
@@ -87,7 +87,7 @@ def _ending(attempt: Attempt, start: int, rank: int) -> Ending:
 
 
 def _main() -> None:
-    """Be one rank under torchrun."""
+    """Run one rank under torchrun."""
     spec = json.loads(Path(sys.argv[1]).read_text())
     rank, start = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     job, reports = Job(**spec["job"]), Path(spec["reports"])

@@ -6,7 +6,7 @@ least one variant should have other bits. All algorithms are deterministic, so t
 bits. The variant "again" checks this.
 
 torch's sanitizer (`torch.cuda._sanitizer`) follows every op of torch, and reports accesses of two streams to the same
-memory without an order between them. It does not see Triton kernels. FSDP2 alone runs under it, too.
+memory without an order between them. It does not follow Triton kernels. FSDP2 alone runs under it too.
 
 There is no tolerance: the same kernels run on the same device in all variants.
 """

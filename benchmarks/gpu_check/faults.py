@@ -1,6 +1,6 @@
 """Faults that `--plant NAME` plants, to show that a part finds them. No fault is planted by default.
 
-The name is read from an environment variable, so that the processes that a part starts have it, too.
+The name is read from an environment variable, so that the processes that a part starts have it too.
 """
 
 import os

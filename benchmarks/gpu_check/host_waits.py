@@ -95,7 +95,7 @@ def waits_of(training: Training, place: Place) -> dict[str, list[str]]:
 
 def idle_before_update(place: Place, **config: Any) -> str:
     """Return how long the GPU was idle before the update's first kernel, in the second of two profiled steps."""
-    # Only the device's activity: profiling the CPU, too, would slow the host down.
+    # Only the device's activity: profiling the CPU too would slow the host down.
     activity = getattr(torch.profiler.ProfilerActivity, place.device.type.upper())
     with ranks.one_rank(place.device):
         training = zeroamp_training(place, shape="100m", length=512, **config)

@@ -1,4 +1,4 @@
-"""Part 7: the memory that a step allocates and reserves, beside the memory that `plan` plans for it.
+"""Part 7: the memory that a step allocates and reserves, beside the prediction of `plan`.
 
 LLaMA-3 8B with activation checkpointing on one of 8 fake ranks, whose collectives move nothing. On CUDA the numbers are
 those of torch's allocator. On a CPU other kernels run than `plan` counts, so the measured peak may be below the planned
@@ -72,7 +72,7 @@ def run(place: Place) -> Result:
 
 @contextmanager
 def _ranks_of(place: Place) -> Iterator[None]:
-    """Plan memory as a rank of this device uses it: on a CPU the receive buffers do not outlive a backward."""
+    """Plan memory for this device type: on a CPU, receive buffers are released at the end of each backward."""
     on_cpu = place.device.type == "cpu"
     timeline = partial(run_plan.memory_timeline, on_cpu=on_cpu)
     with mock.patch.object(run_plan, "memory_timeline", timeline):

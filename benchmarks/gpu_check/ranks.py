@@ -31,7 +31,7 @@ GATHERS_AND_REDUCTIONS = (*_ALL_GATHERS, *_REDUCE_SCATTERS, *_ALL_TO_ALLS)
 
 @contextmanager
 def one_rank(device: torch.device) -> Iterator[None]:
-    """Be the only rank: NCCL on CUDA, else gloo."""
+    """Run inside as the only rank: with NCCL on CUDA, else with gloo."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
@@ -43,7 +43,7 @@ def one_rank(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def echoing_ranks(world_size: int) -> Iterator[None]:
-    """Be rank 0 of `world_size` ranks that are copies of this one. See [Note: Echo]."""
+    """Run inside as rank 0 of `world_size` ranks that are copies of this one. See [Note: Echo]."""
     fills: dict[str, Callable[..., None]] = {
         **dict.fromkeys(_ALL_GATHERS, _fill_gathered),
         **dict.fromkeys(_REDUCE_SCATTERS, _fill_reduced),

@@ -45,7 +45,7 @@ def run(place: Place) -> Result:
             measured = step_time.measure(given, place.device)
         gc.collect()
         if place.on_cuda:
-            torch.cuda.empty_cache()  # of the engines before the next ones
+            torch.cuda.empty_cache()  # release the memory of these engines before the next ones
         rows = rows_of(measured, given, place.device)
         tables[f"{given.described()}; {title}"] = rows
         values[title] = step_time.as_json(measured)

@@ -21,7 +21,7 @@ LAYER = 218_112_000
 """Elements of a layer of LLaMA-3 8B."""
 NUM_RANKS = (2, 3, 8, 64, 1024)
 LEAST_OF_COPY = 0.6
-"""The part of a plain copy's bandwidth that the kernel must reach with 8 rows or more. An assumption, not measured."""
+"""Fraction of a plain copy's bandwidth that the kernel must reach with 8 rows or more. An assumption, not measured."""
 _REPEATS = 15
 
 

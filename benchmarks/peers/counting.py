@@ -1,9 +1,9 @@
-"""What a step moves: calls and bytes of every collective, where all engines meet.
+"""Counts calls and bytes of every collective of a step, in the same way for all engines.
 
-Whatever issues a collective, Python or C++ (as DDP does), one tensor or several coalesced, it comes through the
-dispatcher as an op of the namespace "c10d", or "_c10d_functional". Counted there, all engines are counted alike.
-Bytes are those of the unsharded tensor: for an all-gather its output, for a reduction or an all-to-all its input. An
-all-reduce moves twice what a reduce-scatter of its size does.
+Every collective, issued from Python or from C++ (as in DDP), of one tensor or of several, passes through the dispatcher
+as an op of the namespace "c10d" or "_c10d_functional". It is counted there. Bytes are those of the unsharded tensor:
+the output of an all-gather, the input of a reduction or an all-to-all. An all-reduce moves twice the bytes of a
+reduce-scatter of its size.
 """
 
 from collections import Counter
@@ -35,14 +35,14 @@ _NOTHING_MOVES = ("c10d::barrier", "c10d::monitored_barrier_", "_c10d_functional
 
 
 class Moved(NamedTuple):
-    """What is counted apart."""
+    """Key of a count."""
 
     collective: str
     dtype: torch.dtype
 
 
 class Collectives(TorchDispatchMode):
-    """Counts while it is on, on every thread that computes for this one.
+    """Counts while it is active, on every thread that computes for this one.
 
     A dispatch mode slows the step down and may change the last bits of results: no step that is counted is timed.
     """

@@ -23,14 +23,14 @@ def build(setup: Setup, *, stage: int, zero: dict[str, int] | None = None) -> En
     """Make an engine of a model. `zero` adds to the block "zero_optimization".
 
     Raises:
-        UnavailableError: it is not installed, or the process group is a fake one, which it cannot use.
+        UnavailableError: DeepSpeed is not installed, or the process group is a fake one, which it cannot use.
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise UnavailableError("not installed")
     if setup.options.fake:
         raise UnavailableError("not with a fake process group")
     os.environ.setdefault("DS_ACCELERATOR", setup.device.type)
-    import deepspeed  # here, since it looks for an accelerator when it is imported
+    import deepspeed  # here, since its import looks for an accelerator
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.", category=FutureWarning)  # it calls older names

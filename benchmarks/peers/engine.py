@@ -1,4 +1,4 @@
-"""What every engine is to the measurement: a model of its own and a function that takes one optimizer step."""
+"""The interface of all engines: a model of its own, and a function that takes one optimizer step."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -15,17 +15,17 @@ LEARNING_RATE = 1e-3
 
 
 class UnavailableError(Exception):
-    """An engine that cannot run here, and why."""
+    """An engine cannot run here. The text has the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """Where engines run, and on what."""
+    """The options, device and data of all engines."""
 
     options: Options
     device: torch.device
     micro_batches: tuple[torch.Tensor, ...]
-    """Of this rank: int64 tokens [batch, length], the same in every step."""
+    """This rank's tokens: int64 [batch, length] each, the same in every step."""
 
     def model(self) -> Decoder:
         """Return a new model: the same weights on all ranks and for all engines."""
@@ -49,7 +49,7 @@ class Setup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Engine:
-    """Ready to train."""
+    """An engine that is ready to train."""
 
     step: Callable[[], torch.Tensor]
     """Takes one optimizer step and returns the mean loss of its micro-batches: 0-D, detached, before the update."""

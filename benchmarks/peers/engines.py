@@ -13,19 +13,19 @@ ENGINES: dict[str, Callable[[Setup], Engine]] = {
 }
 VARIANTS = zeroamp.VARIANTS
 AGAIN = " again"
-"""After a name: the same engine once more, which shows what the method can tell apart."""
+"""Suffix of a name: the same engine once more, which shows the noise of the method."""
 DEFAULT_ENGINES = (*ENGINES, f"FSDP2 bf16 reshard{AGAIN}")
 DEFAULT_BASES = ("FSDP2 bf16 reshard", "FSDP2 bf16 no reshard", "FSDP2 autocast reshard")
 
 
 def builder(name: str) -> Callable[[Setup], Engine]:
-    """Return what builds the engine of a name.
+    """Return the function that builds the engine with a name.
 
     Raises:
-        SystemExit: there is none.
+        SystemExit: there is no such engine.
     """
     known = name.removesuffix(AGAIN)
     engines = ENGINES | VARIANTS | fsdp2.VARIANTS
     if known not in engines:
-        raise SystemExit(f"--engines: {name!r} is none of {', '.join(engines)}")
+        raise SystemExit(f"--engines: {name!r} is not one of {', '.join(engines)}")
     return engines[known]

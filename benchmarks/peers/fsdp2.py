@@ -1,4 +1,4 @@
-"""FSDP2 as torch has it: every block a unit, and the root. Every micro-batch is reduced, as at ZeRO stages 2 and 3."""
+"""Plain FSDP2: every block and the root is a unit. Every micro-batch is reduced, as at ZeRO stages 2 and 3."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -13,7 +13,7 @@ FP32 = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float3
 
 
 def build(setup: Setup, *, precision: MixedPrecisionPolicy, reshard: bool, own_units: bool = False) -> Engine:
-    """Shard a model; in fp32 its forward runs under torch.autocast.
+    """Shard a model. With fp32 parameters its forward runs under torch.autocast.
 
     `own_units`: the embedding and the head are units too, and the head stays unsharded until its backward.
     """

@@ -92,7 +92,7 @@ class Block(nn.Module):
         return self.layer(x, cos, sin)
 
     def layer(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Return what `forward` does, never recomputed."""
+        """Return the same as `forward`, without activation checkpointing."""
         x = x + self.attention(self.attention_norm(x), cos, sin)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -119,7 +119,7 @@ class Decoder(nn.Module):
 
 
 def build(shape: Shape, length: int, device: torch.device, *, checkpointing: bool, compiled: bool) -> Decoder:
-    """Return a model with fp32 weights that depend on the shape and the kind of device alone."""
+    """Return a model with fp32 weights that depend only on the shape and the device type."""
     torch.manual_seed(0)
     with device:
         model = Decoder(shape, length, checkpointing=checkpointing)
@@ -127,7 +127,7 @@ def build(shape: Shape, length: int, device: torch.device, *, checkpointing: boo
             if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=WEIGHT_STD)
     if compiled:
-        # All engines share the code of a block; what differs between them must not make torch give up compiling it.
+        # All engines share the code of a block, so torch recompiles it for each of them. It must not give up.
         torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = RECOMPILE_LIMIT
         torch._dynamo.config.fail_on_recompile_limit_hit = True
         for block in model.blocks:
@@ -143,6 +143,6 @@ def rotary(length: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return [batch, heads, length, head width] turned by its position, in its own dtype at every engine."""
+    """Return [batch, heads, length, head width] rotated by position, computed in its own dtype with every engine."""
     first, second = x.chunk(2, dim=-1)
     return x * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)

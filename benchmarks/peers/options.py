@@ -1,4 +1,4 @@
-"""What a measurement is asked for: the command line of `step_time` and `step_memory`."""
+"""The options of a measurement: the command line of `step_time` and `step_memory`."""
 
 import argparse
 from dataclasses import dataclass, fields
@@ -10,7 +10,7 @@ from benchmarks.peers.model import SHAPES
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """The same for every engine."""
+    """Options of a measurement, the same for every engine."""
 
     model: str = "3.7m"
     batch: int = 4
@@ -25,15 +25,15 @@ class Options:
     compile: bool = False
     rounds: int = 50
     warm_up: int = 5
-    """Rounds before those that count."""
+    """Rounds before the measured ones."""
     engines: tuple[str, ...] = ()
-    """Empty: all."""
+    """Names of engines. Empty: all."""
     bases: tuple[str, ...] = ()
     """Engines that the others are divided by. Empty: the FSDP2 ones."""
     fake: bool = False
-    """A process group that moves nothing: one process is one rank of `world_size`."""
+    """Whether collectives move nothing: one process is one rank of `world_size`."""
     world_size: int = 8
-    """With `fake`; otherwise the launcher says."""
+    """Ranks with `fake`. Otherwise the launcher sets the number."""
     out: Path | None = None
     """Folder of the record. None: only printed."""
 
@@ -50,16 +50,18 @@ class Options:
         parser.add_argument("--checkpointing", action="store_true", help="recompute every block in the backward")
         parser.add_argument("--compile", action="store_true", help="torch.compile every block")
         parser.add_argument("--rounds", type=int, default=usual.rounds)
-        parser.add_argument("--warm-up", type=int, default=usual.warm_up, help="rounds before those that count")
+        parser.add_argument("--warm-up", type=int, default=usual.warm_up, help="rounds before the measured ones")
         parser.add_argument("--engines", type=_names, default=(), help="comma-separated; default: all")
         parser.add_argument("--bases", type=_names, default=(), help="engines to divide by; default: FSDP2's")
-        parser.add_argument("--fake", action="store_true", help="one process as one rank of many, nothing is moved")
+        parser.add_argument(
+            "--fake", action="store_true", help="one process, one rank of many; collectives move nothing"
+        )
         parser.add_argument("--world-size", type=int, default=usual.world_size, help="ranks, with --fake")
         parser.add_argument("--out", type=Path, default=None, help="folder to write the record into")
         return cls(**vars(parser.parse_args()))
 
     def described(self) -> str:
-        """Return what is the same for every engine, in words."""
+        """Return the options in words."""
         left_out = {"engines", "bases", "out", "fake", "world_size"}
         return ", ".join(
             f"{field.name.replace('_', ' ')} {getattr(self, field.name)}"

@@ -1,4 +1,4 @@
-"""The rank that this process is: device, process group, and waiting for both."""
+"""Sets up this process as a rank: its device and process group."""
 
 import os
 
@@ -10,7 +10,7 @@ from benchmarks.peers.options import Options
 
 
 def start(options: Options) -> torch.device:
-    """Join the process group, and return the device: torchrun's ranks, or without torchrun one rank alone."""
+    """Join the process group and return the device. Without torchrun this process is the only rank."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -26,13 +26,13 @@ def start(options: Options) -> torch.device:
 
 
 def backend_name(device: torch.device, options: Options) -> str:
-    """Return what moves the bytes."""
+    """Return the name of the backend, in words."""
     if options.fake:
         return "a process group that moves nothing"
     return "gloo" if device.type == "cpu" else "NCCL"
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for what the device was given."""
+    """Wait until the device has finished all work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""What is written of a measurement: README.md with command, versions, hardware and tables, and every value as JSON."""
+"""Writes the record of a measurement: README.md with command, versions, hardware and tables, and all values as JSON."""
 
 import importlib.metadata
 import json
@@ -19,14 +19,14 @@ from benchmarks.peers.processes import backend_name
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """Return rows as a table; columns that a row lacks stay empty."""
+    """Return rows as a Markdown table. Missing cells are empty."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     cells = [[row.get(name, "") for name in columns] for row in rows]
     return tabulate(cells, headers=columns, tablefmt="github", disable_numparse=True)
 
 
 def command(module: str) -> str:
-    """Return how this measurement was started, as one would type it from the root of the repository."""
+    """Return the command that started this measurement, for the root of the repository."""
     arguments = " ".join(f"'{word}'" if " " in word else word for word in sys.argv[1:])
     threads = f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} " if "OMP_NUM_THREADS" in os.environ else ""
     launcher = f"torchrun --nproc-per-node {dist.get_world_size()}" if "TORCHELASTIC_RUN_ID" in os.environ else "python"
@@ -34,7 +34,7 @@ def command(module: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return what ran."""
+    """Return name -> version, of Python, torch, zeroamp, DeepSpeed and CUDA."""
     found = {"python": platform.python_version(), "torch": torch.__version__, "zeroamp": zeroamp.__version__}
     try:
         found["deepspeed"] = importlib.metadata.version("deepspeed")
@@ -46,7 +46,7 @@ def versions() -> dict[str, str]:
 
 
 def hardware(device: torch.device) -> str:
-    """Return where it ran."""
+    """Return a description of the hardware."""
     cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} CPU cores, {torch.get_num_threads()} thread(s) a rank"
     load = f"load {os.getloadavg()[0]:.1f} at the end"
     gpu = f"{torch.cuda.get_device_name(device)}, " if device.type == "cuda" else ""
@@ -61,7 +61,7 @@ def head(module: str, options: Options, device: torch.device) -> list[str]:
 
 
 def write(folder: Path, *, title: str, body: str, name: str, values: dict[str, Any]) -> None:
-    """Write README.md and `name`.json into a folder, which is made."""
+    """Write README.md and `name`.json into a folder, and create the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "README.md").write_text(f"# {title}\n\n{body}\n", encoding="utf-8")
     (folder / f"{name}.json").write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")

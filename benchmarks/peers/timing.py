@@ -34,7 +34,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """Return those of two values or more."""
+        """Return median and quartiles of two values or more."""
         lower, _, upper = quantiles(values, n=4)
         return cls(lower, median(values), upper)
 
@@ -42,10 +42,10 @@ class Spread:
 def rounds(
     steps: Mapping[str, Callable[[], torch.Tensor]], device: torch.device, *, num_rounds: int, warm_up: int
 ) -> dict[str, list[Sample]]:
-    """Return every engine's sample of every round; the first `warm_up` rounds are left out.
+    """Return engine -> its sample of every round after the first `warm_up` rounds.
 
-    A round takes one step of each engine, in an order that rotates, so that what the machine does meanwhile meets all
-    alike. Ranks begin each step together, and a step lasts until the device is done with it.
+    A round takes one step of each engine, in an order that rotates, so that other load on the machine affects all
+    equally. Ranks begin each step together, and a step lasts until the device has finished it.
     """
     samples: dict[str, list[Sample]] = {name: [] for name in steps}
     names = list(steps)
@@ -60,7 +60,7 @@ def rounds(
 
 
 def timed(step: Callable[[], torch.Tensor], device: torch.device) -> Sample:
-    """Take one step."""
+    """Take one step and measure it."""
     synchronize(device)
     begin, cpu_begin = time.perf_counter(), time.process_time()
     step()
@@ -69,5 +69,5 @@ def timed(step: Callable[[], torch.Tensor], device: torch.device) -> Sample:
 
 
 def ratios(values: Sequence[float], bases: Sequence[float]) -> Spread:
-    """Return the spread of a step's time over that of the base in the same round."""
+    """Return the spread of the ratios of a step's time to the base's time in the same round."""
     return Spread.of([mine / base for mine, base in zip(values, bases, strict=True)])

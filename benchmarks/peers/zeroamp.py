@@ -17,9 +17,9 @@ SIZES = {
     "stage3_prefetch_bucket_size": PREFETCHED,
     "reduce_bucket_size": 5 * 10**8,
 }
-"""DeepSpeed's defaults, in elements, of what is kept, fetched ahead and reduced at once; here they are 0."""
+"""DeepSpeed's defaults, in elements, for live parameters, prefetching and reduction buckets. zeroamp's are 0."""
 MERGED = dict.fromkeys(SIZES, 4_000_000)
-"""Small units are one, and such a one stays gathered; larger ones (a block of the 100m model) are left as they are."""
+"""Merges small units, and retains merged units unsharded. Larger units (a block of the 100m model) do not change."""
 
 
 def policy_of(
@@ -95,7 +95,7 @@ VARIANTS = {
     "zeroamp 2 reproducible": partial(build, stage=2, own={"reproducible": True}),
     "zeroamp 3 reproducible": partial(build, stage=3, own={"reproducible": True}),
     "zeroamp 3 gathers waited for": partial(build, stage=3, is_gathered_in_background=False),
-    "zeroamp 3 hpZ": partial(build, stage=3, zero={"zero_hpz_partition_size": 2}),  # of more ranks than two
+    "zeroamp 3 hpZ": partial(build, stage=3, zero={"zero_hpz_partition_size": 2}),  # needs more than two ranks
     "zeroamp 3 optimizer on DTensors": partial(build, stage=3, steps_on_shards=False),
 }
-"""What single choices cost or save, by name only (`--engines`): one thing left out each, or one key set."""
+"""Variants that leave out one feature or set one key, to measure its effect. By name only (`--engines`)."""

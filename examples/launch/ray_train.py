@@ -4,8 +4,8 @@
         --train-batch-size 256 --micro-batch-size 4 --steps 1000 --save-every 50
 
 All other options go to finetune_llama.py. FOLDER is on a file system that all hosts mount: the ranks write the shards
-of a checkpoint into it themselves, and Ray keeps count of the checkpoints. If a worker is lost, Ray starts all of them
-again from the newest checkpoint that it has counted. This command does so too, given the same --name.
+of a checkpoint into it themselves, and report each checkpoint to Ray. If a worker is lost, Ray restarts all of them
+from the newest reported checkpoint. So does this command when it is run again with the same --name.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def main(arguments: list[str] | None = None) -> ray.train.Result:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2, help="ranks, one for each GPU")
     parser.add_argument("--storage", type=Path, required=True, help="a folder that all hosts mount")
-    parser.add_argument("--name", default="finetune", help="of the run, a folder of --storage")
+    parser.add_argument("--name", default="finetune", help="name of the run, a folder in --storage")
     parser.add_argument("--cpu", action="store_true", help="train on CPUs")
-    parser.add_argument("--keep", type=int, default=2, help="how many checkpoints stay")
+    parser.add_argument("--keep", type=int, default=2, help="how many checkpoints to keep")
     parser.add_argument("--timeout", type=int, default=300, help="seconds until a rank that waits for another fails")
     asked, options = parser.parse_known_args(arguments)
     trainer = ray.train.torch.TorchTrainer(
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> ray.train.Result:
 
 
 def train_rank(config: dict[str, Any]) -> None:
-    """Train one rank, from the checkpoint that Ray names. Ray has made the process group."""
+    """Train one rank, from Ray's newest checkpoint. Ray has made the process group."""
     sys.path.insert(0, config["examples"])
     from finetune_llama import finetune, parse_arguments
 

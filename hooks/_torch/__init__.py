@@ -1,1 +1,1 @@
-"""Every private name of torch, and every name that differs by version. Nothing else imports one."""
+"""All uses of private torch names, and of names that differ between torch versions. Other packages import neither."""

@@ -1,11 +1,11 @@
-"""Lets autocast cast products that have no autocast rule, by kernels of ours. Tested on torch 2.11, 2.13 and 2.15.
+"""Registers autocast kernels for products that torch's autocast does not cast. Tested on torch 2.11, 2.13 and 2.15.
 
 [Note: Products that autocast does not cast]
-`torch._grouped_mm`, and with it `F.grouped_mm` (torch 2.10 and newer), has no kernel at the dispatcher's autocast keys:
-under autocast it multiplies what it is given (pytorch issue 174763). `register` puts a kernel there. The kernel casts
-as autocast's list of lower-precision ops does, and hands the call on. A registration is for the whole process, so the
-kernel casts only where `casting` is entered in its thread; elsewhere it hands the call on as it came. A dispatch mode
-would do the same, but would change the last bits of other ops, and stop compilation.
+`torch._grouped_mm`, and so `F.grouped_mm` (torch 2.10 and newer), has no kernel at the dispatcher's autocast keys:
+under autocast it multiplies its arguments in their own dtypes (pytorch issue 174763). `register` adds such a kernel.
+The kernel casts the arguments as autocast does for its lower-precision ops, and redispatches. A registration applies
+to the whole process. So the kernel casts only in threads that have entered `casting`; in others it redispatches the
+call unchanged. A dispatch mode could cast too, but it would change the last bits of other ops and disable compilation.
 """
 
 import threading
@@ -17,15 +17,15 @@ from typing import Any
 import torch
 
 OPS = {"grouped_mm": ("aten::_grouped_mm", "transformers::grouped_mm_fallback")}
-"""Name in a config -> the dispatcher's ops. transformers calls its own op where torch's cannot run: in compiled blocks
-with other weights than bf16, on GPUs before SM80."""
+"""Name in a config -> the dispatcher's ops. transformers calls its own op where torch's op does not run: in compiled
+blocks whose weights are not bf16, and on GPUs before SM80."""
 
 _libraries: dict[tuple[str, str], torch.library.Library] = {}
-"""(op, dispatch key) -> what registered a kernel of ours, which stays for as long as this lives."""
+"""(op, dispatch key) -> the library that registered the kernel. torch removes the kernel when the library is freed."""
 
 
 class _Casts:
-    """What the kernels cast in one `casting` context."""
+    """The ops whose arguments are cast in one `casting` context, and the cached casts."""
 
     def __init__(self, ops: frozenset[str]) -> None:
         self.ops = ops
@@ -66,15 +66,15 @@ _now = _PerThread()
 
 
 def is_any_registered() -> bool:
-    """Return whether some model of this process has had a kernel registered."""
+    """Return whether `register` has registered a kernel in this process, for any model."""
     return bool(_libraries)
 
 
 def register(names: Collection[str], device_type: str) -> list[str]:
-    """Register the kernels of the ops with these names, once per process.
+    """Register the kernels of the ops with these names (keys of `OPS`), each once per process.
 
-    Return the names that torch's autocast already casts; no kernel is registered for them. An op of a package that
-    is not imported is left out.
+    Return the names that torch's autocast already casts; no kernel is registered for them. Ops of packages that are not
+    imported are skipped.
     """
     key = f"Autocast{device_type.upper()}"
     natively_cast = []
@@ -102,7 +102,7 @@ def _kernel(name: str, op: torch._ops.OpOverload, key: str, device_type: str) ->
         if name in casts.ops:
             casts.running = name
             try:
-                # A mode that records which tensors' dtypes the model reads must not see these reads.
+                # `DtypeReads` records which dtypes the model reads. It must not record the reads of `cast`.
                 with torch._C.DisableTorchFunction():
                     args = tuple(casts.cast(value, device_type) for value in args)
                     kwargs = {key: casts.cast(value, device_type) for key, value in kwargs.items()}
@@ -115,7 +115,7 @@ def _kernel(name: str, op: torch._ops.OpOverload, key: str, device_type: str) ->
 
 @contextmanager
 def casting(names: frozenset[str]) -> Iterator[None]:
-    """Let autocast cast the arguments of these ops inside, in this thread. An outer context has no effect inside."""
+    """Make autocast cast the arguments of these ops in this thread. An inner context replaces an outer one."""
     before, _now.casts = _now.casts, _Casts(names) if names else _NONE
     try:
         yield
@@ -124,5 +124,5 @@ def casting(names: frozenset[str]) -> Iterator[None]:
 
 
 def running_cast() -> str | None:
-    """Return the name of the op whose arguments are being cast in this thread, None if none."""
+    """Return the name of the op whose arguments this thread is casting, or None."""
     return _now.casts.running

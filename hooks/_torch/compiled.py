@@ -7,7 +7,7 @@ from torch import nn
 
 
 def records_cuda_graphs(module: nn.Module) -> bool:
-    """Return whether a module was compiled with inductor's CUDA graphs: its call, its forward or the module as a whole.
+    """Return whether `torch.compile` with CUDA graphs was applied to the module, its `forward` or its call.
 
     These modes and options of `torch.compile` use CUDA graphs: `mode="reduce-overhead"`, `mode="max-autotune"`,
     `options={"triton.cudagraphs": True}`, and inductor's own setting at the time of the compilation. Modules inside

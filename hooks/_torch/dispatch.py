@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-# `torch.compiler.disable` imports torch._dynamo where it decorates a function; this one where that is first called.
+# `torch.compiler.disable` imports torch._dynamo when it decorates a function. This one imports it at the first call.
 from torch._compile import _disable_dynamo as untraced
 
-# Used by many, but in private modules all the same.
+# Widely used, but in private modules.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Variable, profiler
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -39,18 +39,19 @@ __all__ = [
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return what tells a tensor's storage from every other that is alive; views share it.
+    """Return a key of a tensor's storage, unique among living storages. Views have the key of their base.
 
-    Not the address of its data: FSDP2 frees and allocates that of a gathered parameter, and keeps the storage.
+    The key is not the address of the data: FSDP2 frees and reallocates the data of an unsharded parameter, but retains
+    the storage object.
     """
     return int(tensor.untyped_storage()._cdata)
 
 
 def storage_of(tensor: torch.Tensor) -> StorageWeakRef | None:
-    """Return what tells a tensor's memory from every other, fake or real: equal for views of the same storage.
+    """Return a weak reference to a tensor's storage, fake or real. Views of one storage have equal references.
 
-    It is a weak reference, so the memory can go, but its address is not used again while the reference lives.
-    None for a layout that has no single storage.
+    The memory may be freed, but the address of the storage object is not reused while the reference lives. None for a
+    layout that is not strided, which has no single storage.
     """
     if tensor.layout != torch.strided:
         return None
@@ -58,14 +59,14 @@ def storage_of(tensor: torch.Tensor) -> StorageWeakRef | None:
 
 
 def is_view_op(func: torch._ops.OpOverload) -> bool:
-    """Return whether an op returns a view of its input. `_unsafe_view` does too, though its schema denies it."""
+    """Return whether an op returns a view of its input. `_unsafe_view` does, though its schema declares none."""
     return bool(func.is_view) or func.overloadpacket.__name__ == "_unsafe_view"
 
 
 def without_base(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the memory and the autograd history of one that is a view, but which is no view itself.
+    """Return a view as a tensor with the same memory and autograd history that is not a view.
 
-    As the output of `nn.Linear` without a bias is. For a view whose base nobody else has.
+    Only for a view whose base is referenced nowhere else. Other tensors are returned as they are.
     """
     if tensor._base is None:
         return tensor
@@ -74,10 +75,10 @@ def without_base(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def run_op(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an op, with the results that kernels have where those of fake tensors differ.
+    """Run an op, with the results of its kernels where those of fake tensors differ.
 
-    `_grouped_mm` takes bf16 only on fake tensors, though its kernels take others too. `wait_tensor` makes another
-    tensor there, though its kernel returns its argument.
+    Fake `_grouped_mm` accepts bf16 only, though its kernels accept others: it is run on bf16 casts. Fake `wait_tensor`
+    makes another tensor, though its kernel returns its argument.
     """
     if func.overloadpacket.__name__ == "wait_tensor" and isinstance(args[0], FakeTensor):
         return args[0]
@@ -102,24 +103,24 @@ def count_op_flops(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: d
 
 
 def is_profiling() -> bool:
-    """Return whether a profiler of torch records now: not in the waiting and warm-up steps of its schedule."""
+    """Return whether a torch profiler is recording: False in the waiting and warm-up steps of its schedule."""
     return profiler._is_profiler_enabled
 
 
 def is_in_backward() -> bool:
-    """Return whether autograd runs a backward in this thread: a forward in it is recomputed."""
+    """Return whether autograd runs a backward in this thread. A forward that runs then is a recomputed one."""
     return backward_id() != -1
 
 
 def backward_id() -> int:
-    """Return a number of the backward that autograd runs in this thread, -1 if none: another one for each."""
+    """Return the number of the backward that autograd runs in this thread, -1 if none. Each backward has its own."""
     return torch._C._current_graph_task_id()
 
 
 def accumulates_in(leaves: Iterable[torch.Tensor]) -> bool:
-    """Return whether the backward that runs now sets or adds to `grad` of any of these tensors.
+    """Return whether the running backward sets or adds to `grad` of any of these leaves. Call it in a tensor's hook.
 
-    `torch.autograd.grad` does not, and `backward(inputs=...)` does for its inputs only. Call it in a hook of a tensor.
+    `torch.autograd.grad` sets no `grad`, and `backward(inputs=...)` only that of its inputs.
     """
     try:
         nodes = (torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves if leaf.requires_grad)
@@ -127,9 +128,9 @@ def accumulates_in(leaves: Iterable[torch.Tensor]) -> bool:
     except RuntimeError as error:
         if "autograd.grad()" not in str(error):
             raise
-        return False  # of `torch.autograd.grad` with respect to one of the leaves
+        return False  # `torch.autograd.grad` with respect to one of the leaves is running
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call back once at the end of the backward that runs now, before what is queued after this."""
+    """Call `callback` once at the end of the running backward. Callbacks run in the order in which they are queued."""
     Variable._execution_engine.queue_callback(callback)

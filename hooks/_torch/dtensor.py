@@ -1,6 +1,7 @@
-"""The private names of DTensor. Reading an attribute is faster than `to_local`, which takes as long as a kernel launch.
+"""The private names of DTensor.
 
-`TrainStep.step` reads these attributes for each parameter, between the step's all-reduce and the update.
+`TrainStep.step` reads these attributes for each parameter, between the step's all-reduce and the update. Reading an
+attribute is faster than `to_local`, which takes as long as a kernel launch.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,12 +17,12 @@ _spec = attrgetter("_spec")
 
 
 def local_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield the local shards of DTensors. They share memory with the DTensors, and autograd does not record this."""
+    """Yield the local shards of DTensors. They share the DTensors' memory. Autograd does not record the access."""
     return map(_local_tensor, tensors)
 
 
 def local_parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the local shard of each DTensor, as `local_tensors` does, and other tensors unchanged."""
+    """Return the local shard of each DTensor (see `local_tensors`), and other tensors unchanged."""
     return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
@@ -38,28 +39,28 @@ def is_wrapper(kind: type) -> bool:
 
 
 def layouts(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
-    """Yield one object per DTensor, with its mesh, placements and shape: equal for DTensors that share the object."""
+    """Yield the spec of each DTensor: its mesh, placements and shape."""
     return map(_spec, tensors)
 
 
 def split_dim(placement: Any) -> int | None:
     """Return the dimension that a placement shards; None for Replicate and Partial.
 
-    FSDP2's `_StridedShard`, of a dimension that tensor parallelism shards too, is no `Shard`.
+    FSDP2's `_StridedShard` counts too. It is not a subclass of `Shard`.
     """
     dim: int | None = getattr(placement, "dim", None)
     return dim
 
 
 def is_strided(placement: Any) -> bool:
-    """Return whether a placement is FSDP2's `_StridedShard`: it shards what axes after it have sharded already."""
+    """Return whether a placement is FSDP2's `_StridedShard`: a later mesh axis shards the same dimension."""
     return hasattr(placement, "split_factor")
 
 
 def num_axes(tensor: torch.Tensor | None) -> int:
     """Return the number of axes of the mesh that a tensor is distributed over; 0 for a plain tensor.
 
-    A sharded parameter has one or two of FSDP2. With tensor or expert parallelism, it has one more. The unsharded
-    parameter is then a DTensor too, of that one axis.
+    A sharded parameter has one or two axes of FSDP2, and one more with tensor or expert parallelism. With these, the
+    unsharded parameter is also a DTensor, over that one axis.
     """
     return tensor.device_mesh.ndim if isinstance(tensor, DTensor) else 0

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
-# The base classes of custom collectives: their setters are public, the classes are exported nowhere up to 2.15.
+# The base classes of custom collectives. Their setters are public, but up to torch 2.15 the classes are not exported.
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, TrainingState
 from torch.distributed.utils import _apply_to_tensors as map_tensors
@@ -68,9 +68,9 @@ __all__ = [
 
 
 FORWARD_HOOKS = ("_pre_forward", "_post_forward")
-"""Methods of `FSDPState` that gather a group before a forward and release it after."""
+"""Methods of `FSDPState` that unshard a group before a forward and reshard it after."""
 
-COMMUNICATION = ("unshard", "wait_for_unshard", "post_backward")  # of FSDPParamGroup: gather, wait, reduce
+COMMUNICATION = ("unshard", "wait_for_unshard", "post_backward")  # of FSDPParamGroup: all-gather, wait, reduce
 
 END_OF_BACKWARD = "_root_post_backward_final_callback"  # of FSDPState: waits for the last reductions
 
@@ -82,14 +82,14 @@ PostForward = Callable[[nn.Module, Any, Any], Any]
 
 
 def forward_hooks(module: FSDPModule) -> tuple[PreForward, PostForward]:
-    """Return the two hooks by which FSDP2 gathers and releases the parameters of `module`'s own group."""
+    """Return the two hooks by which FSDP2 unshards and reshards the parameters of `module`'s own group."""
     state = module._get_fsdp_state()
     pre_forward, post_forward = (getattr(state, name) for name in FORWARD_HOOKS)
     return pre_forward, post_forward
 
 
 def pre_backward_hook(module: FSDPModule) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return the hook that FSDP2 puts on outputs of `module`. It unshards the module's own group in the backward."""
+    """Return FSDP2's hook on the outputs of `module`. In the backward it unshards the module's own group."""
     hook: Callable[[torch.Tensor], torch.Tensor] = module._get_fsdp_state()._pre_backward
     return hook
 
@@ -118,10 +118,10 @@ def begin_again(module: FSDPModule) -> None:
 
 
 def release(module: FSDPModule) -> None:
-    """Put the sharded parameters of `module`'s own group back, whatever state the last forward left the group in.
+    """Reshard `module`'s own group, in whatever state the last forward left the group.
 
-    `FSDPModule.reshard` would leave an all-gather that was started ahead and never waited for. A later forward would
-    use its old values.
+    `FSDPModule.reshard` would leave a prefetched all-gather that was never waited for. A later forward would use its
+    old values.
     """
     for group in groups_of(module._get_fsdp_state()):
         group.wait_for_unshard()
@@ -130,14 +130,14 @@ def release(module: FSDPModule) -> None:
 
 @torch.no_grad()
 def take_sharded_memory(module: FSDPModule) -> None:
-    """Let the parameters of `module`'s own group be all-gathered from the memory that they have now."""
+    """Make FSDP2 all-gather `module`'s own group from the memory that its sharded parameters have now."""
     for group in groups_of(module._get_fsdp_state()):
         for parameter in group.fsdp_params:
             parameter.reset_sharded_param()
 
 
 def communication_methods(root: nn.Module) -> Iterator[tuple[Any, str]]:
-    """Yield (object, name) of the methods in which collectives start or are waited for; FSDP2 looks them up by name."""
+    """Yield (object, name) of the methods in which FSDP2 starts collectives or waits for them."""
     states = {id(state): state for state in (unit._get_fsdp_state() for unit in units_of(root))}
     for state in states.values():  # the modules of a merged unit share one
         yield from ((group, name) for group in groups_of(state) for name in COMMUNICATION)
@@ -145,11 +145,11 @@ def communication_methods(root: nn.Module) -> Iterator[tuple[Any, str]]:
 
 
 def unsharded_sums(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Yield (sharded parameter, its unsharded gradient) for those that have one between two micro-batches."""
+    """Yield (sharded parameter, unsharded gradient) of parameters that have such a gradient between micro-batches."""
     for group in groups_of(unit._get_fsdp_state()):
         for parameter in group.fsdp_params:
             if hasattr(parameter, "_unsharded_param"):
-                # In the dtype of accumulation; where that is the parameter's, autograd's own gradient is the sum.
+                # The sum in the accumulation dtype. Autograd's own gradient, if that is the parameter's dtype.
                 total = parameter.unsharded_accumulated_grad
                 total = parameter._unsharded_param.grad if total is None else total
                 if total is not None:
@@ -159,7 +159,7 @@ def unsharded_sums(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, torch.Tenso
 def parameter_pairs(root: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Parameter | None]]:
     """Yield (sharded parameter, unsharded parameter) of all groups; the second is None before the first unshard.
 
-    If a parameter was replaced in its module, FSDP2 still holds, and this yields, the one that it replaced.
+    If a parameter of a module was replaced, FSDP2 still has the old one, which is yielded here.
     """
     for unit in units_of(root):
         for group in groups_of(unit._get_fsdp_state()):
@@ -168,14 +168,14 @@ def parameter_pairs(root: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Paramete
 
 
 def can_be_sharded(parameter: nn.Parameter) -> bool:
-    """Return whether FSDP2 can shard a parameter: not a 0-D one, nor one without elements."""
+    """Return whether FSDP2 can shard a parameter: it has at least one dimension and at least one element."""
     return parameter.dim() > 0 and parameter.numel() > 0
 
 
 def can_shard_integers(mesh: DeviceMesh) -> bool:
     """Return whether FSDP2 of this torch shards frozen parameters of an integer dtype (pytorch issue 177844).
 
-    Found out by sharding a parameter on the meta device, which communicates nothing: the fix has no public name.
+    The fix has no public name. So the function shards a parameter on the meta device, which communicates nothing.
     """
     probe = nn.Module()
     probe.weight = nn.Parameter(torch.empty(1, dtype=torch.uint8, device="meta"), requires_grad=False)
@@ -202,7 +202,7 @@ class LazyChunks(Sequence[torch.Tensor]):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[position] for position in range(*index.indices(len(self)))]
-        index = range(len(self))[index]  # raises IndexError, and counts from the end where it is negative
+        index = range(len(self))[index]  # raises IndexError, and handles negative indices
         length = self._tensor.size(self._dim)
         size = -(-length // self._num_chunks)
         if index * size >= length:
@@ -212,7 +212,7 @@ class LazyChunks(Sequence[torch.Tensor]):
 
 @contextmanager
 def chunks_on_demand() -> Iterator[None]:
-    """Let `fully_shard`, called inside, make only the chunks of a parameter that it uses: this rank's and the first.
+    """Make `fully_shard` create only the chunks of a parameter that it uses: this rank's and the first.
 
     FSDP2 cuts each parameter into as many tensors as there are ranks, and does so twice if it reshards after the
     forward. At 16,384 ranks these are millions of tensors, nearly all of them empty.
@@ -232,22 +232,23 @@ def chunks_on_demand() -> Iterator[None]:
 
 
 def set_accumulation_dtype(unit: FSDPModule, dtype: torch.dtype) -> bool:
-    """Let `unit`'s groups sum unsharded gradients in `dtype` from the next backward on; return whether this torch can.
+    """Make `unit`'s groups sum unsharded gradients in `dtype` from the next backward on; return whether it was set.
 
-    FSDP2 takes this dtype once, from its `reduce_dtype`. From 2.15 on it is autograd that sums: too late to change.
+    FSDP2 reads this dtype once, from its `reduce_dtype`. From torch 2.15 on autograd sums, in a dtype that is fixed by
+    then: False is returned, and nothing is set.
     """
     for group in groups_of(unit._get_fsdp_state()):
         for parameter in group.fsdp_params:
             if isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property):
                 return False
             computed = parameter.param_dtype or parameter.orig_dtype
-            parameter.reduce_dtype = None if dtype == computed else dtype  # as FSDP2 has it: None is "as computed"
+            parameter.reduce_dtype = None if dtype == computed else dtype  # FSDP2 has None for "the computed dtype"
             group._reduce_dtype = parameter.reduce_dtype
     return True
 
 
 def divide_factor(unit: FSDPModule) -> float | None:
-    """Return the factor that `set_gradient_divide_factor` set for `unit`'s own groups; None stands for the mean."""
+    """Return the factor of `set_gradient_divide_factor` for `unit`'s own groups; None if gradients are averaged."""
     for group in groups_of(unit._get_fsdp_state()):
         factor: float | None = group.gradient_divide_factor
         return factor
@@ -255,14 +256,14 @@ def divide_factor(unit: FSDPModule) -> float | None:
 
 
 def divide_factors(root: nn.Module) -> Iterator[tuple[str, float | None]]:
-    """Yield (FQN, factor) of each module that carries FSDP2 groups; see `divide_factor`."""
+    """Yield (FQN, factor) of each module with FSDP2 parameter groups; see `divide_factor`."""
     for fqn, module in root.named_modules():
         if isinstance(module, FSDPModule) and groups_of(module._get_fsdp_state()):
             yield fqn, divide_factor(module)
 
 
 def init_unsharded(root: FSDPModule) -> None:
-    """Unshard and reshard the groups that were never unsharded, so that FSDP2 creates their unsharded parameters now.
+    """Make FSDP2 create its unsharded parameters now, by unsharding and resharding groups that never were unsharded.
 
     FSDP2 creates these tensors in the first all-gather, and reuses them in all later ones.
     """
@@ -275,7 +276,7 @@ def init_unsharded(root: FSDPModule) -> None:
 
 
 def remove_fsdp(root: nn.Module) -> None:
-    """Undo `fully_shard` on all modules of `root`: hooks, classes and state. Parameters are left as they are."""
+    """Remove the hooks, classes and state of `fully_shard` from all modules of `root`. Parameters stay as they are."""
     for unit in list(units_of(root)):
         state: Any = unit._get_fsdp_state()
         handles = [state._pre_forward_hook_handle, state._post_forward_hook_handle]
@@ -290,11 +291,11 @@ def remove_fsdp(root: nn.Module) -> None:
         for name in (REGISTRY_KEY, STATE_KEY, "_is_fsdp_managed_module", "_fsdp_use_orig_params"):
             module.__dict__.pop(name, None)
         if isinstance(module, FSDPModule):
-            module.__class__ = type(module).__bases__[1]  # made by `fully_shard`: (FSDPModule, the module's own)
+            module.__class__ = type(module).__bases__[1]  # the bases that `fully_shard` sets: (FSDPModule, own class)
 
 
 def discard_unsharded_gradients(unit: FSDPModule) -> None:
-    """Discard the unsharded gradients of `unit`'s own groups, as left by micro-batches that were not reduced."""
+    """Discard the unsharded gradients of `unit`'s own groups, which micro-batches without a reduction have left."""
     for group in groups_of(unit._get_fsdp_state()):
         for parameter in group.fsdp_params:
             if hasattr(parameter, "_unsharded_param"):
@@ -304,7 +305,7 @@ def discard_unsharded_gradients(unit: FSDPModule) -> None:
 
 
 def units_of(root: nn.Module) -> Iterator[FSDPModule]:
-    """Yield the modules that carry FSDP2's state, holders included, in the order of the module tree."""
+    """Yield the modules with FSDP2 state, group holders included, in the order of the module tree."""
     return (module for module in root.modules() if isinstance(module, FSDPModule))
 
 
@@ -331,20 +332,20 @@ def all_gather(
 
 
 def gather_in_background(root: FSDPModule, *, enable: bool = True) -> None:
-    """Let a group's gather run on while the CPU computes, until its unit needs it: for devices that have no streams.
+    """Let all-gathers overlap with computation on devices without streams, until their unit waits for them.
 
-    Without it, a gather that FSDP2 starts ahead of a unit's backward is waited for at once.
+    By default FSDP2 waits at once for an all-gather that it prefetches in the backward.
     """
     root._set_unshard_async_op(enable)
 
 
 def has_reduction_options() -> bool:
-    """Return whether this torch (2.13+) can do the next two."""
+    """Return whether this torch (2.13+) supports `keep_reduction_inputs` and `separate_reductions`."""
     return hasattr(FSDPModule, "set_separate_reduce_scatter_group")
 
 
 def keep_reduction_inputs(root: FSDPModule, num_inputs: int) -> None:
-    """Let so many flat inputs of reductions be in flight. 1 is FSDP2's default, on versions that know no other too."""
+    """Allow `num_inputs` flat inputs of reductions at the same time. FSDP2's default is 1, on every torch version."""
     if num_inputs > 1:
         root.set_reduce_scatter_max_input_buffers(num_inputs)
 
@@ -358,15 +359,15 @@ def leave_replicas_alone(unit: FSDPModule) -> None:
     for group in groups_of(unit._get_fsdp_state()):
         info = group.mesh_info
         alone = FSDPMeshInfo(mesh=info.mesh, shard_mesh_dim=info.shard_mesh_dim)
-        if group.post_forward_mesh_info is info:  # FSDP2 compares the two, to see if the ranks are the same
+        if group.post_forward_mesh_info is info:  # FSDP2 compares the two objects to see if the ranks are the same
             group.post_forward_mesh_info = alone
         group.mesh_info = alone
 
 
 def separate_reductions(root: FSDPModule, mesh: DeviceMesh, timeout: timedelta) -> None:
-    """Give reductions a process group of their own. A collective call.
+    """Give reductions their own process group, with `timeout`. All ranks must call this.
 
-    FSDP2 would make it with the default timeout, so it is made here: FSDP2 takes one that is there.
+    FSDP2 would make the group with the default timeout. It uses the group that is made here instead.
     """
     equalise_numbers_of_groups(mesh)
     made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
@@ -380,11 +381,11 @@ def separate_reductions(root: FSDPModule, mesh: DeviceMesh, timeout: timedelta) 
 
 
 def share_partition(modules: Iterable[FSDPModule], mesh: DeviceMesh, size: int) -> None:
-    """Reshard the groups of `modules`, which have a sharded mesh, over `size` ranks after a forward. A collective call.
+    """Reshard the groups of `modules` over `size` ranks after a forward (hpZ). All ranks must call this.
 
-    `reshard_after_forward=size` would do the same, but makes a mesh for each module: with p ranks in a partition, N
-    ranks then make p + N/p process groups per module. Here all modules share one mesh, and each rank makes the two
-    groups that it is in: its partition, and the ranks at its place in the other partitions.
+    The groups must be sharded over `mesh`. `reshard_after_forward=size` would do the same, but it makes a mesh for each
+    module: N ranks in partitions of p ranks make p + N/p process groups per module. Here all modules share one mesh.
+    Each rank makes two groups: its partition, and the ranks at the same place in the other partitions.
     """
     equalise_numbers_of_groups(mesh)
     ranks = mesh.mesh.view(-1, size)
@@ -406,7 +407,7 @@ def share_partition(modules: Iterable[FSDPModule], mesh: DeviceMesh, size: int) 
 
 
 def timeout_of(group: dist.ProcessGroup, device_type: str) -> timedelta:
-    """Return how long the collectives of a group wait; a group made without a timeout would not take it over."""
+    """Return the timeout of a process group's collectives. `dist.new_group` does not inherit it: pass it on."""
     options = group._get_backend(torch.device(device_type)).options
     timeout: timedelta = default_pg_timeout if options is None else options._timeout  # torch's "fake" has no options
     return timeout

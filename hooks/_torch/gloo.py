@@ -14,10 +14,10 @@ _LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
 def new_lazy_group(ranks: Sequence[int], timeout: timedelta, *, is_local: bool) -> dist.ProcessGroup:
-    """Return a gloo group of `ranks`, without connections. All of them call this.
+    """Return a gloo group of `ranks` without connections.
 
-    Otherwise gloo connects each rank with all others: a socket per pair of ranks, and minutes at thousands of ranks.
-    With `is_local`, ranks outside of the group do not call this.
+    By default gloo connects each rank with all others. That takes a socket per pair of ranks, and minutes at thousands
+    of ranks. With `is_local` only the members call this, otherwise all ranks of the job.
     """
     before = os.environ.get(_LAZY)
     os.environ[_LAZY] = "1"

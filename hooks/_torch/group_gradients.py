@@ -26,9 +26,8 @@ sums of one replica, and the next result is added to it.
 
 [Note: Unsharded sums in the order of the tree]
 At stages 0 and 1, FSDP2 adds the unsharded gradients of the micro-batches one after the other. After
-`add_in_tree_order`, the gradients of each micro-batch are taken when the group's backward has ended, and added as
-`TreeSum` adds them. The last micro-batch's gradient gets the partial sums before the group is reduced. All sums are in
-fp32.
+`add_in_tree_order`, the gradients of each micro-batch are moved into a `TreeSum` when the group's backward has ended.
+The partial sums are added to the last micro-batch's gradients before the group is reduced. All sums are in fp32.
 """
 
 import math
@@ -60,15 +59,16 @@ class GroupGradients:
         self._used: set[int] = set()  # positions in `fsdp_params`
         self._completed: set[int] = set()  # positions of those that were reduced as zeros
         self.sums_replicas = True
-        """Whether the next reduction is summed over replicas. False before the last micro-batch, if replicas are summed
-        once per optimizer step."""
+        """Whether the next reduction is also summed over replicas. False before the last micro-batch of an optimizer
+        step, if replicas are summed once per step."""
         self._awaits_replicas = False  # `parameter.grad` holds sums of this replica alone
         self._in_reduction: list[int] = []  # positions in the flat gradients that are reduced now
-        self._of_all_replicas: dict[int, torch.Tensor] = {}  # position -> what `parameter.grad` held before such sums
+        self._of_all_replicas: dict[int, torch.Tensor] = {}  # position -> `parameter.grad` before such sums
         self.micro_batch = 0
         """The number of the micro-batch whose backward runs. Set before each backward if `add_in_tree_order` was."""
         self.take_sum: Callable[[nn.Parameter], TreeSum | None] | None = None
-        """Takes the sum of earlier micro-batches, where a `ShardAccumulator` holds it and not `parameter.grad`."""
+        """Removes a parameter's sum of earlier micro-batches from the `ShardAccumulator`, and returns it. None if these
+        sums are in `parameter.grad`."""
         self._adds_in_tree_order = False
         self._unsharded_sums: dict[int, TreeSum] = {}  # position -> sum of the micro-batches so far
         self._trains = [parameter.sharded_param.requires_grad for parameter in group.fsdp_params]
@@ -87,11 +87,11 @@ class GroupGradients:
 
     @property
     def leaves(self) -> list[torch.Tensor]:
-        """The unsharded parameters, which autograd sees, of those that have been unsharded."""
+        """The unsharded parameters, which are autograd's leaves. Empty before the first unshard."""
         return [each._unsharded_param for each in self._group.fsdp_params if hasattr(each, "_unsharded_param")]
 
     def only_zeros(self) -> list[nn.Parameter]:
-        """Return the sharded parameters whose gradients since `reset` are zeros of this class on this rank."""
+        """Return the sharded parameters that this rank has not used since `reset`, and that were reduced as zeros."""
         if not self._completed:
             return []
         return [self._group.fsdp_params[index].sharded_param for index in self._completed - self._used]
@@ -111,7 +111,7 @@ class GroupGradients:
         return isinstance(module, FSDPModule) and self._group in groups_of(module._get_fsdp_state())
 
     def reduce_once(self) -> None:
-        """Reduce once per backward, however often the module runs: see [Note: Reducing once]. Call once."""
+        """Reduce the group once per backward, however often its module runs: see [Note: Reducing once]. Call once."""
         register, self._reduces_once = self._group._register_post_backward_hook, True
 
         def register_first(args: Any, kwargs: Any) -> Any:
@@ -120,15 +120,15 @@ class GroupGradients:
         self._group._register_post_backward_hook = register_first
 
     def add_in_tree_order(self) -> None:
-        """Add unsharded gradients of micro-batches so: see [Note: Unsharded sums in the order of the tree]."""
+        """Add unsharded gradients in tree order from now on: see [Note: Unsharded sums in the order of the tree]."""
         self._adds_in_tree_order = True
 
     def count_forward(self) -> None:
-        """Count a use of the group's unsharded parameters beside its modules' forwards. Call after unsharding them."""
+        """Count a use of the group's unsharded parameters outside of its modules' forwards. Call after unsharding."""
         if not torch.is_grad_enabled():
             return
         self._num_forwards += 1
-        # From torch 2.15 on, gradients sum in fp32 unless FSDP2's pre-backward, which this use has not, prevents it.
+        # From torch 2.15 on, autograd sums in fp32 unless FSDP2's pre-backward defers it. This use has no pre-backward.
         if hasattr(self._group, "_set_unsharded_grad_dtypes"):
             self._group._set_unsharded_grad_dtypes(defer_upcast=True)
 
@@ -137,7 +137,7 @@ class GroupGradients:
         self._num_forwards = 0
 
     def reset(self) -> None:
-        """Begin another optimizer step: clear `used`, and release the partial sums over shards."""
+        """Begin the next optimizer step: clear `used`, and release all partial sums."""
         self._num_forwards, self._is_pending, self._awaits_replicas = 0, False, False
         self._of_all_replicas.clear()
         self._unsharded_sums.clear()
@@ -152,12 +152,12 @@ class GroupGradients:
         return self._group._partial_reduce_output is not None and self._group.all_reduce_grads  # FSDP2's own
 
     def add_partial_sums(self, reduced: torch.Tensor) -> bool:
-        """Complete the flat reduced shard of this rank for the sum over replicas; return whether it is summed now.
+        """Add earlier micro-batches to this rank's flat reduced shard; return whether to sum it over replicas now.
 
         See [Note: Sums that await their replicas]. Call in the hook of `set_all_reduce_hook`.
 
         Raises:
-            RuntimeError: a parameter was frozen between two micro-batches: its sum would never be complete.
+            RuntimeError: a parameter was frozen between two micro-batches, so its sum can not be completed.
         """
         if not self.sums_replicas:
             if not self._awaits_replicas:
@@ -194,7 +194,7 @@ class GroupGradients:
         return True
 
     def _set_aside(self) -> None:
-        """Take gradients of all replicas out of `parameter.grad`, where the step goes on after its last micro-batch."""
+        """Move gradients of all replicas out of `parameter.grad`, if the step continues after its last reduction."""
         for index, parameter in enumerate(self._group.fsdp_params):
             if parameter.sharded_param.grad is not None:
                 self._of_all_replicas[index] = parameter.sharded_param.grad
@@ -225,7 +225,7 @@ class GroupGradients:
         for index, parameter in enumerate(group.fsdp_params):  # one loop: this runs for each unit of each backward
             unsharded = getattr(parameter, "_unsharded_param", None)
             if unsharded is None:
-                return None  # the unit has not run yet. FSDP2 fails on it if the backward does not reduce
+                return None  # the unit has never run. FSDP2's own post-backward would raise if it does not reduce
             if parameter.unsharded_accumulated_grad is not None:
                 has_sums = True
                 used.append(index)
@@ -240,7 +240,7 @@ class GroupGradients:
             self._is_pending |= ran or bool(used)
         elif ran or used or self._is_pending or self._is_last_with_partial_sums:
             self._is_pending = False
-            if has_sums or lacks_gradient:  # else each trained parameter has its gradient, and all have one dtype
+            if has_sums or lacks_gradient:  # otherwise all trained parameters have gradients, of one dtype
                 self._completed.update(_complete(group.fsdp_params))
                 used = [i for i, parameter in enumerate(group.fsdp_params) if _has_gradient(parameter)]
             self._in_reduction = used
@@ -254,14 +254,14 @@ class GroupGradients:
         return result
 
     def _take_unsharded_gradients(self) -> None:
-        """Move the gradients of this micro-batch into the sums."""
+        """Move the unsharded gradients of this micro-batch into the sums."""
         for index, parameter in enumerate(self._group.fsdp_params):
             if _has_gradient(parameter):
                 gradient = _take_gradient(parameter)
                 self._unsharded_sums.setdefault(index, TreeSum()).add(self.micro_batch, gradient)
 
     def _add_unsharded_sums(self) -> None:
-        """Add the sums to the gradients of the last micro-batch. All get one dtype, which FSDP2 needs: fp32."""
+        """Add the sums to the gradients of the last micro-batch, and cast all to fp32: FSDP2 reduces one dtype."""
         for index, parameter in enumerate(self._group.fsdp_params if self._unsharded_sums else ()):
             total = self._unsharded_sums.get(index)
             if _has_gradient(parameter):
@@ -288,7 +288,7 @@ def follow_gradients(root: nn.Module) -> list[GroupGradients]:
 
 
 def by_module(gradients: list[GroupGradients], root: nn.Module) -> dict[nn.Module, GroupGradients]:
-    """Return the `GroupGradients` of each module's own group, where it has one."""
+    """Return a dict from each module with a parameter group of its own to that group's `GroupGradients`."""
     by_group = {each.group_id: each for each in gradients}
     return {
         cast(nn.Module, unit): by_group[id(group)]
@@ -303,7 +303,7 @@ def _has_gradient(parameter: Any) -> bool:
 
 
 def _take_gradient(parameter: Any) -> torch.Tensor:
-    """Return the unsharded gradient of a parameter in fp32, and leave none."""
+    """Remove the unsharded gradient of a parameter, and return it in fp32."""
     gradient: torch.Tensor | None = parameter.unsharded_accumulated_grad
     if gradient is None:
         gradient = cast(torch.Tensor, parameter._unsharded_param.grad)
@@ -314,7 +314,10 @@ def _take_gradient(parameter: Any) -> torch.Tensor:
 
 
 def _complete(parameters: list[Any]) -> list[int]:
-    """Set a gradient of one dtype on each trainable parameter; return the positions of zeros. See the notes above."""
+    """Give each trainable parameter a gradient, all in one dtype; return the positions of those that are zeros.
+
+    See [Note: Zeros for unused parameters] and [Note: One dtype per reduction].
+    """
     sums = (parameter.unsharded_accumulated_grad for parameter in parameters if not _autograd_sums(parameter))
     dtype = next((total.dtype for total in sums if total is not None), None)
     zeros = []
@@ -335,12 +338,12 @@ def _complete(parameters: list[Any]) -> list[int]:
 
 
 def _autograd_sums(parameter: Any) -> bool:
-    """Return whether `unsharded_accumulated_grad` reads the sum that autograd itself makes: from torch 2.15 on."""
+    """Return whether autograd itself sums micro-batches, and `unsharded_accumulated_grad` reads that sum (2.15 on)."""
     return isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property)
 
 
 def _padded_shard_numel(parameter: Any, num_shards: int) -> int:
-    """Return the elements that a rank's shard takes in the flat reduced gradients: dimension 0 is padded."""
+    """Return the number of elements of one shard in the flat reduced gradients. Shards of dimension 0 are padded."""
     shape: torch.Size = parameter.sharded_param.shape
     if parameter.fsdp_placement.dim == 0:
         return -(-shape[0] // num_shards) * math.prod(shape[1:])

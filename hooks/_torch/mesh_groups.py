@@ -1,4 +1,4 @@
-"""The process groups that FSDP2 takes from the meshes of its parameter groups.
+"""The process groups that FSDP2 uses for its collectives, from the meshes of its parameter groups.
 
 Checked on torch 2.11.0, 2.13.0 and 2.15.0.
 """
@@ -13,13 +13,13 @@ from zeroamp.hooks._torch.fsdp import groups_of, units_of
 
 
 def reduction_groups(root: nn.Module) -> list[dist.ProcessGroup]:
-    """Return the process groups of the reduce-scatters, each once."""
+    """Return the distinct process groups of the reduce-scatters."""
     infos = [group.mesh_info for group in _groups(root)]
     return _distinct(getattr(i, "reduce_scatter_process_group", None) or i.shard_process_group for i in infos)
 
 
 def partition_groups(root: nn.Module) -> list[dist.ProcessGroup]:
-    """Return the process groups of the secondary partitions (hpZ) over which the backward all-gathers, each once."""
+    """Return the distinct process groups of the secondary partitions (hpZ), over which the backward all-gathers."""
     infos = [(group.mesh_info, group.post_forward_mesh_info) for group in _groups(root)]
     return _distinct(
         after.shard_process_group

@@ -9,15 +9,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def root_of(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh that `mesh` is a slice of, or a flattened slice of; `mesh` itself if it is none."""
+    """Return the mesh that `mesh` was sliced or flattened from; `mesh` itself if it was made directly."""
     return mesh._get_root_mesh()
 
 
 def flattened(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the ranks of a named mesh in one axis. A collective call, the first time: it makes a process group."""
+    """Return a mesh of one axis with all ranks of a named mesh. The first call makes a process group, on all ranks."""
     return mesh if mesh.ndim == 1 else mesh._flatten()
 
 
 def joined(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Return one mesh with the axes of slices of one mesh, in this order. Makes no process group."""
+    """Return one mesh with the axes of `meshes`, slices of one mesh, in this order. Makes no process group."""
     return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(list(meshes))

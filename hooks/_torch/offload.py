@@ -1,4 +1,4 @@
-"""Calls back where FSDP2 has started to copy a group's reduced gradients to offloaded shards.
+"""Calls back when FSDP2 has started to copy a group's reduced gradients to offloaded shards.
 
 Checked on torch 2.11.0, 2.13.0 and 2.15.0.
 """
@@ -11,14 +11,14 @@ from torch import nn
 from zeroamp.hooks._torch.fsdp import groups_of, units_of
 
 AfterReduction = Callable[[Sequence[nn.Parameter], Any], None]
-"""Gets the sharded parameters of a group, and the event after which each `parameter.grad` holds its values, or None if
-the values are there already. Parameters that were not reduced have no `grad`."""
+"""Called with the sharded parameters of a group, and with the event after which each `parameter.grad` is valid, or None
+if it is valid already. Parameters that were not reduced have no `grad`."""
 
 
 def after_each_reduction(root: nn.Module, callback: AfterReduction) -> None:
     """Call back after FSDP2's post-backward of each parameter group of `root`, whether the group was reduced or not.
 
-    `register_post_accumulate_grad_hook` does not serve here. Its hook runs once per parameter, before FSDP2 records the
+    `register_post_accumulate_grad_hook` can not be used: its hook runs once per parameter, before FSDP2 records the
     group's event. From torch 2.13 on, FSDP2 also waits for the copy of each gradient whose parameter has such a hook.
     """
     for unit in units_of(root):

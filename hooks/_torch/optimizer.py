@@ -14,7 +14,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether something is called at each step of an optimizer, by a hook on it or on all."""
+    """Return whether a step hook is registered, on this optimizer or globally on all optimizers."""
     everywhere = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
     return bool(everywhere or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
@@ -31,15 +31,15 @@ def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer's kernels read `found_inf` and `grad_scale`, as `GradScaler` sets, on the device."""
+    """Return whether an optimizer's kernels read `found_inf` and `grad_scale` on the device, as with `GradScaler`."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 @contextmanager
 def guarded(optimizer: Any, found_inf: torch.Tensor, grad_scale: torch.Tensor | None) -> Iterator[None]:
-    """Set `found_inf` and `grad_scale` of an optimizer for one `optimizer.step`. Both are 0-D fp32, on the device.
+    """Set an optimizer's `found_inf` and `grad_scale` inside the context. Both are 0-D fp32 tensors on the device.
 
-    If `found_inf` is 1, the kernels update nothing. They divide gradients by `grad_scale`, if it is given.
+    If `found_inf` is 1, the kernels skip the update. They divide gradients by `grad_scale`, unless it is None.
     """
     optimizer.found_inf, optimizer.grad_scale = found_inf, grad_scale
     try:
@@ -49,12 +49,12 @@ def guarded(optimizer: Any, found_inf: torch.Tensor, grad_scale: torch.Tensor | 
 
 
 MuonUpdate = Callable[..., None]
-"""Has the arguments of `torch.optim._muon.muon`: the parameters of a group, their gradients and momentum, settings."""
+"""A function with the signature of `torch.optim._muon.muon`: parameters of a group, gradients, momentum, settings."""
 
 
 @contextmanager
 def muon_updated_by(update: MuonUpdate) -> Iterator[None]:
-    """Let `torch.optim.Muon.step` call `update` in the place of torch's own, for each param group."""
+    """Make `torch.optim.Muon.step` call `update`, instead of torch's own update, for each param group."""
     with mock.patch.object(_muon, "muon", update):
         yield
 
@@ -62,9 +62,9 @@ def muon_updated_by(update: MuonUpdate) -> Iterator[None]:
 def orthogonalized(
     matrix: torch.Tensor, coefficients: tuple[float, float, float], num_steps: int, eps: float
 ) -> torch.Tensor:
-    """Return Newton-Schulz's orthogonalization of a matrix, as `torch.optim.Muon` computes it: in bf16.
+    """Return the Newton-Schulz orthogonalization of a 2-D `matrix`, computed in bf16 as `torch.optim.Muon` does.
 
-    A bf16 `matrix` is overwritten.
+    `matrix` is overwritten if it is bf16.
     """
     return _muon._zeropower_via_newtonschulz(matrix, coefficients, num_steps, eps)
 

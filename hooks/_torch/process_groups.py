@@ -1,8 +1,8 @@
-"""The number of process groups that a rank is in, from which torch makes the names of groups.
+"""Gives all ranks equal numbers of process groups, because torch names new groups by that number.
 
-`new_group(use_local_synchronization=True)`, which only the members call, names a group by its ranks and by the number
-of groups that the caller is in. If the members are in different numbers of groups, because the program made some for a
-part of the ranks, each waits under a name of its own until the timeout.
+Only the members call `new_group(use_local_synchronization=True)`. It names a group by its ranks and by the number of
+groups that the caller is in. That number differs between members if the program made groups for some of them only. The
+members then use different names, and wait for each other until the timeout.
 
 Checked on torch 2.13.0; `tests/hooks/_torch/test_private_names.py` fails when groups are no longer named so.
 """
@@ -14,10 +14,10 @@ from torch.distributed.distributed_c10d import _world
 
 
 def equalise_numbers_of_groups(mesh: DeviceMesh) -> None:
-    """Let all ranks of a mesh be in equally many process groups, before they make groups of a part of them.
+    """Make groups until all ranks of a mesh are in equally many. Call before making groups of some of the ranks.
 
-    A collective call: one all-reduce of an integer per axis. A rank that is in fewer groups than others makes groups of
-    itself alone, which connect to nobody.
+    All ranks must call this: it runs one all-reduce of an integer per axis. A rank that is in fewer groups than others
+    makes groups of itself alone, which open no connections.
     """
     most = torch.tensor(len(_world.pg_names), dtype=torch.int64, device=mesh.device_type)
     for axis in range(mesh.ndim):

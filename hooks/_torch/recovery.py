@@ -10,14 +10,14 @@ from zeroamp.hooks._torch.fsdp import discard_unsharded_gradients, groups_of, re
 
 
 def abandon(root: FSDPModule) -> None:
-    """Forget a forward or backward that raised midway: the next forward starts as if it had not been.
+    """Reset FSDP2 after a forward or backward that raised, so that the next forward can run.
 
-    Shards are back in place, and unsharded gradients are dropped. Newer versions bring most of it themselves.
+    Parameters are resharded, and unsharded gradients are discarded.
     """
     units = list(units_of(cast(nn.Module, root)))
     groups = [group for unit in units for group in groups_of(unit._get_fsdp_state())]
     state: Any = root._get_fsdp_state()
-    if not state._state_ctx.all_states:  # before the first forward there is nothing to forget, and no streams either
+    if not state._state_ctx.all_states:  # before the first forward there is no state to reset, and there are no streams
         return
     _wait_for_streams(state)
     for group in groups:
@@ -33,10 +33,10 @@ def abandon(root: FSDPModule) -> None:
 
 
 def _wait_for_streams(state: Any) -> None:
-    """Let the current stream wait for all streams of FSDP2, which may still use the tensors that are discarded next.
+    """Make the current stream wait for all streams of FSDP2, which may still use the tensors that are discarded next.
 
-    FSDP2's events would not do: a reduction that raised after it had sent recorded no event, and on torch 2.11 FSDP2
-    has no method that waits for the events of the other reductions.
+    Waiting for FSDP2's events is not enough. A reduction that raised after it had sent has recorded no event. On torch
+    2.11, FSDP2 has no method that waits for the events of the other reductions.
     """
     current, context = state._device_handle.current_stream(), state._comm_ctx
     streams = [context.all_gather_copy_in_stream, context.all_gather_stream]
@@ -46,7 +46,7 @@ def _wait_for_streams(state: Any) -> None:
 
 
 def _drop_gather(group: Any) -> None:
-    """Wait for a gather that was started, and drop it: copying it out would need the memory that there was none of."""
+    """Wait for an all-gather that was started, and discard it. Copying it out might run out of memory again."""
     result, group._all_gather_result = group._all_gather_result, None
     if result is None:
         return

@@ -1,6 +1,6 @@
-"""Does once what FSDP2's own hooks repeat in each call.
+"""Saves host time in FSDP2's hooks: does two things once that FSDP2 repeats in each call.
 
-Torch 2.13 repeats both of the following in each call, 2.15 only the first, 2.11 neither.
+torch 2.13 repeats both of them, torch 2.15 only the first, torch 2.11 neither.
 
 [Note: Functions made in each call]
 Each call of an FSDP2 hook makes a new function that `torch.compile` does not trace, and calls that function. Making it
@@ -35,7 +35,7 @@ _untraced = cache(untraced)  # one function for all units
 
 
 def shorten_hooks(root: nn.Module) -> None:
-    """Replace FSDP2's hooks of every unit. Call after `fully_shard` of all units, before other code wraps the hooks."""
+    """Replace FSDP2's hooks on all units. Call after `fully_shard` of all units, before other code wraps the hooks."""
     for unit in units_of(root):
         state: Any = unit._get_fsdp_state()
         for name in OF_STATE:
@@ -53,7 +53,7 @@ def shorten_hooks(root: nn.Module) -> None:
 
 
 def _exclude_once(owner: Any, name: str) -> None:
-    """Replace a method of FSDP2 on `owner`, if FSDP2 excludes the method from `torch.compile` anew in each call."""
+    """Replace a method of `owner`, if FSDP2 makes its `torch.compile`-excluded version anew in each call."""
     method = getattr(type(owner), name)
     if name not in vars(owner) and _is_excluded_in_each_call(method):
         setattr(owner, name, MethodType(_untraced(method.__wrapped__), owner))
@@ -65,7 +65,7 @@ def _is_excluded_in_each_call(method: Callable[..., Any]) -> bool:
 
 
 def _inspect_no_signature(group: Any) -> None:
-    """Let FSDP2's own code before a forward apply `_PostBackward`. See [Note: A signature in each call]."""
+    """Make FSDP2's pre-forward apply `_PostBackward`. See [Note: A signature in each call]."""
     name = "_register_post_backward_hook"
     if name not in vars(group) and (method := _with_our_function(getattr(type(group), name))) is not None:
         setattr(group, name, MethodType(method, group))
@@ -75,7 +75,7 @@ def _inspect_no_signature(group: Any) -> None:
 def _with_our_function(method: FunctionType) -> FunctionType | None:
     """Return FSDP2's method with `_PostBackward` in place of its autograd function.
 
-    None on versions of torch where that would save no inspection.
+    None on torch versions whose `apply` does not inspect the signature in Python.
     """
     function = _fsdp_param_group.RegisterPostBackwardFunction
     is_python = isinstance(vars(torch.autograd.Function).get("apply"), classmethod)

@@ -1,7 +1,7 @@
-"""FSDP2's all-gather in symmetric memory, from torch 2.13 on.
+"""FSDP2's all-gather in symmetric memory (torch 2.13 and newer).
 
-Checked by reading torch 2.13.0 and 2.15.0; it has not run on a GPU. torch 2.11 has symmetric memory, but its FSDP2 does
-not use it.
+The code follows the sources of torch 2.13.0 and 2.15.0. It has not run on a GPU. torch 2.11 has symmetric memory, but
+its FSDP2 does not use it.
 """
 
 import torch
@@ -17,9 +17,9 @@ def has_symmetric_all_gather() -> bool:
 
 
 def symmetric_all_gather(group: dist.ProcessGroup, device: torch.device) -> AllGather:
-    """Return FSDP2's all-gather in symmetric memory, after one all-gather of one element per rank. All ranks call this.
+    """Return FSDP2's all-gather in symmetric memory, tested by one all-gather of one element per rank.
 
-    All ranks of `group` must allocate its outputs in the same order and with the same sizes.
+    All ranks of `group` must call this, and must allocate its outputs in the same order and with the same sizes.
 
     Raises:
         RuntimeError: the device, the driver or NCCL cannot share memory between the ranks. torch has no error class of

@@ -1,1 +1,1 @@
-"""The collectives of a group: all-gather, reduce-scatter, accumulation, and what they move."""
+"""The collectives of a parameter group (all-gather, reduction), gradient accumulation, and traffic counters."""

@@ -19,13 +19,13 @@ from zeroamp.policies.dtypes import short_name
 class GroupAllGather(AllGather):
     """An all-gather for `FSDPModule.set_custom_all_gather`. One per group.
 
-    Its dtype is the group's `param_dtype`: FSDP2 casts each shard before it copies it in. The output buffers are left
-    to the allocator: FSDP2 holds one while the next is filled, and prefetching decides how many are in flight.
+    Its dtype is the group's `param_dtype`: FSDP2 casts each shard and copies it into the input. Each output buffer is
+    newly allocated, because FSDP2 uses one while the next is filled, and prefetching decides how many exist at once.
     """
 
     group_name: str
     nodes: Nodes | None = None
-    """The two levels of an all-gather over all ranks that shard. None: flat, as it always is over fewer ranks (hpZ)."""
+    """The two levels of an all-gather over all ranks that shard. None: flat, as always over the fewer ranks of hpZ."""
     listeners: Sequence[CollectiveListener] = ()
     ranges: Ranges = field(default_factory=Ranges)
 

@@ -1,4 +1,4 @@
-"""A sum whose bits do not depend on the order or the grouping of its terms, nor on how many ranks hold them.
+"""A sum whose bits depend neither on the order and grouping of its terms nor on the number of ranks.
 
 [Note: Sums of slices]
 The terms are fp64 numbers. Each is cut into slices of 32 bits, at fixed powers of two:
@@ -50,29 +50,29 @@ def _powers_of_two(device: torch.device) -> torch.Tensor:
 class ExactSum:
     """This rank's part of a sum of fp32 numbers, or of their squares: see [Note: Sums of slices].
 
-    Nothing here waits for the device.
+    No method waits for the device.
     """
 
     def __init__(self, device: torch.device, *, squares: bool = False) -> None:
-        """`device`: of the sum. `squares`: whether the terms are the squares of the numbers."""
+        """Start with a sum of no terms on `device`. With `squares`, the terms are the squares of the numbers."""
         self._device = device
         self._squares = squares
         self._numbers = torch.zeros(3, _NUM_PLACES, dtype=torch.float64, device=device)
 
     @torch.no_grad()
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Add the elements of tensors: fp32, all on one device, of any shape."""
+        """Add the elements of fp32 tensors of any shape, all on one device."""
         blocks = list(_blocks_of(tensors))
         if blocks:
             self._add(blocks)
 
     def _add(self, blocks: Sequence[torch.Tensor]) -> None:
         largest = torch.stack([block.abs().amax() for block in blocks]).double()
-        # The exponent of its largest term says which place of a block is the highest.
+        # The highest place of a block follows from the exponent of its largest term.
         exponent = torch.frexp(largest.square() if self._squares else largest).exponent
         highest = (exponent - 1 - _LOWEST).div(_WIDTH, rounding_mode="floor").where(largest > 0, 0)
         highest = highest.clamp(_NUM_KEPT - 1, _NUM_PLACES - 1)
-        # What shifts the lowest bit of the highest place to 1: exact, also as a factor of numbers to be squared.
+        # Shifts the lowest bit of the highest place to 1. The factor is exact, also that of numbers to be squared.
         shift = -(_LOWEST + _WIDTH * highest)
         factors = _powers_of_two(largest.device)[(shift // 2 if self._squares else shift) - _SMALLEST_POWER]
         # On a CPU a new tensor of a block's size costs more time than an operation on it.
@@ -106,7 +106,7 @@ class ExactSum:
         return torch.stack(sums)
 
     def numbers(self) -> torch.Tensor:
-        """Return what is to be summed over ranks: 1-D fp64 of `NUM_NUMBERS` elements."""
+        """Return the numbers to sum over ranks, for `total_of`: (`NUM_NUMBERS`,), fp64."""
         return self._numbers.reshape(-1)
 
 
@@ -115,7 +115,7 @@ def total_of(numbers: torch.Tensor) -> torch.Tensor:
     """Return the sum of the terms of all ranks: 0-D fp64. nan if a term is not finite.
 
     Args:
-        numbers: what `ExactSum.numbers` returned, summed over the ranks in any order.
+        numbers: the results of `ExactSum.numbers`, summed over the ranks in any order.
     """
     multiples, rests, num_blocks = numbers.tensor_split(3)
     carry = (rests / _SPLIT).floor()
@@ -132,7 +132,7 @@ def total_of(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _blocks_of(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield all elements as 1-D blocks. Small tensors share one, because a block costs a dozen operations."""
+    """Yield all elements as 1-D blocks. Small tensors are joined to one block, because each costs a dozen ops."""
     small: list[torch.Tensor] = []
     num_small = 0
     for tensor in tensors:
@@ -155,9 +155,9 @@ def _block_size(device_type: str) -> int:
 
 
 def workspace_bytes(numels: Iterable[int], device_type: str) -> int:
-    """Return the bytes that `ExactSum.add` needs beside tensors of these numbers of elements.
+    """Return the bytes that `ExactSum.add` allocates for fp32 tensors of these numbers of elements.
 
-    Two fp64 tensors of a block's size, and the blocks that small tensors share, fp32.
+    These are two fp64 tensors of a block's size, and the fp32 blocks of joined small tensors.
     """
     size = _block_size(device_type)
     numels = list(numels)

@@ -1,6 +1,6 @@
-"""What this rank issued since the last optimizer step: a count per collective and a hash of their order.
+"""Counts the collectives that this rank issued in an optimizer step, hashes their order, and names those that fail.
 
-`zeroamp/training/rank_agreement.py` compares ranks with it. If a collective fails, the error names that collective.
+`zeroamp/training/rank_agreement.py` compares the hash between ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ _GLOO = ("gloo/", "Application timeout caused pair closure")  # gloo raises plai
 
 
 class CallKey(NamedTuple):
-    """Kind, group, dtype, size and op of a collective. Calls with equal keys are counted together."""
+    """The collective, its group, dtype, size and op. Calls with equal keys are counted together."""
 
     collective: Collective
     group_name: str
@@ -49,17 +49,17 @@ class IssuedInStep:
     calls: dict[int, int] = field(default_factory=dict)
     """Code of a `CallKey` -> calls since the last optimizer step. Codes are in the order of their first call."""
     order: int = 0
-    """Hash of the calls in their order, the same on ranks that issued the same."""
+    """Hash of the calls in their order: equal on ranks that issued the same collectives."""
     names: dict[int, CallKey] = field(default_factory=dict)
-    """Code -> the key. Codes are CRCs, because Python's hash of a string differs between processes."""
+    """Code -> `CallKey`. Codes are CRCs, because Python's hash of a string differs between processes."""
     own_units: frozenset[str] = frozenset()
-    """The groups of embeddings and heads that are units of their own."""
+    """Names of the groups of embeddings and heads that are units of their own."""
     _codes: dict[tuple[Collective, str, torch.dtype, int, int], int] = field(default_factory=dict)
-    """Collective, group, dtype, size and id of the op -> code. Hashing the op would take as long as all the rest.
-    `names` retains the op, so that no other object gets its id."""
+    """Collective, group, dtype, size and id of the op -> code. Hashing the op itself would double the time of a count.
+    `names` retains the op, so that its id is not reused."""
 
     def on_collective(self, issued: IssuedCollective) -> None:
-        """Count one call."""
+        """Count one call of a parameter group's collective. `TrainStep`'s own is not counted."""
         collective, tensor, group_name, _, op = issued
         if group_name == STEP:
             return
@@ -73,7 +73,7 @@ class IssuedInStep:
         self.order = (self.order * _BASE + code) % _MODULUS
 
     def end_step(self) -> None:
-        """Begin the next optimizer step, with a new dict for `calls`."""
+        """Begin the next optimizer step. `calls` becomes a new dict, so that a caller may retain the old one."""
         self.step += 1
         self.num_backwards, self.order, self.calls = 0, 0, {}
 
@@ -97,9 +97,9 @@ def issue(
 def peer_lost(
     error: RuntimeError, issued: IssuedCollective | None, listeners: Sequence[CollectiveListener] = ()
 ) -> Exception:
-    """Return a PeerError for a collective that the backend ended, by its timeout or because another rank ended.
+    """Return a PeerError if the backend ended a collective: by its timeout, or because another rank ended.
 
-    Returns `error` unchanged if it comes from this rank (out of memory, a device's error). `issued` is None for a
+    Other errors of this rank (out of memory, an error of the device) are returned unchanged. `issued` is None for a
     collective that FSDP2 issued.
     """
     is_of_backend = isinstance(error, dist.DistError) or any(words in str(error) for words in _GLOO)
@@ -120,13 +120,14 @@ def peer_lost(
     own_unit = ""
     if step is not None and issued is not None and issued.group_name in step.own_units:
         own_unit = (
-            f" The output of {issued.group_name.partition(':')[0]} must be in the loss of every rank that calls it: "
-            'add 0 * output.sum() to the loss where it is not, or set "zeroamp": {"own_units": false}.'
+            f" The output of {issued.group_name.partition(':')[0]} must be in the loss of every rank that calls it. If "
+            'a loss does not use it, add 0 * output.sum() to that loss, or set "zeroamp": {"own_units": false}.'
         )
     return PeerError(
         f"Rank {dist.get_rank()} waited for the {what}{place}, and the process group ended it: {str(error).strip()}. "
-        "Another rank has ended or did not issue the same collective. Read its output, and check that all ranks run "
-        f"the same modules, micro-batches and evaluations.{own_unit} Restart from the last checkpoint."
+        "Another rank has ended or did not issue the same collective. Read the output of the other ranks, and check "
+        "that all ranks run the same modules, micro-batches and evaluations."
+        f"{own_unit} Restart from the last checkpoint."
     )
 
 
@@ -138,7 +139,7 @@ class NamedWork(dist.Work):
         self._work, self._issued, self._listeners = work, issued, listeners
 
     def wait(self, *arguments: object) -> bool:
-        """Wait for the collective."""
+        """Wait for the collective. Raises a PeerError if the backend ended it: see `peer_lost`."""
         try:
             return self._work.wait(*arguments)  # type: ignore[arg-type]
         except RuntimeError as error:

@@ -1,14 +1,14 @@
 """Running sums over the micro-batches of an optimizer step: one after the other, or in the order of the tree.
 
 [Note: The tree over micro-batches]
-`tree_sum.py` defines the order of a sum over ranks. With `zeroamp.reproducible`, sums over micro-batches have it too.
-Micro-batches come one after the other, so `TreeSum` works as a binary counter: a sum of 2^m terms is complete when its
-last term has come, and is then added to the sum of the 2^m terms before it. For k micro-batches there are at most
-1 + log2(k) partial sums at a time.
+`tree_sum.py` defines the order of a sum over ranks. With `zeroamp.reproducible`, micro-batches are summed in that order
+too. They come one after the other, so `TreeSum` works as a binary counter: a sum of 2^m terms is complete after its
+last term, and is then added to the sum of the 2^m terms before it. For k micro-batches there are at most 1 + log2(k)
+partial sums at a time.
 
 A micro-batch may have no gradient of a parameter. Its term counts as zero, which changes no sum. So two partial sums
 are added when their common subtree is lower than the one that both share with the next term. The height of the subtree
-that two terms share is the number of bits of the exclusive or of their numbers.
+that terms i and j share is the number of bits of `i xor j`.
 """
 
 from typing import Protocol
@@ -20,7 +20,7 @@ class MicroBatchSum(Protocol):
     """The sum of one gradient over micro-batches."""
 
     def add(self, number: int, term: torch.Tensor) -> None:
-        """Add the gradient of micro-batch `number`, fp32, which belongs to the sum from now on."""
+        """Add `term`, the fp32 gradient of micro-batch `number`. The sum may retain and overwrite the tensor."""
 
     def first(self) -> torch.Tensor:
         """Return the sum, or the earliest partial sum."""
@@ -30,7 +30,7 @@ class MicroBatchSum(Protocol):
 
 
 class RoundedSum:
-    """The sum in the order of the micro-batches, rounded to `dtype` after each."""
+    """The sum in the order of the micro-batches, rounded to `dtype` after each addition."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -58,7 +58,7 @@ class TreeSum:
         self._partial: list[tuple[int, torch.Tensor]] = []  # (number of a term in it, sum), in the order of the terms
 
     def add(self, number: int, term: torch.Tensor) -> None:
-        """Add the term of micro-batch `number`. Numbers do not fall."""
+        """Add the term of micro-batch `number`. Numbers must not decrease from call to call."""
         self._add_lower_than(number)
         self._partial.append((number, term))
         self._add_lower_than(number + 1)
@@ -80,7 +80,7 @@ class TreeSum:
         return total
 
     def add_to(self, term: torch.Tensor, number: int) -> None:
-        """Add all partial sums to `term`, the gradient of the last micro-batch `number`, in place; forget them."""
+        """Add all partial sums in place to `term`, the gradient of the last micro-batch `number`, and release them."""
         self._add_lower_than(number)
         while self._partial:
             _, left = self._partial.pop()

@@ -35,9 +35,9 @@ class Nodes:
     """The two process groups of one axis: see [Note: Two levels]."""
 
     inside: dist.ProcessGroup
-    """The ranks of this node, in their order: a power of two."""
+    """The ranks of this node, in their order. Their number is a power of two."""
     across: dist.ProcessGroup
-    """The ranks with this rank's place in their nodes, node by node."""
+    """The ranks at this rank's place in each node, in the order of the nodes."""
     partials: Partials = "fp32"
     """The format in which partial sums leave the node: see [Note: Partial sums]."""
 
@@ -53,8 +53,8 @@ class Nodes:
             received: like `chunks`. Overwritten.
 
         Returns:
-            (m, M), the partial sums of this rank's chunk, one per node: bf16 if sent in bf16, else fp32. In the memory
-            of `chunks` or `received`.
+            (m, M), the partial sums of this rank's chunk, one row per node: bf16 if sent in bf16, else fp32. A view of
+            the memory of `chunks` or `received`.
         """
         num_inside, num_nodes = self.inside.size(), self.across.size()
         by_place = received.view(num_inside, num_nodes, -1)
@@ -74,10 +74,10 @@ class Nodes:
         return into.view(num_nodes, -1)
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, *, async_op: bool = False) -> dist.Work | None:
-        """All-gather between nodes, then inside the node. `output` (N x S,) is complete after `wait` of the result.
+        """All-gather between nodes, then inside the node.
 
         Args:
-            output: (N x S,), contiguous.
+            output: (N x S,), contiguous. With `async_op` complete after `wait` of the returned work.
             input: (S,), contiguous; may be a part of `output`.
             async_op: whether to return while the all-gather inside the node still runs.
         """
@@ -116,7 +116,7 @@ class _Ordered(dist.Work):
         self._is_done = False
 
     def wait(self, *arguments: object) -> bool:
-        """Wait for the collective, and copy."""
+        """Wait for the all-gather inside the node, and copy once."""
         result = self._work.wait(*arguments)  # type: ignore[arg-type]
         if not self._is_done:
             self._into.copy_(self._part)
@@ -138,7 +138,7 @@ def pack(values: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """Write the fp32 values of `pack` to `output`, and return it."""
+    """Write the values of `pack` to `output`, (M,) fp32, and return `output`."""
     of_value = output.view(torch.uint8).view(-1, 4)
     of_value[:, :1] = 0
     of_value[:, 1:] = packed.view(-1, 3)

@@ -1,4 +1,4 @@
-"""Sums over the ranks of one mesh axis, in the order of the tree: over shards, and over replicas. See `tree_sum.py`.
+"""Sums over the ranks of one mesh axis (shards or replicas), in the order that `tree_sum.py` defines.
 
 [Note: Summing in fp32]
 Under autocast the raw gradient of a safe parameter is already in the low precision, so communicating it in that dtype
@@ -8,8 +8,8 @@ in the order of the tree. That is the fp32 reduction of the same gradients at ha
 the same way, with the bytes of a ring's reduce-scatter.
 
 [Note: All-reduce in tree order]
-An all-reduce is the same sum of chunks, and then an all-gather of the sums: the bytes of a ring's all-reduce. A
-backend's own all-reduce adds in an order of its own.
+An all-reduce is the same exchange and sum of chunks, and then an all-gather of the sums. It moves the bytes of a ring's
+all-reduce. The order of a backend's own all-reduce is not defined.
 """
 
 import torch
@@ -23,7 +23,7 @@ from zeroamp.hooks.collectives.tree_sum import tree_sum
 def exchange(
     chunks: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup, nodes: Nodes | None = None
 ) -> torch.Tensor:
-    """Exchange chunks, so that every rank has the terms of its own sum: see [Note: Summing in fp32].
+    """Send each rank its chunk, so that every rank has the terms of its own sum: see [Note: Summing in fp32].
 
     Args:
         chunks: (N x M,), contiguous, one chunk for each of the N ranks of the group, in their order. May be
@@ -33,7 +33,7 @@ def exchange(
         nodes: the two levels of the group. None: one level.
 
     Returns:
-        (N, M), or (nodes, M), the rows that `tree_sum` adds, in the memory of the arguments.
+        (N, M), or (number of nodes, M): the rows for `tree_sum`, as a view of the memory of the arguments.
     """
     if nodes is not None:
         return nodes.exchange(chunks, received)
@@ -46,7 +46,7 @@ def all_reduce_in_tree_order(
 ) -> None:
     """Sum a tensor over the ranks of `group`, in place: see [Note: All-reduce in tree order].
 
-    Needs memory of about the tensor's size, which is allocated before the first collective is issued.
+    Allocates about as much memory as the tensor has, before it issues the first collective.
 
     Args:
         tensor: 1-D, contiguous, fp32. If the number of ranks does not divide its size, a padded copy is summed.

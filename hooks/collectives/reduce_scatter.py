@@ -1,7 +1,7 @@
-"""The gradient reduction of one typed group: it communicates in one dtype and sums in the same or another one.
+"""The gradient reduction of one parameter group: it communicates in one dtype, and sums in the same or another one.
 
-Summed in fp32, the reduction is an all-to-all and a sum in the order of the tree: see `rank_sums.py`. Summed by the
-backend, it is the backend's reduce-scatter.
+With sums in fp32, the reduction is an all-to-all and a sum in the order of the tree: see `rank_sums.py`. With native
+sums it is the backend's reduce-scatter.
 
 [Note: Dividing fp16]
 A native sum of fp16 can overflow before it is divided, and dividing first can underflow. As FSDP2 does for its own fp16
@@ -11,10 +11,10 @@ and 1 (`divides_outside`), FSDP2 always divides this way itself, by the ranks th
 
 [Note: Divide factor]
 With `set_gradient_divide_factor(factor)` FSDP2 passes PREMUL_SUM, which only NCCL has. Here the sum is divided by the
-factor instead, fp16 in two parts as above. Where replicas are summed in the order of the tree (`sum_over_replicas`),
-nothing is divided before that sum, which divides once, by the number of all ranks or by the factor. With
-`zeroamp.reduce` "sum" (factor 1) nothing is divided: fp16 overflows as soon as the sum exceeds its range, and the loss
-scale then falls.
+factor instead, fp16 in two parts as above. If replicas are summed in the order of the tree (`sum_over_replicas`), the
+sum over shards is not divided. The sum over replicas is divided once, by the number of all ranks or by the factor. With
+`zeroamp.reduce` "sum" the factor is 1: fp16 overflows as soon as the sum exceeds its range, and the loss scale then
+falls.
 
 [Note: Receive buffers]
 On a CPU a receive buffer is released at the end of each backward. Allocating it again at the next backward's first
@@ -24,8 +24,8 @@ On an accelerator a receive buffer is retained. The accelerator's allocator has 
 buffer is allocated, written and read in FSDP2's stream for reductions. The forward runs in another stream. It could use
 the memory of a released buffer only after the allocator has run out of memory, waited for the device and returned all
 cached memory to the driver. The next backward would then allocate the buffer again, in each step. So `zeroamp plan`
-counts the buffer during the whole step. The buffer of an own unit is as large as an embedding. It is released after its
-one reduction, also on an accelerator.
+counts the buffer during the whole step. The buffer of an embedding or head that is a unit of its own is large, and used
+once per backward. It is released after its reduction, also on an accelerator.
 """
 
 import math
@@ -59,7 +59,7 @@ class ReceiveBuffers:
 
     _buffers: dict[tuple[torch.dtype, torch.device], torch.Tensor] = field(default_factory=dict)
     _backward: int = -1
-    """The backward that the buffers belong to. If a backward raises, the next one releases its buffers."""
+    """The number of the backward that uses the buffers. If a backward raises, the next one releases its buffers."""
 
     def release(self) -> None:
         """Release the buffers on a CPU. Call after the reductions that used them."""
@@ -74,7 +74,7 @@ class ReceiveBuffers:
             self._backward = backward_id()
             at_end_of_backward(self.release)
         if buffer is None or buffer.numel() < tensor.numel():
-            # Released first: at no time do the old and the new one both exist.
+            # The old buffer is released first, so that both never exist at once.
             buffer = None
             self._buffers.pop(key, None)
             self._buffers[key] = buffer = torch.empty_like(tensor)
@@ -90,24 +90,26 @@ def _is_kept(device: torch.device) -> bool:
 class GroupReduceScatter(ReduceScatter):
     """A reduce-scatter for `FSDPModule.set_custom_reduce_scatter`. One per group.
 
-    FSDP2 asks `allocate` for the unsharded input, copies the gradients into it (casting), asks for the sharded output,
-    and calls. The input is allocated in the communication dtype, so no staging copy in another dtype exists. Beyond the
-    gradients, one reduction needs its input and its output, and an all-to-all one more buffer of the input's size.
+    FSDP2 calls `allocate` for the unsharded input, copies and casts the gradients into it, calls `allocate` for the
+    sharded output, and then calls the object. The input is allocated in the communication dtype, so there is no further
+    copy in another dtype. Beside the gradients, a reduction needs memory for its input and its output. An all-to-all
+    also needs a receive buffer of the input's size.
     """
 
     communication_dtype: torch.dtype
-    """Of the input, which is sent to the other ranks."""
+    """The dtype of the input, which is sent to the other ranks."""
     reduce_dtype: torch.dtype
-    """Of the output. An all-to-all sums in it; a backend sums in `communication_dtype`, and its output is cast."""
+    """The dtype of the output. After an all-to-all, the sum is computed in it. A backend's reduce-scatter sums in
+    `communication_dtype`, and its output is cast to `reduce_dtype`."""
     collective: Literal["reduce_scatter", "all_to_all"] | None
-    """"all_to_all": see `rank_sums.py`. None where one rank shards: FSDP2 then copies the input to the output."""
+    """"all_to_all": see `rank_sums.py`. None if there is one shard: FSDP2 then copies the input to the output."""
     op: ReduceOp = dist.ReduceOp.AVG
-    """What the backend's reduce-scatter is issued with. Where it is SUM and FSDP2 asks for AVG, see
+    """The op of the backend's reduce-scatter. If it is SUM and FSDP2 passes AVG, the division happens here: see
     [Note: Dividing fp16]."""
     divide_factor: Callable[[], float | None] = lambda: None
     """Returns the factor that `set_gradient_divide_factor` set: see [Note: Divide factor]."""
     world_size: int
-    """Ranks of the mesh axis that shards."""
+    """The number of ranks of the mesh axis that shards."""
     is_replicated: bool = False
     """Whether an all-reduce over replicas follows, in `reduce_dtype`."""
     replicas: dist.ProcessGroup | None = None
@@ -123,17 +125,18 @@ class GroupReduceScatter(ReduceScatter):
     listeners: Sequence[CollectiveListener] = ()
     buffers: ReceiveBuffers = field(default_factory=ReceiveBuffers)
     shares_buffers: bool = True
-    """False for an own unit, which is large and reduces once. Its receive buffer is freed after the reduction. On a CPU
-    the shared buffers are released before it."""
+    """False for an embedding or head that is a unit of its own. Its receive buffer is released after the reduction. On
+    a CPU the shared buffers are released before the reduction."""
     ranges: Ranges = field(default_factory=Ranges)
     _pending_input: tuple[int, int] | None = None
-    """(backward, elements) of an input whose output was not yet asked for: how `allocate` tells the two apart."""
+    """(backward, elements) of an input whose output is not allocated yet. FSDP2 calls `allocate` in the same way for
+    input and output, so `allocate` compares its call with this."""
     _cast: OpenRange | None = None
-    """From `allocate` of the input to that of the output: FSDP2 copies the gradients in between."""
+    """The range from `allocate` of the input to `allocate` of the output: FSDP2 copies the gradients in between."""
     _all_reduce: OpenRange | None = None
-    """From the reduction over shards to `end_all_reduce`."""
+    """The range from the reduction over shards to `end_all_reduce`."""
     _input: torch.Tensor | None = None
-    """The input of a reduction whose parameters are whole on each rank, until its replicas are summed."""
+    """The input of a reduction with one shard (stage 0), until the replicas are summed."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an empty 1-D tensor: the input in `communication_dtype`, the output in `reduce_dtype`.
@@ -144,11 +147,11 @@ class GroupReduceScatter(ReduceScatter):
         numel = math.prod(map(int, size))
         backward = backward_id()
         is_output = self._pending_input == (backward, numel * self.world_size)
-        self._pending_input = None  # also where what follows raises
+        self._pending_input = None  # cleared before an allocation can raise
         if is_output:
             if self._cast is not None:
                 self.ranges.close(self._cast)
-            if self.world_size == 1:  # no reduction over shards comes: FSDP2 copies
+            if self.world_size == 1:  # there is no reduction over shards: FSDP2 copies
                 self._begin_all_reduce()
             return torch.empty(numel, dtype=self.reduce_dtype, device=device)
         if not self.shares_buffers:
@@ -169,7 +172,10 @@ class GroupReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Reduce `input_tensor` (unsharded, communication dtype) into `output_tensor` (this rank's shard)."""
+        """Reduce `input_tensor` (unsharded, communication dtype) into `output_tensor` (this rank's shard).
+
+        `op` is AVG, SUM, or the PREMUL_SUM of a divide factor: see [Note: Divide factor].
+        """
         if async_op:
             raise AssertionError("expected FSDP2 to reduce on its own stream, got async_op=True")
         divide_by: float = 1
@@ -202,7 +208,7 @@ class GroupReduceScatter(ReduceScatter):
             self._reduce_scatter(output_tensor, input_tensor, group, op, divide_by)
 
     def end_all_reduce(self) -> None:
-        """Note that the all-reduce over replicas was issued, which is FSDP2's own and follows the call."""
+        """Close the range of the all-reduce over replicas. Call after FSDP2 has issued it."""
         self.ranges.close(self._all_reduce)
 
     def _begin_all_reduce(self) -> None:
@@ -220,8 +226,8 @@ class GroupReduceScatter(ReduceScatter):
         else:
             divide_by = group.size() * self.world_size if factor is None else factor
             if whole is not None and factor is not None:
-                reduced.copy_(whole)  # FSDP2 divided the copy that it made
-                # FSDP2 releases its input when its own stream, and not this one, is done with it.
+                reduced.copy_(whole)  # FSDP2 has divided `reduced`, its copy of the input
+                # FSDP2 releases the input when its own stream is done with it. This stream may still read it.
                 hold_for_current_stream(whole)
         issued = IssuedCollective("all_reduce", reduced, self.group_name, group)
         issue(lambda: all_reduce_in_tree_order(reduced, group, divide_by, self.replica_nodes), issued, self.listeners)

@@ -1,4 +1,4 @@
-"""Gradient accumulation of sharded gradients in another dtype than fp32, or in the order of the tree (stages 2 and 3).
+"""Accumulates sharded gradients over micro-batches in another dtype or order than FSDP2 does (stages 2 and 3).
 
 FSDP2 adds each micro-batch's reduced shard to `parameter.grad`, which has the parameter's dtype. To accumulate in a
 lower dtype, or in another order, `ShardAccumulator` moves `parameter.grad` into sums of its own after every reduction,
@@ -25,7 +25,7 @@ class ShardAccumulator:
     """Holds this rank's accumulated gradient shards between micro-batches."""
 
     def __init__(self, new_sum: Callable[[], MicroBatchSum], device_type: str) -> None:
-        """`new_sum` makes the sum of one parameter's shards. `device_type`: of the mesh."""
+        """Take `new_sum`, which makes an empty sum for one parameter, and the device type of the mesh."""
         self.device_type = device_type  # where gradients are reduced
         self.micro_batch = 0
         """The number of the micro-batch whose backward runs. Set before each backward."""
@@ -39,17 +39,17 @@ class ShardAccumulator:
 
     @property
     def sums(self) -> Mapping[nn.Parameter, torch.Tensor]:
-        """A sum so far of each parameter, this rank's shard in the dtype of sums; empty between optimizer steps."""
+        """Parameter -> its first partial sum: this rank's shard, accumulation dtype. Empty between optimizer steps."""
         self._sum_copied()
         return {parameter: total.first() for parameter, total in self._sums.items()}
 
     @property
     def is_watching(self) -> bool:
-        """Whether `watch` was called, and `forget` was not called since."""
+        """Whether `watch` was called and `forget` was not called since."""
         return bool(self._handles or self._offloaded)
 
     def forget(self) -> None:
-        """Undo `watch`."""
+        """Stop accumulating: remove the hooks of `watch`."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
@@ -88,13 +88,13 @@ class ShardAccumulator:
         self._add(cast(nn.Parameter, parameter), shard, self.micro_batch)
 
     def take(self, parameters: Sequence[nn.Parameter], event: Any) -> None:
-        """Take the gradients of a group with offloaded shards, and add them to the sums later.
+        """Move the gradients of a group with offloaded shards out of `parameter.grad`, and add them to the sums later.
 
         See [Note: Offloaded shards].
 
         Args:
-            parameters: the group's. Parameters that are not watched, or have no gradient, are ignored.
-            event: after which `parameter.grad` holds its values. None if the values are there already.
+            parameters: the sharded parameters of the group. Those that are not watched or have no gradient are skipped.
+            event: the event after which `parameter.grad` is valid. None if it is valid already.
         """
         taken = [parameter for parameter in parameters if parameter in self._offloaded and parameter.grad is not None]
         if taken:
@@ -105,7 +105,7 @@ class ShardAccumulator:
             parameter.grad = None
 
     def _sum_copied(self) -> None:
-        """Add the last gradients of `take` to the sums."""
+        """Add the gradients of the last `take` to the sums. Waits for their event."""
         if self._after_copies is not None:
             self._after_copies.synchronize()
         for parameter, shard in self._copied:
@@ -118,7 +118,7 @@ class ShardAccumulator:
         self._sums[parameter].add(micro_batch, shard)
 
     def take_sum(self, parameter: nn.Parameter) -> TreeSum | None:
-        """Return and forget the sum of a parameter that is added in the order of the tree; None if there is none."""
+        """Remove and return the `TreeSum` of a parameter; None if it has none."""
         self._sum_copied()
         total = self._sums.pop(parameter, None)
         if total is not None and not isinstance(total, TreeSum):
@@ -126,7 +126,7 @@ class ShardAccumulator:
         return total
 
     def flush(self) -> None:
-        """Put the sums into `parameter.grad`, as fp32 DTensors, and forget them."""
+        """Move the sums into `parameter.grad`, as DTensors of the parameter's dtype."""
         self._sum_copied()
         for parameter, total in self._sums.items():
             sharded = cast(DTensor, parameter)

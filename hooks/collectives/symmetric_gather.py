@@ -1,4 +1,4 @@
-"""The all-gather of one typed group in symmetric memory: FSDP2's own, with listeners and a name in traces."""
+"""The all-gather of one parameter group in symmetric memory: FSDP2's own, with listeners and a named range."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

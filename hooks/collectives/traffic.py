@@ -1,4 +1,4 @@
-"""Listeners to the collectives of a wrapped model, and the first of them: the counters of what is moved."""
+"""Listeners to the collectives of a wrapped model, and the listener that counts calls and bytes."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ Collective = Literal["all_gather", "reduce_scatter", "all_to_all", "all_reduce"]
 ReduceOp = dist.ReduceOp.RedOpType
 
 STEP = "step"
-"""The group name of `TrainStep`'s own collective, of the statistics of an optimizer step."""
+"""The group name of `TrainStep`'s own collective, the all-reduce of an optimizer step's statistics."""
 
 
 class IssuedCollective(NamedTuple):
@@ -21,31 +21,31 @@ class IssuedCollective(NamedTuple):
 
     collective: Collective
     tensor: torch.Tensor
-    """The unsharded one: the output of an all-gather, the input of the others."""
+    """The unsharded tensor: the output of an all-gather, the input of the others."""
     group_name: str
-    """The parameter group's in the plan, or `STEP`."""
+    """The name of the parameter group in the plan, or `STEP`."""
     process_group: dist.ProcessGroup | None
-    """None is the default group."""
+    """None for the default group."""
     op: ReduceOp = dist.ReduceOp.SUM
-    """Of a reduction; SUM for an all-gather or an all-to-all, which copy."""
+    """The op of a reduction. An all-gather or an all-to-all has none, and has SUM here."""
 
 
 class CollectiveListener(Protocol):
-    """Is called after each collective that a wrapped model issued, on this rank."""
+    """Is called after each collective that a wrapped model issued on this rank."""
 
     def on_collective(self, issued: IssuedCollective) -> None:
-        """Note one collective. Must neither change nor keep its tensor."""
+        """Handle one collective. Must not change its tensor, and must not retain a reference to it."""
 
 
 def notify(listeners: Sequence[CollectiveListener], issued: IssuedCollective) -> None:
-    """Call every listener."""
-    for listener in tuple(listeners):  # a listener may leave, with the TrainStep that it watched, while it is called
+    """Call `on_collective` of every listener."""
+    for listener in tuple(listeners):  # copied: a listener may be removed during the call, with its TrainStep
         listener.on_collective(issued)
 
 
 @contextmanager
 def listening(listeners: list[CollectiveListener], listener: CollectiveListener) -> Iterator[None]:
-    """Call a listener for the collectives inside."""
+    """Call a listener for the collectives that are issued inside the context."""
     listeners.append(listener)
     try:
         yield
@@ -54,20 +54,20 @@ def listening(listeners: list[CollectiveListener], listener: CollectiveListener)
 
 
 class TrafficKey(NamedTuple):
-    """What is counted apart."""
+    """Collective, dtype and group. `Traffic` has one counter for each."""
 
     collective: Collective
     dtype: torch.dtype
     group: str
-    """The group's name in the plan, or `STEP`."""
+    """The name of the parameter group in the plan, or `STEP`."""
 
 
 @dataclass(slots=True)
 class Traffic:
-    """Calls and bytes since the last `reset`, on this rank.
+    """Counts the calls and bytes of this rank's collectives since the last `reset`.
 
-    Bytes are those of the unsharded tensor. A ring sends and receives (N - 1) / N of them for an all-gather, a
-    reduce-scatter or an all-to-all, and twice that for an all-reduce. Counting reads sizes only, never values.
+    Bytes are those of the unsharded tensor. On N ranks, a ring sends and receives (N - 1) / N of these bytes for an
+    all-gather, a reduce-scatter or an all-to-all, and twice that for an all-reduce. Only sizes are read, no values.
     """
 
     enabled: bool = True
@@ -104,7 +104,7 @@ class Traffic:
         self._seen.clear()
 
     def reset(self) -> None:
-        """Start again from zero."""
+        """Set all counters to zero."""
         self._seen.clear()
         self._calls.clear()
         self._num_bytes.clear()

@@ -1,4 +1,4 @@
-"""The tree of `tree_sum.py` as one Triton kernel: all rows of a block of columns in registers, added in its order.
+"""A Triton kernel of `tree_sum.py`'s sum: all rows of a block of columns are added in registers, in tree order.
 
 A program adds one block of columns. It reads every row once, in 16-byte loads where the rows are aligned, adds in fp32
 in exactly the order of the tree, and writes once: for N rows of bf16, 2 N + 4 bytes per column and one launch. The tree
@@ -43,7 +43,7 @@ def _subtree(rows, first: tl.constexpr, num_rows: tl.constexpr, row_stride, colu
 def _sum_rows(  # type: ignore[no-untyped-def]
     rows, output, numel, divide_by, num_rows: tl.constexpr, divides: tl.constexpr, width: tl.constexpr
 ):
-    """Write the sum of rows p x num_rows ... (p + 1) x num_rows - 1 to row p of `output`, for p = program_id(1)."""
+    """Write the sum of rows p * num_rows to (p + 1) * num_rows - 1 to row p of `output`, for p = program_id(1)."""
     stride = tl.cast(numel, tl.int64)  # not `.to`: a numel of 1 is compiled as a constant, which has no methods
     subtree = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0).to(tl.int64) * width + tl.arange(0, width)

@@ -1,4 +1,4 @@
-"""The one order in which gradients of several ranks are added, and the sum itself.
+"""Adds gradients of several ranks, always in the same order.
 
 [Note: One order of summation]
 The sum over N ranks is a balanced binary tree over the rank's index, in fp32. The left part has as many ranks as the
@@ -9,8 +9,8 @@ largest power of two below N, the right part has the others.
 Every sum over ranks has this order: flat, in two levels, of replicas, on every device. If blocks of equal size, a power
 of two, are summed first, the tree over these sums is the same tree. So a sum over the ranks of each node and then over
 the nodes has the bits of the flat sum. HSDP with a power of two of shards has the bits of all its ranks in one axis.
-With 2 or 3 ranks it is the order of the ranks. The error grows with log2(N), where that of a sum in the order of the
-ranks grows with N.
+With 2 or 3 ranks it is the order of the ranks. The rounding error grows with log2(N). That of a sum in the order of the
+ranks would grow with N.
 
 The sum is divided by the number of ranks once, after the whole tree. This is a division (IEEE), not a multiplication by
 the inverse, which differs in the last bit unless N is a power of two.
@@ -51,7 +51,7 @@ def tree_sum(rows: torch.Tensor, output: torch.Tensor, divide_by: float = 1) -> 
 
 @cache
 def _kernel() -> Any:
-    """Return `tree_kernel.tree_sum`, or None where there is no Triton."""
+    """Return `tree_kernel.tree_sum`, or None without Triton."""
     try:
         from zeroamp.hooks.collectives.tree_kernel import tree_sum
     except ImportError:

@@ -1,1 +1,1 @@
-"""What looks on while a model trains. Observers return their input unchanged."""
+"""Observers of a training model: ranges in traces, exposed communication, dtypes. They do not change tensors."""

@@ -1,11 +1,12 @@
-"""Brackets exposed communication: the stretches in which the thread, or the stream that computes, may wait for it.
+"""Brackets exposed communication: the parts of a step in which computation may wait for a collective.
 
 [Note: Exposed communication]
-FSDP2 all-gathers in `unshard`, waits in `wait_for_unshard`, reduces in `post_backward` and waits for the last
-reductions in a callback at the end of the backward. On the CPU the collectives block inside them. On an accelerator
-they run in other streams, and the stream that computes waits inside them, so events recorded in it before and after
-bracket the wait. The copies and casts into and out of the flat buffers happen there too, and are counted: without
-sharding there were none. An overlapped collective costs nothing here.
+FSDP2 all-gathers in `unshard`, waits in `wait_for_unshard`, reduces in `post_backward`, and waits for the last
+reductions in a callback at the end of the backward. On the CPU the collectives block the thread inside these methods.
+On an accelerator the collectives run in other streams, and the compute stream waits inside these methods. So events
+that are recorded in the compute stream before and after a method bracket the wait. The copies and casts into and out of
+the flat buffers are counted too, because they exist only with sharding. A collective that overlaps with computation
+counts nothing.
 """
 
 from collections.abc import Callable
@@ -18,19 +19,19 @@ from zeroamp.hooks._torch.fsdp import communication_methods
 
 
 class CommunicationListener(Protocol):
-    """Is called at both ends of each stretch of FSDP2's code that communicates."""
+    """Is called before and after each of FSDP2's methods that communicate. Nested calls count as one."""
 
     def enter_communication(self) -> None:
-        """It begins."""
+        """Handle the begin of such a method."""
 
     def leave_communication(self) -> None:
-        """It ended, or raised."""
+        """Handle the end of such a method, also if it raised."""
 
 
 class CommunicationWatch:
-    """Calls its listeners around each stretch of FSDP2's code that communicates. Changes nothing else.
+    """Calls its listeners before and after each of FSDP2's methods that communicate. Changes nothing else.
 
-    A root has one: of two, the one that ended first would take the other's methods away.
+    Create one per root. Of two, the first one to remove its last listener would also remove the wrappers of the other.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -38,10 +39,10 @@ class CommunicationWatch:
         self._listeners: tuple[CommunicationListener, ...] = ()  # replaced whole: may shrink during a call
         self._depth = 0  # one of these methods calls another
         self._watched: list[tuple[Any, str, Any]] = []
-        """Object, name of a method, and the attribute of the instance before, or None."""
+        """Object, name of the wrapped method, and the instance attribute that the wrapper replaced, or None."""
 
     def add(self, listener: CommunicationListener) -> None:
-        """Call `listener` too. While there is one, an attribute of each instance hides the method of its class."""
+        """Call `listener` too. The first listener wraps FSDP2's methods, by attributes of the instances."""
         self._listeners = (*self._listeners, listener)
         if self._watched:
             return
@@ -50,7 +51,7 @@ class CommunicationWatch:
             setattr(owner, name, self._around(getattr(owner, name)))
 
     def remove(self, listener: CommunicationListener) -> None:
-        """Stop calling `listener`. After the last listener is removed, the methods are restored."""
+        """Stop calling `listener`. Removing the last listener restores FSDP2's methods."""
         self._listeners = tuple(other for other in self._listeners if other is not listener)
         if self._listeners:
             return

@@ -1,7 +1,7 @@
-"""Observers of the dtypes that really occur, for `Ledger.verify`. On during a verification only, never in training.
+"""Observers of the dtypes that occur in a step, for `Ledger.verify`. They run in a verification only.
 
-Each returns what it was given unchanged: hooks return None, and the dispatch mode the op's own result. (The mode
-itself changes last bits, as every dispatch mode does, and disables compilation.)
+Hooks return None, and the dispatch mode returns the op's own result. A dispatch mode disables compilation and may
+change last bits of results, so these observers do not run in training.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,22 +18,22 @@ from zeroamp.policies.dtypes import short_name
 
 
 class Observations:
-    """Which dtypes were seen, by parameter and boundary (a column of the ledger)."""
+    """The dtypes that were seen, by parameter and by boundary (a column of the ledger)."""
 
     def __init__(self) -> None:
         self.seen: dict[str, dict[str, dict[str, str]]] = {}
         """FQN -> boundary -> short name of a dtype -> where it was seen first."""
 
     def see(self, fqn: str, boundary: str, dtype: torch.dtype, where: str) -> None:
-        """Note one dtype."""
+        """Record a dtype of the parameter `fqn` at a boundary. Of equal dtypes, the first `where` is kept."""
         self.seen.setdefault(fqn, {}).setdefault(boundary, {}).setdefault(short_name(dtype), where)
 
 
 class OpObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes in which dtype each op ran that consumed a parameter, itself or a view, cast or copy of it.
+    """Records the compute dtype of each op that reads a parameter, or a view, cast or copy of one.
 
-    That dtype is what the op's floating-point inputs promote to. Casts and copies are followed, not noted: autocast's
-    own cast of a parameter that was all-gathered in fp32 is one.
+    The compute dtype is the dtype to which the op's floating-point inputs promote. Casts and copies are followed and
+    not recorded: autocast's own cast of a parameter that was all-gathered in fp32 is such a cast.
     """
 
     _MOVES = frozenset({"_to_copy", "cat", "clone", "index", "index_select", "stack"})
@@ -42,21 +42,21 @@ class OpObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._observations = observations
         self._names: dict[int, frozenset[str]] = {}  # by storage: views share it
-        self._copies: list[torch.UntypedStorage] = []  # held, so that no other storage gets the key of a copy
+        self._copies: list[torch.UntypedStorage] = []  # retained, so that no other storage gets the key of a copy
 
     def follow(self, fqn: str, parameter: torch.Tensor) -> None:
-        """Note what consumes `parameter` from now on."""
+        """Record the ops that read `parameter` from now on, under the name `fqn`."""
         self._names[storage_key(parameter)] = frozenset({fqn})
 
     def forget(self) -> None:
-        """Follow nothing any more."""
+        """Stop following all parameters, and release their copies."""
         self._names.clear()
         self._copies.clear()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the op, look at its tensors, and return its result unchanged."""
+        """Run the op, record it if it reads a followed parameter, and return its result unchanged."""
         result = func(*args, **(kwargs or {}))
         inputs = list(_plain_tensors((args, kwargs or {})))
         consumed = [key for key in map(storage_key, inputs) if key in self._names]
@@ -84,12 +84,13 @@ class OpObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class UnitObserver:
-    """Notes each parameter's dtype when its unit runs, and of its raw gradient; tells `ops` to follow it."""
+    """Records the dtypes of each unsharded parameter and of its raw gradient, and makes `ops` follow the parameter."""
 
     def __init__(self, observations: Observations, ops: OpObserver, sums_in: torch.dtype | None) -> None:
-        """Take the dtype of unsharded sums over micro-batches; None where there are none.
+        """Take where to record, and `sums_in`, the dtype of unsharded sums over micro-batches; None without such sums.
 
-        From torch 2.15 on, FSDP2 lets autograd cast a gradient to it, before any hook: that is no raw gradient.
+        From torch 2.15 on, autograd casts a gradient to `sums_in` before any hook runs. Its raw dtype is then unknown,
+        and is not recorded.
         """
         self._observations = observations
         self._ops = ops
@@ -97,9 +98,11 @@ class UnitObserver:
         self._watched: dict[nn.Parameter, RemovableHandle] = {}
 
     def attach(self, root: nn.Module, units: Mapping[str, Iterable[str]]) -> list[RemovableHandle]:
-        """Register on modules; `units` maps the FQN of a module to those of the parameters to look at when it runs.
+        """Register forward pre-hooks; return their handles. Call after FSDP2 and the typed groups have registered.
 
-        After FSDP2's own hooks and those of the group holders, which unshard. Returns the handles.
+        Args:
+            root: the wrapped model.
+            units: FQN of a module -> FQNs of the parameters whose dtypes are recorded when it runs.
         """
 
         def observer(module_fqn: str, fqns: tuple[str, ...]) -> RemovableHandle:
@@ -119,7 +122,7 @@ class UnitObserver:
 
     def _look(self, fqn: str, parameter: nn.Parameter, unit: str) -> None:
         if isinstance(parameter, DTensor):
-            return  # sharded: a module of a merged unit after the last of them ran
+            return  # sharded: this module of a merged unit ran after the unit was resharded
         self._observations.see(fqn, "gather", parameter.dtype, f"the forward of {unit}")
         self._ops.follow(fqn, parameter)
         if parameter.requires_grad and parameter not in self._watched:
@@ -135,7 +138,7 @@ class UnitObserver:
 
 
 def _plain_tensors(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in an op's arguments or results, but for those that have no storage of their own."""
+    """Yield the strided tensors that are not DTensors in an op's arguments or results: those with a storage."""
     for tensor in tensors_in(value):
         if not isinstance(tensor, DTensor) and tensor.layout == torch.strided:
             yield tensor

@@ -1,28 +1,30 @@
-"""Named ranges in traces: which unit or group the work belongs to, and in which dtype.
+"""Named ranges in traces. A name has the unit or parameter group, and the dtype of its communication.
 
 | range | what |
 |---|---|
-| `zeroamp::forward (blocks.0)` | a unit's forward, its parameters unsharded; `recompute`: repeated for the backward |
-| `zeroamp::backward (blocks.0)` | a unit's backward, from its outputs' gradients to its inputs' |
+| `zeroamp::forward (blocks.0)` | a unit's forward, without unshard and reshard |
+| `zeroamp::recompute (blocks.0)` | a forward that activation checkpointing repeats in the backward |
+| `zeroamp::backward (blocks.0)` | a unit's backward, from the gradients of its outputs to those of its inputs |
 | `zeroamp::all_gather (blocks.0 bf16)` | the all-gather of one group |
-| `zeroamp::cast (blocks.0 -> bf16)` | its gradients, cast into the flat input of their reduction |
-| `zeroamp::reduce_scatter (blocks.0 bf16, sum fp32)` | their reduction; inside it `sum (blocks.0 -> fp32)` |
-| `zeroamp::all_reduce (blocks.0 fp32)` | over replicas |
-| `zeroamp::norm`, `clip`, `optimizer (AdamW)` | of the step |
+| `zeroamp::cast (blocks.0 -> bf16)` | the copy and cast of a group's gradients into the flat input of their reduction |
+| `zeroamp::reduce_scatter (blocks.0 bf16, sum fp32)` | the reduction over shards |
+| `zeroamp::sum (blocks.0 -> fp32)` | inside the reduction: the sum after an all-to-all |
+| `zeroamp::all_reduce (blocks.0 fp32)` | the sum over replicas |
+| `zeroamp::norm`, `clip`, `optimizer (AdamW)` | the gradient norm, clipping and the update of an optimizer step |
 
-FSDP2's own ranges, `FSDP::...`, say which part of its work it is, and are not repeated.
+FSDP2's own ranges (`FSDP::...`) are in the trace too.
 
 [Note: Ranges across hooks]
-What one hook opens and another closes is kept on a stack per thread, because autograd has threads of its own on
-accelerators. Closing a range closes what was opened after it and is still open: what raised midway leaves nothing open
-for longer than the range around it, and nothing at all past the next forward of the root. (Of a root whose forward
-calls the root again, the outer range ends there.)
+One hook opens a range, and another closes it. Open ranges are on a stack per thread, because autograd has threads of
+its own on accelerators. Closing a range also closes all ranges that were opened after it and are still open. So an
+exception leaves no range open for longer than the range around it. The next forward of the root closes all. (If the
+root's forward calls the root again, the outer range ends at that call.)
 
 [Note: Backward ranges]
-Hooks on a unit's outputs open its backward, hooks on its inputs close it. Autograd runs both inside its event of one
-node (`autograd::engine::evaluate_function`), so the range begins and ends in the middle of two of those: `zeroamp
-profile` moves its ends to where the nodes begin. A unit whose inputs need no gradient is closed when the next unit
-begins or the backward ends.
+Hooks on a unit's outputs open its backward range, hooks on its inputs close it. Autograd runs these hooks inside its
+events of single nodes (`autograd::engine::evaluate_function`), so the range begins and ends in the middle of such
+events. `zeroamp profile` moves both ends to the begin of the node. If no input of a unit needs a gradient, its range is
+closed when the backward of the next unit begins, or when the whole backward ends.
 """
 
 import threading
@@ -43,7 +45,7 @@ from zeroamp.hooks.tensors import tensors_in
 from zeroamp.policies.policy import RangeMode
 
 RANGE_PREFIX = "zeroamp::"
-"""What the name of each range starts with."""
+"""Prefix of the name of each range."""
 
 RangeKind = Literal[
     "all_gather",
@@ -60,44 +62,45 @@ RangeKind = Literal[
 ]
 
 _OF_UNITS: tuple[RangeKind, ...] = ("backward", "forward", "recompute")
-"""Kinds whose range is named after a module; the root, whose FQN is "", is called "root", as its group is."""
+"""Kinds whose range is named after a module. The root, whose FQN is "", is named "root"."""
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(slots=True, eq=False)
 class OpenRange:
-    """A range that was opened and has yet to be closed."""
+    """A range that was opened and is not closed yet."""
 
     kind: RangeKind
     of: str
+    """The name in parentheses: the FQN of a module, "" for the root, or a group's name and dtypes."""
     record: record_function | None
-    """What the profiler of torch has; None where none records."""
+    """The profiler's event; None if no profiler was recording when the range was opened."""
 
 
 class _OpenRanges(threading.local):
-    """Those of one thread, the innermost last."""
+    """The stack of one thread's open ranges, the innermost last."""
 
     def __init__(self) -> None:
         self.stack: list[OpenRange] = []
 
 
 class Ranges:
-    """Opens and closes the ranges of one wrapped model. With nothing to record it does nothing."""
+    """Opens and closes the ranges of one wrapped model. Without NVTX or a recording profiler it does nothing."""
 
     def __init__(self, mode: RangeMode = "off") -> None:
         self._mode = mode
         self._open = _OpenRanges()
         self._begins: MutableMapping[torch.Tensor, list[str]] = WeakTensorKeyDictionary()
-        """Output of a unit -> the units whose backward begins with its gradient, the outermost first."""
+        """Output of a unit -> FQNs of the units whose backward begins with the output's gradient, outermost first."""
 
     @property
     def is_active(self) -> bool:
-        """Whether a range that is opened now goes anywhere."""
+        """Whether a range that is opened now would be recorded."""
         return self._mode == "nvtx" or (self._mode == "profiler" and is_profiling())
 
     def inside(self, kind: RangeKind, of: str = "") -> AbstractContextManager[None]:
-        """Return a context that is a range around its body, also when that raises."""
+        """Return a context manager that opens a range, and closes it also if its body raises."""
         return self._around(kind, of) if self.is_active else _NOTHING
 
     @contextmanager
@@ -109,7 +112,7 @@ class Ranges:
             self.close(opened)
 
     def open(self, kind: RangeKind, of: str = "") -> OpenRange | None:
-        """Open a range, named after `kind` and what it works on; None if there is nothing to record."""
+        """Open the range `zeroamp::{kind} ({of})`, and return it. None if it would not be recorded."""
         if not self.is_active:
             return None
         what = of or ("root" if kind in _OF_UNITS else "")
@@ -124,25 +127,26 @@ class Ranges:
         return opened
 
     def close(self, opened: OpenRange | None) -> None:
-        """Close a range of this thread, and first those inside it. Nothing if it was closed already."""
+        """Close a range of this thread after all ranges inside it. Does nothing if the range is closed already."""
         if opened in self._open.stack:
             while self._close_last() is not opened:
                 pass
 
     def close_kind(self, kinds: tuple[RangeKind, ...], of: str) -> None:
-        """Close the innermost open range of these kinds and that name, if there is one."""
+        """Close the innermost open range of one of these kinds with the name `of`, if there is one."""
         if self._open.stack:
             self.close(next((r for r in reversed(self._open.stack) if r.kind in kinds and r.of == of), None))
 
     def close_all(self) -> None:
-        """Close what is open in this thread."""
+        """Close all open ranges of this thread."""
         while self._open.stack:
             self._close_last()
 
     def begin_backward_at(self, output: torch.Tensor, fqn: str) -> None:
-        """Open the backward of a unit when the gradient of its `output` is there.
+        """Open the backward range of the unit `fqn` when the backward reaches its `output`.
 
-        A unit that returns what one inside it returned is done later and begins earlier: one hook opens all.
+        A unit may return the output of a unit inside it. The outer one's forward ends later and its backward begins
+        earlier. So one hook per output opens the ranges of all its units, the outermost first.
         """
         fqns = self._begins.get(output)
         if fqns is None:
@@ -160,7 +164,7 @@ class Ranges:
                 at_end_of_backward(self.end_backwards)
 
     def end_backwards(self, fqn: str = "") -> None:
-        """Close the innermost open backwards of units, up to one that contains the unit `fqn`."""
+        """Close the open backward ranges from the innermost outwards, up to one whose unit contains the unit `fqn`."""
         stack = self._open.stack
         while stack and stack[-1].kind == "backward" and not _contains(stack[-1].of, fqn):
             self._close_last()
@@ -179,9 +183,9 @@ def _contains(outer: str, inner: str) -> bool:
 
 
 class UnitRanges:
-    """The ranges of one module of a unit: its forward, and its backward unless it is the root.
+    """Opens and closes the forward range of one module, and its backward range unless the module is the root.
 
-    The root's backward is around `loss.backward()`, which `TrainStep` calls. Inputs and outputs go on unchanged.
+    `TrainStep` opens the root's backward range around `loss.backward()`. Inputs and outputs are not changed.
     """
 
     def __init__(self, ranges: Ranges, fqn: str) -> None:
@@ -189,10 +193,10 @@ class UnitRanges:
         self._fqn = fqn
 
     def attach(self, module: nn.Module) -> list[RemovableHandle]:
-        """Register on `module`; return the handles. Call after FSDP2's hooks and those of the holders are there.
+        """Register the hooks on `module`; return their handles. Call after FSDP2 and the typed groups have registered.
 
-        After what unshards and before what reshards, so that the forward's range is the compute. `always_call`, so that
-        it is closed when the forward raises.
+        The range opens after the unshard and closes before the reshard, so that it holds the computation only. With
+        `always_call` it is also closed when the forward raises.
         """
         return [
             module.register_forward_pre_hook(self._before, prepend=False, with_kwargs=True),

@@ -1,1 +1,1 @@
-"""In which precision modules run: autocast, fp32 regions, shared casts."""
+"""Sets the precision in which modules run: autocast, fp32 regions, casts of inputs, shared casts."""

@@ -1,17 +1,17 @@
-"""`torch.autocast` around the root's forward: the config's own, and how the caller's is handled.
+"""Runs the root's forward under the config's `torch.autocast`, and checks an autocast of the caller around it.
 
 | config | the caller's autocast around the forward | result |
 |---|---|---|
-| torch_autocast | the same dtype | nothing |
-| torch_autocast | another dtype, or `enabled=False` | one warning per model; the config's is used |
+| torch_autocast | the same dtype | no message |
+| torch_autocast | another dtype, or `enabled=False` | one warning per model; the config's autocast is used |
 | fp32, bf16 or fp16 | on | PrecisionError, unless `zeroamp.external_autocast` is "allow" |
 
 Only autocast of the model's device type is checked. Autocast contexts inside the model's forward are not checked.
 
 [Note: Cached casts]
-`torch.autocast` casts a weight once and caches the result until the outermost autocast of the thread is left. Inside an
-autocast of the caller that spans several steps, a forward would read casts of weights from before the update. So each
-outermost forward begins with an empty cache, as if the caller's autocast had been entered just before it.
+`torch.autocast` casts a weight once and caches the result until the outermost autocast of the thread ends. Inside a
+caller's autocast that spans several steps, a forward would read casts of weights from before the update. So the cache
+is cleared before each outermost forward, as if the caller's autocast began just before it.
 """
 
 import logging
@@ -33,10 +33,10 @@ _OTHER_DEVICE_TYPES = ("cpu", "cuda", "xpu", "mps")
 def config_autocast(
     device_type: str, dtype: torch.dtype, ops: frozenset[str] = frozenset()
 ) -> AbstractContextManager[object]:
-    """Return the autocast of a config: `torch.autocast`, which also casts the arguments of `ops` inside.
+    """Return the context manager of a config's autocast: `torch.autocast`, which also casts the arguments of `ops`.
 
-    `ops` are names of `zeroamp.autocast_ops`, and must be registered. Without them, and where no other model of the
-    process has any, this is `torch.autocast` itself.
+    `ops` are names of `zeroamp.autocast_ops`, and must be registered. If no model of the process has registered any,
+    the result is `torch.autocast` itself.
     """
     autocast = torch.autocast(device_type, dtype=dtype)
     return _with_casts(autocast, ops) if ops or is_any_registered() else autocast
@@ -49,12 +49,12 @@ def _with_casts(autocast: torch.autocast, ops: frozenset[str]) -> Iterator[None]
 
 
 def enter_autocast(device_type: str, dtype: torch.dtype, ops: frozenset[str] = frozenset()) -> Around:
-    """Return what runs a forward under `config_autocast`, for the place "autocast" of `RootForward`."""
+    """Return an around that runs a forward under `config_autocast`, for the place "autocast" of `RootForward`."""
     return lambda _call: config_autocast(device_type, dtype, ops)
 
 
 def forget_casts(call: ForwardCall) -> None:
-    """Discard the casts that autocast has cached, before an outermost forward: see [Note: Cached casts].
+    """Clear autocast's cache before an outermost forward: see [Note: Cached casts].
 
     For the place "outer autocast" of `RootForward`, in every mode.
     """
@@ -63,7 +63,7 @@ def forget_casts(call: ForwardCall) -> None:
 
 
 def warn_of_other_autocast(device_type: str, dtype: torch.dtype) -> Around:
-    """Return what logs one warning if the caller's autocast around a forward is not the config's."""
+    """Return an around that logs one warning if the caller's autocast around a forward differs from the config's."""
     has_warned = False
 
     def look(call: ForwardCall) -> None:
@@ -75,23 +75,23 @@ def warn_of_other_autocast(device_type: str, dtype: torch.dtype) -> Around:
 
 
 def refuse_autocast(device_type: str, mode: str) -> Around:
-    """Return what raises PrecisionError before a forward inside the caller's autocast, for a config without one."""
+    """Return an around that raises a PrecisionError if the caller has autocast on, for a config without autocast."""
 
     def look(_call: ForwardCall) -> None:
         if torch.is_autocast_enabled(device_type):
             dtype = torch.get_autocast_dtype(device_type)
             raise PrecisionError(
                 f"The model's forward was called inside torch.autocast({device_type!r}, dtype={dtype}), but the config "
-                f"sets {mode} precision. Remove the autocast around the forward. For its numerics write "
-                f'"torch_autocast": {{"enabled": true, "dtype": "{short_name(dtype)}"}} in the config; to allow it, '
-                'write "zeroamp": {"external_autocast": "allow"}.'
+                f"sets {mode} precision. Remove the autocast around the forward. To train with autocast, write "
+                f'"torch_autocast": {{"enabled": true, "dtype": "{short_name(dtype)}"}} in the config. To allow an '
+                'autocast of your own, write "zeroamp": {"external_autocast": "allow"}.'
             )
 
     return look
 
 
 def _warn_if_different(device_type: str, dtype: torch.dtype) -> bool:
-    """Log a warning if the caller's autocast is not the config's; return whether one was logged."""
+    """Log a warning if the caller's autocast differs from the config's; return whether one was logged."""
     if torch.is_autocast_enabled(device_type):
         found = torch.get_autocast_dtype(device_type)
         if found == dtype:
@@ -103,14 +103,14 @@ def _warn_if_different(device_type: str, dtype: torch.dtype) -> bool:
         return False
     logger.warning(
         "The model's forward was called inside %s, but torch_autocast.dtype is %s in the config. The model runs under "
-        "the config's autocast. Remove the one around the forward.",
+        "the config's autocast. Remove the autocast around the forward.",
         *(words, short_name(dtype)),
     )
     return True
 
 
 def _is_inside_disabled(device_type: str) -> bool:
-    """Whether an autocast context is entered that enables nothing: state alone does not tell it from none at all."""
+    """Return whether an autocast with `enabled=False` is active. Only the nesting depth differs from no autocast."""
     depth = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     others = [name for name in _OTHER_DEVICE_TYPES if name != device_type and torch.amp.is_autocast_available(name)]

@@ -11,13 +11,13 @@ from zeroamp.hooks.precision.wrapped_forward import WrappedForward
 
 
 class Fp32Region(WrappedForward):
-    """Lets a module's forward take and compute fp32, with autocast off."""
+    """Runs a module's forward in fp32, with autocast off."""
 
     def __init__(self, module: nn.Module, device_type: str, output_dtype: torch.dtype | None) -> None:
-        """Wrap `module.forward`.
+        """Wrap `module.forward`; `remove` restores it.
 
-        Floating-point tensors go in as fp32. They come out as they are, or where `output_dtype` is given as that:
-        modules around this one compute in it and would refuse fp32. (Under autocast they take both.)
+        Floating-point inputs are cast to fp32, at any depth of containers. Floating-point outputs are cast to
+        `output_dtype`, if it is given: in the modes bf16 and fp16, the modules around this one raise for fp32 inputs.
         """
 
         def to(value: Any, dtype: torch.dtype) -> Any:

@@ -1,4 +1,4 @@
-"""Casts the ops of `zeroamp.autocast_ops` when activation checkpointing recomputes a forward.
+"""Casts the arguments of `zeroamp.autocast_ops` also when activation checkpointing recomputes a forward.
 
 Checkpointing restores autocast, but not the `casting` context of the root's forward.
 """
@@ -15,18 +15,18 @@ from zeroamp.hooks.precision.wrapped_forward import WrappedForward
 
 
 class CastsInRecomputation(WrappedForward):
-    """Wraps the forward of a module that runs such ops; outside of a backward the forward is unchanged.
+    """Wraps the forward of a module that runs such ops. Outside of a backward the forward is unchanged.
 
-    Autograd runs backwards of accelerators in threads of its own, so that nothing that the forward entered is there.
-    The forward itself is wrapped, not hooked: a compiled block is then another program than one without the casts.
+    Autograd runs backwards of accelerators in threads of its own, in which the forward's contexts are not active. The
+    forward itself is wrapped, not hooked, so that a block that was compiled without the casts is compiled again.
     """
 
     def __init__(self, module: nn.Module, ops: frozenset[str]) -> None:
-        """Wrap `module.forward`."""
+        """Wrap `module.forward`, and cast the arguments of `ops` (names of `zeroamp.autocast_ops`)."""
 
         def wrap(forward: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
-                # A compiled program holds the casts that were there when it was traced, inside the root's forward.
+                # A compiled program already contains the casts: it was traced inside the root's forward.
                 if torch.compiler.is_compiling() or not is_in_backward():
                     return forward(*args, **kwargs)
                 with casting(ops):

@@ -1,16 +1,16 @@
-"""Casts an activation once for all safe Linears that read it, where `torch.autocast` casts it for each.
+"""Casts an activation once for all safe Linears that read it. `torch.autocast` casts it once for each Linear.
 
 [Note: The same bits]
-Under autocast q, k and v each make a low-precision copy of one tensor and keep it for their backward; so do gate and
+Under autocast q, k and v each make a low-precision copy of one tensor and save it for their backward; so do gate and
 up. The copies are equal, so one copy is shared. The backwards must stay separate: autocast casts each consumer's
-gradient to fp32 before it adds them, but the gradients of one shared copy would be added in low precision. So each
+gradient to fp32 and then adds them, but the gradients of one shared copy would be added in low precision. So each
 consumer after the first gets the copy through an autograd function whose backward casts to fp32, as autocast's does.
 
 [Note: A native node]
-An autograd function in Python takes the host several times as long, in forward and backward, as a cast by torch. So a
-small tensor is cast again by torch, which also makes the autograd node. The kernel of that cast is too short to matter.
-The result of the cast is released at once, and the shared copy takes its place under that node: the backward saves no
-more bytes than with the shared copy alone.
+An autograd function in Python takes several times the host time of a cast by torch, in forward and backward. So a small
+tensor is cast again by torch, which also makes the autograd node. The kernel of that cast takes little time. The result
+of the cast is released at once, and the node's output gets the memory of the shared copy. So the backward saves no more
+bytes than with the shared copy alone.
 """
 
 import weakref
@@ -25,11 +25,11 @@ MAX_NUMEL_OF_NODE = 2**20
 """Elements of the largest tensor that is cast again. The cast reads and writes 6 MiB: 2 to 3 microseconds at an H100's
 3.35 TB/s, computed from the data sheet and not measured."""
 MAX_NUMEL_OF_NODE_ON_CPU = 2**13
-"""The same on a CPU, where the cast takes the time of the host itself."""
+"""The same on a CPU, where the host itself runs the cast."""
 
 
 def linears_that_may_share(modules: Iterable[nn.Module]) -> list[nn.Linear]:
-    """Return those of one unit's modules of which another reads inputs of the same width."""
+    """Return the Linears among one unit's modules that have the input width of at least one other Linear."""
     linears = [module for module in modules if isinstance(module, nn.Linear)]
     linears = [linear for linear in linears if type(linear).forward is nn.Linear.forward]
     widths = [linear.in_features for linear in linears]
@@ -37,7 +37,7 @@ def linears_that_may_share(modules: Iterable[nn.Module]) -> list[nn.Linear]:
 
 
 class _Shared(torch.autograd.Function):
-    """Takes a tensor and its copy; is the cast of the one to the other."""
+    """Returns `copy` as the cast of `tensor`. Its backward casts the gradient to the dtype of `tensor`."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
@@ -50,7 +50,7 @@ class _Shared(torch.autograd.Function):
 
 
 class SharedCasts:
-    """Keeps the last copy for as long as the tensor that it is of lives unchanged."""
+    """Retains the cast of the last activation, for as long as the activation is alive and not changed in place."""
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
@@ -60,14 +60,14 @@ class SharedCasts:
         self._copy: torch.Tensor | None = None
 
     def attach(self, linear: nn.Linear) -> RemovableHandle:
-        """Give the Linear's forward, where it is called with one positional fp32 tensor, the shared copy."""
+        """Make the Linear's forward use the shared copy, if it is called with one positional fp32 tensor."""
         return linear.register_forward_pre_hook(self._cast)
 
     def _cast(self, _linear: nn.Module, args: tuple[Any, ...]) -> torch.Tensor | None:
         return self.cast(args) if torch.is_autocast_enabled(self._device_type) else None
 
     def cast(self, args: tuple[Any, ...]) -> torch.Tensor | None:
-        """Return the copy for a Linear's forward with these arguments. None: leave them. Call with autocast on."""
+        """Return the copy for a Linear's forward with these arguments, or None to leave them. Call with autocast on."""
         if torch.compiler.is_compiling() or len(args) != 1:  # a compiler fuses the casts
             return None
         tensor: Any = args[0]
@@ -76,7 +76,7 @@ class SharedCasts:
         if not is_known and not self._is_cast_by_autocast(tensor):
             return None
         requires_grad = tensor.requires_grad
-        if requires_grad and tensor.is_leaf:  # autocast itself makes one copy of a leaf for all readers, as of a weight
+        if requires_grad and tensor.is_leaf:  # autocast itself caches the cast of a leaf, as of a weight
             return None
         if copy is None or not is_known:
             low: torch.Tensor = tensor.to(torch.get_autocast_dtype(self._device_type))
@@ -91,7 +91,9 @@ class SharedCasts:
         return cast(torch.Tensor, _Shared.apply(tensor, copy))  # type: ignore[no-untyped-call]
 
     def _is_cast_by_autocast(self, value: Any) -> bool:
-        """Whether autocast casts an argument of a Linear. False for tensors of inference mode: they have no version."""
+        """Return whether autocast casts `value`, an argument of a Linear. Inference tensors are left out: they have no
+        version counter.
+        """
         return (
             isinstance(value, torch.Tensor)
             and value.dtype == torch.float32

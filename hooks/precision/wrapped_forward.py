@@ -1,4 +1,4 @@
-"""Wraps the forward of a module, and undoes it."""
+"""Wraps the forward of a module, and can restore it."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -8,21 +8,21 @@ from torch import nn
 
 
 class WrappedForward:
-    """A module whose forward was wrapped.
+    """Replaces the forward of a module by a wrapper of it.
 
-    The forward itself is wrapped, not hooked: a `with` inside a function can be compiled into one graph, a context that
-    one hook enters and another leaves cannot.
+    The forward itself is wrapped, not hooked: a `with` inside a function can be compiled into one graph. A context that
+    one hook enters and another exits can not.
     """
 
     def __init__(self, module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Replace `module.forward` by what `wrap` makes of it."""
+        """Replace `module.forward` by `wrap(module.forward)`; `remove` restores it."""
         self._module = module
         self._before: Callable[..., Any] | None = module.__dict__.get("forward")
         forward = module.forward
         module.forward = wraps(forward)(wrap(forward))
 
     def remove(self) -> None:
-        """Put the module's own forward back."""
+        """Restore the module's forward as it was before."""
         if self._before is None:
             del self._module.forward
         else:

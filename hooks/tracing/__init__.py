@@ -1,1 +1,1 @@
-"""Runs of a model on fake tensors, and what they show of its parameters."""
+"""Runs a model on fake tensors, and records which ops use each parameter and in which dtype."""

@@ -1,10 +1,10 @@
-"""Fused experts of transformers: 3-D parameters of one module, one slice for each expert. And a routing for fake runs.
+"""Finds transformers' fused experts (3-D parameters with one slice per expert), and routes tokens in fake runs.
 
 [Note: Balanced routing]
 transformers' "eager" experts loop over the experts that some token chose, and index by the tokens that chose each. On
-fake tensors these indices are not known. `route_evenly` gives the answers inside the forward of such a module: every
-expert is chosen, by equally many tokens (one more for the first ones, where they do not divide). The other
-implementations, "batched_mm" and "grouped_mm", have the same shapes and FLOPs for any routing, and need no answer.
+fake tensors these indices are not known. `route_evenly` supplies them inside the forward of such a module: every expert
+is chosen by equally many tokens (the first ones by one more, if there is a remainder). The other implementations,
+"batched_mm" and "grouped_mm", have the same shapes and FLOPs for any routing, and are not changed.
 """
 
 from collections.abc import Callable
@@ -19,23 +19,24 @@ Implementation = Literal["eager", "batched_mm", "grouped_mm"]
 
 
 def experts_implementation(module: nn.Module) -> str | None:
-    """Return how a module of transformers' fused experts multiplies, an `Implementation` or another; None for others.
+    """Return the implementation of a module of transformers' fused experts; None for other modules.
 
-    "eager" loops over the experts, "batched_mm" copies the slices that the tokens chose, "grouped_mm" is one product.
+    It is an `Implementation`, or a name that this release does not know. "eager" loops over the experts, "batched_mm"
+    copies the slices that the tokens chose, "grouped_mm" is one product.
     """
     implementation = getattr(getattr(module, "config", None), "_experts_implementation", None)
     return implementation if isinstance(implementation, str) and _num_experts(module) else None
 
 
 def _num_experts(module: nn.Module) -> int:
-    """Return the slices of a module's own 3-D parameters; 0 if it has none."""
+    """Return the size of dimension 0 of a module's own 3-D parameters; 0 if it has none."""
     return next((len(parameter) for parameter in module.parameters(recurse=False) if parameter.dim() == 3), 0)
 
 
 def route_evenly(model: nn.Module) -> None:
-    """Give the "eager" experts in `model` a balanced routing, by wrapping their forwards. See [Note: Balanced routing].
+    """Wrap the forwards of the "eager" experts in `model`, to route tokens evenly. See [Note: Balanced routing].
 
-    For a run on fake tensors, inside `tensors_replaced`, which undoes it.
+    Call in a run on fake tensors inside `tensors_replaced`, which restores the forwards.
     """
     for module in model.modules():
         if experts_implementation(module) == "eager":
@@ -52,7 +53,7 @@ def _with_balanced_routing(forward: Callable[..., Any], num_experts: int) -> Cal
 
 
 class _BalancedRouting(TorchFunctionMode):
-    """Answers which experts were chosen (`nonzero` of a 1-D tensor), and by which tokens (`where` of one mask each)."""
+    """Replaces two results: `nonzero` of a 1-D tensor (the chosen experts), `where` of a 2-D mask (one's tokens)."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class _BalancedRouting(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Answer these two questions; run anything else."""
+        """Return fixed results of these two functions, and run all others."""
         name = getattr(func, "__name__", "")
         if name == "nonzero" and len(args) == 1 and not kwargs and args[0].dim() == 1:
             self._num_asked = 0

@@ -1,4 +1,4 @@
-"""Lets a model run on fake tensors, or on copies of its tensors, and leaves it exactly as it was."""
+"""Runs a model on fake tensors, or on copies of its tensors, and restores it exactly."""
 
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Iterator
@@ -13,18 +13,18 @@ _DICTS = (dict, OrderedDict, defaultdict)
 
 
 class Replacements:
-    """Copies values with every tensor replaced: the same tensor, or container, always by the same replacement."""
+    """Copies values with their tensors replaced. Equal objects get one replacement, however often they occur."""
 
     def __init__(self, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._make = make
-        # The original is kept beside its copy: an id stays its own only while the object lives.
+        # The original is retained beside its copy, so that its id is not reused.
         self._copies: dict[int, tuple[object, Any]] = {}
 
     def of(self, value: Any) -> Any:
         """Return `value` with its tensors replaced, in lists, tuples, dicts and sets at any depth.
 
-        Containers are copied even if they hold no tensor: what a forward appends to a list of its module then goes
-        into the copy. Objects of other kinds are returned as they are.
+        Containers are copied even if they contain no tensor: a forward that appends to a list of its module then
+        appends to the copy. Objects of other types are returned as they are.
         """
         if id(value) in self._copies:
             return self._copies[id(value)][1]
@@ -50,12 +50,11 @@ class Replacements:
 
 @contextmanager
 def tensors_replaced(model: nn.Module, replacements: Replacements) -> Iterator[None]:
-    """Replace every tensor that the modules of `model` hold, parameters, buffers and plain attributes; undo it after.
+    """Replace the tensors of all modules of `model` inside the context: parameters, buffers and plain attributes.
 
-    The attributes of each module are saved and put back whole, so whatever the forward sets, reassigns or appends is
-    gone after it, and every Parameter, buffer and container is the same object as before. It works for references
-    that go round `named_parameters` as well, such as `nn.LSTM`'s list of its weights, which
-    `torch.func.functional_call` has to treat apart; nor does a module registered at two paths matter.
+    At the end the attributes of each module are restored. So what the forward sets, reassigns or appends is undone, and
+    every Parameter, buffer and container is the same object as before. References that are not in `named_parameters`
+    are replaced too, such as `nn.LSTM`'s list of its weights. A module may be registered at several paths.
     """
     saved = [(module, dict(vars(module))) for module in model.modules()]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
@@ -67,6 +66,6 @@ def tensors_replaced(model: nn.Module, replacements: Replacements) -> Iterator[N
         for module, attributes in saved:
             vars(module).clear()
             vars(module).update(attributes)
-        # A parameter that the forward reaches by another way, a closure say, is not replaced and has got a gradient.
+        # A parameter that the forward reads from elsewhere, such as a closure, was not replaced and has a gradient now.
         for parameter, gradient in gradients:
             parameter.grad = gradient

@@ -1,4 +1,4 @@
-"""What one recorded run did with one parameter, and what follows for the dtype it may be gathered in."""
+"""Decides from the recorded uses of a parameter whether all-gathering it in a low dtype keeps all bits."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,38 +11,41 @@ from zeroamp.policies.dtypes import short_name, stored_dtype
 from zeroamp.policies.errors import some_of
 
 Extent = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""(storage offset, size, strides): which elements of a parameter a view shows."""
+"""(storage offset, size, strides): the elements of a parameter that a view contains."""
 
 
 @dataclass(slots=True)
 class ParameterRecord:
-    """What one run did with one parameter."""
+    """The uses of one parameter in one run."""
 
     parameter: torch.Tensor
     reads: list[str] = field(default_factory=list)
-    """"op in module" for each use of its values that is no cast to the low dtype."""
+    """"op in module" for each op that reads the parameter's values and is not a cast to the low dtype."""
     casts: list[str] = field(default_factory=list)
-    """Module, for each cast to the low dtype."""
+    """The FQN of the module, for each cast to the low dtype."""
     cast_by: set[str] = field(default_factory=set)
-    """The op of `autocast_ops` that each cast was for; "" for those that autocast makes by itself."""
+    """Ops of `autocast_ops` for which the parameter was cast. "" stands for casts by torch's own autocast."""
     extents: list[Extent | None] = field(default_factory=list)
-    """Which part each cast took that autograd differentiates; None where it took a copy."""
+    """The elements of each cast that autograd differentiates; None for a cast of a copy."""
     recomputed_extents: list[Extent | None] = field(default_factory=list)
-    """The same in the backward, where checkpointed modules run again."""
+    """The same for casts in the backward, when checkpointed modules run again."""
     extents_without_grad: list[Extent | None] = field(default_factory=list)
-    """The same for casts that autograd does not see: in `no_grad`, in a `torch.autograd.Function`."""
+    """The same for casts that autograd does not record: in `no_grad` or in a `torch.autograd.Function`."""
     gradients: list[bool] = field(default_factory=list)
-    """For each gradient that arrived: whether it was in the low dtype up to a last cast, as one gathered low is."""
+    """For each gradient: whether its last op was a cast from the low dtype. Its values then fit into the low dtype."""
     dtype_read_in: str | None = None
-    """Module that asked for its dtype."""
+    """The FQN of a module that read the parameter's dtype; None if no module did."""
 
     def safety(self, dtype: torch.dtype, *, with_backward: bool) -> tuple[bool, str]:
-        """Return whether gathering the parameter in `dtype` leaves the run as it was, bit by bit, and why."""
+        """Return whether the run has the same bits if the parameter is all-gathered in `dtype`, and the reason.
+
+        `with_backward`: whether the recorded run had a backward.
+        """
         storage = stored_dtype(self.parameter)
         if storage == dtype:
             return True, f"safe: stored in {short_name(dtype)}"
         if not storage.is_floating_point:
-            return False, f"not safe: {short_name(storage)} is no floating-point dtype"
+            return False, f"not safe: {short_name(storage)} is not a floating-point dtype"
         if self.reads:
             return False, f"not safe: read in {short_name(storage)} by {some_of(self.reads, 1)}"
         if not self.casts:
@@ -57,7 +60,7 @@ class ParameterRecord:
 
     @property
     def is_cast_by_ops_only(self) -> bool:
-        """Whether it is cast, and only for ops of `autocast_ops`."""
+        """Whether all casts of the parameter were for ops of `autocast_ops`. False if there were none."""
         return bool(self.cast_by) and "" not in self.cast_by
 
     def _ops(self) -> str:
@@ -68,24 +71,28 @@ class ParameterRecord:
         return ", ".join(dict.fromkeys(self.casts))
 
     def _has_low_gradient(self, with_backward: bool) -> bool:
-        """Whether the gradient has no more bits than the low dtype, so that computing it low computes the same.
+        """Return whether the values of the gradient fit into the low dtype, so that a low gradient has the same bits.
 
-        One gradient that a last cast widened has not. A sum of several, one per cast, has not either if the casts took
-        parts that do not overlap, for then it only adds zeros. For that, autograd must have seen every cast, if only
-        when a checkpointed module ran again: what a backward written by hand returns is anyone's guess.
+        A single gradient whose last op was a cast from the low dtype fits. So does the sum of several gradients, one
+        per cast, if the casts read elements that do not overlap: the sum then only adds zeros. For the second case
+        autograd must have recorded every cast, at least when a checkpointed module ran again. Otherwise a backward
+        written by hand may return any values.
         """
         if with_backward and len(self.gradients) <= 1 and all(self.gradients):
             return True
         new = [extent for extent in self.recomputed_extents if extent not in self.extents]
         if not Counter(self.extents_without_grad) <= Counter(new):
             return False
-        # A module that runs again differentiates nothing new, but with `use_reentrant=True`: in a backward of its own.
+        # A recomputed module adds no gradients, except with `use_reentrant=True`, where it has its own backward.
         recomputed = new if len(self.gradients) <= 1 else self.recomputed_extents
         return are_disjoint(self.extents + recomputed, self.parameter)
 
 
 def are_disjoint(extents: Sequence[Extent | None], parameter: torch.Tensor) -> bool:
-    """Return whether no element is shown twice; marks one byte an element on the CPU."""
+    """Return whether no element of `parameter` is in two extents; False for unknown extents (None).
+
+    Allocates one byte per element on the CPU.
+    """
     known = [extent for extent in extents if extent is not None]
     if len(known) < len(extents):
         return False

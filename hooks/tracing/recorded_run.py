@@ -1,4 +1,4 @@
-"""Runs a model once, on fake tensors or on copies, and records what it does with its parameters."""
+"""Runs a model once, on fake tensors or on copies, and records how it uses its parameters."""
 
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -31,15 +31,22 @@ def record_run(
     low: Collection[str] = (),
     ops: frozenset[str] = frozenset(),
 ) -> UseRecorder:
-    """Run forward and backward once under `torch.autocast(device_type, dtype)` and return what was recorded.
+    """Run forward and backward once under `torch.autocast(device_type, dtype)`; return the recorded uses of parameters.
 
-    The model is left as it was: parameters, buffers, gradients, attributes, random states, autocast's cache. In the
-    run its tensors are on `device_type`, wherever they are now: without memory (`fake`), or as copies. Parameters
-    are in the dtype in which `wrap_model` stores them; those named in `low` are in `dtype`, as if they had been
-    gathered so. On fake tensors, transformers' experts take a balanced routing. Autocast also casts the arguments of
-    `ops`, names of `zeroamp.autocast_ops`, in recomputation too.
+    The run does not change parameters, buffers, gradients, attributes, random states or autocast's cache. It uses fake
+    tensors (`fake`) or copies on `device_type`. transformers' fused experts get a balanced routing on fake tensors.
 
-    Without a usable device, fake tensors can run a forward of "cuda" but no backward; the record says so.
+    Args:
+        model: on any device.
+        args: of the forward.
+        kwargs: of the forward.
+        dtype: the low dtype.
+        device_type: of the run. For "cuda" without a usable device, fake tensors run a forward but no backward:
+            `has_run_backward` of the result is then False.
+        fake: whether to run on fake tensors.
+        low: FQNs of parameters that have `dtype` in the run, as if they were all-gathered in it. The others have the
+            dtype in which `wrap_model` stores them.
+        ops: names of `zeroamp.autocast_ops` whose arguments autocast also casts, in recomputation too.
     """
     recorder = UseRecorder(dtype, model)
     parameters = dict(model.named_parameters())
@@ -65,7 +72,7 @@ def record_run(
 
 
 def can_run_backward(device_type: str) -> bool:
-    """Return whether autograd's engine runs on a device type here: it wants the device itself."""
+    """Return whether a backward can run on a device type. Autograd's engine needs a usable device, also for fakes."""
     return device_type == "cpu" or bool(torch.get_device_module(device_type).is_available())
 
 
@@ -77,7 +84,10 @@ def _run_backward(recorder: UseRecorder, outputs: Any) -> None:
 
 
 def replacement(tensor: torch.Tensor, dtype: torch.dtype, device_type: str, fake: bool) -> torch.Tensor:
-    """Return an empty tensor, or a copy, of `tensor`'s shape on a device type; of a DTensor one with such a part."""
+    """Return a copy of `tensor` on a device type, in `dtype`. With `fake` it is an empty tensor of the same strides.
+
+    Of a DTensor, the local part is copied.
+    """
     if isinstance(tensor, DTensor):
         part = replacement(without_wrapper(tensor.detach()), dtype, device_type, fake)
         own, placements = tensor.device_mesh, tensor.placements
@@ -89,7 +99,7 @@ def replacement(tensor: torch.Tensor, dtype: torch.dtype, device_type: str, fake
         copied = tensor.detach().to(device_type, dtype, copy=True)
     if isinstance(tensor, nn.Parameter):
         parameter = nn.Parameter(copied, requires_grad=tensor.requires_grad)
-        # Without it bitsandbytes makes a parameter of its own class, which is no fake tensor.
+        # Without `quant_state` bitsandbytes would make a parameter of its own class, which is not a fake tensor.
         if fake and hasattr(tensor, "quant_state"):
             parameter.quant_state = tensor.quant_state  # type: ignore[attr-defined]
         return parameter
@@ -98,10 +108,10 @@ def replacement(tensor: torch.Tensor, dtype: torch.dtype, device_type: str, fake
 
 @contextmanager
 def run_context(device_type: str, *, fake: bool) -> Iterator[None]:
-    """Run what is inside as training would, with no trace in random states; on fake tensors if asked."""
+    """Run the body with gradients on and uncompiled, and restore random states. `fake`: make its tensors fake."""
     with ExitStack() as stack:
         stack.enter_context(preserved_random_state(device_type))
-        # Training is what is asked about, also where the caller is in `no_grad`: this enables gradients again.
+        # Enables gradients, also if the caller is in `no_grad` or in inference mode.
         stack.enter_context(torch.inference_mode(False))
         # Compiled modules run eagerly under a dispatch mode, but with fullgraph=True torch 2.13 and 2.15 raise instead.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -112,10 +122,10 @@ def run_context(device_type: str, *, fake: bool) -> Iterator[None]:
 
 @contextmanager
 def _autocast(device_type: str, dtype: torch.dtype) -> Iterator[None]:
-    """Enter autocast, for a device type that is not there as well; leave no entry in autocast's cache.
+    """Enter autocast, also for a device type without a usable device. Clears autocast's cache at the end.
 
-    `torch.autocast` clears the cache when the outermost region ends, which may be the caller's. It disables itself for
-    CUDA without a device: then the state is set by hand, and a region that the model opens is an error.
+    `torch.autocast` clears the cache only when the outermost context ends, which may be the caller's. For CUDA without
+    a device it disables itself. Its state is then set directly, and an autocast that the model enters raises.
     """
     try:
         if can_run_backward(device_type):

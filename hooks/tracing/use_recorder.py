@@ -1,8 +1,8 @@
-"""Watches the dispatcher while a model runs, and notes which parameters it only ever casts to a low dtype.
+"""Records how each parameter is used while a model runs, to find those that are only ever cast to a low dtype.
 
-Autocast casts above the dispatch key at which a `TorchDispatchMode` listens. So each cast shows up there as
-`aten._to_copy(parameter, dtype=low)`, before the op that wanted it and for composite ops too. A parameter is *safe*
-when nothing reads its values but such casts: gathered in the low dtype, it lets the same program compute the same bits.
+Autocast casts at a higher dispatch key than the one of a `TorchDispatchMode`. So the mode gets each cast as
+`aten._to_copy(parameter, dtype=low)`, before the op that reads the cast, also for composite ops. A parameter is *safe*
+if only such casts read its values. All-gathered in the low dtype, it gives the same bits.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,8 +21,8 @@ from zeroamp.hooks.tensors import tensors_in
 from zeroamp.hooks.tracing.parameter_record import ParameterRecord
 
 _MOVES = frozenset({"clone", "cat", "stack", "slice_backward", "select_backward"})
-"""Ops that copy values unchanged, among zeros at most: rounding before one is rounding after it, so the readers of the
-copy decide."""
+"""Ops that copy values unchanged, and at most add zeros around them. Rounding before or after such an op gives the same
+values. So the uses of the copy count as uses of the parameter."""
 
 _FACTORIES = frozenset(
     {f"{kind}_like" for kind in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")}
@@ -32,27 +32,27 @@ _FACTORIES = frozenset(
 
 
 class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes every use of the parameters that were added to it. Returns what the ops return, unchanged."""
+    """Records every use of the parameters given to `add`. The results of the ops are not changed."""
 
     def __init__(self, dtype: torch.dtype, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.records: dict[str, ParameterRecord] = {}
         self.modules_called: set[str] = set()
-        # The ops that compute, each with the dtypes it read: two runs with equal programs compute the same.
+        # The ops that compute, each with the dtypes of its inputs. Runs with equal programs compute the same values.
         self.program: list[str] = []
         self.has_run_backward = False
         self.cast_modules: set[str] = set()
-        """FQNs of the modules in whose forward an op of `autocast_ops` had an argument cast."""
+        """FQNs of the modules in whose forward an argument of an op of `autocast_ops` was cast."""
         self._dtype = dtype
         self._fqns = {id(module): fqn for fqn, module in model.named_modules()}
         self._calls: list[str] = []  # FQNs of the modules that are in their forward, outermost first
-        self._carriers: dict[StorageWeakRef, frozenset[str]] = {}  # memory that holds unrounded values -> whose
-        self._copies: set[StorageWeakRef] = set()  # carriers that are no parameter's own memory
-        self._rounded: set[StorageWeakRef] = set()  # other tensors, cast to fewer bits
-        self._widened: set[StorageWeakRef] = set()  # cast from the low dtype
+        self._carriers: dict[StorageWeakRef, frozenset[str]] = {}  # storage with unrounded values -> parameters' FQNs
+        self._copies: set[StorageWeakRef] = set()  # those of the carriers that are copies
+        self._rounded: set[StorageWeakRef] = set()  # other tensors that were cast to a dtype of fewer bits
+        self._widened: set[StorageWeakRef] = set()  # tensors that were cast from the low dtype
 
     def add(self, name: str, parameter: torch.Tensor, replacement: torch.Tensor) -> None:
-        """Record the uses of a parameter: of its replacement in the run, and of itself, in a closure for example."""
+        """Record the uses of a parameter: of its replacement in the run, and of itself (in a closure, for example)."""
         record = self.records[name] = ParameterRecord(parameter)
         for tensor in (parameter, replacement):
             if (storage := storage_of(tensor)) is not None:
@@ -63,7 +63,7 @@ class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Record inside, and know which module is in its forward."""
+        """Record all uses inside the context, and the module in whose forward each is."""
         handles = [
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
@@ -76,17 +76,17 @@ class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 handle.remove()
 
     def note_outputs(self, outputs: Any) -> None:
-        """Count parameters among the outputs as read: nobody knows what the caller does with them."""
+        """Record parameters among the outputs as read, because the caller may read their values."""
         for tensor in tensors_in(outputs):
             self._note_reads([tensor], "the model's output")
 
     def note_dtype_read(self, tensor: torch.Tensor) -> None:
-        """Note that the model asked for the dtype of a parameter, which would be another if it were gathered low."""
+        """Record that the model read the dtype of a parameter: all-gathered in the low dtype, it would be another."""
         for name in self._owners(tensor):
             self.records[name].dtype_read_in = self.records[name].dtype_read_in or self._here()
 
     def safety(self) -> dict[str, tuple[bool, str]]:
-        """Return for every parameter whether it is safe, and why."""
+        """Return (whether it is safe, the reason) for every parameter, by FQN."""
         return {
             name: record.safety(self._dtype, with_backward=self.has_run_backward)
             for name, record in self.records.items()
@@ -95,10 +95,10 @@ class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the op and note it."""
+        """Run the op and record it."""
         kwargs = kwargs or {}
         out = run_op(func, args, kwargs)
-        if func.namespace != "prim":  # prim.device and the like: questions that FakeTensorMode asks
+        if func.namespace != "prim":  # FakeTensorMode calls prim.device and the like
             self._note(func, list(tensors_in((args, kwargs))), out)
         return out
 
@@ -150,7 +150,7 @@ class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._rounded.add(storage)
             elif source.dtype == self._dtype and out.dtype.itemsize > source.dtype.itemsize:
                 self._widened.add(storage)
-                # In the backward these mirror the forward's, but for the last cast of a parameter's own gradient.
+                # Not recorded in the backward: its casts mirror the forward's, except that of a parameter's gradient.
                 if storage_of(source) in self._rounded and not self.has_run_backward:
                     self.program.append("a round trip through fewer bits")
 
@@ -189,13 +189,13 @@ class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 _ATTRIBUTES = frozenset({"dtype", "itemsize", "nbytes"})
 _QUESTIONS = frozenset({"can_cast", "element_size", "result_type", "type"})
 _OF_THE_OTHER = frozenset({"to", "type_as"})
-"""`x.to(weight)` asks for the dtype of `weight`, not of `x`."""
+"""`x.to(weight)` reads the dtype of `weight`, not of `x`."""
 
 
 class DtypeReads(TorchFunctionMode):
-    """Hands every tensor whose dtype is read to `note`: such reads never reach the dispatcher.
+    """Calls `note` with every tensor whose dtype is read. Such reads do not reach the dispatcher.
 
-    Returns what the functions return, unchanged.
+    The results of the functions are not changed.
     """
 
     def __init__(self, note: Callable[[torch.Tensor], None]) -> None:
@@ -205,7 +205,7 @@ class DtypeReads(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the function, and see whether it is one of these questions."""
+        """Run the function, after `note` of the tensors whose dtype it reads."""
         kwargs = kwargs or {}
         asked = [value for value in _asked(func, [*args, *kwargs.values()]) if isinstance(value, torch.Tensor)]
         for tensor in asked:

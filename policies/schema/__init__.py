@@ -1,4 +1,4 @@
-"""The config's schema: every key of DeepSpeed 0.19.8 and the `zeroamp` block, each with its type and class."""
+"""The schema of a config: all keys of DeepSpeed 0.19.8 and of the `zeroamp` block, each with its type and class."""
 
 from zeroamp.policies.schema.check import validate
 from zeroamp.policies.schema.config import Config

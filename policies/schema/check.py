@@ -1,4 +1,4 @@
-"""Checks a config against the schema. Errors name the key, one line per bad key."""
+"""Checks a config against the schema. Errors have one line per bad key, which names the key."""
 
 import difflib
 import json
@@ -38,16 +38,16 @@ _VALID = {
     "literal_error": "{expected}",
     "value_error": "{error}",
 }
-"""What is valid, by the type of pydantic's error."""
+"""Type of a pydantic error -> what is valid."""
 _TYPE_ERRORS = ("_type", "_from_float", "value_error")
-_MANY = 12  # keys that an error lists; of a longer block it names the table in the docs
+_MANY = 12  # the most keys that an error lists; for a longer block it names docs/config.md
 
 
 def validate(cfg: Mapping[str, Any]) -> Config:
-    """Return the typed config.
+    """Return the config as typed blocks.
 
     Raises:
-        ConfigError: a key is unknown, unsupported, or of another type, with one line per bad key.
+        ConfigError: keys are unknown, unsupported, or have values of another type. The text has one line per key.
     """
     try:
         return Config.model_validate(dict(cfg))
@@ -56,13 +56,13 @@ def validate(cfg: Mapping[str, Any]) -> Config:
         for detail in error.errors():
             path = _path(detail["loc"], cfg, is_missing=detail["type"] == "missing")
             details.setdefault(path, []).append(detail)
-    # An error of an item of a list is also one of the list, for every other member of a union: only the item's counts.
+    # pydantic also reports an error of a list's item for the list, by other members of a union: only the item's counts.
     outer = {path for path in details if any(other.startswith(f"{path}.") for other in details)}
     raise ConfigError("\n".join(_explain(path, found, cfg) for path, found in details.items() if path not in outer))
 
 
 def _explain(path: str, details: list[Any], cfg: Mapping[str, Any]) -> str:
-    """Return the sentence for one key from pydantic's errors: one, or, of a union, one for every member."""
+    """Return the sentence for one key from pydantic's errors. A key of a union type has one error per member."""
     detail = details[0]
     if detail["type"] == "refused":
         return f"{path} {detail['ctx']['sentence']}"
@@ -80,7 +80,7 @@ def _explain(path: str, details: list[Any], cfg: Mapping[str, Any]) -> str:
 
 
 def _remedy(path: str, value: object, details: list[Any], cfg: Mapping[str, Any]) -> str:
-    """Return what to do about the value at `path`. Pydantic refuses it with `details`, one for every union member."""
+    """Return what to do about the value at `path`. `details` are pydantic's errors, one for each union member."""
     if is_quoted(value) and _is_valid_unquoted(path, cfg):
         return "Remove the quotes."
     if isinstance(value, str | Mapping) and any(each["type"] == "tuple_type" for each in details):
@@ -90,7 +90,7 @@ def _remedy(path: str, value: object, details: list[Any], cfg: Mapping[str, Any]
 
 
 def _is_valid_unquoted(path: str, cfg: Mapping[str, Any]) -> bool:
-    """Return whether the string at `path` is valid as the number, true, false or null that it quotes."""
+    """Return whether the string at `path` would be valid without its quotes, as a number, true, false or null."""
     unquoted = _unquoted(cfg, path.split("."))
     try:
         Config.model_validate(unquoted)
@@ -100,7 +100,7 @@ def _is_valid_unquoted(path: str, cfg: Mapping[str, Any]) -> bool:
 
 
 def _unquoted(value: Any, path: list[str]) -> Any:
-    """Return a config in which the string at `path` is what it quotes. What is around it is copied."""
+    """Return a copy of a config in which the string at `path` is replaced by the value that it quotes."""
     if not path:
         return json.loads(value)
     if isinstance(value, Mapping):
@@ -110,9 +110,10 @@ def _unquoted(value: Any, path: list[str]) -> Any:
 
 
 def _path(location: tuple[Any, ...], cfg: Any, *, is_missing: bool) -> str:
-    """Return the part of a pydantic location that is in the config; it also has the names of union members.
+    """Return a pydantic location as a path in the config: without the names of union members.
 
-    Of a key that is missing, the last parts are not there either; the names of union members are no lower-case words.
+    The last parts of a missing key are not in the config either. They are lower-case words, and names of union members
+    are not.
     """
     parts: list[str] = []
     for part in location:
@@ -126,9 +127,9 @@ def _path(location: tuple[Any, ...], cfg: Any, *, is_missing: bool) -> str:
 
 
 def _siblings(path: str) -> list[str]:
-    """Return the keys beside `path` that may be set."""
+    """Return the keys in the block of `path` that are supported, sorted."""
     block: type[Block] = Config
-    for part in (part for part in path.split(".")[:-1] if not part.isdigit()):  # a number is the place in a list
+    for part in (part for part in path.split(".")[:-1] if not part.isdigit()):  # a number is an index of a list
         inner = inner_block(block.model_fields[part])
         if inner is None:
             raise AssertionError(f"expected {part} to be a block, got {block.model_fields[part].annotation}")

@@ -33,22 +33,24 @@ from zeroamp.policies.schema.precision import Bf16Block, DataTypesBlock, Fp16Blo
 from zeroamp.policies.schema.scheduler import SchedulerBlock
 from zeroamp.policies.schema.zero import ZeroOptimizationBlock
 
-_SUMS_IN_FP32 = "Remove it: gradients are summed in fp32 and divided after, so that nothing over- or underflows before."
-_NO_SUCH_FEATURE = "Remove it: zeroamp has no such feature, and would otherwise ignore the block."
+_SUMS_IN_FP32 = (
+    "Remove it: gradients are summed in fp32 and then divided, so that the sum neither over- nor underflows."
+)
+_NO_SUCH_FEATURE = "Remove it: zeroamp has no such feature."
 _GONE = "Remove it: DeepSpeed 0.19.8 has removed it too."
 
 
 def _no_deepcompile(block: object) -> object:
     if isinstance(block, dict) and block.get("deepcompile", False) is not False:
         raise refused(
-            f"must not have deepcompile {shown(block['deepcompile'])}: there is no DeepCompile. Call torch.compile on "
-            "the model's blocks before wrap_model."
+            f"must not have deepcompile {shown(block['deepcompile'])}, because zeroamp has no DeepCompile. Call "
+            "torch.compile on the model's blocks before wrap_model."
         )
     return block
 
 
 def _auto_or_zero(value: object) -> object:
-    # A Literal compares with ==, for which False is 0.
+    # A Literal compares with ==, and False == 0.
     if type(value) not in (str, int):
         raise ValueError('"auto" or 0')
     return value
@@ -58,134 +60,131 @@ RangeMode = Literal["profiler", "nvtx", "off"]
 
 
 class ZeroampBlock(Block):
-    """`zeroamp`: the keys that DeepSpeed does not have."""
+    """`zeroamp`: keys that DeepSpeed does not have."""
 
     reduce_accumulate_dtype: Annotated[
         Literal["fp32", "native"],
         Honoured(
-            "how gradients are summed over ranks: `fp32` in the order of one balanced tree, after low-precision ones "
-            "were sent low; `native` by the backend, in the communication dtype"
+            "sum of gradients over ranks. `fp32`: sent in the communication dtype, summed in fp32 in the order of a "
+            "balanced tree. `native`: summed by the backend in the communication dtype"
         ),
     ] = "fp32"
     overrides: Annotated[
         tuple[OverrideBlock, ...],
         BeforeValidator(as_tuple),
         Honoured(
-            "other dtypes for some modules, as objects of the keys below; of the objects that match a parameter the "
-            "first one counts, before every list of classes"
+            "other dtypes for some modules: a list of objects with the keys below. The first object that matches a "
+            "parameter applies, instead of the lists of classes"
         ),
     ] = ()
     external_autocast: Annotated[
         Literal["error", "allow"],
-        Honoured("a forward inside your own `torch.autocast`, where `torch_autocast` is off: an error, or allowed"),
+        Honoured("if `torch_autocast` is off: whether a forward inside your own `torch.autocast` raises, or `allow`"),
     ] = "error"
     dp_replicate_size: Annotated[
-        PositiveInt, Honoured("HSDP: replicas, each sharded over its part of the ranks, where no mesh is passed")
+        PositiveInt, Honoured("HSDP: number of replicas, each sharded over its part of the ranks, if no mesh is passed")
     ] = 1
     ranks_per_node: Annotated[
         Literal["auto", "off"] | PositiveInt,
         Honoured(
-            "ranks of one node: reductions and gathers over several nodes then run in two levels, with the same bits. "
+            "ranks per node: reductions and all-gathers over several nodes then run in two levels, with the same bits. "
             "`auto`: the launcher's `LOCAL_WORLD_SIZE`; `off` or 1: flat (docs/precision.md)"
         ),
     ] = "auto"
     partials_between_nodes: Annotated[
         Literal["fp32", "3 bytes", "bf16"],
         Honoured(
-            "how sums of one node are sent to the others: `fp32` changes no bit; `3 bytes` rounds each to 2^-16, "
-            "`bf16` to 2^-8, for fewer bytes"
+            "format in which the sums of a node are sent to other nodes: `fp32` is exact; `3 bytes` has a relative "
+            "error of at most 2^-16, `bf16` of 2^-8, with fewer bytes"
         ),
     ] = "fp32"
     sync_module_states: Annotated[
         bool,
         Honoured(
-            "`wrap_model` broadcasts the first rank's parameters and buffers. Off, parameters that differ between "
-            "ranks are an error"
+            "`wrap_model` broadcasts the first rank's parameters and buffers. With false, parameters that differ "
+            "between ranks are an error"
         ),
     ] = False
     count_traffic: Annotated[
         bool | None,
-        Honoured("count calls and bytes of every collective (`zeroamp.traffic(model)`). Default: true; same results"),
+        Honoured("count calls and bytes of all collectives: `zeroamp.traffic(model)`. Default: true"),
     ] = None
     ranges: Annotated[
         RangeMode,
-        Honoured("names in traces: `profiler` while a torch profiler records, `nvtx` always, also as NVTX, or `off`"),
+        Honoured("named ranges in traces: `profiler` while a torch profiler records, `nvtx` always, or `off`"),
     ] = "profiler"
     reduce: Annotated[
         Literal["mean", "sum"],
         Honoured(
-            "whether gradients are averaged or summed over ranks; `sum` for a loss that is normalised over all ranks"
+            "whether gradients are averaged or summed over ranks. `sum` is for a loss that is normalised over all ranks"
         ),
     ] = "mean"
     skip_nonfinite_steps: Annotated[
         bool,
         Honoured(
-            "in every mode, skip the steps whose gradient norm is inf or nan, as float16 always does. The host then "
-            "reads the norm in each step: with fused optimizers after it launched the update, else before the update"
+            "skip steps whose gradient norm is inf or nan, in every mode, as always with float16. The host then reads "
+            "the norm in each step: with fused optimizers after it has launched the update, else before the update"
         ),
     ] = False
     reproducible: Annotated[
         bool,
         Honoured(
-            "losses, norms and weights have the same bits on any number of ranks, a power of two, if the global batch "
-            "is the same: see docs/reproducible.md. Off, nothing of it runs"
+            "losses, norms and weights have the same bits on any number of ranks that is a power of two, with the same "
+            "global batch: see docs/reproducible.md"
         ),
     ] = False
     seed: Annotated[
         Count | None,
         Honoured(
-            "with `reproducible`: the seed of the random numbers in forwards, such as dropout. Each micro-batch draws "
-            "from a generator that this seed, the step and the place of the micro-batch in the step decide. Default: 0"
+            "with `reproducible`: seed of the random numbers in forwards, such as dropout. The generator of a "
+            "micro-batch is seeded by this, the step, and the place of the micro-batch in the step. Default: 0"
         ),
     ] = None
     shard_dim: Annotated[
         Literal["auto", 0],
         BeforeValidator(_auto_or_zero),
         Honoured(
-            "the dimension over which a parameter is sharded: `auto` chooses another dimension than 0 where this saves "
-            "at least 1 % of padding (docs/precision.md); `0` is always dimension 0"
+            "dimension over which a parameter is sharded. `auto`: another dimension than 0 if this saves at least 1 % "
+            "of padding (docs/precision.md); `0`: always dimension 0"
         ),
     ] = "auto"
     recovery: Annotated[
         bool,
         Honoured(
-            "whether an exception on one rank is raised on all of them, and `TrainStep.recover` goes on after it. Off, "
-            "nothing of it runs"
+            "an exception on one rank is raised on all ranks, and training can continue after `TrainStep.recover`"
         ),
     ] = False
     autocast_ops: Annotated[
         tuple[Literal["grouped_mm"], ...],
         BeforeValidator(as_tuple),
         Honoured(
-            "ops without a rule in autocast that the hook's autocast casts too: `grouped_mm` (`torch._grouped_mm`, "
-            "fused MoE experts). Parameters that only they read are then all-gathered and reduced in `dtype`, see "
-            "docs/moe.md"
+            "ops that torch's autocast does not cast and zeroamp's does: `grouped_mm` (`torch._grouped_mm`, fused MoE "
+            "experts). Parameters that only these ops read are all-gathered and reduced in `dtype`, see docs/moe.md"
         ),
     ] = ()
     share_casts: Annotated[
         bool,
-        Honoured("under autocast, Linears of a unit that read the same tensor share its low-precision copy; same bits"),
+        Honoured("under autocast, Linears of a unit that read one tensor share its low-precision copy; same bits"),
     ] = True
     own_units: Annotated[
         bool,
         Honoured(
-            "at stage 3, large embeddings and output heads outside of all units are units of their own. Off, they stay "
-            "unsharded with the root; same bits"
+            "at stage 3, large embeddings and output heads outside of all units are units of their own. With false, "
+            "they stay unsharded with the root; same bits"
         ),
     ] = True
     reduce_scatter_input_buffers: Annotated[
         PositiveInt,
         Honoured(
-            "flat inputs of reductions that may be in flight, torch 2.13+. With 1 a unit's backward "
-            "waits for the reduction before it; each more costs the memory of one input"
+            "number of flat inputs of reductions at the same time (torch 2.13+). With 1, a unit's backward waits for "
+            "the reduction before it. Each further one needs the memory of one input"
         ),
     ] = 1
     separate_reduce_scatter_group: Annotated[
         bool | None,
         Honoured(
-            "reductions have a process group of their own, torch 2.13+: beside all-gathers, not after them, as in one "
-            "NCCL communicator; same bits. Default: true where nodes do not allow two levels, unless "
-            "`zeroamp.recovery` is on"
+            "reductions have their own process group (torch 2.13+), so that NCCL runs them beside all-gathers and not "
+            "after them; same bits. Default: true if reductions between nodes are flat and `zeroamp.recovery` is off"
         ),
     ] = None
     symmetric_memory: Annotated[
@@ -198,10 +197,11 @@ class ZeroampBlock(Block):
 
 
 class Config(Block):
-    """All keys. The keys of a block that is not enabled are checked and have no effect."""
+    """All keys of a config. Keys of a block that is not enabled are checked, and have no effect."""
 
     train_batch_size: Annotated[
-        PositiveInt | None, Honoured("samples per step: micro-batch size x accumulation steps x ranks, checked")
+        PositiveInt | None,
+        Honoured("samples per optimizer step; must be micro-batch size x accumulation steps x ranks"),
     ] = None
     train_micro_batch_size_per_gpu: Annotated[PositiveInt | None, Honoured("samples per micro-batch and rank")] = None
     gradient_accumulation_steps: Annotated[
@@ -210,20 +210,20 @@ class Config(Block):
     gradient_clipping: Annotated[
         Number,
         Field(ge=0),
-        Honoured("largest global 2-norm of the gradient, which is scaled down to it; 0 is off", 1.0),
+        Honoured("largest global 2-norm of the gradient; larger gradients are scaled down to it. 0: off", 1.0),
     ] = 0.0
     torch_autocast: TorchAutocastBlock = TorchAutocastBlock()
     bf16: Bf16Block = Bf16Block()
     fp16: Fp16Block = Fp16Block()
     data_types: DataTypesBlock = DataTypesBlock()
     gradient_accumulation_dtype: Annotated[
-        Dtype | None, Honoured("the same as data_types.grad_accum_dtype; both must agree")
+        Dtype | None, Honoured("another name of data_types.grad_accum_dtype; both must be equal")
     ] = None
     communication_data_type: Annotated[
         Dtype | None,
         Honoured(
-            "communication dtype of low-precision gradients (of all in mode fp32). Default: the "
-            "dtype of the raw gradients. Under autocast, unsafe parameters always reduce in fp32"
+            "communication dtype of the gradients of low-precision parameters (in mode fp32 of all). Default: the "
+            "dtype of the raw gradients. Under autocast, other parameters are always reduced in fp32"
         ),
     ] = None
     zero_optimization: ZeroOptimizationBlock = ZeroOptimizationBlock()
@@ -233,13 +233,13 @@ class Config(Block):
     steps_per_print: Annotated[
         Steps | None,
         Honoured(
-            "optimizer steps between two log lines of `TrainStep` (logger zeroamp, INFO, first rank); 0 and infinity: "
-            "none. Default: none",
+            "optimizer steps between two log lines of `TrainStep` (logger zeroamp, INFO, first rank). 0 and infinity: "
+            "no lines. Default: no lines",
             10,
         ),
     ] = None
     wall_clock_breakdown: Annotated[
-        bool, Honoured("log where the time of a step went, every `steps_per_print` steps, or every 10")
+        bool, Honoured("log the time of each part of a step, every `steps_per_print` steps, or every 10")
     ] = False
     comms_logger: CommsLoggerBlock = CommsLoggerBlock()
     tensorboard: FileMonitorBlock = FileMonitorBlock()
@@ -252,16 +252,16 @@ class Config(Block):
     comet: CometBlock = CometBlock()
     flops_profiler: FlopsProfilerBlock = FlopsProfilerBlock()
 
-    zero_allow_untested_optimizer: Annotated[bool, Native("any torch optimizer works")] = False
+    zero_allow_untested_optimizer: Annotated[bool, Native("no list of tested optimizers is enforced")] = False
     zero_force_ds_cpu_optimizer: Annotated[bool, Native("the optimizer is always torch's")] = True
-    use_data_before_expert_parallelism: Annotated[bool, Native("there is no expert parallelism")] = False
+    use_data_before_expert_parallelism: Annotated[bool, Native("the mesh defines expert parallelism")] = False
     log_level: Annotated[str | None, Native('set it with logging.getLogger("zeroamp")')] = None
-    vocabulary_size: Annotated[Count | None, Native("DeepSpeed only warns where it does not divide")] = None
-    aio: Annotated[object, Native("only NVMe offload reads it, which is refused by its device")] = None
+    vocabulary_size: Annotated[Count | None, Native("DeepSpeed uses it for a warning only")] = None
+    aio: Annotated[object, Native("it is read only with NVMe offload, which is an error")] = None
     compile: Annotated[
         object,
         AfterValidator(_no_deepcompile),
-        Native("compiles nothing in DeepSpeed either, but for `deepcompile`, which is refused; use torch.compile"),
+        Native("without `deepcompile`, which is an error, it has no effect in DeepSpeed either; use torch.compile"),
     ] = None
     comms_config: Annotated[object, Native("DeepSpeed reads comms_logger, not this key of LLaMA-Factory")] = None
     monitor_config: Annotated[
@@ -276,16 +276,16 @@ class Config(Block):
         Literal["mean", "sum"], Unsupported('Write "zeroamp": {"reduce": "sum"}.', ("mean",))
     ] = "mean"
     seq_parallel_communication_data_type: Annotated[
-        object, Unsupported("Remove it: there is no sequence parallelism.", (None, "fp32", "float32"))
+        object, Unsupported("Remove it: zeroamp has no DeepSpeed-Ulysses.", (None, "fp32", "float32"))
     ] = None
     managed_gradient_accumulation: Annotated[
-        bool, Unsupported("Remove it: TrainStep counts the micro-batches; or write a plain loop.", (True,))
+        bool, Unsupported("Remove it, and let TrainStep count the micro-batches, or write a plain loop.", (True,))
     ] = True
     disable_allgather: Annotated[bool, Unsupported("Remove it: parameters must be all-gathered.")] = False
     disable_python_gc: Annotated[bool, Unsupported("Call gc.disable() yourself.")] = False
-    dataloader_drop_last: Annotated[bool, Unsupported("Give it to your DataLoader: zeroamp has none.")] = False
+    dataloader_drop_last: Annotated[bool, Unsupported("Pass drop_last to your DataLoader.")] = False
 
-    amp: Annotated[object, Unsupported("Write torch_autocast: it is what replaced Apex AMP.")] = None
+    amp: Annotated[object, Unsupported("Write torch_autocast, which replaces Apex AMP.")] = None
     autotuning: Annotated[object, Unsupported(_NO_SUCH_FEATURE)] = None
     bfloat16: Annotated[object, Unsupported("Write bf16.")] = None
     compression_training: Annotated[object, Unsupported(_GONE)] = None
@@ -294,7 +294,7 @@ class Config(Block):
     datastates_ckpt: Annotated[object, Unsupported(_NO_SUCH_FEATURE)] = None
     eigenvalue: Annotated[object, Unsupported(_GONE)] = None
     elasticity: Annotated[object, Unsupported(_GONE)] = None
-    expert_parallel: Annotated[object, Unsupported(_NO_SUCH_FEATURE)] = None
+    expert_parallel: Annotated[object, Unsupported("Parallelize the model with torch: docs/meshes.md.")] = None
     fp32_allreduce: Annotated[object, Unsupported('Write "communication_data_type": "fp32".')] = None
     graph_harvesting: Annotated[object, Unsupported(_GONE)] = None
     hybrid_engine: Annotated[object, Unsupported(_NO_SUCH_FEATURE)] = None
@@ -305,5 +305,5 @@ class Config(Block):
     sequence_parallel_size: Annotated[object, Unsupported(_NO_SUCH_FEATURE, (None, 1))] = None
     sparse_attention: Annotated[object, Unsupported(_GONE)] = None
     sparse_gradients: Annotated[object, Unsupported(_GONE)] = None
-    tensor_parallel: Annotated[object, Unsupported(_NO_SUCH_FEATURE)] = None
+    tensor_parallel: Annotated[object, Unsupported("Parallelize the model with torch: docs/meshes.md.")] = None
     weight_quantization: Annotated[object, Unsupported(_NO_SUCH_FEATURE)] = None

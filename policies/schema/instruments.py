@@ -5,10 +5,10 @@ from typing import Annotated, Literal
 from zeroamp.policies.schema.keys import Block, Count, Honoured, Names, Native, Number, PositiveInt, Unsupported
 
 _NO_COMET = "Use tensorboard, csv_monitor or wandb, or add a zeroamp.Callback to TrainStep.callbacks."
-_OF_COMET = "only an enabled comet reads it, which is refused"
-_OF_THE_PROFILER = "only an enabled flops_profiler reads it, which is refused"
+_OF_COMET = "it is read only if comet is enabled, which is an error"
+_OF_THE_PROFILER = "it is read only if flops_profiler is enabled, which is an error"
 _MODEL_CHECKPOINTS = (
-    "Remove it: the model chooses what it recomputes, by gradient_checkpointing_enable() or torch's checkpoint_wrapper."
+    "Remove it, and call the model's gradient_checkpointing_enable(), or wrap blocks with torch's checkpoint_wrapper."
 )
 _JOB = "zeroamp"
 
@@ -16,24 +16,24 @@ Text = Annotated[str | None, Native(_OF_COMET)]
 
 
 class FileMonitorBlock(Block):
-    """`tensorboard`, `csv_monitor`."""
+    """`tensorboard` and `csv_monitor`: files to which the first rank writes each optimizer step."""
 
-    enabled: Annotated[bool, Honoured("write every step on the first rank, see docs/instruments.md")] = False
-    output_path: Annotated[str, Honoured("folder; by default the current one")] = ""
-    job_name: Annotated[str, Honoured("folder inside it", "DeepSpeedJobName")] = _JOB
+    enabled: Annotated[bool, Honoured("the first rank writes each step, see docs/instruments.md")] = False
+    output_path: Annotated[str, Honoured("folder. Default: the current one")] = ""
+    job_name: Annotated[str, Honoured("folder inside `output_path`", "DeepSpeedJobName")] = _JOB
 
 
 class WandbBlock(Block):
-    """`wandb`."""
+    """`wandb`: the Weights & Biases run to which the first rank logs each optimizer step."""
 
-    enabled: Annotated[bool, Honoured("log every step on the first rank, see docs/instruments.md")] = False
+    enabled: Annotated[bool, Honoured("the first rank logs each step, see docs/instruments.md")] = False
     group: Annotated[str | None, Honoured("wandb's group of runs")] = None
     team: Annotated[str | None, Honoured("wandb's entity")] = None
     project: Annotated[str, Honoured("wandb's project", "deepspeed")] = _JOB
 
 
 class CometBlock(Block):
-    """`comet`."""
+    """`comet`: an error if enabled."""
 
     enabled: Annotated[bool, Unsupported(_NO_COMET)] = False
     samples_log_interval: Annotated[Count, Native(_OF_COMET)] = 100
@@ -47,20 +47,20 @@ class CometBlock(Block):
 
 
 class CommsLoggerBlock(Block):
-    """`comms_logger`."""
+    """`comms_logger`: counters of calls and bytes of the collectives."""
 
     enabled: Annotated[
         bool | None,
-        Honoured("count calls and bytes of every collective: `zeroamp.traffic(model)`. Default: count", False),
+        Honoured("count calls and bytes of all collectives: `zeroamp.traffic(model)`. Default: true", False),
     ] = None
-    verbose: Annotated[bool, Unsupported("Print zeroamp.traffic(model).by_dtype() when you want it.")] = False
+    verbose: Annotated[bool, Unsupported("Print zeroamp.traffic(model).by_dtype() instead.")] = False
     debug: Annotated[bool, Unsupported("Use torch.profiler: its trace names every collective.")] = False
     prof_all: Annotated[bool, Native("all collectives are counted")] = True
     prof_ops: Annotated[Names, Native("all collectives are counted")] = ()
 
 
 class FlopsProfilerBlock(Block):
-    """`flops_profiler`."""
+    """`flops_profiler`: an error if enabled. `zeroamp.count_flops` counts FLOPs."""
 
     enabled: Annotated[
         bool, Unsupported("Use zeroamp.count_flops(model, batch) before wrap_model, and RunReport(flops_per_step=).")
@@ -74,46 +74,46 @@ class FlopsProfilerBlock(Block):
 
 
 class ActivationCheckpointingBlock(Block):
-    """`activation_checkpointing`: in DeepSpeed, too, the model itself chooses what it recomputes."""
+    """`activation_checkpointing`. In DeepSpeed too, the model itself chooses the activations that it recomputes."""
 
     partition_activations: Annotated[bool, Unsupported(_MODEL_CHECKPOINTS)] = False
     cpu_checkpointing: Annotated[bool, Unsupported("Use torch.autograd.graph.save_on_cpu around the forward.")] = False
     contiguous_memory_optimization: Annotated[bool, Unsupported(_MODEL_CHECKPOINTS)] = False
-    synchronize_checkpoint_boundary: Annotated[bool, Unsupported("Remove it: nothing needs it.")] = False
+    synchronize_checkpoint_boundary: Annotated[bool, Unsupported("Remove it: it is not needed.")] = False
     profile: Annotated[bool, Unsupported("Use torch.profiler.")] = False
     number_checkpoints: Annotated[
-        PositiveInt | None, Native("only contiguous_memory_optimization reads it, which is refused")
+        PositiveInt | None, Native("it is read only with contiguous_memory_optimization, which is an error")
     ] = None
 
 
 class ParallelWriteBlock(Block):
-    """`checkpoint.parallel_write`."""
+    """`checkpoint.parallel_write`, without effect: all ranks write their own shards."""
 
     pipeline_stage: Annotated[bool, Native("every rank writes its own shards")] = False
 
 
 class CheckpointBlock(Block):
-    """`checkpoint`."""
+    """`checkpoint`: options of DeepSpeed's checkpoints, without effect or not supported."""
 
     tag_validation: Annotated[
         Literal["Ignore", "Warn", "Fail", "IGNORE", "WARN", "FAIL", "ignore", "warn", "fail"],
-        Native("save_checkpoint names the folder once, on one rank"),
+        Native("one rank chooses the name of the folder for all"),
     ] = "Warn"
-    load_universal: Annotated[bool, Native("load_checkpoint takes any number of ranks and any stage")] = False
-    use_node_local_storage: Annotated[bool, Unsupported("Save to a folder that all ranks see.")] = False
+    load_universal: Annotated[bool, Native("load_checkpoint loads on any number of ranks and at any stage")] = False
+    use_node_local_storage: Annotated[bool, Unsupported("Save to a folder that all ranks can read.")] = False
     writer: Annotated[object, Unsupported("Remove it: torch.distributed.checkpoint has its own writers.")] = None
     checkpoint_serialization: Annotated[bool, Native("torch.distributed.checkpoint has one format")] = True
     parallel_write: ParallelWriteBlock = ParallelWriteBlock()
 
 
 class TimersThroughputBlock(Block):
-    """`timers.throughput`."""
+    """`timers.throughput`, without effect: see `RunReport`."""
 
-    enabled: Annotated[bool, Native("a RunReport has tokens/s, and makes no rank wait for its device")] = True
-    synchronized: Annotated[bool, Native("a RunReport has tokens/s, and makes no rank wait for its device")] = True
+    enabled: Annotated[bool, Native("a RunReport has tokens/s, without waiting for the device")] = True
+    synchronized: Annotated[bool, Native("a RunReport has tokens/s, without waiting for the device")] = True
 
 
 class TimersBlock(Block):
-    """`timers`."""
+    """`timers`, without effect: see `RunReport`."""
 
     throughput: TimersThroughputBlock = TimersThroughputBlock()

@@ -1,4 +1,4 @@
-"""What every config key is to zeroamp: honoured, native or unsupported. There is no fourth class."""
+"""The classes of config keys (honoured, native, unsupported), and the types of their values."""
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,7 +24,7 @@ from zeroamp.policies.dtypes import DTYPE_BY_NAME, short_name
 from zeroamp.policies.errors import shown
 
 SAME = object()
-REMOVE_IT = "Remove it: zeroamp refuses what it would otherwise ignore."
+REMOVE_IT = "Remove it: zeroamp does not ignore unknown keys."
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,38 +32,38 @@ class Honoured:
     """The key has the effect that its note describes."""
 
     note: str
-    """What it does, where that is not plain from its name or differs from DeepSpeed."""
+    """What the key does. Printed in the docs and in `Policy.report`."""
     deepspeed_default: Any = SAME
-    """DeepSpeed 0.19.8's default, where ours is another."""
+    """The default of DeepSpeed 0.19.8, if it differs from the field's."""
     other_name: str | None = None
     """A second name of the key, in the same block. `rename_keys` replaces it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Native:
-    """The key is accepted and changes nothing: FSDP2 or zeroamp always does it, or has nothing there to tune."""
+    """The key is accepted and has no effect: FSDP2 or zeroamp always does what it sets, or has no such setting."""
 
     note: str
-    """Why it changes nothing."""
+    """The reason. Printed in the docs and in `Policy.report`."""
     other_name: str | None = None
     """A second name of the key, in the same block. `rename_keys` replaces it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """The key is refused, except with a value that asks for nothing."""
+    """The key is an error, except with a value that disables it."""
 
     note: str
-    """What to do instead, as a sentence."""
+    """What to do instead, as a sentence. Printed in the docs and in the error."""
     off: tuple[Any, ...] = (None, False)
-    """The values that ask for nothing."""
+    """The values that disable the key."""
 
 
 KeyClass = Honoured | Native | Unsupported
 
 
 class Block(BaseModel):
-    """A JSON object of the config. Unknown keys are errors, values are never converted."""
+    """A JSON object of the config. Unknown keys are errors, and values are not converted."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -79,19 +79,20 @@ class Block(BaseModel):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Key:
-    """One key of the schema: its path, its class with the note that the docs print, and its default."""
+    """One key of the schema: its path, its class and its default."""
 
     path: str
     """With dots: "zero_optimization.stage"."""
     key_class: KeyClass
     default: Any
-    """What its absence means; pydantic's `PydanticUndefined` where the key must be given."""
+    """The value without the key; pydantic's `PydanticUndefined` if the key must be given."""
 
 
 def iter_keys(block: type[Block], prefix: str = "") -> Iterator[Key]:
-    """Yield every key of a block and of the blocks in it.
+    """Yield all keys of a block and of the blocks inside it.
 
-    A field without a class of its own must be a block, whose keys have them. A block with one is a key as a whole.
+    A field with a `KeyClass` is one key, also if it is a block. A field without one must be a block, whose keys have
+    classes.
     """
     for name, field in block.model_fields.items():
         path = f"{prefix}{name}"
@@ -106,39 +107,39 @@ def iter_keys(block: type[Block], prefix: str = "") -> Iterator[Key]:
 
 
 def inner_block(field: FieldInfo) -> type[Block] | None:
-    """Return the block that a field holds, whether it may be None or a list of them; None if it holds none."""
+    """Return the block in a field's type: alone, in a list, or optional. None if the type has no block."""
     annotation = field.annotation
     options = get_args(annotation) if get_origin(annotation) in (Union, UnionType, tuple) else (annotation,)
     return next((option for option in options if isinstance(option, type) and issubclass(option, Block)), None)
 
 
 def own_class(field: FieldInfo) -> KeyClass | None:
-    """Return the class of a field as a whole; None for a block, whose keys have classes."""
+    """Return the `KeyClass` of a field; None for a block whose keys have classes."""
     return next((item for item in field.metadata if isinstance(item, KeyClass)), None)
 
 
 def is_off(value: object, key_class: Unsupported) -> bool:
-    """Return whether the value of an unsupported key asks for nothing."""
+    """Return whether a value disables an unsupported key."""
     if isinstance(value, Mapping):
         return not value or value.get("enabled") is False
-    # == alone would take 0 for False.
+    # With == alone, 0 would equal False.
     return any(isinstance(value, bool) == isinstance(item, bool) and value == item for item in key_class.off)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the question whether another name was meant, case aside; an empty text if none is near."""
+    """Return "Did you mean '…'?" with the most similar known name, ignoring case; "" if none is similar."""
     by_lower = {candidate.lower(): candidate for candidate in known}
     near = difflib.get_close_matches(name.lower(), by_lower, n=1)
     return f"Did you mean {by_lower[near[0]]!r}?" if near else ""
 
 
 def refused(sentence: str) -> PydanticCustomError:
-    """Build the error of a key whose text is its path and then `sentence`, as in "must be above 0, but is -1. …"."""
+    """Return an error for a pydantic validator, whose text is the key's path and `sentence`: "must be …, but is …"."""
     return PydanticCustomError("refused", "{sentence}", {"sentence": sentence})
 
 
 def as_tuple(value: object) -> object:
-    """Return a JSON list as a tuple: fields are hashable, and strict validation takes no list for a tuple."""
+    """Return a JSON list as a tuple, which strict validation needs. Other values are returned as they are."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -150,7 +151,7 @@ def _refuse_bool(value: object) -> object:
 
 
 def _whole(value: object) -> object:
-    # JSON written by Python has 5e8 for 500000000: a whole number all the same.
+    # A JSON file may have 5e8 for 500000000, which Python reads as a float.
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -168,22 +169,22 @@ def _dtype(value: object) -> torch.dtype:
 
 
 Number = Annotated[float, BeforeValidator(_refuse_bool), Field(allow_inf_nan=False)]
-"""A finite number; a boolean is none."""
+"""A finite number. A boolean is not a number."""
 
 Count = Annotated[int, Field(ge=0)]
-"""A whole number from 0 on, written as one."""
+"""A JSON integer from 0 on."""
 
 PositiveInt = Annotated[int, Field(ge=1)]
-"""A whole number from 1 on, written as one."""
+"""A JSON integer from 1 on."""
 
 Elements = Annotated[int, BeforeValidator(_whole), BeforeValidator(_refuse_bool), Field(ge=0, le=2**63 - 1)]
-"""A number of elements: whole, from 0 on, of 64 bits; 5e8 is one too, as DeepSpeed's examples write it."""
+"""A number of elements: a whole number from 0 on, of 64 bits. May be written as 5e8, as in DeepSpeed's examples."""
 
 Steps = Annotated[int, BeforeValidator(_or_never), BeforeValidator(_whole), BeforeValidator(_refuse_bool), Field(ge=0)]
-"""A number of steps between two events: whole, from 0 on, 2e3 too. 0 and infinity are never."""
+"""A number of steps between two events: a whole number from 0 on, also as 2e3. 0 and infinity stand for never."""
 
 Dtype = Annotated[torch.dtype, PlainValidator(_dtype), PlainSerializer(short_name)]
 """A dtype by any of DeepSpeed's names for it, with or without "torch."; written as "fp32", "bf16" or "fp16"."""
 
 Names = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
-"""A list of strings; one string is not taken for a list of its characters."""
+"""A list of strings. A single string is an error."""

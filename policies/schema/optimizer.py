@@ -1,4 +1,4 @@
-"""`optimizer`: which torch optimizer, and with what arguments. Meanings and defaults are DeepSpeed's (0.19.8)."""
+"""`optimizer`: a torch optimizer and its arguments. Meanings and defaults are DeepSpeed's (0.19.8)."""
 
 from typing import Annotated, Literal
 
@@ -10,7 +10,7 @@ from zeroamp.policies.schema.params import NotNegative, known_type, typed_params
 
 OptimizerName = Literal["Adam", "AdamW", "SGD"]
 
-_BUILD_IT = "Build it yourself, after wrap_model, and pass it to TrainStep."
+_BUILD_IT = "Build the optimizer yourself, after wrap_model, and pass it to TrainStep."
 _OF_DEEPSPEED = (
     *("Adagrad", "CPUAdam", "FusedAdam", "Lamb", "Lion", "MuAdam", "MuAdamW", "MuSGD", "Muon"),
     *("OneBitAdam", "OneBitLamb", "ZeroOneAdam"),
@@ -21,7 +21,7 @@ Betas = Annotated[tuple[Beta, Beta], BeforeValidator(as_tuple)]
 
 
 class _TorchParams(Block):
-    """What all of torch's optimizers take."""
+    """The keys that `optimizer.params` has for every type."""
 
     lr: Annotated[NotNegative, Honoured("learning rate. A scheduler sets it from the first step on")] = 1e-3
     foreach: Annotated[
@@ -30,7 +30,7 @@ class _TorchParams(Block):
     fused: Annotated[
         bool | None, Honoured("torch's implementation in one kernel. Default: true on CUDA, unless `foreach` is set")
     ] = None
-    maximize: Annotated[bool, Honoured("go up the gradient")] = False
+    maximize: Annotated[bool, Honoured("maximise the loss")] = False
     differentiable: Annotated[bool, Unsupported(_BUILD_IT)] = False
     max_grad_norm: Annotated[object, Unsupported('Write "gradient_clipping" at the top level.', (None,))] = None
 
@@ -38,12 +38,12 @@ class _TorchParams(Block):
     @classmethod
     def _one_implementation(cls, value: bool | None, info: ValidationInfo) -> bool | None:
         if value and info.data.get("foreach"):
-            raise refused("must be false beside foreach true, but is true. Remove one of them.")
+            raise refused("must be false if foreach is true, but is true. Remove one of them.")
         return value
 
 
 class AdamParams(_TorchParams):
-    """`optimizer.params` of Adam."""
+    """`optimizer.params` of Adam: the arguments of torch.optim.AdamW or torch.optim.Adam."""
 
     betas: Annotated[Betas, Honoured("decay of the running means of the gradient and of its square")] = (0.9, 0.999)
     eps: Annotated[NotNegative, Honoured("added to the denominator")] = 1e-8
@@ -51,12 +51,12 @@ class AdamParams(_TorchParams):
         NotNegative | None, Honoured("Default 0, as FusedAdam's; with torch_adam torch's: 0.01 for AdamW, 0 for Adam")
     ] = None
     adam_w_mode: Annotated[
-        bool, Honoured('decay weights apart from the gradient: "Adam" is torch.optim.AdamW unless this is false')
+        bool, Honoured('decoupled weight decay: "Adam" is torch.optim.AdamW, or torch.optim.Adam with false')
     ] = True
     amsgrad: Annotated[bool, Honoured("divide by the largest second moment so far (DeepSpeed: with torch_adam)")] = (
         False
     )
-    torch_adam: Annotated[bool, Honoured("the optimizer is torch's either way; sets the default of weight_decay")] = (
+    torch_adam: Annotated[bool, Honoured("sets the default of weight_decay only: the optimizer is always torch's")] = (
         False
     )
     bias_correction: Annotated[
@@ -70,14 +70,14 @@ class AdamParams(_TorchParams):
 
     @property
     def weight_decay_or_default(self) -> float:
-        """The weight decay of the key, or what its absence means."""
+        """The weight decay of the key, or its default, which depends on other keys."""
         if self.weight_decay is not None:
             return self.weight_decay
         return 0.01 if self.torch_adam and self.adam_w_mode else 0.0
 
 
 class AdamWParams(AdamParams):
-    """`optimizer.params` of AdamW."""
+    """`optimizer.params` of AdamW: the arguments of torch.optim.AdamW."""
 
     adam_w_mode: Annotated[bool, Unsupported('Write "type": "Adam": DeepSpeed ignores the key here.', (True,))] = True
 
@@ -85,9 +85,9 @@ class AdamWParams(AdamParams):
 class SGDParams(_TorchParams):
     """`optimizer.params` of SGD: the arguments of torch.optim.SGD."""
 
-    momentum: Annotated[NotNegative, Honoured("part of the last update that goes into the next")] = 0.0
-    dampening: Annotated[Number, Honoured("part of the gradient that stays out of the momentum")] = 0.0
-    weight_decay: Annotated[NotNegative, Honoured("added to the gradient, times the weight")] = 0.0
+    momentum: Annotated[NotNegative, Honoured("factor of the last update in the next one")] = 0.0
+    dampening: Annotated[Number, Honoured("part of the gradient that is not added to the momentum")] = 0.0
+    weight_decay: Annotated[NotNegative, Honoured("this times the weight is added to the gradient")] = 0.0
     nesterov: Annotated[bool, Honoured("Nesterov's momentum; needs momentum, and dampening 0")] = False
 
     @field_validator("nesterov", mode="after")
@@ -107,22 +107,22 @@ OPTIMIZER_PARAMS: dict[str, type[Block]] = {"Adam": AdamParams, "AdamW": AdamWPa
 
 
 def _known_name(value: object) -> object:
-    """Return the name as DeepSpeed's documentation writes it."""
+    """Return the name in the spelling of DeepSpeed's documentation."""
     elsewhere = {*_OF_DEEPSPEED, *(name for name in dir(torch.optim) if name[0].isupper())}
     return known_type(value, OPTIMIZER_PARAMS, elsewhere, _BUILD_IT)
 
 
 class OptimizerBlock(Block):
-    """`optimizer`: built by `optimizer_from_config`; nothing else reads it."""
+    """`optimizer`: read by `optimizer_from_config` only."""
 
-    type: Annotated[OptimizerName, BeforeValidator(_known_name), Honoured("its name; case does not matter")]
+    type: Annotated[OptimizerName, BeforeValidator(_known_name), Honoured("name of the optimizer, in any case")]
     params: Annotated[
-        AdamWParams | AdamParams | SGDParams, Honoured("its arguments, as their own tables list them by type")
+        AdamWParams | AdamParams | SGDParams, Honoured("arguments of the optimizer: see the table of its type")
     ] = Field(default=None, validate_default=True)
     legacy_fusion: Annotated[bool, Native("torch's optimizers have no such variant")] = False
 
     @field_validator("params", mode="wrap")
     @classmethod
     def _of_the_type(cls, value: object, _: object, info: ValidationInfo) -> object:
-        # Without a type the type's own error is the one to read, and no keys of params are right or wrong.
+        # Without a valid type the keys of params cannot be checked, and the error of the type is raised.
         return typed_params(value, OPTIMIZER_PARAMS[info.data["type"]]) if "type" in info.data else value

@@ -1,4 +1,4 @@
-"""What `optimizer` and `scheduler` share: the keys of `params` depend on the `type` beside them."""
+"""Checks that `optimizer` and `scheduler` share: the keys of their `params` depend on their `type`."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -11,14 +11,14 @@ from zeroamp.policies.numbers import is_finite
 from zeroamp.policies.schema.keys import REMOVE_IT, Block, Number, nearest, refused
 
 LARGEST = 1e15
-"""Largest learning rate, ratio or number of steps: products and quotients of two of them are finite."""
+"""Largest learning rate, ratio or number of steps, so that products and quotients of two of them are finite."""
 
 
 def typed_params(value: object, params: type[Block]) -> Block:
-    """Check `value` against the block of its type; None is an empty block.
+    """Return `value` as the block of its type. None stands for an empty block.
 
     Raises:
-        ValidationError: with locations from the keys of `params` on. pydantic puts the keys above in front.
+        ValidationError: with locations that begin with keys of `params`. pydantic adds the path of `params`.
     """
     try:
         return params.model_validate({} if value is None else value)
@@ -33,7 +33,7 @@ def _line(detail: Any, params: type[Block]) -> InitErrorDetails:
     if error == "refused":
         error = refused(**context)
     elif error == "extra_forbidden":
-        # Outside this block nothing knows which keys its type has.
+        # The text is made here, because only this function has the keys of the type.
         hint = nearest(str(place[-1]), params.model_fields) or REMOVE_IT
         known = ", ".join(sorted(params.model_fields))
         error = refused(f"is not supported by zeroamp with this type. {hint} Its keys are {known}.")
@@ -41,10 +41,16 @@ def _line(detail: Any, params: type[Block]) -> InitErrorDetails:
 
 
 def known_type(value: object, known: Mapping[str, type[Block]], others: set[str], build_it: str) -> str:
-    """Return the `type` in the spelling of `known`, whatever its case.
+    """Return the `type` in the spelling of `known`. Upper and lower case are not distinguished.
+
+    Args:
+        value: of the key `type`.
+        known: the types that zeroamp builds.
+        others: types of DeepSpeed or torch that zeroamp does not build.
+        build_it: what to do for such a type, as a sentence.
 
     Raises:
-        PydanticCustomError: zeroamp builds none of that name. `others` are names that exist elsewhere.
+        PydanticCustomError: zeroamp does not build this type.
     """
     by_lower = {name.lower(): name for name in known}
     valid = f"must be one of {', '.join(known)}, but is {shown(value)}"
@@ -58,7 +64,7 @@ def known_type(value: object, known: Mapping[str, type[Block]], others: set[str]
 
 
 def _per_group(value: object) -> float | tuple[float, ...]:
-    # Checked here and not by a union of types, whose members pydantic would write into the key's name.
+    # Checked here, because pydantic would add the members of a union of types to the key's path.
     items = value if isinstance(value, list | tuple) and value else [value]
     numbers = tuple(float(item) for item in items if is_finite(item) and 0 <= item <= LARGEST)
     if len(numbers) < len(items):
@@ -73,10 +79,10 @@ def _fractions(value: float | tuple[float, ...]) -> float | tuple[float, ...]:
 
 
 NotNegative = Annotated[Number, Field(ge=0, le=LARGEST)]
-"""A number from 0 on, up to `LARGEST`."""
+"""A number from 0 to `LARGEST`."""
 
 PerGroup = Annotated[float | tuple[float, ...], BeforeValidator(_per_group)]
-"""A number from 0 on; or a JSON list with one for each param group of the optimizer."""
+"""A number from 0 to `LARGEST`, or a JSON list with one such number per param group of the optimizer."""
 
 MomentumPerGroup = Annotated[PerGroup, AfterValidator(_fractions)]
 """The same, below 1."""

@@ -1,4 +1,4 @@
-"""The blocks that choose dtypes: `torch_autocast`, `bf16`, `fp16`, `data_types`, and those in `zeroamp.overrides`."""
+"""The blocks that set dtypes: `torch_autocast`, `bf16`, `fp16`, `data_types`, and the items of `zeroamp.overrides`."""
 
 from typing import Annotated, Literal
 
@@ -15,7 +15,7 @@ class TorchAutocastBlock(Block):
     enabled: Annotated[bool, Honoured("per-op precision; safe parameters are all-gathered and reduced in `dtype`")] = (
         False
     )
-    dtype: Annotated[Dtype | None, Honoured("`bfloat16` or `float16`; must be given where enabled")] = None
+    dtype: Annotated[Dtype | None, Honoured("`bfloat16` or `float16`; must be given if enabled")] = None
     lower_precision_safe_modules: Annotated[
         Literal["auto"] | Names | None,
         Honoured(
@@ -32,9 +32,9 @@ class Bf16Block(Block):
         bool, Honoured("all-gather and compute in bfloat16; sharded parameters and optimizer state stay fp32")
     ] = False
     check_grad_overflow: Annotated[
-        bool, Honoured("skip the steps whose gradients are not finite, as float16 always does", True)
+        bool, Honoured("skip steps whose gradients are not finite, as always with float16", True)
     ] = False
-    immediate_grad_update: Annotated[bool, Native("gradients reach fp32 in the reduction itself")] = False
+    immediate_grad_update: Annotated[bool, Native("the reduction itself sums gradients in fp32")] = False
     bf16_master_weights_and_grads: Annotated[
         bool, Unsupported("Remove it: master weights are fp32; data_types.grad_accum_dtype sets the gradients' dtype.")
     ] = False
@@ -51,16 +51,16 @@ class Fp16Block(Block):
     ] = False
     auto_cast: Annotated[bool, Native("inputs of the model and of its units are always cast")] = False
     loss_scale: Annotated[
-        Number, Field(ge=0, le=2.0**127), Honoured("0: dynamic; else a fixed scale, above 1. Float16 autocast too")
+        Number, Field(ge=0, le=2.0**127), Honoured("0: dynamic; else a fixed scale, above 1. Also for float16 autocast")
     ] = 0.0
     initial_scale_power: Annotated[
         int,
         Field(ge=0, le=127),  # the scale itself is fp32
-        Honoured("the first dynamic scale is 2 to this power"),
+        Honoured("the first dynamic scale is 2 to the power of this"),
     ] = 16
     loss_scale_window: Annotated[int, Field(gt=0), Honoured("steps without overflow before the scale doubles")] = 1000
     hysteresis: Annotated[int, Field(ge=1), Honoured("overflows before the scale halves")] = 2
-    consecutive_hysteresis: Annotated[bool, Honoured("any good step refills the hysteresis")] = False
+    consecutive_hysteresis: Annotated[bool, Honoured("any step without overflow resets the count of overflows")] = False
     min_loss_scale: Annotated[Number, Field(gt=0), Honoured("an overflow at this scale is an error")] = 1.0
     fp16_master_weights_and_grads: Annotated[
         bool, Unsupported("Remove it: master weights are fp32; data_types.grad_accum_dtype sets the gradients' dtype.")
@@ -73,16 +73,16 @@ class DataTypesBlock(Block):
     grad_accum_dtype: Annotated[
         Dtype | None,
         Honoured(
-            "dtype that sums gradients of micro-batches, unsharded at stages 0 and 1, sharded at 2 "
+            "dtype in which gradients of micro-batches are summed, unsharded at stages 0 and 1, sharded at 2 "
             "and 3: fp32, `bf16`, or `fp16` with float16 compute"
         ),
     ] = None
     param_dtype: Annotated[
-        Dtype | None, Honoured("checked: the dtype of the enabled `bf16` or `fp16` block, else fp32")
+        Dtype | None, Honoured("must be the dtype of the enabled `bf16` or `fp16` block, else fp32")
     ] = None
     buffer_dtype: Annotated[
         Dtype | None,
-        Honoured("floating-point buffers are cast to it at `wrap_model`. Default: they stay as they are"),
+        Honoured("`wrap_model` casts floating-point buffers to this dtype. Default: buffers are not cast"),
     ] = None
     keep_in_fp32_modules: Annotated[
         Literal["auto"] | Names,
@@ -109,21 +109,21 @@ class OverrideBlock(Block):
         BeforeValidator(_as_list),
         Honoured(
             "one pattern or a list: an FQN or its last parts, with `*` and `?` too, or a class, `package.module.Class` "
-            "or bare, subclasses included. All that is inside a module goes with it"
+            "or bare, subclasses included. A pattern that matches a module applies to all inside it"
         ),
     ]
     compute: Annotated[
         Dtype | None,
         Honoured(
-            "`fp32`: the modules take and compute fp32, with autocast off, and their parameters are all-gathered in "
-            "it. The config's low dtype: the parameters are all-gathered in it, whatever their class"
+            "`fp32`: inputs are cast to fp32, the modules compute in fp32 with autocast off, and their parameters are "
+            "all-gathered in fp32. The config's low dtype: the parameters are all-gathered in it, whatever their class"
         ),
     ] = None
     gather: Annotated[
         Dtype | None,
-        Honoured("all-gather of the parameters, fp32 or the config's low dtype; the modules compute as they would"),
+        Honoured("dtype of the all-gather, fp32 or the config's low dtype. Does not change the compute dtype"),
     ] = None
-    communication: Annotated[Dtype | None, Honoured("reduction of the gradients over ranks")] = None
+    communication: Annotated[Dtype | None, Honoured("communication dtype of the gradients")] = None
 
     def settings(self) -> str:
         """Return the dtypes that are given: "compute fp32, communication bf16"."""

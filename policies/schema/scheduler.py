@@ -1,4 +1,4 @@
-"""`scheduler`: the learning rate over the steps. Meanings and defaults are DeepSpeed's (0.19.8)."""
+"""`scheduler`: the learning rate of each step. Meanings and defaults are DeepSpeed's (0.19.8)."""
 
 from typing import Annotated, Literal
 
@@ -17,7 +17,7 @@ from zeroamp.policies.schema.params import (
 
 SchedulerName = Literal["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
 
-_PASS_IT = "Build it yourself and pass it to TrainStep(scheduler=)."
+_PASS_IT = "Build the scheduler yourself and pass it to TrainStep(scheduler=)."
 
 WarmupSteps = Annotated[PositiveInt, Honoured("optimizer steps of the warm-up; 1 counts as 2")]
 TotalSteps = Annotated[PositiveInt, Honoured("optimizer steps of the run, warm-up included")]
@@ -35,19 +35,19 @@ def _not_tiny(value: float | None) -> float | None:
 
 
 PartSteps = Annotated[NotNegative, AfterValidator(_not_tiny)]
-"""Optimizer steps as DeepSpeed takes them, which may be a fraction; 0 is none."""
+"""A number of optimizer steps, which may be a fraction, as in DeepSpeed. 0 stands for none."""
 
 
 class _DeepSpeedParams(Block):
-    """What all of DeepSpeed's schedulers take."""
+    """The key that `scheduler.params` has for every type."""
 
     last_batch_iteration: Annotated[
-        int, Unsupported("Remove it, and give the saved state to the scheduler's load_state_dict.", (-1,))
+        int, Unsupported("Remove it, and pass the saved state to the scheduler's load_state_dict.", (-1,))
     ] = -1
 
 
 class WarmupLRParams(_DeepSpeedParams):
-    """`scheduler.params` of WarmupLR: up to a maximum, and constant there."""
+    """`scheduler.params` of WarmupLR: rises to a maximum, and is constant then."""
 
     warmup_min_lr: Annotated[PerGroup, Honoured("learning rate at the start")] = 0.0
     warmup_max_lr: Annotated[
@@ -58,7 +58,7 @@ class WarmupLRParams(_DeepSpeedParams):
 
 
 class WarmupDecayLRParams(_DeepSpeedParams):
-    """`scheduler.params` of WarmupDecayLR: up to a maximum, then along a line to the minimum."""
+    """`scheduler.params` of WarmupDecayLR: rises to a maximum, then falls linearly to the minimum."""
 
     total_num_steps: TotalSteps
     warmup_min_lr: Annotated[PerGroup, Honoured("learning rate at the start and at the end")] = 0.0
@@ -68,36 +68,38 @@ class WarmupDecayLRParams(_DeepSpeedParams):
 
 
 class WarmupCosineLRParams(_DeepSpeedParams):
-    """`scheduler.params` of WarmupCosineLR: parts of the optimizer's own learning rate, per param group."""
+    """`scheduler.params` of WarmupCosineLR: ratios to the optimizer's own learning rate, per param group."""
 
     total_num_steps: TotalSteps
     warmup_min_ratio: Annotated[
-        NotNegative, Honoured("part of the learning rate where the warm-up starts, at step 1; step 0 has 0")
+        NotNegative, Honoured("ratio to the learning rate at step 1, where the warm-up starts. Step 0 has 0")
     ] = 0.0
     warmup_num_steps: WarmupSteps = 1000
-    cos_min_ratio: Annotated[NotNegative, Honoured("part of the learning rate at the end and after")] = 0.0001
+    cos_min_ratio: Annotated[NotNegative, Honoured("ratio to the learning rate at the last step and after it")] = 0.0001
     warmup_type: WarmupType = "log"
 
 
 class OneCycleParams(_DeepSpeedParams):
-    """`scheduler.params` of OneCycle: up and down once, then decay; the momentum goes the other way."""
+    """`scheduler.params` of OneCycle: rises and falls once, then decays. The momentum moves inversely."""
 
     cycle_min_lr: Annotated[PerGroup, Honoured("learning rate at both ends of the cycle")]
-    cycle_max_lr: Annotated[PerGroup, Honoured("learning rate at its top")]
+    cycle_max_lr: Annotated[PerGroup, Honoured("learning rate at the top of the cycle")]
     decay_lr_rate: Annotated[
         NotNegative, Honoured("after the cycle: the learning rate is divided by 1 + this per decay_step_size steps")
     ] = 0.0
-    cycle_first_step_size: Annotated[Number, Field(ge=_SHORTEST, le=LARGEST), Honoured("steps of the way up")] = 2000.0
-    cycle_second_step_size: Annotated[PartSteps | None, Honoured("steps of the way down. Default: as many as up")] = (
+    cycle_first_step_size: Annotated[Number, Field(ge=_SHORTEST, le=LARGEST), Honoured("steps of the rise")] = 2000.0
+    cycle_second_step_size: Annotated[PartSteps | None, Honoured("steps of the fall. Default: as many as rising")] = (
         None
     )
-    cycle_first_stair_count: Annotated[Stairs, Honoured("stairs of the way up; 0 or -1: none")] = 0
+    cycle_first_stair_count: Annotated[Stairs, Honoured("stairs of the rise; 0 or -1: none")] = 0
     cycle_second_stair_count: Annotated[
-        Stairs | None, Honoured("stairs of the way down; 0 or -1: none. Default: as many as up")
+        Stairs | None, Honoured("stairs of the fall; 0 or -1: none. Default: as many as rising")
     ] = None
-    decay_step_size: Annotated[PartSteps, Honoured("steps of the decay's unit; 0: no decay")] = 0.0
+    decay_step_size: Annotated[PartSteps, Honoured("number of steps after which the decay counts one; 0: no decay")] = (
+        0.0
+    )
     cycle_momentum: Annotated[
-        bool, Honoured("set betas to (momentum, 0.99) at every step; false for an optimizer without betas")
+        bool, Honoured("set betas to (momentum, 0.99) in each step; write false for an optimizer without betas")
     ] = True
     cycle_min_mom: Annotated[MomentumPerGroup, Honoured("momentum at the top of the cycle, and at step 0")] = 0.8
     cycle_max_mom: Annotated[MomentumPerGroup, Honoured("momentum at both ends of the cycle")] = 0.9
@@ -109,14 +111,16 @@ class OneCycleParams(_DeepSpeedParams):
 
 
 class LRRangeTestParams(_DeepSpeedParams):
-    """`scheduler.params` of LRRangeTest: up without end, to see where training diverges."""
+    """`scheduler.params` of LRRangeTest: rises without end, to find the learning rate at which training diverges."""
 
     lr_range_test_min_lr: Annotated[PerGroup, Honoured("learning rate at the start")] = 1e-3
-    lr_range_test_step_size: Annotated[PositiveInt, Honoured("steps of the unit of the rate")] = 2000
+    lr_range_test_step_size: Annotated[PositiveInt, Honoured("steps in which the learning rate grows once")] = 2000
     lr_range_test_step_rate: Annotated[
-        NotNegative, Honoured("the learning rate grows by this part of its start per unit")
+        NotNegative, Honoured("growth per `lr_range_test_step_size` steps, as a part of the learning rate at the start")
     ] = 1.0
-    lr_range_test_staircase: Annotated[bool, Honoured("grow at the end of a unit, not at every step")] = False
+    lr_range_test_staircase: Annotated[
+        bool, Honoured("grow once per `lr_range_test_step_size` steps, instead of a little in each step")
+    ] = False
 
 
 SCHEDULER_PARAMS: dict[str, type[Block]] = {
@@ -130,22 +134,22 @@ SCHEDULER_PARAMS: dict[str, type[Block]] = {
 
 
 def _known_name(value: object) -> object:
-    """Return the name as DeepSpeed writes it."""
+    """Return the name in DeepSpeed's spelling."""
     elsewhere = {name for name in dir(torch.optim.lr_scheduler) if name[0].isupper()}
     return known_type(value, SCHEDULER_PARAMS, elsewhere, _PASS_IT)
 
 
 class SchedulerBlock(Block):
-    """`scheduler`: built by `scheduler_from_config`; nothing else reads it."""
+    """`scheduler`: read by `scheduler_from_config` only."""
 
-    type: Annotated[SchedulerName, BeforeValidator(_known_name), Honoured("its name; case does not matter")]
+    type: Annotated[SchedulerName, BeforeValidator(_known_name), Honoured("name of the scheduler, in any case")]
     params: Annotated[
         LRRangeTestParams | OneCycleParams | WarmupCosineLRParams | WarmupDecayLRParams | WarmupLRParams,
-        Honoured("its arguments, as their own tables list them by type"),
+        Honoured("arguments of the scheduler: see the table of its type"),
     ] = Field(default=None, validate_default=True)
 
     @field_validator("params", mode="wrap")
     @classmethod
     def _of_the_type(cls, value: object, _: object, info: ValidationInfo) -> object:
-        # Without a type the type's own error is the one to read, and no keys of params are right or wrong.
+        # Without a valid type the keys of params cannot be checked, and the error of the type is raised.
         return typed_params(value, SCHEDULER_PARAMS[info.data["type"]]) if "type" in info.data else value

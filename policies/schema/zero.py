@@ -1,4 +1,4 @@
-"""`zero_optimization`: what is sharded, unsharded and offloaded, and what FSDP2 does by itself."""
+"""`zero_optimization`: the ZeRO stage, sizes of units and groups, prefetching and offload."""
 
 from typing import Annotated, Literal
 
@@ -16,12 +16,12 @@ from zeroamp.policies.schema.keys import (
     Unsupported,
 )
 
-_NVME_ONLY = "only NVMe offload reads it, which is refused by its device"
+_NVME_ONLY = "it is read only with device nvme, which is an error"
 _QUANTIZED = "Remove it: there is no quantized communication. Safe parameters are all-gathered and reduced in 16 bits."
 
 
 def _only_int(value: object) -> object:
-    # A Literal compares with ==, for which True is 1 and 2.0 is 2.
+    # A Literal compares with ==, and True == 1 and 2.0 == 2.
     if type(value) is not int:
         raise ValueError("0, 1, 2 or 3")
     return value
@@ -33,10 +33,10 @@ Fraction = Annotated[Number, Field(ge=0, le=1)]
 
 
 class OffloadParamBlock(Block):
-    """`offload_param`."""
+    """`offload_param`: offload of the shards to the CPU, at stage 3 only."""
 
-    device: Annotated[Device, Honoured("`cpu`: shards, gradients and optimizer state live there. Stage 3")] = "none"
-    pin_memory: Annotated[bool, Honoured("page-locked memory, where there is an accelerator")] = True
+    device: Annotated[Device, Honoured("`cpu`: shards, gradients and optimizer state are on the CPU. Stage 3")] = "none"
+    pin_memory: Annotated[bool, Honoured("page-locked memory, if there is an accelerator")] = True
     nvme_path: Annotated[str | None, Native(_NVME_ONLY)] = None
     buffer_count: Annotated[Count, Native(_NVME_ONLY)] = 5
     buffer_size: Annotated[Elements, Native(_NVME_ONLY)] = 100_000_000
@@ -44,56 +44,59 @@ class OffloadParamBlock(Block):
 
 
 class OffloadOptimizerBlock(Block):
-    """`offload_optimizer`."""
+    """`offload_optimizer`: offload of the shards to the CPU, at every stage."""
 
-    device: Annotated[Device, Honoured("`cpu`: shards, gradients and optimizer state live there")] = "none"
-    pin_memory: Annotated[bool, Honoured("page-locked memory, where there is an accelerator")] = True
+    device: Annotated[Device, Honoured("`cpu`: shards, gradients and optimizer state are on the CPU")] = "none"
+    pin_memory: Annotated[bool, Honoured("page-locked memory, if there is an accelerator")] = True
     nvme_path: Annotated[str | None, Native(_NVME_ONLY)] = None
     buffer_count: Annotated[Count, Native(_NVME_ONLY)] = 4
     pipeline_read: Annotated[bool, Native(_NVME_ONLY)] = False
     pipeline_write: Annotated[bool, Native(_NVME_ONLY)] = False
     fast_init: Annotated[bool, Native(_NVME_ONLY)] = False
     ratio: Annotated[
-        Fraction, Unsupported("Remove it: FSDP2 moves all of the optimizer state or none of it.", (1.0,))
+        Fraction, Unsupported("Remove it: FSDP2 offloads all of the optimizer state or none of it.", (1.0,))
     ] = 1.0
-    super_offload: Annotated[bool, Unsupported("Remove it: the optimizer steps on the CPU, as torch's does.")] = False
+    super_offload: Annotated[bool, Unsupported("Remove it: torch's optimizer updates on the CPU.")] = False
     cpuadam_cores_perc: Annotated[
-        Fraction, Native("the optimizer is torch's: OMP_NUM_THREADS sets the number of cores")
+        Fraction, Native("the optimizer is torch's: OMP_NUM_THREADS sets the number of its threads")
     ] = 0.8
 
 
 class LeafModuleBlock(Block):
-    """`leaf_module`: modules that are one unit each: sparse experts, of which a forward runs only some."""
+    """`leaf_module`: modules that are one unit each, such as sparse experts, of which a forward runs only some."""
 
     classes: Annotated[
         Names,
-        Honoured("classes that become units, with no unit inside: sparse experts", "sparse MoE blocks of transformers"),
+        Honoured(
+            "classes of modules that are one unit each, with no unit inside: sparse experts",
+            "sparse MoE blocks of transformers",
+        ),
     ] = ()
-    names: Annotated[Names, Honoured("the same, by FQN")] = ()
-    name_suffixes: Annotated[Names, Honoured("the same, by the end of the FQN")] = ()
+    names: Annotated[Names, Honoured("such modules by FQN")] = ()
+    name_suffixes: Annotated[Names, Honoured("such modules by the last parts of their FQN")] = ()
 
 
 class ZeroOptimizationBlock(Block):
-    """`zero_optimization`."""
+    """`zero_optimization`: the ZeRO stage, sizes of units and groups, prefetching and offload."""
 
     stage: Annotated[
         Stage,
         BeforeValidator(_only_int),
-        Honoured("0 replicates; 1 shards optimizer state, 2 gradients too, 3 parameters"),
+        Honoured("0: all replicated; 1: optimizer state sharded; 2: gradients too; 3: parameters too"),
     ] = 0
     stage3_param_persistence_threshold: Annotated[
         Elements,
         Honoured(
-            "smaller fp32 parameters of low-precision units, and the root's own, are all-gathered "
-            "once per step, in one group, at every stage",
+            "elements; smaller fp32 parameters of low-precision units, and the root's own, are all-gathered "
+            "once per optimizer step in one group, at every stage",
             other_name="param_persistence_threshold",
         ),
     ] = 100_000
     stage3_max_live_parameters: Annotated[
         Elements,
         Honoured(
-            "stage 3: elements that may stay unsharded from forward to backward; the last units do "
-            "while they fit together. Default: none",
+            "stage 3: elements that may stay unsharded from forward to backward. The last units of the forward stay "
+            "so, as many as fit. Default: none",
             1_000_000_000,
             other_name="max_live_parameters",
         ),
@@ -101,8 +104,8 @@ class ZeroOptimizationBlock(Block):
     stage3_prefetch_bucket_size: Annotated[
         Elements,
         Honoured(
-            "stage 3: elements to unshard ahead; a unit starts the all-gathers of those after it "
-            "while they fit together. Default: as FSDP2 does, one unit ahead in the backward",
+            "stage 3: elements to prefetch. A unit starts the all-gathers of the units after it, as many as fit. "
+            "Default: FSDP2's, one unit in the backward",
             50_000_000,
             other_name="prefetch_bucket_size",
         ),
@@ -110,16 +113,16 @@ class ZeroOptimizationBlock(Block):
     reduce_bucket_size: Annotated[
         Elements | None,
         Honoured(
-            "elements; neighbouring units are merged (all-gathered and reduced as one) while they "
-            "fit together. 0: none are. Default: 4,000,000; at stage 3 also at most 1/16 of the largest unit",
+            "elements of a merged unit: neighbouring units are all-gathered and reduced as one, as many as fit. 0: no "
+            "unit is merged. Default: 4,000,000; at stage 3 also at most 1/16 of the largest unit",
             500_000_000,
         ),
     ] = None
     zero_hpz_partition_size: Annotated[
         PositiveInt,
         Honoured(
-            "stage 3: ranks that a parameter is sharded over between forward and backward; must "
-            "divide the ranks. 1: all of them"
+            "stage 3: number of ranks over which a parameter is sharded between forward and backward. Must divide the "
+            "number of ranks that shard. 1: all of them"
         ),
     ] = 1
     offload_param: OffloadParamBlock | None = None
@@ -128,31 +131,31 @@ class ZeroOptimizationBlock(Block):
     stage3_gather_16bit_weights_on_model_save: Annotated[
         bool,
         Honoured(
-            "`export_hf` writes the low dtype, where its caller names none; at every stage. Default: fp32",
+            "`export_hf` writes the low dtype if no dtype is passed, at every stage. Default: fp32",
             other_name="gather_16bit_weights_on_model_save",
         ),
     ] = False
     ignore_unused_parameters: Annotated[
-        bool, Unsupported("Remove it: a parameter that no rank used keeps grad None.", (True,))
+        bool, Unsupported("Remove it: parameters that no rank used have grad None.", (True,))
     ] = True
     contiguous_gradients: Annotated[bool, Native("FSDP2 reduces from one contiguous buffer per group")] = True
     overlap_comm: Annotated[bool | None, Native("FSDP2 always overlaps communication with compute")] = None
     reduce_scatter: Annotated[bool, Native("stages 1 to 3 always reduce-scatter")] = True
     allgather_partitions: Annotated[bool, Native("parameters are always all-gathered")] = True
-    allgather_bucket_size: Annotated[Elements, Native("a unit is all-gathered as one buffer per dtype")] = 500_000_000
-    use_multi_rank_bucket_allreduce: Annotated[bool, Native("there is one reduction per group, of all ranks")] = True
+    allgather_bucket_size: Annotated[Elements, Native("a unit has one all-gather per dtype")] = 500_000_000
+    use_multi_rank_bucket_allreduce: Annotated[bool, Native("a group has one reduction, over all ranks")] = True
     round_robin_gradients: Annotated[bool, Native("every parameter is sharded over all ranks")] = False
     parameter_alignment: Annotated[bool, Native("FSDP2 pads shards itself")] = False
-    compute_grad_norm: Annotated[bool, Native("the norm is always computed, in the step's one collective")] = True
-    sub_group_size: Annotated[Elements, Native("torch's optimizers step over shards, with no flat copy to cut")] = (
+    compute_grad_norm: Annotated[bool, Native("the norm is always computed, in the step's all-reduce")] = True
+    sub_group_size: Annotated[Elements, Native("torch's optimizers update shards, without a flat copy to divide")] = (
         1_000_000_000
     )
     stage3_model_persistence_threshold: Annotated[
         Elements,
-        Native("the persistent group is bounded by the size of its parameters alone", "model_persistence_threshold"),
+        Native("only stage3_param_persistence_threshold bounds the persistent group", "model_persistence_threshold"),
     ] = 2**63 - 1
     stage3_max_reuse_distance: Annotated[
-        Elements, Native("units release after use; see stage3_max_live_parameters", "max_reuse_distance")
+        Elements, Native("units reshard after use; see stage3_max_live_parameters", "max_reuse_distance")
     ] = 1_000_000_000
     stage3_module_granularity_threshold: Annotated[
         Count, Native("auto_wrap_policy and leaf_module choose units", "module_granularity_threshold")
@@ -163,11 +166,11 @@ class ZeroOptimizationBlock(Block):
     stage3_allgather_sequential: Annotated[bool, Native("see stage3_prefetch_bucket_size", "allgather_sequential")] = (
         False
     )
-    memory_efficient_linear: Annotated[bool, Native("autograd saves the unsharded weight, which FSDP2 frees")] = True
+    memory_efficient_linear: Annotated[bool, Native("FSDP2 frees the unsharded weights that autograd saves")] = True
     override_module_apply: Annotated[bool, Native("meta-device models are initialised after sharding")] = True
     pipeline_loading_checkpoint: Annotated[bool, Native("there are no pipeline stages")] = False
-    load_from_fp32_weights: Annotated[bool, Native("stored parameters are the fp32 weights")] = True
-    elastic_checkpoint: Annotated[bool, Native("DTensor state loads at any number of ranks")] = False
+    load_from_fp32_weights: Annotated[bool, Native("checkpoints contain the fp32 weights")] = True
+    elastic_checkpoint: Annotated[bool, Native("checkpoints load on any number of ranks")] = False
     log_trace_cache_warnings: Annotated[bool, Native("nothing is traced")] = False
     enable_sanity_checks: Annotated[bool, Native("the checks are always on")] = False
     save_muon_momentum_buffer_in_memory: Annotated[bool, Native("only DeepSpeed's Muon reads it")] = False
@@ -175,7 +178,7 @@ class ZeroOptimizationBlock(Block):
     zero_quantized_nontrainable_weights: Annotated[bool, Unsupported(_QUANTIZED)] = False
     zero_quantized_gradients: Annotated[bool, Unsupported(_QUANTIZED)] = False
     legacy_stage1: Annotated[bool, Unsupported("Remove it: there is one stage 1.")] = False
-    zenflow: Annotated[object, Unsupported("Remove it: there is no ZenFlow; offload_optimizer is there.")] = None
+    zenflow: Annotated[object, Unsupported("Remove it, or use offload_optimizer: there is no ZenFlow.")] = None
     cpu_offload: Annotated[object, Unsupported('Write "offload_optimizer": {"device": "cpu"}.')] = None
     cpu_offload_param: Annotated[object, Unsupported('Write "offload_param": {"device": "cpu"}.')] = None
     cpu_offload_use_pin_memory: Annotated[object, Unsupported("Write pin_memory in the offload blocks.")] = None

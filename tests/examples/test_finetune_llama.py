@@ -86,6 +86,7 @@ def finetuned(tmp_path_factory, common):
     return out, stdout, json.loads((out / "losses.json").read_text())
 
 
+@pytest.mark.slow
 def test_the_loss_falls_on_two_ranks(finetuned):
     _, stdout, record = finetuned
     assert record["world_size"] == 2
@@ -97,6 +98,7 @@ def test_the_loss_falls_on_two_ranks(finetuned):
     assert f"before {record['held_out_before']:.4f} -> after {record['held_out_after']:.4f}" in stdout
 
 
+@pytest.mark.slow
 def test_the_output_shows_the_ledger_and_lines_that_a_log_can_hold(finetuned):
     _, stdout, record = finetuned
     assert "ZeRO stage 3" in stdout
@@ -107,16 +109,19 @@ def test_the_output_shows_the_ledger_and_lines_that_a_log_can_hold(finetuned):
     assert stdout.count("before training") == 1  # rank 0 alone prints
 
 
+@pytest.mark.slow
 def test_accumulation_multiplies_the_tokens_of_a_step(finetuned):
     assert finetuned[2]["num_tokens"] == [2 * GRAD_ACCUM * MICRO_BATCH_SIZE * SEQ_LEN] * NUM_STEPS
 
 
+@pytest.mark.slow
 def test_the_plot_is_a_png(finetuned):
     png = (finetuned[0] / "loss.png").read_bytes()
     assert png.startswith(b"\x89PNG\r\n")
     assert len(png) > 5_000
 
 
+@pytest.mark.slow
 def test_the_saved_model_has_the_held_out_loss_that_was_printed(finetuned, questions):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,4 +1,4 @@
-"""The example goes on from its checkpoints, bit for bit: after kills under torchrun's restarts, and after SIGTERM.
+"""The example continues from its checkpoints, bit for bit: after kills under torchrun's restarts, and after SIGTERM.
 
 With another number of ranks it goes on with the same batches.
 """
@@ -112,7 +112,7 @@ def test_killed_ranks_do_not_change_the_run(data, uninterrupted, tmp_path):
             assert run.wait_for(f"step {step}/"), "".join(run.lines)
             threading.Event().wait(random_.uniform(0, 0.2))
             os.kill(random_.choice(run.ranks()), signal.SIGKILL)
-            assert run.wait_for("going on after step"), "".join(run.lines)
+            assert run.wait_for("resuming after step"), "".join(run.lines)
         assert run.finish() == 0, "".join(run.lines)
     assert _numbers(tmp_path) == uninterrupted
 
@@ -123,11 +123,11 @@ def test_sigterm_saves_at_the_end_of_the_step_and_ends_and_the_run_goes_on(data,
         assert run.wait_for("step 3/"), "".join(run.lines)
         os.kill(random.Random(0).choice(run.ranks()), signal.SIGTERM)  # to one rank
         assert run.finish() == 0, "".join(run.lines)
-        assert "asked to end: saved" in "".join(run.lines)
+        assert "preempted: saved" in "".join(run.lines)
     with Run(tmp_path, data, "--resume", "auto") as run:
         assert run.wait_for("step 5/"), "".join(run.lines)
         run.process.send_signal(signal.SIGTERM)  # to torchrun, which passes it on
-        assert run.wait_for("asked to end: saved"), "".join(run.lines)
+        assert run.wait_for("preempted: saved"), "".join(run.lines)
         run.finish()  # torchrun's own status says that it was asked to end
     with Run(tmp_path, data, "--resume", "auto") as run:
         assert run.finish() == 0, "".join(run.lines)
@@ -170,7 +170,7 @@ def test_a_reproducible_run_on_4_2_and_1_ranks_ends_with_the_files_of_a_run_on_1
                 assert run.finish() == 0, "".join(run.lines)
             else:
                 assert run.wait_for(f"step {step}/"), "".join(run.lines)  # leaving the block kills it
-            assert (num_ranks == 4) == (not any(line.startswith("going on after step") for line in run.lines))
+            assert (num_ranks == 4) == (not any(line.startswith("resuming after step") for line in run.lines))
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for name in ("losses", "grad_norms"):
         assert _numbers(parts, 30)[name] == _numbers(whole, 30)[name]

@@ -118,10 +118,10 @@ BAD = [
         'is "torch.torch.bfloat16"',
         "Change the value",
     ),
-    ({"bf16": {"enabled": "auto"}}, "bf16.enabled", 'is "auto"', "Pass it: policy_from_config(cfg,"),
+    ({"bf16": {"enabled": "auto"}}, "bf16.enabled", 'is "auto"', "Pass a value: policy_from_config(cfg,"),
     ({"\ud800": 1}, "config", "'\\ud800'", "Write the part after a dot as a key of an"),
     ({"communication_data_type": "int8"}, "communication_data_type", 'is "int8"', "Change the value"),
-    ({"communication_data_type": "bf16"}, "communication_data_type", 'is "bf16"', "Stage 0 is an all-reduce"),
+    ({"communication_data_type": "bf16"}, "communication_data_type", 'is "bf16"', "Stage 0 runs an all-reduce"),
     (
         {"torch_autocast": AUTOCAST, "communication_data_type": "fp16", "zero_optimization": {"stage": 2}},
         "communication_data_type",
@@ -171,13 +171,13 @@ BAD = [
         },
         "zero_optimization.offload_optimizer.pin_memory",
         "is true",
-        "Write the same value twice",
+        "Write the same value in both",
     ),
     (
         {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
         "zero_optimization.offload_optimizer.ratio",
         "is 0.5",
-        "Remove it: FSDP2 moves all of the",
+        "Remove it: FSDP2 offloads all of the",
     ),
     (
         {"zero_optimization": {"cpu_offload": True}},
@@ -239,7 +239,7 @@ BAD = [
         {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto"},
         "train_micro_batch_size_per_gpu",
         'is "auto"',
-        "Pass it: policy_from_config(cfg",
+        "Pass a value: policy_from_config(cfg",
     ),
     (
         {"zero_optimization.stage": 3},
@@ -247,9 +247,9 @@ BAD = [
         "'zero_optimization.stage'",
         "Write the part after a dot as a key of an",
     ),
-    ("{}", "config", "is the text of one", "Call json.loads on it first"),
+    ("{}", "config", "is the JSON text itself", "Call json.loads on it first"),
     ("no/such/file.json", "config", "cannot be read", "Check the path of the file"),
-    ([], "config", "is the list []", "Pass one of them"),
+    ([], "config", "is the list []", "Pass one of these two"),
 ]
 BAD_WITH_ARGUMENTS = [
     (
@@ -257,7 +257,7 @@ BAD_WITH_ARGUMENTS = [
         {"hidden_size": -8},
         "the argument hidden_size",
         "is -8",
-        "Pass the model's own width",
+        "Pass the model's hidden size",
     ),
     (
         {"gradient_clipping": "auto"},
@@ -371,5 +371,5 @@ def test_a_config_that_is_no_regular_file_or_has_no_end_is_refused(tmp_path, kin
         {"fifo": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero")}[kind](path)
     else:
         path.write_text('{"a":' * 100_000 if kind == "levels" else '{"a": "' + "x" * 40 * 1024**2 + '"}')
-    with pytest.raises(ConfigError, match=r"config\.json' (cannot be read|must hold a JSON object)"):
+    with pytest.raises(ConfigError, match=r"config\.json' (cannot be read|must contain a JSON object)"):
         policy_from_config(path)

@@ -67,10 +67,10 @@ def test_nothing_is_rounded(total):
 @pytest.mark.parametrize(
     ("total", "micro", "ranks", "words"),
     [
-        (24, 2, 5, "With 5 ranks, train_batch_size 20 or 30 would do; with train_batch_size 24, 4 or 6 ranks would"),
-        (6, 2, 2, "With 2 ranks, train_batch_size 4 or 8 would do; with train_batch_size 6, 1 or 3 ranks would"),
-        (4, 2, 3, "With 3 ranks, train_batch_size 6 would do; with train_batch_size 4, 2 ranks would"),
-        (5, 2, 2, "With 2 ranks, train_batch_size 4 or 8 would do."),
+        (24, 2, 5, "With 5 ranks, train_batch_size 20 or 30 is valid. With train_batch_size 24, 4 or 6 ranks are"),
+        (6, 2, 2, "With 2 ranks, train_batch_size 4 or 8 is valid. With train_batch_size 6, 1 or 3 ranks are valid"),
+        (4, 2, 3, "With 3 ranks, train_batch_size 6 is valid. With train_batch_size 4, 2 ranks are valid"),
+        (5, 2, 2, "With 2 ranks, train_batch_size 4 or 8 is valid."),
     ],
 )
 def test_the_error_names_what_would_divide(total, micro, ranks, words):

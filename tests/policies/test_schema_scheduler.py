@@ -37,14 +37,14 @@ def test_one_cycle_needs_its_bounds_and_the_others_their_total():
 BAD = [
     ({"params": {"no": 1}}, "type", "is missing", "Add it"),
     ({"type": None}, "type", "is null", "Name one of them"),
-    ({"type": "StepLR"}, "type", 'is "StepLR"', "Build it yourself and pass it to TrainStep(scheduler=)"),
+    ({"type": "StepLR"}, "type", 'is "StepLR"', "Build the scheduler yourself and pass it to TrainStep(scheduler=)"),
     ({"type": "WarmupCosLR"}, "type", 'is "WarmupCosLR"', "WarmupCosineLR"),
     ({"type": "OneCycle", "params": {"cycle_min_lr": 0.1}}, "params.cycle_max_lr", "is missing", "Add it"),
     (
         {"type": "WarmupLR", "params": {"last_batch_iteration": 3}},
         "params.last_batch_iteration",
         "is 3",
-        "Remove it, and give the saved state to",
+        "Remove it, and pass the saved state to",
     ),
     (
         {"type": "WarmupLR", "params": {"warmup_type": "cosine"}},

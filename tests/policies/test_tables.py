@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroamp.policies.tables import SOFT_HYPHEN, gb, gib, paragraph, render, terminal_width
+from zeroamp.policies.tables import SOFT_HYPHEN, gb, gib, gib_text, paragraph, render, terminal_width
 
 
 def test_keys_are_the_header_with_spaces_but_names_stay_as_they_are():
@@ -31,6 +31,8 @@ def test_a_large_number_is_written_out():
 
 def test_units():
     assert (gib(2**30), gb(10**9), gib(None), gb(None)) == (1.0, 1.0, None, None)
+    texts = ["0 GiB", "0.000977 GiB", "1.00 GiB", "4,096.00 GiB"]
+    assert [gib_text(size) for size in (0, 2**20, 2**30, 2**42)] == texts
 
 
 @pytest.mark.parametrize(("columns", "width"), [("72", 72), ("3", 40), (None, 100), ("", 100)])

@@ -124,6 +124,7 @@ def test_the_core_trains_and_explains_where_nothing_else_can_be_imported():
     assert found["parameters"] == [[8, 8], [8], [8], [8], [1, 8], [1]]
 
 
+@pytest.mark.slow
 def test_training_with_a_plain_config_imports_nothing_outside_of_the_core():
     modules = _run(TRAIN)["modules"]
     assert "zeroamp.training.step" in modules

@@ -1,1 +1,1 @@
-"""Checkpoints on `torch.distributed.checkpoint`: what is in one (`state`), onto disk (`save`), and back (`load`)."""
+"""Checkpoints on `torch.distributed.checkpoint`: saves, loads and exports them, and saves on preemption."""

@@ -2,7 +2,7 @@
 
 `torch.load(weights_only=True)` runs no code, but does not check sizes: records may be compressed a thousandfold, and a
 pickle may allocate a buffer of any length. So the archive's records are checked first. Then its pickle is read with
-inert classes in place of all that it names. `torch.load` comes last.
+inert classes in place of all classes and functions that it names. Only then `torch.load` reads the file.
 """
 
 import io
@@ -37,11 +37,11 @@ _ELEMENT_BYTES = {
     "Long": 8,
     "ComplexDouble": 16,
 }
-"""Class of a storage, without its last word -> bytes of an element."""
+"""Storage class without its suffix "Storage" -> bytes per element."""
 
 
 class Inert:
-    """Replaces whatever a pickle names. It stores its arguments and its state, and does nothing."""
+    """Replaces a class or function that a pickle names. Stores its arguments and state, and does nothing else."""
 
     name = ""
     """Module and name of the class or function that it replaces."""
@@ -52,13 +52,13 @@ class Inert:
         """Store the arguments.
 
         Raises:
-            ValueError: the call of the real class would allocate memory that the file does not fill.
+            ValueError: a call of the real class could allocate more memory than the file has bytes.
         """
         module, _, last = cls.name.rpartition(".")
         is_of_torch = module.partition(".")[0] == "torch" and last.endswith(("Tensor", "Storage"))
         if is_of_torch or (last == "bytearray" and any(isinstance(argument, int) for argument in args)):
             raise ValueError(f"a call of {cls.name}")
-        if last == "_rebuild_from_type_v2" and isinstance(args[0], type):  # calls its first argument
+        if last == "_rebuild_from_type_v2" and isinstance(args[0], type):  # torch's function calls its first argument
             args[0](*args[2])
         self = super().__new__(cls)
         self.args = args
@@ -68,7 +68,7 @@ class Inert:
         self.state = state
 
     def _ignore(self, *_: Any) -> None:
-        """Take an element, as a container does."""
+        """Ignore an element that the pickle adds to this object as to a container."""
 
     __setitem__ = append = extend = add = _ignore
 
@@ -80,7 +80,7 @@ class InertUnpickler(pickle.Unpickler):
         """`persistent_load` is called with each persistent id.
 
         Raises:
-            ValueError: `content` is not a pickle, or would allocate more memory than it can fill.
+            ValueError: `content` is not a pickle, or would allocate more memory than it has bytes.
         """
         for opcode, argument, _ in pickletools.genops(content):  # also refuses lengths beyond the end
             if opcode.name in ("PUT", "LONG_BINPUT") and (argument or 0) > len(content):
@@ -90,29 +90,30 @@ class InertUnpickler(pickle.Unpickler):
         self._found: dict[str, Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return an `Inert` class of this pickle alone: a pickle may change its classes."""
+        """Return an `Inert` class that only this unpickler uses, because a pickle may change its classes."""
         full = f"{module}.{name}"
         if full not in self._found:
             self._found[full] = type(name, (Inert,), {"name": full})
         return self._found[full]
 
     def persistent_load(self, pid: Any) -> Any:
-        """Pass on the id of a tensor's storage."""
+        """Pass the id of a tensor's storage to the function given at construction."""
         if self._persistent_load is None:
             raise pickle.UnpicklingError("a persistent id")
         return self._persistent_load(pid)
 
 
 def load_archive(file: str | os.PathLike[str] | IO[bytes], where: str, *, mmap: bool = False) -> Any:
-    """Return what a file of `torch.save` holds: tensors on the CPU, and plain values.
+    """Return the content of a file of `torch.save`: tensors on the CPU, and plain values.
 
     Args:
         file: a path, or an open file.
-        where: its name, for errors.
-        mmap: map tensors from the file of a path instead of reading them.
+        where: the name of the file in errors.
+        mmap: if `file` is a path, map the tensors from the file instead of reading them.
 
     Raises:
-        CheckpointError: the file is not one of torch.save, or could run code or take more memory than it has bytes.
+        CheckpointError: `torch.save` did not write the file, or to read it could run code or take more memory than the
+            file has bytes.
     """
     try:
         if isinstance(file, str | os.PathLike):
@@ -123,7 +124,7 @@ def load_archive(file: str | os.PathLike[str] | IO[bytes], where: str, *, mmap: 
         return torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:  # torch's text explains how to switch the check off
         raise CheckpointError(f"{where} is not read: {_refused(unsafe_names(file))}") from error
-    except Exception as error:  # whatever a hostile or damaged file makes the readers raise
+    except Exception as error:  # a hostile or damaged file may make the readers raise anything
         raise CheckpointError(
             f"{where} cannot be read as a file of torch.save ({type(error).__name__}: {error}). Copy it again, or load "
             "another checkpoint."
@@ -131,15 +132,15 @@ def load_archive(file: str | os.PathLike[str] | IO[bytes], where: str, *, mmap: 
 
 
 def unsafe_names(file: str | os.PathLike[str] | IO[bytes]) -> list[str]:
-    """Return the names in the pickle of a file of `torch.save` besides tensors and plain values; [] if unreadable."""
+    """Return the classes and functions that a file's pickle names, except those of tensors; [] if it is unreadable."""
     try:
         if isinstance(file, str | os.PathLike):
             with open_regular(file) as opened:
-                _inspect(opened)  # torch's scan reads the pickle whole, whatever it is compressed to
+                _inspect(opened)  # first, because torch's scan decompresses the whole pickle
         else:
             _inspect(file)
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(file))
-    except Exception:  # whatever a hostile or damaged file makes it raise
+    except Exception:  # a hostile or damaged file may make it raise anything
         return []
 
 
@@ -153,10 +154,10 @@ def _refused(names: list[str]) -> str:
 
 
 def _inspect(file: IO[bytes]) -> None:
-    """Check the records of an archive, and leave the file at its start.
+    """Check the records of an archive, and seek to the file's start.
 
     Raises:
-        ValueError: records are compressed or overlap, or their sizes are not those in the pickle.
+        ValueError: records are compressed or overlap, or their sizes differ from those in the pickle.
     """
     with zipfile.ZipFile(file) as archive:
         sizes = _sizes(archive, file)
@@ -181,7 +182,7 @@ def _sizes(archive: zipfile.ZipFile, file: IO[bytes]) -> dict[str, int]:
     records = archive.infolist()
     sizes = {record.filename: record.file_size for record in records}
     if archive.start_dir != _directory_start(file, num_bytes):
-        raise ValueError("two directories")  # torch might use the other one
+        raise ValueError("two directories")  # torch might read the other one
     if any(
         (record.compress_type, record.compress_size) != (zipfile.ZIP_STORED, record.file_size) for record in records
     ):
@@ -194,7 +195,7 @@ def _sizes(archive: zipfile.ZipFile, file: IO[bytes]) -> dict[str, int]:
 
 
 def _directory_start(file: IO[bytes], num_bytes: int) -> int:
-    """Return where the directory begins, by the last bytes of a zip file. Files of torch have no comment there."""
+    """Return where the zip directory begins, from the file's last bytes. torch writes no comment at the end."""
     file.seek(-_END.size, os.SEEK_END)
     signature, start = _END.unpack(file.read(_END.size))
     if signature != b"PK\5\6":

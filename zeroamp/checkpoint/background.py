@@ -1,4 +1,4 @@
-"""`Saving`: the save that runs in the background while training goes on, and the run that the checkpoints belong to."""
+"""`Saving`: the checkpoint that is being saved in the background, and the run to which the checkpoints belong."""
 
 import logging
 from collections.abc import Sequence
@@ -20,37 +20,36 @@ _of_root: "WeakKeyDictionary[nn.Module, Saving]" = WeakKeyDictionary()
 
 
 def saving_of(state: WrapState) -> "Saving":
-    """Return what is known of the checkpoints of a wrapped model."""
+    """Return the `Saving` of a wrapped model. The first call creates it."""
     if state.root not in _of_root:
         _of_root[state.root] = Saving(state)
     return _of_root[state.root]
 
 
 class Saving(Callback):
-    """The run's name, and the save in the background. A training step calls it at its end.
+    """The run's name and its background save. `TrainStep` calls it at the end of each step.
 
-    From the first background save on, each step's all-reduce has one more number: whether the save still runs on a
-    rank.
+    From the first background save on, the step's all-reduce has one more number: how many ranks are still saving.
     """
 
     def __init__(self, state: WrapState) -> None:
         self.run: str | None = None
-        """Names the run over all its restarts; the first rank's, set by the first save or load."""
+        """Name of the run over all its restarts. The first save or load sets it, to the first rank's."""
         self.serial = 0
-        """Of the checkpoint that was saved or loaded last, known to the first rank; 0: there was none."""
+        """Serial of the checkpoint that was saved or loaded last; 0 if there was none. Valid on the first rank."""
         self.plans = PlanCache()
         self.future: Future[Path] | None = None
-        """Ends with the path, or with the error of whichever rank failed: the same on all ranks."""
+        """Its result is the checkpoint's path, or the error of the rank that failed: the same on all ranks."""
         self.is_done = False
-        """Whether the save is known to have ended on all ranks."""
+        """Whether the last all-reduce reported that the save has ended on all ranks."""
         self._sums = step_sums_of(state)
 
     def begin(self, future: Future[Path]) -> None:
-        """Store a save that all ranks have just started."""
+        """Follow a background save that all ranks have just started."""
         self.future = future
-        self._sums.put("saving", self._ask)
+        self._sums.put("saving", self._numbers)
 
-    def _ask(self) -> tuple[Sequence[float], Receive]:
+    def _numbers(self) -> tuple[Sequence[float], Receive]:
         future = self.future
 
         def receive(sums: Sequence[float]) -> None:
@@ -60,22 +59,22 @@ class Saving(Callback):
         return [float(future is not None and not future.done())], receive
 
     def on_step_end(self, _report: object) -> None:
-        """Raise the error of a save that is known to have failed: on all ranks, after the step was taken."""
+        """If the background save has ended on all ranks, raise its error, if any: on all ranks, after the update."""
         if self.is_done:
             self.wait()
 
     def abandon(self) -> None:
-        """Wait for the save and log its error, before a save or load that matters more."""
+        """Wait for the background save and log its error. Called before another save or a load, which go on anyway."""
         try:
             self.wait()
         except CheckpointError as error:
             logger.error("The save in the background failed: %s", error)
 
     def wait(self) -> None:
-        """Wait for the save.
+        """Wait for the background save, if there is one.
 
         Raises:
-            CheckpointError: it failed.
+            CheckpointError: the save failed.
         """
         future, self.future, self.is_done = self.future, None, False
         if future is not None:

@@ -37,11 +37,11 @@ WEIGHTS = "weights.json"
 
 
 def export_files(root: nn.Module, excluded: Container[str] = ()) -> dict[str, bytes]:
-    """Return the small files, by name, that `export_checkpoint` needs, for a checkpoint without those in `excluded`.
+    """Return the small files that `export_checkpoint` needs, by name. `excluded` names parameters that are not saved.
 
     `weights.json` lists for each of the model's tensors its name in the checkpoint, its names in an export, and whether
-    it is a parameter. There are no files if the model's state holds more than parameters and buffers, because
-    safetensors cannot hold such a model, or if the model has adapters of peft, which `from_pretrained` cannot load.
+    it is a parameter. Returns no files if the model's state holds more than parameters and buffers, which safetensors
+    cannot hold, or if the model has adapters of peft, which `from_pretrained` cannot load.
     """
     if find_adapter(root) is not None:
         return {}
@@ -51,7 +51,7 @@ def export_files(root: nn.Module, excluded: Container[str] = ()) -> dict[str, by
         return {}
     if any(name.rpartition(".")[2] == "_extra_state" for weight in weights for name in weight.names):
         return {}
-    saved_as: dict[int, str] = {}  # a buffer that modules share is in the checkpoint once
+    saved_as: dict[int, str] = {}  # the checkpoint has a buffer that modules share only once
     names = [
         {
             "saved": saved_as.setdefault(id(weight.tensor), weight.names[0]),
@@ -73,19 +73,19 @@ def export_checkpoint(
     *,
     max_shard_bytes: int = 5 * 1000**3,
 ) -> Path:
-    """Write the weights of a checkpoint to `folder` as `export_hf` does; needs no model, no ranks and no GPU.
+    """Write the weights of a checkpoint to `folder` as `export_hf` does. Needs no model, no other ranks and no GPU.
 
-    At most the tensors of one file and one tensor in the checkpoint's dtype are in memory. Every file of the checkpoint
-    is checked against its digest first.
+    Memory holds at most the tensors of one file, and one tensor in the checkpoint's dtype. Every file of the checkpoint
+    is first checked against its digest.
 
     Args:
-        checkpoint: what `save_checkpoint` wrote, or a folder of checkpoints, of which the newest is taken.
-        folder: made where there is none; in one that exists, weights of an earlier export are replaced.
-        dtype: "fp32", "bf16" or "fp16", of parameters; None: as the checkpoint's config sets it, see `export_hf`.
-        max_shard_bytes: of the tensors of one file.
+        checkpoint: a checkpoint of `save_checkpoint`, or a folder of checkpoints, whose newest is exported.
+        folder: created if it does not exist. Weights of an earlier export in it are replaced.
+        dtype: dtype of parameters, "fp32", "bf16" or "fp16". None: as the checkpoint's config sets it, see `export_hf`.
+        max_shard_bytes: the largest number of bytes of tensors in one file.
 
     Returns:
-        The checkpoint that was taken.
+        The checkpoint that was exported.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, a finite value would be infinite in `dtype`, or the
@@ -114,9 +114,9 @@ def export_checkpoint(
         raise
     except OSError as error:
         raise CheckpointError(
-            f"Cannot export into {os.fspath(folder)}: {error}. Make room, or name another folder."
+            f"Cannot export into {os.fspath(folder)}: {error}. Free some space, or pass another folder."
         ) from error
-    except (Exception, CheckpointException) as error:  # whatever a file whose digest fits makes the readers raise
+    except (Exception, CheckpointException) as error:  # readers may raise anything for a crafted file
         raise CheckpointError(f"Cannot export {path}: {_reason(error)}. Export another checkpoint.") from error
     return path
 
@@ -141,7 +141,7 @@ class _Saved:
         self._path = path
         self._config_names = [name for name in manifest.files if name in ("config.json", "generation_config.json")]
         self._reader = SafeReader(path, manifest.files)
-        # Buffers that differ between ranks: the first rank's, as everywhere.
+        # Of buffers that differ between ranks, the first rank's are exported, as `load_checkpoint` loads them.
         self._own: dict[str, torch.Tensor] = self._reader.read_values(rank_file(0), mmap=True)["tensors"]
 
     def sources(self) -> list[Source]:
@@ -152,8 +152,8 @@ class _Saved:
         if listed != saved or len({source.name for source in sources}) < len(sources):
             differing = named_differences("not in both", listed ^ saved) or ["a name is there twice"]
             raise CheckpointError(
-                f"{self._path / WEIGHTS} must list every tensor of the checkpoint's model, each under names of its "
-                f"own, but does not: {differing[0]}. Export another checkpoint."
+                f"{self._path / WEIGHTS} must list every tensor of the checkpoint's model under distinct names, but "
+                f"does not: {differing[0]}. Export another checkpoint."
             )
         return sources
 

@@ -1,10 +1,10 @@
 """The files of one checkpoint: their names, and the manifest with their digests.
 
-zeroamp.json          the manifest: what the checkpoint is, and size and SHA-256 of every other file
-.metadata, *.distcp   of torch.distributed.checkpoint: the tensors, in shards
-train.pt              what is the same on all ranks
-rank_00000.pt         what each rank has of its own
-weights.json          how to export the weights without the model; for a transformers model also config.json
+zeroamp.json          the manifest: step, run, config and mesh of the checkpoint; size and SHA-256 of every other file
+.metadata, *.distcp   written by torch.distributed.checkpoint: the tensors, in shards
+train.pt              values that are the same on all ranks
+rank_00000.pt         values of one rank: random state, `extra`, tensors that differ between ranks
+weights.json          names of the weights for an export without the model; for a transformers model also config.json
 """
 
 import hashlib
@@ -33,19 +33,19 @@ _OF_RANK = re.compile(r"rank_(\d+)\.pt|__(\d+)_\d+\.distcp")
 
 
 def rank_file(rank: int) -> str:
-    """Return the name of the file with what one rank has of its own."""
+    """Return the name of the file that holds one rank's own values."""
     return f"rank_{rank:05d}.pt"
 
 
 def checking_rank(name: str, index: int, num_ranks: int) -> int:
-    """Return the rank that checks the digest of a file at a load.
+    """Return the rank that checks the digest of a file in a load.
 
-    With as many ranks as at the save, it is the rank that reads the file next: the file is then in its host's memory.
+    If as many ranks load as saved, this is the rank that reads the file next, so that its host has the file cached.
 
     Args:
         name: the file's name.
-        index: the file's place among the checkpoint's files.
-        num_ranks: ranks that load.
+        index: the file's index among the checkpoint's files.
+        num_ranks: number of ranks that load.
     """
     of_rank = _OF_RANK.fullmatch(name)
     return (int(of_rank[1] or of_rank[2]) if of_rank else index) % num_ranks
@@ -76,24 +76,24 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """Content of `zeroamp.json`: which training a checkpoint is of, and the record of each of its files."""
+    """Content of `zeroamp.json`: step, run, config and mesh of a checkpoint, and the record of each of its files."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
 
     step: int
-    """The caller's number of the step."""
+    """The number of the step, as the caller gave it."""
     serial: int
     """Number of the checkpoint in its folder, from 1 on, in the order of publication."""
     parent: int
-    """The serial of the checkpoint that was saved or loaded before this one was saved; 0: there was none."""
+    """The serial of the checkpoint that was saved or loaded before this one was saved; 0 if there was none."""
     run: str
-    """Names the training run, over all its restarts."""
+    """Name of the training run, over all its restarts."""
     world_size: int
     mesh: tuple[int, ...]
     config: dict[str, Any]
     """The policy, as a config that `policy_from_config` reads."""
     versions: dict[str, str]
-    """Of torch and zeroamp."""
+    """Versions of torch and zeroamp."""
     files: Mapping[FileName, FileRecord]
 
     def to_json(self) -> str:
@@ -110,8 +110,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """Read the manifest of a checkpoint.
 
     Raises:
-        DamagedCheckpointError: it is missing or damaged.
-        CheckpointError: it is of a newer format.
+        DamagedCheckpointError: the manifest is missing or damaged.
+        CheckpointError: the manifest has another format.
     """
     try:
         return _manifest_adapter().validate_json(json.dumps(_read_content(checkpoint)))
@@ -121,7 +121,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def read_serials(checkpoint: Path) -> tuple[int, int]:
-    """Return `serial` and `parent` of a manifest whose digest fits, faster than `read_manifest`.
+    """Return `serial` and `parent` of a manifest, faster than `read_manifest`. Checks the manifest's own digest.
 
     Raises:
         CheckpointError: as `read_manifest`.
@@ -129,7 +129,7 @@ def read_serials(checkpoint: Path) -> tuple[int, int]:
     content = _read_content(checkpoint)
     serial, parent = content.get("serial"), content.get("parent")
     if not (is_integer(serial, at_least=0) and is_integer(parent, at_least=0)):
-        raise DamagedCheckpointError(_damage(checkpoint / MANIFEST, "serial and parent are no integers from 0 on"))
+        raise DamagedCheckpointError(_damage(checkpoint / MANIFEST, "serial and parent must be integers >= 0"))
     return serial, parent
 
 
@@ -144,7 +144,7 @@ def _read_content(checkpoint: Path) -> dict[str, Any]:
         raise DamagedCheckpointError(_damage(path, "its text does not match its own digest"))
     if content.pop("format", None) != FORMAT:
         raise CheckpointError(
-            f"{path} must be of format {FORMAT}, but is of another one. Use the zeroamp that wrote it."
+            f"{path} must have format {FORMAT}, but has another one. Use the version of zeroamp that wrote it."
         )
     return content
 
@@ -166,17 +166,17 @@ def record_content(content: bytes) -> FileRecord:
 
 
 def refuse_other_size(path: Path, record: FileRecord) -> None:
-    """Raise CheckpointError if a file that was just written does not have the size of what was written."""
+    """Raise CheckpointError if a file does not have the size that was just written into it."""
     num_bytes = path.stat().st_size
     if num_bytes != record.num_bytes:
         raise CheckpointError(
             f"{path} has {num_bytes} bytes, but {record.num_bytes} were written into it. Another process changes files "
-            "in the folder, or its file system loses writes. Save into another folder."
+            "in the folder, or the file system loses writes. Save into another folder."
         )
 
 
 def check_file(path: Path, record: FileRecord) -> None:
-    """Raise DamagedCheckpointError unless the file is the recorded one, bit for bit."""
+    """Raise DamagedCheckpointError unless the file has the recorded size and digest, and is inside the checkpoint."""
     if leads_out(path):
         raise DamagedCheckpointError(_damage(path, "a link that leads out of the checkpoint"))
     try:

@@ -1,14 +1,13 @@
-"""A folder of checkpoints: which are in it, which is the newest, drafts and their publication, and the writers' locks.
+"""A folder of checkpoints: finds the newest, publishes and removes drafts, and locks out other writers.
 
     FOLDER/
-      latest                   the serial and the name of the newest checkpoint
+      latest                   serial, name and parent's serial of the newest checkpoint
       step_00000100/           a checkpoint: complete from the moment it has this name
-      .draft-step_00000200-…/  one that is being written, or that a killed writer left
+      .draft-step_00000200-…/  a checkpoint that is being written, or that a killed writer left
 
-`latest` holds serial, name and the parent's serial, and is written just before the rename. If it names a checkpoint
-that exists, that one is the newest, also after somebody edited the file to go back: checkpoints published after it then
-come last. If a writer was killed between the two, the parent is the newest; if the file is damaged, the checkpoint that
-was published last.
+`latest` is written just before the draft is renamed. If it names a checkpoint that exists, this checkpoint is the
+newest. It may be edited to go back to an earlier checkpoint: those published after that one then come last. If a writer
+was killed before the rename, the parent is the newest. If `latest` is damaged, it is the checkpoint published last.
 """
 
 import logging
@@ -48,15 +47,15 @@ LOCK = ".lock"
 
 
 def latest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
-    """Return the newest published checkpoint of a folder, or None. Only its manifest is checked."""
+    """Return the newest published checkpoint of a folder, or None. Checks manifests, but no other files."""
     return next(iter(find_checkpoints(Path(folder))), None)
 
 
 def find_checkpoints(root: Path) -> list[Path]:
-    """Return the checkpoints of a folder, those to load first coming first.
+    """Return the checkpoints of a folder, in the order in which to try to load them.
 
-    The pointed one and those it descends from; others published before it, newest first; those published after it;
-    unreadable ones.
+    First the one that `latest` names and its ancestors, then others published before it, then those published after it,
+    each newest first. Last those with a damaged manifest.
     """
     found = _places(root) if root.is_dir() else {}
     for path in (path for path, place in found.items() if place.serial == 0):
@@ -87,7 +86,7 @@ def _place(path: Path) -> _Place:
         return _Place(*read_serials(path))
     except DamagedCheckpointError:
         return _Place(0, 0)
-    except CheckpointError:  # of a newer format: newer than all
+    except CheckpointError:  # another format: taken as the newest
         return _Place(2**63, 0)
 
 
@@ -99,18 +98,18 @@ def _line(serial: int, found: dict[Path, _Place]) -> list[Path]:
     """Return a checkpoint and those of its ancestors that exist, newest first."""
     by_serial = {place.serial: path for path, place in found.items() if place.serial > 0}
     line: list[Path] = []
-    while serial in by_serial:  # removes each one, so that damaged parents cannot form a cycle
+    while serial in by_serial:  # each is removed, so that damaged parents cannot form a cycle
         line.append(by_serial.pop(serial))
         serial = found[line[-1]].parent
     return line
 
 
 def _pointed(root: Path, found: dict[Path, _Place]) -> int | None:
-    """Return the serial of the checkpoint that `latest` names; None if it names none, and the serials decide.
+    """Return the serial of the checkpoint that `latest` names, or None if it names none.
 
-    A writer puts the serial before the name, because one damaged bit of a name can make the name of another checkpoint.
-    The parent's serial comes after the name, and is used if the writer was killed before the rename. Somebody who edits
-    the file may leave both serials out.
+    A writer puts the serial before the name, because one flipped bit can turn a name into that of another checkpoint.
+    The parent's serial comes after the name, and is used if the writer was killed before the rename. Both serials may
+    be left out of an edited file.
     """
     try:
         words = read_regular(root / LATEST, _MAX_POINTER_BYTES).decode().split()
@@ -126,17 +125,17 @@ def _pointed(root: Path, found: dict[Path, _Place]) -> int | None:
             return there
         if len(words) == 3 and there == 0 and words[0] not in serials and words[2] in serials:
             return int(words[2]) or None
-    logger.warning("%s is ignored: it names %r, which is no checkpoint there.", root / LATEST, " ".join(words))
+    logger.warning("%s is ignored: it names %r, which is not a checkpoint there.", root / LATEST, " ".join(words))
     return None
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether a path is a checkpoint rather than a folder of some, by its name or its manifest."""
+    """Return whether a path is a checkpoint, by its name or its manifest, and not a folder of checkpoints."""
     return _is_published(path) or (path / MANIFEST).exists()
 
 
 def is_checkpoint_name(name: str) -> bool:
-    """Return whether `save_checkpoint` gives such names."""
+    """Return whether `name` has the form of the names that `save_checkpoint` gives: step_00000100."""
     return _PUBLISHED.fullmatch(name) is not None
 
 
@@ -146,7 +145,7 @@ def _is_published(path: Path) -> bool:
 
 @dataclass(slots=True)
 class Draft:
-    """A checkpoint that is being written, held by the first rank."""
+    """A checkpoint that is being written. Only the first rank has this object."""
 
     root: Path
     path: Path
@@ -156,7 +155,7 @@ class Draft:
     def publish(self, manifest: Callable[[int], Manifest], keep: int | None) -> Path:
         """Rename the draft to a checkpoint, then remove its ancestors beyond the newest `keep`.
 
-        `manifest` returns the manifest, given the serial. All other files of the draft are on the disk already.
+        `manifest` returns the manifest for a serial. All other files of the draft must already be on the disk.
         """
         with locked(self.root):
             places = _places(self.root)
@@ -169,7 +168,7 @@ class Draft:
             self.path.rename(target)
             try:
                 sync_to_disk(self.root)
-            except OSError:  # the save counts as failed, so the checkpoint must not be found
+            except OSError:  # the save has failed, so no load may find the checkpoint
                 target.rename(self.path)
                 raise
             self._unlock()
@@ -179,7 +178,7 @@ class Draft:
         return target
 
     def discard(self) -> None:
-        """Remove what was written."""
+        """Remove the draft and all files in it."""
         self._unlock()
         shutil.rmtree(self.path, ignore_errors=True)
 
@@ -190,7 +189,7 @@ class Draft:
 
 
 def open_draft(root: Path, step: int) -> Draft:
-    """Make an empty draft, and remove what killed writers left. The first rank alone calls this."""
+    """Create an empty draft, and remove the drafts that killed writers left. Only the first rank calls this."""
     make_folder(root)
     with locked(root) as has_locks:
         if has_locks:
@@ -205,7 +204,7 @@ def _name(step: int) -> str:
 
 
 def _free_name(root: Path, step: int) -> Path:
-    """Return a free name for the checkpoint of a step: one of an earlier attempt at that step stays as it is."""
+    """Return a name for the checkpoint of a step that does not exist yet: checkpoints are never overwritten."""
     path, attempt = root / _name(step), 1
     while os.path.lexists(path):
         attempt += 1
@@ -217,7 +216,7 @@ def _prune(paths: list[Path], keep: int) -> None:
     for path in paths:
         removed = path.with_name(f"{_REMOVED}{path.name}-{uuid.uuid4().hex[:8]}")
         try:
-            path.rename(removed)  # first, so that a kill during the removal leaves no half checkpoint
+            path.rename(removed)  # first, so that a kill during the removal leaves no partial checkpoint under its name
         except OSError as error:  # the save itself has succeeded
             logger.warning("%s is not among the newest %d, but cannot be removed: %s", path, keep, error)
         else:
@@ -225,7 +224,7 @@ def _prune(paths: list[Path], keep: int) -> None:
 
 
 def _remove_leftovers(root: Path) -> None:
-    """Remove the drafts of killed writers. Files and folders of another kind stay, even under such names."""
+    """Remove the drafts of killed writers. Other files and folders stay, even if their names begin like those."""
     for path in root.iterdir():
         if path.name.startswith((_DRAFT, _REMOVED)) and path.is_dir():
             if path.name.startswith(_REMOVED) or not has_writer(path):

@@ -1,4 +1,4 @@
-"""`load_checkpoint`: the newest checkpoint that is whole, into a model, optimizer, scheduler and random generators."""
+"""`load_checkpoint`: loads the newest undamaged checkpoint into model, optimizers, schedulers and random generators."""
 
 import logging
 import os
@@ -53,32 +53,33 @@ def load_checkpoint(
     missing_ok: bool = False,
     extra_rank: int | None = None,
 ) -> Any:
-    """Load what `save_checkpoint` wrote, and return this rank's `extra`. Every rank calls this.
+    """Load a checkpoint of `save_checkpoint`, and return this rank's `extra`. Every rank calls this.
 
     Stage, number of ranks, mesh, groups and communication dtypes may differ from those of the save: tensors are
-    resharded. Every file is checked against its digest first, each by one rank.
+    resharded. Every file is first checked against its digest, each by one rank.
 
-    With the same number of ranks, training goes on bit for bit. With another number, random generators keep their
-    state, and all ranks get the first rank's buffers and extra states where these differed between ranks; a warning
-    is logged.
+    With the same number of ranks, training continues with the same bits. With another number, random generators keep
+    their state, and buffers and extra states that differed between ranks get the first rank's values. A warning is
+    logged.
 
     Args:
-        folder: of a run, where a damaged checkpoint is logged and the one before it is loaded; or one checkpoint.
-        model: what `wrap_model` returned.
-        train: its training step, between two optimizer steps. None loads the model alone, and leaves step counts, loss
-            scale and random states as they are.
-        load_optimizer_states: False leaves the optimizer as it is; its class and param groups may be others. Step
-            counts, loss scale and random states are those of the checkpoint.
-        load_lr_scheduler_states: False leaves the scheduler as it is; it may be another one, or none. If only the
-            scheduler is loaded, it sets its learning rates in the optimizer.
-        missing_ok: return None if there is no checkpoint. If there are only damaged ones, that is an error in any case.
-        extra_rank: the rank whose `extra` is returned; None: this rank's own.
+        folder: one checkpoint, or a run's folder of checkpoints. In a folder, damaged checkpoints are logged, and the
+            newest undamaged one is loaded.
+        model: a model that `wrap_model` returned.
+        train: the model's `TrainStep`, between two optimizer steps. None loads only the model, and leaves step counts,
+            loss scale and random states as they are.
+        load_optimizer_states: if False, the optimizer's state is not loaded, and its class and param groups may differ
+            from the saved ones. Step counts, loss scale and random states are loaded anyway.
+        load_lr_scheduler_states: if False, the scheduler's state is not loaded, and there may be another scheduler or
+            none. If the scheduler's state is loaded without the optimizer's, the optimizer gets its learning rates.
+        missing_ok: return None if there is no checkpoint. If all checkpoints are damaged, an error is raised anyway.
+        extra_rank: the rank whose `extra` is returned; None: this rank.
 
     Raises:
-        CheckpointError: on all ranks. With nothing changed: there is no checkpoint, all are damaged, or parameters,
-            shapes, dtypes, optimizer or scheduler differ from the saved ones. With the model filled in part: a file
-            cannot be read to its end.
-        StepError: between the micro-batches of an optimizer step, or the loss scale is of another kind.
+        CheckpointError: on all ranks. Before anything is changed: there is no checkpoint, all are damaged, or
+            parameters, shapes, dtypes, optimizer or scheduler differ from the saved ones. After some tensors were
+            loaded: a file cannot be read to its end.
+        StepError: called between the micro-batches of an optimizer step, or the config has another kind of loss scale.
     """
     state = wrap_state(model)
     saving_of(state).abandon()
@@ -103,7 +104,11 @@ def load_checkpoint(
 
 
 def _find(folder: Path, ranks: RankGroup) -> tuple[Path, Manifest] | None:
-    """Return the first checkpoint that is not damaged, and its manifest; None if there is no checkpoint at all."""
+    """Return the first undamaged checkpoint and its manifest, or None if the folder has no checkpoint.
+
+    Raises:
+        DamagedCheckpointError: all checkpoints are damaged.
+    """
     candidates = ranks.on_first(lambda: _candidates(folder))
     damages = []
     for index, path in enumerate(candidates):
@@ -124,13 +129,13 @@ def _find(folder: Path, ranks: RankGroup) -> tuple[Path, Manifest] | None:
 
 
 def _log_unreadable(paths: list[Path]) -> None:
-    """Log the checkpoints of unknown age, at the end of `paths`: one of them might have been the newest."""
+    """Log the checkpoints at the end of `paths` whose age is unknown: one of them might have been the newest."""
     for path in reversed(paths):
         try:
             read_manifest(path)
         except DamagedCheckpointError as error:
             logger.warning(_DAMAGED, path, error)
-        except CheckpointError:  # of a newer format, so its age is known
+        except CheckpointError:  # another format, so its age is known
             return
         else:
             return
@@ -153,7 +158,7 @@ def _check_share(path: Path, manifest: Manifest, ranks: RankGroup) -> None:
 
 
 class _Load:
-    """Loads one checkpoint, in steps: each is one `RankGroup.run`."""
+    """Loads one checkpoint, in four steps. Each runs in `RankGroup.run`, which raises an error of one rank on all."""
 
     def __init__(
         self, path: Path, manifest: Manifest, state: WrapState, train: TrainStep | None, ranks: RankGroup
@@ -165,7 +170,7 @@ class _Load:
         self.train = train
         self.ranks = ranks
         self.has_optimizer = self.has_scheduler = True
-        """Whether the state of the optimizer, of the scheduler, is loaded."""
+        """Whether to load the state of the optimizer, and that of the scheduler."""
         self.is_same_size = manifest.world_size == ranks.num_ranks
         self.extra: Any = None
         self.tensors: dict[str, torch.Tensor] = {}
@@ -173,7 +178,7 @@ class _Load:
         self.own: dict[str, Any] = {}
 
     def prepare(self, extra_rank: int | None) -> None:
-        """Read all but the tensors, compare with the model, and plan where the tensors go. Changes nothing."""
+        """Read everything but tensors, compare it with the model, and collect the tensors to load. Changes nothing."""
         reshard(self.state.root.modules())
         metadata = self.reader.read_metadata()
         self.values = self.reader.read_values(VALUES)
@@ -196,7 +201,7 @@ class _Load:
                 self.tensors |= optimizer_targets(description, parameters, metadata, own)
 
     def _check_own(self) -> None:
-        """Refuse buffers of this rank whose shape or dtype is not the model's: a copy would broadcast or cast them."""
+        """Refuse this rank's buffers if shape or dtype differs from the model's: a copy would broadcast or cast."""
         for name, tensor in self.own["tensors"].items():
             ours = self.tensors.get(name)
             if name.startswith(MODEL) and (ours is None or (tensor.shape, tensor.dtype) != (ours.shape, ours.dtype)):
@@ -206,7 +211,7 @@ class _Load:
                 )
 
     def load_counts(self) -> None:
-        """Load step counts and loss scale; another kind of loss scale is refused on all ranks."""
+        """Load step counts and loss scale. Raise StepError if the config has another kind of loss scale."""
         if self.train is not None:
             self.train.load_state_dict(self.values["train"])
 
@@ -242,7 +247,7 @@ class _Load:
             self._check_dims()
 
     def _check_dims(self) -> None:
-        """Refuse optimizer state that each rank saved of its own shard, if another dimension is sharded now."""
+        """Refuse optimizer state that each rank saved for its own shard, if axes or sharded dimensions differ now."""
         own = [name for name in self.own["tensors"] if name.startswith(OPTIMIZER)]
         if not own:
             return
@@ -265,11 +270,11 @@ class _Load:
                 )
 
     def read_tensors(self) -> None:
-        """Read this rank's part of every tensor into the model's and the optimizer's tensors."""
+        """Read this rank's part of every tensor into `tensors`: the model's own, and new ones for the optimizers."""
         load_tensors(self.tensors, self.reader)
 
     def finish(self) -> None:
-        """Load everything else: tensors of this rank, extra states, optimizer, scheduler, random states."""
+        """Load this rank's own tensors, extra states, optimizers, schedulers and random states."""
         for name, tensor in self.own["tensors"].items():
             if name.startswith(MODEL):
                 self.tensors[name].copy_(tensor)
@@ -283,7 +288,7 @@ class _Load:
         if not self.is_same_size and self.ranks.rank == 0:
             logger.warning(
                 "%s was saved by %d ranks and loaded by %d: random generators keep their state, and buffers that "
-                "differed between ranks (%s) are the first rank's on all.",
+                "differed between ranks (%s) are the first rank's on all ranks.",
                 self.path,
                 self.manifest.world_size,
                 self.ranks.num_ranks,
@@ -313,7 +318,7 @@ class _Load:
             set_random_state(self.own["random"], device_of(self.state.mesh))
 
     def _extra(self, rank: int | None) -> Any:
-        """Return the `extra` of one rank; for None, of this rank, or the common one if the number of ranks changed."""
+        """Return the `extra` of `rank`, or of this rank for None. If the number of ranks changed, all must be equal."""
         saved_by = self.manifest.world_size
 
         def read(number: int) -> Any:
@@ -324,8 +329,8 @@ class _Load:
             if not all(_equal(first, other) for other in others):
                 raise CheckpointError(
                     f"extra in {self.path} differs between the {saved_by} ranks that saved it, so "
-                    f"{self.ranks.num_ranks} ranks cannot load it. Choose one with extra_rank, or save what does not "
-                    "depend on the rank."
+                    f"{self.ranks.num_ranks} ranks cannot load it. Choose one with extra_rank, or save values that do "
+                    "not depend on the rank."
                 )
             return first
         rank = self.ranks.rank if rank is None else rank
@@ -336,7 +341,7 @@ class _Load:
 
 
 def _set_learning_rates(optimizer: torch.optim.Optimizer, scheduler: object) -> None:
-    """Set the learning rates of an optimizer whose state was not loaded: schedulers compute the next ones from them."""
+    """Set the learning rates of an optimizer whose state was not loaded: schedulers compute the next from them."""
     if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
         for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
             if isinstance(group["lr"], torch.Tensor):

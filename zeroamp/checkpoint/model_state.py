@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a model: tensors by name, and the extra states of its modules.
+"""The state of a model in a checkpoint: its tensors by name, and the extra states of its modules.
 
 Names are `model.<fqn>`, without the parts that torch.compile puts in. A parameter or buffer that several modules share
 is saved once, under its first name.
@@ -21,7 +21,7 @@ _NUM_NAMED = 5  # names of one kind in an error
 
 
 def state_by_name(root: nn.Module) -> dict[str, Any]:
-    """Return `live_state(root)`: parameters, persistent buffers, extra states."""
+    """Return parameters, persistent buffers and extra states by name, without copies. A shared tensor has one name."""
     named: dict[str, Any] = {}
     seen: set[int] = set()
     for key, value in live_state(root).items():
@@ -37,12 +37,12 @@ def _plain_name(key: str) -> str:
 
 
 def _is_tensor(key: str, value: object) -> bool:
-    """Whether an entry is a parameter or buffer. A tensor from `get_extra_state` is not: see `extra_states`."""
+    """Return whether an entry is a parameter or buffer, and not a tensor that `get_extra_state` returned."""
     return isinstance(value, torch.Tensor) and key.rpartition(".")[2] != _EXTRA_STATE
 
 
 def frozen_names(root: nn.Module) -> list[str]:
-    """Return the names of the parameters that need no gradient."""
+    """Return the names of the parameters with `requires_grad` False."""
     state = state_by_name(root).items()
     return [name for name, value in state if isinstance(value, nn.Parameter) and not value.requires_grad]
 
@@ -51,7 +51,7 @@ def model_tensors(root: nn.Module, excluded: Container[str] = ()) -> dict[str, t
     """Return the model's tensors except those named in `excluded`: by name in the checkpoint, detached, not copied.
 
     Raises:
-        CheckpointError: a tensor is no parameter or buffer, so that nothing could be loaded into it.
+        CheckpointError: a tensor is neither a parameter nor a buffer, so it could not be loaded.
     """
     live = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
     tensors = {name: value for name, value in state_by_name(root).items() if _is_tensor(name, value)}
@@ -65,7 +65,7 @@ def model_tensors(root: nn.Module, excluded: Container[str] = ()) -> dict[str, t
 
 
 def shard_dims(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Return FQN -> the dimension that is sharded, of those of the model's tensors where it is another one than 0."""
+    """Return FQN -> sharded dimension, of the tensors of a model that are sharded over another dimension than 0."""
     return {
         name.removeprefix(MODEL): placement.dim
         for name, tensor in tensors.items()
@@ -76,7 +76,7 @@ def shard_dims(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def extra_states(root: nn.Module) -> dict[str, Any]:
-    """Return what modules' `get_extra_state` returned, by name."""
+    """Return the results of the modules' `get_extra_state`, by name."""
     return {name: value for name, value in state_by_name(root).items() if not _is_tensor(name, value)}
 
 
@@ -89,14 +89,14 @@ def load_extra_states(root: nn.Module, saved: dict[str, Any]) -> None:
 def check_model_fits(
     root: nn.Module, metadata: Metadata, saved_extra: Iterable[str], where: str, excluded: Sequence[str] = ()
 ) -> None:
-    """Raise CheckpointError unless the model's tensors and extra states are the saved ones: names, shapes, dtypes.
+    """Raise CheckpointError unless the model has the saved tensors (names, shapes, dtypes) and extra states (names).
 
-    `excluded` are frozen parameters that the save left out. They must be in the model, and frozen there.
+    `excluded` are frozen parameters that the save left out. The model must have them, and they must be frozen.
     """
     if trained := sorted(set(excluded) - set(frozen_names(root))):
         raise CheckpointError(
-            f"{where} was saved with exclude_frozen_parameters, without {some_of(trained, _NUM_NAMED)}, but the "
-            "model trains these or lacks them. Freeze them as in the save, or load a checkpoint that has them."
+            f"{where} was saved with exclude_frozen_parameters, without {some_of(trained, _NUM_NAMED)}, but in the "
+            "model these are trainable or missing. Freeze them as in the save, or load a checkpoint that has them."
         )
     saved = {
         name: (tuple(entry.size), entry.properties.dtype)
@@ -120,7 +120,7 @@ def check_model_fits(
     if differences:
         raise CheckpointError(
             f"{where} must have the parameters and buffers of the model, but they differ: {'; '.join(differences)}. "
-            "Load it into the model that was saved."
+            "Build the model as it was saved."
         )
 
 
@@ -130,6 +130,6 @@ def _form(shape_and_dtype: tuple[tuple[int, ...], torch.dtype]) -> str:
 
 
 def named_differences(what: str, names: Iterable[str]) -> list[str]:
-    """Return one text with the names, or no text if there are no names."""
+    """Return a list of one text, "what: names", or an empty list if there are no names."""
     found = sorted(name.removeprefix(MODEL) for name in names)
     return [f"{what}: {some_of(found, _NUM_NAMED)}"] if found else []

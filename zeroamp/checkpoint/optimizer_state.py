@@ -1,4 +1,4 @@
-"""What a checkpoint holds of an optimizer: tensors by parameter name, and a description of plain values."""
+"""The state of an optimizer in a checkpoint: its tensors by parameter name, and a description of everything else."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,15 +22,18 @@ def optimizer_state(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the tensors of an optimizer's state by name in the checkpoint, and a description of everything else.
 
-    Tensors that are like their parameter are sharded DTensors. The description has the class, the param groups with
-    names for parameters, and for each parameter what its state consists of: "sharded", "plain", ["value", it], or the
-    description of a tensor subclass. A parameter that was never updated has none. "whole" names the parameters that are
-    not sharded: ignored ones, scalars. "bound" has the number of shards of each parameter whose state belongs to the
-    shards (8-bit values in blocks, for example).
+    Tensors of the parameter's shape are sharded DTensors. The description is a dict:
+
+        "class"   name of the optimizer's class
+        "groups"  its param groups, with names in place of parameters
+        "state"   FQN -> key -> "sharded", "plain", ["value", the value], or the description of a tensor subclass; no
+                  entry for a parameter that was never updated
+        "whole"   names of parameters that are not sharded: those of `ignored_params`, scalars
+        "bound"   FQN -> number of shards, for state that is tied to the shards (8-bit values in blocks, for example)
 
     Raises:
-        CheckpointError: a parameter of the optimizer has no name in the model, state is of a form that could not be
-            loaded again, or an inner optimizer has state that is not in `optimizer.state`.
+        CheckpointError: a parameter of the optimizer has no name in the model, a value of the state could not be loaded
+            again, or an inner optimizer has state that is not in `optimizer.state`.
     """
     names = {id(value): name for name, value in state_by_name(root).items()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -70,19 +73,19 @@ def _refuse_foreign_state(optimizer: torch.optim.Optimizer, parameters: list[tor
     foreign = [key for key, entries in optimizer.state.items() if entries and id(key) not in own]
     if foreign:
         raise CheckpointError(
-            f"The optimizer has state under {_short(foreign[0])}, which is no parameter of its groups. Save such state "
-            "as `extra`."
+            f"The optimizer has state under {_short(foreign[0])}, which is not a parameter of its groups. Save such "
+            "state as `extra`."
         )
 
 
 def _refuse_inner_state(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer of several inner ones whose state is not in its own `state`: a save would lose it."""
+    """Refuse an optimizer whose inner optimizers have state that is not in its own `state`: a save would lose it."""
     for inner in _inner_optimizers(list(vars(optimizer).values())):
         for parameter, entries in inner.state.items():
             if not entries.keys() <= optimizer.state.get(parameter, {}).keys():
                 raise CheckpointError(
                     f"The optimizer {type(optimizer).__name__} holds an inner {type(inner).__name__}, whose state is "
-                    "not in its own `state`, so that a checkpoint would lose it. Pass the inner ones: "
+                    "not in its own `state`, so a checkpoint would lose it. Pass the inner optimizers: "
                     "TrainStep(model, [one, other])."
                 )
 
@@ -98,11 +101,11 @@ def _inner_optimizers(values: list[Any]) -> Iterator[torch.optim.Optimizer]:
 
 
 def _kind_of(value: object, parameter: torch.Tensor, where: str) -> Any:
-    """Return how a part of the state is described."""
+    """Return the description of one value of the state: "sharded", "plain" or ["value", the value]."""
     if not isinstance(value, torch.Tensor):
         if _holds_tensor(value):
             found = f"a {type(value).__name__} with tensors in it"
-            raise CheckpointError(describe(where, found, "a tensor or plain values", "Give each an entry of its own."))
+            raise CheckpointError(describe(where, found, "a tensor or plain values", "Give each its own key."))
         return ["value", value]
     if not isinstance(value, DTensor):
         return "plain"
@@ -145,10 +148,10 @@ def optimizer_targets(
     metadata: Metadata,
     own: dict[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """Return empty tensors, by name, to read a described state into.
+    """Return uninitialised tensors, by name, into which the described state is read.
 
-    They are sharded like the parameter if the saved ones were, else plain and on the CPU. Tensors in `own`, which this
-    rank saved by itself, need none.
+    They are sharded like the parameter if the saved tensors were, else plain and on the CPU. Tensors in `own`, which
+    were read from this rank's file, are left out.
     """
     targets = {}
     for fqn, kinds in description["state"].items():
@@ -181,7 +184,7 @@ def load_optimizer(
     """Load a described state with `Optimizer.load_state_dict`.
 
     Raises:
-        CheckpointError: the optimizer does not have the state afterwards.
+        CheckpointError: `load_state_dict` did not store all of the state.
     """
     names = {id(value): name for name, value in state_by_name(root).items()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -199,7 +202,7 @@ def load_optimizer(
         if not entries.keys() <= optimizer.state.get(parameters[number], {}).keys():
             raise CheckpointError(
                 f"{type(optimizer).__name__}.load_state_dict lost the state of {names[id(parameters[number])]}. If "
-                "it holds several optimizers, pass the inner ones: TrainStep(model, [one, other])."
+                "it holds several optimizers, pass these: TrainStep(model, [one, other])."
             )
         _keep_dtypes(optimizer.state[parameters[number]], entries, parameters[number].device)
 
@@ -212,7 +215,7 @@ def _loaded(kind: Any, name: str, tensors: dict[str, torch.Tensor], parameter: t
 
 
 def _numbered_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the saved groups as `Optimizer.load_state_dict` takes them, with tensors where the optimizer has them."""
+    """Return the saved groups in the form of `Optimizer.load_state_dict`. Tensors are moved to its devices."""
     groups, index = [], 0
     for ours, theirs in zip(optimizer.param_groups, saved, strict=True):
         values = {key: value for key, value in theirs.items() if key not in ("params", "param_names")}
@@ -225,7 +228,7 @@ def _numbered_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any
 
 
 def _keep_dtypes(loaded: dict[str, Any], saved: dict[str, Any], device: torch.device) -> None:
-    """Restore the dtypes: `Optimizer.load_state_dict` casts all state but "step" to the parameter's dtype."""
+    """Restore the saved dtypes: `Optimizer.load_state_dict` casts all state but "step" to the parameter's dtype."""
     for key, value in saved.items():
         if key != "step" and isinstance(value, torch.Tensor) and loaded[key].dtype != value.dtype:
             loaded[key] = value.to(device)
@@ -234,7 +237,7 @@ def _keep_dtypes(loaded: dict[str, Any], saved: dict[str, Any], device: torch.de
 def check_optimizer_fits(
     optimizer: torch.optim.Optimizer, description: dict[str, Any], root: nn.Module, where: str, ours_name: str
 ) -> None:
-    """Raise CheckpointError unless class and param groups of the optimizer, `ours_name`, are the saved ones."""
+    """Raise CheckpointError unless the optimizer has the saved class and param groups. Errors call it `ours_name`."""
     names = {id(value): name for name, value in state_by_name(root).items()}
     ours = [sorted(_name_of(parameter, names) for parameter in group["params"]) for group in optimizer.param_groups]
     saved = [sorted(group["params"]) for group in description["groups"]]
@@ -259,8 +262,8 @@ def check_sharding_fits(
 ) -> None:
     """Raise CheckpointError for plain state of a parameter that is sharded only here, or was sharded only in the save.
 
-    Plain tensors of state are loaded as they were saved, so that their shapes would not be the parameter's. State that
-    belongs to a shard needs as many shards as there were.
+    Plain tensors of state are loaded as they were saved, so their shapes would not fit the parameter. State that is
+    tied to shards needs as many shards as in the save.
     """
     for fqn, number in description.get("bound", {}).items():
         ours = num_shards_of(parameters[fqn]) if fqn in parameters else number
@@ -284,8 +287,8 @@ def check_sharding_fits(
         if fqn in parameters and was_whole != is_whole and name is not None:
             saved, do = ("not sharded", "Pass it in") if was_whole else ("sharded", "Leave it out of")
             raise CheckpointError(
-                f"{where} was saved with {fqn} {saved}, and its optimizer state {name} fits no other form. {do} "
-                "ignored_params of wrap_model, as in the save, or load no optimizer state: "
+                f"{where} was saved with {fqn} {saved}, so its optimizer state {name} does not fit here. {do} "
+                "ignored_params of wrap_model, as in the save, or load without optimizer state: "
                 "load_checkpoint(..., load_optimizer_states=False)."
             )
 

@@ -1,4 +1,4 @@
-"""`Preemption`: turns a signal that any rank received into a last save on all ranks."""
+"""`Preemption`: lets all ranks save a last checkpoint after a signal that any rank received."""
 
 import signal
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ _of_root: "WeakKeyDictionary[nn.Module, dict[tuple[int, ...], list[Preemption]]]
 
 
 class Preemption:
-    """A context in which a signal asks for a last save instead of ending the process.
+    """A context in which a signal requests a last save instead of ending the process.
 
     ```python
     with zeroamp.Preemption(model) as preemption:
@@ -29,11 +29,11 @@ class Preemption:
                 break
     ```
 
-    torchrun passes SIGTERM on to its ranks and kills those that run on after 30 s, so a step and a save must take less.
+    torchrun passes SIGTERM on to its ranks, and kills them after 30 s. So a step and a save together must take less.
     """
 
     def __init__(self, model: nn.Module, signals: Iterable[int] = (signal.SIGTERM,)) -> None:
-        """Follow signals of a wrapped model's ranks. All ranks construct this between the same two optimizer steps.
+        """Prepare to handle `signals`. Construct this on all ranks of the model between the same two optimizer steps.
 
         Raises:
             WrapError: `model` is not wrapped.
@@ -48,10 +48,10 @@ class Preemption:
         self._num_seen = self._sums.num_sums  # at the last call of `is_requested`
         self._open = _of_root.setdefault(state.root, {}).setdefault(self._signals, [])
         self._open.append(self)
-        self._sums.put(("preemption", self._signals), partial(_ask, self._open))
+        self._sums.put(("preemption", self._signals), partial(_numbers, self._open))
 
     def __enter__(self) -> Self:
-        """Take over the signals. Python allows this in the main thread only."""
+        """Install handlers of the signals. Python allows this only in the main thread."""
         self._handlers = {number: signal.signal(number, self._receive) for number in self._signals}
         return self
 
@@ -61,15 +61,15 @@ class Preemption:
             signal.signal(number, handler)
         if self in self._open:
             self._open.remove(self)
-        for outer in self._open[-1:]:  # the sums so far had the flag of the inner context
+        for outer in self._open[-1:]:  # earlier sums had the flag of the inner context
             outer._num_seen = self._sums.num_sums
 
     def is_requested(self) -> bool:
-        """Return whether any rank received a signal, the same on all. All ranks call this at the same place.
+        """Return whether any rank received a signal: the same on all ranks. All ranks call this at the same place.
 
-        If an optimizer step of the model has ended since the last call, this reads what a step's all-reduce summed. On
-        a CPU it is that step, on other devices the step before it, for which the host need not wait. Otherwise the
-        ranks exchange one small message.
+        If an optimizer step of the model has ended since the last call, this reads the sums of a step's all-reduce: on
+        a CPU of that step, on other devices of the step before it, so that the host does not wait. Otherwise the ranks
+        exchange one small message.
         """
         num_sums = self._sums.num_sums
         if num_sums == self._num_seen or self._open[-1:] != [self]:
@@ -81,7 +81,7 @@ class Preemption:
         self._was_received = True
 
 
-def _ask(opened: "list[Preemption]") -> tuple[Sequence[float], Receive]:
+def _numbers(opened: "list[Preemption]") -> tuple[Sequence[float], Receive]:
     """Return, for the step's all-reduce, whether this rank received a signal. The newest context handles it."""
     newest = opened[-1] if opened else None
 

@@ -1,7 +1,7 @@
 """`SafeReader`: reads the tensors of a checkpoint from untrusted files.
 
-`.metadata` has the shape, dtype and chunks of every tensor, and for every chunk its file and the bytes in it. Torch's
-reader checks none of that: where chunks leave gaps, the caller's tensor would stay as it was.
+`.metadata` has the shape, dtype and chunks of every tensor, and the file and byte range of every chunk. torch's reader
+does not check it. If chunks left gaps, parts of the caller's tensor would keep their old values.
 """
 
 import io
@@ -31,9 +31,9 @@ from zeroamp.policies.files import open_regular, read_regular
 from zeroamp.weights.files import MANIFEST
 
 _MAX_METADATA_BYTES = 1024**3
-"""A chunk takes some 150 bytes: enough for 1,000 tensors in 7,000 chunks each."""
+"""Enough for 1,000 tensors in 7,000 chunks each: a chunk takes about 150 bytes."""
 _MAX_DIMS = 64
-"""Most dimensions of a tensor in torch."""
+"""The largest number of dimensions of a torch tensor."""
 _OF_METADATA = {
     "BytesStorageMetadata",
     "ChunkStorageMetadata",
@@ -50,20 +50,20 @@ _KNOWN = {
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),  # its name from Python 3.13 on
-    ("builtins", "getattr"),  # Python 3.11.0 to 3.11.3 pickle enum members by it. Nothing here is called
+    ("builtins", "getattr"),  # Python 3.11.0 to 3.11.3 use it to pickle enum members. It is not called here
 }
 
 
 class SafeReader(FileSystemReader):
-    """Torch's reader, with checks of everything that it reads.
+    """torch's `FileSystemReader`, which checks everything that it reads.
 
-    Reads `.metadata` once, with inert classes in place of its own. Refuses it unless the chunks of every tensor fill
-    the tensor exactly and are in files of the manifest. Refuses a chunk unless it is a tensor of the size and dtype
-    that `.metadata` has for it.
+    Reads `.metadata` once, with inert classes. Refuses it unless the chunks of every tensor fill the tensor exactly,
+    and are in files that the manifest lists. Refuses a chunk unless it is a tensor of the size and dtype that
+    `.metadata` gives.
     """
 
     def __init__(self, path: str | os.PathLike[str], files: Collection[str]) -> None:
-        """`files`: the names in the manifest of the checkpoint at `path`."""
+        """`files`: the file names in the manifest of the checkpoint at `path`."""
         super().__init__(path)
         self._folder = os.fspath(path)
         self._files = files
@@ -84,7 +84,7 @@ class SafeReader(FileSystemReader):
                 self._metadata = self._checked(_MetadataUnpickler(content, path).load())
             except CheckpointError:
                 raise
-            except Exception as error:  # whatever a hostile or damaged file makes the unpickler raise
+            except Exception as error:  # a hostile or damaged file may make the unpickler raise anything
                 raise CheckpointError(
                     f"{path} must hold the metadata of torch.distributed.checkpoint, but cannot be read as such: "
                     f"{type(error).__name__}: {error}. Load another checkpoint."
@@ -95,17 +95,17 @@ class SafeReader(FileSystemReader):
         """Return the content of one of the checkpoint's own files of `torch.save`; `mmap` maps its tensors.
 
         Raises:
-            CheckpointError: the manifest does not list it, or it cannot be read.
+            CheckpointError: the manifest does not list the file, or it cannot be read.
         """
         self._check_listed(name)
         path = os.path.join(self._folder, name)
         return load_archive(path, path, mmap=mmap)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the parts of a plan.
+        """Read the parts of a plan into the planner's tensors.
 
         Raises:
-            CheckpointError: a chunk is not as `.metadata` describes it.
+            CheckpointError: a chunk differs from its description in `.metadata`.
         """
         for item in plan.items:
             part = self._chunk(item.storage_index)
@@ -144,10 +144,10 @@ class SafeReader(FileSystemReader):
             )
 
     def _checked(self, content: Any) -> Metadata:
-        """Return the checked content of `.metadata` in torch's classes.
+        """Check the content of `.metadata`, and return it in torch's classes.
 
         Raises:
-            Exception: of any kind, if torch would not write such content.
+            Exception: of any class, if torch would not write such content.
         """
         fields = _fields(content, "Metadata")
         places = {_index(index): _fields(info, "_StorageInfo") for index, info in fields["storage_data"].items()}
@@ -174,7 +174,7 @@ class SafeReader(FileSystemReader):
 
 
 class _Place:
-    """Where a chunk is, under the names that torch's `_StorageInfo` has."""
+    """The file and byte range of a chunk, with the attributes of torch's `_StorageInfo`."""
 
     def __init__(self, info: dict[str, Any]) -> None:
         self.relative_path: str = info["relative_path"]
@@ -183,7 +183,7 @@ class _Place:
 
 
 class _Part(io.RawIOBase):
-    """A part of a file, as a file that cannot be read beyond the part."""
+    """A byte range of a file, as a file object that does not read beyond the range."""
 
     def __init__(self, file: io.BufferedReader, start: int, length: int) -> None:
         self._file, self._start, self._length = file, start, length
@@ -280,9 +280,9 @@ def _check_covered(name: Any, tensor: TensorStorageMetadata) -> None:
 
 
 def _check_apart(name: str, chunks: list[ChunkStorageMetadata], num_dims: int) -> None:
-    """Raise ValueError if two chunks overlap: a sweep along the dimension in which most of them begin elsewhere."""
+    """Raise ValueError if two chunks overlap. Sweeps along the dimension with the most distinct offsets."""
     along = max(range(num_dims), key=lambda dim: len({chunk.offsets[dim] for chunk in chunks}), default=0)
-    active: list[tuple[int, int]] = []  # (end, number) of the chunks that the sweep is in
+    active: list[tuple[int, int]] = []  # (end, number) of the chunks at the sweep's position
     for number, chunk in sorted(enumerate(chunks), key=lambda item: item[1].offsets[along : along + 1]):
         start, size = (chunk.offsets[along], chunk.sizes[along]) if num_dims else (0, 1)
         del active[: bisect_right(active, (start, len(chunks)))]

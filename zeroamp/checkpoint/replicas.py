@@ -26,15 +26,15 @@ _FACTOR = 6364136223846793005  # odd, so that no chunk's sum is lost modulo 2^64
 
 @dataclass(frozen=True, slots=True)
 class ShardSums:
-    """Checksums of this rank's shards, of all tensors that are sharded over the same axes of a mesh."""
+    """Checksums of this rank's shards of all tensors that are sharded over the same axes of a mesh."""
 
     axes: tuple[str, ...]
-    """Their names; numbers where the mesh has no names."""
+    """Names of the axes, or numbers if the mesh has no names."""
     number: int
-    """Of this rank's shards, among `num_shards`."""
+    """Index of this rank's shards among `num_shards`."""
     num_shards: int
     sums: dict[str, int] = field(default_factory=dict)
-    """By the tensor's name."""
+    """Tensor name -> checksum of this rank's shard."""
 
 
 def checksums(tensors: Mapping[str, torch.Tensor], axes: MeshAxes) -> list[ShardSums]:
@@ -56,7 +56,7 @@ def checksums(tensors: Mapping[str, torch.Tensor], axes: MeshAxes) -> list[Shard
 
 
 def _place_of(tensor: DTensor) -> ShardSums:
-    """Return which shard of a tensor this rank holds."""
+    """Return the axes and the index of this rank's shard of a tensor, without checksums."""
     mesh = tensor.device_mesh
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     number, num_shards, axes = 0, 1, []
@@ -70,7 +70,7 @@ def _place_of(tensor: DTensor) -> ShardSums:
 
 @torch.no_grad()
 def checksum(tensor: torch.Tensor, *, chunk: int = _CHUNK) -> torch.Tensor:
-    """Return a number that changes with any bit of a tensor and with the order of its elements: 0-D int64.
+    """Return a checksum that depends on every bit of a tensor and on the order of its elements: 0-D int64.
 
     Modulo 2^64, for each chunk c: total = total x factor + sum over i of bits(c[i]) x (2i + 1). For a tensor subclass
     with inner tensors, it is the sum of their checksums.
@@ -89,10 +89,10 @@ def checksum(tensor: torch.Tensor, *, chunk: int = _CHUNK) -> torch.Tensor:
 def refuse_different_replicas(own: list[ShardSums], ranks: RankGroup) -> None:
     """Raise CheckpointError if two ranks that hold the same shard have different checksums of it. All ranks call this.
 
-    The ranks compare one digest per shard. Only where these differ, they send each other the checksums.
+    The ranks compare one digest per shard. They send each other the checksums only if digests differ.
 
     Args:
-        own: what `checksums` returned on this rank.
+        own: the result of `checksums` on this rank.
         ranks: all ranks of the model.
     """
     if not own:

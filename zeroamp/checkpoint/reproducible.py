@@ -1,4 +1,4 @@
-"""Whether a resumed run keeps the bits of the reproducible run that saved its checkpoint."""
+"""Checks whether a resumed run continues with the bits of the reproducible run that saved its checkpoint."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,19 +11,19 @@ _KEYS = (
     *("zeroamp.seed", "zeroamp.reduce", "zeroamp.overrides", "zeroamp.autocast_ops", "gradient_clipping"),
     *("torch_autocast", "bf16", "fp16", "data_types", "train_micro_batch_size_per_gpu"),
 )
-"""Keys and blocks on which the bits depend, beside the number of micro-batches."""
+"""Config keys and blocks on which the bits depend, besides the number of micro-batches."""
 
 
 def broken_bits(saved: dict[str, Any], saved_ranks: int, policy: Policy, num_ranks: int) -> str | None:
-    """Return why a run does not keep the bits of the one that saved a checkpoint, as a clause.
+    """Return a clause that names why this run's bits differ from those of the run that saved a checkpoint.
 
-    None if it does keep them, as far as the configs say, or if the run that saved was not reproducible.
+    None if the configs do not show a difference, or if the run that saved was not reproducible.
 
     Args:
         saved: the config of the run that saved.
-        saved_ranks: its number of ranks.
-        policy: of this run.
-        num_ranks: of this run.
+        saved_ranks: the number of ranks that saved.
+        policy: the policy of this run.
+        num_ranks: the number of ranks of this run.
     """
     if not saved.get("zeroamp", {}).get("reproducible"):
         return None
@@ -42,9 +42,9 @@ def _changes(before: Policy, saved_ranks: int, now: Policy, num_ranks: int) -> I
     for key in dict.fromkeys([*theirs, *ours]):
         if key.startswith(_KEYS) and ours.get(key) != theirs.get(key):
             yield f"{key} was {shown(theirs.get(key))}, and is {shown(ours.get(key))} here"
-    wires = [
+    dtypes = [
         policy.wire_dtype if policy.wire_dtype.itemsize < policy.gather_dtype.itemsize else None
         for policy in (before, now)
     ]
-    if wires[0] != wires[1]:
+    if dtypes[0] != dtypes[1]:
         yield "communication_data_type rounds other gradients here"

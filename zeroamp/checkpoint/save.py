@@ -1,12 +1,12 @@
 """`save_checkpoint`: a snapshot of training, written by all ranks and published by one rename.
 
     snapshot   plain values and random states as bytes, tensors by name (copied to CPU memory for a background save)
-    draft      the first rank makes an empty folder
-    write      each rank writes its shards (see `tensors`) and its own file, to the disk (fsync), and computes digests
-    publish    the first rank writes the manifest and the pointer, renames the draft, then removes old checkpoints
+    draft      the first rank creates an empty folder
+    write      each rank writes its shards (see `tensors`) and its own file to the disk (fsync), and computes digests
+    publish    the first rank writes the manifest and `latest`, renames the draft, and removes old checkpoints
 
-Each line runs in a `RankGroup`: an error of one rank is raised on all ranks, and the draft is removed. Ranks exchange
-digests of what must be equal on all, and more only where these differ.
+Each line runs in a `RankGroup`: an error of one rank is raised on all ranks, and the draft is removed. Of values that
+must be equal on all ranks, the ranks exchange digests, and the values only if digests differ.
 """
 
 import io
@@ -85,32 +85,33 @@ def save_checkpoint(
     keep: int | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> Path | Future[Path]:
-    """Save all that training needs to go on, bit for bit, as `folder`/step_<step>. Every rank calls this.
+    """Save everything that training needs to continue bit for bit, as `folder`/step_<step>. Every rank calls this.
 
-    That is: parameters, persistent buffers, optimizers, schedulers, loss scale, step counts, every rank's random
-    states, and `extra`. The folder must be on a file system that all ranks share. A checkpoint gets its name only when
-    all of it is on the disk, so `load_checkpoint` never takes half of one, whatever is killed.
+    Saves parameters, persistent buffers, optimizers, schedulers, loss scale, step counts, every rank's random states,
+    and `extra`. The folder must be on a file system that all ranks share. A checkpoint gets its name only when all of
+    it is on the disk, so `load_checkpoint` never loads a partial one, whichever process is killed.
 
     Args:
-        folder: of the run's checkpoints; made if it is not there.
-        model: what `wrap_model` returned.
-        train: its training step, between two optimizer steps.
-        step: names the checkpoint; `train.num_steps` by default.
+        folder: the folder of the run's checkpoints. It is created if it does not exist.
+        model: a model that `wrap_model` returned.
+        train: the model's `TrainStep`, between two optimizer steps.
+        step: number in the checkpoint's name; `train.num_steps` by default.
         extra: values of this rank, such as the position in the data: tensors, numbers, strings, and containers of them.
-        async_: copy the state to CPU memory, return, and write while training goes on. One at a time: a second save
-            waits for the first. If it fails, `TrainStep.step` raises the error, on all ranks in the same step.
-        keep: how many checkpoints of this run to retain, this one included; older ones are removed once it is on the
-            disk. Those that this one does not descend from, by saving and loading, are never removed. None: all.
-        exclude_frozen_parameters: leave out parameters that need no gradient, such as the base of adapters. A load
-            leaves the model's own values there, and refuses a model in which one of them is trained.
+        async_: copy the state to CPU memory, return, and write while training continues. A second save waits for the
+            first. If the save fails, `TrainStep.step` raises the error, on all ranks in the same step.
+        keep: how many checkpoints of this run to retain, this one included. Older ones are removed once this one is on
+            the disk. Checkpoints that are not ancestors of this one, by saving and loading, are never removed. None:
+            retain all.
+        exclude_frozen_parameters: leave out parameters with `requires_grad` False, such as the base of adapters. A load
+            leaves the model's own values of these parameters, and refuses a model in which one is trainable.
 
     Returns:
         The checkpoint's path; with `async_` a future of it.
 
     Raises:
-        CheckpointError: on all ranks, if any could not write, or ranks that hold the same shard (stage 0, HSDP) differ
-            in it. Nothing of the checkpoint is left then.
-        StepError: between the micro-batches of an optimizer step, after an exception without a `recover`, or a
+        CheckpointError: on all ranks, if any rank could not write, or ranks that hold the same shard (stage 0, HSDP)
+            differ in it. All files of the checkpoint are then removed.
+        StepError: called between the micro-batches of an optimizer step, or after an exception without `recover`, or a
             trainable parameter is not sharded.
 
     Examples:
@@ -153,7 +154,7 @@ def save_checkpoint(
 
 
 def _arguments(folder: Path, step: int, keep: int | None, train: TrainStep) -> dict[str, Any]:
-    """Return what must be the same on all ranks."""
+    """Return the arguments that must be the same on all ranks, and check them."""
     if is_checkpoint_name(folder.name) or os.path.lexists(folder / MANIFEST):
         raise CheckpointError(
             f"{folder} is a checkpoint, or has the name of one: load_checkpoint would not look for checkpoints in it. "
@@ -161,7 +162,7 @@ def _arguments(folder: Path, step: int, keep: int | None, train: TrainStep) -> d
         )
     for name, value, least in (("step", step, 0), ("keep", 1 if keep is None else keep, 1)):
         if not is_integer(value, at_least=least):
-            valid = f"an integer from {least} on"
+            valid = f"an integer >= {least}"
             raise CheckpointError(describe(f"save_checkpoint({name}=)", repr(value), valid, "Pass such a number."))
     return {"folder": str(folder), "step": step, "keep": keep, "steps taken": train.num_steps}
 
@@ -172,8 +173,8 @@ def _check_same(of_ranks: list[dict[str, Any]]) -> None:
         if any(value != first for value in values):
             found = " and ".join(sorted({repr(value) for value in values}))
             raise CheckpointError(
-                f"save_checkpoint needs the same {name} on all ranks, but got {found}. Pass the same; if a rank failed "
-                "in between, load the last checkpoint."
+                f"save_checkpoint needs the same {name} on all ranks, but got {found}. Pass the same value. If a rank "
+                "failed in between, load the last checkpoint."
             )
 
 
@@ -182,23 +183,23 @@ class Snapshot:
     """What one rank saves: tensors by name, and everything else as bytes."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """For torch.distributed.checkpoint: sharded DTensors, and plain tensors that are the same on all ranks."""
+    """Saved by torch.distributed.checkpoint: sharded DTensors, and plain tensors that are the same on all ranks."""
     values: bytes = b""
-    """Step counts, schedulers, the descriptions of the optimizers: the same on all ranks."""
+    """Step counts, scheduler states and descriptions of the optimizers: the same on all ranks."""
     own: bytes = b""
-    """This rank's: random state, `extra`, modules' extra states, and plain tensors that differ between ranks."""
+    """This rank's random state, `extra`, extra states of modules, and plain tensors that differ between ranks."""
     files: dict[str, bytes] = field(default_factory=dict)
-    """With these, the weights can be exported without the model."""
+    """Name -> content of the files that `export_checkpoint` needs."""
 
 
 def take_snapshot(
     state: WrapState, train: TrainStep, extra: Any, ranks: RankGroup, excluded: Sequence[str] = ()
 ) -> Snapshot:
-    """Return the present state of training, with the live tensors except the parameters named in `excluded`.
+    """Return the present state of training. Tensors are not copied. Parameters named in `excluded` are left out.
 
     Raises:
-        CheckpointError: on all ranks, if any has something that cannot be saved, or replicas of a shard differ.
-        StepError: between the micro-batches of an optimizer step, or a trainable parameter is not sharded.
+        CheckpointError: on all ranks, if any rank has a value that cannot be saved, or replicas of a shard differ.
+        StepError: called between the micro-batches of an optimizer step, or a trainable parameter is not sharded.
     """
     counts = train.state_dict()  # raises on every rank: all are at the same micro-batch
     # After an evaluation at stage 1 or 2, the sharded parameters are not in their modules.
@@ -236,12 +237,12 @@ def take_snapshot(
             "extra_states": extra_states(state.root),
             "tensors": {name: snapshot.tensors[name] for name in differing},
         }
-        _to_bytes(content, "What a module's get_extra_state() returned")
+        _to_bytes(content, "The result of a module's get_extra_state()")
         snapshot.own = _to_bytes({**content, "extra": extra}, "extra")
 
     ranks.run(pack)
     for name in differing:
-        if name.startswith(OPTIMIZER):  # each rank loads its own, and only if there are as many ranks as now
+        if name.startswith(OPTIMIZER):  # each rank saves its own, to be loaded by as many ranks
             del snapshot.tensors[name]
     return snapshot
 
@@ -274,12 +275,12 @@ def _refuse_forms(digests: list[dict[str, str]]) -> None:
         if "none" in forms[name] or (len(forms[name]) > 1 and not name.startswith(OPTIMIZER)):
             raise CheckpointError(
                 f"{name} must have the same shape and dtype on all ranks, but is {' or '.join(sorted(forms[name]))}, "
-                "depending on the rank. Register it on every rank, in one shape."
+                "depending on the rank. Register it on every rank, with one shape and dtype."
             )
 
 
 def _scheduler_state(scheduler: Scheduler | None) -> dict[str, Any] | None:
-    """Return its class and state. Raises CheckpointError if it has no state_dict."""
+    """Return a scheduler's class and state, or None for None. Raise CheckpointError if it has no state_dict."""
     if scheduler is not None and not isinstance(scheduler, StatefulScheduler):
         raise CheckpointError(
             f"The scheduler, a {type(scheduler).__name__}, has no state_dict and load_state_dict. Add both: a "
@@ -298,7 +299,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def _to_bytes(content: dict[str, Any], where: str) -> bytes:
-    """Serialise `content`; refuse what `load_archive` could not read back."""
+    """Return `content` as bytes of `torch.save`. Raise CheckpointError if `load_archive` could not read it back."""
     file = io.BytesIO()
     try:
         torch.save(content, file)
@@ -314,7 +315,7 @@ def _to_bytes(content: dict[str, Any], where: str) -> bytes:
 
 @dataclass(slots=True, kw_only=True)
 class _Save:
-    """Writes one checkpoint: all ranks have one, in the calling thread or in the background."""
+    """Writes one checkpoint together with the other ranks, in the calling thread or in the background."""
 
     folder: Path
     step: int
@@ -325,17 +326,17 @@ class _Save:
     keep: int | None
     plans: PlanCache
     draft: Draft | None = None
-    """The first rank's."""
+    """None except on the first rank."""
     path: Path = field(default_factory=Path)
-    """The draft's, on all ranks."""
+    """Path of the draft."""
     records: dict[str, FileRecord] = field(default_factory=dict)
-    """Size and digest of each file that this rank wrote, by name. Another host might not see the files yet."""
+    """Name -> size and digest of each file that this rank wrote. The first rank's host might not see the files yet."""
 
     def write_in_background(self) -> Future[Path]:
         """Copy the tensors, then write in a thread.
 
-        Torch's `async_save` does the same: its stager, and its `save` in a thread. Here the ranks exchange errors of
-        the copy before the thread starts, because both use the same process group.
+        torch's `async_save` does the same, with its stager and its `save` in a thread. Here the ranks exchange errors
+        of the copy before the thread starts, because the copy and the thread use the same process group.
         """
         stager = DefaultStager(StagingOptions(False, False, False, False))
 
@@ -362,7 +363,7 @@ class _Save:
         except BaseException as error:
             if self.draft is not None:
                 self.draft.discard()
-            if isinstance(error, CheckpointError):  # the system's error of a full disk does not name the folder
+            if isinstance(error, CheckpointError):  # an OSError of a full disk does not name the folder
                 raise type(error)(f"Step {self.step} is not saved in {self.folder}: {error}") from error
             raise
 
@@ -373,8 +374,8 @@ class _Save:
     def _write_own(self) -> None:
         if not self.path.is_dir():
             raise CheckpointError(
-                f"{self.path} was made by the first rank, but this rank does not see it. Save into a folder on a file "
-                "system that all ranks share."
+                f"{self.path} was created by the first rank, but this rank does not see it. Save into a folder on a "
+                "file system that all ranks share."
             )
         for name, content in self._own_files().items():
             write_durably(self.path / name, content)
@@ -385,7 +386,7 @@ class _Save:
         return {**own, VALUES: self.snapshot.values, **self.snapshot.files} if self.ranks.rank == 0 else own
 
     def _sync(self) -> dict[str, FileRecord]:
-        """Write the entries of the folder to the disk, and return the records of this rank's files."""
+        """Sync the folder's entries to the disk, check this rank's file sizes, and return its records."""
         sync_to_disk(self.path)
         for name, record in self.records.items():
             refuse_other_size(self.path / name, record)

@@ -1,16 +1,16 @@
 """Writes and reads the tensors of a checkpoint: the steps of torch.distributed.checkpoint, on a `RankGroup`.
 
-    plan     each rank lists the parts that it holds; the first rank chooses who writes which, and describes all of them
-    write    each rank writes its parts into one file, and computes the file's digest meanwhile
-    finish   the first rank writes `.metadata`: where each part is
+    plan     each rank lists its parts of tensors; the first rank chooses which rank writes which, and describes all
+    write    each rank writes its parts into one file, and computes the file's digest while it writes
+    finish   the first rank writes `.metadata`, which has the place of each part
 
-Torch's `save` and `load` run the same steps. They gather the lists and the places of all parts on the first rank, and
-for a load the names of all tensors on all ranks. Here the messages pass along the tree of the ranks. The first rank
-retains what a save exchanged, so a rank does not send what has not changed since the model's last save. A load needs no
-exchange of plans: each rank plans alone what it reads.
+torch's `save` and `load` run the same steps. They gather the lists and the places of all parts on the first rank, and
+for a load the names of all tensors on all ranks. Here the messages pass along a tree of the ranks. The first rank
+caches the messages of a save, so a rank sends only messages that changed since the model's last save. A load exchanges
+no plans, because each rank can plan its reads alone.
 
-Torch has a cache of plans too (`enable_plan_caching`). It does not compare dtypes, so a tensor that was cast since the
-last save would be described in its old dtype.
+torch has a cache of plans too (`enable_plan_caching`). That cache does not compare dtypes, so a tensor that was cast
+since the last save would be described in its old dtype.
 """
 
 import os
@@ -35,7 +35,7 @@ from zeroamp.wrapping.rank_group import RankGroup
 
 @dataclass(slots=True)
 class PlanCache:
-    """What the last save of a model exchanged. On each rank: what it sent. On the first rank: what it received."""
+    """Messages of a model's last save: on each rank those that it sent, on the first rank also those of all ranks."""
 
     ranks: RankGroup | None = None
     """The ranks of the last save. If they change, the cache is emptied."""
@@ -53,7 +53,7 @@ class PlanCache:
     """The first rank's: the places of the parts of all ranks."""
 
     def clear(self, ranks: RankGroup) -> None:
-        """Empty the cache, for these ranks."""
+        """Empty the cache, and use it for `ranks` from now on."""
         self.ranks, self.plan, self.metadata = ranks, None, None
         self.sent_plan = self.sent_results = b""
         self.plans, self.results = [], []
@@ -62,13 +62,13 @@ class PlanCache:
 def save_tensors(
     tensors: dict[str, torch.Tensor], path: Path, ranks: RankGroup, cache: PlanCache
 ) -> dict[str, FileRecord]:
-    """Write tensors into the folder `path`, which is empty of tensors. Every rank of `ranks` calls this.
+    """Write tensors into the folder `path`, which must not contain any yet. Every rank of `ranks` calls this.
 
     Returns:
         The records of the files that this rank wrote.
 
     Raises:
-        CheckpointError: on all ranks, if any could not write.
+        CheckpointError: on all ranks, if any rank could not write.
     """
     if cache.ranks is not ranks:
         cache.clear(ranks)
@@ -115,7 +115,7 @@ def save_tensors(
 
 
 def load_tensors(tensors: dict[str, torch.Tensor], reader: StorageReader) -> None:
-    """Read this rank's part of every tensor, in place. Communicates nothing."""
+    """Read this rank's part of every tensor, in place, without communication."""
     planner = DefaultLoadPlanner()
     metadata = reader.read_metadata()
     planner.set_up_planner(tensors, metadata, is_coordinator=False)
@@ -129,7 +129,7 @@ def _digest(value: object) -> bytes:
 
 
 def _merged(before: list[Any], sent: list[Any]) -> list[Any]:
-    """Return what each rank sent. For a rank that sent None, return what it sent before."""
+    """Return the message of each rank: from `sent`, or from `before` if the rank sent None."""
     return [before[rank] if value is None else value for rank, value in enumerate(sent)]
 
 
@@ -163,7 +163,7 @@ class _HashingFileSystem(FileSystem):
 
 
 class _HashingFile:
-    """A file that is written from its start to its end."""
+    """Hashes and counts the bytes that are written to a file. It does not support `seek`."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file

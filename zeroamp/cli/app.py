@@ -3,8 +3,8 @@
 Needs typer (the extra `cli`), so nothing else imports this file. Data goes to stdout, all else to stderr. Exit codes:
 0, 1 for a mistake in config or model, 2 for a mistake in the arguments.
 
-This file imports no torch. A command imports what needs torch in its body, after it has checked arguments and files:
-a typo is answered at once.
+This file does not import torch. A command imports what needs torch in its body, after it has checked arguments and
+files, so that a typo is reported at once.
 """
 
 import json
@@ -42,8 +42,8 @@ from zeroamp.reporting.page import check_page, html_page, write_page
 from zeroamp.reporting.server import HOST, page_server
 
 app = typer.Typer(
-    help="What a DeepSpeed-style config does, and which dtype it puts where: without a GPU, weights or ranks. And "
-    "where the time of a training script goes.",
+    help="Show what a DeepSpeed-style config does and which dtypes a model gets, without a GPU, weights or ranks. "
+    "Plan, profile and compare training runs.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -82,15 +82,15 @@ def check(
     all_keys: Annotated[bool, typer.Option("--all", help="Also list the defaults of all other keys.")] = False,
     verbose: Verbosity = 0,
 ) -> None:
-    """Print what becomes of every key of a config, or what is wrong.
+    """Print how every key of a config is used, or what is wrong with it.
 
     With --model and --world-size, also print what is slow on that many ranks: padding, long rings,
     flat all-to-alls between nodes.
     """
     if auto_wrap and model is None:
-        raise typer.BadParameter("units are those of a model: name it with --model.", param_hint="--auto-wrap")
+        raise typer.BadParameter("it needs a model. Name one with --model.", param_hint="--auto-wrap")
     if inputs and model is None:
-        raise typer.BadParameter("inputs are those of a model: name it with --model.", param_hint="--inputs")
+        raise typer.BadParameter("it needs a model. Name one with --model.", param_hint="--inputs")
     values = auto_values(auto or [])
     with messages_to_stderr(verbose):
         _check_files(config, model)
@@ -107,7 +107,7 @@ def check(
 
 
 def _check_files(config: Path, model: str | None) -> None:
-    """Check what can be checked without torch, whose import takes longer than all else here."""
+    """Check the files of the config and the model without importing torch, which takes seconds."""
     read_config_file(config)
     if model is not None:
         check_source(model)
@@ -133,13 +133,13 @@ def explain(
     inputs: Inputs = None,
     verbose: Verbosity = 0,
 ) -> None:
-    """Print the dtype ledger: which dtype a model gets where, and the bytes of an optimizer step.
+    """Print the dtype ledger: the dtypes of every parameter, and the bytes of an optimizer step.
 
     The model is built on the meta device. Bytes per rank need --world-size or --mesh. With a tensor or
-    expert axis they are not known here: which parameters are distributed is up to the training script.
+    expert axis they are unknown: the training script decides which parameters are distributed.
     """
     if as_json and as_markdown:
-        raise typer.BadParameter("--json and --markdown are two forms of one output: name one.", param_hint="--json")
+        raise typer.BadParameter("--json and --markdown exclude each other. Pass one of them.", param_hint="--json")
     values = auto_values(auto or [])
     with messages_to_stderr(verbose):
         _check_files(config, model)
@@ -167,19 +167,19 @@ def explain(
 @app.command()
 def export(
     checkpoint: Annotated[
-        Path, typer.Argument(help="What save_checkpoint wrote, or a folder of such: the newest.", show_default=False)
+        Path, typer.Argument(help="A checkpoint, or a folder of checkpoints: the newest.", show_default=False)
     ],
     out: Annotated[Path, typer.Argument(help="The folder to write to.", show_default=False)],
     *,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help="fp32, bf16 or fp16, of parameters; default: by the run's config.")
+        str | None, typer.Option("--dtype", help="Of parameters: fp32, bf16 or fp16. Default: by the run's config.")
     ] = None,
     max_shard_gb: Annotated[
-        float, typer.Option("--max-shard-gb", min=1e-6, help="Size of a file, 10^9 bytes; bounds the memory needed.")
+        float, typer.Option("--max-shard-gb", min=1e-6, help="Most 10^9 bytes per file; bounds the memory needed.")
     ] = 5.0,
     verbose: Verbosity = 0,
 ) -> None:
-    """Write the weights of a checkpoint as safetensors that transformers reads; one process, no model, no GPU."""
+    """Write the weights of a checkpoint as safetensors for transformers: one process, no model, no GPU."""
     with messages_to_stderr(verbose):
         from zeroamp.checkpoint.export import export_checkpoint
 
@@ -192,19 +192,19 @@ def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN.jsonl...", help="Files of RunReport.", show_default=False)],
     *,
     picture: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw loss, norm, tokens/s and memory.")
+        Path | None, typer.Option("--plot", metavar="FILE.png", help="Plot loss, norm, tokens/s and memory.")
     ] = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="The table as Markdown.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object: the table, and every record.")] = False,
     page: Html = None,
     serve: Annotated[
-        bool, typer.Option("--serve", help="Show the page on http://127.0.0.1 until Ctrl+C, and follow the runs.")
+        bool, typer.Option("--serve", help="Serve the page at http://127.0.0.1 until Ctrl+C, and follow the runs.")
     ] = False,
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Of --serve; 0 is any free one.")] = 8123,
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of --serve. 0: any free one.")] = 8123,
 ) -> None:
-    """Print a table of one or several runs, side by side, also of those that still go on."""
+    """Print a table that compares one or several runs, finished or not."""
     if as_json and as_markdown:
-        raise typer.BadParameter("--json and --markdown are two forms of one output: name one.", param_hint="--json")
+        raise typer.BadParameter("--json and --markdown exclude each other. Pass one of them.", param_hint="--json")
     with messages_to_stderr(0):
         from zeroamp.reporting import saved_runs
 
@@ -238,7 +238,7 @@ def _serve(server: ThreadingHTTPServer) -> None:
         server.serve_forever()
 
 
-# What follows the script is the script's own.
+# Arguments after the script's name belong to the script.
 @app.command(context_settings={"allow_interspersed_args": False})
 def profile(
     script: Annotated[
@@ -247,12 +247,12 @@ def profile(
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Its arguments.")] = None,
     *,
     out: Annotated[Path, typer.Option("--out", help="Folder for the traces, one per rank.")] = Path("traces"),
-    wait: Annotated[int, typer.Option("--wait", min=0, help="Optimizer steps to let pass first.")] = 1,
-    warmup: Annotated[int, typer.Option("--warmup", min=1, help="Steps to warm the profiler up.")] = 1,
+    wait: Annotated[int, typer.Option("--wait", min=0, help="Optimizer steps before profiling.")] = 1,
+    warmup: Annotated[int, typer.Option("--warmup", min=1, help="Profiled steps to discard.")] = 1,
     active: Annotated[int, typer.Option("--active", min=1, help="Steps to record.")] = 3,
     compress: Annotated[bool, typer.Option("--gz", help="Write rank0.json.gz.")] = False,
 ) -> None:
-    """Run a training script, and write a trace of some optimizer steps of its first TrainStep.
+    """Run a training script, and profile some optimizer steps of its first TrainStep.
 
     torchrun --nproc-per-node 2 -m zeroamp profile --out traces train.py --lr 1e-4
 

@@ -1,4 +1,4 @@
-"""From the text of `--model` to a module on the meta device: shapes, classes and names, no weights.
+"""Builds the model that `--model` names on the meta device: shapes, classes and names, no weights.
 
 The text names a folder with a transformers `config.json`, or a factory: `package.module:factory` or
 `path/to/file.py:factory`. A factory is imported and called, which runs its code.
@@ -25,7 +25,7 @@ def check_source(source: str) -> None:
     """Check that `source` can name a model, without importing anything.
 
     Raises:
-        WrapError: a folder has no `config.json`, a file is not there, or the text is none of what `load_model` takes.
+        WrapError: the folder has no `config.json`, the file does not exist, or the text has another form.
     """
     where = f"model {source!r}"
     if Path(source).is_dir():
@@ -41,25 +41,25 @@ def load_model(source: str) -> "nn.Module":
 
     Args:
         source: a folder with a transformers `config.json`, built in fp32 from its `architectures`, or as a causal
-            language model where it names none; or a factory, a callable without arguments that returns a module. The
-            current directory is importable, and so is the folder of a factory's file.
+            language model if it has none; or a factory, a callable without arguments that returns a module. Modules in
+            the current directory and in the folder of a factory's file can be imported.
 
     Raises:
-        WrapError: there is no such model, or building it failed. The text has the type and text of what was raised.
+        WrapError: there is no such model, or building it failed. The text has the class and text of the error.
     """
     where = f"model {source!r}"
     if Path(source).is_dir():
         return _from_folder(Path(source), where)
     factory = _load_function(source, where, _MODEL)
-    import torch  # here, so that `check_source` needs none
+    import torch  # here, so that `check_source` does not need it
 
     try:
         with torch.device("meta"):
             model = factory()
     except (Exception, SystemExit) as error:
         raise WrapError(
-            f'{where} raised {_raised(error)}. It is called without arguments under torch.device("meta"), where '
-            "tensors hold no values to read or to load."
+            f'{where} raised {_raised(error)}. It is called without arguments under torch.device("meta"): tensors have '
+            "no values there, so it must not read or load any."
         ) from error
     if not isinstance(model, torch.nn.Module):
         raise WrapError(
@@ -72,7 +72,7 @@ def load_inputs(source: str) -> Callable[..., Any]:
     """Return the function of (batch, seq) that "package.module:function" or "path/to/file.py:function" names.
 
     Raises:
-        WrapError: there is none.
+        WrapError: there is no such function.
     """
     return _load_function(source, f"inputs {source!r}", _FUNCTION)
 
@@ -83,7 +83,7 @@ def _raised(error: BaseException) -> str:
 
 def _check_folder(folder: Path, where: str) -> None:
     if not (folder / "config.json").is_file():
-        remedy = "save_pretrained of the model, or of its config alone, writes one."
+        remedy = "Write one with save_pretrained of the model or of its config."
         raise WrapError(f"{where} must be a folder with a transformers config.json, but has none. {remedy}")
 
 
@@ -101,8 +101,8 @@ def _from_folder(folder: Path, where: str) -> "nn.Module":
         # trust_remote_code is passed because transformers would ask on the terminal otherwise.
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         build = _architecture(transformers, config, where)
-        # zeroamp stores in fp32 whatever dtype a checkpoint was saved in: a part that the constructor builds from its
-        # own config would take that config's dtype.
+        # zeroamp stores parameters in fp32, whatever dtype a checkpoint has. Sub-configs have a dtype too: the
+        # constructor builds parts of the model from them.
         for part in (config, *(getattr(config, name) for name in config.sub_configs)):
             if part is not None:
                 part.dtype = torch.float32
@@ -112,14 +112,14 @@ def _from_folder(folder: Path, where: str) -> "nn.Module":
         raise
     except Exception as error:
         raise WrapError(
-            f"{where}: transformers {transformers.__version__} builds no model from config.json ({_raised(error)}). "
-            "Mend the file, or name a factory instead: a model with code of its own needs one."
+            f"{where}: transformers {transformers.__version__} cannot build a model from config.json "
+            f"({_raised(error)}). Correct the file, or name a factory instead: a model with custom code needs one."
         ) from error
     return model
 
 
 def _architecture(transformers: Any, config: Any, where: str) -> "Callable[[Any], nn.Module]":
-    """Return what builds the model of `config` in its default dtype, fp32."""
+    """Return the class or function that builds the model of `config` in fp32."""
     from torch import nn
 
     if not config.architectures:
@@ -198,7 +198,7 @@ def _import_file(path: Path, where: str) -> ModuleType:
         if (file := getattr(loaded, "__file__", None)) and Path(file).resolve() == path:
             return loaded
         used = file or "a built-in one"
-        raise WrapError(f"{where}: the name {path.stem!r} is that of a module in use ({used}). Rename the file.")
+        raise WrapError(f"{where}: a module named {path.stem!r} is already in use ({used}). Rename the file.")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise AssertionError(f"expected a loader for {path}, got {spec}")
@@ -208,7 +208,7 @@ def _import_file(path: Path, where: str) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         sys.modules.pop(path.stem, None)
-        remedy = "Mend the file; importing it should only define things."
+        remedy = "Correct the file. Importing it should only define things."
         raise WrapError(f"{where}: importing the file raised {_raised(error)}. {remedy}") from error
     return module
 

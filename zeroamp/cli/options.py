@@ -1,4 +1,4 @@
-"""Options that the commands share; their log and errors, which go to stderr."""
+"""Options that the commands share, and how they log and print errors to stderr."""
 
 import json
 import logging
@@ -24,8 +24,8 @@ WorldSize = Annotated[
         "--world-size", metavar="N", min=1, help="Ranks of the run, for keys that depend on them and for bytes."
     ),
 ]
-MESH_HELP = "Axes of the mesh, such as dp=8,tp=4,cp=2 (docs/meshes.md). They are in the place of --world-size."
-GpusPerNode = Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs that the faster links join.")]
+MESH_HELP = "Axes of the mesh, such as dp=8,tp=4,cp=2 (docs/meshes.md). They replace --world-size."
+GpusPerNode = Annotated[int, typer.Option("--gpus-per-node", min=1, help="GPUs joined by the faster links.")]
 Auto = Annotated[
     list[str] | None, typer.Option("--auto", metavar="KEY=VALUE", help='Value of a key that is "auto"; repeatable.')
 ]
@@ -37,17 +37,21 @@ Inputs = Annotated[
     typer.Option(
         "--inputs",
         metavar="FUNCTION",
-        help="module:function or file.py:function of (batch, seq) that returns what the forward takes.",
+        help="module:function or file.py:function of (batch, seq) that returns the forward's arguments.",
     ),
 ]
 Html = Annotated[
     Path | None,
-    typer.Option("--html", metavar="FILE.html", help="Also write a page that needs no network, 5 MB; needs plotly."),
+    typer.Option("--html", metavar="FILE.html", help="Also write a self-contained page (5 MB); needs plotly."),
 ]
 Verbosity = Annotated[
     int,
     typer.Option(
-        "--verbose", "-v", count=True, show_default=False, help="Log more to stderr; twice: an error's traceback too."
+        "--verbose",
+        "-v",
+        count=True,
+        show_default=False,
+        help="Log more to stderr. Twice: also the traceback of an error.",
     ),
 ]
 _MODEL_HELP = (
@@ -59,10 +63,10 @@ OptionalModel = Annotated[str | None, typer.Option("--model", metavar="FOLDER_OR
 
 
 def mesh_sizes(mesh: str | None, world_size: int | None) -> "AxisSizes | None":
-    """Return the sizes of `--mesh`; None without the option.
+    """Return the axis sizes that `--mesh` names; None without the option.
 
     Raises:
-        ConfigError: they are not sizes of axes.
+        ConfigError: the text is not a list of axes and sizes.
     """
     if mesh is None:
         return None
@@ -75,14 +79,16 @@ def mesh_sizes(mesh: str | None, world_size: int | None) -> "AxisSizes | None":
 
 
 def auto_values(pairs: list[str]) -> dict[str, Any]:
-    """Read KEY=VALUE pairs; a VALUE that is no JSON is a string, so that dtypes need no quotes."""
+    """Parse KEY=VALUE pairs. A VALUE that is not JSON is taken as a string, so that dtypes need no quotes."""
     values: dict[str, Any] = {}
     for pair in pairs:
         key, _, text = pair.partition("=")
         if not key or not text:
             raise typer.BadParameter(f"{pair!r} is not KEY=VALUE.", param_hint="--auto")
         if key in ("cfg", "world_size"):  # arguments of policy_from_config, not of its **auto
-            raise typer.BadParameter(f"{key!r} is no key of the config (the ranks: --world-size).", param_hint="--auto")
+            raise typer.BadParameter(
+                f"{key!r} is not a key of the config. Pass the number of ranks with --world-size.", param_hint="--auto"
+            )
         if key in values:
             raise typer.BadParameter(f"{key!r} has two values.", param_hint="--auto")
         try:
@@ -94,7 +100,7 @@ def auto_values(pairs: list[str]) -> dict[str, Any]:
 
 @contextmanager
 def messages_to_stderr(verbosity: int) -> Iterator[None]:
-    """Log to stderr inside, and print a mistake of the user there, whole and without a traceback; exit code 1."""
+    """Log to stderr inside the context. Print a `ZeroAmpError` there without a traceback, and exit with code 1."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     level = logger.level

@@ -1,4 +1,4 @@
-"""The command `zeroamp plan`: memory, traffic and time of a run before it runs."""
+"""The command `zeroamp plan`: predicts memory, traffic and time of a run."""
 
 import json
 import logging
@@ -53,7 +53,7 @@ def plan(
         str | None, typer.Option(metavar="RxS|AXES", help=f"Replicas x shards of stages 1 to 3. Or: {MESH_HELP}")
     ] = None,
     batch: Annotated[
-        int | None, typer.Option(min=1, help="Samples per micro-batch and rank; else the config's.")
+        int | None, typer.Option(min=1, help="Samples per micro-batch and rank. Default: the config's.")
     ] = None,
     seq: Annotated[int, typer.Option(min=1, help="Tokens per sample.")] = 2048,
     stages: Annotated[str, typer.Option(metavar="LIST", help="ZeRO stages to compare.")] = ",".join(_STAGES),
@@ -70,19 +70,19 @@ def plan(
     ] = None,
     compute_efficiency: Annotated[
         float | None,
-        typer.Option("--compute-efficiency", min=0.01, max=1, help="Part of the peak FLOP/s that is reached."),
+        typer.Option("--compute-efficiency", min=0.01, max=1, help="Fraction of the peak FLOP/s that is reached."),
     ] = None,
     inputs: Inputs = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, in bytes and seconds.")] = False,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Also draw the memory over the step; needs matplotlib.")
+        Path | None, typer.Option(metavar="FILE.png", help="Also plot the memory over the step; needs matplotlib.")
     ] = None,
     page: Html = None,
     auto: Auto = None,
     auto_wrap: AutoWrap = None,
     verbose: Verbosity = 0,
 ) -> None:
-    """Predict memory, traffic and time of an optimizer step at every ZeRO stage: no weights, GPUs or ranks needed."""
+    """Predict memory, traffic and time of an optimizer step at every ZeRO stage, without weights, GPUs or ranks."""
     chosen, values = _stages(stages), auto_values(auto or [])
     with messages_to_stderr(verbose):
         read_config_file(config)
@@ -93,7 +93,7 @@ def plan(
         if sizes is not None:
             world_size, seq = sizes.num_ranks, seq // sizes.context
         elif world_size is None:
-            raise typer.BadParameter("the ranks are not known: pass --world-size or --mesh dp=N.")
+            raise typer.BadParameter("the number of ranks is missing. Pass --world-size or --mesh dp=N.")
         if plot is not None:
             check_picture(plot)
         if page is not None:
@@ -143,9 +143,9 @@ def _shape(sizes: "AxisSizes", seq: int) -> tuple[int, int]:
     """Return replicas and shards. Refuse axes whose memory and time cannot be planned."""
     if sizes.tensor > 1 or sizes.expert > 1:
         raise ConfigError(
-            "zeroamp plan cannot plan a tensor or expert axis of several ranks: which parameters are distributed over "
-            "it is up to the training script, so memory and time of a rank are not known. Plan the data and context "
-            "axes alone: each rank then holds no less than it would beside the other axis."
+            "zeroamp plan cannot plan a tensor or expert axis of several ranks: the training script decides which "
+            "parameters are distributed over it. Plan the data and context axes alone: the memory of a rank is then an "
+            "upper bound."
         )
     if seq % sizes.context:
         raise ConfigError(
@@ -153,8 +153,8 @@ def _shape(sizes: "AxisSizes", seq: int) -> tuple[int, int]:
         )
     if sizes.context > 1:
         logger.warning(
-            "The attention's exchange over the %d ranks of the context axis is not planned, and its products are those "
-            "of a part of the sequence with itself: the step takes longer.",
+            "The plan leaves out the attention's exchange over the %d ranks of the context axis, and counts its "
+            "products within each rank's part of the sequence only. The real step takes longer.",
             sizes.context,
         )
     return sizes.replicate, sizes.num_shards
@@ -171,5 +171,5 @@ def _mesh(text: str | None) -> tuple[int, int] | None:
 def _stages(text: str) -> "tuple[Stage, ...]":
     asked = text.split(",")
     if unknown := [name for name in asked if name not in _STAGES]:
-        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(_STAGES)}.", param_hint="--stages")
+        raise typer.BadParameter(f"{unknown[0]!r} is not one of {', '.join(_STAGES)}.", param_hint="--stages")
     return tuple(sorted({_STAGES[name] for name in asked}))

@@ -1,4 +1,4 @@
-"""From the arguments of a command to a plan and its ledger. This file imports torch, so commands import it late."""
+"""Makes the plan and the ledger for the arguments of a command. Commands import this file late: it imports torch."""
 
 import sys
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from zeroamp.policies.errors import some_of
 from zeroamp.policies.tables import paragraph
 
 TRACED_TOKENS = 2048
-"""Sequence length of the inputs of a traced run, as `zeroamp plan` has it by default. The batch is 1."""
+"""Sequence length of the inputs of a traced run: the default of `zeroamp plan`. The batch is 1."""
 
 
 def plan_of(source: str, policy: Policy, auto_wrap: list[str] | None, inputs: str | None) -> Plan:
@@ -33,7 +33,7 @@ def plan_of(source: str, policy: Policy, auto_wrap: list[str] | None, inputs: st
 
 
 def ledger_of(plan: Plan, world_size: int | None, sizes: AxisSizes | None = None) -> Ledger:
-    """Return the ledger of a plan, on the mesh that a run of so many ranks, or of these axes, has."""
+    """Return the ledger of a plan for a number of ranks or for the axes of a mesh. Without both it has no bytes."""
     if sizes is not None:
         if sizes.tensor > 1 or sizes.expert > 1:
             return Ledger(plan=plan)
@@ -48,7 +48,7 @@ def ledger_of(plan: Plan, world_size: int | None, sizes: AxisSizes | None = None
 
 
 def describe_plan(model: str, plan: Plan, world_size: int | None, gpus_per_node: int) -> str:
-    """Return lines about units and groups, what each override applies to, and what is slow on so many ranks."""
+    """Return lines about units and groups, what each override applies to, and what is slow on `world_size` ranks."""
     policy, low = plan.policy, plan.describe_low_share()
     head = f"{model}: {len(plan.units)} units below the root, {len(plan.groups)} groups{f', {low}' if low else ''}"
     lines = [head, *_override_lines(plan)]

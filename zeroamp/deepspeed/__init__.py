@@ -1,8 +1,8 @@
 """DeepSpeed's API on zeroamp, and checkpoints of DeepSpeed's ZeRO. DeepSpeed itself is not needed.
 
-`import zeroamp.deepspeed as deepspeed` lets a script that calls `deepspeed.initialize` run on zeroamp. A name is
-imported with what it needs when it is first used: importing the package loads nothing else. docs/deepspeed-api.md has a
-table of what each call does, and of what is refused.
+`import zeroamp.deepspeed as deepspeed` lets a script that calls `deepspeed.initialize` run on zeroamp. Names are
+imported at their first use: importing the package loads nothing else. docs/deepspeed-api.md has a table of what each
+call does, and of what is refused.
 """
 
 from importlib import import_module
@@ -39,7 +39,7 @@ _HOMES = {
 """Public name -> the module that defines it."""
 
 MODULES = ("accelerator", "checkpointing", "comm", "moe", "ops", "runtime", "utils", "zero")
-"""DeepSpeed's modules that are here, imported when they are first used: `deepspeed.zero.Init`."""
+"""Submodules with the names of DeepSpeed's, imported at their first use: `deepspeed.zero.Init`."""
 
 __all__ = sorted(_HOMES)
 
@@ -50,7 +50,7 @@ if not TYPE_CHECKING:
             return import_module(f"{__name__}.{name}")
         if name in _HOMES:
             value = getattr(import_module(_HOMES[name]), name)
-            globals()[name] = value  # the next use comes here no more
+            globals()[name] = value  # later uses find it here, without `__getattr__`
             return value
         if name.startswith("__"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""`get_accelerator()`: this machine's device, or the CPU, under the names that scripts use."""
+"""`get_accelerator()`: this machine's accelerator, or the CPU, with the methods of DeepSpeed's."""
 
 from functools import cache
 from typing import Any
@@ -12,7 +12,7 @@ Index = int | None
 
 
 class Accelerator:
-    """This machine's kind of device: "cuda" and the like, or "cpu"."""
+    """The device type of this machine, "cpu" or such as "cuda". Other attributes are those of torch's device module."""
 
     def __init__(self) -> None:
         self._name = current_device_type()
@@ -24,7 +24,7 @@ class Accelerator:
         return self._name if device_index is None or self._on_cpu else f"{self._name}:{device_index}"
 
     def device(self, device_index: Index = None) -> torch.device:
-        """Return the device of an index."""
+        """Return the device with an index; None: without index."""
         return torch.device(self.device_name(device_index))
 
     def set_device(self, device_index: int) -> None:
@@ -49,7 +49,7 @@ class Accelerator:
         return True
 
     def is_synchronized_device(self) -> bool:
-        """Return whether work is done when a call returns: on the CPU."""
+        """Return whether calls return when their work is done: True on the CPU."""
         return self._on_cpu
 
     def synchronize(self, device_index: Index = None) -> None:
@@ -84,7 +84,7 @@ class Accelerator:
     manual_seed_all = manual_seed
 
     def random(self) -> Any:
-        """Return torch.random."""
+        """Return the module torch.random."""
         return torch.random
 
     def get_rng_state(self, device_index: Index = None) -> torch.Tensor:
@@ -107,7 +107,7 @@ class Accelerator:
             torch.accelerator.empty_cache()
 
     def reset_peak_memory_stats(self, device_index: Index = None) -> None:
-        """Begin a new peak. Does nothing on the CPU."""
+        """Reset the peaks of memory. Does nothing on the CPU."""
         if not self._on_cpu:
             torch.accelerator.reset_peak_memory_stats(device_index)
 
@@ -120,7 +120,7 @@ class Accelerator:
         return 0 if self._on_cpu else int(torch.accelerator.max_memory_allocated(device_index))
 
     def memory_reserved(self, device_index: Index = None) -> int:
-        """Return the bytes that torch holds of the device; 0 on the CPU."""
+        """Return the bytes that torch's allocator has reserved on the device; 0 on the CPU."""
         return 0 if self._on_cpu else int(torch.accelerator.memory_reserved(device_index))
 
     def max_memory_reserved(self, device_index: Index = None) -> int:
@@ -137,5 +137,5 @@ class Accelerator:
 
 @cache
 def get_accelerator() -> Accelerator:
-    """Return this machine's kind of device."""
+    """Return the accelerator of this machine, or the CPU. It is the same object at each call."""
     return Accelerator()

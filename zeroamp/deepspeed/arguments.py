@@ -1,4 +1,4 @@
-"""`add_config_arguments`, and the config that `initialize` is given in one of four places."""
+"""`add_config_arguments`, and the config of `initialize`, from one of four arguments."""
 
 import argparse
 import os
@@ -11,16 +11,16 @@ from zeroamp.policies.json_values import load_config
 ConfigLike = Mapping[str, Any] | str | os.PathLike[str]
 
 DeepSpeedConfigError = ConfigError
-"""What a script catches for a wrong config."""
+"""DeepSpeed's name for the error of a wrong config, for scripts that catch it."""
 
 DEFAULTS = {"gradient_clipping": 1.0}
-"""Keys whose default in DeepSpeed changes the update, and differs from `policy_from_config`'s."""
+"""Keys whose default in DeepSpeed changes the update and differs from that of `policy_from_config`."""
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add `--deepspeed`, `--deepspeed_config` and their old names to a parser, and return it.
+    """Add `--deepspeed`, `--deepspeed_config` and their old names to a parser, and return the parser.
 
-    `--deepspeed` is for the script alone. `initialize(args=)` reads `--deepspeed_config`, the path of a JSON file.
+    `initialize(args=)` reads `--deepspeed_config`, the path of a JSON file. It does not read `--deepspeed`.
     """
     group = parser.add_argument_group("DeepSpeed", "the API of DeepSpeed, on zeroamp")
     for name in ("deepspeed", "deepscale"):
@@ -30,7 +30,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def config_of(args: object, config: ConfigLike | None, config_params: ConfigLike | None) -> dict[str, Any]:
-    """Return a copy of the config that `initialize` was given, with DeepSpeed's defaults of the update filled in.
+    """Return a copy of the config of `initialize`, with those defaults of DeepSpeed that change the update.
 
     Args:
         args: its `deepspeed_config` (or `deepscale_config`) is a path or a mapping, or None.
@@ -51,10 +51,10 @@ def config_of(args: object, config: ConfigLike | None, config_params: ConfigLike
 
 
 def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """Fill in what DeepSpeed does where the config is silent, and `policy_from_config` does not.
+    """Add the defaults of DeepSpeed that `policy_from_config` does not have, for keys that are missing.
 
-    That is: gradients are clipped to norm 1, bf16 steps whose gradients are not finite are skipped, and the first
-    rank's weights and buffers are sent to all.
+    Gradients are clipped to norm 1, bf16 steps with non-finite gradients are skipped, and all ranks get the first
+    rank's weights and buffers.
     """
     if "bfloat16" in config and "bf16" not in config:  # its old name
         config["bf16"] = config.pop("bfloat16")

@@ -9,8 +9,8 @@ from zeroamp.deepspeed.refused import refusal, unknown
 
 _settings: dict[str, bool] = {"is_configured": False}
 _REFUSED = {
-    "get_cuda_rng_tracker": "There is no model parallelism, whose ranks would need it.",
-    "model_parallel_cuda_manual_seed": "There is no model parallelism. Call torch.manual_seed.",
+    "get_cuda_rng_tracker": "It is for model parallelism, which zeroamp does not have.",
+    "model_parallel_cuda_manual_seed": "zeroamp does not have model parallelism. Call torch.manual_seed.",
     "CheckpointFunction": "Call checkpointing.checkpoint(function, *args).",
 }
 
@@ -25,10 +25,10 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Accept a configuration of activation checkpointing that changes nothing in how `checkpoint` recomputes.
+    """Accept settings of activation checkpointing that have no effect on `checkpoint`, and refuse all others.
 
     Raises:
-        UnsupportedError: `mpu_`, or anything that is switched on: activations are recomputed where they were.
+        UnsupportedError: `mpu_` is given, or an option is switched on.
     """
     del deepspeed_config, num_checkpoints
     switched = {
@@ -53,11 +53,11 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Do nothing: no buffers are kept between steps."""
+    """Do nothing: there are no buffers between steps."""
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Run `function(*args)`, and once more in the backward instead of keeping its activations."""
+    """Run `function(*args)` without saving its activations, and recompute them in the backward."""
     return torch_checkpoint(function, *args, use_reentrant=False)
 
 

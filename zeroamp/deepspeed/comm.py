@@ -1,6 +1,6 @@
-"""`deepspeed.comm`: torch.distributed under the names that scripts use.
+"""`deepspeed.comm`: functions of torch.distributed under DeepSpeed's names.
 
-A function has the arguments of torch's. DeepSpeed's own `prof`, `log_name` and `debug` are not among them.
+They have torch's arguments. DeepSpeed's additional `prof`, `log_name` and `debug` are not accepted.
 """
 
 import os
@@ -67,15 +67,15 @@ def init_distributed(
     """Initialise torch's default process group, unless there is one.
 
     Args:
-        dist_backend: of `torch.distributed.init_process_group`; None: torch's default for this machine.
+        dist_backend: backend of `torch.distributed.init_process_group`. None: torch's default for this machine.
         auto_mpi_discovery: has no effect: ranks come from torchrun's environment, or from the arguments.
-        distributed_port: MASTER_PORT, where the environment has a rank but no port.
+        distributed_port: MASTER_PORT, if the environment has a rank but no port.
         verbose: has no effect.
         timeout: of the collectives.
         init_method: a URL.
-        dist_init_required: False requires that there is a process group already.
+        dist_init_required: False: the process group must exist already.
         config: has no effect: `initialize` reads the config.
-        rank: of this process, with `world_size`; -1: as the environment says.
+        rank: rank of this process, with `world_size`. -1: from the environment.
         world_size: the number of processes.
 
     Raises:
@@ -86,7 +86,7 @@ def init_distributed(
         return
     if dist_init_required is False:
         raise WrapError(
-            "dist_init_required=False says that there is a process group, and there is none. Call "
+            "dist_init_required=False requires a process group, but there is none. Call "
             "torch.distributed.init_process_group first, or leave the argument out."
         )
     named: dict[str, Any] = {"backend": dist_backend, "timeout": timeout, "init_method": init_method}
@@ -108,12 +108,12 @@ def get_local_rank() -> int:
 
 
 def get_world_group() -> dist.ProcessGroup | None:
-    """Return the default group."""
+    """Return the default process group."""
     return dist.group.WORLD
 
 
 def get_all_ranks_from_group(group: dist.ProcessGroup | None = None) -> list[int]:
-    """Return the ranks of a group."""
+    """Return the global ranks of a process group. None: the default group."""
     return dist.get_process_group_ranks(group or dist.group.WORLD)
 
 

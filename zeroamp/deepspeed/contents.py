@@ -1,4 +1,4 @@
-"""What a DeepSpeed checkpoint holds, by name: from the files of all its ranks to mapped tensors and numbers."""
+"""Reads a DeepSpeed checkpoint: from the files of all its ranks to named tensors, which are mapped, and numbers."""
 
 import reprlib
 from collections.abc import Container, Iterable
@@ -30,7 +30,7 @@ _ENGINE_KEYS = frozenset(
         *("ds_config", "ds_version", "global_samples", "global_steps", "skipped_steps"),
     )
 )
-"""Keys that the engine writes. All others in its file are the client's state."""
+"""Keys that DeepSpeed's engine writes. All other keys in its file are the client state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,29 +40,29 @@ class Moments:
     tensors: dict[str, dict[str, StoredTensor]]
     """Parameter name -> state key, such as "exp_avg" -> tensor. No entry before the first step."""
     steps: dict[str, float]
-    """Parameter name -> number of updates of its state."""
+    """Parameter name -> number of updates."""
     group_of: dict[str, int]
     """Parameter name -> param group."""
     param_groups: list[dict[str, Any]] | None
-    """Hyperparameters; None if the checkpoint has none (`elastic_checkpoint`)."""
+    """Hyperparameters of each param group; None if the checkpoint has none (`elastic_checkpoint`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Contents:
-    """What the files of a checkpoint hold, by name. The elements of its tensors are mapped, not read."""
+    """The content of a checkpoint, by name. Elements of its tensors are mapped, not read."""
 
     stage: int
     num_ranks: int
-    """The ranks that wrote it."""
+    """Number of ranks that wrote it."""
     version: str | None
     """The version of DeepSpeed that wrote it."""
     parameters: dict[str, StoredTensor]
-    """Trained parameters in the dtype of the master weights, frozen ones in that of the module."""
+    """Trained parameters in the dtype of the master weights, frozen ones in the module's dtype."""
     aliases: dict[str, str]
-    """Further name of a shared parameter -> the one it is stored under."""
+    """Other name of a shared parameter -> the name that it is stored under."""
     buffers: dict[str, torch.Tensor]
     other_state: list[str]
-    """Names of the module's state that is no tensor, and of the engine's state that has no counterpart here."""
+    """Names of the module's state that is not a tensor, and of the engine's state that zeroamp does not have."""
     moments: Moments | None
     """None at stage 0."""
     loss_scaler: Inert | None
@@ -77,7 +77,7 @@ def read_contents(files: CheckpointFiles) -> Contents:
     """Read all files of a checkpoint, mapping their tensors.
 
     Raises:
-        CheckpointError: a file is refused or damaged, or the files do not fit together.
+        CheckpointError: a file is refused or damaged, or the files belong to different checkpoints.
     """
     models = [read_file(path) for path in files.model]
     engines = [read_file(path) for path in files.optimizer]
@@ -122,13 +122,13 @@ def _refuse_parallel(model: Entries) -> None:
     for key, size in sizes.items():
         if not (size is None or (isinstance(size, int) and size == 1)):
             raise CheckpointError(
-                f"{model.file}: {key} is {reprlib.repr(size)}: the model is split over ranks. Only checkpoints with "
-                f"data parallelism alone are read. {CONVERT}"
+                f"{model.file}: {key} is {reprlib.repr(size)}, so the model is split over ranks. zeroamp reads only "
+                f"checkpoints with data parallelism alone. {CONVERT}"
             )
 
 
 def _stage(optimizers: list[Entries]) -> int:
-    """Return the ZeRO stage. BF16_Optimizer, another class of stage 1, does not write it."""
+    """Return the ZeRO stage. DeepSpeed's BF16_Optimizer, a class of stage 1, does not write it."""
     if not optimizers:
         return 0
     stage: Any = optimizers[0].values.get("zero_stage", 1)
@@ -149,8 +149,8 @@ def _flats(optimizers: list[Entries], stage: int) -> Flats:
         ):
             raise CheckpointError(
                 f"{optimizer.file}: partition_count is {reprlib.repr(counts)}, but there are files of "
-                f"{len(optimizers)} ranks. Copy the files of all ranks here, and of this checkpoint only. If the model "
-                f"has experts: {CONVERT}"
+                f"{len(optimizers)} ranks. Copy the files of all ranks of this checkpoint here, and no others. If the "
+                f"model has experts: {CONVERT}"
             )
         if len(flat) != len(flats[0]):
             raise unreadable(f"{optimizer.file}: {key}", f"{len(flat)} groups", f"{len(flats[0])} groups, as of rank 0")
@@ -208,7 +208,7 @@ def _frozen(module: dict[str, Any], others: set[str]) -> dict[str, StoredTensor]
 
 
 def _frozen_parts(models: list[Entries]) -> dict[str, StoredTensor]:
-    """Return the frozen parameters of stage 3; none if the checkpoint was saved without them."""
+    """Return the frozen parameters of stage 3; an empty dict if the checkpoint was saved without them."""
     first = models[0]
     shapes = _shapes(first, first.optional("frozen_param_shapes", dict) or {})
     if not shapes:
@@ -220,7 +220,7 @@ def _frozen_parts(models: list[Entries]) -> dict[str, StoredTensor]:
 
 
 def _refuse_low_precision(model: Entries, parameters: dict[str, StoredTensor]) -> None:
-    """Raise CheckpointError for a 16-bit model at stage 0, whose fp32 weights are in the optimizer without names."""
+    """Raise CheckpointError for a 16-bit model at stage 0: its fp32 weights are stored without names."""
     for name, stored in parameters.items():
         if stored.dtype in (torch.float16, torch.bfloat16):
             raise CheckpointError(
@@ -233,7 +233,7 @@ def read_moments(optimizers: list[Entries], placed: dict[str, PlacedParameter], 
     """Read the base optimizer's state of all ranks.
 
     Raises:
-        CheckpointError: the state is not that of one tensor per flat vector, as of every optimizer of DeepSpeed.
+        CheckpointError: the optimizer state does not have one tensor per flat vector of weights.
     """
     ranks = [_base_state(optimizer, stage) for optimizer in optimizers]
     groups = ranks[0][1]
@@ -260,9 +260,9 @@ def read_moments(optimizers: list[Entries], placed: dict[str, PlacedParameter], 
 
 
 def _base_state(optimizer: Entries, stage: int) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]] | None]:
-    """Return state by flat vector, and the param groups.
+    """Return index of a flat vector -> its state, and the param groups.
 
-    The file has them as `torch.optim.Optimizer.state_dict` returns them, or as a list of states without param groups.
+    The file has the dict of `torch.optim.Optimizer.state_dict`, or a list of states without param groups.
     """
     key = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
     if isinstance(optimizer.values.get(key), list):
@@ -289,7 +289,7 @@ def _take(
 
 
 def _step(optimizer: Entries, state: dict[str, Any], group: dict[str, Any]) -> float:
-    """Return the number of steps. It is in the state, or in the param group for DeepSpeed's older FusedAdam."""
+    """Return the number of steps, from the state, or from the param group for DeepSpeed's older FusedAdam."""
     step = state.get("step", group.get("step", optimizer.values.get("base_optimizer_state_step")))
     if not isinstance(step, (int, float, torch.Tensor)) or (isinstance(step, torch.Tensor) and step.numel() != 1):
         raise unreadable(f"{optimizer.file}: step", reprlib.repr(step), "a number")
@@ -297,6 +297,6 @@ def _step(optimizer: Entries, state: dict[str, Any], group: dict[str, Any]) -> f
 
 
 def find(names: Iterable[str], aliases: dict[str, str], stored: Container[str]) -> list[str]:
-    """Return the names under which a parameter of the given names is stored."""
+    """Return the names under which a parameter, known by `names`, is stored."""
     candidates = [name if name in stored else aliases.get(name, name) for name in names]
     return [name for name in dict.fromkeys(candidates) if name in stored]

@@ -19,21 +19,21 @@ def data_loader(
     num_workers: int = 0,
     drop_last: bool = False,
 ) -> DataLoader[Any]:
-    """Return a loader in which each rank sees its own part of a dataset.
+    """Return a loader that gives each rank its own part of a dataset.
 
-    The part is that of torch's `DistributedSampler`, whose order is the same in every epoch unless
+    torch's `DistributedSampler` selects the part. Its order is the same in every epoch unless
     `loader.sampler.set_epoch(epoch)` is called. `loader.data_sampler`, DeepSpeed's name, is the same sampler.
-    An iterable dataset parts itself.
+    An iterable dataset must select its part itself.
 
     Args:
         dataset: map-style or iterable.
-        batch_size: samples of a micro-batch; the last one may be smaller.
-        shuffle: whether the sampler mixes the samples.
+        batch_size: samples of a micro-batch. The last one may be smaller.
+        shuffle: whether the sampler shuffles the samples.
         pin_memory: has no effect without an accelerator.
-        sampler: instead of a `DistributedSampler`.
+        sampler: replaces the `DistributedSampler`.
         collate_fn: of the loader.
         num_workers: processes of the loader.
-        drop_last: whether to leave out a last, smaller micro-batch.
+        drop_last: whether to leave out a smaller last micro-batch.
     """
     if sampler is None and not isinstance(dataset, IterableDataset):
         sampler = DistributedSampler(dataset, dist.get_world_size(), dist.get_rank(), shuffle=shuffle)
@@ -51,7 +51,7 @@ def data_loader(
 
 
 class RepeatingLoader:
-    """Yields the batches of a loader without end: after the last one comes the first one again."""
+    """Yields the batches of a loader without end: it starts again after the last one."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader

@@ -1,4 +1,4 @@
-"""`DeepSpeedEngine`: the shape of DeepSpeed's engine around a wrapped model and its `TrainStep`."""
+"""`DeepSpeedEngine`: the interface of DeepSpeed's engine for a wrapped model and its `TrainStep`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,11 +26,11 @@ from zeroamp.training.step_report import StepReport
 from zeroamp.wrapping.state import reshard, wrap_state
 
 engines: "WeakSet[DeepSpeedEngine]" = WeakSet()
-"""The engines of this process: functions of `utils` find the optimizer of a parameter here."""
+"""The engines of this process. Functions of `utils` find a parameter's optimizer here."""
 
 
 class _CountAgain(Callback):
-    """Resets an engine's count of micro-batches when its optimizer step is discarded: by `recover`, for example."""
+    """Resets an engine's count of micro-batches when its optimizer step is discarded, as by `recover`."""
 
     def __init__(self, engine: "DeepSpeedEngine") -> None:
         self._engine = engine
@@ -40,9 +40,9 @@ class _CountAgain(Callback):
 
 
 class DeepSpeedEngine(EngineConfig, nn.Module):
-    """Drives the optimizer steps of a wrapped model with DeepSpeed's calls. `initialize` makes it.
+    """Trains a wrapped model with the calls of DeepSpeed's engine. `initialize` makes it.
 
-    Any other attribute is the one of `module`::
+    Other attributes are those of `module`::
 
         loss = engine(**batch).loss
         engine.backward(loss)
@@ -65,7 +65,7 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
         self.train_step = train_step
         """The `TrainStep` inside, for callbacks and reports; None without an optimizer."""
         self.optimizer = None if train_step is None else ZeroOptimizer(self, train_step.optimizer)
-        """The second value of `initialize`."""
+        """The optimizer that `initialize` returns; None without an optimizer."""
         self.training_dataloader: Any = None
         self.collate_fn = collate_fn
         self._drop_last = drop_last
@@ -74,12 +74,12 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
         self.global_steps = 0
         """Optimizer steps, skipped ones included."""
         self.global_samples = 0
-        """Samples of all ranks in these steps, by the batch size of the config."""
+        """Samples of all ranks in these steps, counted by the batch size of the config."""
         self.micro_steps = 0
         """Calls of `step`."""
         self._num_accumulated = 0  # micro-batches since the last optimizer step
         self._is_destroyed = False
-        self._has_warned = False  # of zero_grad between micro-batches
+        self._has_warned = False  # about zero_grad between micro-batches
         self._step_applied = False
         self._boundary: bool | None = None
         self._in_no_sync = False
@@ -96,22 +96,22 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
         return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Run the backward of one micro-batch; reduce gradients if it is the last one of its optimizer step.
+        """Run the backward of one micro-batch. Reduce gradients if it is the last one of its optimizer step.
 
         Args:
-            loss: one element, not scaled.
+            loss: a tensor of one element, without loss scaling.
             retain_graph: refused if True.
             scale_wrt_gas: whether to divide the loss by `gradient_accumulation_steps()`.
 
         Returns:
-            The loss that was divided, in its dtype. The backward divides it in fp32.
+            The divided loss, detached, in the dtype of `loss`. The backward divides it in fp32.
 
         Raises:
-            StepError: as `TrainStep.backward`; or the engine has no optimizer.
+            StepError: `TrainStep.backward` raises it, or the engine has no optimizer.
         """
         train_step = self._trained("backward")
         if retain_graph:
-            raise refusal("engine.backward(retain_graph=True)", "Add the losses, for one backward.")
+            raise refusal("engine.backward(retain_graph=True)", "Add the losses, and call backward once.")
         refuse_loss(loss)
         steps = self.gradient_accumulation_steps()
         # Reproducible gradients are divided once, after the sum over all micro-batches.
@@ -122,21 +122,21 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
         return loss.detach() / self.gradient_accumulation_steps() if scale_wrt_gas else loss.detach()
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Clip and update after the last micro-batch of an optimizer step; else only count the micro-batch.
+        """Clip and update after the last micro-batch of an optimizer step. After others, only count the micro-batch.
 
         Args:
             lr_kwargs: refused unless empty.
 
         Raises:
-            StepError: as `TrainStep.step`; inside `no_sync`; or the engine has no optimizer.
+            StepError: `TrainStep.step` raises it; inside `no_sync`; or the engine has no optimizer.
         """
         train_step = self._trained("step")
         if lr_kwargs:
             raise refusal(
-                "engine.step(lr_kwargs=)", "Step such a scheduler yourself, and leave it out of initialize()."
+                "engine.step(lr_kwargs=)", "Leave the scheduler out of initialize(), and step it yourself with them."
             )
         if self._in_no_sync:
-            raise StepError("engine.step was called inside no_sync(). Call it after a backward outside of it.")
+            raise StepError("engine.step was called inside no_sync(). Run one backward after no_sync(), then step().")
         self._step_applied = False
         if self.is_gradient_accumulation_boundary():
             if train_step.is_between_steps and train_step.micro_batches.failure is None:
@@ -180,7 +180,7 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate without communication, at stages 0 and 1: each backward inside is not the last one.
+        """Accumulate gradients without communication, at stages 0 and 1: no backward inside ends an optimizer step.
 
         Raises:
             StepError: at stages 2 and 3, where every backward reduces; or inside another no_sync().
@@ -199,10 +199,10 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
             self._in_no_sync = False
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say whether the backwards from now on are the last ones of an optimizer step. None: count them again.
+        """Set whether the following backwards are the last ones of an optimizer step. None: decide it by counting.
 
-        Call it before the forward. An optimizer step may so have any number of micro-batches, and `step` may be called
-        once at its end.
+        Call it before the forward. With it, an optimizer step may have any number of micro-batches, and `step` may be
+        called once at its end.
         """
         self._boundary = is_boundary
 
@@ -227,30 +227,30 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
         return self.train_step
 
     def dataloader_drop_last(self) -> bool:
-        """Return the key of this name: whether `deepspeed_io` leaves out a last, smaller batch."""
+        """Return the config's `dataloader_drop_last`: whether `deepspeed_io` leaves out a smaller last batch."""
         return self._drop_last
 
     # Numbers of the last step
 
     @property
     def skipped_steps(self) -> int:
-        """Optimizer steps that were skipped, because a gradient was not finite."""
+        """Optimizer steps that were skipped because of a non-finite gradient."""
         return 0 if self.train_step is None else self.train_step.num_skipped
 
     @property
     def cur_scale(self) -> float:
-        """The factor of the next loss; 1 except in float16."""
+        """The factor of the next loss, by loss scaling. 1 except in float16."""
         return 1.0 if self.train_step is None else self.train_step.loss_scale
 
     @property
     def lr_scheduler(self) -> Scheduler | None:
-        """The fourth value of `initialize`. The engine steps it after each update."""
+        """The scheduler that `initialize` returns. The engine steps it after each update."""
         return None if self.train_step is None else self.train_step.scheduler
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the 2-norm of the averaged gradient of the last optimizer step before clipping; None before the first.
+        """Return the 2-norm of the last optimizer step's averaged gradient before clipping; None before the first step.
 
-        It is the true norm at every stage and in float16; inf or nan after an overflow. Waits for the device.
+        The loss scale is removed. inf or nan after an overflow. Waits for the device.
         """
         return None if self.report is None else self.report.grad_norm
 
@@ -271,7 +271,7 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
         return self._of_groups("betas", "momentum")
 
     def get_type(self) -> list[Any]:
-        """Return the entry "type" of each param group, or 0.0 where there is none."""
+        """Return the entry "type" of each param group, or 0.0 if it has none."""
         return self._of_groups("type")
 
     def _of_groups(self, *keys: str) -> list[Any]:
@@ -282,7 +282,7 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device on which this rank computes."""
         return device_of(wrap_state(self.module).mesh)
 
     @property
@@ -292,7 +292,7 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
 
     @property
     def global_rank(self) -> int:
-        """This rank among all."""
+        """This process's rank among all ranks."""
         return dist.get_rank()
 
     @property
@@ -332,7 +332,7 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
     # The module
 
     def train(self, mode: bool = True) -> "DeepSpeedEngine":
-        """Set training mode, of the module too."""
+        """Set the training mode of the engine and its module."""
         return super().train(mode)
 
     def compile(
@@ -342,11 +342,11 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
 
         Args:
             backend: of `torch.compile`.
-            compile_kwargs: its other arguments.
-            schedule: refused: DeepCompile's passes are not here.
+            compile_kwargs: other arguments of `torch.compile`.
+            schedule: refused: zeroamp does not have DeepCompile's passes.
         """
         if schedule is not None:
-            raise refusal("engine.compile(schedule=)", "There is no DeepCompile. Leave it out.")
+            raise refusal("engine.compile(schedule=)", "zeroamp does not have DeepCompile. Leave it out.")
         self.module.compile(**{**(compile_kwargs or {}), "backend": backend})
         self._is_compiled = True
 
@@ -356,11 +356,11 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
         return self._is_compiled
 
     def empty_partition_cache(self) -> None:
-        """Reshard what an evaluation left unsharded."""
+        """Reshard the parameters that an evaluation left unsharded."""
         reshard(self.module.modules())
 
     def destroy(self) -> None:
-        """Discard gradients and unsharded copies. The engine cannot train afterwards."""
+        """Release gradients and unsharded parameters. The engine cannot train afterwards."""
         if self.train_step is not None:
             self.train_step.zero_grad()
         reshard(self.module.modules())
@@ -369,7 +369,7 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:
-        """Empty: no gradient is sparse."""
+        """The empty set: zeroamp has no sparse gradients."""
         return set()
 
     # Checkpoints
@@ -382,7 +382,7 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save all that training needs as `save_dir/tag`: see `engine_checkpoint.save`. All ranks call it."""
+        """Save a checkpoint of the training as `save_dir/tag`: see `engine_checkpoint.save`. All ranks call it."""
         return engine_checkpoint.save(
             self, save_dir, tag, client_state or {}, save_latest=save_latest, without_frozen=exclude_frozen_parameters
         )
@@ -397,7 +397,7 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load what the engine, or DeepSpeed's, saved: see `engine_checkpoint.load`. All ranks call it."""
+        """Load a checkpoint of this engine or of DeepSpeed's: see `engine_checkpoint.load`. All ranks call it."""
         if not load_module_strict:
             raise refusal("engine.load_checkpoint(load_module_strict=False)", "Load weights with zeroamp.load_hf.")
         if custom_load_fn is not None:
@@ -412,10 +412,10 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
     def save_16bit_model(
         self, save_dir: Any, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write whole weights in the low precision of the config as one file. All ranks call it; the first one writes.
+        """Write whole weights in the config's low precision as one file, and return True. All ranks call it.
 
-        The file is what `torch.save` writes of a state dict, or safetensors if its name ends so. The first rank holds
-        the whole model in CPU memory meanwhile; `zeroamp.export_hf` holds one file's part. Returns True.
+        The first rank writes the file: by `torch.save`, or as safetensors if the name ends in ".safetensors". It needs
+        CPU memory for the whole model; `zeroamp.export_hf` needs only as much as one of its files.
         """
         return engine_checkpoint.save_weights(self, save_dir, save_filename, exclude_frozen_parameters)
 
@@ -424,20 +424,20 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """Return whole weights and buffers on the CPU, in the low precision of the config. All ranks call it.
 
-        `engine.module.state_dict()` is refused where it would have shards: at stages 1 to 3.
+        At stages 1 to 3 use it instead of `engine.module.state_dict()`, which raises there.
         """
         return engine_checkpoint.whole_state_dict(self, exclude_frozen_parameters)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Return the module's `state_dict()`, with "module." before each name. Refused where it would have shards."""
+        """Return the module's `state_dict()`, with "module." before each name. Raises StepError at stages 1 to 3."""
         stage = self.zero_optimization_stage()
         return engine_checkpoint.whole_or_error(stage, super().state_dict, depth=2)(*args, **kwargs)
 
-    _zero3_consolidated_16bit_state_dict = module_state_dict  # of accelerate and of many scripts
+    _zero3_consolidated_16bit_state_dict = module_state_dict  # accelerate and many scripts call it
 
     def __getattr__(self, name: str) -> Any:
         try:
-            return super().__getattr__(name)  # parameters and modules of the engine itself: `module`
+            return super().__getattr__(name)  # the engine's own submodule: `module`
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
             if module is not None and hasattr(module, name):

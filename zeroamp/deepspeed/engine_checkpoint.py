@@ -1,9 +1,9 @@
-"""The engine's checkpoints: tags and `latest` as DeepSpeed has them, around `zeroamp.save_checkpoint`.
+"""The engine's checkpoints: DeepSpeed's tags and its file `latest`, with `zeroamp.save_checkpoint` inside.
 
     FOLDER/latest            the tag of the newest checkpoint
-    FOLDER/TAG/zeroamp/      what zeroamp.save_checkpoint writes
+    FOLDER/TAG/zeroamp/      a checkpoint of zeroamp.save_checkpoint
 
-A folder that DeepSpeed wrote is read by `load_deepspeed_checkpoint`.
+`load_deepspeed_checkpoint` reads folders that DeepSpeed wrote.
 """
 
 import os
@@ -43,7 +43,7 @@ _MAX_TAG_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """What `load` takes from a checkpoint besides the module."""
+    """Which parts of a checkpoint `load` loads besides the module."""
 
     optimizer: bool
     scheduler: bool
@@ -60,27 +60,28 @@ def save(
     save_latest: bool,
     without_frozen: bool,
 ) -> bool:
-    """Save as `folder/tag`, and write the tag into `folder/latest`. Every rank calls it. Returns True.
+    """Save a checkpoint as `folder/tag`, and write the tag into `folder/latest`. Every rank calls it. Returns True.
 
     Args:
-        engine: with an optimizer, between two optimizer steps.
-        folder: of the run, on a file system that all ranks share.
-        tag: a name; None: global_step<number>. A checkpoint of the same tag is replaced once this one is on the disk.
+        engine: an engine with an optimizer, between two optimizer steps.
+        folder: the run's folder, on a file system that all ranks share.
+        tag: a folder name. None: global_step<number>. A checkpoint of the same tag is replaced once this one is on the
+            disk.
         client_state: tensors, numbers, strings, None, and containers of them. A load returns the first rank's.
-        save_latest: whether `latest` names this tag then.
+        save_latest: whether to write the tag into `latest`.
         without_frozen: whether to leave out frozen parameters.
 
     Raises:
-        CheckpointError: as `save_checkpoint`; or the tag is no name of a folder.
+        CheckpointError: `save_checkpoint` raises it, or the tag is not a folder name.
         StepError: between the micro-batches of an optimizer step, or the engine has no optimizer.
     """
     train_step = engine._trained("save_checkpoint")
     if not folder:
-        raise CheckpointError(describe("save_checkpoint(save_dir=)", repr(folder), "a folder", "Pass the run's."))
+        raise CheckpointError(describe("save_checkpoint(save_dir=)", repr(folder), "a folder", "Pass its path."))
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
     if not name or name in (".", "..", LATEST) or Path(name).name != name:
         raise CheckpointError(
-            describe("save_checkpoint(tag=)", repr(tag), "the name of a folder", "Pass such as 'global_step100'.")
+            describe("save_checkpoint(tag=)", repr(tag), "the name of a folder", "Pass one such as 'global_step100'.")
         )
     counts = {"steps": engine.global_steps, "samples": engine.global_samples, "micro_steps": engine.micro_steps}
     save_checkpoint(
@@ -101,13 +102,16 @@ def save(
 def load(
     engine: "DeepSpeedEngine", folder: str | os.PathLike[str], tag: str | int | None, parts: Parts
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """Load `folder/tag`; every rank calls it. Returns the path and the client state of the first rank.
+    """Load `folder/tag`, written by zeroamp or DeepSpeed. Every rank calls it.
 
-    Without a tag, `folder/latest` names it; without that file, a warning is logged and (None, None) returned, as in
-    DeepSpeed: a script then starts anew. A folder that DeepSpeed wrote is read, too.
+    Without a tag, `folder/latest` names it. If that file is missing, a warning is logged and (None, None) is returned,
+    as in DeepSpeed, so that a script can start a new run.
+
+    Returns:
+        The path of the checkpoint, and the client state of the first rank.
 
     Raises:
-        CheckpointError: the tag does not exist, or as `load_checkpoint` and `load_deepspeed_checkpoint`.
+        CheckpointError: the tag does not exist, or `load_checkpoint` or `load_deepspeed_checkpoint` raises it.
         StepError: between the micro-batches of an optimizer step.
     """
     ranks = RankGroup.for_saving(wrap_state(engine.module).axes.whole)
@@ -124,7 +128,7 @@ def load(
         client_state = _load_ours(engine, path / INSIDE, parts)
     else:
         client_state = _load_theirs(engine, Path(folder), name, parts)
-    engine._num_accumulated = 0  # zero_grad between micro-batches may have left a count
+    engine._num_accumulated = 0  # it is not 0 after zero_grad between micro-batches
     return str(path), client_state
 
 
@@ -161,7 +165,7 @@ def _load_ours(engine: "DeepSpeedEngine", path: Path, parts: Parts) -> dict[str,
 
 
 def _load_theirs(engine: "DeepSpeedEngine", folder: Path, tag: str, parts: Parts) -> dict[str, Any]:
-    """Load what DeepSpeed wrote. A scheduler of the script gets the state that DeepSpeed saved."""
+    """Load a checkpoint of DeepSpeed. A scheduler of the script loads the state that DeepSpeed saved."""
     train_step = engine.train_step
     if train_step is not None:
         train_step.micro_batches.refuse_unfinished("engine.load_checkpoint")
@@ -178,7 +182,7 @@ def _load_theirs(engine: "DeepSpeedEngine", folder: Path, tag: str, parts: Parts
         if not isinstance(scheduler, CurveLR):
             if isinstance(scheduler, StatefulScheduler):
                 scheduler.load_state_dict(saved)
-        elif not parts.optimizer and set(saved) == {"last_batch_iteration"}:  # else load_deepspeed_checkpoint has
+        elif not parts.optimizer and set(saved) == {"last_batch_iteration"}:  # else load_deepspeed_checkpoint did it
             scheduler.load_state_dict(scheduler.state_dict() | {"last_epoch": num_taken})
     if parts.counts:
         if train_step is not None:
@@ -190,15 +194,17 @@ def _load_theirs(engine: "DeepSpeedEngine", folder: Path, tag: str, parts: Parts
 
 
 def whole_state_dict(engine: "DeepSpeedEngine", without_frozen: bool, *, on_first_only: bool = False) -> dict[str, Any]:
-    """Return whole weights and buffers on the CPU, under all their names; fp32 parameters in the config's precision.
+    """Return whole weights and buffers on the CPU, under all their names. Every rank calls it.
+
+    fp32 parameters are cast to the config's low precision, if it has one.
 
     Args:
-        engine: any. Every rank calls it.
+        engine: the engine.
         without_frozen: whether to leave out frozen parameters.
         on_first_only: whether only the first rank retains the tensors.
 
     Raises:
-        CheckpointError: a value overflows in the low precision.
+        CheckpointError: a finite value overflows in the low precision.
     """
     state = wrap_state(engine.module)
     dtype = engine.policy.low_dtype or torch.float32
@@ -220,9 +226,9 @@ def whole_state_dict(engine: "DeepSpeedEngine", without_frozen: bool, *, on_firs
 
 
 def guard_state_dict(module: nn.Module) -> None:
-    """Let `module.state_dict()` of a script give whole tensors at stage 0, and raise where it would give shards.
+    """Make a script's `module.state_dict()` return whole tensors at stage 0, and raise if it would return shards.
 
-    Scripts call it on one rank, and write what it returns. torch's and zeroamp's own calls are let through.
+    Scripts call it on one rank and write the result to a file. Calls by torch and zeroamp are not affected.
     """
     state = wrap_state(module)
     state.handles.extend(replace_method(module, "state_dict", partial(whole_or_error, state.plan.policy.stage)))
@@ -231,12 +237,12 @@ def guard_state_dict(module: nn.Module) -> None:
 def whole_or_error(
     stage: int, state_dict: Callable[..., dict[str, Any]], *, depth: int = 1
 ) -> Callable[..., dict[str, Any]]:
-    """Return `state_dict` with whole tensors at stage 0, and an error where it would return shards.
+    """Wrap a `state_dict` method: it returns whole tensors at stage 0, and raises if it would return shards.
 
     Args:
         stage: ZeRO stage.
-        state_dict: of a wrapped module, or of the engine around it.
-        depth: how many frames above the returned function the caller is, whose module decides.
+        state_dict: the method of a wrapped module, or of the engine around it.
+        depth: frames from the returned function up to its caller. Calls by torch and zeroamp are not affected.
     """
 
     @wraps(state_dict)
@@ -261,7 +267,7 @@ def whole_or_error(
 def save_weights(
     engine: "DeepSpeedEngine", folder: str | os.PathLike[str], file_name: str, without_frozen: bool
 ) -> bool:
-    """See `DeepSpeedEngine.save_16bit_model`."""
+    """Write whole weights to a file: see `DeepSpeedEngine.save_16bit_model`."""
     state_dict = whole_state_dict(engine, without_frozen, on_first_only=True)
     ranks = RankGroup.for_saving(wrap_state(engine.module).axes.whole)
     ranks.on_first(lambda: _write(Path(folder) / file_name, state_dict))

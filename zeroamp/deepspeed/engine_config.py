@@ -22,11 +22,11 @@ def micro_batch_size(policy: Policy) -> int:
 
 
 class EngineConfig:
-    """What DeepSpeed's engine says of its config, by methods of the same names."""
+    """The methods of DeepSpeed's engine that return values of the config."""
 
     def __init__(self, policy: Policy, num_ranks: int) -> None:
         self.policy = policy
-        """The config, as zeroamp reads it."""
+        """The config as zeroamp's `Policy`."""
         self._micro_batch_size = micro_batch_size(policy)
         self._accumulation_steps = policy.gradient_accumulation_steps
         self._num_ranks = num_ranks
@@ -53,7 +53,7 @@ class EngineConfig:
         """Change the number of micro-batches of an optimizer step. Call it between two optimizer steps.
 
         Raises:
-            ConfigError: it is no multiple of micro-batch size x ranks.
+            ConfigError: the number is not a multiple of micro-batch size x ranks.
         """
         per_micro_step = self._micro_batch_size * self._num_ranks
         if not is_integer(train_batch_size, at_least=1) or train_batch_size % per_micro_step:
@@ -62,9 +62,9 @@ class EngineConfig:
         self._accumulation_steps = train_batch_size // per_micro_step
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the size of a micro-batch, by which samples are counted; the accumulation steps stay."""
+        """Change the micro-batch size, by which samples are counted. The accumulation steps do not change."""
         if not is_integer(micro_batch_size, at_least=1):
-            valid = "a whole number from 1 on"
+            valid = "an integer of 1 or more"
             raise ConfigError(describe("set_train_micro_batch_size", repr(micro_batch_size), valid, "Pass one."))
         self._micro_batch_size = micro_batch_size
 
@@ -87,11 +87,11 @@ class EngineConfig:
         return self.policy.stage == 3
 
     def zero_cpu_offload(self) -> bool:
-        """Return whether shards, gradients and optimizer state live on the CPU."""
+        """Return whether shards, gradients and optimizer state are on the CPU."""
         return self.policy.offload.to_cpu
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Return the key `stage3_gather_16bit_weights_on_model_save`. `save_16bit_model` works without it, too."""
+        """Return the key `stage3_gather_16bit_weights_on_model_save`. `save_16bit_model` works without it too."""
         return self.policy.gather_16bit_weights_on_save
 
     # Precision
@@ -117,11 +117,11 @@ class EngineConfig:
         return False
 
     def dynamic_loss_scale(self) -> bool:
-        """Return whether the loss scale moves by itself."""
+        """Return whether the loss scale is dynamic."""
         return self.policy.low_dtype == torch.float16 and self.policy.loss_scale.dynamic
 
     def initial_dynamic_scale(self) -> float:
-        """Return the first loss scale."""
+        """Return the initial loss scale."""
         return self.policy.loss_scale.initial
 
     def loss_scale(self) -> float:

@@ -1,12 +1,12 @@
-"""The files of a DeepSpeed checkpoint: which belong to it, which kinds are refused, and reading one safely.
+"""Finds the files of a DeepSpeed checkpoint, refuses unsupported kinds, and reads a file safely.
 
     FOLDER/latest                                          the tag of the newest checkpoint
     FOLDER/TAG/mp_rank_00_model_states.pt                  stages 0 to 2: the module, written by rank 0
     FOLDER/TAG/zero_pp_rank_R_mp_rank_00_model_states.pt   stage 3: one per rank
     FOLDER/TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt   stages 1 to 3: one per rank
 
-The files are pickles. `load_archive` builds tensors and plain containers only, and the few classes of DeepSpeed in them
-are replaced, by name, with `Inert`.
+The files are pickles. `load_archive` builds only tensors and plain containers, and an `Inert` for each of the few
+classes of DeepSpeed.
 """
 
 import os
@@ -30,17 +30,17 @@ DEEPSPEED_CLASSES = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
-"""What DeepSpeed 0.19.8 pickles besides tensors and plain containers. Nothing of it is imported or called."""
+"""Classes that DeepSpeed 0.19.8 pickles besides tensors and plain containers. They are neither imported nor called."""
 
 CONVERT = (
-    "Where DeepSpeed is installed and the file is trusted, convert the weights with the zero_to_fp32.py beside it "
+    "If DeepSpeed is installed and you trust the file, convert the weights with the zero_to_fp32.py beside it "
     "(--safe_serialization) and load its output with zeroamp.load_hf."
 )
-"""What to do with every kind of checkpoint that is refused."""
+"""The remedy in the errors for checkpoints that are refused."""
 
 
 def unreadable(where: str, found: object, valid: str) -> CheckpointError:
-    """Return the error for a checkpoint that is not as DeepSpeed's ZeRO writes it."""
+    """Return the error for a checkpoint that has another form than those of DeepSpeed's ZeRO."""
     return CheckpointError(describe(where, found, valid, CONVERT))
 
 
@@ -57,17 +57,17 @@ _OTHER_KINDS = (
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """A mapping in a file. Reading a key checks the type of its value, because the file may hold anything."""
+    """A mapping in a file, whose values are untrusted: reading a key checks the type of its value."""
 
     file: str
-    """For errors: the file's name, and the keys that lead to this mapping."""
+    """The file's name and the keys that lead to this mapping, for errors."""
     values: dict[Any, Any]
 
     def get(self, key: str | int, kind: type[T] | tuple[type[T], ...]) -> T:
         """Return the value of `key`.
 
         Raises:
-            CheckpointError: there is none, or it is of another type.
+            CheckpointError: the key is missing, or its value has another type.
         """
         value = self.values.get(key)
         if not isinstance(value, kind):
@@ -81,7 +81,7 @@ class Entries:
         return None if self.values.get(key) is None else self.get(key, kind)
 
     def each(self, key: str, kind: type[T]) -> list[T]:
-        """Return the list at `key`, whose elements are all of `kind`."""
+        """Return the list at `key`, after checking that all elements are of `kind`."""
         values = self.get(key, list)
         for value in values:
             if not isinstance(value, kind):
@@ -101,16 +101,16 @@ class CheckpointFiles:
     path: Path
     """The folder of the tag."""
     model: list[Path] = field(default_factory=list)
-    """One, or one per rank at stage 3, in rank order."""
+    """One file; at stage 3 one per rank, in rank order."""
     optimizer: list[Path] = field(default_factory=list)
     """One per rank, in rank order; none at stage 0."""
 
 
 def find_files(folder: str | os.PathLike[str], tag: str | None) -> CheckpointFiles:
-    """Return the files of the checkpoint `tag` in `folder`; None is the one that the file `latest` names.
+    """Return the files of the checkpoint `tag` in `folder`. None: the tag in the file `latest`.
 
     Raises:
-        CheckpointError: there is no such checkpoint, files of it are missing, or it is of a kind that is not read.
+        CheckpointError: there is no such checkpoint, some of its files are missing, or its kind is not supported.
     """
     path = _tag_folder(Path(folder), tag)
     names = sorted(entry.name for entry in path.iterdir())
@@ -118,8 +118,8 @@ def find_files(folder: str | os.PathLike[str], tag: str | None) -> CheckpointFil
         for pattern, kind in _OTHER_KINDS:
             if pattern.fullmatch(name):
                 raise CheckpointError(
-                    f"{path / name} holds {kind}. Only checkpoints of ZeRO stages 0 to 3 with data parallelism alone "
-                    f"are read. {CONVERT}"
+                    f"{path / name} holds {kind}. zeroamp reads only checkpoints of ZeRO stages 0 to 3 with data "
+                    f"parallelism alone. {CONVERT}"
                 )
     model, optimizer = _by_rank(path, names, _MODEL), _by_rank(path, names, _OPTIMIZER)
     if not model:
@@ -164,10 +164,10 @@ def _by_rank(path: Path, names: list[str], pattern: re.Pattern[str]) -> list[Pat
 
 
 def read_file(path: Path) -> Entries:
-    """Return what a file holds: tensors that are mapped from it, not read, and plain containers.
+    """Return the content of a file: plain containers, and tensors that are mapped from the file, not read.
 
     Raises:
-        CheckpointError: it is damaged, or refers to a class or function other than torch's own and
+        CheckpointError: the file is damaged, or refers to a class or function other than torch's own and
             `DEEPSPEED_CLASSES`. Such a class is not imported.
     """
     inert: list[Any] = [(Inert, name) for name in DEEPSPEED_CLASSES]
@@ -176,8 +176,8 @@ def read_file(path: Path) -> Entries:
     with torch.serialization.safe_globals(inert):
         if found := unsafe_names(path):
             raise CheckpointError(
-                f"{path} is not read: besides {_PLAIN}, it refers to {', '.join(found)}. They were not imported. "
-                f"{CONVERT} If they are of your own client state and you trust the file, allow them around the call: "
+                f"{path} was not read: besides {_PLAIN}, it refers to {', '.join(found)}, which were not imported. "
+                f"{CONVERT} If they belong to your client state and you trust the file, allow them around the call: "
                 "torch.serialization.safe_globals([...])."
             )
         values = load_archive(path, str(path), mmap=True)

@@ -1,4 +1,4 @@
-"""`initialize`: a model becomes an engine, with its optimizer, data loader and scheduler."""
+"""`initialize`: makes an engine of a model, with its optimizer, data loader and scheduler."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -45,25 +45,25 @@ def initialize(
     mesh_param: object = None,
     config_params: ConfigLike | None = None,
 ) -> Initialized:
-    """Shard a model over all ranks as the config says, and return what trains it. Every rank calls it.
+    """Shard a model over all ranks by the config, and return an engine that trains it. Every rank calls it.
 
-    The model is wrapped in place, by `zeroamp.wrap_model`. Where the config is silent, DeepSpeed's defaults hold for
-    what changes an update: gradients are clipped to norm 1, bf16 steps whose gradients are not finite are skipped, and
-    all ranks take the first rank's weights.
+    The model is wrapped in place, by `zeroamp.wrap_model`. Keys that the config does not have get DeepSpeed's defaults
+    if they change an update: gradients are clipped to norm 1, bf16 steps with non-finite gradients are skipped, and
+    all ranks get the first rank's weights.
 
     Args:
         args: its `deepspeed_config` is the config, unless `config` is given.
-        model: an nn.Module, plain, on any device, the meta device included.
-        optimizer: built from the model's parameters; or a function of the parameters that returns
-            one. None: the config's `optimizer` block, or else the engine does not train.
-        model_parameters: what the optimizer of the config, or the function, gets: parameters of the model, or param
-            groups. None: all of them.
-        training_data: a dataset, for the third value returned.
-        lr_scheduler: of `optimizer`, or a function of the optimizer that returns one. None: the config's `scheduler`
-            block, if there is one. The engine steps it after each update.
-        distributed_port: MASTER_PORT, where the environment has none.
+        model: a plain nn.Module on any device, the meta device included.
+        optimizer: one built from the model's parameters, or a function of the parameters that returns one. None: the
+            config's `optimizer` block; without it the engine cannot train.
+        model_parameters: the parameters or param groups of the config's optimizer, or the argument of the function.
+            None: all parameters of the model.
+        training_data: a dataset, for the returned data loader.
+        lr_scheduler: a scheduler of `optimizer`, or a function of the optimizer that returns one. None: the config's
+            `scheduler` block, if there is one. The engine steps it after each update.
+        distributed_port: MASTER_PORT, if the environment has none.
         mpu: refused.
-        dist_init_required: False: there is a process group already.
+        dist_init_required: False: the process group must exist already.
         collate_fn: of the data loader.
         config: a mapping, or the path of a JSON file.
         mesh_param: refused.
@@ -74,10 +74,10 @@ def initialize(
 
     Raises:
         UnsupportedError: an argument is refused.
-        ConfigError: no config or two are given; or as `policy_from_config`, `optimizer_from_config`,
-            `scheduler_from_config`. There must be a batch size.
+        ConfigError: no config or two are given; it has no batch size; or `policy_from_config`,
+            `optimizer_from_config` or `scheduler_from_config` refuses it.
         StepError: the optimizer or `model_parameters` holds a parameter that the model does not have.
-        WrapError: as `wrap_model`.
+        WrapError: `wrap_model` refuses the model.
     """
     for name, value in {"mpu": mpu, "mesh_param": mesh_param}.items():
         if value is not None:
@@ -92,7 +92,7 @@ def initialize(
     policy = _policy(given, model)
     before = ParametersBefore(model)
     chosen = listed(model.parameters() if model_parameters is None else model_parameters)
-    # After the wrap, the script could not call initialize() again with this model.
+    # Checked before the wrap: after it, the script could not call initialize() again with this model.
     micro_batch_size(policy)
     _refuse_wrong_kinds(optimizer, lr_scheduler, policy)
     refuse_foreign(before, optimizer, chosen)
@@ -139,7 +139,7 @@ def _optimizer(
 def _scheduler(given: SchedulerLike, policy: Policy, optimizer: torch.optim.Optimizer) -> Scheduler | None:
     if given is None:
         return None if policy.scheduler is None else scheduler_from_config(policy, optimizer)
-    # A scheduler has a step, and may be callable by a metaclass or not; a function of the optimizer has none.
+    # `step` tells a scheduler from a function of the optimizer. A scheduler may be callable too.
     if _is_scheduler(given):
         return cast(Scheduler, given)
     made = cast(Callable[[torch.optim.Optimizer], Scheduler], given)(optimizer)

@@ -1,12 +1,12 @@
-"""Where the elements of each parameter are in DeepSpeed's flat partitions.
+"""Locates the elements of each parameter in DeepSpeed's flat partitions.
 
-    stages 1, 2   per param group one flat vector: its parameters one after the other, each followed by its alignment
-                  padding, then zeros. Every rank holds one stretch of it; parameters cross from one to the next.
-    stage 3       per sub-group and rank one flat vector: of each parameter in turn the rank's part, which is
-                  ceil(numel / ranks) elements long at every rank, the last ones padded.
+    stages 1, 2   one flat vector per param group: its parameters in order, each followed by its alignment padding, then
+                  zeros. Each rank holds one stretch of it. A parameter may lie in several stretches.
+    stage 3       one flat vector per sub-group and rank: the rank's part of each parameter in order. A part has
+                  ceil(numel / ranks) elements on every rank; those of the last ranks are padded.
 
-Only the order identifies the parameters: a file lists the names of each vector, in order, with their shapes. Master
-weights and the optimizer's tensors have the same places.
+Parameters are identified by their order only: a file lists the names in each vector, in order, with their shapes.
+Master weights and state tensors of the optimizer have the same layout.
 """
 
 import itertools
@@ -29,7 +29,7 @@ Flats = list[list[torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Elements `begin` to `end` of a flattened parameter lie from `start` on in the flat vector of `rank`."""
+    """Elements `begin` to `end` of a flattened parameter start at index `start` in the flat vector of `rank`."""
 
     rank: int
     begin: int
@@ -47,7 +47,7 @@ class PlacedParameter:
     places: tuple[Place, ...]
 
     def take(self, by_rank: Sequence[torch.Tensor]) -> "StoredTensor":
-        """Return the parameter's tensor in its flat vector, given as each rank has it."""
+        """Return the parameter's tensor, from each rank's part of its flat vector."""
         pieces = ((p, by_rank[p.rank][p.start : p.start + p.end - p.begin]) for p in self.places)
         return StoredTensor(self.shape, tuple(Piece(place.begin, place.end, values) for place, values in pieces))
 
@@ -63,7 +63,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a checkpoint, in consecutive pieces. Nothing is read until it is copied."""
+    """A tensor of a checkpoint, in consecutive pieces. Its file is not read before a copy."""
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
@@ -79,28 +79,28 @@ class StoredTensor:
         return self.pieces[0].values.dtype if self.pieces else torch.float32
 
     def copy_to(self, target: torch.Tensor, begin: int) -> None:
-        """Fill `target`, 1-D, with the elements from `begin` on. Reads no others."""
+        """Fill the 1-D `target` with the elements from `begin` on. Only these are read."""
         self.copy_runs(target.view(1, -1), begin, max(1, target.numel()))
 
     def copy_runs(self, target: torch.Tensor, begin: int, stride: int) -> None:
-        """Fill `target`, [runs, length], with runs of consecutive elements. Reads no others.
+        """Fill `target` with runs of consecutive elements. Only these are read.
 
         Args:
-            target: a view of what is filled.
-            begin: where the first run begins in the flattened tensor.
-            stride: elements from the beginning of a run to that of the next, at least `length`.
+            target: a view of shape [runs, length] of the tensor to fill.
+            begin: index of the first run's first element in the flattened stored tensor.
+            stride: elements from the begin of a run to the begin of the next, at least `length`.
         """
         num_runs, length = target.shape
         if target.numel() == 0:
             return
         for piece in self.pieces:
-            # The runs [first, last) lie in the piece as a whole: one strided copy.
+            # The runs [first, last) lie entirely in the piece: one strided copy.
             first = max(0, -((begin - piece.begin) // stride))
             last = min(num_runs, (piece.end - begin - length) // stride + 1)
             if first < last:
                 values = piece.values[begin + first * stride - piece.begin :]
                 target[first:last].copy_(values.unfold(0, length, stride)[: last - first])
-            # The piece may begin and end inside a run, of which other pieces have the rest.
+            # The piece may begin and end inside of runs. Other pieces have the rest of these.
             for run in {(piece.begin - begin) // stride, (piece.end - 1 - begin) // stride}:
                 start = begin + run * stride
                 low, high = max(start, piece.begin), min(start + length, piece.end)
@@ -110,7 +110,7 @@ class StoredTensor:
 
 
 def whole(tensor: torch.Tensor) -> StoredTensor:
-    """Return a tensor that a file holds in one piece."""
+    """Return a `StoredTensor` for a tensor that a file holds in one piece."""
     return StoredTensor(tuple(tensor.shape), (Piece(0, tensor.numel(), flattened(tensor)),))
 
 
@@ -118,7 +118,8 @@ def flattened(tensor: torch.Tensor) -> torch.Tensor:
     """Return the elements of a tensor, 1-D.
 
     Raises:
-        CheckpointError: the storage has fewer elements, as after `expand`: a copy would take any amount of memory.
+        CheckpointError: the storage has fewer elements than the tensor, as after `expand`. Its size in memory would be
+            unbounded.
     """
     if tensor.layout != torch.strided or tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
         raise unreadable("A tensor", f"one of shape {list(tensor.shape)} by {tensor.layout}", "stored in full")
@@ -132,11 +133,11 @@ def place_stretches(
 
     Args:
         groups: the shapes of each param group, in the order of its flat vector.
-        paddings: zeros after each parameter, per group; None for none.
-        flats: the master weights; the last ranks' may lack their padding.
+        paddings: number of zeros after each parameter, per group. None: no padding.
+        flats: the master weights. Those of the last ranks may lack their padding.
 
     Raises:
-        CheckpointError: the vectors are shorter than the parameters, or longer than padding explains.
+        CheckpointError: the vectors are shorter than the parameters, or longer than with padding.
     """
     placed = {}
     for group, shapes in enumerate(groups):
@@ -162,10 +163,10 @@ def _overlaps(offset: int, end: int, bounds: list[int]) -> list[Place]:
 
 
 def place_parts(groups: Sequence[Shapes], flats: Flats) -> dict[str, PlacedParameter]:
-    """Place the parameters of stage 3; `groups` are the shapes of each sub-group.
+    """Place the parameters of stage 3. `groups`: the shapes of each sub-group, in the order of its flat vectors.
 
     Raises:
-        CheckpointError: a rank's vector is not as long as its parts of the parameters.
+        CheckpointError: a rank's vector is longer or shorter than its parts of the parameters.
     """
     placed = {}
     for group, shapes in enumerate(groups):
@@ -202,7 +203,7 @@ def _check_length(where: str, numel: int, shortest: int, longest: int | None) ->
 
 
 def fill(target: torch.Tensor, stored: StoredTensor) -> None:
-    """Copy this rank's part of a stored tensor into `target`, a DTensor or a whole tensor. Reads nothing else."""
+    """Copy this rank's part of a stored tensor into `target`, a DTensor or a whole tensor. Only this part is read."""
     local, shape = local_part(target.detach()), target.shape
     dim, begin, length = shard_range(target) if isinstance(target, DTensor) else (0, 0, math.prod(shape[:1]))
     inner = math.prod(shape[dim + 1 :])

@@ -1,4 +1,4 @@
-"""`load_deepspeed_checkpoint`: from a checkpoint of DeepSpeed's ZeRO into a wrapped model and its `TrainStep`."""
+"""`load_deepspeed_checkpoint`: loads a checkpoint of DeepSpeed's ZeRO into a wrapped model and its `TrainStep`."""
 
 import logging
 import os
@@ -26,24 +26,24 @@ _Plan = tuple[list[tuple[torch.Tensor, StoredTensor]], Training | None, "DeepSpe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeepSpeedCheckpoint:
-    """What `load_deepspeed_checkpoint` found in a checkpoint, and what of it was not loaded."""
+    """Facts about a checkpoint that `load_deepspeed_checkpoint` has loaded, and what it did not load."""
 
     path: Path
     """The folder of the tag."""
     zero_stage: int
     num_ranks: int
-    """The ranks that wrote it."""
+    """Number of ranks that wrote it."""
     version: str | None
-    """Of the DeepSpeed that wrote it."""
+    """Version of the DeepSpeed that wrote it."""
     global_steps: int
     """DeepSpeed's count of optimizer steps, skipped ones included."""
     skipped_steps: int
     lr_scheduler: dict[str, Any] | None
-    """The state of its learning-rate scheduler, as it was saved."""
+    """The saved state of its learning-rate scheduler."""
     client_state: dict[str, Any]
-    """What `engine.save_checkpoint(client_state=...)` was given."""
+    """The argument of `engine.save_checkpoint(client_state=...)`."""
     not_loaded: tuple[str, ...]
-    """What is in the checkpoint and was not loaded into model or `train`."""
+    """State in the checkpoint that was not loaded into the model or `train`, in words."""
 
 
 def load_deepspeed_checkpoint(
@@ -54,26 +54,26 @@ def load_deepspeed_checkpoint(
     tag: str | None = None,
     load_lr_scheduler_states: bool = True,
 ) -> DeepSpeedCheckpoint:
-    """Load what DeepSpeed's `engine.save_checkpoint(folder)` wrote at ZeRO stage 0, 1, 2 or 3. All ranks call it.
+    """Load a checkpoint of DeepSpeed's `engine.save_checkpoint` at ZeRO stage 0, 1, 2 or 3. All ranks call it.
 
     Parameters get the fp32 master weights; frozen parameters and buffers get the module's values. With `train`,
     torch.optim.Adam or AdamW also gets its moments and numbers of steps, and its param groups get lr, betas, eps and
-    weight_decay; step counters, loss scale and the scheduler of `scheduler_from_config` go on from DeepSpeed's.
+    weight_decay. Step counters, loss scale and the scheduler of `scheduler_from_config` continue from DeepSpeed's.
 
     Stage and number of ranks may differ from those of the save. Files are mapped, and each rank copies its shards, so
     no rank holds a full model. DeepSpeed is not needed, and no code in the pickles is run.
 
     Args:
-        folder: the folder that DeepSpeed was given, which all ranks can read; it holds a folder per tag.
-        model: what `wrap_model` returned.
-        train: the `TrainStep` of `model`; None loads the model alone.
-        tag: the checkpoint's folder in `folder`; None: the one that the file `latest` names.
+        folder: the `save_dir` of DeepSpeed, which all ranks can read. It holds a folder per tag.
+        model: a model that `wrap_model` returned.
+        train: the `TrainStep` of `model`. None loads the model alone.
+        tag: the checkpoint's folder in `folder`. None: the tag in the file `latest`.
         load_lr_scheduler_states: whether a scheduler of `scheduler_from_config` resumes from the state of DeepSpeed's.
 
     Raises:
         CheckpointError: on all ranks, before anything was changed. The text names the file that is missing, damaged or
-            of a kind that is refused, the parameters that are missing, unexpected or of another shape, or what of the
-            optimizer does not fit.
+            of an unsupported kind; the parameters that are missing, unexpected or of another shape; or the part of the
+            optimizer state that does not fit.
         StepError: `train` is between the micro-batches of an optimizer step.
         WrapError: `model` is not wrapped.
     """
@@ -96,7 +96,7 @@ def load_deepspeed_checkpoint(
 
 
 def _plan(folder: Path, tag: str | None, state: WrapState, train: TrainStep | None, with_scheduler: bool) -> _Plan:
-    """Return what will be loaded on this rank. All checks are done then; nothing has been changed yet."""
+    """Check everything, and return what to load on this rank. Changes nothing."""
     if train is not None:
         refuse_several(train.optimizers, "load_deepspeed_checkpoint")
     if train is not None and wrap_state(train.model) is not state:

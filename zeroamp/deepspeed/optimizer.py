@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 class ZeroOptimizer(torch.optim.Optimizer):
     """The engine's optimizer, for reading and for schedulers. `engine.step()` steps it.
 
-    Any other attribute is the one of the torch optimizer inside, `optimizer`.
+    Other attributes are those of the torch optimizer inside, `optimizer`.
     """
 
-    _opt_called = True  # a scheduler of torch on this object would else warn that no step came before its own
+    _opt_called = True  # without it, a scheduler of torch warns that the optimizer was not stepped before it
 
     def __init__(self, engine: "DeepSpeedEngine", optimizer: torch.optim.Optimizer) -> None:
-        # No call of the base: groups and state are those of the optimizer inside.
+        # The base is not initialized: groups and state are those of the optimizer inside.
         self._engine = engine
         self.optimizer = optimizer
         """The torch optimizer inside. It holds sharded parameters."""
@@ -32,7 +32,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The state by sharded parameter."""
+        """Sharded parameter -> its state."""
         return self.optimizer.state
 
     @property
@@ -42,7 +42,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the next loss; 1 except in float16."""
+        """The factor of the next loss, by loss scaling. 1 except in float16."""
         return self._engine.cur_scale
 
     @property
@@ -52,7 +52,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale moves by itself."""
+        """Whether the loss scale is dynamic."""
         return self._engine.dynamic_loss_scale()
 
     @property
@@ -66,11 +66,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         raise refusal("optimizer.step", "Call engine.step().")
 
     def backward(self, *_: object, **__: object) -> None:
-        """Raise UnsupportedError: `engine.backward` it is."""
+        """Raise UnsupportedError: call `engine.backward`."""
         raise refusal("optimizer.backward", "Call engine.backward(loss).")
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
-        """Discard the gradients since the last step; between two steps there are none."""
+        """Discard the gradients since the last step."""
         self._engine.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:

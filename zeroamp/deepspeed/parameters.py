@@ -1,4 +1,4 @@
-"""What `initialize` is given beside the model: optimizers and lists of parameters that were made before the wrap."""
+"""Maps optimizers and parameter lists that were made before `initialize` to the sharded parameters."""
 
 from collections.abc import Iterable
 from itertools import chain
@@ -11,20 +11,20 @@ from zeroamp.policies.errors import StepError
 from zeroamp.training.parameters_before import ParametersBefore
 
 REPLACED = "_zeroamp_replaced"
-"""Attribute of a parameter that `initialize` has replaced, and that a script may still hold."""
+"""Attribute that marks a parameter that `initialize` has replaced. A script may still refer to it."""
 
 
 def mark_replaced(before: ParametersBefore) -> None:
-    """Mark the parameters from before the wrap, so that a use of them is an error."""
+    """Mark the parameters from before the wrap, so that using them raises an error."""
     for parameter in before.replaced():
         vars(parameter)[REPLACED] = True
 
 
 def refuse_foreign(before: ParametersBefore, optimizer: Any, model_parameters: list[Any]) -> None:
-    """Refuse parameters that the model does not have, before the model is wrapped.
+    """Check, before the model is wrapped, that all given parameters are the model's.
 
     Raises:
-        StepError: an optimizer or `model_parameters` holds one.
+        StepError: an optimizer or `model_parameters` holds a parameter that the model does not have.
     """
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ()
     listed_groups = [one["params"] if isinstance(one, dict) else [one] for one in model_parameters]
@@ -38,7 +38,7 @@ def refuse_foreign(before: ParametersBefore, optimizer: Any, model_parameters: l
 
 
 def sharded_list(before: ParametersBefore, parameters: Iterable[Any]) -> list[Any]:
-    """Return the sharded parameters for a list of parameters or of param groups.
+    """Replace the parameters in a list of parameters or param groups by the sharded ones.
 
     Raises:
         StepError: the model did not have one of them.
@@ -52,10 +52,10 @@ def sharded_list(before: ParametersBefore, parameters: Iterable[Any]) -> list[An
 
 
 def repoint(before: ParametersBefore, optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer hold the sharded parameters, and its state be sharded like them.
+    """Replace an optimizer's parameters by the sharded ones, in place, and shard its state like them.
 
     Raises:
-        StepError: the model did not have one of its parameters, or state cannot be sharded.
+        StepError: the model did not have one of its parameters, or its state cannot be sharded.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -78,9 +78,9 @@ def _foreign(parameter: torch.Tensor, holder: str) -> StepError:
 
 
 def listed(model_parameters: Any) -> list[Any]:
-    """Return `initialize(model_parameters=)` as a list: it may be an iterator, which the model's wrapping ends.
+    """Return `initialize(model_parameters=)` as a list. It may be an iterator, which is invalid after the wrap.
 
-    Param groups in it are copied, with their own `params` as lists.
+    Param groups are copied, and their `params` become lists.
     """
     each = _listed(model_parameters)
     return [{**one, "params": _listed(one["params"])} if isinstance(one, dict) else one for one in each]
@@ -89,5 +89,5 @@ def listed(model_parameters: Any) -> list[Any]:
 def _listed(parameters: Any) -> list[Any]:
     if isinstance(parameters, torch.Tensor | dict):
         return [parameters]
-    # transformers' and others' helpers give pairs of name and parameter
+    # Helpers of transformers and others return pairs of name and parameter.
     return [each[1] if isinstance(each, tuple) else each for each in parameters]

@@ -1,4 +1,4 @@
-"""What DeepSpeed's API has and zeroamp refuses, each with the reason; and the error that names what is valid.
+"""Names of DeepSpeed's API that zeroamp refuses, each with a reason or a replacement, and the error for them.
 
 docs/deepspeed-api.md has these tables.
 """
@@ -9,8 +9,8 @@ from difflib import get_close_matches
 from zeroamp.policies.errors import ZeroAmpError, some_of
 
 _INFERENCE = "zeroamp trains. Run inference with model.eval() under torch.no_grad(), or export the weights: "
-_PIPELINE = "There is no pipeline parallelism. Pass an nn.Module to initialize(), which is sharded over all ranks."
-_EXPERTS = "There are no expert-parallel layers. A mixture of experts is trained as it is: docs/moe.md."
+_PIPELINE = "There is no pipeline parallelism. Pass an nn.Module to initialize(), which shards it over all ranks."
+_EXPERTS = "There are no expert-parallel layers. Train the mixture of experts unchanged: docs/moe.md."
 _CUDA_KERNELS = "It is a kernel of DeepSpeed. Use the model's own layer: torch.compile fuses it."
 _PARALLEL = "There is no tensor or sequence parallelism. Parameters are sharded over all ranks."
 _OPTIMIZER = "torch has no such optimizer. Pass an optimizer of your own to initialize(optimizer=)."
@@ -49,18 +49,18 @@ ENGINE: dict[str, str] = {
     "coalesce_grad_reduction": "Call set_gradient_accumulation_boundary(False) before all backwards but the last.",
     "offload_states": _OFFLOAD,
     "reload_states": _OFFLOAD,
-    "monitor": "The config's monitors write by themselves. Append a zeroamp.Callback to engine.train_step.callbacks.",
+    "monitor": "Set a monitor in the config, or append a zeroamp.Callback to engine.train_step.callbacks.",
     "timers": 'Set "wall_clock_breakdown": true, or append a zeroamp.RunReport to engine.train_step.callbacks.',
     "tput_timer": "Append a zeroamp.RunReport to engine.train_step.callbacks.",
     "flops_profiler": "Call zeroamp.count_flops(model, batch) before initialize().",
     "get_pld_theta": "There is no progressive layer drop.",
     "progressive_layer_drop": "There is no progressive layer drop.",
     "set_custom_curriculum_learning_schedule": "There is no curriculum learning.",
-    "set_data_post_process_func": "Give initialize() a collate_fn.",
+    "set_data_post_process_func": "Pass collate_fn= to initialize().",
     "mpu": _PARALLEL,
     "get_sequence_parallel_group": _PARALLEL,
     "module_inject": _CUDA_KERNELS,
-    "checkpoint_engine": "engine.save_checkpoint writes by zeroamp.save_checkpoint.",
+    "checkpoint_engine": "engine.save_checkpoint calls zeroamp.save_checkpoint.",
 }
 """Attribute of the engine -> why it is refused."""
 
@@ -91,7 +91,7 @@ EXPERTS: dict[str, str] = {
 
 
 class UnsupportedError(ZeroAmpError, AttributeError):
-    """A part of DeepSpeed's API that zeroamp does not have, or an unknown name. The text says what to use."""
+    """A part of DeepSpeed's API that zeroamp does not have, or an unknown name. The text names a replacement."""
 
 
 def refusal(name: str, reason: str) -> UnsupportedError:
@@ -100,7 +100,7 @@ def refusal(name: str, reason: str) -> UnsupportedError:
 
 
 def unknown(owner: str, name: str, valid: Iterable[str]) -> UnsupportedError:
-    """Return the error for a name that `owner` does not have: it names those that are close, or else all valid ones."""
+    """Return the error for a name that `owner` does not have. It lists close names, or else all valid ones."""
     names = sorted(valid)
     found = get_close_matches(name, names, n=3, cutoff=0.6)
     hint = f"Close names are: {', '.join(found)}." if found else f"Valid names are: {some_of(names, 60)}."
@@ -108,7 +108,7 @@ def unknown(owner: str, name: str, valid: Iterable[str]) -> UnsupportedError:
 
 
 class Refused:
-    """A name that can be imported, and raises where it is called, read or made a base class."""
+    """Stands for a refused name: it can be imported, but raises when it is called, read or used as a base class."""
 
     def __init__(self, name: str, reason: str) -> None:
         self._name, self._reason = name, reason

@@ -1,4 +1,4 @@
-"""From a DeepSpeed checkpoint to a `TrainStep`: optimizer state, param groups, counters, loss scale, scheduler."""
+"""Loads a DeepSpeed checkpoint into a `TrainStep`: optimizer state, param groups, counters, loss scale, scheduler."""
 
 import reprlib
 from dataclasses import dataclass, field
@@ -20,14 +20,15 @@ _ALONE = "Leave out train to load the weights alone."
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
 _FLAGS = {"amsgrad": False, "maximize": False, "bias_correction": True, "decoupled_weight_decay": None}
-"""They change the update, so the saved values must be the optimizer's. The value is that of an optimizer without it."""
+"""Flag that changes the update -> its value in an optimizer without the flag. The saved flags must be the optimizer's.
+"""
 _WITHOUT_EFFECT = {"params", "step", "foreach", "fused", "capturable", "differentiable", *_FLAGS, *_HYPERPARAMETERS}
-"""Keys of a saved param group that are handled elsewhere, or only choose an implementation of the same update."""
+"""Keys of a saved param group that are handled elsewhere, or that only select an implementation of the same update."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Training:
-    """What will be loaded into a `TrainStep`."""
+    """State to load into a `TrainStep`, and the names of what is not loaded."""
 
     train: TrainStep
     moments: list[tuple[int, nn.Parameter, float, dict[str, StoredTensor]]] = field(default_factory=list)
@@ -38,7 +39,7 @@ class Training:
     not_loaded: list[str] = field(default_factory=list)
 
     def apply(self) -> None:
-        """Load it."""
+        """Load the state into the `TrainStep`."""
         optimizer = self.train.optimizer
         state = {index: _adam_state(parameter, step, stored) for index, parameter, step, stored in self.moments}
         optimizer.load_state_dict({"state": state, "param_groups": self.param_groups})
@@ -58,18 +59,18 @@ def _adam_state(parameter: nn.Parameter, step: float, stored: dict[str, StoredTe
 def plan_training(
     train: TrainStep, weights: list[Weight], contents: Contents, path: Path, with_scheduler: bool
 ) -> Training:
-    """Return what will be loaded into `train`. Changes nothing.
+    """Return what to load into `train`, without changing it.
 
     Raises:
-        CheckpointError: the optimizer is no Adam, has other flags, or has one param group for several of the checkpoint
-            that differ.
+        CheckpointError: the optimizer is not an Adam, has other flags, or has one param group for several different
+            ones of the checkpoint.
         StepError: between the micro-batches of an optimizer step.
     """
     current = train.state_dict()
     plan = Training(train=train, param_groups=train.optimizer.state_dict()["param_groups"])
     moments = contents.moments
     if moments is None or not isinstance(train.optimizer, torch.optim.Adam):
-        problem = "is of ZeRO stage 0, whose optimizer state has no parameter names"
+        problem = "was saved at ZeRO stage 0, where DeepSpeed stores it without parameter names"
         if moments is not None:
             problem = (
                 f"can be loaded into torch.optim.Adam or AdamW, but the optimizer is {type(train.optimizer).__name__}"
@@ -93,9 +94,9 @@ def plan_training(
 def _map_parameters(
     plan: Training, names: dict[int, tuple[str, ...]], aliases: dict[str, str], moments: Moments
 ) -> list[list[str]]:
-    """Plan the moments; return for each param group of the optimizer the names its parameters are stored under.
+    """Plan the moments. Return the stored names of the parameters in each param group of the optimizer.
 
-    `names` are those of each parameter of the model, by its id.
+    `names`: id of a parameter of the model -> its names.
     """
     by_group: list[list[str]] = []
     index = 0
@@ -189,7 +190,7 @@ def _plan_loss_scale(plan: Training, contents: Contents) -> None:
 
 
 def _plan_scheduler(plan: Training, contents: Contents) -> None:
-    """Move a scheduler of the config to the next step; DeepSpeed's own count is that of the step before."""
+    """Set a scheduler of the config to the next step. DeepSpeed's saved count is that of the previous step."""
     saved = contents.lr_scheduler
     if saved is None:
         return

@@ -1,4 +1,4 @@
-"""`deepspeed.utils`: whole and local tensors of sharded parameters, logging, and what else scripts import."""
+"""`deepspeed.utils`: whole and local tensors of sharded parameters, logging, and other names that scripts import."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -26,11 +26,11 @@ logger = logging.getLogger("zeroamp")
 """The logger of zeroamp."""
 
 LEAF = "_z3_leaf"
-"""Attribute of a module that is one unit, with no unit inside."""
+"""Attribute that marks a module as one unit without units inside."""
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log a message on the ranks named; None or -1: on all."""
+    """Log a message on the given ranks. None or -1: on all ranks."""
     rank = dist.get_rank() if dist.is_initialized() else -1
     if not ranks or -1 in ranks or rank in ranks or rank == -1:
         logger.log(level, "[Rank %d] %s", rank, message)
@@ -42,12 +42,12 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set the whole parameter, between two optimizer steps. All ranks call it; the first one's value is used."""
+    """Set the whole parameter, between two optimizer steps. All ranks call it; the first rank's value is used."""
     set_full_parameter(param, value)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return a copy of the whole averaged gradient, without the loss scale; None: there is none. All ranks call it.
+    """Return a copy of the whole averaged gradient, without the loss scale; None without gradient. All ranks call it.
 
     Call it after the last backward of an optimizer step and before `engine.step()`.
     """
@@ -55,12 +55,12 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set the whole gradient, where `safe_get_full_grad` returns one. All ranks call it; the first one's is used."""
+    """Set the whole gradient, when `safe_get_full_grad` returns one. All ranks call it; the first rank's is used."""
     set_full_gradient(param, value)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return a whole copy of "exp_avg" and the like; None if frozen or before the first step. All ranks call it."""
+    """Return a copy of a whole state tensor, such as "exp_avg"; None if there is none. All ranks call it."""
     optimizer = _optimizer_of(param)
     if optimizer is None:
         return None
@@ -68,7 +68,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Set "exp_avg" and the like, between two optimizer steps. All ranks call it; the first one's value is used."""
+    """Set a whole state tensor, such as "exp_avg", between two steps. All ranks call it; the first's value is used."""
     optimizer = _optimizer_of(param)
     if optimizer is None:
         raise _no_state(param)
@@ -96,13 +96,13 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Return a copy of this rank's shard of the gradient, without the loss scale; None: there is none."""
+    """Return a copy of this rank's shard of the gradient, without the loss scale; None without gradient."""
     gradient, scale = _local_grad(param)
     return None if gradient is None else gradient / scale if scale != 1.0 else gradient.clone()
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Set this rank's shard of the gradient, where `safe_get_local_grad` returns one."""
+    """Set this rank's shard of the gradient, when `safe_get_local_grad` returns one."""
     gradient, scale = _local_grad(param)
     if gradient is None:
         raise StepError(
@@ -113,13 +113,13 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return a copy of this rank's shard of "exp_avg" and the like; None if frozen or before the first step."""
+    """Return a copy of this rank's shard of a state tensor, such as "exp_avg"; None if there is none."""
     entry = _local_state(param, optim_state_key)
     return None if entry is None else local_part(entry).clone()
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Set this rank's shard of "exp_avg" and the like."""
+    """Set this rank's shard of a state tensor, such as "exp_avg"."""
     entry = _local_state(param, optim_state_key)
     if entry is None:
         raise _no_state(param)
@@ -129,12 +129,12 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Let `initialize` make one unit of each module of these classes, given by class or by name. Returns the modules.
+    """Mark the modules of these classes, given by class or by name, and return them. Call it before `initialize`.
 
-    Call it before `initialize`.
+    `initialize` then makes each of them one unit, without units inside.
 
     Raises:
-        StepError: no module is of such a class, and `raise_if_not_found`.
+        StepError: no module is of such a class, and `raise_if_not_found` is True.
     """
     found = [
         module
@@ -167,7 +167,7 @@ def z3_leaf_module(model: nn.Module) -> bool:
 
 
 class OnDevice:
-    """Builds a model's parameters on a device, "meta" for example, in a dtype: two of torch's contexts in one."""
+    """A context that builds parameters on a device, such as "meta", and in a dtype."""
 
     def __init__(self, dtype: torch.dtype | None = None, device: str | torch.device = "meta", enabled: bool = True):
         self._dtype, self._device, self._enabled = dtype, torch.device(device), enabled
@@ -186,12 +186,12 @@ class OnDevice:
 
 
 def instrument_w_nvtx(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function as it is. `"zeroamp": {"ranges": ...}` names what runs in traces."""
+    """Return the function unchanged. The config key `zeroamp.ranges` adds ranges to traces."""
     return function
 
 
 def _optimizer_of(param: nn.Parameter) -> torch.optim.Optimizer | None:
-    """Return the optimizer of the engine that has state of a parameter; None: no engine's has."""
+    """Return the optimizer that has state of a parameter, of all engines; None if there is none."""
     from zeroamp.deepspeed.engine import engines
 
     state, sharded = owner_of(param)
@@ -216,7 +216,7 @@ def _local_state(param: nn.Parameter, key: str) -> torch.Tensor | None:
 
 
 def _local_grad(param: nn.Parameter) -> tuple[torch.Tensor | None, float]:
-    """Return this rank's shard of the gradient, in its own memory, and the factor that it is multiplied by."""
+    """Return this rank's shard of the gradient, not a copy, and its loss scale."""
     state, sharded = owner_of(param)
     scale = _complete(state, "safe_get_local_grad")
     gradient = sharded.grad

@@ -24,7 +24,7 @@ _GET_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 class ZeroParamStatus(Enum):
-    """Whether a parameter is whole on this rank: the `ds_status` of a sharded one outside of `GatheredParameters`."""
+    """The `ds_status` of a sharded parameter: AVAILABLE (whole) inside `GatheredParameters`, else NOT_AVAILABLE."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -33,10 +33,10 @@ class ZeroParamStatus(Enum):
 
 
 def mark_sharded(module: nn.Module) -> None:
-    """Give each sharded parameter of a wrapped model the attributes by which scripts recognise one.
+    """Set DeepSpeed's attributes on each sharded parameter of a wrapped model, by which scripts recognise one.
 
-    They are `ds_id`, `ds_status`, `ds_shape`, `ds_numel` and `ds_tensor`, this rank's shard. At stage 0, where each
-    rank holds whole parameters, there are none.
+    They are `ds_id`, `ds_status`, `ds_shape`, `ds_numel` and `ds_tensor` (this rank's shard). At stage 0 no parameter
+    gets them, since each rank has whole parameters.
     """
     if wrap_state(module).plan.policy.stage == 0:
         return
@@ -48,9 +48,9 @@ def mark_sharded(module: nn.Module) -> None:
 
 
 class Init(AbstractContextManager["Init"]):
-    """Lets a script build its model inside; the model gets its values as outside, and `initialize` shards it.
+    """A context for building a model. It does not shard: the model is built as usual, and `initialize` shards it.
 
-    Each rank holds the whole model in CPU memory until `initialize`. To build a model that is larger than that, use
+    Each rank holds the whole model in CPU memory until `initialize`. For a larger model use
     `with torch.device("meta")` instead: `initialize` then initialises one module at a time, on shards.
     """
 
@@ -71,22 +71,21 @@ class Init(AbstractContextManager["Init"]):
         """Take DeepSpeed's arguments.
 
         Args:
-            module: stays as it is.
-            data_parallel_group: refused: the ranks are all of the default group.
+            module: has no effect.
+            data_parallel_group: refused: parameters are sharded over the default group.
             mem_efficient_linear: has no effect.
             remote_device: "cpu", "none" or None; others are refused.
             pin_memory: has no effect.
             config_dict_or_path: has no effect: `initialize` reads the config.
             config: has no effect.
             enabled: whether to initialise the process group on entering.
-            dtype: has no effect: trainable parameters are stored in fp32, and the config decides in which dtype they
-                are all-gathered.
+            dtype: has no effect: trainable parameters are stored in fp32, and the config decides their `param_dtype`.
             mpu: refused.
             others: refused unless None or False.
         """
         del module, mem_efficient_linear, pin_memory, config_dict_or_path, config, dtype
         if remote_device not in (None, "none", "cpu"):
-            raise refusal(f"zero.Init(remote_device={remote_device!r})", "Shards live on the device or the CPU.")
+            raise refusal(f"zero.Init(remote_device={remote_device!r})", "Shards are on the device or on the CPU.")
         for name, value in {"data_parallel_group": data_parallel_group, "mpu": mpu, **others}.items():
             if value is not None and value is not False:
                 raise refusal(f"zero.Init({name}=)", "Leave it out: parameters are sharded over all ranks.")
@@ -102,10 +101,10 @@ class Init(AbstractContextManager["Init"]):
 
 
 class _Whole(DTensor):
-    """The class that a sharded parameter has inside `GatheredParameters`: all operations are on its whole copy.
+    """The class of a sharded parameter inside `GatheredParameters`: all operations use its whole copy.
 
-    The object must stay the caller's own, and a DTensor cannot become a plain tensor: its memory is laid out otherwise.
-    But it may change to a subclass, whose `__torch_function__` sees every operation and every attribute of tensors.
+    The parameter must stay the same Python object, and the class of a DTensor cannot be set to a plain tensor's. But it
+    can be set to a subclass, whose `__torch_function__` is called for every operation and every tensor attribute.
     """
 
     __slots__ = ()
@@ -118,17 +117,17 @@ class _Whole(DTensor):
         del types
         args, kwargs = tree_map_only(_Whole, lambda each: vars(each)[_COPY], (args, kwargs or {}))
         if func == _GET_DATA:
-            # A tensor from `detach` shares the whole copy's version counter; one from `data` does not.
+            # `detach` shares the version counter of the whole copy, `data` does not: so changes are detected.
             return args[0].detach()
         return func(*args, **kwargs)
 
 
 class GatheredParameters(AbstractContextManager[None]):
-    """Makes sharded parameters whole inside: `parameter.data` and every operation are those of a plain tensor there.
+    """A context in which sharded parameters are whole: `parameter.data` and all operations are those of plain tensors.
 
-    All ranks enter it with the same parameters, and each holds whole copies meanwhile. With `modifier_rank`, what that
-    rank has written into them becomes the parameters of all ranks at the end. Without it, a change in place is an
-    error, because it would be lost. Before `initialize`, parameters are whole, and only `modifier_rank` has an effect.
+    All ranks enter it with the same parameters, and each holds whole copies inside. With `modifier_rank`, all ranks
+    get that rank's values at the end. Without it, a change in place raises, because it would be lost. Before
+    `initialize`, parameters are whole anyway, and only `modifier_rank` has an effect.
     """
 
     def __init__(
@@ -137,15 +136,15 @@ class GatheredParameters(AbstractContextManager[None]):
         """Take a parameter, or an iterable of parameters or of pairs of name and parameter.
 
         Args:
-            params: of wrapped or plain models.
-            modifier_rank: the rank whose values all ranks take at the end; None: nobody writes.
+            params: parameters of wrapped or plain models.
+            modifier_rank: the rank whose values all ranks get at the end. None: parameters are only read.
             fwd_module: has no effect: a module's forward unshards its own parameters.
-            enabled: False does nothing.
+            enabled: if False, the context does nothing.
         """
         del fwd_module
         self._parameters: list[Any] = _parameters(params) if enabled else []
         self._modifier_rank = modifier_rank
-        self._versions: dict[Any, tuple[int, int]] = {}  # of the whole copies that this context has made
+        self._versions: dict[Any, tuple[int, int]] = {}  # sharded parameter -> version of the whole copy made here
 
     def __enter__(self) -> None:
         for parameter in self._parameters:
@@ -186,7 +185,7 @@ class GatheredParameters(AbstractContextManager[None]):
         if self._modifier_rank is None and changed:
             raise StepError(
                 f"A parameter of shape {changed[0]} had an in-place modification inside GatheredParameters without "
-                "modifier_rank, which is lost. Pass modifier_rank=0 and write on that rank."
+                "modifier_rank, so the change is lost. Pass modifier_rank=0 and write on that rank."
             )
         if self._modifier_rank is not None:
             for parameter in self._parameters:
@@ -194,7 +193,7 @@ class GatheredParameters(AbstractContextManager[None]):
 
 
 def _version(whole: torch.Tensor) -> tuple[int, int]:
-    """Return values that differ after a change in place, or after an assignment to `data`."""
+    """Return two numbers, of which one changes when the tensor is changed in place or `data` is assigned."""
     return whole._version, whole.data_ptr()
 
 
@@ -218,7 +217,7 @@ def _parameters(params: Any) -> list[nn.Parameter]:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Do nothing: a parameter that another module reads is in the unit of both, which planning finds."""
+    """Do nothing: planning puts a parameter that another module reads into a unit that contains both modules."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,1 +1,1 @@
-"""A training run before it runs: memory, bytes between ranks and time of one optimizer step, from shapes alone."""
+"""Predicts memory, communicated bytes and time of an optimizer step from shapes, without running the training."""

@@ -1,4 +1,4 @@
-"""Checks what `plan_run` is given, before anything is computed from it: numbers, the mesh, the stages."""
+"""Checks the arguments of `plan_run` before anything is computed: numbers, the mesh, the stages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -14,10 +14,10 @@ STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 
 
 def check_counts(**values: int | None) -> None:
-    """Check numbers of ranks, samples, tokens and the like. None stands for the default.
+    """Check counts of ranks, samples and tokens. None stands for the default.
 
     Raises:
-        ConfigError: one is no integer, or is less than 1.
+        ConfigError: a count is not an integer of 1 or more.
     """
     for name, value in values.items():
         if value is not None and not is_integer(value, at_least=1):
@@ -25,10 +25,10 @@ def check_counts(**values: int | None) -> None:
 
 
 def check_mesh_and_stages(mesh: Sequence[int] | None, stages: Sequence[Stage]) -> None:
-    """Check the form of both; `possible_stages` checks the mesh against the ranks and the config.
+    """Check the form of the mesh and the stages. `possible_stages` checks the mesh against the ranks and the config.
 
     Raises:
-        ConfigError: the mesh is no pair of integers of 1 or more, or there is no stage, or one that ZeRO has not.
+        ConfigError: the mesh is not a pair of integers of 1 or more, or the stages are empty or not in 0 to 3.
     """
     if mesh is not None and not (len(mesh) == 2 and all(is_integer(size, at_least=1) for size in mesh)):
         raise _refused("mesh", mesh, "(replicas, shards), each an integer >= 1, or None")
@@ -37,10 +37,10 @@ def check_mesh_and_stages(mesh: Sequence[int] | None, stages: Sequence[Stage]) -
 
 
 def check_speeds(gpu: Gpu, efficiency: Efficiency, **bandwidths: float | None) -> None:
-    """Check the figures of the GPU, bandwidths (None stands for the default), and the parts of them that are reached.
+    """Check the specifications of the GPU, bandwidths (None stands for the default) and efficiencies.
 
     Raises:
-        ConfigError: one is no positive number, or an efficiency is above 1.
+        ConfigError: one is not a positive number, or an efficiency is above 1.
     """
     given: Mapping[str, object] = {name: value for name, value in bandwidths.items() if value is not None}
     figures = {f"gpu.{name}": value for name, value in asdict(gpu).items() if not isinstance(value, str)}
@@ -63,15 +63,16 @@ def ranks_at(policy: Policy, world_size: int, mesh: tuple[int, int] | None) -> R
     `mesh` is (replicas, shards), or None for those of the config and the number of ranks.
 
     Raises:
-        ConfigError: the mesh has another number of ranks or of replicas, or a secondary partition does not divide it.
+        ConfigError: the mesh has another number of ranks or replicas than the run, or the secondary partition does not
+            divide its shards.
     """
     if mesh is not None and mesh[0] * mesh[1] != world_size:
-        valid = f"replicas x shards that make {world_size} ranks"
-        raise ConfigError(describe("mesh", f"{mesh[0]}x{mesh[1]}", valid, "Change one of the two."))
+        valid = f"replicas x shards with {world_size} ranks in all"
+        raise ConfigError(describe("mesh", f"{mesh[0]}x{mesh[1]}", valid, "Change the mesh or the number of ranks."))
     if mesh is not None and policy.dp_replicate_size not in (1, mesh[0]):
         valid, found = f"{mesh[0]}, the replicas of mesh", policy.dp_replicate_size
         raise ConfigError(
-            describe("zeroamp.dp_replicate_size", found, valid, "Change the key, or pass no mesh to use the config's.")
+            describe("zeroamp.dp_replicate_size", found, valid, "Change the key, or leave out mesh to use the key's.")
         )
     if mesh is None or policy.stage == 0:
         *replicas, num_shards = mesh_shape(policy.stage, world_size, policy.dp_replicate_size)
@@ -86,10 +87,10 @@ def ranks_at(policy: Policy, world_size: int, mesh: tuple[int, int] | None) -> R
 def possible_stages(
     policy: Policy, stages: Sequence[Stage], world_size: int, mesh: tuple[int, int] | None
 ) -> tuple[list[tuple[Policy, Ranks]], dict[Stage, str]]:
-    """Return the policies of the stages that the config and the mesh allow, each with its ranks; and why not others.
+    """Return the policy and ranks of each stage that the config and the mesh allow, and the reasons for the others.
 
     Raises:
-        ConfigError: the policy's own stage is not allowed, or none is.
+        ConfigError: the policy's own stage is not allowed, or no stage is.
     """
     possible: list[tuple[Policy, Ranks]] = []
     refused: dict[Stage, str] = {}

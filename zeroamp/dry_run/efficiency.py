@@ -1,4 +1,4 @@
-"""Which part of its peaks an accelerator reaches, and the origin of these numbers.
+"""Which fraction of its peak rates an accelerator reaches, and the origin of these numbers.
 
 The numbers are assumptions until an accelerator is measured. Then they go into `MEASURED`, under the accelerator's name
 in `GPUS`, with an `origin` that names the record. `python -m benchmarks.gpu_check` prints them.
@@ -13,16 +13,16 @@ from zeroamp.dry_run.gpus import Gpu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Efficiency:
-    """Parts of an accelerator's peaks that training reaches: each above 0, at most 1."""
+    """Fractions of an accelerator's peak rates that training reaches: each above 0, at most 1."""
 
     compute: float = 0.7
-    """Of the peak FLOP/s."""
+    """Fraction of the peak FLOP/s."""
     memory: float = 0.8
-    """Of the memory's bandwidth."""
+    """Fraction of the memory bandwidth."""
     network: float = 0.8
-    """Of the bandwidth of the links between GPUs."""
+    """Fraction of the bandwidth of the links between GPUs."""
     origin: str = "as given"
-    """Where the numbers are from, as `plan` prints it: an assumption, a record, or the caller ("as given")."""
+    """The source of the numbers, as `plan` prints it: an assumption, a record, or the caller ("as given")."""
 
 
 ASSUMED = Efficiency(origin="round assumptions, not measurements")

@@ -1,10 +1,10 @@
 """Traces a model of many equal layers by running a few of them.
 
 [Note: Equal layers]
-Of a module list whose children are all units and alike, the first `NUM_RUN` are run. The events between the beginnings
-of the second and the third, forward and backward, are then repeated for the layers that were not run; the last layer
-that was run stands for the last of all. That is exact if the events between the beginnings of the first and the second
-of the three that follow the first are the same, which is checked: otherwise all layers are run.
+If the children of a module list are all units and alike, only the first `NUM_RUN` (4) are run. The events of the third
+of them, forward and backward, are repeated for the layers that are not run, and the events of the fourth become those
+of the last layer. This is exact if the layers behave alike, which is checked: if the events of the second layer differ
+from those of the third, all layers are run.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,11 +25,11 @@ NUM_RUN = 4
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """A module list of equal units."""
+    """A module list whose children are equal units."""
 
     fqn: str
     names: tuple[str, ...]
-    """Of its children."""
+    """Names of its children, in order."""
 
     def unit(self, index: int) -> str:
         """Return the FQN of a child."""
@@ -45,7 +45,7 @@ def trace_few_layers(
     checkpointing: bool,
     loss_fn: LossFunction | None = None,
 ) -> MicroBatch:
-    """Return what `trace_micro_batch` would, with a few of many equal layers run. See [Note: Equal layers]."""
+    """Return the same as `trace_micro_batch`, but run only a few of many equal layers. See [Note: Equal layers]."""
 
     def run(repeats: Sequence[Repeat]) -> MicroBatch:
         children = {repeat.fqn: repeat.names[:NUM_RUN] for repeat in repeats}
@@ -55,7 +55,7 @@ def trace_few_layers(
     repeats = list(find_repeats(model, plan))
     try:
         traced = run(repeats)
-    except (IndexError, KeyError):  # a forward that asks for its layers by their number
+    except (IndexError, KeyError):  # the forward indexes its layers
         if not repeats:
             raise
         return run([])
@@ -66,7 +66,7 @@ def trace_few_layers(
 
 
 def find_repeats(model: nn.Module, plan: Plan) -> Iterator[Repeat]:
-    """Yield the lists of more than `NUM_RUN` units that are alike and not merged; of nested lists, the outer ones."""
+    """Yield the lists of more than `NUM_RUN` equal units that are not merged. Of nested lists, yield the outer ones."""
     units, found = set(plan.units) - plan.merged.keys(), list[str]()
     gather = {alias: param.dtypes for param in plan.params for alias in (param.fqn, *param.aliases)}
     for fqn, module in model.named_modules():
@@ -85,7 +85,7 @@ def find_repeats(model: nn.Module, plan: Plan) -> Iterator[Repeat]:
 
 
 def repeated(events: Sequence[Event], repeat: Repeat) -> list[Event] | None:
-    """Return the events of a run of all layers; None if the layers that were run did not behave alike."""
+    """Return the events of a run of all layers, or None if the layers that ran did not behave alike."""
     forward = _positions(events, repeat, "begin forward")
     backward = _positions(events, repeat, "begin backward")
     if forward != sorted(forward) or backward != sorted(backward, reverse=True) or forward[-1] > backward[-1]:
@@ -108,7 +108,7 @@ def repeated(events: Sequence[Event], repeat: Repeat) -> list[Event] | None:
 
 
 def _positions(events: Sequence[Event], repeat: Repeat, point: Point) -> list[int]:
-    """Return where each layer that was run begins; -1 where one does not."""
+    """Return the index of each run layer's first mark of this point, or -1 if it has none."""
     first: dict[Event, int] = {}
     wanted = [Mark(point, repeat.unit(index)) for index in range(NUM_RUN)]
     for position, event in enumerate(events):
@@ -134,7 +134,7 @@ def _renamed(event: Event, repeat: Repeat, before: int, after: int) -> Event:
 
 
 def _description(module: nn.Module, fqn: str, dtypes: Mapping[str, Any]) -> list[Any]:
-    """Return all that a layer's run can depend on, except the values of its tensors."""
+    """Return everything that a layer's trace can depend on: classes, shapes, dtypes and attributes, not values."""
     described: list[Any] = []
     for path, inner in module.named_modules():
         described += [path, type(inner)]
@@ -156,7 +156,7 @@ def _shape(value: Any) -> Any:
 
 
 def _alike(first: Sequence[Any], other: Sequence[Any], index: int) -> bool:
-    """Return whether two layers are equal, except for an attribute that is a layer's number in the list."""
+    """Return whether two layers are equal, except for attributes that are the layer's index in the list."""
     if len(first) != len(other):
         return False
     for ours, theirs in zip(first, other, strict=True):

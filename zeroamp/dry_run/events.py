@@ -1,4 +1,4 @@
-"""The events of a micro-batch, and their recorder: storages that come and go, ops, and points at which FSDP2 acts."""
+"""The events of a micro-batch and their recorder: allocations, frees, ops, and the points where FSDP2 acts."""
 
 import weakref
 from collections.abc import Iterable
@@ -13,25 +13,26 @@ from zeroamp.hooks.tensors import tensors_in
 from zeroamp.planning.fsdp_replay import Replay
 
 Kind = Literal["activations", "workspace", "unsharded gradients"]
-"""Activations are made in the forward and outlive it. The workspace is what is neither an activation nor a gradient."""
+"""Activations are allocated in the forward and still exist at its end. All else, except gradients, is workspace."""
 
 Point = Literal["begin forward", "end forward", "begin backward", "end backward"]
 
 MAX_MICRO_BATCHES = 3
-"""Of more micro-batches the first, one from the middle and the last are replayed: those in between are alike."""
+"""Most micro-batches that are replayed. Of more, these are the first, one of the middle, which are alike, and the last.
+"""
 
-_ATTENTION_FOR_CPU = "_scaled_dot_product_flash_attention_for_cpu"  # torch's counter knows the accelerators' only
+_ATTENTION_FOR_CPU = "_scaled_dot_product_flash_attention_for_cpu"  # torch's FLOP counter has no formula for it
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A unit begins or ends its forward or backward there; "" is the root."""
+    """A unit begins or ends its forward or backward here. The unit "" is the root."""
 
     point: Point
     unit: str
 
     def reach(self, replay: Replay, *, is_last: bool) -> None:
-        """Let the replay do what FSDP2 does at this point; `is_last`: in the last micro-batch of the step."""
+        """Replay what FSDP2 does at this point. `is_last`: whether this is the last micro-batch of the step."""
         if self.point == "begin forward":
             replay.begin_forward(self.unit)
         elif self.point == "end forward":
@@ -49,14 +50,14 @@ class Change:
     num_bytes: int
     kind: Kind = "workspace"
     param: str = ""
-    """Of a gradient: the FQN of its parameter."""
+    """FQN of the parameter, if this is a gradient; else ""."""
     unit: str = field(default="", compare=False)
     """The unit whose forward was running."""
 
 
 @dataclass(frozen=True, slots=True)
 class GradientReady:
-    """Autograd has added a gradient of so many bytes to what its parameter has."""
+    """Autograd has accumulated a gradient of `num_bytes` into its parameter."""
 
     param: str
     num_bytes: int
@@ -64,45 +65,45 @@ class GradientReady:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """What an op computes and moves."""
+    """FLOPs and memory traffic of an op."""
 
     flops: int
-    """Of a matrix product, a convolution or an attention; 0 for all else."""
+    """0 unless the op is a matrix product, a convolution or an attention."""
     is_low: bool
     """Whether it computes in 16 bits."""
     num_bytes: int
-    """Of the tensors that it reads and writes, each once."""
+    """Bytes of the tensors that it reads and writes, each counted once."""
 
 
 Event = Mark | Change | GradientReady | Op
 
 
 class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records every storage that comes and goes while it is on, and every op. Returns the ops' results unchanged."""
+    """Records every op, allocation and free while it is active. The ops return their results unchanged."""
 
     def __init__(self, existing: Iterable[torch.Tensor]) -> None:
-        """Take the tensors that exist before: they are not counted."""
+        """`existing`: tensors whose storages are not recorded."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.unit = ""
-        """Whose forward is running."""
+        """The unit whose forward is running."""
         self.is_forward = True
         self._births: dict[int, Change] = {}
         self._watched: dict[int, Any] = {}  # the weak references, which must live
         self._existing = {storage_key(without_wrapper(tensor)) for tensor in existing}
 
     def mark(self, point: Point, unit: str) -> None:
-        """Record that a point was reached."""
+        """Record that the run has reached a point of a unit."""
         self.events.append(Mark(point, unit))
 
     def end_forward(self) -> None:
-        """Make activations of what the forward allocated and has not freed."""
+        """Classify what the forward allocated and has not freed as activations."""
         self.is_forward = False
         for change in self._births.values():
             change.kind = "activations"
 
     def gradient_ready(self, param: str, gradient: torch.Tensor | None) -> None:
-        """Record that autograd has put `gradient` into a parameter, which holds it from now on."""
+        """Record that autograd has accumulated `gradient` into a parameter."""
         birth = None if gradient is None else self._births.get(storage_key(without_wrapper(gradient)))
         if birth is None:
             raise AssertionError(f"expected a gradient that the backward of {param} made, got {gradient}")
@@ -112,7 +113,7 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the op and record its new storages. Of an op on DTensors, record those of the ops on their local parts."""
+        """Run the op, and record it and its new storages. Ops on DTensors are recorded as those on their local parts."""
         kwargs = kwargs or {}
         if any(map(is_wrapper, types)):
             return NotImplemented
@@ -143,7 +144,7 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an op. Of a group norm with fp32 weights, fake tensors have the input's gradient in fp32; kernels do not."""
+    """Run an op. Corrects the fake backward of group norm, which ignores the input's dtype if weights are fp32."""
     result = run_op(func, args, kwargs)
     if func.overloadpacket.__name__ == "native_group_norm_backward" and result[0] is not None:
         return (result[0].to(args[1].dtype), *result[1:])
@@ -151,7 +152,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Return torch's count for the op: 2 per multiply-add, a causal attention counted whole.
+    """Return the FLOPs of an op by `torch.utils.flop_counter`: 2 per multiply-add, causal attention without its mask.
 
     Attention on the CPU is counted as on an accelerator: two products of batch x heads x queries x keys x width each
     in the forward, and five in the backward, which computes the scores again.

@@ -1,4 +1,4 @@
-"""Figures of accelerators, from their makers' data sheets. Dense figures: without structured sparsity."""
+"""Specifications of accelerators, from the vendors' data sheets. Rates are dense: without structured sparsity."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,28 +9,31 @@ from zeroamp.policies.errors import ConfigError, describe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One accelerator, and the links that it usually has."""
+    """Specifications of an accelerator and of its usual links."""
 
     name: str
     memory_gb: float
-    """In 10^9 bytes, as the data sheet says it. Devices report more (an "80 GB" one 79 GiB, which is 85 x 10^9 bytes);
-    the difference is left to the driver's context, the collectives' own buffers and fragmentation."""
+    """Memory in 10^9 bytes, by the data sheet. Devices report more: an "80 GB" one has 79 GiB, which is 85 x 10^9
+    bytes. The difference is a reserve for the driver's context, NCCL's buffers and fragmentation."""
     low_tflops: float
-    """10^12 operations per second in bf16 or fp16, in matrix units."""
+    """Peak rate of the matrix units in bf16 or fp16, in 10^12 operations per second."""
     tf32_tflops: float
-    """The same in TF32 (fp32 where the maker has no TF32), which torch uses for fp32 only if it is told to."""
+    """The same in TF32, which torch uses for fp32 only if `torch.set_float32_matmul_precision` allows it. fp32 if the
+    vendor has no TF32."""
     fp32_tflops: float
-    """The same in fp32 proper, outside of the matrix units where these have none."""
+    """Peak rate in fp32, outside of the matrix units if they have no fp32."""
     memory_gb_per_s: float
+    """Memory bandwidth in 10^9 bytes per second."""
     intra_gb_per_s: float
-    """To the other accelerators of the node, one direction."""
+    """10^9 bytes per second to the other accelerators of the node, one direction."""
     inter_gb_per_s: float
-    """To other nodes, one direction and per accelerator: the network card that the maker's own node has for each."""
+    """10^9 bytes per second to other nodes, one direction, per accelerator: one network card of the vendor's node."""
     source: str
+    """Where the numbers are from."""
 
     @property
     def memory_bytes(self) -> int:
-        """Return the memory in bytes."""
+        """Return the memory in bytes, `memory_gb` x 10^9."""
         return int(self.memory_gb * 1e9)
 
 
@@ -62,16 +65,16 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
         for name, figures in _FIGURES.items()
     }
 )
-"""By the names that `gpu=` and `--gpu` take."""
+"""Name of an accelerator, as `gpu=` and `--gpu` accept it -> its specifications."""
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the accelerator of a name.
+    """Return the accelerator with a name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: `GPUS` has no such name.
     """
     if name in GPUS:
         return GPUS[name]
     valid = f"one of {', '.join(GPUS)}"
-    raise ConfigError(describe("gpu", repr(name), valid, "For another one, pass a zeroamp.Gpu of its figures."))
+    raise ConfigError(describe("gpu", repr(name), valid, "For another one, pass a zeroamp.Gpu with its figures."))

@@ -1,4 +1,4 @@
-"""What a model is called with in a dry run, by batch and sequence length."""
+"""Inputs of a model in a dry run, by batch and sequence length."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -18,21 +18,21 @@ InputFactory = Callable[[int, int], Any]
 
 
 def arguments_for(model: nn.Module, batch: int, seq: int, inputs: InputFactory | None) -> Arguments:
-    """Return (args, kwargs) of the forward, on the meta device: the largest batch may be one that no memory holds.
+    """Return (args, kwargs) of the forward, on the meta device: a planned batch may be larger than any memory.
 
-    Without `inputs`, those of a transformers language model: token ids and labels, int64 of shape [batch, seq], and no
-    cache of keys and values, which training has no use for.
+    Without `inputs` they are those of a transformers language model: token ids and labels, int64 of shape [batch, seq],
+    without a cache of keys and values.
 
     Raises:
-        ConfigError: there are no `inputs`, and the model is no transformers language model.
+        ConfigError: `inputs` is None, and the model is not a transformers language model.
     """
     if inputs is not None:
         with torch.device("meta"):
             return example_arguments(model, inputs(batch, seq))
     if getattr(model, "main_input_name", None) != "input_ids" or not hasattr(model, "config"):
         raise ConfigError(
-            f"{type(model).__name__} needs inputs, since it is no language model of transformers. Pass a function of "
-            "(batch, sequence length) that returns what the forward takes: inputs=function, or "
+            f"{type(model).__name__} is not a transformers language model, so its inputs are not known. Pass a "
+            "function of (batch, sequence length) that returns the forward's arguments: inputs=function, or "
             "--inputs package.module:function."
         )
     tokens = torch.empty(batch, seq, dtype=torch.long, device="meta")
@@ -41,9 +41,10 @@ def arguments_for(model: nn.Module, batch: int, seq: int, inputs: InputFactory |
 
 @contextmanager
 def sequences_are_not_packed() -> Iterator[None]:
-    """Let transformers assume one sequence per row, as it finds on real tensors.
+    """Make transformers assume one sequence per row, as it detects on real tensors.
 
-    On fake ones it cannot look, and makes a mask of all pairs of tokens, with which there is no flash attention.
+    On fake tensors it cannot read the position ids. It would build a mask over all pairs of tokens, which rules out
+    flash attention.
     """
     masking = sys.modules.get("transformers.masking_utils")
     name = "find_packed_sequence_indices"

@@ -1,32 +1,32 @@
-"""What one rank's memory holds over one optimizer step: a traced micro-batch, with what FSDP2 does around it.
+"""Memory of one rank over an optimizer step: the allocations of a traced micro-batch, and those of FSDP2.
 
 [Note: What FSDP2 holds]
-Per group, in bytes of the group's parameters padded to the ranks that shard (`padded_numel`):
+Per group, in bytes of the group's parameters padded to the number of shards (`padded_numel`):
 
-* an all-gather: the shard cast to its dtype (where that is not the stored one) until it is sent; the flat output; and
-  the unsharded parameters that are copied out of it. In the forward the flat output stays until the next all-gather of
-  the forward was waited for, or the forward has ended; in the backward, and on CPUs (where all-gathers run in the
-  background, see `hooks/_torch`), it is freed at once.
-* a reduction: the flat input in the communication dtype, while the raw gradients are still there; then these are freed,
-  and the output is allocated, of the reduce dtype: it is the gradient shard, where it is fp32. The input stays until as
-  many reductions have begun after it as inputs may be in flight (one by default), or the last backward of the step has
-  ended. All groups share one receive buffer per dtype for their all-to-alls. On an accelerator the buffer is as large
-  as the largest group needs, and is retained: it counts during the whole step. On a CPU it is as large as the largest
-  reduction so far needs, and is released at the end of the backward, and before the reduction of an own unit. An own
-  unit has a receive buffer of its own during its reduction.
-  A CPU sums them in a few blocks of fp32. A sum of replicas needs a buffer of the shard's size, and one of a chunk's.
-  Where shards accumulate in a low dtype, each is added to a sum of that dtype, and all sums are cast back at the end.
+* an all-gather: the shard cast to `param_dtype` (if it is stored in another one) until it is sent; the flat output; and
+  the unsharded parameters that are copied out of it. In the forward the flat output exists until FSDP2 has waited for
+  the next all-gather of the forward, or the forward has ended. In the backward, and on CPUs (where all-gathers run in
+  the background, see `hooks/_torch`), it is freed at once.
+* a reduction: the flat input in the communication dtype is allocated while the raw gradients still exist. Then these
+  are freed, and the output is allocated in the reduce dtype; an fp32 output is the gradient shard itself. The input
+  exists until as many later reductions have begun as inputs may be in flight (one by default), or until the last
+  backward of the step has ended. All groups share one receive buffer per dtype for their all-to-alls. On an accelerator
+  the buffer has the size for the largest group and is retained, so it counts during the whole step. On a CPU it has the
+  size for the largest reduction so far, and is released at the end of the backward and before the reduction of an own
+  unit. An own unit has a receive buffer of its own during its reduction.
+  A CPU sums in a few blocks of fp32. A sum over replicas needs a buffer of the shard's size, and one of a chunk's.
+  Shards that accumulate in a low dtype are each added to a sum of that dtype, and all sums are cast back at the end.
 * parameters that are sharded over another dimension than 0: an all-gather copies them out twice, so that all those of
-  the group exist twice for a moment. A reduction first copies their gradients, one after the other; each is freed
-  when the next one is copied, the last when the reduction was issued.
-* with `zeroamp.reproducible`, partial sums over micro-batches: as many as there are ones in the binary form of the
-  number of micro-batches before, see `hooks/collectives/micro_batch_sums.py`. Three micro-batches are replayed at most.
-  The last of them has the most partial sums that any micro-batch of the step has.
+  the group exist twice for a moment. A reduction first copies their gradients one by one. Each copy is freed when the
+  next one is made, the last one when the reduction was issued.
+* with `zeroamp.reproducible`, partial sums over micro-batches: one for each 1 in the binary form of the number of
+  earlier micro-batches, see `hooks/collectives/micro_batch_sums.py`. At most three micro-batches are replayed. The last
+  of them gets as many partial sums as the step has at most.
 * no reduction (stages 0 and 1 before the last micro-batch): the raw gradient becomes the unsharded sum, in the
   accumulation dtype.
 
-Where nothing is sharded there is no flat output. Streams are not told apart: on an accelerator a buffer may
-live somewhat longer, until the stream that used it is done with it.
+Groups on one shard have no flat output. Streams are not modelled: on an accelerator a buffer may exist somewhat longer,
+until the stream that used it is done with it.
 """
 
 from collections import Counter, deque
@@ -52,7 +52,7 @@ from zeroamp.policies.accumulation import accumulation_dtype
 def memory_timeline(
     plan: Plan, ranks: Ranks, micro_batch: MicroBatch, optimizer: OptimizerCosts, *, on_cpu: bool = False
 ) -> Timeline:
-    """Return the bytes of one rank (the first: no other holds more) over a step after the first one.
+    """Return the bytes of the first rank, which holds the most, over a step after the first one.
 
     `on_cpu`: whether the ranks are CPUs, which free the flat outputs of all-gathers at once.
     """
@@ -74,7 +74,7 @@ def memory_timeline(
 
 
 class _Sizes:
-    """Bytes of one group, see [Note: What FSDP2 holds]."""
+    """Bytes of one group's buffers, see [Note: What FSDP2 holds]."""
 
     def __init__(self, group: GroupPlan, plan: Plan, ranks: Ranks) -> None:
         policy, ranks = plan.policy, ranks.of(is_expert=group.is_expert)
@@ -101,11 +101,11 @@ class _Sizes:
         self.communication = dtypes.communication
         self.sent = padded_trained * dtypes.communication.itemsize
         self.received = self.sent if dtypes.reduction == "all_to_all" else 0
-        # What a CPU adds rows in, a block at a time: see `hooks/collectives/tree_sum.py`.
+        # A CPU adds the rows block by block, see `hooks/collectives/tree_sum.py`.
         num_blocks = max(0, (num_shards - 1).bit_length() - 1) if dtypes.reduction == "all_to_all" else 0
         self.summed_in = num_blocks * min(BLOCK, padded_trained // num_shards) * torch.float32.itemsize
         self.reduced = padded_trained // num_shards * dtypes.reduce.itemsize
-        # Sums of replicas: the others' chunks, and this rank's sum.
+        # A sum over replicas: the chunks of the other replicas, and this rank's sum.
         num_replicas = (ranks.num_replicas or 1) if dtypes.replica is not None and dtypes.sums_in_tree_order else 1
         self.of_replicas = self.reduced + self.reduced // num_replicas if num_replicas > 1 else 0
         self.gradient = padded_trained // num_shards * dtypes.stored.itemsize
@@ -113,22 +113,22 @@ class _Sizes:
 
 
 class _GroupMemory(GroupListener):
-    """Runs the replay along a traced micro-batch, and writes down what both of them allocate and free."""
+    """Replays FSDP2 along a traced micro-batch, and records the allocations and frees of both."""
 
     def __init__(self, plan: Plan, ranks: Ranks, writer: TimelineWriter, *, on_cpu: bool) -> None:
         self._plan, self._ranks, self._writer, self._on_cpu = plan, ranks, writer, on_cpu
         self._sizes = {group.name: _Sizes(group, plan, ranks) for group in plan.groups}
         self._group_of = {param.fqn: group.name for group in plan.groups for param in group.params}
         self._replay = Replay(plan, self)
-        self._raw: Counter[str] = Counter()  # group -> bytes of raw gradients that are there
+        self._raw: Counter[str] = Counter()  # group -> bytes of its raw gradients
         self._sums: set[str] = set()  # groups with unsharded sums of earlier micro-batches
-        self._with_gradient: set[str] = set()  # groups whose gradient shards are there
+        self._with_gradient: set[str] = set()  # groups with gradient shards
         self._sums_shards_low = accumulation_dtype(plan.policy) != torch.float32 and plan.policy.stage >= 2
         count = plan.policy.gradient_accumulation_steps
         self._num_partial = max(map(int.bit_count, range(count))) if plan.policy.reproducible else 0
         self._is_last = False
-        self._kept_gather = 0  # the flat buffer of the last gather of this forward
-        self._kept_inputs: deque[int] = deque()  # the flat inputs of the last reductions
+        self._kept_gather = 0  # bytes of the flat output of the forward's last all-gather
+        self._kept_inputs: deque[int] = deque()  # bytes of the flat inputs of the last reductions
         self._receive_buffers: Counter[torch.dtype] = Counter()  # communication dtype -> bytes
         self._partitions: set[str] = set()  # groups that are sharded over a partition
         writer.add("parameters", sum(sizes.shard for sizes in self._sizes.values()))
@@ -162,14 +162,14 @@ class _GroupMemory(GroupListener):
             self._free_inputs(0)
 
     def _add_partial_sums(self) -> None:
-        """Add the partial sums beside the first one, which the micro-batches before the last left."""
+        """Add the partial sums of the earlier micro-batches, except the first sum, which is counted already."""
         more = self._num_partial - 1
         self._writer.add("gradients", more * sum(self._sizes[group].gradient for group in self._with_gradient))
         summed = sum(sum(self._sizes[group].summed.values()) for group in self._sums)
         self._writer.add("unsharded gradients", more * summed)
 
     def end_step(self) -> None:
-        """Put sums of shards in a low dtype back into gradients."""
+        """Cast sums of shards in a low dtype back to gradients."""
         if self._sums_shards_low:
             done = [self._sizes[group] for group in self._with_gradient]
             self._writer.add("gradients", sum(sizes.gradient for sizes in done))
@@ -192,7 +192,7 @@ class _GroupMemory(GroupListener):
             self._free_gather()
 
     def _accumulate(self, event: GradientReady) -> None:
-        """Autograd adds to the gradient that a parameter has, and frees the new one."""
+        """Free a new gradient that autograd has added to the existing one."""
         group = self._group_of[event.param]
         if group in self._sums and self._sizes[group].sums_as_is and not self._num_partial:
             self._raw[group] -= event.num_bytes
@@ -313,7 +313,7 @@ class _GroupMemory(GroupListener):
         self._receive_buffers.clear()
 
     def _receive(self, num_bytes: int, dtype: torch.dtype) -> None:
-        """Make a larger buffer where the one of this backward is too small; the old one goes first."""
+        """Replace this backward's receive buffer if it is too small. The old buffer is freed first."""
         old = self._receive_buffers[dtype]
         if num_bytes > old:
             self._writer.add("communication buffers", -old)

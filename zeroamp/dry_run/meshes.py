@@ -1,4 +1,4 @@
-"""Compares meshes for a run: shards x replicas and secondary partitions, each planned with the same micro-batch."""
+"""Compares meshes for a run: replicas x shards and secondary partitions, each planned with the same micro-batch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,22 +11,22 @@ from zeroamp.planning.traffic import padded_numel
 from zeroamp.policies.errors import some_of
 
 EQUAL_TIME = 0.005
-"""Meshes whose steps are at most this part longer than the shortest count as equally fast."""
+"""Meshes count as equally fast if their steps are at most this fraction longer than the shortest step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshShape:
-    """A mesh to try."""
+    """A mesh to plan: its ranks, secondary partition and levels."""
 
     num_replicas: int
     num_shards: int
     partition: int = 1
     """Ranks of the secondary partition (hpZ), `zero_optimization.zero_hpz_partition_size`. 1: none."""
     ranks_per_node: int | None = None
-    """Ranks of the first of two levels, `zeroamp.ranks_per_node`. None: as the config has it."""
+    """Ranks per node of collectives in two levels, `zeroamp.ranks_per_node`. None: the config's."""
 
     def __str__(self) -> str:
-        """Return replicas x shards, as `--mesh` takes them, then the partition and the levels."""
+        """Return replicas x shards as `--mesh` accepts them, then the partition and the levels."""
         text = f"{self.num_replicas}x{self.num_shards}"
         text += f" hpZ {self.partition}" if self.partition > 1 else ""
         return text if self.ranks_per_node is None else f"{text} two levels"
@@ -39,25 +39,26 @@ class MeshShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshPlan:
-    """One mesh of a run."""
+    """Predicted memory and time of a run on one mesh."""
 
     shape: MeshShape
     peak_bytes: int
-    """Of one rank, with NCCL's memory. The optimizer's part is scaled from its size with another number of shards."""
+    """Peak memory of one rank with NCCL's. The optimizer's is scaled from that with another number of shards."""
     fits: bool
     time: StepTime
     padding: float
-    """Elements of padding, which are stored and communicated too, as a part of the parameters' elements."""
+    """Elements of padding, which are stored and communicated too, as a fraction of the parameters' elements."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshAdvice:
-    """The meshes that were tried at one stage, in order of their shards, and the best of them."""
+    """The meshes that were compared at one stage, by number of shards, and the best of them."""
 
     tried: tuple[MeshPlan, ...]
     best: MeshPlan
-    """The fastest that fits; where none fits, the one with the least memory."""
+    """The fastest mesh that fits. If none fits, the one with the least memory."""
     reason: str
+    """Why it is the best, as `plan` prints it."""
 
 
 def shapes_to_try(
@@ -83,8 +84,8 @@ def shapes_to_try(
 def advise(shapes: Sequence[MeshShape], plan_mesh: Callable[[MeshShape], MeshPlan]) -> MeshAdvice | None:
     """Plan each mesh, and choose the best. Returns None if there is no mesh to try.
 
-    Among equally fast meshes (`EQUAL_TIME`), those with at most `LONGEST_RING` shards come first, then those with less
-    memory: a lost rank stops fewer others, and rings are short also without two levels.
+    Among equally fast meshes (`EQUAL_TIME`), those with at most `LONGEST_RING` shards are preferred, since their rings
+    are short without two levels too, and then those with less memory.
     """
     tried = [plan_mesh(shape) for shape in shapes]
     if not tried:
@@ -104,7 +105,7 @@ def _reason(best: MeshPlan, tried: Sequence[MeshPlan], fitting: Sequence[MeshPla
     parts = []
     if flat is best:
         parts.append(
-            f"no other mesh that fits is over {EQUAL_TIME:.1%} faster, and this one needs the least memory of those"
+            f"within {EQUAL_TIME:.1%} of the fastest mesh that fits, and of such meshes the one with the least memory"
         )
     else:
         parts.append(f"{best.time.total:.3g} s per step, {flat.time.total:.3g} s with one replica ({flat.shape})")
@@ -113,9 +114,9 @@ def _reason(best: MeshPlan, tried: Sequence[MeshPlan], fitting: Sequence[MeshPla
             ("exposed", best.time.exposed, flat.time.exposed),
         ):
             if other - own > EQUAL_TIME * flat.time.total:
-                parts.append(f"{what} {own:.3g} s, not {other:.3g} s")
+                parts.append(f"{what} {own:.3g} s instead of {other:.3g} s")
         if flat.padding - best.padding > 0.01:
-            parts.append(f"padding {best.padding:.0%}, not {flat.padding:.0%}")
+            parts.append(f"padding {best.padding:.0%} instead of {flat.padding:.0%}")
     too_large = [mesh for mesh in tried if mesh.time.total < best.time.total and mesh not in fitting]
     if too_large:
         names = [str(mesh.shape) for mesh in too_large]
@@ -124,7 +125,7 @@ def _reason(best: MeshPlan, tried: Sequence[MeshPlan], fitting: Sequence[MeshPla
 
 
 def padding_of(plan: Plan, num_shards: int) -> float:
-    """Return the elements of padding as a part of the elements of all sharded parameters."""
+    """Return the elements of padding as a fraction of the elements of all sharded parameters."""
     params = [param for group in plan.groups for param in group.params]
     numel = sum(param.numel for param in params)
     return sum(padded_numel(param, num_shards) for param in params) / numel - 1 if numel else 0.0

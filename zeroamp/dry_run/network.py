@@ -4,10 +4,11 @@
 With n ranks and B the bytes of the unsharded tensor (the convention of `zeroamp.Traffic`):
 
 * all-gather, reduce-scatter: a ring moves B (n - 1) / n through every link; an all-reduce twice that. A ring that
-  leaves the node is as fast as the node's cards together (as many rings run as there are cards), at most as fast as the
-  links inside.
-* all-to-all: a rank sends B / n to each other one. Those outside of its node go through its own card; so across nodes
-  an all-to-all of the same bytes takes longer than a reduce-scatter, up to as many times as a node has cards.
+  leaves the node has the bandwidth of all network cards of the node together (NCCL runs one ring per card), but at most
+  that of the links inside the node.
+* all-to-all: a rank sends B / n to each other rank. What leaves the node passes through the rank's own network card. So
+  across nodes an all-to-all takes longer than a reduce-scatter of the same bytes, at most by the number of cards of a
+  node.
 * in two levels, with g ranks per node and m = n / g nodes: an all-to-all inside the node, a sum in fp32, an all-to-all
   of these partial sums between the ranks with the same place in their nodes, and another sum. An all-gather goes the
   other way round: between the nodes, then inside. So in a reduction a card sends 4 / w x B / g (m - 1) / m, where w is
@@ -18,8 +19,8 @@ The constants are those by which NCCL chooses its algorithms (NCCL, src/graph/tu
 2.2x): microseconds per call and per hop over NVLink, PCIe or a network, for the protocols LL128 and Simple. A ring of n
 ranks on m nodes makes n - 1 hops, of which m - 1 leave a node; an all-reduce twice as many. A tree makes
 2 (n / m - 1 + log2 m) of them. LL128 sends 120 bytes of data in 128, and NCCL uses it with NVLink only. As in NCCL, the
-fastest of these is taken. For sends to single ranks NCCL has no constants: an all-to-all is taken to serve
-`PEERS_AT_ONCE` ranks at a time, each with one hop, which is an assumption.
+fastest of these is taken. NCCL has no constants for sends to single ranks. The assumption here is that an all-to-all
+serves `PEERS_AT_ONCE` ranks at a time, each with one hop.
 """
 
 import math
@@ -31,7 +32,7 @@ from zeroamp.policies.policy import Policy
 
 
 class _Protocol(NamedTuple):
-    """Microseconds of a call and of a hop, and the part of the bandwidth that is left for data."""
+    """Microseconds of a call (base) and of a hop by link, and the fraction of the bandwidth that carries data."""
 
     base: float
     nvlink: float
@@ -47,20 +48,20 @@ _SIMPLE_TREE = _Protocol(8.4, 4.0, 4.0, 14.0, 0.9)
 _LL128_TREE = _Protocol(14.0, 1.25, 1.9, 8.5, 0.9 * 120 / 128)
 
 PEERS_AT_ONCE = 8
-"""Ranks that an all-to-all sends to at a time. An assumption."""
+"""Ranks that an all-to-all sends to at the same time. An assumption."""
 
 FASTEST_PCIE_GB_PER_S = 64
-"""Links inside a node of at most so many 10^9 bytes per second, one direction, are taken for PCIe (5.0 x16)."""
+"""Links inside a node count as PCIe (5.0 x16) up to this bandwidth, in 10^9 bytes per second, one direction."""
 
 BYTES_OF_FIRST_COMMUNICATOR = 1_060_000_000
-"""GPU memory of a process with one NCCL communicator of a ring, the driver's context included: measured by a user on
+"""GPU memory of a process with one NCCL communicator of a ring, the driver's context included. A user measured it on
 8 x H100 (https://github.com/NVIDIA/nccl/issues/1685)."""
 BYTES_OF_COMMUNICATOR = 500_000_000
-"""Of each further communicator. An assumption: the memory of the first, without the driver's context, about half."""
+"""GPU memory of each further communicator. An assumption: the first one's without the driver's context, about half."""
 BYTES_PER_PEER = 32 * 14 * 2**20
-"""Of an all-to-all, for each other rank of the node: 32 channels, each with buffers of 10, 2 and 2 MiB. For 7 ranks
-this is the 3.28 GB that the same user measured at the first all-to-all. Peers in other nodes share buffers: not
-counted."""
+"""GPU memory of an all-to-all per other rank of the node: 32 channels, each with buffers of 10, 2 and 2 MiB. For 7
+ranks this is the 3.28 GB that the same user measured at the first all-to-all. Peers in other nodes share buffers, which
+are not counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,34 +74,34 @@ class Network:
     inter_gb_per_s: float
     """The same to other nodes, per accelerator."""
     efficiency: float
-    """The part of these that collectives reach."""
+    """The fraction of these bandwidths that collectives reach."""
     ranks_per_node: int = 1
-    """Ranks of the first of two levels, for collectives over the ranks that shard. 1: one level. See `two_levels`."""
+    """Ranks per node of two-level collectives over the shards. 1: collectives run in one level. See `two_levels`."""
     partial_itemsize: int = 4
-    """Bytes of an element of a partial sum between nodes, by `zeroamp.partials_between_nodes`."""
+    """Bytes per element of partial sums between nodes, by `zeroamp.partials_between_nodes`."""
 
     def nodes_of(self, num_ranks: int, stride: int = 1) -> int:
-        """Return on how many nodes ranks 0, stride, 2 stride, … are."""
+        """Return the number of nodes that ranks 0, stride, 2 stride, … are on."""
         return math.ceil(num_ranks / self._per_node(num_ranks, stride))
 
     def _per_node(self, num_ranks: int, stride: int) -> int:
         return max(1, min(num_ranks, self.gpus_per_node // stride))
 
     def ring_bytes_per_s(self, num_ranks: int, stride: int) -> float:
-        """Return what a ring over ranks 0, stride, 2 stride, … moves per second."""
+        """Return the bytes per second that a ring over ranks 0, stride, 2 stride, … moves."""
         per_node = self._per_node(num_ranks, stride)
         is_inside = self.nodes_of(num_ranks, stride) == 1
         slowest = self.intra_gb_per_s if is_inside else min(self.intra_gb_per_s, per_node * self.inter_gb_per_s)
         return slowest * 1e9 * self.efficiency
 
     def seconds(self, collective: Collective, num_bytes: int | float, num_ranks: int, stride: int = 1) -> float:
-        """Return the time of one call. See [Note: Collectives] and [Note: Latency].
+        """Return the seconds of one call. See [Note: Collectives] and [Note: Latency].
 
         Args:
-            collective: which.
-            num_bytes: of the unsharded tensor.
-            num_ranks: of its process group.
-            stride: between the numbers of two neighbouring ranks of the group.
+            collective: the kind of collective.
+            num_bytes: bytes of the unsharded tensor.
+            num_ranks: size of the process group.
+            stride: difference of the global ranks of two neighbours in the group.
         """
         return sum(self.parts(collective, num_bytes, num_ranks, stride))
 
@@ -142,12 +143,12 @@ class Network:
         return self._by(_SIMPLE_RING, inside, outside, 0.0)[0]
 
     def levels(self, num_ranks: int) -> tuple[int, int] | None:
-        """Return (ranks per node, nodes) where collectives over `num_ranks` neighbours run in two levels, else None."""
+        """Return (ranks per node, nodes) if collectives over `num_ranks` neighbours run in two levels, else None."""
         size = self.ranks_per_node
         return (size, num_ranks // size) if size > 1 and num_ranks > size and num_ranks % size == 0 else None
 
     def gather_parts(self, num_bytes: int, num_ranks: int) -> tuple[float, float]:
-        """Return (latency, time of the bytes) of an all-gather over the ranks that shard, in one level or two."""
+        """Return (latency, time of the bytes) in seconds of an all-gather over the shards, in one or two levels."""
         if (levels := self.levels(num_ranks)) is None:
             return self.parts("all_gather", num_bytes, num_ranks)
         size, nodes = levels
@@ -158,9 +159,9 @@ class Network:
     def reduce_parts(
         self, collective: Collective, num_bytes: int, itemsize: int, num_ranks: int
     ) -> tuple[float, float]:
-        """Return (latency, time of the bytes) of a reduction; `itemsize` is the bytes of one element that is sent.
+        """Return (latency, time of the bytes) in seconds of a reduction. `itemsize`: bytes per element that is sent.
 
-        Only reductions that ranks sum themselves run in two levels: all-to-alls.
+        Only all-to-alls, whose results the ranks sum themselves, run in two levels.
         """
         levels = self.levels(num_ranks)
         if levels is None or collective != "all_to_all":
@@ -171,10 +172,10 @@ class Network:
         return inside[0] + between[0], inside[1] + between[1]
 
     def sum_bytes(self, collective: Collective, num_bytes: int, itemsize: int, num_ranks: int) -> float:
-        """Return the bytes that a rank's own sum of a reduction reads and writes: what it received, and an fp32 result.
+        """Return the bytes that a rank reads and writes when it sums a reduction itself; 0 if the backend sums.
 
-        With E elements, that is (w + 4 / n) E bytes, by one kernel. In two levels the partial sums are written and read
-        too: (w + 8 / g + 4 / n) E. 0 if the backend sums.
+        With E elements that is (w + 4 / n) E bytes: the received elements and an fp32 result. In two levels the partial
+        sums are written and read too: (w + 8 / g + 4 / n) E.
         """
         if collective != "all_to_all":
             return 0.0
@@ -186,13 +187,13 @@ class Network:
     ) -> int:
         """Return the GPU memory that NCCL takes outside of torch's allocator, the driver's context included.
 
-        By the constants of this file: the first communicator; a further one each for replicas, a partition (hpZ),
+        The sum of the constants of this file: the first communicator; one more each for replicas, a partition (hpZ),
         separate reductions and the second level; and the buffers of the all-to-alls inside the node.
 
         Args:
-            num_shards: ranks that one parameter is sharded over.
+            num_shards: ranks that a parameter is sharded over.
             num_replicas: ranks that hold the same shard.
-            partition: ranks of a secondary partition; 1: none.
+            partition: ranks of the secondary partition. 1: none.
             all_to_all: whether gradients are sent by all-to-alls.
             separate: whether reductions have a communicator of their own.
         """
@@ -205,11 +206,11 @@ class Network:
 
 
 ITEMSIZE_OF_PARTIALS = {"fp32": 4, "3 bytes": 3, "bf16": 2}
-"""Value of `zeroamp.partials_between_nodes` -> bytes of an element."""
+"""Value of `zeroamp.partials_between_nodes` -> bytes per element."""
 
 
 def two_levels(policy: Policy, gpus_per_node: int) -> int:
-    """Return the ranks of the first of two levels by a config. 1: its collectives run in one level."""
+    """Return the ranks per node of two-level collectives by a config. 1: collectives run in one level."""
     asked = gpus_per_node if policy.ranks_per_node == "auto" else policy.ranks_per_node
     is_used = asked != "off" and policy.reduce_accumulate_dtype == "fp32"
     return int(asked) if is_used and int(asked) & (int(asked) - 1) == 0 else 1

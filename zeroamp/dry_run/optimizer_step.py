@@ -1,4 +1,4 @@
-"""The optimizer's state, the memory of its update and the bytes it moves: one real step of it on fake shards."""
+"""Measures the optimizer's state, and what its update allocates and moves, by one step on fake shards."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,17 +21,17 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class OptimizerCosts:
-    """Of one rank: the first, which holds the most."""
+    """Bytes that the optimizer takes and moves on the first rank, which holds the most."""
 
     state_bytes: int
-    """Of the state between steps, the counters of steps included."""
+    """State between steps, step counters included."""
     changes: tuple[int, ...]
     """Bytes that a step allocates (above 0) and frees (below 0), in order."""
     moved_bytes: int
-    """What the ops of a step read and write."""
+    """Bytes that the ops of a step read and write."""
 
     def scaled(self, factor: float) -> "OptimizerCosts":
-        """Return the costs of `factor` times as many elements on the rank, each element costing the same."""
+        """Return the costs of `factor` times as many elements on the rank, at the same cost per element."""
         changes = tuple(round(factor * change) for change in self.changes)
         return OptimizerCosts(round(factor * self.state_bytes), changes, round(factor * self.moved_bytes))
 
@@ -39,14 +39,14 @@ class OptimizerCosts:
 def optimizer_costs(
     plan: Plan, ranks: Ranks, factory: OptimizerFactory | None, *, foreach: bool | None = None
 ) -> OptimizerCosts:
-    """Step the optimizer twice on fake shards: the first makes its state.
+    """Return the costs of the optimizer's second step on fake shards. The first step creates its state.
 
     Args:
         plan: of the model.
         ranks: of the mesh.
-        factory: makes the optimizer of parameters. None: that of the config, else `torch.optim.AdamW`.
-        foreach: whether the update is one kernel for many tensors, which takes copies of them, for param groups that
-            do not set it: torch does so on accelerators. None leaves it to torch.
+        factory: parameters -> their optimizer. None: the config's optimizer, else `torch.optim.AdamW`.
+        foreach: value for param groups that do not set `foreach`. torch's default on accelerators is True, which copies
+            tensors. None: torch's choice.
     """
     with preserved_random_state("cpu"), torch.inference_mode(False), FakeTensorMode():
         shards = [

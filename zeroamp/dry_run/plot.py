@@ -1,4 +1,4 @@
-"""A picture of the memory over a step, one panel per stage."""
+"""Plots the memory over an optimizer step, one panel per stage."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from zeroamp.dry_run.run_plan import RunPlan, StagePlan
 
 _NUM_POINTS: dict[Phase, int] = {"forward": 100, "backward": 150, "optimizer": 100}
-"""Of each stretch in a panel. Of the events that fall on one point the one with the largest sum is drawn, so that a
-peak that is over after a few events is as wide as any other."""
+"""Points of each stretch in a panel. Each point shows its event with the most memory, so that a short peak is visible.
+"""
 
 # Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
 _COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#CC79A7", "#D55E00", "#F0E442", "#999999", "#000000")
@@ -25,17 +25,17 @@ _COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#CC79A7", "#D55E00", "#
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Neighbouring events of one phase."""
+    """Consecutive events of one phase."""
 
     phase: Phase
     events: npt.NDArray[np.intp]
-    """Their numbers in the timeline, in order."""
+    """Their indices in the timeline, in order."""
     micro_batch: str
-    """Which of the step's it is part of, where it is the first stretch of one of several; else ""."""
+    """Name of its micro-batch, if the step has several and this is the first stretch of one; else ""."""
 
 
 def plot_run(run: RunPlan, path: Path) -> None:
-    """Write the picture. See `RunPlan.plot`."""
+    """Write the plot to a file. See `RunPlan.plot`."""
     drawn = [stretches(stage.memory) for stage in run.stages]
     width = sum(max(4.2, 0.75 * len(of_stage)) for of_stage in drawn) + 2.2
     figure = new_figure(path, width=width, height=4.4)
@@ -55,7 +55,7 @@ def plot_run(run: RunPlan, path: Path) -> None:
 
 
 def drawn_timeline(stage: StagePlan) -> dict[str, Any]:
-    """Return what a panel of one stage shows, as JSON holds it: the stretches, and the bytes at each point."""
+    """Return what a stage's panel shows, as a dict for JSON: the stretches, and the bytes at each point."""
     memory = stage.memory
     totals, of_stage = memory.device_bytes(), stretches(memory)
     rows = [row for stretch in of_stage for row in _points(totals, stretch)]
@@ -74,7 +74,7 @@ def drawn_timeline(stage: StagePlan) -> dict[str, Any]:
 
 
 def stretches(memory: Timeline) -> list[Stretch]:
-    """Return the stretches of a timeline in order, without what is there before the step."""
+    """Return the stretches of a timeline in order, without the "init" phase."""
     begins = np.flatnonzero(np.diff(memory.phases)) + 1
     parts = np.split(np.arange(len(memory.phases)), begins)
     phases = [PHASES[memory.phases[part[0]]] for part in parts]
@@ -87,7 +87,7 @@ def stretches(memory: Timeline) -> list[Stretch]:
 
 
 def _micro_batches(number: int) -> list[str]:
-    """Name the micro-batches that are replayed, see `MAX_MICRO_BATCHES`."""
+    """Return names for the micro-batches that are replayed, see `MAX_MICRO_BATCHES`."""
     if number == 1:
         return [""]
     return [f"{name} micro-batch" for name in ("first", *["middle"] * (number - 2), "last")]
@@ -126,7 +126,7 @@ def _panel(axis: Any, memory: Timeline, drawn: list[Stretch], limit: int) -> Non
 
 
 def _points(totals: npt.NDArray[np.int64], stretch: Stretch) -> list[int]:
-    """Return the numbers of the events to draw for a stretch, in order."""
+    """Return the indices of the events to draw for a stretch, in order."""
     number = _NUM_POINTS[stretch.phase]
     parts = np.array_split(stretch.events, min(number, len(stretch.events)))
     largest = [int(part[totals[part].argmax()]) for part in parts]

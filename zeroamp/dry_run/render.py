@@ -1,4 +1,4 @@
-"""A `RunPlan` as text and as what JSON holds."""
+"""Formats a `RunPlan` as text and as a dict for JSON."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from zeroamp.dry_run.step_time import StepTime
 
 _NOTE = (
-    "GiB per rank at the moments of the peaks, in a step after the first; GB communicated as zeroamp.traffic(model) "
-    "counts them. NCCL: an estimate of its memory beside the peak, with the driver's context, taken in wrap_model. Not "
-    "counted: fragmentation. Times assume {compute:.0%} of peak FLOP/s, {memory:.0%} of memory bandwidth and "
-    "{network:.0%} of the links, and the latencies by which NCCL chooses its algorithms."
+    "GiB: memory of one rank at its peak, in a step after the first. GB: bytes communicated, counted as by "
+    "zeroamp.traffic(model). NCCL: an estimate of its memory and the driver's context, allocated in wrap_model beside "
+    "the peak. Fragmentation is not counted. Times assume {compute:.0%} of peak FLOP/s, {memory:.0%} of memory "
+    "bandwidth and {network:.0%} of the links, and the latencies by which NCCL chooses its algorithms."
 )
-_ROUTING_NOTE = "The routing is taken as balanced: every expert of a layer gets equally many tokens."
+_ROUTING_NOTE = "Balanced routing is assumed: every expert of a layer gets equally many tokens."
 _ORIGIN = "Parts of the peaks: {origin}."
 
 
 def render_run(run: RunPlan) -> str:
-    """Return the tables of a plan."""
+    """Return the tables of a plan and its notes as text."""
     shown = next((stage for stage in run.stages if stage.stage == run.policy.stage), run.stages[0])
     note = f"{_NOTE} {_ORIGIN}".format(**asdict(run.efficiency)) + (f" {_ROUTING_NOTE}" if run.has_experts else "")
     parts = [
@@ -62,7 +62,7 @@ def _meshes(advice: MeshAdvice, shown: StagePlan) -> str:
 
 
 def run_to_dict(run: RunPlan) -> dict[str, Any]:
-    """Return what JSON can hold."""
+    """Return a dict for JSON, in bytes and seconds."""
     return {
         "config": run.policy.to_config(),
         "world_size": run.world_size,

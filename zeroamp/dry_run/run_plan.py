@@ -1,4 +1,4 @@
-"""`plan_run`: memory, traffic and time of a training run, stage by stage, before it runs."""
+"""`plan_run`: predicts memory, traffic and time of a training run at each ZeRO stage."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,21 +40,21 @@ MAX_BATCH = 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePlan:
-    """One ZeRO stage of a run."""
+    """Predicted memory, traffic and time of a run at one ZeRO stage."""
 
     plan: Plan
     ranks: Ranks
     memory: Timeline
-    """Of the first rank, which holds the most, over a step after the first."""
+    """Memory of the first rank, which holds the most, over a step after the first."""
     other_memory: Timeline
-    """The same with activation checkpointing where the run has none, and without where it has it."""
+    """The same with the opposite choice of activation checkpointing."""
     traffic: Traffic
     """Bytes of the collectives of one step, as `zeroamp.traffic(model)` will count them."""
     time: StepTime
     nccl_bytes: int
-    """GPU memory that NCCL takes beside `memory`: see `Network.nccl_bytes`."""
+    """GPU memory that NCCL takes in addition to `memory`: see `Network.nccl_bytes`."""
     largest_batch: int
-    """Samples per micro-batch and rank that fit on the GPU. 0: not even one."""
+    """Samples per micro-batch and rank that fit on the GPU. 0: none fits."""
 
     @property
     def stage(self) -> Stage:
@@ -63,13 +63,13 @@ class StagePlan:
 
     @property
     def peak_bytes(self) -> int:
-        """Return the largest sum of bytes on the GPU, with what NCCL takes."""
+        """Return the peak memory on the GPU in bytes, NCCL's included."""
         return self.memory.peak_bytes() + self.nccl_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
-    """What `plan_run` returns. `print` shows it as text."""
+    """The prediction of `plan_run`. `print` shows it as tables."""
 
     policy: Policy
     world_size: int
@@ -81,33 +81,34 @@ class RunPlan:
     network: Network
     efficiency: Efficiency
     activations: dict[str, tuple[int, int]]
-    """Unit ("" is the root) -> bytes that its forward leaves for the backward, without and with checkpointing."""
+    """Unit ("" is the root) -> bytes that its forward saves for the backward, without and with checkpointing."""
     stages: tuple[StagePlan, ...]
     refused: dict[Stage, str]
-    """Stages that the config's other keys or the mesh do not allow, and why."""
+    """Stage that the config's other keys or the mesh do not allow -> the reason."""
     meshes: MeshAdvice | None = None
-    """The meshes that were tried at the policy's stage. None on one node, and at stage 0."""
+    """The meshes that were compared at the policy's stage. None on one node, and at stage 0."""
     has_experts: bool = False
-    """Whether transformers' experts are in the model: every expert of a layer is taken to get equally many tokens."""
+    """Whether the model has transformers' MoE experts. The plan assumes equally many tokens for all experts of a layer.
+    """
 
     def __str__(self) -> str:
         """Return tables of the stages, of the peaks by kind, of the traffic, and of units and groups."""
         return render_run(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold. Bytes and seconds; its keys stay, new ones may come."""
+        """Return a dict for JSON, in bytes and seconds. Its keys are stable; new ones may be added."""
         return run_to_dict(self)
 
     def plot(self, path: Path | str) -> None:
-        """Write a picture of the memory over a step, one panel per stage; the suffix names the format.
+        """Write a plot of the memory over a step, one panel per stage. The suffix of `path` decides the format.
 
         Raises:
-            ConfigError: matplotlib is not installed, the suffix names no format, or the file cannot be written.
+            ConfigError: matplotlib is not installed or cannot write this format, or the file cannot be written.
         """
         plot_run(self, Path(path))
 
     def fits(self, stage: StagePlan) -> bool:
-        """Whether a stage's peak, with what NCCL takes, is at most the GPU's memory."""
+        """Return whether a stage's peak, NCCL's memory included, is at most the GPU's memory."""
         return stage.peak_bytes <= self.gpu.memory_bytes
 
 
@@ -133,28 +134,28 @@ def plan_run(
 ) -> RunPlan:
     """Predict memory, communicated bytes and time of one optimizer step, without weights, GPUs or ranks.
 
-    Memory is that of one rank, the first, in a step after the first one: exact for parameters, gradients and optimizer
-    state, and for the rest what a traced forward and backward allocate, with what FSDP2 adds around them.
-    `docs/plan.md` has the formulas and what is not counted.
+    Memory is that of the first rank, in a step after the first one. Parameters, gradients and optimizer state are
+    exact. The rest is what a traced forward and backward allocate, and what FSDP2 adds to them. `docs/plan.md` has the
+    formulas and what is not counted.
 
     Args:
-        model: a plain model, on the meta device too. It is left as it was.
-        policy: from `policy_from_config`; its stage is one of those that are compared.
+        model: a plain model, on the meta device or any other. It is not changed.
+        policy: from `policy_from_config`. Its stage is compared with the others.
         world_size: ranks of the run.
-        mesh: (replicas, shards) of stages 1 to 3. None: as `wrap_model` makes it.
+        mesh: (replicas, shards) of stages 1 to 3. None: the mesh that `wrap_model` makes.
         batch: samples per micro-batch and rank. None: the config's `train_micro_batch_size_per_gpu`, else 1.
-        seq: tokens per sample; what else it means is up to `inputs`.
-        stages: which to compare.
+        seq: tokens per sample. `inputs` may give it another meaning.
+        stages: the ZeRO stages to compare.
         checkpointing: whether each unit recomputes its forward in the backward.
-        gpu: a name in `zeroamp.GPUS`, or figures of your own.
-        gpus_per_node: ranks that the faster links join.
+        gpu: a name in `zeroamp.GPUS`, or a `zeroamp.Gpu` with your own figures.
+        gpus_per_node: GPUs joined by the faster links.
         intra_gb_per_s: 10^9 bytes per second from a GPU into its node, one direction. None: the GPU's usual link.
         inter_gb_per_s: the same to other nodes, per GPU.
-        efficiency: the parts of the peaks that are reached. None: those measured on this GPU, else assumed ones.
-        inputs: function of (batch, seq) that returns what the forward takes; called under `torch.device("meta")`.
-            None: a transformers model's token ids and labels.
-        loss_fn: makes a scalar of the model's output. Default: its `.loss`, or the output itself.
-        optimizer: makes the optimizer of parameters. None: that of the config, else `torch.optim.AdamW`.
+        efficiency: the fractions of the peak rates that are reached. None: those measured on this GPU, else assumed.
+        inputs: (batch, seq) -> the forward's arguments; called under `torch.device("meta")`. None: a transformers
+            model's token ids and labels.
+        loss_fn: the model's output -> a scalar loss. None: its `.loss`, or the output itself.
+        optimizer: parameters -> their optimizer. None: the config's optimizer, else `torch.optim.AdamW`.
         auto_wrap_policy: which modules are units, as for `wrap_model`.
 
     Raises:
@@ -216,7 +217,7 @@ def plan_run(
 
 @dataclass(frozen=True, slots=True)
 class _Planner:
-    """Plans the stages of one model. Traces each micro-batch once: it does not depend on the ranks."""
+    """Plans the stages of one model. It traces each micro-batch once, since traces do not depend on the ranks."""
 
     model: nn.Module
     seq: int
@@ -231,22 +232,22 @@ class _Planner:
     efficiency: Efficiency
     traced: dict[tuple[object, ...], MicroBatch] = field(default_factory=dict)
     costs: dict[int | None, OptimizerCosts] = field(default_factory=dict)
-    """Ranks that shard -> what the optimizer costs: parameters are the same at every stage."""
+    """Number of shards -> costs of the optimizer. They do not depend on the stage."""
 
     def arguments(self, batch: int) -> Arguments:
-        """Return (args, kwargs) of the forward of a batch."""
+        """Return (args, kwargs) of the forward for `batch` samples."""
         return arguments_for(self.model, batch, self.seq, self.inputs)
 
     def plan(self, policy: Policy, auto_wrap_policy: AutoWrapPolicy) -> Plan:
-        """Return the plan of one stage."""
+        """Build the plan of one stage."""
         args, kwargs = self.arguments(1) if needs_trace(policy) else ((), {})
         return build_plan(self.model, policy, auto_wrap_policy, kwargs or args or None, self.device_type)
 
     def stage(self, plan: Plan, ranks: Ranks) -> StagePlan:
-        """Plan one stage."""
+        """Predict memory, traffic and time of one stage."""
         key = ranks.shards(plan.policy)
         if key not in self.costs:
-            # torch updates many tensors with one kernel on accelerators, which needs copies; every GPU here is one.
+            # On accelerators torch updates many tensors with one kernel (foreach), which needs copies.
             self.costs[key] = optimizer_costs(plan, ranks, self.optimizer, foreach=True)
         costs = self.costs[key]
 
@@ -268,13 +269,13 @@ class _Planner:
         )
 
     def time(self, plan: Plan, ranks: Ranks, costs: OptimizerCosts) -> StepTime:
-        """Return the time of a step."""
+        """Return the time of one optimizer step."""
         events = self.micro_batch(plan, self.batch, self.checkpointing).events
         given: dict[str, Any] = {"gpu": self.gpu, "network": self.network, "efficiency": self.efficiency}
         return step_time(plan, ranks, events, costs.moved_bytes, **given)
 
     def nccl_bytes(self, plan: Plan, ranks: Ranks) -> int:
-        """Return the memory of NCCL on these ranks."""
+        """Return the GPU memory that NCCL takes with these ranks, in bytes."""
         return self.network.nccl_bytes(
             num_shards=ranks.shards(plan.policy) or 1,
             num_replicas=ranks.num_replicas or 1,
@@ -286,7 +287,7 @@ class _Planner:
         )
 
     def meshes(self, plan: Plan, world_size: int, auto_wrap_policy: AutoWrapPolicy) -> MeshAdvice | None:
-        """Plan the meshes that a run on these ranks could have, at the stage of `plan`, and choose one."""
+        """Compare the meshes that `world_size` ranks can have, at the stage of `plan`, and choose the best."""
         policy, costs = plan.policy, next(iter(self.costs.items()))
         if policy.stage == 0:
             return None
@@ -294,7 +295,7 @@ class _Planner:
 
         def plan_mesh(shape: MeshShape) -> MeshPlan:
             of = plain if shape.partition == 1 else self._with_partition(policy, shape.partition, auto_wrap_policy)
-            # Exact for element-wise optimizers, but for their step counters. Tracing a step per mesh takes seconds.
+            # Exact for element-wise optimizers, except step counters. Tracing a step per mesh would take seconds.
             scaled = costs[1].scaled(local_elements(of, shape.num_shards) / local_elements(of, costs[0] or 1))
             planner = self if shape.ranks_per_node is None else self._in_levels(shape.ranks_per_node)
             memory = memory_timeline(of, shape.ranks, self.micro_batch(of, self.batch, self.checkpointing), scaled)
@@ -323,10 +324,10 @@ class _Planner:
         return self.plan(policy.replace(zero_hpz_partition_size=partition), auto_wrap_policy)
 
     def micro_batch(self, plan: Plan, batch: int, checkpointing: bool) -> MicroBatch:
-        """Return the trace of `batch` samples. Stages whose units and dtypes are the same share it.
+        """Return the trace of a micro-batch of `batch` samples. Stages with the same units and dtypes share it.
 
         Raises:
-            ConfigError: fake tensors cannot run the model, or there is no loss.
+            ConfigError: the model cannot run on fake tensors, or it returns no loss.
         """
         dtypes: tuple[tuple[str, torch.dtype], ...] = tuple((p.fqn, p.dtypes.param) for p in plan.params)
         key = (frozenset(dtypes), plan.units, tuple(plan.merged), batch, checkpointing)
@@ -339,18 +340,18 @@ class _Planner:
                 )
             except ZeroAmpError:
                 raise
-            # Whatever fake tensors make a forward raise: there is no one class for "this needs a value".
+            # A forward that needs the value of a fake tensor can raise any class of error.
             except Exception as error:
                 message = (str(error).splitlines() or [""])[0]
                 raise ConfigError(
-                    f"{type(self.model).__name__} cannot be planned: on tensors without values its forward or backward "
-                    f"raises {type(error).__name__}: {message}. Control flow and shapes must not depend on values. "
-                    "Check the inputs. Of a model that routes by value, plan one that routes by a fixed rule."
+                    f"{type(self.model).__name__} cannot be planned: on fake tensors its forward or backward raises "
+                    f"{type(error).__name__}: {message}. Control flow and shapes must not depend on values. Check the "
+                    "inputs. If the model routes tokens by value, plan a copy of it that routes by a fixed rule."
                 ) from error
         return self.traced[key]
 
     def activations(self, plan: Plan, batch: int) -> dict[str, tuple[int, int]]:
-        """Return unit -> bytes that its forward leaves for the backward, without and with checkpointing."""
+        """Return unit -> bytes that its forward saves for the backward, without and with checkpointing."""
         by_unit = {unit: [0, 0] for unit in ("", *plan.run.forward_order()[1:])}
         for checkpointing in (False, True):
             for event in self.micro_batch(plan, batch, checkpointing).events:
@@ -367,8 +368,8 @@ def local_elements(plan: Plan, num_shards: int) -> int:
 def largest_batch(peak_bytes: Callable[[int], int], limit: int) -> int:
     """Return the largest batch whose peak is at most `limit` bytes; 0 if not even 1 fits, at most `MAX_BATCH`.
 
-    A peak is the largest of many sums that are each affine in the batch. A line through two known peaks is solved for
-    the limit, the answer is tried, and so on, until one batch is known to fit and the next one not to.
+    A peak is the largest of many sums that are each affine in the batch. So a line through two known peaks is solved
+    for the limit and the solution is tried, until a batch fits and the next larger one does not.
     """
     peaks: dict[int, int] = {}
     before, fits, fails = 0, 0, MAX_BATCH + 1
@@ -379,7 +380,7 @@ def largest_batch(peak_bytes: Callable[[int], int], limit: int) -> int:
             before, fits = fits, guess
         else:
             fails = guess
-        # Between what fits and what fails where both are known, else onwards from the two largest that fit.
+        # Interpolate between a batch that fits and one that fails, else extrapolate from the two largest that fit.
         known = [batch for batch in (before, fits, fails) if batch in peaks][-2:]
         solved = fits + 1 if len(known) < 2 else _solve(known[0], known[1], peaks, limit)
         guess = min(max(solved, fits + 1), fails - 1)

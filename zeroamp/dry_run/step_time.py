@@ -1,24 +1,24 @@
-"""The shortest time of a step: queues, of ops and of collectives, that wait for each other.
+"""Models the shortest time of a step: a queue of ops and a queue of collectives, which wait for each other.
 
 [Note: Two queues]
-An op takes the larger of its floating-point operations at the peak of its dtype and its bytes at the memory's
-bandwidth; each peak counts times its efficiency (`zeroamp/dry_run/efficiency.py`). Ops run in order. Collectives run
-one after the other too, in a queue of their own, beside the ops, as FSDP2 starts them:
+The time of an op is the larger of two: its FLOPs at the peak rate of its dtype, and its bytes at the memory bandwidth.
+Each peak is multiplied by its efficiency (`zeroamp/dry_run/efficiency.py`). Ops run in order. Collectives run in order
+too, in a queue of their own beside the ops, as FSDP2 starts them:
 
-* an all-gather starts when the network is free and the unsharded parameters of the all-gather before it are copied out;
-  the ops of the unit wait for it, and the copy out is an op;
-* a reduction starts when its gradients are there, are copied in (an op) and the network is free; the next one's copy
-  waits until it is done, and so does the optimizer for the last.
+* an all-gather starts when the network is free and the parameters of the all-gather before it are copied out. The ops
+  of the unit wait for it. The copy out is an op;
+* a reduction starts when its gradients are computed and copied in (an op) and the network is free. The next reduction's
+  copy waits for its end, and the optimizer waits for the last one.
 
-The host is taken to be always ahead. Communication is exposed where ops wait for it.
+The host is assumed to be always ahead. Communication is exposed while ops wait for it.
 
 [Note: Queues of collectives]
 Collectives of one communicator run one after the other, in the order in which they were started: all-gathers and
 reductions wait for each other, unless `zeroamp.separate_reduce_scatter_group` is on. Then an all-gather does not wait
 for a reduction: the reduction stops while the all-gather uses the links. The all-reduce over replicas, and all-gathers
 over a partition (hpZ), have communicators of their own. They have a queue of their own if they use other links than the
-rest: if one of the two is inside a node. Times of collectives: see `zeroamp.dry_run.network`. A rank's own sum runs
-after the collective, at the memory's bandwidth, beside the ops; that it takes bandwidth from the ops is not counted.
+rest: if one of the two is inside a node. `zeroamp.dry_run.network` has the times of collectives. A rank sums after the
+collective, at the memory bandwidth, beside the ops. The bandwidth that this takes from the ops is not counted.
 """
 
 from collections.abc import Iterable, Sequence
@@ -44,21 +44,21 @@ class StepTime:
     compute: float
     """Ops of forward and backward, and FSDP2's copies."""
     optimizer: float
-    """The update, which is bound by memory."""
+    """The update, which is bound by memory bandwidth."""
     communication: float
-    """All collectives, one after the other."""
+    """The sum over all collectives."""
     latency: float
-    """The part of `communication` that is latency of hops, not time of bytes."""
+    """The part of `communication` that is latency, not transfer of bytes."""
     sums: float
-    """The ranks' own sums, after all-to-alls."""
+    """Sums over ranks that the ranks compute themselves, after all-to-alls."""
     exposed: float
     """How long ops wait for collectives and sums."""
     flops: int
-    """Of matrix products, convolutions and attention, recomputation included."""
+    """FLOPs of matrix products, convolutions and attention, recomputation included."""
 
     @property
     def total(self) -> float:
-        """Return the step's time."""
+        """Return the seconds of the whole step."""
         return self.compute + self.optimizer + self.exposed
 
 
@@ -72,7 +72,17 @@ def step_time(
     network: Network,
     efficiency: Efficiency,
 ) -> StepTime:
-    """Return the time of one optimizer step. See [Note: Two queues]."""
+    """Return the time of one optimizer step on one rank. See [Note: Two queues].
+
+    Args:
+        plan: of the model.
+        ranks: of the mesh.
+        events: of one traced micro-batch.
+        moved_by_optimizer: bytes that the update reads and writes.
+        gpu: peak rates of the accelerator.
+        network: times of collectives.
+        efficiency: fractions of the peak rates that are reached.
+    """
     clock = _Clock(plan, ranks, gpu, network, efficiency)
     num_micro_batches = plan.policy.gradient_accumulation_steps
     num_run = min(num_micro_batches, MAX_MICRO_BATCHES)
@@ -99,7 +109,7 @@ def step_time(
 
 
 class _Clock(GroupListener):
-    """The two queues. Listens to the replay, which has what starts when."""
+    """The two queues. A replay of FSDP2 calls it when all-gathers and reductions start and end."""
 
     def __init__(self, plan: Plan, ranks: Ranks, gpu: Gpu, network: Network, efficiency: Efficiency) -> None:
         self._replay = Replay(plan, self)
@@ -123,26 +133,26 @@ class _Clock(GroupListener):
             ]
             for group in plan.groups
         }
-        self._copied_twice = {  # elements that are copied once more: of other sharded dimensions than 0
+        self._copied_twice = {  # elements that are sharded over another dimension than 0: they are copied once more
             group.name: sum(p.numel for p in group.params if p.shard_dim(of_group[group.name]) > 0)
             for group in plan.groups
         }
         self._is_last = True  # whether the micro-batch is the last of its optimizer step
         self._partitioned: set[str] = set()  # groups that are sharded over a partition
-        self._now = 0.0  # of the ops
+        self._now = 0.0  # time in the queue of ops
         self._busy = 0.0  # how long ops ran
         # When each queue of collectives is free. See [Note: Queues of collectives]
         self._free = {"gathers": 0.0, "reductions": 0.0, "replicas": 0.0, "partition": 0.0}
         self._sent = 0.0  # how long collectives ran
         self._latency = 0.0  # the part of it that is latency
-        self._summed = 0.0  # how long own sums ran
-        self._gathered: dict[str, float] = {}  # group -> when its gather is done
-        self._copied = 0.0  # when the last gather was copied out
+        self._summed = 0.0  # how long the rank's own sums ran
+        self._gathered: dict[str, float] = {}  # group -> when its all-gather is done
+        self._copied = 0.0  # when the last all-gather was copied out
         self._reduced = 0.0  # when the last reduction is done
         self._all_reduced = 0.0  # when the last all-reduce over replicas is done
 
     def read(self) -> tuple[float, float, float, float, float]:
-        """Return the time, and how long ops, collectives, latencies of collectives, and own sums took."""
+        """Return the time so far, and how long ops, collectives, their latencies, and the rank's own sums ran."""
         return self._now, self._busy, self._sent, self._latency, self._summed
 
     def micro_batch(self, events: Iterable[Event], *, is_last: bool) -> None:
@@ -212,7 +222,7 @@ class _Clock(GroupListener):
         self._busy += seconds
 
     def _send(self, queue: str, parts: tuple[float, float], earliest: float) -> float:
-        """Run a collective of (latency, time of its bytes) in a queue, and return when it is done."""
+        """Run a collective in a queue, not before `earliest`, and return when it is done. `parts`: see `Network`."""
         seconds, free = sum(parts), self._free
         start = max(free[queue], earliest)
         if queue == "reductions":

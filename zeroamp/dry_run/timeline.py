@@ -18,16 +18,16 @@ MemoryKind = Literal[
     "workspace",
     "inputs and buffers",
 ]
-"""parameters: the stored shards. gradients: their shards. unsharded gradients: raw ones before their reduction, and
-sums of several micro-batches at stages 0 and 1. communication buffers: what collectives read and write, and casts for
-them. activations: what the forward leaves for the backward. workspace: what ops need and free again, recomputed
-activations included."""
+"""parameters: the stored shards. gradients: gradient shards. gathered parameters: unsharded ones. unsharded gradients:
+raw ones before their reduction, and sums of several micro-batches at stages 0 and 1. communication buffers: inputs and
+outputs of collectives, and casts for them. activations: what the forward saves for the backward. workspace: temporary
+memory of ops, recomputed activations included."""
 
 KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 LABELS: dict[MemoryKind, str] = {**{kind: str(kind) for kind in KINDS}, "gathered parameters": "unsharded parameters"}
-"""What texts and pictures call a kind; in JSON a kind is its own name."""
+"""Kind -> its name in tables and plots. JSON has the kind itself."""
 HOST_KINDS: tuple[MemoryKind, ...] = ("parameters", "optimizer state", "gradients")
-"""What offloading moves to the CPU."""
+"""Kinds that offloading moves to the CPU."""
 
 Phase = Literal["init", "forward", "backward", "optimizer"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -35,14 +35,14 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The steady state: a step after the first, with optimizer state."""
+    """Memory of one rank after each event of a step after the first, which has optimizer state."""
 
     num_bytes: npt.NDArray[np.int64]
-    """[events, kinds]; each row holds after one event. Kinds in the order of `KINDS`."""
+    """[events, kinds], in the order of `KINDS`: the bytes of each kind after each event."""
     phases: npt.NDArray[np.int8]
     """[events]: index into `PHASES`."""
     on_host: tuple[MemoryKind, ...] = ()
-    """Kinds that are in the CPU's memory: part of `num_bytes`, not of the peaks."""
+    """Kinds in host memory. They are in `num_bytes`, but do not count for peaks."""
 
     def device_bytes(self) -> npt.NDArray[np.int64]:
         """Return the bytes on the device after each event: [events]."""
@@ -51,7 +51,7 @@ class Timeline:
         return total
 
     def peak(self, phase: Phase | None = None) -> dict[MemoryKind, int]:
-        """Return the bytes of each kind at the moment of the largest sum on the device, in one phase or in all."""
+        """Return the bytes of each kind at the moment of the device's peak, in one phase or in the whole step."""
         totals = self.device_bytes()
         if phase is not None:
             totals = np.where(self.phases == PHASES.index(phase), totals, -1)
@@ -59,12 +59,12 @@ class Timeline:
         return {kind: int(value) for kind, value in zip(KINDS, row, strict=True)}
 
     def peak_bytes(self, phase: Phase | None = None) -> int:
-        """Return the largest sum on the device, in one phase or in all."""
+        """Return the peak bytes on the device, in one phase or in the whole step."""
         return sum(value for kind, value in self.peak(phase).items() if kind not in self.on_host)
 
 
 class TimelineWriter:
-    """Adds and takes away bytes, and writes a row of what is held after each change."""
+    """Adds and subtracts bytes, and writes a row of the totals after each change."""
 
     def __init__(self) -> None:
         self.phase: Phase = "init"
@@ -73,16 +73,16 @@ class TimelineWriter:
         self._phases: list[int] = []
 
     def add(self, kind: MemoryKind, num_bytes: int) -> None:
-        """Add bytes of a kind, or take them away where they are negative."""
+        """Add bytes of a kind; a negative number subtracts."""
         if num_bytes:
             self._now[KINDS.index(kind)] += num_bytes
             self.add_row()
 
     def add_row(self) -> None:
-        """Add the bytes that are held now as an event."""
+        """Write the current totals as an event."""
         self._rows.append(tuple(self._now))
         self._phases.append(PHASES.index(self.phase))
 
     def timeline(self, on_host: Sequence[MemoryKind] = ()) -> Timeline:
-        """Return the events so far."""
+        """Return the timeline of all events so far."""
         return Timeline(np.array(self._rows, np.int64), np.array(self._phases, np.int8), tuple(on_host))

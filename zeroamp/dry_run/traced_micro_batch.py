@@ -1,14 +1,14 @@
-"""One micro-batch of a model on fake tensors, as every rank runs it: what it allocates, computes, and when.
+"""Traces one micro-batch on fake tensors, as every rank runs it: allocations, ops, and the points where FSDP2 acts.
 
 [Note: What is traced]
-The run is of the plain model, with its parameters in the dtypes in which FSDP2 all-gathers them, so that the ops and
-what autograd saves are those of the sharded model. In the place of FSDP2's hooks there are marks at the same points:
-before and after a unit's forward, on the gradients of its outputs, and on those of its inputs. What FSDP2 itself
-allocates at these points is not in the trace: `zeroamp.dry_run.memory` adds it, at every stage.
+The plain model runs, with its parameters in their `param_dtype`, so that the ops and what autograd saves are those of
+the sharded model. In the place of FSDP2's hooks there are marks at the same points: before and after a unit's forward,
+on the gradients of its outputs, and on those of its inputs. The trace does not contain what FSDP2 itself allocates at
+these points: `zeroamp.dry_run.memory` adds it for each stage.
 
-The ops are those of the device type that the run is on. Without an accelerator that is the CPU, whose flash attention
-saves what an accelerator's does; but autocast for CUDA runs some ops in fp32 that it does not for the CPU (softmax and
-losses among them), so that a trace with a GPU at hand is the more exact one.
+The ops are those of the current device type. Without an accelerator that is the CPU. Its flash attention saves what an
+accelerator's does, but CUDA's autocast runs some ops in fp32 that the CPU's does not (softmax and losses among them).
+So a trace on a machine with a GPU is more exact.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,11 +40,11 @@ from zeroamp.wrapping.attach import cast_unit_inputs, share_casts
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One traced forward and backward."""
+    """The trace of one forward and backward."""
 
     events: Sequence[Event]
     constant_bytes: int
-    """Of the inputs and the buffers, which are there all the time."""
+    """Bytes of the inputs and of the buffers, which exist during the whole step."""
 
 
 def trace_micro_batch(
@@ -57,20 +57,20 @@ def trace_micro_batch(
     loss_fn: LossFunction | None = None,
     children: Mapping[str, Sequence[str]] | None = None,
 ) -> MicroBatch:
-    """Run forward and backward once on fake tensors. The model is left as it was; it may be on the meta device.
+    """Run forward and backward once on fake tensors. The model is not changed, and may be on the meta device.
 
     Args:
-        model: what `plan` is of.
-        plan: has the dtype in which each parameter is all-gathered, and which modules are units.
-        arguments: of the model's forward.
-        device_type: where the ops run: "cpu", or an accelerator that is here.
-        checkpointing: whether the forward of each unit (the outermost, where units are nested) is run again in its
-            backward, which saves its inputs only.
-        loss_fn: makes a scalar of the model's output. Default: its `.loss`, or the output itself.
-        children: FQN of a module list -> names of its children that are run; see `zeroamp.dry_run.equal_layers`.
+        model: the model of `plan`.
+        plan: has the `param_dtype` of each parameter, and the units.
+        arguments: (args, kwargs) of the model's forward.
+        device_type: the device type of the ops: "cpu", or an accelerator of this machine.
+        checkpointing: whether each unit (the outermost of nested ones) saves its inputs only, and recomputes its
+            forward in the backward.
+        loss_fn: the model's output -> a scalar loss. None: its `.loss`, or the output itself.
+        children: FQN of a module list -> names of its children to run; see `zeroamp.dry_run.equal_layers`.
 
     Raises:
-        ConfigError: there is no scalar loss.
+        ConfigError: the output has no scalar loss.
     """
     parameters = {param.fqn: model.get_parameter(param.fqn) for param in plan.params}
     dtypes = {id(parameters[param.fqn]): param.dtypes.param for param in plan.params}
@@ -114,7 +114,7 @@ def trace_micro_batch(
 
 
 def _tensors_beside_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the buffers of the modules, and the tensors among their attributes."""
+    """Yield the modules' buffers, and their attributes that are tensors but not parameters."""
     for module in model.modules():
         for value in (*module._buffers.values(), *vars(module).values()):
             if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
@@ -124,7 +124,7 @@ def _tensors_beside_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
 def _mark_units(
     model: nn.Module, plan: Plan, recorder: EventRecorder, device_type: str, checkpointing: bool
 ) -> list[RemovableHandle]:
-    """Mark where FSDP2 acts; return the hooks' handles. `tensors_replaced` undoes what is done to modules."""
+    """Mark where FSDP2 acts, and return the hooks' handles. `tensors_replaced` undoes all other changes of modules."""
     present = {fqn for fqn, _ in model.named_modules(remove_duplicate=False)}
     of_units = [fqn for unit in plan.units for fqn in plan.modules_of(unit)]
     is_inner = {fqn for fqn in of_units if any(fqn.startswith(f"{other}.") for other in of_units)}
@@ -146,7 +146,7 @@ def _mark_units(
 def _mark_unit(
     unit: str, first: nn.Module, last: nn.Module, recorder: EventRecorder, running: list[str]
 ) -> list[RemovableHandle]:
-    """Mark a unit's forward, from the beginning of its first module to the end of its last, and its backward."""
+    """Mark a unit's forward, from the begin of its first module to the end of its last one, and its backward."""
 
     def begin(_module: nn.Module, args: Any, kwargs: Any) -> Any:
         running.append(unit)
@@ -174,7 +174,7 @@ def _mark_unit(
 
 
 class _EndOfBackward(torch.autograd.Function):
-    """Returns its inputs; once their gradients are known, the unit's backward has ended."""
+    """Returns its inputs. Its backward marks the end of the unit's backward: the inputs' gradients are computed."""
 
     @staticmethod
     def forward(ctx: Any, recorder: EventRecorder, unit: str, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:

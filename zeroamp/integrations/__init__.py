@@ -1,1 +1,1 @@
-"""What other libraries need from a wrapped model. A module here imports its library when it is used."""
+"""Integrations with other training libraries. A library is needed only if its module here is imported."""

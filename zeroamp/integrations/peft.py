@@ -1,9 +1,9 @@
 """Adapters of peft: `export_adapter` and `export_merged` write them from a wrapped model, `load_adapter` reads them.
 
 [Note: One layer at a time]
-peft merges an adapter inside its layer, which needs whole tensors. So each layer with an adapter is copied, without its
-tensors, and the copy gets whole ones: the ranks all-gather the parameters of this layer. peft's own `merge` of the copy
-gives the merged weight. The wrapped model is not changed, and a rank holds one whole layer at most.
+peft merges an adapter inside its layer, with whole tensors. So each layer with an adapter is copied without its
+tensors, and the copy gets whole tensors, which the ranks all-gather. peft's own `merge` of the copy computes the merged
+weight. The wrapped model is not changed, and a rank holds at most one whole layer.
 """
 
 import copy
@@ -42,36 +42,36 @@ from zeroamp.wrapping.rank_group import RankGroup
 from zeroamp.wrapping.state import wrap_state
 
 _PREFIX = "base_model.model."
-"""What the names of a `PeftModel`'s tensors begin with."""
+"""Prefix of the tensor names of a `PeftModel`."""
 
 
 def export_adapter(model: nn.Module, folder: str | os.PathLike[str], adapter: str | None = None) -> Path:
-    """Write one adapter of a wrapped model, as `PeftModel.from_pretrained` reads it. All ranks call it.
+    """Write one adapter of a wrapped model, for `PeftModel.from_pretrained`. All ranks call it.
 
     The files are those of peft's `save_pretrained`: `adapter_model.safetensors` and `adapter_config.json`, with the
-    tensors of `modules_to_save`. Trained tensors are written in fp32, as their shards are stored, others as stored. The
-    tensors are all-gathered one by one, and the first rank writes. In a folder that exists, an earlier adapter is
-    replaced once the new one is complete.
+    tensors of `modules_to_save`. Tensors are written in the dtype of their shards: fp32 for trained ones. They are
+    all-gathered one by one, and the first rank writes. An earlier adapter in the folder is replaced once the new one is
+    complete.
 
     Args:
         model: from `wrap_model`, with adapters that were added before: a `PeftModel`, or a model after
             `add_adapter` or `inject_adapter_in_model`. Call this between two optimizer steps.
-        folder: that all ranks see.
-        adapter: its name; the active one by default.
+        folder: a folder that all ranks see.
+        adapter: name of the adapter. None: the active one.
 
     Returns:
-        The folder of the files: `folder` for the adapter "default", else `folder`/<adapter>, as peft does.
+        The folder of the files: `folder` for the adapter "default", else `folder`/<adapter>, as in peft.
 
     Raises:
-        CheckpointError: on all ranks. The model has no such adapter, peft computes what it saves of this kind of
-            adapter (prompt tuning), the ranks pass different arguments, or a rank cannot write.
+        CheckpointError: on all ranks. The model has no such adapter, peft computes the tensors that it saves for this
+            kind of adapter (prompt tuning), the ranks pass different arguments, or a rank cannot write.
         WrapError: the model is not wrapped.
     """
     state = wrap_state(model)
     root, ranks = state.root, RankGroup.for_saving(state.axes.whole)
     name = ranks.run(lambda: _adapter_of(root, adapter))[ranks.rank]
     path = Path(folder) if name == "default" else Path(folder) / name
-    # peft may look up the base model's config in a hub: one rank decides for all.
+    # One rank decides for all, since peft may look up the base model's config in a hub.
     names = ranks.on_first(lambda: _adapter_names(root, name))
 
     def sources() -> list[Source]:
@@ -82,7 +82,7 @@ def export_adapter(model: nn.Module, folder: str | os.PathLike[str], adapter: st
         export_tensors(
             sources,
             path,
-            lambda: torch.float32,  # of no tensor: all are written as stored
+            lambda: torch.float32,  # applies to no tensor: all are written as stored
             sys.maxsize,  # peft reads a single file
             lambda draft, _: _save_adapter_config(root, name, draft),
             ranks,
@@ -94,16 +94,16 @@ def export_adapter(model: nn.Module, folder: str | os.PathLike[str], adapter: st
 def load_adapter(model: nn.Module, folder: str | os.PathLike[str], adapter: str | None = None) -> None:
     """Fill one adapter of a wrapped model from the files of `export_adapter` or peft's `save_pretrained`.
 
-    All ranks call it, and each reads its own part. The base model is not changed. Only tensors are read: the adapter's
-    config is that of the model.
+    All ranks call it, and each reads its own part. The base model is not changed. Only tensors are read: the adapter
+    keeps the config that it has in the model.
 
     Args:
-        model: from `wrap_model`, with the adapter that the files are of.
-        folder: with `adapter_model.safetensors`: what `export_adapter` returned.
-        adapter: its name in the model; the active one by default.
+        model: from `wrap_model`, with the adapter to fill.
+        folder: a folder with `adapter_model.safetensors`, such as `export_adapter` returned.
+        adapter: name of the adapter in the model. None: the active one.
 
     Raises:
-        CheckpointError: on all ranks. There is no such file or adapter, or see `zeroamp.load_hf`.
+        CheckpointError: on all ranks. There is no such file or adapter, or `zeroamp.load_hf` raises it.
         WrapError: the model is not wrapped.
     """
     state = wrap_state(model)
@@ -112,7 +112,7 @@ def load_adapter(model: nn.Module, folder: str | os.PathLike[str], adapter: str 
     def weights_of() -> dict[str, Weight]:
         if not path.exists():
             raise CheckpointError(
-                f"{folder} must be a folder with {path.name}, but has none. Name the folder that export_adapter "
+                f"{folder} must be a folder with {path.name}, but has none. Pass the folder that export_adapter "
                 "returned."
             )
         names = _adapter_names(state.root, _adapter_of(state.root, adapter))
@@ -130,17 +130,17 @@ def export_merged(
     *,
     max_shard_bytes: int = 5 * 1000**3,
 ) -> None:
-    """Write the base model with one adapter merged into it, as `from_pretrained` reads it. All ranks call it.
+    """Write the base model with one adapter merged into it, for `from_pretrained`. All ranks call it.
 
     Names, files and `config.json` are those of the model without adapters. Values are those of peft's
-    `merge_and_unload()`: its layers compute them, from whole tensors of one layer at a time. A 4-bit base of
-    bitsandbytes is dequantized, and stays so: `merge_and_unload()` would quantize the merged weight again, with
-    another rounding. If only one of two tied weights has an adapter, both are written, and the config unties them.
+    `merge_and_unload()`, computed by peft's layers from the whole tensors of one layer at a time. A 4-bit base of
+    bitsandbytes is written dequantized: `merge_and_unload()` would quantize the merged weight again, with another
+    rounding. If only one of two tied weights has an adapter, both are written, and the config unties them.
 
     Args:
         model: see `export_adapter`. It is not changed.
         folder: see `zeroamp.export_hf`.
-        adapter: its name; the active one by default.
+        adapter: name of the adapter. None: the active one.
         dtype: see `zeroamp.export_hf`.
         max_shard_bytes: see `zeroamp.export_hf`.
 
@@ -173,7 +173,7 @@ def export_merged(
 
 
 def _adapter_of(root: nn.Module, asked: str | None) -> str:
-    """Return the name of the adapter to write."""
+    """Return the name of the adapter: the one asked for, or the one active adapter."""
     configs = getattr(root, "peft_config", None)
     if not isinstance(configs, dict) or not configs:
         raise CheckpointError(
@@ -186,7 +186,7 @@ def _adapter_of(root: nn.Module, asked: str | None) -> str:
         names = [active] if isinstance(active, str) else list(active or configs)
         if len(names) != 1:
             raise CheckpointError(
-                f"{len(names)} adapters are active ({some_of(names)}), and one is written. Pass adapter, its name."
+                f"{len(names)} adapters are active ({some_of(names)}), but only one is written. Pass its name, adapter."
             )
         asked = names[0]
     if asked not in configs:
@@ -204,7 +204,7 @@ def _is_peft_model(root: Any) -> bool:
 
 
 def _adapter_names(root: Any, adapter: str) -> dict[str, str]:
-    """Return {name in the file: name in the model} of an adapter's tensors, as peft chooses and names them."""
+    """Return {name in the file: name in the model} of the tensors that peft saves for an adapter."""
     config = root.peft_config[adapter]
     named = {name: weight.tensor for weight in find_weights(root) for name in weight.names}
     own = {id(tensor): name for name, tensor in reversed(named.items())}
@@ -214,10 +214,10 @@ def _adapter_names(root: Any, adapter: str) -> dict[str, str]:
     if not chosen or any(id(tensor) not in own for tensor in chosen.values()):
         kind = getattr(config.peft_type, "value", "this kind")
         raise CheckpointError(
-            f"peft computes the tensors of the adapter {adapter!r} ({kind}) when it saves it, which needs the whole "
-            "model. Call zeroamp.unwrap_model(model), then save_pretrained."
+            f"The adapter {adapter!r} ({kind}) cannot be exported from a wrapped model: peft computes its tensors from "
+            "the whole model. Call zeroamp.unwrap_model(model), then save_pretrained."
         )
-    # A model after `add_adapter` is not inside a PeftModel, but its files are to be loaded into one.
+    # A model after `add_adapter` is not inside a PeftModel, but its files must load into one.
     prefix = "" if _is_peft_model(root) else _PREFIX
     return {prefix + name: own[id(tensor)] for name, tensor in chosen.items()}
 
@@ -245,24 +245,24 @@ def _save_adapter_config(root: Any, adapter: str, folder: Path) -> None:
 
 @dataclass(slots=True)
 class _Layer:
-    """A module with adapters, which peft put in the place of one of the base model's."""
+    """A layer of peft, with adapters, that has replaced a module of the base model."""
 
     fqn: str
-    """In the base model."""
+    """FQN of the replaced module in the base model."""
     module: nn.Module
     merged: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Merged tensors that were not read yet, by their names in the module that was replaced."""
+    """Name in the replaced module -> merged tensor that was not read yet."""
 
 
 class _Merge:
-    """The tensors of a base model with one adapter merged: see [Note: One layer at a time]."""
+    """Provides the tensors of a base model with one adapter merged: see [Note: One layer at a time]."""
 
     def __init__(self, root: nn.Module, adapter: str, mesh: DeviceMesh) -> None:
         self.is_untied = False
         """Whether two tied weights of the base model differ after the merge. Set by `sources`."""
         self._root, self._adapter, self._mesh = root, adapter, mesh
-        self._weights: dict[int, Weight] = {}  # by the identity of their tensor
-        self._last: _Layer | None = None  # the one that was merged last
+        self._weights: dict[int, Weight] = {}  # id of a tensor -> its weight
+        self._last: _Layer | None = None  # the layer that was merged last
 
     def sources(self) -> list[Source]:
         """Return all tensors, in the order of the base model."""
@@ -274,7 +274,7 @@ class _Merge:
             self._refuse_shared(weights)
         modules = {file_name(fqn): module for fqn, module in base.named_modules(remove_duplicate=False)}
         layers = {layer.fqn: layer for layer in _layers(base)}
-        found: dict[str, tuple[object, Source]] = {}  # name -> (what tied names have in common, the tensor)
+        found: dict[str, tuple[object, Source]] = {}  # name -> (key that tied names share, the tensor)
         for weight, name in ((each, name) for each in weights for name in each.names):
             own = name if base is self._root else name.removeprefix(_PREFIX)
             outer = next((fqn for fqn in _modules_around(own) if fqn in layers), None)
@@ -297,7 +297,7 @@ class _Merge:
         if check is not None:
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # of tied weights, which are untied here
+                    warnings.simplefilter("ignore")  # it warns about tied weights, which are untied here
                     check()
             except ValueError as error:
                 problem = str(error)
@@ -307,7 +307,7 @@ class _Merge:
             )
 
     def _refuse_shared(self, weights: list[Weight]) -> None:
-        """Refuse adapters with tensors beside the base model (VeRA): a layer cannot be merged by itself."""
+        """Refuse adapters with tensors outside of their layers (VeRA): such a layer cannot be merged alone."""
         name = next((each for weight in weights for each in weight.names if not each.startswith(_PREFIX)), None)
         if name is not None:
             raise CheckpointError(
@@ -320,7 +320,7 @@ class _Merge:
         return str(getattr(root.peft_config[self._adapter].peft_type, "value", "this kind"))
 
     def _of_layer(self, layer: _Layer) -> Iterator[tuple[str, tuple[object, Source]]]:
-        """Yield the tensors of the module that a layer replaced, merged or, if nothing changes them, as they are."""
+        """Yield the tensors of the module that a layer replaced: merged, or unchanged if the adapter is not in it."""
         replaced, tuner = _parts(layer, self._adapter)
         for key, tensor in live_state(replaced).items():
             name, owner = f"{layer.fqn}.{file_name(key)}", replaced.get_submodule(key.rpartition(".")[0])
@@ -347,10 +347,10 @@ class _Merge:
             whole = _Layer(layer.fqn, _copy_with(layer.module, self._whole))
             try:
                 layer.merged = _merged_tensors(whole, self._adapter)
-            except NotImplementedError as error:  # of Lily, on all ranks
+            except NotImplementedError as error:  # Lily, on all ranks
                 raise CheckpointError(
-                    f"The adapter {self._adapter!r} ({self._kind()}) cannot be merged: peft has no merge of it. Call "
-                    "export_adapter instead."
+                    f"The adapter {self._adapter!r} ({self._kind()}) cannot be merged: peft does not implement it. "
+                    "Call export_adapter instead."
                 ) from error
         return _cast(name, layer.merged.pop(key), dtype)
 
@@ -362,8 +362,8 @@ class _Merge:
         return whole_weight(self._weights[id(tensor)], self._mesh, tensor.dtype).clone()
 
     def _untied(self, base: nn.Module, found: dict[str, tuple[object, Source]]) -> Iterator[Source]:
-        """Yield the tensors to write: a tied one once, under the name that `from_pretrained` looks for."""
-        tied = getattr(base, "all_tied_weights_keys", None)  # transformers': {name: the name it is tied to}
+        """Yield the tensors to write. Tied ones are written once, under the name that `from_pretrained` reads."""
+        tied = getattr(base, "all_tied_weights_keys", None)  # of transformers: {name: the name it is tied to}
         seen: set[object] = set()
         for name, (common, source) in found.items():
             target = (tied or {}).get(name)
@@ -395,7 +395,7 @@ def _modules_around(name: str) -> Iterator[str]:
 
 
 def _parts(layer: _Layer, adapter: str) -> tuple[nn.Module, Any]:
-    """Return the module that takes a layer's place after the merge, and peft's layer that merges into it, or None."""
+    """Return the module that replaces a layer after the merge, and peft's layer that merges into it, or None."""
     module: Any = layer.module
     if hasattr(module, "token_adapter"):  # single rows of an embedding are trained
         module = module.token_adapter
@@ -418,14 +418,14 @@ def _merged_tensors(layer: _Layer, adapter: str) -> dict[str, torch.Tensor]:
     replaced, tuner = _parts(layer, adapter)
     if _unquantized(replaced) is None:
         tuner.merge(adapter_names=[adapter])
-        replaced = tuner.get_base_layer()  # LN tuning puts another module there
+        replaced = tuner.get_base_layer()  # LN tuning replaces the base layer
     else:
         _merge_4bit(replaced, tuner, adapter)
     return {key: tensor for key, tensor in replaced.state_dict().items() if isinstance(tensor, torch.Tensor)}
 
 
 def _merge_4bit(base: Any, tuner: Any, adapter: str) -> None:
-    """Merge as peft's `Linear4bit.merge` does, but leave the merged weight dequantized."""
+    """Merge like peft's `Linear4bit.merge`, but leave the merged weight dequantized."""
     if not hasattr(tuner, "lora_variant"):
         raise CheckpointError(
             f"{type(tuner).__name__} of peft on a 4-bit base cannot be merged: export_merged merges LoRA and DoRA "
@@ -439,7 +439,7 @@ def _merge_4bit(base: Any, tuner: Any, adapter: str) -> None:
 
 
 def _copy_with(module: nn.Module, whole: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
-    """Return a copy of a module and of those inside, without hooks, whose parameters are what `whole` returns."""
+    """Return a copy of a module and its submodules, without hooks, with `whole(parameter)` for each parameter."""
     classes = type(module).__mro__
     new: Any = object.__new__(next(cls for cls in classes if not issubclass(cls, FSDPModule)))
     own = {name: value for name, value in vars(module).items() if not (callable(value) or name.endswith("_hooks"))}
@@ -459,7 +459,7 @@ def _copy_with(module: nn.Module, whole: Callable[[torch.Tensor], torch.Tensor])
 
 
 def _unquantized(module: nn.Module) -> tuple[tuple[int, ...], torch.dtype] | None:
-    """Return shape and dtype of a 4-bit weight of bitsandbytes when it is dequantized; None for other modules."""
+    """Return shape and dtype of the dequantized weight of a 4-bit module of bitsandbytes; None for other modules."""
     state = getattr(module, "quant_state", None)
     return None if state is None else (tuple(state.shape), state.dtype)
 
@@ -486,7 +486,7 @@ def _dequantized(weight: Any) -> torch.Tensor:
 
 
 def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Cast a merged tensor, which all ranks hold; refuse a finite value that would be infinite."""
+    """Cast a merged tensor, which all ranks hold. Raises CheckpointError if a finite value would become infinite."""
     largest = overflow(tensor, dtype)
     refuse_overflows({} if largest is None else {name: largest}, dtype)
     return tensor.to(dtype)

@@ -2,9 +2,9 @@
 
 [Note: The head outside of its module]
 Most trainers of TRL replace `model.forward`: a call with `fused_lm_head=True` computes log-probabilities of chunks from
-`lm_head.weight`, outside of the `nn.Linear` that owns it, and adds their gradients in fp32. By its class the weight is
-safe, and would be all-gathered and reduced in low precision: other bits than plain autocast's. A traced run of the call
-that `compute_loss` makes shows this, so `"lower_precision_safe_modules": "auto"` is the default here.
+`lm_head.weight`, outside of the `nn.Linear` that owns it, and adds their gradients in fp32. By its class the weight
+counts as safe. All-gathering and reducing it in low precision would give other bits than plain autocast. A traced run
+of the call in `compute_loss` detects this, so `"lower_precision_safe_modules": "auto"` is the default here.
 """
 
 from collections.abc import Iterable
@@ -24,12 +24,12 @@ from zeroamp.policies.errors import ConfigError
 _WORKING = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer")
 _REASONS = {
     "activation_offloading": (
-        "It takes the unsharded weights that autograd saves for activations, and copies them to the CPU too. Leave it "
-        "out; gradient_checkpointing saves more, and offload_optimizer of the config moves the shards."
+        "It would copy the unsharded weights that autograd saves to the CPU too, like activations. Leave it out; "
+        "gradient_checkpointing saves more memory, and offload_optimizer in the config moves the shards."
     ),
     "use_liger_kernel": (
-        "It replaces forwards when the training starts, and its Triton kernels read weights outside of the ops that "
-        "autocast casts. Leave it out."
+        "It replaces forwards when the training starts, and its Triton kernels read weights without autocast's casts. "
+        "Leave it out."
     ),
 }
 """Argument -> why it is refused if it is set."""
@@ -39,29 +39,29 @@ class ZeroampMixin(ZeroampTrainerMixin):
     """Wraps the model of a TRL trainer: `class MyTrainer(ZeroampMixin, SFTTrainer)`. Put it before the trainer.
 
     See `zeroamp.integrations.transformers.ZeroampMixin`. Here `lower_precision_safe_modules` is "auto" if the config
-    does not set it, and the example inputs are those of the call that `compute_loss` makes with the first batch. A
-    `ref_model` is frozen, sharded as the model is, and evaluated under the same autocast.
+    does not set it, and the example inputs are the arguments with which `compute_loss` calls the model for the first
+    batch. A `ref_model` is frozen, sharded like the model, and evaluated under the same autocast.
     """
 
     def refuse_trainer(self) -> None:
-        """Raise ConfigError for trainers of TRL that generate, or that were not tried."""
+        """Raise ConfigError for trainers of TRL that generate text, or that were not tested."""
         of_trl = next((cls for cls in type(self).__mro__ if cls.__module__.startswith("trl.")), None)
         if of_trl is None:
             raise ConfigError(
-                f"{type(self).__name__} must be a trainer of TRL, but is none. Put "
+                f"{type(self).__name__} must be a trainer of TRL, but is not. Put "
                 "zeroamp.integrations.transformers.ZeroampMixin before a Trainer of transformers."
             )
         if of_trl.__name__ not in _WORKING or not of_trl.__module__.startswith("trl.trainer."):
             raise ConfigError(
                 f"{type(self).__name__} is a {of_trl.__name__}, but zeroamp works with {', '.join(_WORKING)}. Trainers "
-                "that generate, or that have a teacher, read the weights of the model by code for FSDP and DeepSpeed."
+                "that generate, or that have a teacher, read the model's weights with code for FSDP or DeepSpeed."
             )
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Refuse what a wrapped model cannot honour, then build the accelerator."""
+        """Raise ConfigError for arguments that a wrapped model cannot honour, then build the accelerator."""
         if refused := [(name, reason) for name, reason in _REASONS.items() if getattr(self.args, name, None)]:
             lines = "".join(f"\n- {name}: {reason}" for name, reason in refused)
-            raise ConfigError(f"These arguments of {type(self.args).__name__} do not go with zeroamp:{lines}")
+            raise ConfigError(f"zeroamp does not support these arguments of {type(self.args).__name__}:{lines}")
         super().create_accelerator_and_postprocess()
 
     def filled_config(self, model: nn.Module) -> dict[str, Any]:
@@ -73,13 +73,13 @@ class ZeroampMixin(ZeroampTrainerMixin):
         return filled
 
     def prepare_wrap(self, model: nn.Module, policy: Policy) -> dict[str, Any]:
-        """Freeze a reference model, whose shards are then as it is stored. Returns more arguments of `wrap_model`."""
+        """Freeze a reference model, so that its shards keep their dtype. Returns more arguments of `wrap_model`."""
         if model is not self.model:
             model.requires_grad_(False)
         return super().prepare_wrap(model, policy)
 
     def example_inputs(self) -> dict[str, Any]:
-        """Return the arguments of the call of the model that `compute_loss` makes with the first batch."""
+        """Return the arguments with which `compute_loss` calls the model for the first batch."""
         examples: Iterable[Any] = self.train_dataset
         with preserved_random_state(self.args.device.type):
             collate = self._get_collator_with_removed_columns(self.data_collator)
@@ -89,20 +89,20 @@ class ZeroampMixin(ZeroampTrainerMixin):
             except _FirstCall as call:
                 return call.arguments
         raise ConfigError(
-            f"compute_loss of {type(self).__name__} must call the model that it is given, with keyword arguments, but "
-            'did not: lower_precision_safe_modules "auto" needs the arguments of this call. Call it as '
-            "model(**inputs), or list classes in lower_precision_safe_modules."
+            f"compute_loss of {type(self).__name__} must call its argument model with keyword arguments, but did not. "
+            'lower_precision_safe_modules "auto" needs the arguments of this call. Call model(**inputs), or list '
+            "classes in lower_precision_safe_modules."
         )
 
     def compute_ref_log_probs(self, model: nn.Module, inputs: dict[str, Any]) -> Any:
-        """Wrap the model, then compute the reference log-probabilities of a batch: some are before any training."""
+        """Wrap the model, then compute the reference log-probabilities of a batch. It may run before the training."""
         if self.ref_model is None:
             self.wrap()
         return super().compute_ref_log_probs(model, inputs)
 
 
 class _FirstCall(Exception):  # noqa: N818
-    """A `_Recorder` was called. No error, but the way out of `compute_loss`."""
+    """Raised by a `_Recorder` to leave `compute_loss`. It is not an error."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class _FirstCall(Exception):  # noqa: N818
 
 
 class _Recorder:
-    """Stands for a model in `compute_loss`, and raises `_FirstCall` when it is called."""
+    """Replaces the model in `compute_loss`, and raises `_FirstCall` with the arguments of its first call."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

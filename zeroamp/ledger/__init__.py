@@ -1,1 +1,1 @@
-"""The dtype ledger: `explain`, and `Ledger.verify`, which compares it with one observed step."""
+"""The dtype ledger: `explain` builds it, and `Ledger.verify` compares it with one observed step."""

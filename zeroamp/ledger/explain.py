@@ -1,4 +1,4 @@
-"""The dtype ledger: which dtype is used where, for every group and every parameter, and what it costs."""
+"""The dtype ledger: the seven dtypes of every group and parameter, and their bytes per step and per rank."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -44,17 +44,20 @@ _UNKNOWN_NOTE = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ledger:
-    """What `explain` returns. `print` shows summary, classes and groups; `per_parameter` is the long form."""
+    """Dtypes and bytes of the groups and parameters of a plan. `print` shows them by pair of dtypes, class and group.
+
+    `per_parameter` returns a text with every parameter. `explain` returns the ledger of a wrapped model.
+    """
 
     plan: Plan
     num_shards: int | None = None
-    """Ranks that a parameter is sharded over. None: not known (at stage 0 it is 1 in any case)."""
+    """Number of ranks that a parameter is sharded over. None: not known (at stage 0 it is always 1)."""
     num_replicas: int | None = None
-    """Ranks that hold the same shard, where the mesh has an axis of them (2-D), even of one rank. None: it has not."""
+    """Number of ranks that hold the same shard, if the mesh has a replica axis (2-D). None: no such axis."""
     num_tensor: int = 1
-    """Ranks of the tensor axis. Sizes of parameters that are distributed over it are those of one rank's part."""
+    """Number of ranks of the tensor axis. Of parameters distributed over it, sizes are those of one rank's part."""
     num_expert: int = 1
-    """Parts that the experts are distributed in, by expert parallelism."""
+    """Number of ranks over which expert parallelism distributes the experts."""
 
     def __str__(self) -> str:
         """Return the summary, one row per module class and dtypes, and one per group; equal neighbours share one."""
@@ -62,9 +65,9 @@ class Ledger:
         return "\n\n".join([paragraph(self.title()), *tables, paragraph(self._notes())])
 
     def per_parameter(self, style: TableStyle = "simple") -> str:
-        """Return tables of one row per parameter: its dtypes; its bytes; its class, group and the reason of its dtypes.
+        """Return three tables of one row per parameter: dtypes; bytes; class, group and the reason for the dtypes.
 
-        "github" is Markdown, and one table.
+        With the style "github", return one Markdown table.
         """
         if style == "github":
             return _render(self.parameter_rows(), style)
@@ -72,7 +75,7 @@ class Ledger:
         return "\n\n".join(_render(table) for table in tables)
 
     def to_markdown(self, *, per_parameter: bool = False) -> str:
-        """Return what `print` shows as Markdown, with a table of all parameters if asked."""
+        """Return what `print` shows, as Markdown. `per_parameter` adds a table of all parameters."""
         tables = {**self._tables(), "Groups": fold(self.group_rows())}  # Markdown may be wide: one table of the groups
         del tables["Bytes of the groups"]
         tables |= {"Parameters": self.parameter_rows()} if per_parameter else {}
@@ -80,9 +83,10 @@ class Ledger:
         return "\n\n".join([*parts, self._notes()])
 
     def summary_rows(self) -> list[dict[str, Any]]:
-        """Return one dict per pair of all-gather and reduction dtype: parameters, elements, GB of one all-gather.
+        """Return one dict per pair of all-gather and reduction dtype.
 
-        And GB of all all-gathers and of all reductions of one optimizer step.
+        Each has the numbers of parameters and elements, the GB of one all-gather, and the GB of all all-gathers and of
+        all reductions of one optimizer step.
         """
         return [
             {
@@ -105,11 +109,11 @@ class Ledger:
     def group_rows(self) -> list[dict[str, Any]]:
         """Return one dict per group: name, kind, numbers of parameters and elements, the seven dtypes, and bytes.
 
-        Where units are merged also the modules of each group's unit, which is named after the first of them. Bytes
-        per step are those of all all-gathers and reductions of one optimizer step (`planning/traffic.py`); bytes per
-        rank, which need `num_shards`, those of the stored shard (padding included), of the unsharded parameters, and of
-        the gradients (a shard; unsharded sums too, at stages 0 and 1 with accumulation). Where any parameter is sharded
-        over another dimension than 0, also the dimensions that are sharded.
+        Bytes per step count all all-gathers and reductions of one optimizer step (`planning/traffic.py`). Bytes per
+        rank need `num_shards`, and count the stored shard (padding included), the unsharded parameters, and the
+        gradients (a shard; at stages 0 and 1 with accumulation, the unsharded sums too). If units are merged, each dict
+        also has the modules of the group's unit, which is named after its first module. If any parameter is sharded
+        over another dimension than 0, each dict also has the sharded dimensions.
         """
         columns = ("kind", "params", "elements", *DTYPE_COLUMNS, *self._byte_columns)
         other_dims = self._other_dims()
@@ -124,21 +128,21 @@ class Ledger:
         ]
 
     def parameter_rows(self) -> list[dict[str, Any]]:
-        """Return one dict per parameter: FQN, unit, group, class, elements, the seven dtypes, bytes and why.
+        """Return one dict per parameter: FQN, unit, group, class, elements, the seven dtypes, bytes and "why".
 
-        Where any is sharded over another dimension than 0, also the dimension that is sharded.
+        If any parameter is sharded over another dimension than 0, each dict also has the sharded dimension.
         """
         dim = (SHARD_DIM,) if self._other_dims() else ()
         columns = ("parameter", "unit", "group", "class", "elements", *dim, *DTYPE_COLUMNS, *self._byte_columns, "why")
         return [cells(row, columns) for row in self._rows().parameters]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold: config, units, summary, groups, parameters, and more. Its keys stay; new may come.
+        """Return the ledger as values that JSON can hold. Later versions may add keys, but do not remove any.
 
-        dtypes are short names, and None where a frozen parameter has none; bytes are None where the ranks are not
-        known. "config" is one that makes an equal policy; "units" the FQNs below the root; "summary" the totals per
-        pair of all-gather and reduction dtype; "classes" those per module class and dtypes; "traffic" what
-        `zeroamp.traffic` counts in one optimizer step; "low_share" the part of the
+        dtypes are short names, or None where a frozen parameter has none. Bytes are None if the ranks are not known.
+        "config" gives an equal policy. "units" are the FQNs below the root. "summary" has the totals per pair of
+        all-gather and reduction dtype, "classes" those per module class and dtypes. "groups" and "parameters" have one
+        row each. "traffic" is what `zeroamp.traffic` counts in one optimizer step. "low_share" is the part of the
         trainable elements that is all-gathered in the mode's low precision.
         """
         rows = self._rows()
@@ -155,22 +159,22 @@ class Ledger:
         }
 
     def verify(self, model: nn.Module, batch: object, *, loss_fn: LossFunction | None = None) -> Verification:
-        """Run one optimizer step on `batch` without an update and compare every dtype that occurs with this ledger's.
+        """Run one optimizer step on `batch` without an update and compare every dtype that occurs with this ledger.
 
-        As many forwards and backwards as the config accumulates, all on `batch`, then an AdamW step on copies. Observed
-        are the dtypes of stored and unsharded parameters, the ops that consume them, raw gradients, collectives, sums
-        and optimizer state. Call it on all ranks. Parameters, gradients, buffers, random states and counters are left
-        as they were, also when something raises; compiled modules run eagerly. Where several ops consume a parameter
-        "per op", their dtypes are reported. What does not run is not checked.
+        Call it on all ranks. It runs as many forwards and backwards as the config accumulates, all on `batch`, and then
+        AdamW on copies. It observes the dtypes of stored and unsharded parameters, of the ops that consume them, of raw
+        gradients, collectives, sums and optimizer state. Parameters, gradients, buffers, random states and counters are
+        restored, also if the step raises. Compiled modules run eagerly. Where a parameter's compute dtype is "per op",
+        the dtypes of its ops are reported, but not compared. Modules that do not run are not checked.
 
         Args:
-            model: the wrapped model that this is the ledger of, between two optimizer steps.
+            model: the wrapped model of this ledger, between two optimizer steps.
             batch: a tensor, a tuple of arguments or a mapping of keyword arguments of the model's forward.
-            loss_fn: makes a scalar of the model's output. Default: its `.loss`, or the output itself.
+            loss_fn: computes a scalar loss from the model's output. Default: its `.loss`, or the output itself.
 
         Raises:
             PrecisionError: on all ranks, naming parameter, module, boundary, the expected and the observed dtype.
-            StepError: gradients exist, between two micro-batches for example; or there is no scalar loss.
+            StepError: there are gradients (between two micro-batches, for example), or no scalar loss.
             WrapError: the ledger is not this model's.
         """
         return verify(self.plan, model, batch, loss_fn)
@@ -241,7 +245,7 @@ _UNITS: dict[str, tuple[str, Callable[[int], float | None]]] = {
     PER_RANK[1]: ("GiB unsharded per rank", gib),
     PER_RANK[2]: ("GiB of gradients per rank", gib),
 }
-"""Column of bytes -> its header in a table, and the unit that is printed."""
+"""Column of bytes -> its header in a table, and the function that converts bytes to the printed unit."""
 
 
 def _render(rows: list[Row], style: TableStyle = "simple") -> str:
@@ -266,7 +270,7 @@ def _without(rows: list[Row], columns: tuple[str, ...]) -> list[Row]:
 
 
 def _parts(rows: list[Row], name: str, *columns: tuple[str, ...]) -> list[list[Row]]:
-    """Return the rows as several tables: one of each tuple of columns, and one of all others."""
+    """Split the rows into several tables: one per tuple of columns, and one of the other columns."""
     rest = tuple(key for each in columns for key in each)
     return [*(_only(rows, (name, *each)) for each in columns), _without(rows, rest)]
 

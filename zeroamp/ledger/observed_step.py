@@ -1,4 +1,4 @@
-"""One optimizer step that leaves no trace, for `Ledger.verify`: a `TrainStep` without the update."""
+"""Runs one optimizer step for `Ledger.verify`, without an update, and restores the model afterwards."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ from zeroamp.wrapping.state import WrapState
 
 
 class ObservedStep:
-    """The micro-batches of one optimizer step, with the dtypes of storage, accumulation and optimizer state noted.
+    """Runs the micro-batches of one optimizer step. Records the dtypes of shards, summed gradients and optimizer state.
 
     Losses are multiplied by the initial loss scale. Overflow of gradients is not checked.
     """
@@ -40,7 +40,7 @@ class ObservedStep:
         self._observations.see(self._names[id(parameter)], boundary, dtype, where)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run the backward of one micro-batch, and note what it left."""
+        """Run the backward of one micro-batch, and record the dtypes of the gradients that it leaves."""
         policy, micro_batches = self._state.plan.policy, self._micro_batches
         num_micro_batches = policy.gradient_accumulation_steps
         is_last = micro_batches.num_done + 1 == num_micro_batches
@@ -60,7 +60,7 @@ class ObservedStep:
                     self._see(parameter, "accumulate", parameter.grad.dtype, "the sharded gradient")
 
     def update(self) -> None:
-        """Do what an update does, on a copy of one parameter after the other, and discard the gradients."""
+        """Run AdamW on a copy of each parameter in turn, record the dtypes of its state, and discard the gradients."""
         self._micro_batches.finish()
         for parameter in self._micro_batches.with_gradient():
             copy = nn.Parameter(parameter.detach().clone())
@@ -73,8 +73,8 @@ class ObservedStep:
         self._micro_batches.end()
 
     def abandon(self) -> None:
-        """Undo a step that raised."""
-        from zeroamp.hooks._torch.recovery import abandon  # a step that ends well needs none of it
+        """Discard the step after an error."""
+        from zeroamp.hooks._torch.recovery import abandon  # not needed by a step without errors
 
         abandon(cast(FSDPModule, self._state.root))
         self._micro_batches.discard()
@@ -82,7 +82,7 @@ class ObservedStep:
 
 @contextmanager
 def leaves_no_trace(state: WrapState) -> Iterator[None]:
-    """Restore buffers, random states, counters and gradient hooks on exit, also if the step raised."""
+    """Restore buffers, random states, counters and gradient hooks on exit, also after an error."""
     buffers = [
         (module, name, buffer, None if buffer is None else buffer.clone())
         for module in state.root.modules()
@@ -120,7 +120,7 @@ def call(model: nn.Module, batch: object) -> Any:
 
 
 def observed_units(plan: Plan) -> dict[str, list[str]]:
-    """Return the modules at whose forward their units' parameters are unsharded, and those parameters."""
+    """Return module -> FQNs of the parameters of its unit, which are unsharded in the module's forward."""
     units: dict[str, list[str]] = {}
     for param in plan.params:
         for module in plan.modules_of(param.unit):

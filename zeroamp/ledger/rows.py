@@ -1,6 +1,6 @@
 """The rows of the dtype ledger, as JSON holds them: one dict per parameter, group, class and pair of dtypes.
 
-Bytes per step are those of `zeroamp.planning.traffic`, per rank those of its `Memory`. What cannot be known is None.
+Bytes per step come from `zeroamp.planning.traffic`, bytes per rank from its `Memory`. Unknown values are None.
 """
 
 from collections.abc import Iterable
@@ -41,7 +41,7 @@ Row = dict[str, Any]
 Costs = dict[str, dict[str, int | None]]
 """Parameter -> column of bytes -> bytes."""
 OnRanks = dict[str, GroupDtypes]
-"""Group -> its dtypes on the ranks at hand."""
+"""Group -> its dtypes on the given ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +49,17 @@ class LedgerRows:
     """All rows of one plan on the given ranks."""
 
     summary: list[Row]
-    """Per pair of the dtypes of the all-gather and of the reduction."""
+    """One row per pair of all-gather and reduction dtype."""
     classes: list[Row]
-    """Per classes of the owning modules and seven dtypes."""
+    """One row per combination of owning module classes and the seven dtypes."""
     groups: list[Row]
     parameters: list[Row]
     traffic: list[Row]
-    """Calls and bytes per (collective, dtype, group), as `zeroamp.traffic(model)` counts them in one step."""
+    """One row per (collective, dtype, group): calls and bytes as `zeroamp.traffic(model)` counts them in one step."""
 
 
 def ledger_rows(plan: Plan, ranks: Ranks) -> LedgerRows:
-    """Return the rows of `plan`."""
+    """Return all rows of `plan` on `ranks`. Bytes are None if they depend on a number of ranks that is not known."""
     costs = _costs(plan, ranks)
     ranks_of_group = {group.name: ranks.of(is_expert=group.is_expert) for group in plan.all_groups}
     shards = {name: of_group.shards(plan.policy) for name, of_group in ranks_of_group.items()}
@@ -111,7 +111,7 @@ def _totals(params: Iterable[ParamPlan], costs: Costs) -> Row:
 
 def _summary(plan: Plan, on_ranks: OnRanks, costs: Costs) -> list[Row]:
     pairs: dict[tuple[str, str], list[ParamPlan]] = {}
-    for group in (group for group in plan.all_groups if group.kind != "ignored"):  # which is not communicated
+    for group in (group for group in plan.all_groups if group.kind != "ignored"):  # ignored: not communicated
         pair = group.key.param, on_ranks[group.name].between_ranks
         pairs.setdefault((short_name(pair[0]), short_name(pair[1])), []).extend(group.params)
     return [

@@ -1,4 +1,4 @@
-"""Rows of the ledger's tables: without None, and equal neighbours joined."""
+"""Prepares rows for the ledger's tables: replaces None, and joins equal neighbours."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ def cells(row: Row, columns: Sequence[str]) -> Row:
 
 
 def fold(rows: Sequence[Row]) -> list[Row]:
-    """Join neighbouring rows that are equal but for the group: thirty decoder layers are one line."""
+    """Join neighbouring rows that differ only in the group, and count them in "groups": 30 equal layers are one row."""
     folded: list[Row] = []
     for row in rows:
         last = folded[-1] if folded else None

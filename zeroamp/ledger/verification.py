@@ -1,4 +1,4 @@
-"""The dtypes that the ledger expects beside those that a verification observed, as values."""
+"""Compares the dtypes that the ledger expects with those that `Ledger.verify` observed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,39 +18,39 @@ from zeroamp.policies.errors import describe
 from zeroamp.policies.tables import Row, paragraph, render
 
 REPLICAS = "replicas"
-"""A boundary that no column of the ledger has: the all-reduce of shards over replicas (HSDP)."""
+"""The boundary of the all-reduce of shards over replicas (HSDP), which has no column in the ledger."""
 
 _REMEDIES = {
     "storage": "Do not cast a wrapped model: cast before wrap_model, or not at all.",
     "gather": "Leave FSDP2's mixed-precision policy of the unit as wrap_model set it.",
-    "compute": "The module casts by itself: remove the cast, or let the config ask for what the module does.",
+    "compute": "The module casts by itself: remove the cast, or name the module in data_types.keep_in_fp32_modules.",
     "gradient": "Remove the hook that casts the gradient.",
     "wire": "Leave the reduce-scatter of the unit as wrap_model set it.",
-    "accumulate": "Leave the accumulation as wrap_model set it; data_types.grad_accum_dtype asks for another.",
+    "accumulate": "Leave the accumulation as wrap_model set it; data_types.grad_accum_dtype sets another dtype.",
     "optimizer": "Keep optimizer state in the dtype of the stored parameters.",
     REPLICAS: "Leave the reduce-scatter of the unit, whose output replicas average, as wrap_model set it.",
 }
 
 _NAMES = {key: name for name, key in KEYS.items()}
-"""Boundary -> what texts call it, where they differ."""
+"""Boundary -> its name in texts, where they differ."""
 
 Seen = Mapping[str, Mapping[str, Mapping[str, str]]]
-"""Parameter -> boundary -> dtype -> where it was seen first."""
+"""Parameter -> boundary -> dtype -> the op, collective or tensor that had this dtype first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """One parameter at one boundary, in another dtype than the ledger expects."""
+    """A parameter that had another dtype at a boundary than the ledger expects."""
 
     parameter: str
     owner: str
-    """Class and FQN of the module that owns it."""
+    """Class and FQN of the module that owns the parameter."""
     boundary: str
     """A column of the ledger, or `REPLICAS`."""
     expected: str | None
     observed: str
     where: str
-    """The op, collective or tensor that was in it."""
+    """The op, collective or tensor that had the observed dtype."""
 
     def __str__(self) -> str:
         """Return a sentence with the boundary, the expected and the observed dtype, and what to do."""
@@ -64,25 +64,25 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification:
-    """What `Ledger.verify` observed on this rank. On the others too, all dtypes are the expected ones."""
+    """Dtypes and traffic that `Ledger.verify` observed on this rank. On all ranks, all dtypes were as expected."""
 
     plan: Plan
     ranks: Ranks
     observed: Seen
-    """Parameter -> boundary -> dtype -> where it was seen first."""
+    """Parameter -> boundary -> dtype -> the op, collective or tensor that had this dtype first."""
     num_micro_batches: int
     planned: Traffic
-    """What the ledger expects to be moved in the optimizer step."""
+    """Calls and bytes of collectives that the ledger expects in the optimizer step."""
     counted: Traffic
-    """What was moved."""
+    """Calls and bytes of the collectives of the observed step."""
 
     @property
     def is_traffic_as_planned(self) -> bool:
-        """Whether calls and bytes are the planned ones: they are where modules run as they are registered."""
+        """Whether calls and bytes are as planned. They are if modules run in the order in which they are registered."""
         return _without_step(self.planned) == _without_step(self.counted)
 
     def __str__(self) -> str:
-        """Return a table of two rows per group, the expected dtypes and those that were observed."""
+        """Return a table of two rows per group: the expected and the observed dtypes."""
         dicts = self._group_dicts()
         used = [
             boundary
@@ -98,7 +98,7 @@ class Verification:
             for what in ("expected", "observed")
         ]
         total = sum(len(group.params) for group in self.plan.all_groups)
-        traffic = "those planned" if self.is_traffic_as_planned else "not those planned: modules run in another order"
+        traffic = "as planned" if self.is_traffic_as_planned else "not as planned: modules run in another order"
         title = f"zeroamp: {total} parameters, {self.num_micro_batches} micro-batches: every dtype is the expected one"
         note = f'For "{PER_OP}" no dtype is expected. "-": nothing to observe, or a module that did not run.'
         return "\n".join(
@@ -112,9 +112,9 @@ class Verification:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold: micro-batches, whether traffic was as planned, groups, parameters.
+        """Return values that JSON can hold: micro-batches, whether traffic was as planned, groups, parameters.
 
-        Each group and parameter has the dtypes that were "promised" and the lists of those "observed", by boundary.
+        Each group and parameter has, by boundary, the expected dtype ("promised") and a list of those "observed".
         """
         return {
             "num_micro_batches": self.num_micro_batches,
@@ -150,9 +150,9 @@ class Verification:
 
 
 def expected_dtypes(dtypes: ParamDtypes, group: GroupPlan, plan: Plan, ranks: Ranks) -> dict[str, str | None]:
-    """Return the dtype that is expected at each boundary; None where nothing should be observed.
+    """Return the dtype that is expected at each boundary, or None where nothing should be observed.
 
-    A parameter that is stored in another dtype than fp32 is frozen, quantized for example: its module casts it freely.
+    A parameter that is not stored in fp32 is frozen (quantized, for example). Its module may cast it to any dtype.
     """
     on_ranks = group_dtypes(group.key, plan.policy, ranks)
     is_trained_and_sharded = dtypes.communication is not None and on_ranks.reduction is not None
@@ -181,9 +181,9 @@ def find_differences(plan: Plan, ranks: Ranks, observed: Seen) -> list[Differenc
 
 
 def see_collectives(traffic: Traffic, plan: Plan, observed: dict[str, dict[str, dict[str, str]]]) -> None:
-    """Add the dtypes that each group's collectives had to what was seen of its parameters.
+    """Add the dtypes of each group's collectives to `observed`, for all parameters of the group.
 
-    Gradients are communicated by the reduction over shards; where there is none, by the all-reduce over replicas.
+    Gradients are communicated by the reduction over shards, or without one by the all-reduce over replicas.
     """
     calls: dict[str, dict[str, str]] = {}
     for key in traffic.calls:

@@ -20,7 +20,7 @@ from zeroamp.wrapping.refused_meshes import refuse_model_axes
 from zeroamp.wrapping.state import WrapState, wrap_state
 
 _NUM_DIFFERENCES = 8
-"""How many differences an error lists, of thousands of parameters."""
+"""How many differences an error lists at most."""
 
 
 def verify(plan: Plan, model: nn.Module, batch: object, loss_fn: LossFunction | None) -> Verification:
@@ -63,7 +63,7 @@ def _observe_step(
     try:
         with listening(state.listeners, counted):
             for _ in range(policy.gradient_accumulation_steps):
-                with torch.compiler.set_stance("force_eager"), ops:  # compiled code has no ops to look at
+                with torch.compiler.set_stance("force_eager"), ops:  # ops of compiled code cannot be observed
                     loss = loss_of(call(model, batch), loss_fn, where="Ledger.verify", error=StepError)
                 ops.forget()
                 step.backward(loss)
@@ -78,7 +78,7 @@ def _observe_step(
 
 
 def _refuse_problem(plan: Plan, state: WrapState, batch: object) -> None:
-    """Raise an error if nothing can be verified now."""
+    """Raise an error if the ledger is another model's, the batch is unusable, or an optimizer step has not ended."""
     if plan != state.plan:
         raise WrapError("Ledger.verify: this is another model's ledger. Call explain(model).verify(model, ...).")
     if not isinstance(batch, torch.Tensor | tuple | Mapping):

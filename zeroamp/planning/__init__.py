@@ -1,1 +1,1 @@
-"""From a model and a `Policy` to a `Plan`: units, precision of each parameter, groups, schedule, traffic. Pure."""
+"""Makes a `Plan` from a model and a `Policy`: units, dtypes, groups, schedule and traffic. Changes no model."""

@@ -1,13 +1,13 @@
-"""Which weights the LoRA layers of peft read outside of the op that autocast casts. Imports nothing of peft.
+"""Finds the weights that peft's LoRA layers read outside of the op that autocast casts. Does not import peft.
 
-Autocast casts a Linear's weight at its op only. Elsewhere the weight, or its dtype, is read as it is stored. There, a
-weight that is all-gathered in low precision would give other bits than under `torch.autocast`:
+Autocast casts a Linear's weight at its op only. Other code reads the weight, or its dtype, as it is stored. That code
+would compute other bits with a weight that is all-gathered in low precision. It is in these places:
 
 - peft casts the input of an adapter to the dtype of `lora_A.weight`, before the dropout.
 - Variants of LoRA (DoRA) compute with the weights themselves: the norm of each row of W + scale * B @ A.
 - LoRA of a parameter (`target_parameters`) adds B @ A to the parameter, and calls neither of its Linears.
 
-The traced run of `lower_precision_safe_modules` "auto" finds these uses by itself.
+The traced run of `lower_precision_safe_modules` "auto" finds these uses without this module.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from torch import nn
 
 
 def read_outside_op(model: nn.Module) -> dict[nn.Module, str]:
-    """Return {module: why its weight must stay as it is stored} for Linears and convolutions in LoRA layers of peft."""
+    """Return {module: why its weight is not safe} for Linears and convolutions in peft's LoRA layers."""
     found: dict[nn.Module, str] = {}
     modules: dict[str, Any] = dict(model.named_modules())
     for fqn, layer in modules.items():

@@ -1,4 +1,4 @@
-"""Which parameters may be all-gathered in a low dtype, from what one run of the model does with them."""
+"""Finds the parameters that may be all-gathered in a low dtype, from their uses in one run of the model."""
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
@@ -23,17 +23,17 @@ from zeroamp.policies.tables import render
 logger = logging.getLogger("zeroamp")
 
 MAX_REAL_RUN_BYTES = 1024**3
-"""A model whose control flow depends on values is run for real, on a copy, up to this many bytes of parameters."""
+"""A model whose control flow depends on values is run on real copies, up to this many bytes of parameters (1 GiB)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SafeParameters:
-    """What `discover_safe_parameters` returns. Names are those of `model.named_parameters()`."""
+    """The result of `discover_safe_parameters`. Names are those of `model.named_parameters()`."""
 
     safe: frozenset[str]
-    """Parameters that are only ever cast to the low dtype. A tied weight is there under its first name."""
+    """Parameters that are only ever cast to the low dtype. A tied weight has its first name here."""
     reasons: Mapping[str, str]
-    """For every parameter, safe or not: the op and the module that decided, and the other names of a tied weight."""
+    """For every parameter, safe or not: the op and the module that decide, and the other names of a tied weight."""
     by_ops: frozenset[str] = frozenset()
     """The safe parameters that are only cast for ops of `autocast_ops`."""
     cast_modules: frozenset[str] = frozenset()
@@ -58,21 +58,21 @@ def discover_safe_parameters(
 ) -> SafeParameters:
     """Run the model's forward and backward once under autocast, and find the parameters that it only casts to `dtype`.
 
-    All-gathering exactly these in `dtype` changes no bit of the output or of a gradient. The run is on fake tensors: it
-    computes nothing, costs no memory, and takes models on the meta device. It takes the path that the inputs and the
-    present `training` flags lead to. The model is left as it was; what its forward does to other objects stays.
+    All-gathering these parameters in `dtype` changes no bit of the output or of a gradient. The run is on fake tensors:
+    it computes nothing, needs no memory, and works on the meta device. It covers the code that these inputs and the
+    current `training` flags reach. The model is not changed. Changes that its forward makes to other objects remain.
 
     Args:
         model: A plain model, before `wrap_model`.
         args: Positional inputs of the forward, on any device.
         kwargs: Keyword inputs. With no inputs at all, those of a transformers model's `dummy_inputs` are used.
         dtype: torch.bfloat16 or torch.float16.
-        device_type: Where the model will run: autocast's list of ops is another for each device type.
-        autocast_ops: Ops that autocast is to cast besides its own: names of `zeroamp.autocast_ops`.
+        device_type: Where the model will run. Autocast has a different list of ops for each device type.
+        autocast_ops: Further ops whose arguments autocast will cast: names of `zeroamp.autocast_ops`.
 
     Raises:
         ConfigError: the dtype or device type cannot be used here, there are no inputs, or control flow depends on
-            values and the model is too large, or on the meta device, to run it for real.
+            values and the model cannot be run on real copies: it is too large, or on the meta device.
         WrapError: the model is wrapped already.
     """
     _check_target(model, dtype, device_type)
@@ -96,7 +96,7 @@ def discover_safe_parameters(
 
 
 def register_ops(names: Collection[str], device_type: str) -> None:
-    """Register the casts of these ops in this process, for models on a device type.
+    """Register the autocast kernels of these ops in this process, for a device type.
 
     Raises:
         ConfigError: this torch's autocast casts one of them by itself.
@@ -129,7 +129,7 @@ def _check_target(model: nn.Module, dtype: torch.dtype, device_type: str) -> Non
                 "device_type",
                 f"{device_type!r}, which this torch ({torch.__version__}) cannot use here",
                 '"cpu", the type of an accelerator that is here, or "cuda" with a torch that is built for CUDA',
-                "The device type decides which ops autocast casts: trace where the model will run, or name classes.",
+                "Autocast casts other ops on other device types. Trace where the model will run, or name classes.",
             )
         )
 
@@ -139,7 +139,7 @@ def _is_built_for_cuda() -> bool:
 
 
 class _Tracer:
-    """Runs the model on fake tensors; for real, on copies, if fake ones cannot follow it."""
+    """Runs the model on fake tensors, or on real copies if fake tensors fail."""
 
     def __init__(
         self,
@@ -158,10 +158,10 @@ class _Tracer:
         self._ops = ops
 
     def run(self) -> UseRecorder:
-        """Record the model as it is."""
+        """Run the model with its own dtypes; return the record."""
         try:
             return self.rerun(())
-        # Whatever fake tensors make a forward raise: there is no one class for "this needs a value".
+        # Any exception: fake tensors have no single class of error for "this needs a value".
         except Exception as error:
             self._check_real_run(error)
             logger.info("%s is run for real, on a copy: fake tensors fail with %s", type(self._model).__name__, error)
@@ -169,7 +169,7 @@ class _Tracer:
         return self.rerun(())
 
     def rerun(self, low: Collection[str]) -> UseRecorder:
-        """Record it with the parameters named in `low` in the low dtype."""
+        """Run the model with the parameters named in `low` in the low dtype; return the record."""
         args, kwargs = self._inputs
         options: dict[str, Any] = {"device_type": self._device_type, "fake": self.fake, "ops": self._ops}
         return record_run(self._model, args, kwargs, dtype=self.dtype, low=low, **options)
@@ -195,9 +195,9 @@ class _Tracer:
 
 
 def _refuse_dtype_reads(tracer: _Tracer, recorder: UseRecorder, found: dict[str, tuple[bool, str]]) -> None:
-    """Make a parameter unsafe where the model reads its dtype and another dtype would change what the model does.
+    """Mark parameters as not safe if the model reads their dtype, and runs other ops with the low dtype.
 
-    To find out, the model is run a second time with those parameters in the low dtype: it must be the same program.
+    The model is run a second time with these parameters in the low dtype. It must run the same program.
     """
     readers = {
         name: record.dtype_read_in
@@ -224,7 +224,7 @@ def _changed_program(tracer: _Tracer, recorder: UseRecorder, low: Collection[str
 
 
 def _accept_untraced_experts(model: nn.Module, recorder: UseRecorder, found: dict[str, tuple[bool, str]]) -> None:
-    """Make parameters of experts that the data did not reach safe, where those of all their traced copies are."""
+    """Mark parameters of experts that the inputs did not reach as safe, if those of all their traced copies are."""
     for fqn, copies in untraced_experts(model, recorder.modules_called):
         for name, _ in model.get_submodule(fqn).named_parameters():
             full = f"{fqn}.{name}"
@@ -249,8 +249,8 @@ def untraced_experts(model: nn.Module, called: Collection[str]) -> Iterator[tupl
     """Yield (FQN of a child that was not called, FQNs of its copies that were), for the children of a list or dict.
 
     `called` are FQNs of modules that ran. Copies are children of the same `nn.ModuleList` or `nn.ModuleDict` whose
-    forward is the same code over the same shapes: equal classes, plain attributes, parameters and buffers, all the way
-    down. The container's owner only decides which index it calls, and the data made that decision.
+    forward is the same code over the same shapes: they and all modules inside have equal classes, plain attributes,
+    parameters and buffers. The values of the inputs decide which of the children the container's owner calls.
     """
     for fqn, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.ModuleDict):
@@ -272,7 +272,7 @@ def _own_signature(fqn: str, module: nn.Module) -> tuple[object, ...]:
     return (
         fqn,
         type(module),
-        # A forward that was patched on an instance is like no other.
+        # A forward that was patched on an instance is equal to itself only.
         id(module) if "forward" in attributes else None,
         {name: value if isinstance(value, _SIMPLE) else type(value) for name, value in attributes.items()},
         [len(value) for value in attributes.values() if isinstance(value, dict)],  # hooks, above all

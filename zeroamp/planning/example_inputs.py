@@ -1,4 +1,4 @@
-"""The arguments of a forward, from the one object that a caller passes as `example_inputs`, or from nothing."""
+"""Turns `example_inputs`, or a transformers model's dummy inputs, into the arguments of a forward."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,11 +14,14 @@ def example_arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return (args, kwargs) for `model(*args, **kwargs)`.
 
-    `example_inputs` is a tuple of positional arguments, a mapping of keyword arguments, or one tensor. None stands for
-    the `dummy_inputs` of a transformers model. `needed_by` is the config key that needs them, for the error.
+    Args:
+        model: whose forward gets the arguments.
+        example_inputs: a tuple of positional arguments, a mapping of keyword arguments, or one tensor. None stands for
+            the `dummy_inputs` of a transformers model.
+        needed_by: the config key that needs the inputs, for the error.
 
     Raises:
-        ConfigError: it is something else, or None for a model that has no dummy inputs of its own.
+        ConfigError: `example_inputs` has another type, or is None for a model without dummy inputs.
     """
     if isinstance(example_inputs, torch.Tensor):
         return (example_inputs,), {}
@@ -40,11 +43,11 @@ def example_arguments(
 
 def _dummy_inputs(model: nn.Module, needed_by: str) -> dict[str, Any]:
     dummy = getattr(model, "dummy_inputs", None)
-    # transformers' base class answers with token ids for every model, a vision model too.
+    # transformers' base class returns token ids for every model, also for a vision model.
     main_input = getattr(model, "main_input_name", "input_ids")
     if isinstance(dummy, Mapping) and main_input in dummy:
         return dict(dummy)
-    why = "" if dummy is None else f", and dummy_inputs of {type(model).__name__} are without {main_input!r}"
+    why = "" if dummy is None else f", and dummy_inputs of {type(model).__name__} have no {main_input!r}"
     remedy = (
         'a batch, as a tuple (args) or a dict (kwargs): {"input_ids": torch.zeros(2, 8, dtype=torch.long)}. Only '
         "shapes, dtypes and structure matter."

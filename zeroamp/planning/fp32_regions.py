@@ -1,6 +1,6 @@
-"""Which modules and parameters stay in fp32 whatever the mode: `data_types.keep_in_fp32_modules`, `zeroamp.overrides`.
+"""Finds the modules and parameters that `keep_in_fp32_modules` and `zeroamp.overrides` keep in fp32 in every mode.
 
-Pure: reads names, classes, and `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict` of transformers models.
+Reads only names, classes, and `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict` of transformers models.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping
@@ -20,13 +20,13 @@ KEY = "data_types.keep_in_fp32_modules"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp32Regions:
-    """What stays in fp32, and which key with which pattern matched it, as text for reasons and errors."""
+    """The modules and tensors that stay in fp32. Values name the key and the pattern, for reasons and errors."""
 
     modules: Mapping[str, str] = field(default_factory=dict)
-    """FQN -> key and pattern. Outermost modules: all that is inside computes in fp32 too."""
+    """FQN -> key and pattern, of the outermost modules. All modules inside them compute in fp32 too."""
     tensors: Mapping[str, str] = field(default_factory=dict)
-    """FQN -> key and pattern, of parameters and buffers that are named themselves. Their modules compute as they
-    would."""
+    """FQN -> key and pattern, of parameters and buffers that a pattern matches directly. Their modules compute in the
+    precision of the mode."""
 
     def pattern_of(self, fqn: str) -> str | None:
         """Return the key and pattern that keep the parameter, buffer or module `fqn` in fp32, or None."""
@@ -35,7 +35,7 @@ class Fp32Regions:
         return next((self.modules[outer] for outer in (*modules_around(fqn), fqn) if outer in self.modules), None)
 
     def modules_of(self, model: nn.Module) -> list[nn.Module]:
-        """Return the regions' modules, each once: a module may have several FQNs. `model` may lack some."""
+        """Return the regions' modules, each once. FQNs that `model` does not have are skipped."""
         present = dict(model.named_modules(remove_duplicate=False))
         return list(dict.fromkeys(present[fqn] for fqn in self.modules if fqn in present))
 
@@ -43,14 +43,15 @@ class Fp32Regions:
 def find_fp32_regions(
     model: nn.Module, policy: Policy, overrides: Overrides, ignored_params: Iterable[nn.Parameter] = ()
 ) -> Fp32Regions:
-    """Resolve the patterns of `keep_in_fp32_modules` in `model`, and add what `overrides` keep in fp32.
+    """Return the modules and tensors of `model` that `keep_in_fp32_modules` or `overrides` keep in fp32.
 
-    A pattern is an FQN, one or several parts of an FQN ("norm" is every `….norm` and `….norm.…`), a class name (bare or
-    "package.module.Class", subclasses count), or any of these with `*` and `?`. "auto" takes them from transformers
-    models: `_keep_in_fp32_modules_strict`, and in mode "fp16" `_keep_in_fp32_modules` too, as `from_pretrained` does.
+    A pattern is an FQN, one or several last parts of an FQN ("norm" matches every `….norm`), a class name (bare or
+    "package.module.Class", subclasses count), or any of these with `*` and `?`. "auto" takes the patterns from
+    transformers models: `_keep_in_fp32_modules_strict`, and in mode "fp16" also `_keep_in_fp32_modules`, as
+    `from_pretrained` does.
 
     Raises:
-        ConfigError: a pattern of the config matches nothing, or nothing but `ignored_params`.
+        ConfigError: a pattern of the config matches nothing, or only `ignored_params`.
     """
     modules, tensors = ({}, {}) if policy.mode == "fp32" else _kept(model, policy, ignored_params)
     for fqn in overrides.modules:
@@ -70,9 +71,9 @@ def find_fp32_regions(
 
 
 def _with_forward(model: nn.Module, modules: dict[str, str], tensors: dict[str, str]) -> dict[str, str]:
-    """Return `modules` with what is inside of those that are never called, such as a ModuleList, in their place.
+    """Return `modules`, with containers that are never called (a ModuleList) replaced by the modules inside them.
 
-    Tensors that such a module owns itself, a ParameterList's, are added to `tensors`.
+    Tensors that such a container owns (a ParameterList's) are added to `tensors`.
     """
     called: dict[str, str] = {}
     pending = [(fqn, pattern, model.get_submodule(fqn)) for fqn, pattern in reversed(modules.items())]

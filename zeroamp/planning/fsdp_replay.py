@@ -1,25 +1,26 @@
-"""How often, and when, FSDP2 all-gathers and reduces each group in one optimizer step.
+"""Predicts when FSDP2 all-gathers and reduces each group in one optimizer step.
 
-Pure: replays FSDP2's schedule on the names of a `Plan`, without tensors or ranks.
+It replays FSDP2's schedule on the names of a `Plan`, without tensors or ranks.
 
 [Note: What is replayed]
-The rule: a group that is resharded after its forward is all-gathered twice per micro-batch, any other once, and each
-reducing backward reduces once. The exceptions, all of them FSDP2's:
+The rule: a group that is resharded after its forward is all-gathered twice per micro-batch, any other group once. Each
+backward that reduces gradients reduces a group once. The exceptions all come from FSDP2:
 
-* The backward of a group starts the all-gather of the group that ended before it in the record of forwards. FSDP2 keeps
-  the record until the last backward of an optimizer step, so the first unit of a later micro-batch starts an all-gather
-  of the last group of the micro-batch before. That is the root's or the model-wide group, which is still unsharded, and
-  costs nothing. In a model where neither exists it is the last unit: with accumulation one more all-gather per step,
-  whose result is not used.
-* A unit without a backward (frozen, and nothing trainable before it) is all-gathered ahead all the same. Between two
-  micro-batches the next forward uses that copy; after the last one it is discarded.
-* A unit that runs several times in one forward is all-gathered and reduced for each run: with zeros but for its first,
-  since autograd adds the gradients of all runs before it hands them out. An own unit is reduced once.
-* An embedding that is an own unit is not all-gathered for its backward.
-* `prefetch_bucket_size` all-gathers ahead by the order of registration.
+* The backward of a group prefetches the group that is before it in FSDP2's record of forwards. FSDP2 clears the record
+  after the last backward of an optimizer step only. So the backward of a later micro-batch's first unit prefetches the
+  last group of the micro-batch before. That is usually the root's or the model-wide group, which is still unsharded:
+  nothing is communicated. In a model without both it is the last unit. With accumulation, this is one more all-gather
+  per step, whose result is not used.
+* A unit without a backward (frozen, and nothing trainable before it) is prefetched all the same. Between two
+  micro-batches the next forward uses that copy. After the last micro-batch it is discarded.
+* A unit that runs several times in one forward is all-gathered and reduced for each run. Only one of these reductions
+  has gradients, the others reduce zeros, because autograd adds the gradients of all runs first. An embedding or head
+  that is a unit of its own is reduced once.
+* An embedding that is a unit of its own is not all-gathered for its backward.
+* `prefetch_bucket_size` prefetches in the order of registration.
 
-So the numbers hold for modules that run in the order of `run_order`. A model that runs them otherwise may all-gather a
-unit once more or less, and one that skips a unit saves its all-gathers and reductions.
+So the numbers hold for modules that run in the order of `run_order`. A model that runs them in another order may
+all-gather a unit once more or once less. A model that skips a unit saves its all-gathers and reductions.
 """
 
 from collections import Counter
@@ -33,26 +34,26 @@ from zeroamp.planning.schedule import Kind, Schedule, backward_order, fits, live
 
 
 class GroupListener:
-    """Base class of listeners to a `Replay`. Methods are called in FSDP2's order, and do nothing by default."""
+    """Base class of listeners to a `Replay`. Its methods are called in FSDP2's order, and do nothing by default."""
 
     def all_gather_started(self, group: str) -> None:
-        """The all-gather was issued."""
+        """Handle the start of an all-gather."""
 
     def all_gather_ended(self, group: str, *, in_forward: bool) -> None:
-        """The all-gather was waited for: the unsharded parameters exist."""
+        """Handle the end of an all-gather: the unsharded parameters exist from now on."""
 
     def all_gather_discarded(self, group: str) -> None:
-        """The result of an all-gather was released unused."""
+        """Handle the release of an all-gather's result that was not used."""
 
     def resharded(self, group: str, *, in_forward: bool) -> None:
-        """The unsharded parameters were released."""
+        """Handle the release of the unsharded parameters."""
 
     def backward_ended(self, group: str, *, reduces: bool) -> None:
-        """All gradients of a trainable group exist; they are reduced now, or retained unsharded."""
+        """Handle the end of a trainable group's backward. Its gradients are reduced now, or retained unsharded."""
 
 
 def step_schedule(plan: Plan) -> Schedule:
-    """Return the calls of one optimizer step, all its micro-batches together."""
+    """Return the collectives of one optimizer step, all its micro-batches together."""
     replay = Replay(plan)
     num_micro_batches = plan.policy.gradient_accumulation_steps
     for index in range(num_micro_batches):
@@ -61,7 +62,7 @@ def step_schedule(plan: Plan) -> Schedule:
 
 
 def evaluation_schedule(plan: Plan) -> Schedule:
-    """Return the calls of one forward without a backward, between two optimizer steps."""
+    """Return the collectives of one forward without a backward, between two optimizer steps."""
     replay = Replay(plan)
     replay.evaluation(plan.run)
     return replay.schedule()
@@ -69,24 +70,24 @@ def evaluation_schedule(plan: Plan) -> Schedule:
 
 @dataclass(slots=True)
 class _Group:
-    """FSDP2's state of a group."""
+    """The state that FSDP2 has of one group."""
 
     name: str
     kind: GroupKind
     is_trainable: bool
     reshards_after_forward: bool
     is_used_in_backward: bool = True
-    """Whether the backward needs its unsharded parameters: that of a lookup does not."""
+    """Whether the backward needs the unsharded parameters. False for an embedding that is a unit of its own."""
     is_unsharded: bool = False
     is_pending: bool = False
     """An all-gather was started and not waited for yet."""
     phase: Literal["idle", "pre_backward", "post_backward"] = "idle"
     positions: list[int] = field(default_factory=list)
-    """Where it is in the record of forwards."""
+    """Its indices in the record of forwards."""
 
 
 class Replay:
-    """FSDP2's state machine. Each private method is one of its own, see [Note: What is replayed].
+    """A copy of FSDP2's state machine. Private methods have the names of FSDP2's. See [Note: What is replayed].
 
     `micro_batch` replays the order of a `UnitRun`. For another order, call the four methods that begin and end a unit's
     forward and backward, then `end_micro_batch`.
@@ -98,7 +99,7 @@ class Replay:
         self._stage = plan.policy.stage
         live = live_units(plan)
         self._groups: dict[str, list[_Group]] = {unit: [] for unit in ("", *plan.units)}
-        """Unit -> its groups in the order in which they are unsharded: its own, then those with holders."""
+        """Unit -> its groups in the order in which they are unsharded: its own group, then those with group holders."""
         for group in plan.groups:
             self._groups[group.unit].append(_start(group, plan, live))
         named = {group.name: group for group in self._all()}
@@ -110,7 +111,7 @@ class Replay:
         self._record: list[_Group] = []  # of forwards
 
     def schedule(self) -> Schedule:
-        """Return the calls replayed so far."""
+        """Return the collectives replayed so far."""
         counts = {kind: Counter(name for found, name in self._order if found == kind) for kind in get_args(Kind)}
         last = counts["last_reduction"]
         return Schedule(
@@ -121,11 +122,11 @@ class Replay:
         )
 
     def evaluation(self, run: UnitRun) -> None:
-        """Run one forward."""
+        """Replay one forward without a backward."""
         self._forward(run)
 
     def micro_batch(self, run: UnitRun, *, is_last: bool) -> None:
-        """Run one forward and its backward with the flags that `TrainStep` sets."""
+        """Replay one forward and its backward, with the flags that `TrainStep` sets."""
         self._forward(run)
         self._backward(run, is_last)
         self.end_micro_batch(is_last=is_last)
@@ -145,7 +146,7 @@ class Replay:
             self.end_backward(run.unit, is_last=is_last)
 
     def begin_forward(self, unit: str) -> None:
-        """Unshard a unit's groups, and start the all-gathers that it prefetches."""
+        """Unshard a unit's groups, and start the all-gathers of the units that it prefetches."""
         for group in self._groups[unit]:
             self._unshard_and_wait(group, in_forward=True)
         for other in self._forward_ahead.get(unit, ()):
@@ -153,7 +154,7 @@ class Replay:
                 self._unshard(group)
 
     def end_forward(self, unit: str) -> None:
-        """Reshard a unit's groups where the plan says so."""
+        """Reshard the unit's groups that the plan reshards after the forward."""
         for group in reversed(self._groups[unit]):
             if group.reshards_after_forward:
                 self._reshard(group, in_forward=True)
@@ -161,7 +162,7 @@ class Replay:
             self._record.append(group)
 
     def begin_backward(self, unit: str) -> None:
-        """Unshard a unit's groups, and start the all-gathers that it prefetches. Called for each output."""
+        """Unshard a unit's groups, and start the all-gathers of the units that it prefetches. Call for each output."""
         ahead = self._backward_ahead.get(unit, [])
         for group in reversed(self._groups[unit]):
             self._pre_backward(group, is_default=not ahead)
@@ -175,7 +176,7 @@ class Replay:
             self._post_backward(group, is_last)
 
     def end_micro_batch(self, *, is_last: bool) -> None:
-        """End the backward of the root."""
+        """End the backward of the root, as FSDP2's callback at the end of the backward does."""
         for group in self._ending:
             if group.phase != "post_backward":
                 self._post_backward(group, is_last)

@@ -1,6 +1,6 @@
-"""Which modules are units, unsharded and reduced together.
+"""Chooses the FSDP units of a model, and merges small ones.
 
-Pure: reads the module tree and shapes only.
+Reads the module tree and shapes only.
 
 [Note: Merging by default]
 The collectives of a small unit cost their latency, not their bytes. So small neighbouring units are merged if the
@@ -11,8 +11,7 @@ config does not set `reduce_bucket_size`. Larger units are not merged: each is c
   `SMALL` elements.
 * At stage 3 all modules of a merged unit are unsharded, and have gradients, at the same time. So a merged unit has at
   most `SMALL` elements, and at most `1 / STAGE_3_PART` of the elements of the largest unit, embedding or head. The
-  memory's peak is then still where the largest unit is. In a model of equal blocks no block is small beside the
-  largest, and nothing is merged.
+  peak of memory is then still where the largest unit is. In a model of equal blocks, nothing is merged.
 """
 
 import logging
@@ -37,17 +36,17 @@ STAGE_3_PART = 16
 def plan_units(
     model: nn.Module, policy: Policy, auto_wrap_policy: AutoWrapPolicy = None
 ) -> tuple[tuple[str, ...], Merged]:
-    """Return the units below the root, children before parents, and the modules of those that are merged.
+    """Return the FQNs of the units below the root, children before parents, and the modules of merged units.
 
     Raises:
         WrapError: the wrap policy matches nothing.
-        ConfigError: no module is what `policy.leaf_modules` names.
+        ConfigError: `policy.leaf_modules` matches no module.
     """
     units = find_units(model, auto_wrap_policy, leaf_modules=policy.leaf_modules)
     if policy.stage == 3 and not units:
         logger.warning(
-            "no units below the root of %s: at stage 3 all of it is unsharded at once. Name its blocks with "
-            "auto_wrap_policy to save memory.",
+            "%s has no units below its root: at stage 3 all of its parameters are unsharded at once. Name its blocks "
+            "with auto_wrap_policy to save memory.",
             type(model).__name__,
         )
     merged = _merge(model, units, policy)
@@ -56,10 +55,10 @@ def plan_units(
 
 
 def _merge(model: nn.Module, units: Sequence[str], policy: Policy) -> Merged:
-    """Join neighbouring units greedily, in registration order, while their elements together fit the bucket.
+    """Join neighbouring units greedily, in registration order, while they have at most `reduce_bucket_size` elements.
 
-    These are not merged: units that contain others; modules that are registered twice, because `run_order` could not
-    determine when the merged unit ends; and leaf modules, of whose sparse experts a forward runs only some.
+    Not merged are units that contain others, modules that are registered twice (`run_order` could not determine when
+    the merged unit ends), and leaf modules (a forward runs only some of their sparse experts).
     """
     bucket_size = policy.reduce_bucket_size
     if bucket_size is None:
@@ -71,8 +70,8 @@ def _merge(model: nn.Module, units: Sequence[str], policy: Policy) -> Merged:
     leaf_modules = set(find_leaf_modules(model, policy.leaf_modules))
     runs: list[list[str]] = []
     in_run: set[nn.Parameter] = set()
-    numel = 0  # of these
-    is_open = False  # whether the last run can take another
+    numel = 0  # of `in_run`
+    is_open = False  # whether a unit may be added to the last run
     for module in model.modules():
         if (fqn := modules.get(module)) is None:
             continue
@@ -92,7 +91,7 @@ def _merge(model: nn.Module, units: Sequence[str], policy: Policy) -> Merged:
 
 
 def _default_bucket_size(model: nn.Module, units: Sequence[str], stage: int) -> int:
-    """Return the most elements of a merged unit without `reduce_bucket_size`: see [Note: Merging by default]."""
+    """Return the bucket size that is used if the config sets none: see [Note: Merging by default]."""
     if stage < 3:
         return SMALL
     # Embeddings and heads may be units of their own: see `zeroamp.planning.own_units`.

@@ -1,6 +1,6 @@
-"""Which dtype is used at each boundary of an optimizer step, and which collectives a group issues.
+"""Decides the dtypes of each parameter in an optimizer step, and the collectives of each group.
 
-Dtypes and collectives are decided only here. The collectives, FSDP2's mixed-precision policies, the planned traffic,
+This is the only place where they are decided. The collectives, FSDP2's mixed-precision policies, the planned traffic,
 the dry run, the ledger and its verification, recovery, and the tables of `docs/precision.md` read these records.
 """
 
@@ -19,7 +19,7 @@ from zeroamp.policies.dtypes import short_name, stored_dtype
 from zeroamp.policies.policy import Policy
 
 PER_OP = "per op"
-"""The compute dtype of a parameter that `torch.autocast` casts, or does not cast, at each op."""
+"""The compute dtype of a parameter for which `torch.autocast` chooses a dtype at each op."""
 
 Reduction = Literal["reduce_scatter", "all_to_all"]
 
@@ -29,36 +29,35 @@ class ParamDtypes:
     """The seven dtypes of one parameter, in the order of an optimizer step."""
 
     stored: torch.dtype
-    """Of the sharded parameter (the master weight), which the optimizer updates."""
+    """The dtype of the sharded parameter (the master weight), which the optimizer updates."""
     param: torch.dtype
-    """Of the unsharded parameter, and of its all-gather."""
+    """The dtype of the all-gather and of the unsharded parameter."""
     compute: str
-    """Of the ops that consume it: "bf16" and so on where it is fixed, else `PER_OP`."""
+    """The dtype of the ops that use the parameter: "bf16" or the like if it is fixed, else `PER_OP`."""
     gradient: torch.dtype | None
-    """Of the raw, unsharded gradient. This and the next three are None for a frozen parameter."""
+    """The dtype of the raw, unsharded gradient. This and the next three are None for a frozen parameter."""
     communication: torch.dtype | None
-    """Of the gradient when it is sent to other ranks."""
+    """The dtype in which the gradient is sent to other ranks."""
     accumulate: torch.dtype | None
-    """Of the sum over the micro-batches of an optimizer step."""
+    """The dtype of the sum over the micro-batches of an optimizer step."""
     optimizer: torch.dtype | None
-    """Of the optimizer's state."""
+    """The dtype of the optimizer's state."""
 
 
 class GroupKey(NamedTuple):
-    """What the parameters of one group have in common: parameters of one unit with equal keys are one group.
+    """The dtypes that all parameters of a group share. Parameters of one unit with equal keys form one group.
 
     A frozen parameter has the communication dtype that it would have if it were trained, so that freezing a bias does
-    not split a group. A parameter that is stored in another dtype than fp32 cannot be trained: whether it is safe
-    splits nothing.
+    not split a group.
     """
 
     stored: torch.dtype
     param: torch.dtype
     communication: torch.dtype
     is_replicated: bool = False
-    """Whether the parameters are 0-D: every rank holds them whole, and the step's all-reduce sums their gradients."""
+    """Whether the parameters are 0-D: each rank has them whole, and the step's all-reduce sums their gradients."""
     is_ignored: bool = False
-    """Whether the parameters are of `ignored_params`: the caller's own, whole on each rank, and never communicated."""
+    """Whether the parameters are in `ignored_params`: each rank has them whole, and they are never communicated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,41 +65,41 @@ class GroupDtypes:
     """The dtypes and collectives of one group on given ranks, for its trainable parameters. From `group_dtypes`."""
 
     stored: torch.dtype
-    """Of the sharded parameters, of their gradients at the optimizer step, and of the optimizer's state."""
+    """The dtype of the sharded parameters, of their gradients at the optimizer step, and of the optimizer's state."""
     param: torch.dtype
-    """Of the unsharded parameters: FSDP2's `param_dtype`."""
+    """The dtype of the unsharded parameters: FSDP2's `param_dtype`."""
     unsharded_accumulate: torch.dtype
-    """Of the unsharded sum of the config's micro-batches at stages 0 and 1: FSDP2's `reduce_dtype`. fp32 where there is
-    no such sum."""
+    """The dtype of the unsharded sum of the config's micro-batches at stages 0 and 1: FSDP2's `reduce_dtype`. fp32 if
+    there is no such sum."""
     communication: torch.dtype
-    """Of the flat unsharded gradients, as they are sent to the ranks that shard."""
+    """The dtype of the flat unsharded gradients, in which they are sent to the ranks that shard."""
     reduce: torch.dtype
-    """Of the sum over the ranks that shard: of the reduction's output."""
+    """The dtype of the sum over the ranks that shard, which is the reduction's output."""
     sharded_accumulate: torch.dtype
-    """Of the sharded sum of micro-batches at stages 2 and 3. fp32 at stages 0 and 1."""
+    """The dtype of the sharded sum of micro-batches at stages 2 and 3. fp32 at stages 0 and 1."""
     replica: torch.dtype | None
-    """Of the all-reduce over replicas; None where there is none."""
+    """The dtype of the all-reduce over replicas; None without such an all-reduce."""
     replica_once: bool
-    """Whether the all-reduce over replicas runs once per optimizer step, on the sum of the micro-batches. Else it
+    """Whether the all-reduce over replicas runs once per optimizer step, on the sum of the micro-batches. Otherwise it
     follows each reduction, because FSDP2 would sum the micro-batches in `reduce` although `sharded_accumulate` differs.
     """
     all_gathers: bool
-    """Whether parameters are all-gathered: not where one rank holds them whole."""
+    """Whether parameters are all-gathered. False if there is one shard."""
     reduction: Reduction | None
-    """How gradients are summed over the ranks that shard: "reduce_scatter" by the backend, in `communication`;
-    "all_to_all" by each rank, in fp32 and in the order of the tree, after it received the others' gradients in
-    `communication`. None where one rank holds them whole."""
+    """How gradients are summed over the ranks that shard. "reduce_scatter": the backend sums in `communication`.
+    "all_to_all": each rank receives the others' gradients in `communication`, and sums them in fp32 in the order of the
+    tree. None if there is one shard."""
     reduction_op: ReduceOp
-    """What `reduction` is issued with. An all-to-all copies, which is noted as SUM."""
+    """The op of `reduction`. SUM for an all-to-all, which copies."""
     replica_op: ReduceOp
-    """What the all-reduce over replicas is issued with."""
+    """The op of the all-reduce over replicas."""
     sums_in_tree_order: bool
-    """Whether zeroamp itself sums over shards and replicas, in the order of `hooks/collectives/tree_sum.py`. Else the
-    backend sums, in an order of its own."""
+    """Whether zeroamp sums over shards and replicas, in the order of `hooks/collectives/tree_sum.py`. Otherwise the
+    backend sums, in an order that is not defined."""
 
     @property
     def between_ranks(self) -> torch.dtype:
-        """The dtype in which gradients leave a rank: that of the all-reduce over replicas where nothing is sharded."""
+        """The dtype in which gradients leave a rank: with one shard that of the all-reduce, else `communication`."""
         return self.communication if self.replica is None or self.reduction is not None else self.replica
 
     def on_these_ranks(self, dtypes: ParamDtypes) -> ParamDtypes:
@@ -109,10 +108,10 @@ class GroupDtypes:
 
 
 def param_dtypes(parameter: nn.Parameter, policy: Policy, precision: Precision) -> tuple[ParamDtypes, GroupKey]:
-    """Return the dtypes of a parameter, and what a parameter must share with it to be in the same group.
+    """Return the dtypes of a parameter, and the key of its group.
 
-    A parameter that is stored in another dtype than fp32 is frozen: it is all-gathered as it is stored, which is
-    smaller.
+    A parameter that is stored in another dtype than fp32 is frozen. It is all-gathered in the dtype in which it is
+    stored.
     """
     stored = stored_dtype(parameter)
     if parameter.dim() == 0:
@@ -138,7 +137,7 @@ def param_dtypes(parameter: nn.Parameter, policy: Policy, precision: Precision) 
 
 
 def _replicated_dtypes(stored: torch.dtype, *, is_trained: bool) -> tuple[ParamDtypes, GroupKey]:
-    """Return the dtypes of a 0-D parameter: used as stored in every mode, its gradient accumulated in fp32."""
+    """Return the dtypes and key of a 0-D parameter. Ops read it as it is stored, and its gradient is summed in fp32."""
     dtypes = ParamDtypes(
         stored=stored,
         param=stored,
@@ -152,7 +151,7 @@ def _replicated_dtypes(stored: torch.dtype, *, is_trained: bool) -> tuple[ParamD
 
 
 def ignored_dtypes(parameter: nn.Parameter, policy: Policy) -> tuple[ParamDtypes, GroupKey]:
-    """Return the dtypes of one of `ignored_params`: nothing casts or communicates it. Autograd sums its gradient."""
+    """Return the dtypes and key of one of `ignored_params`, which is neither cast nor communicated."""
     stored, is_trained = parameter.dtype, parameter.requires_grad
     dtypes = ParamDtypes(
         stored=stored,
@@ -167,7 +166,7 @@ def ignored_dtypes(parameter: nn.Parameter, policy: Policy) -> tuple[ParamDtypes
 
 
 def unit_key(policy: Policy) -> GroupKey:
-    """Return the key of a parameter that is in the mode's low precision, also where no parameter is."""
+    """Return the key of a parameter in the mode's low precision. A model need not have such a parameter."""
     return GroupKey(
         torch.float32, policy.gather_dtype, communication_dtype(policy, is_low=policy.low_dtype is not None)
     )
@@ -183,9 +182,9 @@ def communication_dtype(policy: Policy, *, is_low: bool) -> torch.dtype:
 
 
 def group_dtypes(key: GroupKey, policy: Policy, ranks: Ranks) -> GroupDtypes:
-    """Decide the dtypes and collectives of a group of parameters with this key on these ranks.
+    """Return the dtypes and collectives of the groups with this key on these ranks.
 
-    Where the number of ranks is not known, it is taken for more than one, and no shards are averaged over replicas.
+    An unknown number of ranks counts as more than one, and as no replicas of shards.
     """
     if key.is_replicated or key.is_ignored:
         return GroupDtypes(
@@ -215,7 +214,7 @@ def group_dtypes(key: GroupKey, policy: Policy, ranks: Ranks) -> GroupDtypes:
     if num_shards != 1:
         reduction = "all_to_all" if sums_in_fp32 else "reduce_scatter"
     unsharded_accumulate = unsharded_accumulation(policy)
-    # FSDP2 sums, and divides itself, where it accumulates in float16.
+    # With float16 accumulation, FSDP2 passes SUM and divides itself.
     averages = policy.reduce == "mean" and not ranks.is_one and unsharded_accumulate != torch.float16
     op = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
     is_divided_here = reduction == "reduce_scatter" and key.communication == torch.float16

@@ -1,12 +1,12 @@
-"""Which parameters are communicated together: a group per unit and dtypes, and one for all units' small fp32 ones.
+"""Forms parameter groups: one per unit and combination of dtypes, and one for the small fp32 parameters of all units.
 
 [Note: The model-wide group]
-A group per unit for a few norm weights would cost a collective each, so the small fp32 parameters of all units are one
-group, unsharded by the root's forward and reduced when its backward ends. The root's own further fp32 parameters, an
-embedding say, are unsharded and reduced at the same moments; they join the group whatever their size, which saves
-collectives. Where the head is a unit of its own, the root may own fp32 parameters only: all of them join. The whole
-group stays unsharded until the last backward of an optimizer step. On an accelerator, the flat buffer of its all-gather
-is released when the first unit has been unsharded. Neither raises the memory peak.
+A group per unit for a few norm weights would cost each unit a collective. So the small fp32 parameters of all units
+form one group. It is unsharded in the root's forward and reduced when the root's backward ends. The root's own further
+fp32 parameters, such as an embedding, are unsharded and reduced at the same times. They join the group whatever their
+size, which saves collectives. If the head is a unit of its own, the root may own fp32 parameters only: all of them
+join. The whole group stays unsharded until the last backward of an optimizer step. On an accelerator, the flat buffer
+of its all-gather is released when the first unit has been unsharded. Neither raises the peak of memory.
 """
 
 from collections.abc import Iterable
@@ -30,17 +30,17 @@ IGNORED = "ignored"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParamPlan:
-    """Where one parameter is used, which dtypes it has there, and why."""
+    """One parameter: its names, owners, shape, unit and dtypes, and the reason for the dtypes."""
 
     fqn: str
     aliases: tuple[str, ...]
-    """Other names of the same tensor (tied weights)."""
+    """Other FQNs of the same tensor (tied weights)."""
     owner_fqns: tuple[str, ...]
-    """Modules that own it directly, each once."""
+    """FQNs of the modules that own it directly, each module once."""
     owner_classes: tuple[str, ...]
-    """Names of their classes, each once."""
+    """Names of the owners' classes, each once."""
     shape: tuple[int, ...]
-    """As FSDP2 shards it: of a DTensor (tensor or expert parallelism), this rank's part."""
+    """The shape that FSDP2 shards. For a DTensor (tensor or expert parallelism) that of this rank's part."""
     unit: str
     """FQN of the innermost unit that contains all owners; "" is the root."""
     dtypes: ParamDtypes
@@ -48,73 +48,73 @@ class ParamPlan:
     any_dim: bool
     """Whether another dimension than 0 may be sharded: see `zeroamp.planning.shard_dim`."""
     is_inside_inner_units: bool
-    """Whether every use lies inside units nested in `unit`, where FSDP2's walk from `unit` does not look."""
+    """Whether all owners are inside units that are nested in `unit`. FSDP2's walk from `unit` does not reach them."""
     axis: str = ""
-    """The name of the mesh axis that it is distributed over before FSDP2 shards it; "" if it is not a DTensor."""
+    """The name of the mesh axis over which it is distributed before FSDP2 shards it; "" if it is not a DTensor."""
     is_expert: bool = False
-    """Whether that is an axis of expert parallelism."""
+    """Whether `axis` is an axis of expert parallelism."""
     reason: str
-    """Why these dtypes: which class matched, or which owner prevented it."""
+    """The reason for the dtypes: the class that matched, or the owner that prevents low precision."""
 
     def shard_dim(self, num_shards: int | None) -> int:
-        """Return the dimension that is sharded over so many ranks; 0 if they are not known."""
+        """Return the dimension that is sharded over `num_shards` ranks; 0 if the number is None."""
         return shard_dim(self.shape, num_shards, any_dim=self.any_dim)
 
     @property
     def is_trainable(self) -> bool:
-        """Whether it has a gradient."""
+        """Whether the parameter has a gradient."""
         return self.dtypes.gradient is not None
 
     @property
     def numel(self) -> int:
-        """Elements, unsharded."""
+        """The number of elements of the unsharded parameter."""
         return torch.Size(self.shape).numel()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupPlan:
-    """Parameters that are all-gathered in one collective and reduced in one."""
+    """A parameter group: parameters that are all-gathered in one collective and reduced in one."""
 
     name: str
     kind: GroupKind
     """"unit": FSDP2's own group of a unit. "typed": a further group of that unit, for another dtype or for parameters
-    that inner units share. "model-wide": small fp32 parameters of all units, and with them the root's that would else
-    be another group, unsharded once per optimizer step at the root; one per communication dtype. "replicated": 0-D
-    parameters, which every rank holds whole. "ignored": those of `ignored_params`, which zeroamp leaves alone. Neither
-    of the last two is in `Plan.groups`."""
+    that inner units share. "model-wide": see [Note: The model-wide group]; one per communication dtype. "replicated":
+    0-D parameters, which are whole on each rank. "ignored": those of `ignored_params`, which zeroamp does not change.
+    `Plan.groups` contains neither of the last two."""
     unit: str
+    """FQN of the unit; "" is the root."""
     params: tuple[ParamPlan, ...]
 
     @property
     def key(self) -> GroupKey:
-        """The dtypes that its parameters share, also where all of them are frozen: they may be unfrozen."""
+        """The dtypes that the group's parameters share. Frozen parameters have one too: they may be unfrozen."""
         return self.params[0].group_key
 
     @property
     def dtypes(self) -> ParamDtypes:
-        """The dtypes of its first trainable parameter; of the first, where all are frozen."""
+        """The dtypes of the group's first trainable parameter. If all are frozen, those of the first parameter."""
         return next((param.dtypes for param in self.params if param.is_trainable), self.params[0].dtypes)
 
     @property
     def is_expert(self) -> bool:
-        """Whether its parameters are distributed over an axis of expert parallelism: FSDP2 gets another mesh."""
+        """Whether the parameters are distributed over an axis of expert parallelism. FSDP2 then gets another mesh."""
         return self.params[0].is_expert
 
     @property
     def is_trainable(self) -> bool:
-        """Whether any of its parameters has a gradient."""
+        """Whether any of the group's parameters has a gradient."""
         return any(param.is_trainable for param in self.params)
 
     @property
     def numel(self) -> int:
-        """Elements, unsharded."""
+        """The number of elements of the unsharded group."""
         return sum(param.numel for param in self.params)
 
 
 def group_params(params: Iterable[ParamPlan], policy: Policy, *, with_root: bool = False) -> list[GroupPlan]:
-    """Return a group per (unit, dtype key), and one for the whole model, see [Note: The model-wide group].
+    """Return the groups: one per unit and dtype key, and those of [Note: The model-wide group].
 
-    `with_root`: the root's own group joins the model-wide group too, if it is fp32.
+    `with_root`: whether the root's own group joins the model-wide group too, if it is fp32.
     """
     by_unit: dict[str, dict[tuple[GroupKey, bool, bool], list[ParamPlan]]] = {}
     for param in params:
@@ -144,7 +144,7 @@ def group_params(params: Iterable[ParamPlan], policy: Policy, *, with_root: bool
 def _with_model_wide(
     groups: list[GroupPlan], key: GroupKey, small: list[ParamPlan], policy: Policy, joining: tuple[GroupKind, ...]
 ) -> list[GroupPlan]:
-    """Make one group of `small` and of the root's groups of this key and of the kinds that join, and put it last."""
+    """Return `groups` with one more, last: `small`, joined with the root's groups of this key and of these kinds."""
     at_root = [group for group in groups if group.unit == "" and group.kind in joining and group.key == key]
     params = (*chain.from_iterable(group.params for group in at_root), *small)
     model_wide = GroupPlan(name=f"model-wide:{_key_name(key, policy)}", kind="model-wide", unit="", params=params)
@@ -156,7 +156,7 @@ def _is_fp32(key: GroupKey) -> bool:
 
 
 def _key_name(key: GroupKey, policy: Policy) -> str:
-    """Return the dtypes of a group, as far as they tell it from another group of its unit."""
+    """Return the dtypes of a group as text for its name: only those that may differ between groups of a unit."""
     stored = "" if key.stored == torch.float32 else f" (stored {short_name(key.stored)})"
     usual = communication_dtype(policy, is_low=key.param in LOW_DTYPES and key.stored == torch.float32)
     reduced = "" if key.communication == usual else f" (reduced in {short_name(key.communication)})"

@@ -1,4 +1,4 @@
-"""The device mesh of each ZeRO stage."""
+"""Makes and checks the device mesh of each ZeRO stage, and reads numbers of ranks and shards from meshes."""
 
 import atexit
 import logging
@@ -32,13 +32,18 @@ _SIZES_OF_LAUNCHERS = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SI
 def mesh_for_stage(stage: Stage, mesh: DeviceMesh | None, num_replicas: int = 1) -> DeviceMesh:
     """Return the mesh that FSDP2 gets: 1-D (shard) or 2-D (replicate, shard).
 
-    Stage 0 shards over one rank and replicates over all, so it needs the shape (N, 1). Stages 1 to 3 take the given
-    mesh, or all ranks in one axis, or in two where the config asks for more than one replica. Without a process group
-    one is initialised: see `start_process_group`.
+    Stage 0 shards over one rank and replicates over all N ranks: the mesh has the shape (N, 1). Stages 1 to 3 use the
+    given mesh. Without one they have all ranks in one axis, or in two if `num_replicas` is not 1. If there is no
+    process group, one is initialised: see `start_process_group`.
+
+    Args:
+        stage: 0 to 3.
+        mesh: the caller's, or None.
+        num_replicas: `zeroamp.dp_replicate_size`. 1 stands for its default.
 
     Raises:
-        WrapError: the mesh has another number of axes than the stage can use, or a process group cannot be made.
-        ConfigError: `num_replicas` does not divide the ranks, or the mesh has another number of them.
+        WrapError: the stage can not use a mesh of this shape, or a process group cannot be made.
+        ConfigError: `num_replicas` does not divide the ranks, or differs from the replicas of the mesh.
     """
     if mesh is None:
         if not dist.is_initialized():
@@ -49,7 +54,7 @@ def mesh_for_stage(stage: Stage, mesh: DeviceMesh | None, num_replicas: int = 1)
     if num_replicas not in (1, replicate_size(mesh)):
         raise ConfigError(_replicas(num_replicas, f"{replicate_size(mesh)}, the replicas of the mesh given"))
     if stage == 0 and mesh.ndim == 1:
-        # Groups of this mesh's ranks only: a slice of a larger mesh must not wait for ranks that are not here.
+        # The mesh may be a slice of a larger one, so only this rank makes its group: other ranks may not be here.
         alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         groups = [mesh.get_group(), alone]
         return DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh.view(-1, 1), mesh_dim_names=(REPLICATE, SHARD))
@@ -69,13 +74,13 @@ def refuse_torchft(mesh: DeviceMesh) -> None:
 
 
 def start_process_group() -> None:
-    """Initialise the default process group: from torchrun's environment, as FSDP2 does; without it, a world of one.
+    """Initialise the default process group from torchrun's environment. Without RANK it gets a world size of one.
 
-    The group has the default backends: gloo, and NCCL (or the like) for an accelerator. The group of a world of one is
+    The group has the default backends: gloo, and NCCL (or the like) for an accelerator. A group of one rank is
     destroyed when the program ends.
 
     Raises:
-        WrapError: the environment has no RANK, but another launcher's variables name several processes.
+        WrapError: the environment has no RANK, but another launcher's variable has a world size above one.
     """
     if "RANK" in os.environ:
         dist.init_process_group()
@@ -93,7 +98,9 @@ def start_process_group() -> None:
     num_devices = torch.accelerator.device_count()
     level = logging.WARNING if num_devices > 1 else logging.INFO
     logger.log(
-        level, "Made a world of one process: the environment has no RANK. Start with torchrun to train on several."
+        level,
+        "Made a process group of one rank, because the environment has no RANK. To train on several ranks, start the "
+        "script with torchrun.",
     )
 
 
@@ -103,7 +110,7 @@ def _destroy_process_group() -> None:
 
 
 def mesh_shape(stage: Stage, num_ranks: int, num_replicas: int = 1) -> tuple[int, ...]:
-    """Return the shape of the mesh that `num_ranks` ranks get where none is given: (shard,) or (replicate, shard).
+    """Return the shape of the mesh for `num_ranks` ranks if the caller gives none: (shard,) or (replicate, shard).
 
     Raises:
         ConfigError: `num_replicas` does not divide the ranks.
@@ -133,35 +140,35 @@ def _replicas(found: int, valid: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
-    """The shape of the mesh."""
+    """The numbers of ranks of a mesh, by what they are for."""
 
     num_shards: int | None = None
-    """Ranks that one parameter is sharded over. None: not known, bytes are those without padding."""
+    """Ranks over which one parameter is sharded. None: not known; bytes are then counted without padding."""
     num_replicas: int | None = None
-    """Ranks that hold the same shard. None: the mesh has no such axis, or (with `num_shards` None) it is not known."""
+    """Ranks with the same shard. None: the mesh has no such axis, or (with `num_shards` None) it is not known."""
     num_tensor: int = 1
-    """Ranks of the tensor axis, which is beside these."""
+    """Ranks of the tensor axis, in addition to the others."""
     num_expert: int = 1
-    """Parts that experts are distributed in over the ranks that shard: FSDP2 shards a part over the others."""
+    """Parts in which experts are distributed over the ranks that shard. FSDP2 shards a part over the other ranks."""
 
     @property
     def is_one(self) -> bool:
-        """Whether gradients are of one rank alone."""
+        """Whether there is one shard and one replica, so that gradients are not reduced."""
         return self.num_shards == 1 and (self.num_replicas or 1) == 1
 
     @property
     def num_ranks(self) -> int | None:
-        """All ranks; None where the number is not known."""
+        """The number of shards times the number of replicas; None if it is not known."""
         return None if self.num_shards is None else self.num_shards * (self.num_replicas or 1)
 
     def of(self, *, is_expert: bool) -> "Ranks":
-        """Return the ranks that FSDP2 shards an expert, or another parameter, over."""
+        """Return the ranks over which FSDP2 shards a parameter that is, or is not, an expert."""
         if not is_expert or self.num_expert == 1 or self.num_shards is None:
             return self
         return replace(self, num_shards=self.num_shards // self.num_expert, num_expert=1)
 
     def shards(self, policy: Policy) -> int | None:
-        """Return the ranks that a parameter is sharded over: at stage 0 one, whatever else is known."""
+        """Return the number of ranks over which a parameter is sharded: 1 at stage 0, None if it is not known."""
         return 1 if policy.stage == 0 else self.num_shards
 
 
@@ -171,9 +178,9 @@ def ranks_of(mesh: DeviceMesh) -> Ranks:
 
 
 def expected_shards(policy: Policy, mesh: DeviceMesh | None) -> int:
-    """Return the ranks that a parameter is sharded over in the mesh that `mesh_for_stage` will return.
+    """Return the number of ranks over which a parameter will be sharded in the mesh of `mesh_for_stage`.
 
-    `mesh` is the caller's. There must be a process group. Communicates nothing.
+    `mesh` is the caller's. A process group must be initialised. Communicates nothing.
 
     Raises:
         ConfigError: `policy.dp_replicate_size` does not divide the ranks.
@@ -186,7 +193,7 @@ def expected_shards(policy: Policy, mesh: DeviceMesh | None) -> int:
 
 
 def process_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """Return one group of all ranks of the mesh; None is the default group. A collective where a group is made."""
+    """Return a process group of all ranks of the mesh; None is the default group. All ranks of the mesh call this."""
     if mesh.ndim == 1:
         return mesh.get_group()
     if mesh.size() == dist.get_world_size():
@@ -196,17 +203,17 @@ def process_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 
 
 def axis_groups(mesh: DeviceMesh) -> Iterator[dist.ProcessGroup]:
-    """Yield the process groups of the axes that have several ranks, the first axis first.
+    """Yield the process groups of the axes with several ranks, in the order of the axes.
 
-    A collective over an axis of one rank changes nothing, and NCCL would make a communicator for it.
+    Axes of one rank are left out: NCCL would make a communicator for a collective that changes nothing.
     """
     return (mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1)
 
 
 def refuse_partition(policy: Policy, mesh: DeviceMesh) -> None:
-    """Raise ConfigError where parameters cannot be sharded over `policy.hpz_partition_size` ranks after the forward.
+    """Raise ConfigError if `policy.hpz_partition_size` does not divide the ranks of the shard axis.
 
-    All the ranks of the shard axis are a valid number, and the same as 1: FSDP2's `reshard_after_forward=True`.
+    All ranks of the shard axis are a valid size, with the effect of 1: FSDP2's `reshard_after_forward=True`.
     """
     size, num_shards = policy.hpz_partition_size, shard_size(mesh)
     if num_shards % size == 0:
@@ -223,56 +230,56 @@ def refuse_partition(policy: Policy, mesh: DeviceMesh) -> None:
 
 
 def current_device_type() -> str:
-    """Return the type of this machine's accelerator, else "cpu": what FSDP2 would choose."""
+    """Return the type of this machine's accelerator, or "cpu" without one, as FSDP2 does."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if accelerator is None else accelerator.type
 
 
 def shard_size(mesh: DeviceMesh) -> int:
-    """Return the number of ranks that one parameter is sharded over."""
+    """Return the number of ranks over which one parameter is sharded."""
     return mesh.size(mesh.ndim - 1)
 
 
 def replicate_size(mesh: DeviceMesh) -> int:
-    """Return the number of ranks that hold the same shard."""
+    """Return the number of replicas: ranks with the same shard."""
     return mesh.size() // shard_size(mesh)
 
 
 def shard_device(policy: Policy, mesh: DeviceMesh) -> torch.device:
-    """Return where this rank's shards of parameters, gradients and optimizer state live."""
+    """Return the device of this rank's shards of parameters, gradients and optimizer state."""
     return torch.device("cpu") if policy.offload.to_cpu else device_of(mesh)
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """Return this rank's device: the current one, where the mesh's type has several."""
+    """Return this rank's device for a mesh: the current device of the mesh's type."""
     return device_of_type(mesh.device_type)
 
 
 def device_of_type(device_type: str) -> torch.device:
-    """Return this rank's device of a type: the current one, if there are several."""
+    """Return this rank's current device of a type."""
     if device_type == "cpu":
         return torch.device("cpu")
     return torch.device(device_type, torch.accelerator.current_device_index())
 
 
 def is_first_rank(mesh: DeviceMesh) -> bool:
-    """Return whether this rank is the first of the mesh: the one that logs and writes."""
+    """Return whether this rank is the first of the mesh. The first rank logs and writes files."""
     return dist.get_rank() == int(mesh.mesh.flatten()[0])
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a DTensor, in the same memory; of any other tensor all.
+    """Return this rank's shard of a DTensor, in the same memory; other tensors are returned as they are.
 
-    Under `torch.no_grad` it costs an attribute's read; else it is an autograd function.
+    With gradients enabled this is an autograd function. Under `torch.no_grad` it only reads an attribute.
     """
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_slices(tensor: DTensor) -> tuple[slice, ...]:
-    """Return what the whole tensor is indexed with to get this rank's shard: one slice per dimension.
+    """Return the slices, one per dimension, that select this rank's shard from the whole tensor.
 
-    Each axis shards what is left of a dimension of length d in parts of ceil(d / ranks), the last ones shorter or
-    empty. Where tensor parallelism and FSDP2 shard one dimension, tensor parallelism comes first.
+    Each axis shards a remaining length d in parts of ceil(d / ranks); the last parts may be shorter or empty. If tensor
+    parallelism and FSDP2 shard the same dimension, tensor parallelism comes first.
     """
     starts, lengths = [0] * tensor.dim(), list(tensor.shape)
     for axis in sorted(range(tensor.device_mesh.ndim), key=lambda axis: is_strided(tensor.placements[axis])):
@@ -294,8 +301,9 @@ def num_shards_of(tensor: torch.Tensor) -> int:
 
 
 def num_holders(tensor: torch.Tensor, num_ranks: int) -> int:
-    """Return how many of all `num_ranks` ranks hold the same shard of a tensor.
+    """Return how many of all `num_ranks` ranks have the same shard of a tensor.
 
-    The sum over all ranks of a parameter's squares, each divided by this number, counts every element once.
+    For the gradient norm: if each rank divides its sum of squares by this number, the sum over all ranks counts every
+    element once.
     """
     return num_ranks // num_shards_of(tensor)

@@ -1,12 +1,12 @@
-"""Which ranks of a mesh do what: the axes of data, context, tensor and expert parallelism.
+"""Finds the axes of data, context, tensor and expert parallelism in the caller's mesh.
 
 [Note: Who averages what]
 Ranks of a data axis get different samples, and ranks of a context axis different parts of the same samples. The model
 computes a different loss on each of them, so FSDP2 shards parameters over all of them, and gradients are averaged over
 all of them. Only the ranks of the data axes count for batch sizes. Ranks of a tensor axis compute the same loss
-together. Each holds a part of some parameters (DTensors of that axis) and all of the others. FSDP2 shards either over
-the data and context axes only. Ranks of an expert axis get different samples: they are data ranks. Each holds a part of
-the experts, which FSDP2 shards over the other data ranks; all other parameters are sharded over all of them.
+together. Each has a part of some parameters (DTensors of that axis) and all of the others. FSDP2 shards both kinds over
+the data and context axes only. Ranks of an expert axis get different samples, so they are data ranks. Each has a part
+of the experts, which FSDP2 shards over the other data ranks. All other parameters are sharded over all data ranks.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -39,31 +39,31 @@ ROLES: Mapping[str, Role] = {
     "ep": "expert",
     "pp": "pipeline",
 }
-"""What an axis of this name is for. A 1-D or 2-D mesh may have other names, if all its axes are for data."""
+"""Name of an axis -> its role. A 1-D or 2-D mesh may have other names, if all its axes are for data."""
 
 _OF_MODEL = ("context", "tensor", "expert", "pipeline")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshAxes:
-    """The ranks that train a model, by what they are for. See [Note: Who averages what]."""
+    """The meshes and numbers of ranks of each kind of parallelism. See [Note: Who averages what]."""
 
     fsdp: DeviceMesh
     """The ranks that FSDP2 shards over: 1-D (shard) or 2-D (replicate, shard). Gradients are averaged over them."""
     whole: DeviceMesh
-    """All ranks that train the model: those of `fsdp`, and those of the tensor axis. It has an axis more then."""
+    """All ranks that train the model: the axes of `fsdp`, and the tensor axis if there is one."""
     tensor: DeviceMesh | None = None
-    """The axis of tensor parallelism, 1-D. None: there is none."""
+    """The axis of tensor parallelism, 1-D. None without tensor parallelism."""
     experts: DeviceMesh | None = None
-    """The ranks that FSDP2 shards the experts over, 1-D, with expert parallelism. None: there is none."""
+    """The ranks over which FSDP2 shards the experts, 1-D. None without expert parallelism."""
     num_context: int = 1
-    """Ranks that get parts of the same samples."""
+    """The number of ranks that get parts of the same samples."""
     context_names: tuple[str, ...] = ()
-    """The names of their axes."""
+    """The names of the context axes."""
 
     @property
     def num_data(self) -> int:
-        """The number of ranks that get different samples: what batch sizes are multiplied by."""
+        """The number of ranks that get different samples. Batch sizes are multiplied by it."""
         return self.fsdp.size() // self.num_context
 
     @property
@@ -77,11 +77,11 @@ class MeshAxes:
         return self.tensor is None and self.experts is None
 
     def fsdp_of(self, *, is_expert: bool) -> DeviceMesh:
-        """Return the mesh that FSDP2 gets for an expert or another parameter."""
+        """Return the mesh that FSDP2 gets for a parameter that is, or is not, an expert."""
         return self.experts if is_expert and self.experts is not None else self.fsdp
 
     def with_fsdp(self, mesh: DeviceMesh) -> "MeshAxes":
-        """Return the same with the mesh that FSDP2 gets at the policy's stage."""
+        """Return a copy whose `fsdp` is `mesh`, the mesh that FSDP2 gets at the policy's stage."""
         return replace(self, fsdp=mesh, whole=mesh if self.whole is self.fsdp else self.whole)
 
     def describe(self) -> str:
@@ -95,7 +95,7 @@ class MeshAxes:
 
 
 def ranks_of_axes(axes: MeshAxes) -> Ranks:
-    """Return the numbers of ranks, for plans of traffic and memory."""
+    """Return the numbers of ranks of these axes, for plans of traffic and memory."""
     num_expert = 1 if axes.experts is None else axes.fsdp.size() // axes.experts.size()
     return replace(ranks_of(axes.fsdp), num_tensor=axes.num_tensor, num_expert=num_expert)
 
@@ -112,25 +112,25 @@ class AxisSizes:
 
     @property
     def num_data(self) -> int:
-        """The number of ranks that get different samples: what batch sizes are multiplied by."""
+        """The number of ranks that get different samples. Batch sizes are multiplied by it."""
         return self.replicate * self.shard * self.expert
 
     @property
     def num_ranks(self) -> int:
-        """All ranks."""
+        """The number of all ranks."""
         return self.num_data * self.context * self.tensor
 
     @property
     def num_shards(self) -> int:
-        """The ranks that FSDP2 shards parameters over that are no experts."""
+        """The number of ranks over which FSDP2 shards parameters that are not experts."""
         return self.shard * self.context * self.expert
 
 
 def axis_sizes(text: str) -> AxisSizes:
-    """Return the sizes that a text such as "dp=8,tp=4,cp=2" gives. Names are those of `ROLES`.
+    """Parse a text such as "dp=8,tp=4,cp=2" into sizes of axes. Names are those of `ROLES`.
 
     Raises:
-        ConfigError: a name is unknown or comes twice, or a size is no whole number from 1 on.
+        ConfigError: a name is unknown or occurs twice, or a size is not a whole number from 1 on.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -147,12 +147,12 @@ def axis_sizes(text: str) -> AxisSizes:
 
 
 def plain_axes(mesh: DeviceMesh) -> MeshAxes:
-    """Return the axes of a mesh whose ranks all get different samples, and that has all ranks of the model."""
+    """Return the axes of a mesh that has all ranks of the model, each of which gets different samples."""
     return MeshAxes(fsdp=mesh, whole=mesh)
 
 
 def axis_of(parameter: torch.Tensor) -> str | None:
-    """Return the name of the mesh axis that a parameter is distributed over before FSDP2 shards it.
+    """Return the name of the mesh axis over which a parameter is distributed before FSDP2 shards it.
 
     None for a plain tensor, and for a DTensor of a mesh of several axes or without names.
     """
@@ -168,20 +168,21 @@ def is_expert(parameter: torch.Tensor) -> bool:
 
 
 def find_axes(model: nn.Module, mesh: DeviceMesh | None) -> MeshAxes | None:
-    """Return what the ranks of the caller's mesh, and of the mesh that it is a slice of, are for.
+    """Return the axes of the caller's mesh, and of the mesh that it is a slice of.
 
-    The caller passes a data mesh, as before; a slice of a mesh with names (`mesh["dp"]`, a flattened (dp, cp)), whose
-    other axes are found; or the whole named mesh. Ranks of a tensor axis are found also by the model's DTensors.
+    The caller may pass a data mesh, a slice of a mesh with names (`mesh["dp"]`, or a flattened (dp, cp)), or the whole
+    named mesh. For a slice, the other axes of the whole mesh are found. The tensor axis is also found from the model's
+    DTensors.
 
     Args:
         model: plain, or after `parallelize_module`. Not changed.
         mesh: the caller's. None: all ranks are for data.
 
     Returns:
-        None if `mesh` is.
+        The axes; None if `mesh` is None.
 
     Raises:
-        WrapError: an axis has a name that is not known, is missing, or its parallelism is not supported.
+        WrapError: an axis has an unknown name, an axis is missing, or its parallelism is not supported.
     """
     if any(isinstance(module, FSDPModule) for module in model.modules()):  # refused elsewhere
         return None if mesh is None else plain_axes(mesh)
@@ -241,9 +242,9 @@ def _given(mesh: DeviceMesh) -> MeshAxes:
 
 
 def _with_root(axes: MeshAxes, mesh: DeviceMesh) -> MeshAxes:
-    """Add what follows from the mesh that the caller's is a slice of.
+    """Add the context axis of the mesh that the caller's mesh is a slice of; raise if axes are missing.
 
-    A tensor axis that no parameter is distributed over is left out: its ranks train models of their own.
+    A tensor axis over which no parameter is distributed is left out: each of its ranks trains a model of its own.
     """
     root = root_of(mesh)
     if root is mesh:
@@ -272,13 +273,13 @@ def _with_root(axes: MeshAxes, mesh: DeviceMesh) -> MeshAxes:
 
 
 def _with_model_axis(axes: MeshAxes, split: Mapping[str, DTensor]) -> MeshAxes:
-    """Add what follows from the DTensors of the model, compare it with the axes, and join all ranks."""
+    """Add the tensor axis of the model's DTensors, check that it fits the other axes, and join all ranks."""
     for fqn, parameter in split.items():
         own, roles = parameter.device_mesh, [ROLES.get(name) for name in parameter.device_mesh.mesh_dim_names or ()]
         if own.ndim > 1:
             raise WrapError(
-                f"{fqn} is a DTensor of {_described(own)}: of {own.ndim} axes at once. zeroamp takes parameters that "
-                "are distributed over one axis (tensor or expert parallelism) before FSDP2 shards them."
+                f"{fqn} is a DTensor of {_described(own)}, which has {own.ndim} axes. Before FSDP2 shards a parameter, "
+                "it may be distributed over one axis only (tensor or expert parallelism)."
             )
         if roles == ["expert"]:
             if axes.experts is None:
@@ -322,7 +323,7 @@ def _refuse_pipeline(mesh: DeviceMesh) -> None:
 
 
 def _named_axes(mesh: DeviceMesh) -> Iterator[DeviceMesh]:
-    """Yield the axes of several ranks whose use is known by their names."""
+    """Yield the axes that have several ranks and a name of `ROLES`."""
     for name in mesh.mesh_dim_names or ():
         if name in ROLES and mesh[name].size() > 1:
             yield mesh[name]

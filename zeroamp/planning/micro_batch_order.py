@@ -1,17 +1,17 @@
-"""The order of all micro-batches of an optimizer step, over ranks: the order in which their gradients are added.
+"""Numbers the micro-batches of all ranks in an optimizer step, in the order in which their gradients are added.
 
 [Note: One order of micro-batches]
 An optimizer step has G = N k micro-batches: k on each of N ranks. With `zeroamp.reproducible` they have one order, and
-gradients are added as a balanced binary tree over it (`hooks/collectives/tree_sum.py`). Each rank, and each collective,
-must then add a subtree. So the index of a micro-batch follows from what is added first:
+gradients are added as a balanced binary tree over that order (`hooks/collectives/tree_sum.py`). So each rank, and each
+collective, must add a subtree. The index of a micro-batch therefore depends on what is added first:
 
 | stages | added first | index of micro-batch j on rank r |
 |---|---|---|
 | 0 and 1 | the micro-batches of a rank | r k + j |
 | 2 and 3 | the ranks that shard (S of them), then the micro-batches, then the replicas | (replica k + j) S + place |
 
-`place` is the rank's place among the ranks that shard. Without replicas, stages 2 and 3 have the index j N + r. What is
-added first must be a power of two, so that it is a subtree.
+`place` is the rank's place among the ranks that shard. Without replicas, stages 2 and 3 have the index j N + r. The
+number of terms that are added first must be a power of two, so that they are a subtree.
 """
 
 from dataclasses import dataclass
@@ -27,17 +27,17 @@ class MicroBatchOrder:
     """The place of one rank's micro-batches among those of all ranks: see [Note: One order of micro-batches]."""
 
     num_ranks: int
-    """Ranks of the mesh."""
+    """The number of ranks of the mesh."""
     rank: int
     """This rank's number in the mesh, from 0."""
     num_shards: int
-    """Ranks whose gradients are added before those of other micro-batches: 1 at stages 0 and 1."""
+    """The number of ranks whose gradients are added before those of other micro-batches: 1 at stages 0 and 1."""
 
     @property
     def depends_on_count(self) -> bool:
-        """Whether indices depend on the number of micro-batches of a rank: their sum is added to other ranks'.
+        """Whether indices depend on the number of micro-batches per rank. That number must then be a power of two.
 
-        The number must be a power of two then.
+        It is so if the micro-batches of a rank, or of a replica, are summed before other ranks' gradients are added.
         """
         return self.num_ranks > self.num_shards
 

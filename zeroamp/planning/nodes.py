@@ -1,4 +1,4 @@
-"""Finds out which ranks of a mesh axis share a node: `zeroamp.ranks_per_node`."""
+"""Finds the ranks of a mesh axis that share a node, from `zeroamp.ranks_per_node`."""
 
 import os
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from itertools import groupby
 from zeroamp.policies.policy import Policy
 
 LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
-"""torchrun's variable: the processes that it started on this node."""
+"""torchrun's environment variable: the number of processes that it started on this node."""
 
 
 def ranks_per_node(policy: Policy) -> int | None:
-    """Return how many ranks a node has, by the config or the launcher; None if neither sets it, or if it is "off"."""
+    """Return the number of ranks per node, from the config or the launcher; None if neither sets it, or if "off"."""
     asked = policy.ranks_per_node
     if asked == "auto":
         found = os.environ.get(LOCAL_WORLD_SIZE, "")
@@ -26,23 +26,24 @@ class AxisNodes:
 
     num_nodes: int
     num_inside: int | None
-    """Ranks of the axis on each node, if they are neighbours in the axis and a power of two above 1; else None."""
+    """Ranks of the axis on each node. None unless they are neighbours in the axis, and a power of two above 1."""
 
     @property
     def is_two_level(self) -> bool:
-        """Whether a reduction in two levels is possible, and differs from the flat reduction."""
+        """Whether a reduction in two levels is possible and differs from the flat one."""
         return self.num_nodes > 1 and self.num_inside is not None
 
     @property
     def is_uneven(self) -> bool:
-        """Whether nodes have several ranks of the axis, but placed so that two levels would change the bits."""
+        """Whether nodes have several ranks of the axis, but in an order in which two levels would change the bits."""
         return self.num_nodes > 1 and self.num_inside is None
 
 
 def nodes_of_axis(ranks: Sequence[int], per_node: int) -> AxisNodes:
-    """Return how an axis of these global ranks, in the axis's order, lies on nodes of `per_node` consecutive ranks.
+    """Return how an axis is placed on nodes of `per_node` consecutive ranks.
 
-    For an axis with one rank on each node, `num_inside` is None and `is_uneven` is False: a node has nothing to sum.
+    `ranks` are the axis's global ranks, in the order of the axis. With one rank on each node there is nothing to sum in
+    a node: `num_nodes` is then 1.
     """
     runs = [(node, len(list(run))) for node, run in groupby(rank // per_node for rank in ranks)]
     nodes, sizes = {node for node, _ in runs}, {size for _, size in runs}

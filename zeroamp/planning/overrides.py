@@ -1,10 +1,10 @@
-"""Which parameters and modules the items of `zeroamp.overrides` apply to. Pure: reads names and classes.
+"""Finds the parameters and modules to which the items of `zeroamp.overrides` apply. Reads names and classes only.
 
 [Note: Names and classes]
-A pattern with `*`, `?` or `[` is one of names: of an FQN, or of its last parts. Any other pattern is a name or a class.
-It is a name if a module or parameter has it as its FQN, or as the last parts of its FQN ("norm" is every "….norm").
-It is a class if it is the name of one that the model has, bare ("Linear") or in full ("torch.nn.Linear"); subclasses
-count. A pattern that is both, of different modules, is refused.
+A pattern with `*`, `?` or `[` matches FQNs, or their last parts. Any other pattern is a name or a class. It is a name
+if it is the FQN of a module or parameter, or the last parts of one ("norm" matches every "….norm"). It is a class if
+the model has a module of that class or of a subclass. The class is written bare ("Linear") or in full
+("torch.nn.Linear"). A pattern that is a name and a class, of different modules, raises a ConfigError.
 """
 
 import sys
@@ -25,12 +25,14 @@ from zeroamp.policies.schema.keys import nearest
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Override:
-    """An item of `zeroamp.overrides`, by one of its patterns."""
+    """One pattern of an item of `zeroamp.overrides`, and the item."""
 
     index: int
-    """Place in the list, from 0."""
+    """The item's place in the list, from 0."""
     pattern: str
+    """An entry of the item's `modules`."""
     asked: OverrideBlock
+    """The item."""
 
     def __str__(self) -> str:
         """Return the path of the key, and the pattern."""
@@ -38,14 +40,14 @@ class Override:
 
     @property
     def low_dtype(self) -> torch.dtype | None:
-        """The low precision in which parameters are all-gathered; None if the override does not ask for one."""
+        """The low dtype in which parameters are all-gathered; None if the override sets none."""
         asked = self.asked.compute or self.asked.gather
         return None if asked == torch.float32 else asked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overrides:
-    """The overrides of a policy in one model."""
+    """The overrides of a policy, by the modules and parameters of one model."""
 
     modules: Mapping[str, Override] = field(default_factory=dict)
     """FQN -> the first override that matches the module itself. "" is the root."""
@@ -72,13 +74,13 @@ class _Match:
 
 
 def find_overrides(model: nn.Module, policy: Policy, ignored_params: Iterable[nn.Parameter] = ()) -> Overrides:
-    """Resolve the patterns of `zeroamp.overrides` in `model`, see [Note: Names and classes].
+    """Return the overrides of the policy by modules and parameters of `model`. See [Note: Names and classes].
 
-    No override sets a dtype of `ignored_params`.
+    Overrides do not apply to `ignored_params`.
 
     Raises:
-        ConfigError: a pattern matches nothing, is ambiguous, or applies to nothing because earlier items of the list
-            match it all; or `compute` is asked of a parameter, or fp32 of the root.
+        ConfigError: a pattern matches nothing, is ambiguous, or has no effect because earlier items match the same; or
+            an item sets `compute` of a parameter, or `compute` fp32 of the root.
     """
     modules: dict[str, Override] = {}
     parameters: dict[str, Override] = {}
@@ -120,7 +122,7 @@ def _match(override: Override, model: nn.Module) -> _Match:
 
 
 def _all_names_of_parameters(model: nn.Module, fqns: Iterable[str]) -> Iterator[str]:
-    """Yield every FQN of the parameters that these modules own, with the same owner and under the same name."""
+    """Yield all FQNs of these parameters by the same owner and name: an owner that is registered twice has several."""
     own = {(model.get_submodule(owner), name) for owner, _, name in (fqn.rpartition(".") for fqn in fqns)}
     for fqn, module in model.named_modules(remove_duplicate=False) if own else ():
         for name in (name for name in module._parameters if (module, name) in own):
@@ -130,7 +132,7 @@ def _all_names_of_parameters(model: nn.Module, fqns: Iterable[str]) -> Iterator[
 def _match_class(override: Override, model: nn.Module) -> _Match:
     name = override.pattern
     module_name, _, last = name.rpartition(".")
-    # Only modules that are imported: "model.norm" may be an FQN, and a file model.py must not run for it.
+    # Looks in imported modules only: "model.norm" may be an FQN, and a file model.py must not be run for it.
     public = getattr(sys.modules.get(module_name), last, None) if module_name else None
     found = {cls for cls in _classes(model) if cls is public or name in (cls.__name__, _full_name(cls))}
     found = {cls for cls in found if not any(cls is not other and issubclass(cls, other) for other in found)}
@@ -145,7 +147,7 @@ def _match_class(override: Override, model: nn.Module) -> _Match:
 
 
 def _classes(model: nn.Module) -> set[type[nn.Module]]:
-    """Return the classes of all modules and their bases, but for `nn.Module`, which all are."""
+    """Return the classes of all modules and their bases, except `nn.Module`."""
     bases = set(chain.from_iterable(type(module).__mro__ for module in model.modules()))
     return {base for base in bases if issubclass(base, nn.Module) and base is not nn.Module}
 
@@ -161,36 +163,36 @@ def _known_names(model: nn.Module) -> list[str]:
 
 
 def _refuse_impossible(override: Override, match: _Match, model: nn.Module) -> None:
-    """Raise for `compute` of what does not compute, and for a region that is the whole model."""
+    """Raise for `compute` of a parameter or of a module without a forward, and for `compute` fp32 of the root."""
     asks_compute = override.asked.compute is not None
     alone = [fqn for fqn in sorted(match.parameters) if not set(modules_around(fqn)) & match.modules]
     if asks_compute and alone:
         raise ConfigError(
-            f"{override} asks for compute of {alone[0]}, which is a parameter. Name a module, or set gather, which is "
-            "of parameters."
+            f"{override} sets compute, but {alone[0]} is a parameter. Name a module, or set gather, which applies to "
+            "parameters."
         )
     for fqn in sorted(match.modules) if asks_compute else ():
         module = model.get_submodule(fqn)
         if module._parameters and not has_forward(module):
             raise ConfigError(
-                f"{override} asks for compute of {fqn}, a {type(module).__name__}, which holds parameters and has no "
+                f"{override} sets compute, but {fqn} is a {type(module).__name__}, which has parameters and no "
                 "forward. Name the module that computes with them, or set gather."
             )
     if override.asked.compute == torch.float32 and "" in match.modules:
         raise ConfigError(
-            f"{override} asks for compute fp32 of the root, {type(model).__name__}. Name modules inside of it, or "
-            "leave torch_autocast, bf16 and fp16 out of the config."
+            f"{override} sets compute fp32 for the root, {type(model).__name__}. Name modules inside it, or leave "
+            "torch_autocast, bf16 and fp16 out of the config."
         )
 
 
 def _refuse_unused(
     override: Override, match: _Match, overrides: Overrides, model: nn.Module, ignored: Container[int]
 ) -> None:
-    """Raise where an override would be ignored: other items come first, or there is nothing to set a dtype of."""
+    """Raise for an override without effect: earlier items match the same, or it matches no parameter with a dtype."""
     firsts = [overrides.of(fqn) for fqn in sorted(match.modules | match.parameters)]
     if all(first is not None and first.index < override.index for first in firsts):
         raise ConfigError(
-            f"{override} applies to nothing: {firsts[0]} matches the same, and the first match counts. Move the "
+            f"{override} applies to nothing, because {firsts[0]} is earlier in the list and matches the same. Move the "
             "narrower pattern to the front of the list, or remove one."
         )
     if override.asked.compute != torch.float32 and not any(_applied_to(override, match, overrides, model, ignored)):
@@ -218,7 +220,7 @@ def _applied_to(
 ) -> Iterator[str]:
     gathers = override.asked.compute is not None or override.asked.gather is not None
     for fqn, parameter in _matched_parameters(match, model):
-        # Of another dtype than fp32 are frozen parameters: they have no gradient.
+        # Parameters of another dtype than fp32 are frozen, and have no gradient to communicate.
         takes_dtype = stored_dtype(parameter) == torch.float32 or (gathers and parameter.is_floating_point())
         is_plain = parameter.dim() > 0 and not hasattr(parameter, "quant_state") and id(parameter) not in ignored
         first = overrides.of(fqn) if takes_dtype and is_plain else None

@@ -1,10 +1,12 @@
-"""Which embeddings and output heads are FSDP units of their own at stage 3.
+"""Chooses the embeddings and output heads that are FSDP units of their own at stage 3.
 
-Reads the module tree, shapes and the source of forwards; a lookup that a subclass changed runs once on meta tensors.
+Reads the module tree, shapes and the source of forwards. A subclass of `nn.Embedding` with a forward of its own runs
+once on meta tensors.
 
 [Note: Own units]
-The root's parameters stay unsharded from the first op of a forward to the last of its backward. Of a language model
-that would be the embedding and the head: 6.3 GB of LLaMA-3 70B. As units of their own they exist where they are used:
+The root's parameters stay unsharded from the first op of a forward to the last op of its backward. In a language model
+these are the embedding and the head: 6.3 GB for LLaMA-3 70B. As units of their own they are unsharded when they are
+used:
 
 * an embedding is resharded after its lookup, and not all-gathered in the backward, which reads indices only;
 * a head is all-gathered after the last block, stays unsharded until its backward, and is reduced first, not last.
@@ -12,11 +14,10 @@ that would be the embedding and the head: 6.3 GB of LLaMA-3 70B. As units of the
 Each is all-gathered and reduced once per micro-batch, as with the root. At stages 0 to 2 parameters stay unsharded
 until the optimizer step, so further units would only cost collectives.
 
-Ranks must agree on which units run, and how often. So only modules that every forward of a language model calls are
-chosen: the input and output embeddings that a transformers model names; elsewhere each `nn.Embedding`, and the
-last large module, if that is a Linear. A parameter that is read outside of its own module's forward stays with
-the root, as far as the source of the forwards around the module shows it. Other reads unshard it when they happen, see
-`zeroamp.hooks.own_units`.
+Ranks must agree on the units that run, and how often. So only modules that every forward of a language model calls are
+chosen: the input and output embeddings of a transformers model; in other models each `nn.Embedding`, and the last large
+module, if it is a Linear. If the source of a forward around the module reads the module's parameter, the parameter
+stays with the root. Reads that the source does not show unshard the parameter: see `zeroamp.hooks.own_units`.
 """
 
 import inspect
@@ -37,29 +38,29 @@ from zeroamp.policies.policy import Policy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnUnits:
-    """The FQNs of embeddings and heads that are units of their own, see [Note: Own units]."""
+    """The FQNs of embeddings and heads that are units of their own: see [Note: Own units]."""
 
     lookups: tuple[str, ...] = ()
-    """Resharded after their forward, and not all-gathered in the backward."""
+    """Embeddings that are resharded after their forward, and not all-gathered in the backward."""
     heads: tuple[str, ...] = ()
-    """Unsharded from their forward to their backward: heads, and embeddings whose backward reads the table."""
+    """Heads, and embeddings whose backward reads the table: unsharded from their forward to their backward."""
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Return whether there are any."""
         return bool(self.lookups or self.heads)
 
     def __contains__(self, unit: object) -> bool:
-        """Whether a unit is one of these."""
+        """Return whether a unit, by its FQN, is one of these."""
         return unit in self.lookups or unit in self.heads
 
     def __iter__(self) -> Iterator[str]:
-        """Yield all of them."""
+        """Yield the FQNs of all: first the lookups, then the heads."""
         return iter((*self.lookups, *self.heads))
 
 
 @dataclass(slots=True)
 class _Tree:
-    """What is asked of every candidate."""
+    """Facts about a model's modules and parameters, with which candidates are checked."""
 
     names: dict[nn.Module, str]
     num_paths: Counter[nn.Module]
@@ -72,7 +73,7 @@ class _Tree:
     places: dict[nn.Module, int] = field(default_factory=dict)
 
     def can_be_unit(self, module: nn.Module) -> bool:
-        """Return whether a module is large enough, outside of units, and the only owner of its parameters."""
+        """Return whether a module is large enough, outside of all units, and the only owner of its parameters."""
         own = list(module.parameters(recurse=False))
         return (
             sum(parameter.numel() for parameter in own) >= max(1, self.threshold)
@@ -91,9 +92,16 @@ def find_own_units(
     merged: Mapping[str, Sequence[str]],
     ignored_params: Iterable[nn.Parameter] = (),
 ) -> OwnUnits:
-    """Return the embeddings and heads outside of `units` that become units; none at stages 0 to 2 or if switched off.
+    """Return the embeddings and heads outside of `units` that become units of their own.
 
-    `merged` has the FQNs of units of several modules. Owners of `ignored_params`, which are not sharded, are no units.
+    None do at stages 0 to 2, or with `zeroamp.own_units` false. Modules with `ignored_params` do not.
+
+    Args:
+        model: a plain model.
+        policy: its stage, `own_units` and `param_persistence_threshold` are used.
+        units: FQNs of the units below the root.
+        merged: FQN of a merged unit -> the FQNs of its modules.
+        ignored_params: parameters that are not sharded.
     """
     if policy.stage != 3 or not policy.own_units or not units:
         return OwnUnits()
@@ -127,12 +135,12 @@ def _tree_of(model: nn.Module, policy: Policy, units: Sequence[str], ignored: It
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter can be sharded and holds numbers, not the packed words of a quantized weight."""
+    """Return whether a parameter can be sharded and is not a packed, quantized weight."""
     return parameter.dim() > 0 and parameter.is_floating_point() and not hasattr(parameter, "quant_state")
 
 
 def _candidates(model: nn.Module, tree: _Tree) -> Iterator[nn.Module]:
-    """Yield embeddings and heads, those that transformers models name and those of other modules."""
+    """Yield the embeddings and heads of transformers models and of other modules."""
     others: list[nn.Module] = []
     yield from _walk(model, others, set())
     others = [module for module in others if not isinstance(module, nn.Embedding)]
@@ -160,21 +168,21 @@ def _walk(module: nn.Module, others: list[nn.Module], seen: set[nn.Module]) -> I
 
 
 def _named_by(module: nn.Module, method: str) -> nn.Module | None:
-    """Return the module that a method of transformers models returns, if the model has it, and it is inside."""
+    """Return the result of `module`'s getter `method`, if `module` has the method and contains the result."""
     if not callable(getter := getattr(module, method, None)):
         return None
     try:
         found = getter()
-    except (AttributeError, NotImplementedError):  # transformers' way to say that there is none
+    except (AttributeError, NotImplementedError):  # raised by transformers models without such a module
         return None
     is_inside = isinstance(found, nn.Module) and any(found is inner for inner in module.modules())
     return found if is_inside else None
 
 
 def _is_read_outside(model: nn.Module, fqn: str, module: nn.Module) -> bool:
-    """Return whether the forward of a module around `module` names one of its parameters, as `head.weight`.
+    """Return whether the source of a forward around `module` reads one of its parameters, such as `head.weight`.
 
-    So do losses in chunks, TRL's and Liger's among them, and models that tie by calling `F.linear`.
+    Losses in chunks do (TRL's and Liger's, for example), and models that tie weights by calling `F.linear`.
     """
     own_name = fqn.rpartition(".")[2]
     names = "|".join(re.escape(name) for name, _ in module.named_parameters(recurse=False))
@@ -187,20 +195,21 @@ def _sources_of_forward(module: nn.Module) -> Iterator[str]:
     forwards: list[object] = [type(module).forward, vars(module).get("forward")]
     for forward in forwards:
         function = getattr(forward, "func", forward)  # of a functools.partial
-        code = getattr(getattr(function, "__func__", function), "__code__", None)  # not what it was wrapped around
+        code = getattr(getattr(function, "__func__", function), "__code__", None)  # of the outermost wrapper
         if code is None:
             continue
         try:
             yield inspect.getsource(code)
-        except (OSError, TypeError):  # made without a file
+        except (OSError, TypeError):  # the function was made without a file
             continue
 
 
 def _keeps_no_table(module: nn.Embedding) -> bool:
-    """Return whether neither the backward nor the output of an embedding needs the memory of its parameters.
+    """Return whether an embedding's table may be released after its forward: neither backward nor output reads it.
 
-    torch's own forward does not. A subclass may (a learned position table returns a slice of itself): its forward runs
-    on meta tensors. One that does not take a tensor of indices alone, or that hooks may read, counts as needing it.
+    For torch's own forward the result is True. The forward of a subclass is run on meta tensors, because it may return
+    a slice of the table (a learned position table does). The result is False if that forward does not accept a tensor
+    of indices, or if the module has forward hooks.
     """
     if module._forward_hooks or module._forward_pre_hooks:
         return False
@@ -220,7 +229,7 @@ def _keeps_no_table(module: nn.Embedding) -> bool:
         try:
             with torch.autograd.graph.saved_tensors_hooks(retain, lambda tensor: tensor):
                 output = run(torch.zeros(1, 2, dtype=torch.long, device="meta"))
-        except Exception:  # whatever the forward of a subclass raises on such an input
+        except Exception:  # the forward of a subclass may raise anything on such an input
             return False
         tables = {storage_key(parameter) for parameter in module.parameters()}
         return not any(storage_key(tensor) in tables for tensor in (*retained, *tensors_in(output)))

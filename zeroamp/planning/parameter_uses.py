@@ -1,4 +1,4 @@
-"""Which modules own a parameter, under which names, and inside which units."""
+"""Finds the modules that own each parameter, its names and its units, and raises for parameters that cannot be used."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,9 +35,9 @@ class ParameterUses:
 
 
 def has_own_storage_class(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter is a tensor subclass. Subclasses of `nn.Parameter` hold plain tensors: False.
+    """Return whether a parameter is a tensor subclass. `nn.Parameter` and its subclasses do not count.
 
-    A DTensor (tensor or expert parallelism) is one if its part on this rank is.
+    For a DTensor (tensor or expert parallelism), the class of this rank's part counts.
     """
     if isinstance(parameter, DTensor):
         return type(local_part(parameter.detach())) is not torch.Tensor
@@ -47,9 +47,9 @@ def has_own_storage_class(parameter: torch.Tensor) -> bool:
 def find_uses(
     model: nn.Module, units: Iterable[str], merged: Mapping[str, Sequence[str]] | None = None
 ) -> list[ParameterUses]:
-    """Return the names, owners and units of each parameter; `merged` has the FQNs of units of several modules.
+    """Return the names, owners and units of each parameter. `merged`: merged unit -> the FQNs of its modules.
 
-    Walks the tree once, shared modules once per path.
+    Walks the module tree once. Modules that are registered at several paths are visited at each path.
     """
     unit_names = {model.get_submodule(fqn): unit for unit in units for fqn in (merged or {}).get(unit, (unit,))}
     chains: dict[str, tuple[str, ...]] = {}
@@ -68,7 +68,11 @@ def find_uses(
 
 
 def innermost_common(chains: Sequence[tuple[str, ...]]) -> str:
-    """Return the innermost unit that is around all uses; "" is the root."""
+    """Return the innermost unit that contains all uses; "" is the root.
+
+    Args:
+        chains: per use, the FQNs of the units around it, outermost first.
+    """
     common = ""
     for level in zip(*chains, strict=False):
         if len(set(level)) > 1:
@@ -85,23 +89,23 @@ def refuse_unready(use: ParameterUses) -> None:
 
 
 def refuse_unusable(use: ParameterUses) -> None:
-    """Raise WrapError for a parameter that cannot be sharded, or trained as it is stored."""
+    """Raise WrapError for a parameter that cannot be sharded, or that cannot be trained in its dtype."""
     refuse_unready(use)
     parameter, fqn = use.parameter, use.fqns[0]
     if has_own_storage_class(parameter) and not hasattr(local_part(parameter.detach()), "fsdp_pre_all_gather"):
         raise WrapError(
-            f"{fqn} is a {type(parameter).__name__}, a tensor subclass that does not tell FSDP2 how to all-gather it "
-            "(fsdp_pre_all_gather). Wrap a model of plain parameters, and convert it afterwards if the subclass allows."
+            f"{fqn} is a {type(parameter).__name__}, a tensor subclass without fsdp_pre_all_gather, so FSDP2 cannot "
+            "all-gather it. Wrap a model of plain parameters, and convert it afterwards if the subclass allows that."
         )
     if hasattr(parameter, "SCB"):  # Int8Params
         raise WrapError(
             f"{fqn} is quantized to 8 bits by bitsandbytes, whose modules read attributes of the parameter that its "
-            "shards do not have. Load the base in 4 bits (load_in_4bit=True) or in bf16."
+            "shards do not have. Load the base model in 4 bits (load_in_4bit=True) or in bf16."
         )
     if getattr(getattr(parameter, "quant_state", None), "packing_format_for_cpu", False):
         raise WrapError(
             f"{fqn} was packed by bitsandbytes for inference on the CPU, in a forward in evaluation mode. Call "
-            "model.train() before the first forward, or wrap the model before it."
+            "model.train() before the first forward, or wrap the model before the first forward."
         )
     if parameter.requires_grad and stored_dtype(parameter) != torch.float32:
         raise WrapError(
@@ -114,9 +118,9 @@ def refuse_unusable(use: ParameterUses) -> None:
 
 
 def _refuse_lookups(use: ParameterUses) -> None:
-    """Raise WrapError for a table whose forward writes to it, or whose gradient is sparse.
+    """Raise WrapError for an embedding table that the forward writes to, or whose gradient is sparse.
 
-    The forward would write to the unsharded parameter, and the sharded one, which is trained, would not change.
+    The forward would write to the unsharded parameter. The sharded parameter, which is trained, would not change.
     """
     fqn = use.fqns[0]
     for owner in use.owners:
@@ -124,51 +128,51 @@ def _refuse_lookups(use: ParameterUses) -> None:
             continue
         if owner.max_norm is not None:
             raise WrapError(
-                f"{fqn} is of an {type(owner).__name__} with max_norm, whose forward renormalizes rows in place. Its "
-                "shards would not change. Set max_norm to None and normalize the output, freeze the parameter, or pass "
-                "it in ignored_params."
+                f"{fqn} is the table of an {type(owner).__name__} with max_norm, whose forward renormalizes rows in "
+                "place. That would not change the shards. Set max_norm to None and normalize the output, freeze the "
+                "parameter, or pass it in ignored_params."
             )
         if owner.sparse:
             raise WrapError(
-                f"{fqn} is of an {type(owner).__name__} with sparse=True, whose gradient is sparse: FSDP2 reduces "
-                "dense gradients only. Set sparse to False, freeze the parameter, or pass it in ignored_params."
+                f"{fqn} is the table of an {type(owner).__name__} with sparse=True, whose gradient is sparse. FSDP2 "
+                "reduces dense gradients only. Set sparse to False, freeze the parameter, or pass it in ignored_params."
             )
 
 
 def _refuse_hooks(parameter: nn.Parameter, fqn: str) -> None:
-    """Raise WrapError if a parameter that is to be sharded has hooks: the sharded one is another object without them.
+    """Raise WrapError if a parameter has hooks: its sharded parameter is another object, without them.
 
-    Scalars and parameters without elements are not sharded, and retain theirs.
+    Scalars and parameters without elements are not sharded, and retain their hooks.
     """
     if parameter.dim() == 0 or parameter.numel() == 0:
         return
     if getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise WrapError(
             f"{fqn} has a hook of register_post_accumulate_grad_hook, which its sharded parameter would not have. "
-            "Register it after wrap_model: it then runs after each reduction, with the sharded gradient. Or pass "
+            "Register the hook after wrap_model: it then runs after each reduction, with the sharded gradient. Or pass "
             "the parameter in ignored_params."
         )
     if parameter._backward_hooks:
         raise WrapError(
-            f"{fqn} has a hook of register_hook, which its sharded parameter would not have; autograd never runs hooks "
+            f"{fqn} has a hook of register_hook, which its sharded parameter would not have. Autograd never runs hooks "
             "of sharded parameters. Change its grad between train.clip_grad_norm() and train.update(), or pass the "
             "parameter in ignored_params, where its gradient is not reduced."
         )
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Return whether a module can be called: a ModuleList and the like cannot."""
+    """Return whether a module has a forward. Containers such as ModuleList have none."""
     return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
 
 
 def all_names(model: nn.Module, fqns: Iterable[str]) -> list[str]:
-    """Return every FQN of the modules `fqns`: a module that is registered twice has several."""
+    """Return all FQNs of the modules that `fqns` names. A module that is registered twice has several."""
     modules = {model.get_submodule(fqn) for fqn in fqns}
     return [fqn for fqn, module in model.named_modules(remove_duplicate=False) if module in modules] if modules else []
 
 
 def matches_name(fqn: str, pattern: str) -> bool:
-    """Return whether the last parts of `fqn`, one or more, are the pattern: "norm" is the end of "layers.0.norm"."""
+    """Return whether one or more last parts of `fqn` match the pattern: "norm" matches "layers.0.norm"."""
     parts = fqn.split(".")
     return any(fnmatchcase(".".join(parts[start:]), pattern) for start in range(len(parts)))
 
@@ -180,7 +184,7 @@ def modules_around(fqn: str) -> Iterator[str]:
 
 
 def quantization_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of what a dequantization of bitsandbytes needs beside the packed weights: `quant_state`.
+    """Yield (name, tensor) of the `quant_state` of bitsandbytes' packed weights, which dequantization reads.
 
     These tensors are neither parameters nor buffers.
     """
@@ -197,9 +201,9 @@ def _tensors_of(value: object, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def live_state(model: nn.Module) -> dict[str, Any]:
-    """Return `model.state_dict()` with the live parameters and buffers.
+    """Return `model.state_dict(keep_vars=True)`: the parameters and buffers themselves.
 
-    Left out is what bitsandbytes adds of a packed weight that is not sharded: "weight.absmax", for example.
+    Entries that bitsandbytes adds for packed weights that are not sharded ("weight.absmax", for example) are left out.
     """
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     packed = {name for name, value in state.items() if hasattr(value, "quant_state")}
@@ -210,7 +214,7 @@ def live_state(model: nn.Module) -> dict[str, Any]:
 
 
 def children_first(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield `module` and those inside, children before parents, each once: the order of `nn.Module.apply`."""
+    """Yield all modules inside `module`, then `module`: children before parents, each once, as `nn.Module.apply`."""
     seen: set[nn.Module] = set()
 
     def walk(module: nn.Module) -> Iterator[nn.Module]:

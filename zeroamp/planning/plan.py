@@ -1,7 +1,7 @@
-"""From a model and a `Policy` to a `Plan`: the units, and the dtypes and group of each parameter.
+"""Builds a `Plan` from a model and a `Policy`: the units, and the dtypes and group of each parameter.
 
-Reads module classes, shapes and names only (for safe modules "auto" it traces the model), so it works on the meta
-device and without a process group.
+Reads module classes, shapes and names only, so it works on the meta device and without a process group. For safe
+modules "auto" and for `zeroamp.autocast_ops` the model is also traced.
 """
 
 import logging
@@ -40,50 +40,51 @@ logger = logging.getLogger("zeroamp")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """The units, groups and run order of a model, with the policy that they were made from."""
+    """The units, groups and run order of a model, and the policy from which they were made."""
 
     policy: Policy
     units: tuple[str, ...]
-    """FQNs below the root, children before parents; a merged unit is known by its first module's."""
+    """FQNs of the units below the root, children before parents. A merged unit has the FQN of its first module."""
     groups: tuple[GroupPlan, ...]
+    """The groups that FSDP2 shards."""
     run: UnitRun
-    """The order in which the units run, as far as the module tree can tell."""
+    """The order in which the units run, predicted from the module tree."""
     empty_params: tuple[ParamPlan, ...] = ()
-    """Parameters without elements: in no group, since there is nothing to shard and FSDP2 cannot reduce them."""
+    """Parameters without elements. They are in no group: FSDP2 cannot reduce them, and there is nothing to shard."""
     replicated: GroupPlan | None = None
-    """The 0-D parameters, which FSDP2 cannot shard: every rank holds them whole. None if there are none."""
+    """The 0-D parameters, which FSDP2 cannot shard. They are whole on each rank. None if there are none."""
     ignored: tuple[GroupPlan, ...] = ()
-    """The parameters of `ignored_params`, by dtype: whole on each rank, and the caller's to reduce."""
+    """The parameters of `ignored_params`, by dtype. They are whole on each rank, and the caller reduces them."""
     merged: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
-    """Merged unit -> the FQNs of its modules: see `reduce_bucket_size`."""
+    """FQN of a merged unit -> the FQNs of its modules. See `reduce_bucket_size`."""
 
     own_units: OwnUnits = field(default_factory=OwnUnits)
-    """Those of `units` that are an embedding or a head, which no wrap policy chose."""
+    """The embeddings and heads among `units`, which are units without a wrap policy that names them."""
 
     ending: tuple[str, ...] = ()
-    """The names of the groups in the order in which FSDP2 ends those that are left when a backward ends."""
+    """Names of the groups, in the order in which FSDP2's callback at the end of a backward handles them."""
 
     fp32_regions: Fp32Regions = field(default_factory=Fp32Regions, hash=False)
     """Modules and tensors that stay in fp32 in every mode."""
     overrides: Overrides = field(default_factory=Overrides, hash=False)
-    """Which of the policy's overrides applies to which modules and parameters."""
+    """The policy's overrides, by the modules and parameters to which they apply."""
 
     cast_modules: tuple[str, ...] = ()
     """FQNs of the modules whose own forward runs an op of `zeroamp.autocast_ops`."""
 
     @property
     def all_groups(self) -> tuple[GroupPlan, ...]:
-        """The groups that FSDP2 shards, then the replicated group if there is one, then the ignored ones."""
+        """The groups that FSDP2 shards, then the replicated group if there is one, then the ignored groups."""
         return (*self.groups, *((self.replicated,) if self.replicated is not None else ()), *self.ignored)
 
     @property
     def params(self) -> tuple[ParamPlan, ...]:
-        """All parameters, group by group, the replicated and the ignored ones last."""
+        """All parameters by group, in the order of `all_groups`."""
         return tuple(param for group in self.all_groups for param in group.params)
 
     @property
     def low_share(self) -> float:
-        """The part of the trainable elements that is all-gathered in the mode's low precision; 0 if none is."""
+        """The part of the trainable elements that is all-gathered in the mode's low precision, 0 to 1."""
         trained = [param for param in self.params if param.is_trainable]
         low = sum(param.numel for param in trained if param.dtypes.param == self.policy.low_dtype)
         return low / max(1, sum(param.numel for param in trained))
@@ -95,33 +96,34 @@ class Plan:
 
     @property
     def ignored_fqns(self) -> frozenset[str]:
-        """All names of the ignored parameters."""
+        """All FQNs of the ignored parameters."""
         params = (param for group in self.ignored for param in group.params)
         return frozenset(fqn for param in params for fqn in (param.fqn, *param.aliases))
 
     def modules_of(self, unit: str) -> tuple[str, ...]:
-        """Return the FQNs of a unit's modules: itself, unless it is a merged one. "" is the root."""
+        """Return the FQNs of a unit's modules: several for a merged unit, else its own. "" is the root."""
         return self.merged.get(unit, (unit,))
 
     def input_dtype(self, module: str) -> torch.dtype | None:
         """Return the dtype to which a unit's module casts its floating-point inputs; None if it does not cast.
 
-        In modes bf16 and fp16 all units cast, as under FSDP2's own policy, except units in fp32 regions, and own units:
-        they are units at stage 3 only, and all stages compute the same.
+        In modes bf16 and fp16 units cast, as under FSDP2's own policy. Units in fp32 regions do not. Embeddings and
+        heads that are units of their own do not either: they are units at stage 3 only, and all stages must compute the
+        same.
         """
         is_low = self.policy.mode in ("bf16", "fp16") and self.fp32_regions.pattern_of(module) is None
         return self.policy.low_dtype if is_low and module not in self.own_units else None
 
     def overridden(self, index: int) -> list[ParamPlan]:
-        """Return the parameters to which the override of this place in the list applies; 0-D ones left out."""
+        """Return the parameters to which the override at `index` in the list applies, without 0-D ones."""
         names = ((param, (param.fqn, *param.aliases)) for group in self.groups for param in group.params)
         found = ((param, [self.overrides.of(fqn) for fqn in fqns]) for param, fqns in names)
         return [param for param, firsts in found if any(first and first.index == index for first in firsts)]
 
     def unit_numels(self) -> dict[str, int]:
-        """Return the elements that are all-gathered when a unit runs, of every unit and the root.
+        """Return {unit: the number of elements that are all-gathered when it runs}; "" is the root.
 
-        The model-wide group is all-gathered before.
+        The model-wide group does not count: it is all-gathered before.
         """
         numels = dict.fromkeys((*self.units, ""), 0)
         for group in self.groups:
@@ -138,21 +140,25 @@ def build_plan(
     device_type: str | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
 ) -> Plan:
-    """Decide units, dtypes and groups.
+    """Return the plan of a model: its units, and the dtypes and group of each parameter. Does not change the model.
 
     Args:
-        model: a plain model, on the meta device too.
+        model: a plain model, on any device, the meta device included.
         policy: from `policy_from_config`.
-        auto_wrap_policy: which modules are units, see `zeroamp.policies.find_units`.
+        auto_wrap_policy: the modules that become units, see `zeroamp.policies.find_units`.
         example_inputs: for `lower_precision_safe_modules` "auto" and `zeroamp.autocast_ops`: a tuple of positional
-            arguments, a mapping of keyword arguments or a tensor. None takes a transformers model's own `dummy_inputs`.
-        device_type: where the model will run, for the same; None is this machine's accelerator, else the CPU.
+            arguments, a mapping of keyword arguments, or a tensor. None stands for a transformers model's
+            `dummy_inputs`.
+        device_type: where the model will run, also for "auto" and `autocast_ops`. None: this machine's accelerator, or
+            the CPU without one.
         ignored_params: parameters of the model that are not sharded, see `wrap_model`.
 
     Raises:
-        WrapError: the wrap policy matches nothing, a parameter cannot be handled, or an ignored one is not the model's.
-        ConfigError: a safe module class is unknown, or none of them is in the model; or nothing is what `leaf_modules`,
-            `keep_in_fp32_modules` or `overrides` name, or one of the last two cuts through a tied parameter.
+        WrapError: the wrap policy matches nothing, a parameter cannot be handled, or an ignored parameter is not one of
+            the model's.
+        ConfigError: a safe module class is unknown, or the model has none of them; `leaf_modules`,
+            `keep_in_fp32_modules` or `overrides` match nothing; or one of the last two matches some owners of a tied
+            parameter and not others.
     """
     units, merged = plan_units(model, policy, auto_wrap_policy)
     ignored_params = _listed(ignored_params)
@@ -193,7 +199,7 @@ def build_plan(
 
 
 def _warn_of_unused_ops(plan: Plan, model: nn.Module) -> None:
-    """Warn where the config names ops that the traced forward did not run."""
+    """Warn if the config names `autocast_ops` and the traced forward ran none of them."""
     if plan.policy.mode == "autocast" and plan.policy.autocast_ops and not plan.cast_modules:
         logger.warning(
             "zeroamp.autocast_ops names %s, but the forward of %s runs none of them on tensors that autocast would "
@@ -204,7 +210,7 @@ def _warn_of_unused_ops(plan: Plan, model: nn.Module) -> None:
 
 
 def _warn_of_large_gathers(plan: Plan) -> None:
-    """Warn where options of the config leave most of the model unsharded at once, in spite of stage 3."""
+    """Warn if keys of the config leave more than half of the model unsharded at once at stage 3."""
     policy, total = plan.policy, sum(group.numel for group in plan.groups)
     if policy.stage != 3:
         return
@@ -238,7 +244,7 @@ def _without_ignored(
     for parameter in (parameter for key, parameter in asked.items() if key not in known):
         shape = f" of shape {tuple(parameter.shape)}" if isinstance(parameter, torch.Tensor) else ""
         raise WrapError(
-            f"ignored_params holds a {type(parameter).__name__}{shape} that is not a parameter of the model. Pass "
+            f"ignored_params contains a {type(parameter).__name__}{shape} that is not a parameter of the model. Pass "
             "parameters that model.parameters() yields, not names."
         )
     kept = [use for use in uses if id(use.parameter) not in asked]

@@ -1,7 +1,4 @@
-"""In which order the units of a model run, as far as its module tree can tell.
-
-Pure: reads the module tree and `requires_grad` only.
-"""
+"""Predicts the order in which the units of a model run. Reads the module tree and `requires_grad` only."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,14 +11,14 @@ from zeroamp.planning.groups import GroupPlan
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitRun:
-    """One run of a unit in a forward, with the runs of other units inside it."""
+    """One run of a unit in a forward, and the runs of other units inside it."""
 
     unit: str
     """FQN; "" is the root."""
     inner: tuple["UnitRun", ...] = ()
-    """In the order in which they run."""
+    """The runs inside it, in their order."""
     input_requires_grad: bool
-    """Whether the backward reaches the unit's inputs. Where not, FSDP2 reduces at the end of the whole backward."""
+    """Whether the backward reaches the unit's inputs. If not, FSDP2 reduces the unit at the end of the backward."""
     output_requires_grad: bool
     """Whether the unit has a backward at all."""
 
@@ -30,7 +27,7 @@ class UnitRun:
         return list(dict.fromkeys(self._begins()))
 
     def backward_order(self) -> list[str]:
-        """Return the units in the order in which their backwards begin: the last whose forward ended comes first."""
+        """Return the units in the order in which their backwards begin: the unit whose forward ended last is first."""
         return list(dict.fromkeys(self._ends()))[::-1]
 
     def _begins(self) -> Iterator[str]:
@@ -65,15 +62,18 @@ def run_order(
     *,
     owned_by_leaves: bool = False,
 ) -> UnitRun:
-    """Return the run of the root.
+    """Return the predicted run of the root.
 
-    Assumes what holds for most models: modules run as they are registered, a module that is registered twice runs
-    twice, a module's own parameters are used before those of its children, and batches need no gradient.
+    Assumes that modules run in the order of their registration, that a module that is registered twice runs twice, that
+    a module's own parameters are used before those of its children, and that batches need no gradient.
 
     Args:
+        model: plain or wrapped.
+        units: FQNs of the units below the root.
+        merged: FQN of a merged unit -> the FQNs of its modules.
         lookups: units whose inputs are indices, which have no gradient.
-        owned_by_leaves: look at the parameters of modules without children only. Where that gives the same, it does not
-            matter when the others are used.
+        owned_by_leaves: whether to count only parameters of modules without children. If the result is the same as
+            without it, the time at which the other parameters are used does not matter.
     """
     unit_of = {model.get_submodule(fqn): unit for unit in units for fqn in merged.get(unit, (unit,))}
 
@@ -116,7 +116,7 @@ def _close(stack: list[_Open], merged: Mapping[str, tuple[str, ...]], requires_g
 
 
 def tree_order(model: nn.Module, groups: Sequence[GroupPlan]) -> tuple[str, ...]:
-    """Return the names of groups in the order of the modules that own their FSDP state, holders included."""
+    """Return the names of the groups in the module tree's order of their units and group holders."""
     places = {module: place for place, module in enumerate(model.modules())}
 
     def place(group: GroupPlan) -> tuple[int, bool]:

@@ -1,4 +1,4 @@
-"""Which parameters are all-gathered and computed in low precision, what overrides change of it, and why. Pure."""
+"""Decides which parameters are all-gathered and computed in low precision, and records the reasons."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,16 +24,16 @@ Compute = Literal["low", "per op", "fp32", "as stored"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Precision:
-    """Whether one parameter is in low precision, and why."""
+    """The precision of one parameter, and the reason for it."""
 
     is_low: bool
     """Whether it is all-gathered in the mode's low precision, if it is stored in fp32."""
     compute: Compute
-    """ "low": in the mode's low precision; "per op": `torch.autocast` decides; "fp32": in a region kept in fp32; "as
+    """ "low": in the mode's low precision; "per op": `torch.autocast` decides; "fp32": in an fp32 region; "as
     stored": nothing casts it."""
     reason: str
     communication: torch.dtype | None = None
-    """Communication dtype of its gradient, where an override sets it; None: by the other keys of the config."""
+    """Communication dtype of its gradient, if an override sets it. None: from the other keys of the config."""
 
 
 def param_precisions(
@@ -44,12 +44,20 @@ def param_precisions(
     overrides: Overrides,
     traced: SafeParameters | None,
 ) -> Iterator[Precision]:
-    """Yield the precision of each parameter. `traced` is what `trace` returned.
+    """Yield the precision of each parameter of `uses`, in their order.
+
+    Args:
+        model: a plain model.
+        policy: its mode and keys of precision are used.
+        uses: the parameters.
+        regions: the modules and tensors that stay in fp32.
+        overrides: the overrides of this model.
+        traced: the result of `trace`.
 
     Raises:
-        ConfigError: a safe module class is unknown or owns no parameter, the run for "auto" finds
-            nothing safe, a pattern of `keep_in_fp32_modules` cuts through a tied parameter or keeps one that is stored
-            in less than fp32, or an override contradicts another, an fp32 region, or the stored dtype.
+        ConfigError: a safe module class is unknown or owns no parameter; the run for "auto" finds no safe parameter; a
+            pattern of `keep_in_fp32_modules` matches some owners of a tied parameter and not others, or a parameter
+            that is stored in a low dtype; or an override contradicts another, an fp32 region, or the stored dtype.
     """
     if policy.mode != "autocast":
         is_low = policy.mode != "fp32"
@@ -64,12 +72,12 @@ def param_precisions(
     for use, default in zip(uses, defaults, strict=True):
         dtype = stored_dtype(use.parameter)
         if not dtype.is_floating_point:
-            reason = f"{short_name(dtype)} is no floating-point dtype"
+            reason = f"{short_name(dtype)} is not a floating-point dtype"
             yield Precision(is_low=False, compute="as stored", reason=reason)
         elif hasattr(use.parameter, "quant_state"):  # of bitsandbytes: packed words, in any dtype
-            yield Precision(is_low=False, compute="as stored", reason="quantized: its bits are no numbers")
+            yield Precision(is_low=False, compute="as stored", reason="quantized: it stores packed bits")
         elif use.parameter.dim() == 0:
-            yield Precision(is_low=False, compute="per op", reason="0-D: each rank holds it whole, in fp32")
+            yield Precision(is_low=False, compute="per op", reason="0-D: whole on each rank, in fp32")
         else:
             yield _overridden(_in_fp32(use, regions, policy) or default, use, regions, overrides, policy)
 
@@ -77,7 +85,7 @@ def param_precisions(
 def _overridden(
     precision: Precision, use: ParameterUses, regions: Fp32Regions, overrides: Overrides, policy: Policy
 ) -> Precision:
-    """Return the precision of a parameter with what overrides change; those of fp32 are in `regions` already."""
+    """Return a parameter's precision, changed by its override. Overrides to fp32 are in `regions` already."""
     found = {fqn: override for fqn in use.fqns if (override := overrides.of(fqn)) is not None}
     if not found:
         return precision
@@ -85,8 +93,8 @@ def _overridden(
     for other_fqn, other in found.items():
         if other.asked.settings() != override.asked.settings():
             raise ConfigError(
-                f"{override} asks for {override.asked.settings()} of {fqn}, but {other} for {other.asked.settings()} "
-                f"of {other_fqn}, which is the same parameter. Name all owners of a tied parameter in one override."
+                f"{override} sets {override.asked.settings()} for {fqn}, but {other} sets {other.asked.settings()} for "
+                f"{other_fqn}, which is the same parameter. Name all owners of a tied parameter in one override."
             )
     if override.low_dtype is not None:
         _refuse_low(override, fqn, use, regions, overrides)
@@ -101,22 +109,22 @@ def _overridden(
 def _refuse_low(
     override: Override, matched: str, use: ParameterUses, regions: Fp32Regions, overrides: Overrides
 ) -> None:
-    """Raise where an override asks for low precision of a parameter that something else needs as it is.
+    """Raise if an override sets a low dtype for a parameter that an fp32 region, another owner or its dtype prevents.
 
     `matched` is the parameter's FQN that the override matches.
     """
-    asks = f"{override} asks for {override.asked.settings()} of {matched}"
+    asks = f"{override} sets {override.asked.settings()} for {matched}"
     for fqn in use.fqns:
         if (source := regions.pattern_of(fqn)) is not None:
-            raise ConfigError(f"{asks}, but {source} keeps {fqn} in fp32. Take it out of one of the two.")
+            raise ConfigError(f"{asks}, but {source} keeps {fqn} in fp32. Remove it from one of the two.")
         if overrides.of(fqn) is None:
             raise ConfigError(
-                f"{asks}, but not of {fqn}, which is the same parameter. Name all owners of a tied parameter, or none."
+                f"{asks}, but not for {fqn}, which is the same parameter. Name all owners of a tied parameter, or none."
             )
     if (dtype := stored_dtype(use.parameter)) not in (torch.float32, override.low_dtype):
         raise ConfigError(
-            f"{asks}, but it is frozen and stored in {short_name(dtype)}, in which it is all-gathered. Cast it before "
-            "wrap_model, or leave it out of the override."
+            f"{asks}, but the parameter is frozen and stored in {short_name(dtype)}, so it is all-gathered in that "
+            "dtype. Cast it before wrap_model, or leave it out of the override."
         )
 
 
@@ -129,7 +137,7 @@ def needs_trace(policy: Policy) -> bool:
 def trace(
     model: nn.Module, policy: Policy, example_inputs: Any = None, device_type: str | None = None
 ) -> SafeParameters | None:
-    """Return what a traced run shows of the parameters; None where the policy needs none, see `needs_trace`.
+    """Run the model once and return its safe parameters; None if the policy does not need it, see `needs_trace`.
 
     Raises:
         ConfigError: there are no example inputs, or the model cannot be traced.
@@ -143,7 +151,7 @@ def trace(
 
 
 def _in_fp32(use: ParameterUses, regions: Fp32Regions, policy: Policy) -> Precision | None:
-    """Return the precision of a parameter that is in an fp32 region or is kept in fp32 itself, or None if neither."""
+    """Return the precision of a parameter that an fp32 region or a pattern keeps in fp32; None for others."""
     patterns = [regions.pattern_of(fqn) for fqn in use.fqns]
     if not any(patterns):
         return None
@@ -184,7 +192,7 @@ def _by_traced_run(model: nn.Module, found: SafeParameters, uses: Sequence[Param
         why = f"{uses[0].fqns[0]} is {precisions[0].reason}." if precisions else "The model has no parameters."
         raise ConfigError(
             f'{KEY} "auto" needs a model with layers that autocast runs in low precision, but finds no parameter of '
-            f"{type(model).__name__} that autocast only casts. {why}"
+            f"{type(model).__name__} that is only ever cast by autocast. {why}"
         )
     return precisions
 
@@ -192,7 +200,7 @@ def _by_traced_run(model: nn.Module, found: SafeParameters, uses: Sequence[Param
 def _by_class(
     model: nn.Module, names: Sequence[str], uses: Sequence[ParameterUses], traced: SafeParameters | None
 ) -> list[Precision]:
-    """Return the precisions by the classes of the owners. What only `autocast_ops` read is safe too."""
+    """Return the precisions by the classes of the owners. Parameters that only `autocast_ops` read are safe too."""
     classes, outside = resolve_safe_classes(names, model), read_outside_op(model)
     precisions = []
     for use in uses:
@@ -228,18 +236,18 @@ def _by_class(
 
 
 def _refuse_nothing_left(model: nn.Module, uses: Sequence[ParameterUses]) -> None:
-    """Raise ConfigError if `ignored_params` holds all parameters of a model."""
+    """Raise ConfigError if `ignored_params` contains all parameters of a model."""
     if not uses and next(model.parameters(), None) is not None:
         raise ConfigError(
-            f"ignored_params holds all parameters of {type(model).__name__}, so torch_autocast finds none to "
-            "all-gather in low precision. Take some out of ignored_params, or switch torch_autocast off."
+            f"ignored_params contains all parameters of {type(model).__name__}, so torch_autocast finds none to "
+            "all-gather in low precision. Remove some from ignored_params, or switch torch_autocast off."
         )
 
 
 def _own_parameters(model: nn.Module, classes: tuple[type[nn.Module], ...], uses: Sequence[ParameterUses]) -> bool:
-    """Return whether safe classes own a parameter: one that is used safely, or an ignored one, which is not in `uses`.
+    """Return whether modules of the safe classes own any parameter, ignored ones included.
 
-    What reads it outside of its op does not count.
+    A parameter that is read outside of its op counts too: see `zeroamp.planning.adapters`.
     """
     owners = (module for module in model.modules() if isinstance(module, classes))
     owned = {id(parameter) for owner in owners for parameter in owner.parameters(recurse=False)}

@@ -1,4 +1,4 @@
-"""Which groups are resharded after their forward, and which units are prefetched."""
+"""Decides which groups are resharded after their forward, and which units are prefetched."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,25 +8,27 @@ from zeroamp.planning.groups import GroupKind
 from zeroamp.planning.plan import Plan
 
 Kind = Literal["all_gather", "reduction", "last_reduction"]
-"""A "last_reduction" is a reduction in the last micro-batch of an optimizer step."""
+"""The kind of a collective. "last_reduction": a reduction in the last micro-batch of an optimizer step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """Calls per group name in one optimizer step, whatever the number of ranks."""
+    """The collectives of one optimizer step: name of a group -> calls. They do not depend on the number of ranks."""
 
     all_gathers: Mapping[str, int]
     reductions: Mapping[str, int]
+    """In all micro-batches, the last one included."""
     last_reductions: Mapping[str, int]
-    """The part of `reductions` that runs in the last micro-batch."""
+    """Those of `reductions` that run in the last micro-batch."""
     order: Sequence[tuple[Kind, str]]
-    """The same calls with their groups' names, in the order in which they are issued."""
+    """(kind, name of the group) of the same calls, in the order in which they are issued."""
 
 
 def live_units(plan: Plan) -> set[str]:
-    """Return the units that stay unsharded between forward and backward: the last ones, up to `max_live_parameters`.
+    """Return the units that stay unsharded between forward and backward.
 
-    Heads stay in any case, and the root, which is not returned; lookups never do.
+    These are the heads, and the last units of the forward with at most `max_live_parameters` elements together. The
+    root stays unsharded too, and is not returned. Embeddings that are units of their own do not stay.
     """
     live: set[str] = set(plan.own_units.heads)
     numel, numels = 0, plan.unit_numels()
@@ -41,7 +43,7 @@ def live_units(plan: Plan) -> set[str]:
 
 
 def reshards_after_forward(kind: GroupKind, unit: str, plan: Plan, live: set[str]) -> bool:
-    """Whether a group is resharded between forward and backward. `live` contains the units that stay unsharded.
+    """Return whether a group is resharded between forward and backward. `live` is the result of `live_units`.
 
     The root's groups stay unsharded, because the backward starts with them. The model-wide group stays unsharded for
     the whole optimizer step.
@@ -50,12 +52,12 @@ def reshards_after_forward(kind: GroupKind, unit: str, plan: Plan, live: set[str
 
 
 def backward_order(plan: Plan) -> list[str]:
-    """Return the units in the order in which their backwards begin, without those that are not unsharded for them."""
+    """Return the units in the order in which their backwards begin, without embeddings and heads of their own."""
     return [unit for unit in plan.run.backward_order() if unit not in plan.own_units]
 
 
 def fits(order: Sequence[str], plan: Plan, size: int) -> dict[str, list[str]]:
-    """Return for each unit of `order` those right after it whose elements together are at most `size`."""
+    """Return {unit: the units right after it in `order` that have at most `size` elements together}."""
     numels = plan.unit_numels()
     ahead: dict[str, list[str]] = {}
     for index, unit in enumerate(order):

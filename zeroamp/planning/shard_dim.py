@@ -1,16 +1,16 @@
-"""Which dimension of a parameter is sharded.
+"""Chooses the dimension over which a parameter is sharded.
 
 [Note: The sharded dimension]
-By default FSDP2 shards dimension 0, in parts of ceil(d0 / ranks) rows. Where the ranks do not divide d0, all-gathers
-and reductions move padding, and shards hold it: 8 experts over 64 ranks are padded to 64 rows. FSDP2 shards another
-dimension only if the ranks divide it, so it is never padded. But its shards are not consecutive in the unsharded
-parameter. FSDP2 then copies the parameter once more after each all-gather, and its gradient once more before
-each reduction. Each copy reads and writes all bytes, and needs a second buffer for that moment. So another dimension is
-chosen only where the padding of dimension 0 is at least `LEAST_GAIN` of the elements. At 4,096 ranks, the 128,256 rows
-of LLaMA-3's vocabulary are 2 % of padding, and its key and value projections 300 %. At 64 ranks and 50,257 rows there
-is 0.1 %.
+By default FSDP2 shards dimension 0, in parts of ceil(d0 / ranks) rows. If the number of ranks does not divide d0,
+shards contain padding, which all-gathers and reductions move too: 8 experts over 64 ranks are padded to 64 rows. FSDP2
+shards another dimension only if the number of ranks divides it, so it is never padded. But its shards are not
+consecutive in the unsharded parameter. FSDP2 then copies the parameter once more after each all-gather, and its
+gradient once more before each reduction. Each copy reads and writes all bytes, and needs a second buffer for that
+moment. So another dimension is chosen only if the padding of dimension 0 is at least `LEAST_GAIN` of the elements. At
+4,096 ranks, padding is 2 % for the 128,256 rows of LLaMA-3's vocabulary, and 300 % for its key and value projections.
+At 64 ranks it is 0.1 % for 50,257 rows.
 
-Where the ranks divide several of the other dimensions, the first of them is taken: its shards have the longest
+If the number of ranks divides several of the other dimensions, the first is chosen: its shards have the longest
 consecutive runs.
 """
 
@@ -25,19 +25,19 @@ from zeroamp.policies.dtypes import stored_dtype
 from zeroamp.policies.policy import Policy
 
 LEAST_GAIN = 0.01
-"""Padding of dimension 0, as a part of the parameter's elements, from which on another dimension is taken."""
+"""Another dimension is chosen if the padding of dimension 0 is at least this part of the parameter's elements."""
 
 
 def may_shard_any_dim(parameter: nn.Parameter, policy: Policy) -> bool:
     """Return whether a parameter may be sharded over another dimension than 0.
 
-    Not if the config has `zeroamp.shard_dim` 0, nor in these cases:
+    False if the config sets `zeroamp.shard_dim` to 0, and for:
 
     * a secondary partition (hpZ): FSDP2 shards the secondary partition over dimension 0;
     * a tensor subclass with an all-gather of its own, whose inputs need not have the parameter's dimensions;
     * a DTensor (tensor or expert parallelism), of which another dimension may be distributed already;
-    * quantized or integer parameters: packed values do not have the weight's dimensions;
-    * one dimension, or no elements.
+    * a quantized or integer parameter: packed values do not have the weight's dimensions;
+    * a parameter with one dimension or without elements.
     """
     return (
         policy.shard_dim == "auto"
@@ -56,8 +56,8 @@ def shard_dim(shape: Sequence[int], num_shards: int | None, *, any_dim: bool) ->
 
     Args:
         shape: of the parameter, at least one dimension.
-        num_shards: ranks that it is sharded over; None if not known, which gives 0.
-        any_dim: whether another dimension than 0 may be taken, from `may_shard_any_dim`.
+        num_shards: the number of ranks over which it is sharded. With None (not known) the result is 0.
+        any_dim: whether another dimension than 0 may be chosen, from `may_shard_any_dim`.
     """
     if not any_dim or num_shards is None:
         return 0
@@ -68,6 +68,6 @@ def shard_dim(shape: Sequence[int], num_shards: int | None, *, any_dim: bool) ->
 
 
 def numel_of_shards(shape: Sequence[int], dim: int, num_shards: int) -> int:
-    """Return the elements of all shards together: dimension `dim` is padded to a multiple of the ranks."""
+    """Return the number of elements of all shards together. Dimension `dim` is padded to a multiple of the ranks."""
     others = math.prod(shape[:dim]) * math.prod(shape[dim + 1 :])
     return -(-shape[dim] // num_shards) * num_shards * others

@@ -1,10 +1,10 @@
-"""What one optimizer step moves between ranks, and what a rank holds: from a `Plan` and the numbers of ranks.
+"""Computes the traffic of one optimizer step and the memory of each parameter, from a `Plan` and numbers of ranks.
 
-Pure: numbers only. Bytes are in the convention of `Traffic`, those of the unsharded tensor, so that what is planned
-here and what `zeroamp.traffic(model)` counts in one step are equal: calls and bytes, per collective, dtype and group.
+Bytes are those of the unsharded tensor, as `Traffic` counts them. So the planned calls and bytes per collective, dtype
+and group are equal to those that `zeroamp.traffic(model)` counts in one step.
 
-FSDP2 pads dimension 0 to a multiple of the ranks that shard it. Of a parameter of shape (d0, …) a rank holds
-ceil(d0 / ranks) rows, and ranks x ceil(d0 / ranks) rows are moved. Another dimension is divided evenly: see
+FSDP2 pads dimension 0 to a multiple of the ranks that shard it. Each rank has ceil(d0 / ranks) rows of a parameter of
+shape (d0, …), and ranks x ceil(d0 / ranks) rows are communicated. Another dimension is divided evenly: see
 `zeroamp.planning.shard_dim`.
 """
 
@@ -28,7 +28,7 @@ from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.policy import Policy
 
 PARAMETERS_PER_NUMBER = 3
-"""Sharded parameters per fp64 number of the step's all-reduce: it counts the ranks that used each of them."""
+"""Sharded parameters per fp64 number of the step's all-reduce. The number counts the ranks that used each of them."""
 
 REPLICATED_BYTES = 2 * torch.float64.itemsize
 """Bytes of a 0-D parameter in the step's all-reduce: its gradient, and whether there is one."""
@@ -36,25 +36,25 @@ REPLICATED_BYTES = 2 * torch.float64.itemsize
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupCollective:
-    """One kind of call that a group makes in an optimizer step."""
+    """A collective that a group issues one or several times in an optimizer step."""
 
     collective: Collective
     dtype: torch.dtype
     calls: int
     op: ReduceOp = dist.ReduceOp.SUM
-    """Of a reduction; copies are noted as SUM."""
+    """The op of a reduction. SUM for an all-gather or an all-to-all."""
     num_parts: int = 1
-    """The tensor that is moved is this part of the unsharded one: 1, or the shards for the all-reduce over replicas."""
+    """Each call moves 1 / num_parts of the unsharded tensor. Above 1 for the all-reduce of a shard over replicas."""
     is_in_last_only: bool = False
     """Whether the call runs in the last micro-batch only."""
 
     @property
     def is_of_gradients(self) -> bool:
-        """Whether gradients are moved, not parameters."""
+        """Whether the collective moves gradients. An all-gather moves parameters."""
         return self.collective != "all_gather"
 
     def num_bytes(self, param: ParamPlan, num_shards: int | None) -> int:
-        """Return the bytes of one parameter in all these calls."""
+        """Return the bytes that these calls move of one parameter."""
         if self.is_of_gradients and not param.is_trainable:
             return 0
         return self.calls * padded_numel(param, num_shards) // self.num_parts * self.dtype.itemsize
@@ -62,27 +62,27 @@ class GroupCollective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Bytes that one rank holds for a parameter; what autograd and the optimizer keep is not counted."""
+    """Bytes of one rank for a parameter. Tensors that autograd saves, and optimizer state, are not counted."""
 
     stored: int
-    """Its shard as it is stored: ceil(d / ranks) of the sharded dimension x the rest x bytes of the stored dtype."""
+    """Bytes of the shard: ceil(d / ranks) of the sharded dimension x the other dimensions x bytes of the dtype."""
     unsharded: int
-    """The unsharded parameter while it exists: as many elements as the ranks' shards have x bytes of its dtype."""
+    """Bytes of the unsharded parameter while it exists: elements of all ranks' shards x bytes of its dtype."""
     gradient: int
-    """Its gradient shard at the optimizer step, of the size of the stored shard; and at stages 0 and 1 with
-    accumulation, until the reduction, the unsharded sum: elements x the bytes of the accumulation dtype. 0 if
-    frozen."""
+    """Bytes of the gradient shard at the optimizer step, which is as large as the stored shard. At stages 0 and 1 with
+    accumulation, plus the unsharded sum until the reduction: elements x bytes of the accumulation dtype. 0 if frozen.
+    """
 
 
 def padded_numel(param: ParamPlan, num_shards: int | None) -> int:
-    """Return the elements of a parameter when FSDP2 has padded it to the ranks; without, if `num_shards` is None."""
+    """Return the number of elements of a parameter with FSDP2's padding; without, if `num_shards` is None."""
     if num_shards is None:
         return param.numel
     return numel_of_shards(param.shape, param.shard_dim(num_shards), num_shards)
 
 
 def local_numel(param: ParamPlan, num_shards: int) -> int:
-    """Return the elements of a parameter that a rank holds, padding included."""
+    """Return the number of elements of one rank's shard of a parameter, padding included."""
     is_whole = param.group_key.is_replicated or param.group_key.is_ignored
     return param.numel if is_whole else padded_numel(param, num_shards) // num_shards
 
@@ -90,7 +90,7 @@ def local_numel(param: ParamPlan, num_shards: int) -> int:
 def group_collectives(
     group: GroupPlan, plan: Plan, ranks: Ranks, *, all_gathers: int = 1, reductions: int = 1, last_reductions: int = 1
 ) -> Iterator[GroupCollective]:
-    """Yield the collectives of a group for these numbers of runs. `reductions` include `last_reductions`."""
+    """Yield the collectives of a group for these numbers of calls. `reductions` includes `last_reductions`."""
     ranks = ranks.of(is_expert=group.is_expert)
     dtypes, num_shards = group_dtypes(group.key, plan.policy, ranks), ranks.shards(plan.policy)
     if dtypes.all_gathers and all_gathers:
@@ -112,7 +112,7 @@ def group_collectives(
 
 
 def step_collectives(group: GroupPlan, plan: Plan, ranks: Ranks, schedule: Schedule) -> Iterator[GroupCollective]:
-    """Yield what a group calls in one optimizer step."""
+    """Yield the collectives of a group in one optimizer step."""
     return group_collectives(
         group,
         plan,
@@ -124,7 +124,7 @@ def step_collectives(group: GroupPlan, plan: Plan, ranks: Ranks, schedule: Sched
 
 
 def plan_traffic(plan: Plan, ranks: Ranks) -> Traffic:
-    """Return calls and bytes of one optimizer step, as `zeroamp.traffic(model)` counts them on every rank."""
+    """Return the calls and bytes of one optimizer step, as `zeroamp.traffic(model)` counts them on every rank."""
     schedule, traffic = step_schedule(plan), Traffic()
     for group in plan.groups:
         num_shards = ranks.of(is_expert=group.is_expert).shards(plan.policy)
@@ -134,8 +134,8 @@ def plan_traffic(plan: Plan, ranks: Ranks) -> Traffic:
             traffic.num_bytes[key] += sum(call.num_bytes(param, num_shards) for param in group.params)
     key = TrafficKey("all_reduce", torch.float64, STEP)
     traffic.calls[key] += 1
-    # Several ranks compare a hash. With recovery, the number of ranks that failed is sent.
-    has_tensor = ranks.num_tensor > 1  # two numbers compare gradients of copies
+    # Several ranks compare a hash: one number. Recovery sends the number of ranks that failed: one number.
+    has_tensor = ranks.num_tensor > 1  # two numbers compare the gradients of the tensor axis' copies
     num_numbers = num_statistics(plan, ranks) + (has_tensor or not ranks.is_one) + 2 * has_tensor + plan.policy.recovery
     traffic.num_bytes[key] += num_numbers * torch.float64.itemsize
     return traffic
@@ -144,9 +144,9 @@ def plan_traffic(plan: Plan, ranks: Ranks) -> Traffic:
 def num_statistics(plan: Plan, ranks: Ranks) -> int:
     """Return how many fp64 numbers `TrainStep` sums over ranks in an optimizer step, without those of callbacks.
 
-    These are the mean loss, the sum of squares, the usage of sharded parameters, and the 0-D parameters' gradients.
-    With `zeroamp.reproducible` the first two are exact sums, and 0-D parameters have a gradient per micro-batch of each
-    rank.
+    These are the mean loss, the sum of squares, the counts of ranks that used each sharded parameter, and the gradients
+    of 0-D parameters. With `zeroamp.reproducible` the first two are exact sums of several numbers each, and 0-D
+    parameters have a gradient per micro-batch of each rank.
     """
     policy = plan.policy
     num_sharded = sum(len(group.params) for group in plan.groups)
@@ -157,9 +157,9 @@ def num_statistics(plan: Plan, ranks: Ranks) -> int:
 
 
 def param_memory(param: ParamPlan, policy: Policy, num_shards: int) -> Memory:
-    """Return the bytes that one rank holds for a parameter, by the formulas of `Memory`.
+    """Return the bytes of one rank for a parameter, by the formulas of `Memory`.
 
-    0-D and ignored parameters are whole on each rank, and not unsharded.
+    0-D and ignored parameters are whole on each rank, and are never all-gathered.
     """
     if param.group_key.is_replicated or param.group_key.is_ignored:
         size = param.numel * param.dtypes.stored.itemsize

@@ -1,1 +1,1 @@
-"""Going on after an exception on some ranks. Off by default."""
+"""Continues training after an exception on some ranks, by `zeroamp.recovery`. Off by default."""

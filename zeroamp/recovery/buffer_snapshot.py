@@ -11,7 +11,7 @@ from torch import nn
 
 
 class BufferSnapshot:
-    """Copies of the buffers of the modules that have some now; as much memory again as the buffers themselves."""
+    """Copies of all buffers of the modules that have buffers now. They take as much memory as the buffers."""
 
     def __init__(self, root: nn.Module) -> None:
         self._modules = [module for module in root.modules() if module._buffers]
@@ -19,9 +19,9 @@ class BufferSnapshot:
         self._copies: dict[tuple[nn.Module, str], torch.Tensor] = {}
 
     def take(self) -> None:
-        """Copy the buffers, on their device, without waiting for it.
+        """Copy all buffers on their device, without waiting for it.
 
-        Not only those whose version changed: BatchNorm's kernels write to their buffers unseen.
+        Buffers with an unchanged `_version` are copied too: BatchNorm's kernels do not increment it.
         """
         before, self._taken = self._taken, dict(self._present())
         buffers = {key: buffer.detach() for key, buffer in self._taken.items() if buffer is not None}
@@ -33,7 +33,7 @@ class BufferSnapshot:
             torch._foreach_copy_(list(self._copies.values()), list(buffers.values()))
 
     def restore(self) -> None:
-        """Put back what was taken last; remove buffers that are new since."""
+        """Restore the buffers of the last `take`, and remove buffers that were added since."""
         for module, name in [key for key, _ in self._present() if key not in self._taken]:
             del module._buffers[name]
         for (module, name), buffer in self._taken.items():

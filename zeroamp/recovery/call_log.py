@@ -1,14 +1,13 @@
-"""Which collectives a rank issued, so that after a failure it can issue those that the others still wait for.
+"""Logs the collectives that a rank issues, so that after a failure it can issue those that other ranks wait for.
 
 [Note: Issuing the rest]
-If one rank does not issue a collective, the other ranks cannot cancel it, and when it times out, the process group is
-lost. So a rank that failed issues, with zeros, the collectives that were left of the optimizer step,
-in the order in which the steps before issued them. The others run the step to its end, and learn there that another
-rank failed.
+If one rank does not issue a collective, the other ranks cannot cancel it, and the process group is lost when the
+collective times out. So a failed rank issues the remaining collectives of the optimizer step with zeros, in the order
+of earlier steps. The other ranks run the step to its end, and get the number of failed ranks there.
 
-This holds for accelerator streams too. Collectives of different ranks are paired by the order in which each host issues
-them on a process group, not by the stream they run in. The rest is issued by one thread in one stream, in the recorded
-order of the hosts, after FSDP2's own streams were waited for; so the next call may use the memory of its buffers again.
+This works with accelerator streams too. Collectives of different ranks are paired by the order in which each host
+issues them on a process group, not by their streams. One thread issues the rest in one stream, in the recorded order,
+after it has waited for FSDP2's streams. So each call can reuse the memory of the previous one's buffers.
 """
 
 from collections.abc import Sequence
@@ -30,13 +29,13 @@ class Call(NamedTuple):
 
     collective: Collective
     group_name: str
-    """The typed group's, in the plan."""
+    """Name of the parameter group in the plan."""
     process_group: dist.ProcessGroup
     dtype: torch.dtype
     numel: int
     """Elements of the unsharded tensor: the output of an all-gather, the input of the others."""
     op: ReduceOp = dist.ReduceOp.SUM
-    """What a reduction does. No effect on an all-gather or an all-to-all."""
+    """Op of a reduction. No effect on an all-gather or an all-to-all."""
 
     def __str__(self) -> str:
         return f"{self.collective} of {self.numel} x {self.dtype} for {self.group_name}"
@@ -46,52 +45,53 @@ class Call(NamedTuple):
 class CallLog:
     """The collectives since the last optimizer step, and those of the step before. Sizes only, no tensors.
 
-    Listens to the collectives of a model. A call is logged once it was issued: what raised before is not among them.
+    Listens to the collectives of a model. A call is logged after it was issued: a call that raised is not logged.
     """
 
     state: WrapState
-    """Of the model. An observed step, which leaves no trace, is not logged."""
+    """Of the model. Observed steps are not logged."""
     step: list[Call] = field(default_factory=list)
-    """Of this optimizer step so far, without evaluations."""
+    """Calls of this optimizer step so far, without evaluations."""
     last_step: list[Call] | None = None
-    """Of the last whole optimizer step; None before."""
+    """Calls of the last complete optimizer step; None before the first."""
     is_steady: bool = True
-    """Whether the last whole optimizer step and the one before it were the same."""
+    """Whether the last two complete optimizer steps issued the same calls."""
     evaluation: list[Call] | None = None
-    """Of the forward without gradients that is running; None outside of one."""
+    """Calls of the running forward without gradients; None outside of one."""
     last_evaluation: list[Call] | None = None
+    """Calls of the last complete forward without gradients; None before the first."""
 
     def on_collective(self, issued: IssuedCollective) -> None:
-        """Log one call of a parameter group that was issued."""
+        """Log a collective of a parameter group, after it was issued."""
         collective, tensor, group_name, process_group, op = issued
         if process_group is not None and group_name != STEP and not self.state.is_observed:
             calls = self.step if self.evaluation is None else self.evaluation
             calls.append(Call(collective, group_name, process_group, tensor.dtype, tensor.numel(), op))
 
     def end_step(self) -> None:
-        """Retain the calls of this optimizer step as those of the next."""
+        """Retain the calls of this optimizer step as the expected calls of the next."""
         self.is_steady = self.last_step is None or self.last_step == self.step
         self.last_step, self.step = self.step, []
 
     def end_evaluation(self) -> None:
-        """Retain an evaluation's calls as those of the next, unless it ran inside an optimizer step."""
+        """Retain an evaluation's calls as the expected ones of the next, unless it ran inside an optimizer step."""
         if not self.step:
             self.last_evaluation = self.evaluation
         self.evaluation = None
 
     def discard(self) -> None:
-        """Forget the calls of an optimizer step, or of an evaluation, that does not go on."""
+        """Discard the calls of the current optimizer step and evaluation."""
         self.step, self.evaluation = [], None
 
 
 class ZeroBuffers:
-    """Issues the remaining collectives of an optimizer step with zeros. Needs twice the memory of each call in turn."""
+    """Issues the remaining collectives of an optimizer step with zeros. Needs memory for twice the largest call."""
 
     def __init__(self, calls: Sequence[Call], device: torch.device, *, state: WrapState) -> None:
-        """Check that there is memory for the largest call: allocate its buffers and release them.
+        """Check that the memory suffices for the largest call: allocate its buffers and release them.
 
         Raises:
-            OutOfMemoryError: there is not enough memory, even after the failed step was released. No call was issued.
+            OutOfMemoryError: the memory does not suffice, although the failed step was released. No call was issued.
         """
         self._in_tree_order = state.plan.policy.reduce_accumulate_dtype == "fp32"
         of_shards = state.mesh.ndim - 1

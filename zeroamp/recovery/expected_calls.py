@@ -1,4 +1,4 @@
-"""Which collectives an optimizer step will issue: the schedule of the plan, with process groups and sizes."""
+"""Predicts the collectives of an optimizer step: the plan's schedule, with process groups and sizes."""
 
 from collections.abc import Iterator
 
@@ -18,9 +18,9 @@ from zeroamp.recovery.call_log import Call
 def expected_calls_of_step(plan: Plan, model: nn.Module, mesh: DeviceMesh) -> list[Call] | None:
     """Return the calls from one optimizer step to the next, or None if they cannot be predicted.
 
-    The model must run its modules as `run_order` assumes. Calls cannot be predicted with a secondary partition or with
-    separate reductions, whose process groups FSDP2 makes, nor if the order of reductions depends on when a
-    module uses parameters that it owns beside its children, or on the places of several group holders of the root.
+    The model must run its modules in the order of `run_order`. Calls cannot be predicted with a secondary partition or
+    with separate reductions, since FSDP2 makes their process groups. Nor can they if the order of reductions depends on
+    when a module uses parameters of its own beside those of its children, or on several group holders of the root.
     """
     if plan.policy.hpz_partition_size > 1 or plan.policy.separate_reduce_scatter_group:
         return None

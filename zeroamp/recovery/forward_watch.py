@@ -13,7 +13,7 @@ from zeroamp.wrapping.state import WrapState
 
 
 class ForwardWatch:
-    """Runs around the outermost forwards of a model, at the place "recovery" of `RootForward`."""
+    """Runs around the outermost forwards of a model, as the entry "recovery" of `RootForward`."""
 
     def __init__(self, state: WrapState, micro_batches: MicroBatches, calls: CallLog) -> None:
         self.has_begun = False
@@ -24,10 +24,10 @@ class ForwardWatch:
         self._buffers = BufferSnapshot(state.root)
 
     def around(self, call: ForwardCall) -> AbstractContextManager[None] | None:
-        """Return the context manager of an outermost forward, or None.
+        """Return the context manager for an outermost forward; None for any other.
 
         Raises:
-            StepError: an earlier failure was not followed by `TrainStep.recover`.
+            StepError: a forward, backward or step failed, and `TrainStep.recover` was not called since.
         """
         if self._state.is_observed:  # an observed step records nothing
             return None
@@ -51,12 +51,12 @@ class ForwardWatch:
             self._calls.end_evaluation()
 
     def end_step(self) -> None:
-        """Retain the calls of an optimizer step as those of the next."""
+        """Retain the calls of an optimizer step as the expected calls of the next."""
         self._calls.end_step()
         self.has_begun = False
 
     def discard_step(self) -> None:
-        """Undo what an optimizer step did to buffers, and forget its calls and its failure."""
+        """Restore the buffers from before the optimizer step, and discard its calls and its failure."""
         if self.has_begun:
             self._buffers.restore()
         self._calls.discard()

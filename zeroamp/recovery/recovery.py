@@ -1,9 +1,9 @@
-"""Brings the ranks together again after an exception on some of them: `zeroamp.recovery`. See docs/recovery.md.
+"""Discards an optimizer step on all ranks after an exception on some: `zeroamp.recovery`. See docs/recovery.md.
 
 [Note: The end of an optimizer step]
-The last collective of an optimizer step is the sum of its statistics. One of them is the number of ranks that failed. A
-rank that failed first issues the remaining collectives of the step (see [Note: Issuing the rest]); the others reach the
-sum as usual. So all ranks get the same number of failures. If it is not 0, no rank updates a parameter: the host reads
+The last collective of an optimizer step is the all-reduce of its statistics. One statistic is the number of failed
+ranks. A failed rank first issues the remaining collectives of the step (see [Note: Issuing the rest]); the others reach
+the all-reduce as usual. So all ranks get the same number. If it is not 0, no rank updates a parameter: the host reads
 the number before the update, or the update's kernels read it on the device (see [Note: A guarded update]).
 """
 
@@ -47,21 +47,21 @@ class Recovery(HostReader):
         self._callbacks = train.callbacks
         self._micro_batches = train.micro_batches
         self._micro_batches.remedy = (
-            "Call train.recover() on every rank, outside of the except block, and go on with the next optimizer step."
+            "Call train.recover() on every rank, outside of the except block, then continue with the next step."
         )
         self._watch = ForwardWatch(state, train.micro_batches, self.calls)
-        self._is_over = False  # whether the last step ended with a failure somewhere, and `recover` was not called
+        self._is_over = False  # whether the last step failed on some rank, and `recover` was not called since
         state.listeners.append(self.calls)
         state.root_forward.add("recovery", self._watch.around)
 
     @property
     def _is_inside_step(self) -> bool:
-        """Whether others may still be in this optimizer step: not after `_end` found that it is over."""
+        """Whether other ranks may still be in this optimizer step. False once `_end` has found a failure."""
         return not self._is_over or self._watch.has_begun or self._micro_batches.failure is not None
 
     @property
     def is_cut_short(self) -> bool:
-        """Whether this rank left out the rest of an optimizer step's micro-batches."""
+        """Whether this rank skips the remaining micro-batches of an optimizer step."""
         failure = self._micro_batches.failure
         return self._is_inside_step and (failure is None or failure.where in ("forward", "backward"))
 
@@ -74,7 +74,7 @@ class Recovery(HostReader):
         return sums[0] != 0
 
     def reader(self) -> Callable[[Sequence[float]], None]:
-        """Return the function that gets the number of failures, and ends the optimizer step."""
+        """Return the function that receives the number of failures and ends the optimizer step."""
         return self._end
 
     def _end(self, sums: Sequence[float]) -> None:
@@ -90,7 +90,7 @@ class Recovery(HostReader):
         failures = self._exchange(None)
         self._discard_step()
         found = "; ".join(f"{failure} on rank {rank}" for rank, failure in failures.items())
-        remedy = "Nothing was updated on this rank. Call train.recover() and go on with the next optimizer step."
+        remedy = "Nothing was updated on this rank. Call train.recover() and continue with the next optimizer step."
         if not all(failure.can_be_recovered for failure in failures.values()):
             self._micro_batches.failure = Failure(where="recovery", text=found)
             remedy = RESTART
@@ -101,13 +101,13 @@ class Recovery(HostReader):
         self._end_as_failed(Failure(where="step", text=describe_error(error)))
 
     def on_step_discarded(self) -> None:
-        """Forget the calls of the optimizer step; `zero_grad` leaves buffers as they are."""
+        """Discard the calls of the optimizer step. Buffers are not restored: `zero_grad` does not change them."""
         self.calls.discard()
         self._watch.has_begun = False
 
     def _end_as_failed(self, failure: Failure) -> None:
         """End the optimizer step after a failure on this rank: the other ranks raise in `_end`."""
-        # As many numbers as on the other ranks: the step's own, then the callbacks' statistics.
+        # The same count of numbers as on the other ranks: the step's own, then the callbacks' statistics.
         numbers = [0.0] * num_statistics(self._state.plan, ranks_of(self._state.mesh))
         for callback in self._callbacks.with_statistics():
             numbers += [1.0] if callback is self else [0.0] * len(callback.statistics())
@@ -121,7 +121,7 @@ class Recovery(HostReader):
         """Issue the collectives that the other ranks still wait for, and discard the optimizer step.
 
         Raises:
-            StepError: this rank cannot know what they wait for, or its parameters may be updated in part.
+            StepError: this rank cannot determine these collectives, or its parameters may be partly updated.
         """
         failure = self._micro_batches.failure
         if failure is not None and failure.where == "recovery":
@@ -135,11 +135,11 @@ class Recovery(HostReader):
         self._watch.discard_step()
         self._is_over = False
         if failure is not None and not failure.can_be_recovered:
-            self._micro_batches.failure = Failure(where="recovery", text=f"of {failure}")  # the others were told
+            self._micro_batches.failure = Failure(where="recovery", text=f"of {failure}")  # the other ranks have it
             raise _beyond_recovery(failure)
 
     def _finish_evaluation(self) -> None:
-        """All-gather what the other ranks still unshard in this forward, so that their evaluation succeeds."""
+        """Issue the all-gathers that are left of this forward, so that the other ranks' evaluation succeeds."""
         state = self._state
         rest = self._rest_of_evaluation()
         self._abandon()
@@ -171,7 +171,7 @@ class Recovery(HostReader):
         if expected is None:
             expected = expected_calls_of_step(self._state.plan, self._state.root, self._state.mesh)
         if expected is None:
-            raise _unknown("it was the first optimizer step, and its collectives cannot be told from the module tree")
+            raise _unknown("it failed in the first optimizer step, and this model's collectives cannot be predicted")
         return _rest(self.calls.step, expected)
 
     def _rest_of_evaluation(self) -> list[Call]:
@@ -186,7 +186,7 @@ class Recovery(HostReader):
         failure = self._micro_batches.failure
         abandon(cast(FSDPModule, self._state.root))
         self._state.root_forward.reset()
-        self._micro_batches.failure = failure  # leaving the forwards is none
+        self._micro_batches.failure = failure  # leaving the open forwards is not a new failure
 
     def _discard_step(self) -> None:
         self._is_over = True
@@ -204,16 +204,16 @@ def _rest(issued: list[Call], expected: list[Call]) -> list[Call]:
     for index, call in enumerate(issued):
         other = expected[index] if index < len(expected) else None
         if call != other:
-            raise _unknown(f"this step issued {call} as collective {index}, where steps before issued {other}")
+            raise _unknown(f"collective {index} of this step was {call}, but {other} in earlier steps")
     return expected[len(issued) :]
 
 
 def _unknown(why: str) -> StepError:
-    return StepError(f"TrainStep.recover cannot tell which collectives the other ranks wait for: {why}. {RESTART}")
+    return StepError(f"TrainStep.recover cannot determine the collectives that other ranks wait for: {why}. {RESTART}")
 
 
 def _beyond_recovery(failure: Failure) -> StepError:
     return StepError(
-        f"TrainStep.recover cannot go on after a failure in {failure}: parameters may be updated in part, or ranks may "
-        f"have lost each other. {RESTART}"
+        f"TrainStep.recover cannot continue after a failure in {failure}: parameters may be partly updated, or the "
+        f"ranks' collectives may no longer match. {RESTART}"
     )

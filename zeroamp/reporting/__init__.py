@@ -1,1 +1,1 @@
-"""What a run says of itself: records of its steps, monitors, warnings, a progress line, and tables of several runs."""
+"""Records of optimizer steps, monitors, warnings, a progress line, profiles, and tables that compare runs."""

@@ -1,4 +1,4 @@
-"""Chrome traces, as `torch.profiler` writes them: ranges that nest, and their times."""
+"""Reads Chrome traces of `torch.profiler`: sums the times of zeroamp's ranges, and makes backward ranges nest."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -11,19 +11,19 @@ from zeroamp.policies.tables import render
 Event = dict[str, Any]
 
 _NODE = "autograd::engine::evaluate_function: "
-_STEP_US = 0.01  # ten times what a float64 of a trace's clock resolves, and far below what lies between two nodes
+_STEP_US = 0.01  # ten times the resolution of a trace's float64 clock, and far below the time between two nodes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RangeTimes:
-    """All ranges of one name in a trace. Times include the ranges inside."""
+    """Count and total time of all ranges with one name in a trace. Times include nested ranges."""
 
     name: str
     calls: int
     total_ms: float
-    """On the thread that ran it, which on an accelerator is the time to launch the work."""
+    """Host time. With an accelerator it is the time to launch the work."""
     device_ms: float | None
-    """On the accelerator, from the first kernel to the last of each; None where the trace has none."""
+    """Accelerator time, from the first to the last kernel of each range. None if the trace has no kernels."""
 
     @property
     def mean_ms(self) -> float:
@@ -32,7 +32,7 @@ class RangeTimes:
 
 
 def range_times(events: Iterable[Event]) -> list[RangeTimes]:
-    """Sum up zeroamp's ranges by name, the longest total first."""
+    """Return the times of zeroamp's ranges, summed by name, the longest total first."""
     host: dict[str, list[float]] = {}
     device: dict[str, float] = {}
     for event in events:
@@ -68,9 +68,10 @@ def render_times(times: Sequence[RangeTimes]) -> str:
 
 
 def nest_backwards(events: Iterable[Event]) -> None:
-    """Move the ends of backward ranges, in place, to where autograd's events of a node begin.
+    """Make backward ranges nest with autograd's events, in place.
 
-    See [Note: Backward ranges] in `hooks/observers/ranges.py`. Several ends within one node keep their order.
+    A begin or end of a range that lies inside of a node's event moves to just before that event. Several of them within
+    one node keep their order. See [Note: Backward ranges] in `hooks/observers/ranges.py`.
     """
     nodes: dict[tuple[Any, Any], list[Event]] = {}
     ranges: list[Event] = []

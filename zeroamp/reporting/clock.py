@@ -1,7 +1,7 @@
-"""Where the time of a step goes, without waiting for the device.
+"""Splits the time of an optimizer step into its parts, without waiting for the device.
 
-On the CPU a mark is a reading of the clock. On an accelerator it is an event in the stream that computes, and what lies
-between two of them is read when both are over: a step later, when the host has waited for the step's sum anyway.
+On the CPU a mark is a reading of the clock. On an accelerator it is an event in the compute stream. The time between
+two events is read one step later, when the host has waited for the step's all-reduce anyway.
 """
 
 import time
@@ -13,7 +13,7 @@ import torch
 
 Part = Literal["forward", "backward", "optimizer"]
 Mark = Any
-"""Seconds, or an event."""
+"""A reading of the host's clock in seconds, or a device event."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,19 +28,19 @@ class TimeSplit:
 
 
 class HostMarks:
-    """Marks of the CPU's clock."""
+    """Takes marks from the host's clock."""
 
     def now(self) -> Mark:
         """Return a mark of this moment."""
         return time.perf_counter()
 
     def seconds(self, begin: Mark, end: Mark) -> float:
-        """Return the time between two marks."""
+        """Return the seconds between two marks."""
         return float(end - begin)
 
 
 class DeviceMarks:
-    """Events in the current stream of an accelerator."""
+    """Takes marks as events in the current stream of an accelerator."""
 
     def __init__(self, device_type: str) -> None:
         self._event: Callable[..., Any] = torch.get_device_module(device_type).Event
@@ -52,14 +52,14 @@ class DeviceMarks:
         return event
 
     def seconds(self, begin: Mark, end: Mark) -> float:
-        """Return the time between two events, waiting for the later one."""
+        """Wait for the later event, and return the seconds between the two."""
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1000
 
 
 @dataclass(slots=True)
 class _Stretches:
-    """Begin and end of what ran in one step, in order, and the part that each stretch of communication was in."""
+    """Begin and end of each part of one step, in order, and of each wait for communication, with the part it was in."""
 
     begin: Mark
     parts: list[tuple[Part, Mark, Mark]] = field(default_factory=list)
@@ -78,31 +78,31 @@ class StepClock:
         self._wait: Mark | None = None
 
     def enter(self, part: Part) -> None:
-        """A part of the step begins; the first of all begins the first step."""
+        """Begin a part of the step. The first call begins the first step."""
         mark = self._marks.now()
         self._stretches = self._stretches or _Stretches(mark)
         self._open = part, mark
 
     def leave(self) -> None:
-        """The part that runs has ended."""
+        """End the current part."""
         if self._open is not None and self._stretches is not None:
             part, begin = self._open
             self._stretches.parts.append((part, begin, self._marks.now()))
         self._open = None
 
     def enter_communication(self) -> None:
-        """The thread or the stream may wait from here. Outside of the parts, in an evaluation, it is not looked at."""
+        """Begin a wait of the thread or the stream. Ignored outside of the parts, as in an evaluation."""
         if self._open is not None:
             self._wait = self._marks.now()
 
     def leave_communication(self) -> None:
-        """It no longer waits."""
+        """End the wait."""
         if self._open is not None and self._wait is not None and self._stretches is not None:
             self._stretches.waits.append((self._open[0], self._wait, self._marks.now()))
         self._wait = None
 
     def end_step(self) -> Callable[[], TimeSplit]:
-        """End this step and begin the next. What is returned waits for the device, if it is not yet there."""
+        """End this step and begin the next. The returned function waits for the device if it has not finished yet."""
         stretches, end = self._stretches, self._marks.now()
         if stretches is None:
             raise AssertionError("expected a step in which some part ran, got none")
@@ -111,7 +111,7 @@ class StepClock:
 
     def _read(self, stretches: _Stretches, end: Mark) -> TimeSplit:
         seconds = self._marks.seconds
-        # The whole first: on a device it waits for the last event, and all others are before it.
+        # Read the whole step first: on a device this waits for the last event, and all others are before it.
         step_s = seconds(stretches.begin, end)
         waits: dict[Part, float] = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
         for part, begin, finish in stretches.waits:

@@ -1,4 +1,4 @@
-"""Files that instruments write: checked before the work, appended to, and pictures by matplotlib, which is optional."""
+"""Output files: checks that they can be written, appends to logs, and writes plots with matplotlib (optional)."""
 
 import importlib
 import os
@@ -12,10 +12,10 @@ from zeroamp.policies.errors import ConfigError
 
 
 def imported(module: str, *, where: str, extra: str) -> Any:
-    """Return an optional module.
+    """Import and return an optional module.
 
     Raises:
-        ConfigError: it is not installed; the text says what to install.
+        ConfigError: it is not installed. The text names the extra to install.
     """
     try:
         return importlib.import_module(module)
@@ -24,10 +24,10 @@ def imported(module: str, *, where: str, extra: str) -> Any:
 
 
 def check_folder(folder: Path) -> None:
-    """Write into the folder, or into the nearest one above that is there, and leave nothing behind.
+    """Check that a folder can be written: make and remove a temporary folder in it, or in its nearest existing parent.
 
     Raises:
-        OSError: as writing into the folder, which is made then, would.
+        OSError: the folder cannot be written.
     """
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
     with tempfile.TemporaryDirectory(dir=nearest):
@@ -35,10 +35,10 @@ def check_folder(folder: Path) -> None:
 
 
 def append_to(path: Path, where: str) -> TextIO:
-    """Open a file to append to. A line that a crash cut is ended first, so that only it is lost.
+    """Open a file for appending. If a crash cut its last line, that line is ended first, so that only it is lost.
 
     Raises:
-        ConfigError: it cannot be written. The text begins with `where`.
+        ConfigError: the file cannot be written. The text begins with `where`.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,23 +60,23 @@ def _ends_whole(path: Path) -> bool:
 
 
 def check_picture(path: Path) -> None:
-    """Check that a picture can be written, before the work that it shows.
+    """Check that a plot can be written, before computing what it shows.
 
     Raises:
-        ConfigError: there is no matplotlib, the suffix names no format, or the folder cannot be written.
+        ConfigError: matplotlib is not installed, the suffix is not one of its formats, or the folder cannot be written.
     """
     suffix = path.suffix.lower().removeprefix(".")
     formats = sorted(_figure().canvas.get_supported_filetypes())
     if suffix not in formats:
-        raise ConfigError(f"plot: the suffix of '{path}' names no format. It must be one of .{', .'.join(formats)}.")
+        raise ConfigError(f"plot: matplotlib cannot write '{path}'. Its suffix must be one of .{', .'.join(formats)}.")
     check_file(path, "plot")
 
 
 def check_file(path: Path, where: str) -> None:
-    """Check that a file can be written, before the work that goes into it.
+    """Check that a file can be written, before computing its content.
 
     Raises:
-        ConfigError: it cannot. The text begins with `where`.
+        ConfigError: the file cannot be written. The text begins with `where`.
     """
     with errors_of(path, where):
         check_folder(path.parent)
@@ -87,16 +87,16 @@ def check_file(path: Path, where: str) -> None:
 
 
 def new_figure(path: Path, *, width: float, height: float) -> Any:
-    """Return a matplotlib figure for a file; sizes in inches. Raises as `check_picture` does."""
+    """Return a matplotlib figure for a file; sizes are in inches. Raises the errors of `check_picture`."""
     check_picture(path)
     return _figure(figsize=(width, height), layout="constrained")
 
 
 def save_figure(figure: Any, path: Path, *, dpi: int) -> None:
-    """Write a figure; the folder is made.
+    """Write a figure to a file, and create the file's folder.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     with errors_of(path, "plot"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ def _figure(**options: Any) -> Any:
 
 @contextmanager
 def errors_of(path: Path, where: str) -> Iterator[None]:
-    """Raise an OSError inside as a ConfigError that begins with `where` and names the file."""
+    """Turn an OSError into a ConfigError that begins with `where` and names the file."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Model FLOPs of a forward and backward, counted on tensors that hold no values."""
+"""Counts the model FLOPs of a forward and backward on fake tensors."""
 
 from typing import Any
 
@@ -19,20 +19,19 @@ from zeroamp.policies.errors import WrapError
 def count_flops(model: nn.Module, example_inputs: Any = None) -> int:
     """Return the FLOPs of one forward and backward of a micro-batch, for `RunReport(flops_per_step=...)`.
 
-    Counted by the formulas of `torch.utils.flop_counter` in a run on fake tensors, which computes nothing and takes no
-    memory: a multiplication and an addition are two; only matrix products and convolutions count. Attention is its two
-    products, masked positions too. The backward's are those of the gradients of every trainable parameter and of what
-    lies between, from the model's first output that has a gradient. What activation checkpointing recomputes is not
-    counted: it is done once more, but it is not the model's. The model is left as it is.
+    The model runs once on fake tensors, which compute nothing and take no memory. The formulas are those of
+    `torch.utils.flop_counter`: a multiply-add counts as 2, and only matrix products, convolutions and attention count.
+    Attention is its two products, masked positions included. The backward starts at the model's first output that
+    requires a gradient. What activation checkpointing recomputes is not counted. The model is not changed.
 
     Args:
         model: a plain model, before `wrap_model`, on any device, the meta device too.
         example_inputs: a micro-batch, as `wrap_model` takes it: a tuple, a mapping or a tensor. None takes a
-            transformers model's own `dummy_inputs`, whose size is hardly the one you train with.
+            transformers model's own `dummy_inputs`, which are smaller than most training batches.
 
     Raises:
-        WrapError: the model is wrapped already, or fake tensors cannot run its forward.
-        ConfigError: there are no inputs.
+        WrapError: the model is wrapped already, or its forward cannot run on fake tensors.
+        ConfigError: no `example_inputs` were passed, and the model has no `dummy_inputs`.
     """
     name = type(model).__name__
     if any(isinstance(module, FSDPModule) for module in model.modules()):
@@ -43,32 +42,32 @@ def count_flops(model: nn.Module, example_inputs: Any = None) -> int:
         with run_context("cpu", fake=True), torch.enable_grad(), tensors_replaced(model, replacements):
             args, kwargs = replacements.of(args), replacements.of(kwargs)
             route_evenly(model)
-            # Plain products: of fused attention on the CPU torch has no formula, and others' compute scores twice.
+            # MATH: torch has no formula for the CPU's fused attention, and counts the scores twice for other kernels.
             with sdpa_kernel(SDPBackend.MATH), ModelFlops() as counter:
                 roots = [tensor for tensor in tensors_in(model(*args, **kwargs)) if tensor.requires_grad][:1]
                 counter.is_in_backward = True
                 torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-    # Whatever fake tensors make a forward raise: there is no one class for "this needs a value".
+    # A forward that needs the value of a fake tensor can raise any class of error.
     except Exception as error:
         message = (str(error).splitlines() or [""])[0]
         raise WrapError(
             f"count_flops cannot run {name} on tensors without values: {type(error).__name__}: {message}. Check the "
-            "inputs; control flow must not depend on values. Or count by hand: about 6 x parameters x tokens."
+            "inputs. Control flow must not depend on values. Or pass an estimate: about 6 x parameters x tokens."
         ) from error
     return int(counter.total)
 
 
 class ModelFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up torch's own formulas (`torch.utils.flop_counter`) for the ops inside. Returns what they return.
+    """Sums the FLOPs of the ops inside it by `torch.utils.flop_counter`. The ops return their results unchanged.
 
-    `FlopCounterMode` would count what is recomputed as well. Recomputation records a graph; a backward does not.
+    Unlike `FlopCounterMode`, it does not count recomputation: ops in the backward that run with gradients enabled.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
         self.is_in_backward = False
-        """Set by the caller."""
+        """Whether the backward runs. The caller sets it."""
 
     def __torch_dispatch__(
         self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""The config's monitors of a `TrainStep`: `tensorboard`, `csv_monitor`, `wandb`, `wall_clock_breakdown`."""
+"""Monitors of a `TrainStep` by config keys: `tensorboard`, `csv_monitor`, `wandb`, `wall_clock_breakdown`."""
 
 import csv
 import logging
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("zeroamp")
 
 STEPS_PER_BREAKDOWN = 10
-"""Where the config has no `steps_per_print`."""
+"""Steps between two log lines of `wall_clock_breakdown`, if the config has no `steps_per_print`."""
 
 
 def attach_monitors(train: "TrainStep") -> None:
@@ -46,7 +46,7 @@ def attach_monitors(train: "TrainStep") -> None:
     recorder = recorder_of(train)
     for sink in sinks:
         recorder.add(sink)
-    # With the TrainStep, and at the end of the process at the latest: the last record may not be known before.
+    # Runs when the TrainStep is deleted or the process exits. On an accelerator the last record is written only then.
     weakref.finalize(train, _finish, recorder, sinks, writers)
 
 
@@ -66,9 +66,9 @@ def _finish(recorder: StepRecorder, sinks: list[Sink], writers: Writers) -> None
 
 
 def breakdown(every: int) -> Sink:
-    """Return a sink that logs where the time of every so-many-th step went.
+    """Return a sink that logs the time split of each step whose number is a multiple of `every`, in ms.
 
-    Of steps taken: one that is skipped has the number of the one before.
+    Skipped steps are not logged: a skipped step has the number of the step before.
     """
 
     def log(record: StepRecord) -> None:
@@ -80,10 +80,10 @@ def breakdown(every: int) -> Sink:
 
 
 class CsvWriter:
-    """`csv_monitor`: one file, `<output_path>/<job_name>/steps.csv`, one row per step, a column per field.
+    """Writes `csv_monitor`'s file `<output_path>/<job_name>/steps.csv`: one row per step, one column per field.
 
-    Several learning rates are in one cell, apart by ";"; traffic is the sum of its bytes. What a file
-    holds is never changed: a second `TrainStep`, of this process or a later one, appends, from its own first step on.
+    Several learning rates share one cell, separated by ";". Traffic is the sum of its bytes. Existing rows never
+    change: a second `TrainStep`, in this process or a later one, appends its rows.
     """
 
     COLUMNS = tuple(field.name for field in fields(StepRecord))
@@ -92,7 +92,9 @@ class CsvWriter:
         path = _folder(block) / "steps.csv"
         head = path.read_text(encoding="utf-8").partition("\n")[0] if path.is_file() else ""
         if head and head.split(",") != list(self.COLUMNS):
-            raise ConfigError(f"csv_monitor.output_path: {path} has other columns than StepRecord. Move the file away.")
+            raise ConfigError(
+                f"csv_monitor.output_path: {path} has other columns than this version writes. Move the file away."
+            )
         self._file = append_to(path, "csv_monitor.output_path")
         self._rows = csv.writer(self._file, lineterminator="\n")
         if not head:
@@ -112,29 +114,29 @@ class CsvWriter:
 
 
 class TensorBoardWriter:
-    """`tensorboard`: event files in `<output_path>/<job_name>`; a tag `train/<field>` per number, against steps."""
+    """Writes `tensorboard`'s event files into `<output_path>/<job_name>`: a tag `train/<field>` per number, by step."""
 
     def __init__(self, block: FileMonitorBlock) -> None:
         tensorboard = imported("torch.utils.tensorboard", where="tensorboard.enabled", extra="tensorboard")
         self._writer = tensorboard.SummaryWriter(log_dir=str(_folder(block)))
 
     def step(self, record: StepRecord) -> None:
-        """Write all numbers of one step; a thread of TensorBoard's brings them to the disk."""
+        """Queue all numbers of one step. A thread of TensorBoard writes them to disk."""
         for name, value in record.scalars().items():
             self._writer.add_scalar(f"train/{name}", value, record.step)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the queued numbers, and close the files."""
         self._writer.close()
 
 
 class WandbWriter:
-    """`wandb`: one run of Weights & Biases; `train/<field>` per number. Where it goes is up to WANDB_MODE."""
+    """Logs to one run of Weights & Biases: `train/<field>` per number. WANDB_MODE decides where the run is stored."""
 
     def __init__(self, block: WandbBlock, config: dict[str, Any]) -> None:
         wandb = imported("wandb", where="wandb.enabled", extra="wandb")
         self._run = wandb.init(project=block.project, group=block.group, entity=block.team, config=config)
-        # Not wandb's own step, which must grow: a step that is skipped has the number of the one before.
+        # wandb's own step must grow, but a skipped step has the number of the step before.
         self._run.define_metric("train/*", step_metric="step")
 
     def step(self, record: StepRecord) -> None:

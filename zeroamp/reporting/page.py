@@ -1,6 +1,6 @@
 """Self-contained HTML pages of a ledger, a plan or runs: style, scripts, data and plotly are in the one file.
 
-A page loads nothing, and its Content-Security-Policy forbids it to: it opens from a file share without a network.
+A page loads nothing, and its Content-Security-Policy forbids it to load anything. So it opens without a network.
 """
 
 import html
@@ -43,14 +43,14 @@ style-src 'unsafe-inline'; img-src data: blob:; connect-src {connect}">
 
 
 def html_page(kind: PageKind, title: str, subtitle: str, data: Mapping[str, Any], *, live: bool = False) -> str:
-    """Return a page.
+    """Return the HTML text of a page that shows `data`.
 
     Args:
         kind: which of the scripts in `pages/` draws the data.
-        title: in the browser's tab and above the page.
-        subtitle: a sentence below it.
-        data: what JSON can hold; the page shows it as text, never as markup.
-        live: whether the page asks the server that it came from for newer data.
+        title: plain text, in the browser's tab and at the top of the page.
+        subtitle: a sentence below the title, plain text.
+        data: values that JSON can represent. The page shows them as text, never as markup.
+        live: whether the page polls its server for newer data.
 
     Raises:
         ConfigError: plotly is not installed.
@@ -63,7 +63,7 @@ def html_page(kind: PageKind, title: str, subtitle: str, data: Mapping[str, Any]
         subtitle=html.escape(subtitle),
         style=_source("page.css"),
         live=str(live).lower(),
-        data=data_text(data).replace("<", "\\u003c"),  # no text can end the script
+        data=data_text(data).replace("<", "\\u003c"),  # so that no text can close the script element
         plotly=plotly.get_plotlyjs(),
         common=_source("common.js"),
         script=_source(f"{kind}.js"),
@@ -71,15 +71,15 @@ def html_page(kind: PageKind, title: str, subtitle: str, data: Mapping[str, Any]
 
 
 def data_text(data: Mapping[str, Any]) -> str:
-    """Return the data as strict JSON."""
+    """Return the data as strict JSON, without inf and nan."""
     return json.dumps(data, allow_nan=False, separators=(",", ":"))
 
 
 def write_page(path: Path, page: str) -> None:
-    """Write a page; the folder is made.
+    """Write a page to a file, and create the file's folder.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     with errors_of(path, "html"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def write_page(path: Path, page: str) -> None:
 
 
 def check_page(path: Path) -> None:
-    """Check that a page can be written, before the work that it shows.
+    """Check that a page can be written, before computing what it shows.
 
     Raises:
         ConfigError: plotly is not installed, the suffix is not .html, or the file cannot be written.

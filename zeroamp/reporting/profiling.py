@@ -1,4 +1,4 @@
-"""`zeroamp.profile`: a torch profiler around some optimizer steps, and a trace per rank with zeroamp's ranges in it."""
+"""`zeroamp.profile`: runs torch's profiler on some optimizer steps, and writes a trace per rank with named ranges."""
 
 import gzip
 import json
@@ -24,9 +24,9 @@ from zeroamp.wrapping.state import signals_of, wrap_state
 
 
 class Profile:
-    """A context that records some of the optimizer steps inside it, and writes one trace per rank.
+    """A context that profiles some of the optimizer steps inside it, and writes one trace per rank.
 
-    All ranks enter it, and leave it after the same steps. `str` of it is the table of ranges.
+    All ranks enter it, and leave it after the same steps. `str(profile)` is a table of the ranges and their times.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Profile:
         compress: bool = False,
         root: nn.Module | None = None,
     ) -> None:
-        """Take the wrapped model whose steps count; None takes the first that makes one. See `profile`."""
+        """See `profile`. `root` is the wrapped model to profile. None: the model of the first optimizer step."""
         for name, value, least in (("wait", wait, 0), ("warmup", warmup, 1), ("active", active, 1)):
             if not is_integer(value, at_least=least):
                 where = f"profile(..., {name}=)"
@@ -53,7 +53,7 @@ class Profile:
         self.num_steps = 0
         """Optimizer steps since the context was entered, until the trace is written."""
         self.rank = 0
-        """This rank's number, once a model is followed."""
+        """This process's rank. 0 until the model is known."""
         self._num_before, self._num_steps_wanted = wait + warmup, wait + warmup + active
         self._compress = compress
         self._root = root
@@ -67,9 +67,9 @@ class Profile:
 
         Raises:
             ConfigError: `zeroamp.ranges` is "off".
-            StepError: the folder cannot be written; on all ranks, where a model is given.
+            StepError: the folder cannot be written. Raised on all ranks if the model is known.
         """
-        if self._root is None:  # before a script has begun: there may be no process group yet
+        if self._root is None:  # the command enters before the script begins: there may be no process group yet
             self._check_folder()
         else:
             self._follow(self._root)
@@ -81,18 +81,18 @@ class Profile:
     def __exit__(
         self, error_type: type[BaseException] | None, _error: BaseException | None, _traceback: TracebackType | None
     ) -> None:
-        """Write what was recorded, if the steps ended early; after an error nothing, since other ranks may go on.
+        """Write the trace, if the steps ended early. After an error nothing is written: other ranks may still train.
 
         Raises:
-            StepError: on all ranks: no step was recorded, or a rank cannot write.
+            StepError: on all ranks, if no step was recorded or a rank cannot write.
         """
         self._contexts.close()
         if error_type is not None or self.path is not None:
             return
         if self.num_steps <= self._num_before:
             raise StepError(
-                f"profile recorded nothing: it ended after {self.num_steps} optimizer steps of a TrainStep, and the "
-                f"first that it records is step {self._num_before + 1}. Run more steps in it, or lower wait and warmup."
+                f"profile recorded nothing: it ended after {self.num_steps} optimizer steps of a TrainStep, but it "
+                f"records from step {self._num_before + 1} on. Run more steps inside it, or lower wait and warmup."
             )
         self._write_on_all()
 
@@ -113,7 +113,7 @@ class Profile:
             return
         self.num_steps += 1
         with warnings.catch_warnings():
-            # Up to torch 2.12 it warns that a second cycle would clear the first's events: there is one.
+            # torch up to 2.12 warns that a second cycle clears the events of the first. Here is only one cycle.
             warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
             self._profiler.step()
         if self.num_steps == self._num_steps_wanted:
@@ -124,11 +124,11 @@ class Profile:
             raise AssertionError("expected a model that made steps, got none")
         if dist.is_initialized():
             signals_of(wrap_state(self._root)).run(self._write)
-        else:  # a script has ended its process group before the steps that were asked for
+        else:  # the script destroyed its process group before the last step to record
             self._write()
 
     def _write(self) -> None:
-        """Write this rank's trace under its name at once: a trace that is there is whole."""
+        """Write this rank's trace to a draft, then rename it, so that a file under the final name is complete."""
         name = f"rank{self.rank}.json{'.gz' if self._compress else ''}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -166,7 +166,7 @@ def profile(
     *,
     compress: bool = False,
 ) -> Profile:
-    """Return a context that records optimizer steps of `train` and writes a trace per rank into `folder`.
+    """Return a context that profiles optimizer steps of `train` and writes a trace per rank into `folder`.
 
     ```python
     with zeroamp.profile(train, "traces") as profile:
@@ -176,20 +176,20 @@ def profile(
     print(profile)  # the ranges, with calls and times
     ```
 
-    The files are `rank0.json` and so on, for chrome://tracing or ui.perfetto.dev; those of an earlier run are replaced.
-    They are written, and read as a whole to do so, at the end of the last active step.
+    Open the files (`rank0.json`, …) in chrome://tracing or ui.perfetto.dev. Those of an earlier run are replaced. Each
+    rank writes its file at the end of the last active step; the whole trace must fit in host memory then.
 
     Args:
-        train: whose steps count; a step is one that returns a `StepReport`.
-        folder: made if it is not there.
-        wait: steps before the profiler is on, which cost nothing.
-        warmup: steps with the profiler on whose events are discarded, at least 1: the first are slow.
-        active: steps that are recorded. If the context ends before, those that were.
+        train: the `TrainStep` to profile. A call of `step()` counts if it returns a `StepReport`.
+        folder: created if it is missing.
+        wait: steps before the profiler starts. They cost nothing.
+        warmup: steps, at least 1, whose events are discarded: the first profiled steps are slow.
+        active: steps to record, at least 1. Fewer are recorded if the context ends before.
         compress: write `rank0.json.gz`.
 
     Raises:
-        StepError: a count is no integer, or too small; on entering or later, a rank cannot write; on leaving, no step
-            was recorded.
+        StepError: a count is not an integer or too small; on entering or later, a rank cannot write; on leaving, no
+            step was recorded.
         ConfigError: on entering, `zeroamp.ranges` is "off".
         WrapError: the model of `train` is not wrapped.
     """

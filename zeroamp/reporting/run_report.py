@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from zeroamp.training.step import TrainStep
 
 FORMAT = 1
-"""Of the file. Readers skip lines and fields that they do not know."""
+"""Version of the file format. Readers skip lines and fields that they do not know."""
 STEPS_PER_CHECK = 50
 """Steps between two exchanges of the ranks' busy times."""
 
 
 class RunReport:
-    """Records every step of a `TrainStep` in a file, warns, and shows progress. Training has the same bits with it.
+    """Writes a record of every step of a `TrainStep` to a file, warns, and shows progress. Results do not change.
 
     ```python
     with zeroamp.RunReport(train, "runs/a.jsonl", num_steps=1000) as run:
@@ -45,7 +45,7 @@ class RunReport:
 
     All ranks construct it; the first one writes. If the file exists, it is appended to: see `read_run`.
 
-    A `TrainStep` has one at a time. While it is open, its figures (tokens, FLOPs) are in what monitors write, too.
+    A `TrainStep` has at most one open RunReport. While it is open, monitors write its tokens and FLOPs too.
 
     Examples:
         >>> model = zeroamp.wrap_model(nn.Linear(8, 1), zeroamp.policy_from_config({}))
@@ -73,15 +73,15 @@ class RunReport:
 
         Args:
             train: the step to watch.
-            path: the file, `.jsonl` by custom. Its folder is made.
-            tokens_per_step: tokens of one optimizer step, of all ranks. None: counted from the inputs of the first
-                rank's forwards (`count_tokens`), times the ranks.
-            flops_per_step: model FLOPs of one optimizer step, of all ranks, as `count_flops` x micro-batches x ranks.
-            peak_flops: peak FLOP/s of one rank's device in the dtype that computes, by its data sheet. With
+            path: the file, usually `.jsonl`. Its folder is created.
+            tokens_per_step: tokens of one optimizer step over all ranks. None: the tokens in the inputs of the first
+                rank's forwards (`count_tokens`), times the number of ranks.
+            flops_per_step: model FLOPs of one optimizer step over all ranks: `count_flops` x micro-batches x ranks.
+            peak_flops: peak FLOP/s of one rank's device in the compute dtype, by its data sheet. With
                 `flops_per_step`: MFU = flops_per_step / (step_s x ranks x peak_flops).
-            num_steps: shows a line of progress towards so many optimizer steps. None: none.
+            num_steps: optimizer steps of the whole run, for a progress line. None: no progress line.
             steps_per_check: steps between two exchanges of the ranks' busy times and allocator flushes, two numbers
-                per rank in the all-reduce of such a step. 0: none, and no warnings of them.
+                per rank in the all-reduce of that step. 0: no exchange, and no warnings about either.
 
         Raises:
             StepError: a number is not positive and finite; on all ranks, an optimizer step of `train` has begun, or
@@ -96,7 +96,7 @@ class RunReport:
                 raise StepError(describe(where, value, valid, "Change it."))
         state = wrap_state(train.model)
         self.last: StepRecord | None = None
-        """The newest record of this rank. On an accelerator that of the step before the last, until `close`."""
+        """This rank's newest record. On an accelerator it is one step behind until `close`."""
         self._ranks = signals_of(state)
         self._writers = Writers()
         self._warnings = RunWarnings(state.plan, shard_size(state.mesh), state.mesh.size())
@@ -111,28 +111,28 @@ class RunReport:
         self._recorder.add(self._record)
         self._recorder.figures = figures
         self._is_open = True
-        # With the TrainStep, and at the end of the process at the latest.
+        # Runs when the TrainStep is deleted or the process exits.
         self._finalizer = weakref.finalize(train, self.close)
 
     def __enter__(self) -> Self:
-        """Return this."""
+        """Return the report itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close."""
+        """Close the report."""
         self.close()
 
     def close(self) -> None:
-        """Write what is left, and record no more. On this rank only; waits for its device.
+        """Write the last record and stop recording, on this rank only. Waits for its device.
 
-        Called at the end of the `TrainStep`, or of the process, if nobody did before.
+        Called automatically when the `TrainStep` is deleted or the process exits.
         """
         if not self._is_open:
             return
         self._is_open = False
-        self._finalizer.detach()  # which keeps this alive
+        self._finalizer.detach()  # it holds a reference to this report
         if self._check is not None:
-            self._check.close()  # its zeros stay in the all-reduce: this rank may leave alone, after an error
+            self._check.close()  # it still sends zeros: after an error this rank may close alone
         self._recorder.remove(self._record)
         self._recorder.figures = None
         self._writers.close()
@@ -154,10 +154,10 @@ class RunReport:
 
 
 class _RankCheck:
-    """Exchanges the ranks' busy times and allocator flushes every so many steps, in the all-reduce of such a step.
+    """Exchanges the ranks' busy times and allocator flushes every `every` steps, in the all-reduce of that step.
 
-    Each rank sends its median, so one slow step makes no slow rank. The first step, which allocates and compiles, is
-    left out. Each rank puts its numbers at its own place among zeros, so the sums are the numbers of all ranks.
+    Each rank sends its median, so that one slow step does not make a slow rank. The first step, which allocates and
+    compiles, is left out. Each rank puts its numbers at its own index among zeros, so the sum has those of all ranks.
     """
 
     def __init__(self, rank: int, num_ranks: int, warnings: RunWarnings | None, every: int) -> None:
@@ -168,8 +168,8 @@ class _RankCheck:
         self._num_sums = 0  # steps whose numbers were summed, the same on all ranks, also after `close`
         self._is_open = True
         self._busy_s: list[float] = []
-        self._num_flushes: int | None = None  # of the process, at the last exchange; None before the first step
-        self._flushes = 0  # of the process, after the last step
+        self._num_flushes: int | None = None  # of the process until the last exchange; None before the first step
+        self._flushes = 0  # of the process until the last step
 
     def close(self) -> None:
         """Send zeros from now on."""
@@ -184,7 +184,7 @@ class _RankCheck:
             self._busy_s.append(record.busy_s)
 
     def ask(self) -> tuple[Sequence[float], Receive]:
-        """Return the numbers of this step for the all-reduce: in most steps none."""
+        """Return this step's numbers for the all-reduce. Most steps have none."""
         # Steps recorded, without the first. On an accelerator the last one is not recorded yet.
         num_taken = self._num_sums - 1
         if num_taken <= 0 or num_taken % self._every:
@@ -219,8 +219,8 @@ def _check_is_possible(train: "TrainStep") -> None:
     recorder = existing_recorder(train)
     if recorder is not None and recorder.figures is not None:
         raise StepError(
-            "RunReport was constructed while another RunReport is open on this TrainStep, which has one at a time. "
-            "Close the other one first, or read its file while it grows."
+            "Another RunReport is open on this TrainStep, which can have one at a time. Close the other one first, or "
+            "read its file while it grows."
         )
 
 

@@ -1,4 +1,4 @@
-"""Warnings about a run, each given once, with figures and what to do. They change nothing."""
+"""Warnings about a run: each is logged once, with the numbers and the remedy. Training is not changed."""
 
 import logging
 import math
@@ -7,26 +7,27 @@ from statistics import median
 
 from zeroamp.planning.plan import Plan
 from zeroamp.reporting.step_record import GIB, StepRecord
-from zeroamp.wrapping.summary import MIB
 
 logger = logging.getLogger("zeroamp")
 
+MIB = 1024**2
 NUM_BAD_STEPS = 10
-"""Steps in a row without a usable gradient. Dynamic loss scaling overflows a few times when it begins."""
+"""Steps in a row with a zero or non-finite norm before a warning. Dynamic loss scaling overflows a few times at first.
+"""
 SLOW_RANK_MARGIN = 0.2
-"""A rank is slow where its busy time is more than this fraction above the median of all."""
+"""A rank is slow if its busy time is more than this fraction above the median of all ranks."""
 DOMINANT_UNIT_FRACTION = 0.5
-"""A unit dominates if its unsharded parameters and gradients are more than this part of what a rank then holds."""
+"""A unit dominates if its unsharded parameters and gradients are more than this fraction of the memory of a rank."""
 DOMINANT_UNIT_BYTES = 256 * MIB
-"""Smaller units never do."""
+"""Units below this size never dominate."""
 LATENCY_BOUND_BYTES = 1 * MIB
-"""A collective below this takes longer to start than to move: tens of microseconds, at tens of GB/s."""
+"""A smaller collective takes longer to start (tens of microseconds) than to transfer (at tens of GB/s)."""
 ADAM_BYTES_PER_ELEMENT = 16
 """fp32 parameter, gradient and two moments."""
 
 
 class RunWarnings:
-    """Checks a plan once and every record. On the first rank."""
+    """Checks the plan once and every record, on the first rank, and logs each warning once."""
 
     def __init__(self, plan: Plan, num_shards: int, num_ranks: int) -> None:
         self.listeners: list[Callable[[str, str], None]] = []
@@ -38,38 +39,45 @@ class RunWarnings:
         self._num_bad = {"zero gradients": 0, "non-finite gradients": 0}
 
     def look_at_plan(self) -> None:
-        """Look at sizes of units and groups."""
+        """Warn of groups that are too small and of units that are too large."""
         if self._num_ranks > 1:
             self._look_at_small_groups()
         if self._plan.policy.stage == 3 and self._num_shards > 1:
             self._look_at_large_units()
 
     def step(self, record: StepRecord) -> None:
-        """Look at one step."""
+        """Warn of the gradient norm or the loss scale of one step."""
         self._look_at_gradient(record)
         self._look_at_scale(record)
 
     def look_at_ranks(self, busy_s: Sequence[float], num_flushes: Sequence[int], num_steps: int) -> None:
-        """Look at each rank's median busy time of the last `num_steps` steps, and its allocator's flushes in them."""
+        """Warn of a slow rank, and of allocator flushes.
+
+        Args:
+            busy_s: each rank's median busy time in the last `num_steps` steps, in seconds.
+            num_flushes: each rank's flushes of its allocator's cache in these steps.
+            num_steps: how many steps.
+        """
         typical, slowest = median(busy_s), max(busy_s)
         if slowest > (1 + SLOW_RANK_MARGIN) * typical:
             self._warn(
                 "slow rank",
-                f"rank {busy_s.index(slowest)} was busy for {slowest * 1e3:.1f} ms in the median of the last "
-                f"{num_steps} steps, {slowest / typical - 1:.0%} above the median of the ranks "
-                f"({typical * 1e3:.1f} ms): the others wait. Look at its data loading, clocks and neighbours",
+                f"rank {busy_s.index(slowest)} was busy for {slowest * 1e3:.1f} ms per step (median of the last "
+                f"{num_steps} steps), {slowest / typical - 1:.0%} above the median of the ranks "
+                f"({typical * 1e3:.1f} ms). The other ranks wait for it. Check its data loading, its clocks and other "
+                "processes on its node",
             )
         if max(num_flushes) > 0:
             self._warn(
                 "allocator flushes",
                 f"rank {num_flushes.index(max(num_flushes))} flushed its allocator's cache {max(num_flushes)} times in "
-                f"the last {num_steps} steps (num_alloc_retries), and each waits for the device. Take smaller "
-                "micro-batches, or PYTORCH_ALLOC_CONF=expandable_segments:True",
+                f"the last {num_steps} steps (num_alloc_retries). Each flush waits for the device. Use smaller "
+                "micro-batches, or set PYTORCH_ALLOC_CONF=expandable_segments:True",
             )
 
     def _look_at_gradient(self, record: StepRecord) -> None:
-        zero = "Check that the loss depends on trainable parameters, and its scale in float16"
-        non_finite = "Lower the learning rate, clip, or look at the data of these steps"
+        zero = "Check that the loss depends on trainable parameters and, in float16, that the loss scale is not too low"
+        non_finite = "Lower the learning rate, clip gradients, or check the data of these steps"
         for name, is_so, remedy in (
             ("zero gradients", record.grad_norm == 0, zero),
             ("non-finite gradients", not math.isfinite(record.grad_norm), non_finite),
@@ -88,8 +96,8 @@ class RunWarnings:
                 "loss scale at minimum",
                 "overflows have brought the loss scale to "
                 f"fp16.min_loss_scale {self._plan.policy.loss_scale.minimum:g} and used up its hysteresis by step "
-                f"{record.step}: an overflow in the next step ends the run. Lower the learning rate, clip, or use "
-                "bfloat16, which needs no scale",
+                f"{record.step}: an overflow in the next step ends the run. Lower the learning rate, clip gradients, "
+                "or use bfloat16, which needs no loss scale",
             )
 
     def _look_at_small_groups(self) -> None:
@@ -104,9 +112,9 @@ class RunWarnings:
             self._warn(
                 "latency-bound groups",
                 f"{len(small)} of {len(sizes)} groups all-gather less than {LATENCY_BOUND_BYTES / MIB:g} MiB at once, "
-                f"{name} {small[name] / 1024:.1f} KiB: their collectives take longer to start than to move. Merge "
-                "units by zero_optimization.reduce_bucket_size, choose larger ones by auto_wrap_policy, or raise "
-                "stage3_param_persistence_threshold for small fp32 parameters",
+                f"the smallest ({name}) {small[name] / 1024:.1f} KiB. Their collectives take longer to start than to "
+                "transfer. Merge units with zero_optimization.reduce_bucket_size, choose larger units with "
+                "auto_wrap_policy, or raise stage3_param_persistence_threshold for small fp32 parameters",
             )
 
     def _look_at_large_units(self) -> None:
@@ -114,8 +122,8 @@ class RunWarnings:
         for group in self._plan.groups:
             for param in group.params:
                 gradient = param.numel * group.key.communication.itemsize if param.is_trainable else 0
-                gathered = param.numel * param.dtypes.param.itemsize
-                sizes[group.unit] = sizes.get(group.unit, 0) + gathered + gradient
+                unsharded = param.numel * param.dtypes.param.itemsize
+                sizes[group.unit] = sizes.get(group.unit, 0) + unsharded + gradient
         unit = max(sizes, key=lambda unit: sizes[unit])
         numel = sum(param.numel for param in self._plan.params)
         held = numel * ADAM_BYTES_PER_ELEMENT / self._num_shards
@@ -123,9 +131,9 @@ class RunWarnings:
         if share > DOMINANT_UNIT_FRACTION and sizes[unit] > DOMINANT_UNIT_BYTES:
             self._warn(
                 "dominant unit",
-                f"unit {unit or 'root'} takes {sizes[unit] / GIB:.2f} GiB while it is unsharded, with its gradients, "
-                f"{share:.0%} of it and the {held / GIB:.2f} GiB of shards that a rank holds (with AdamW): more ranks "
-                "cannot lower the peak. Make units of its parts by auto_wrap_policy",
+                f"unit {unit or 'root'} takes {sizes[unit] / GIB:.2f} GiB while it is unsharded, gradients included. "
+                f"That is {share:.0%} of the peak of a rank, whose shards take {held / GIB:.2f} GiB (with AdamW). More "
+                "ranks do not lower it. Make units of its submodules with auto_wrap_policy",
             )
 
     def _warn(self, name: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Files of `RunReport`: reads them, and shows several runs side by side, as a table and as a picture."""
+"""Reads the files of `RunReport`, and compares several runs in a table and in a plot."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ logger = logging.getLogger("zeroamp")
 
 _MAX_LINE_BYTES = 16 * 1024**2
 NUM_WARM_UP = 1
-"""Steps that are left out of medians where there are more: the first one allocates."""
+"""Steps that medians leave out, if the run has more: the first step allocates."""
 
 Number = Callable[[StepRecord], float | None]
 
@@ -30,19 +30,19 @@ class SavedRun:
     """The header, steps and warnings in a run's file."""
 
     name: str
-    """Of the file, without its suffix."""
+    """The file's name without its suffix."""
     headers: list[dict[str, Any]] = field(default_factory=list)
-    """One per start of the run: the first, and one per time that it was resumed."""
+    """One per start of the run: the first start, and each resume."""
     records: list[StepRecord] = field(default_factory=list)
-    """By step. Where a run went on from a checkpoint, the steps that it took again replace those that it lost."""
+    """Records in the order of steps. After a resume from a checkpoint, the repeated steps replace the lost ones."""
     warnings: list[tuple[str, str]] = field(default_factory=list)
     """(name, text)."""
     num_unreadable: int = 0
-    """Lines that are not of a RunReport: one that a crash cut."""
+    """Lines that RunReport did not write, or that a crash cut."""
 
 
 def read_run(path: str | os.PathLike[str]) -> SavedRun:
-    """Read the file of a `RunReport`, also while the run goes on. A line that was cut is left out, with a warning.
+    """Read the file of a `RunReport`, also during the run. Unreadable lines are skipped with a warning.
 
     Raises:
         CheckpointError: the file cannot be read, or `RunReport` did not write it.
@@ -58,22 +58,22 @@ def read_run(path: str | os.PathLike[str]) -> SavedRun:
     run.num_unreadable = len(unreadable)
     if unreadable:
         what = "1 line is" if len(unreadable) == 1 else f"{len(unreadable):,} lines are"
-        logger.warning("%s, from line %d: %s left out: cut, or not of a RunReport", path, unreadable[0], what)
+        logger.warning("%s, from line %d: %s skipped: cut, or not written by RunReport", path, unreadable[0], what)
     if not run.headers:
         raise CheckpointError(f"{path} has no header of a RunReport. Name a file that RunReport wrote.")
     return run
 
 
 def _read_line(run: SavedRun, line: bytes) -> bool:
-    """Add what a line says, if it is one of a RunReport; return whether it is."""
+    """Add the content of a line to the run. Return False if it is not a line of a RunReport."""
     try:
         values = json.loads(line.decode(errors="replace"))
         kind = values["kind"]
         record = StepRecord.from_json(values) if kind == "step" else None
         if kind == "header" and not isinstance(values.get("plan", {}), dict):
-            raise TypeError("a header whose plan is none")
+            raise TypeError("a header whose plan is not an object")
         if kind == "warning" and not isinstance(values.get("name", ""), str):
-            raise TypeError("a warning whose name is none")
+            raise TypeError("a warning whose name is not a string")
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return False
     if kind == "header":
@@ -88,10 +88,10 @@ def _read_line(run: SavedRun, line: bytes) -> bool:
 
 
 def _is_lost(last: StepRecord, new: StepRecord) -> bool:
-    """Return whether the run went back to before `last`, if `new` follows it in the file.
+    """Return whether the run was resumed from before `last`, if the file has `new` right after `last`.
 
-    Each step adds one to those taken (`step`) or to those skipped, and neither falls but by going back. Without
-    num_skipped only `step` tells: the same again is a return if it was taken, since a skipped step leaves it.
+    Each step increments `step` (taken) or `num_skipped`. Neither decreases without a resume. In files without
+    num_skipped, the same `step` again is a resume if it was taken, since a skipped step does not increment it.
     """
     if last.num_skipped is None or new.num_skipped is None:
         return last.step > new.step or (last.step == new.step and not new.skipped)
@@ -100,7 +100,7 @@ def _is_lost(last: StepRecord, new: StepRecord) -> bool:
 
 
 def table(runs: Sequence[SavedRun], style: TableStyle = "simple") -> str:
-    """Return a table with a column per run. Medians leave the first step out."""
+    """Return a table as text, with a column per run. Medians leave out the first step."""
     return printable(render(_rows(runs), style, names=_unique([run.name for run in runs])))
 
 
@@ -115,9 +115,9 @@ def _rows(runs: Sequence[SavedRun]) -> list[Row]:
 
 
 def runs_to_dict(runs: Sequence[SavedRun]) -> dict[str, Any]:
-    """Return what JSON can hold: the rows of the table, and each run's headers, records and warnings.
+    """Return a JSON-serializable dict: the rows of the table, and each run's headers, records and warnings.
 
-    Keys stay, new ones may come. Numbers that are not finite are text.
+    Keys are stable; new ones may be added. Non-finite numbers are strings.
     """
     return {
         "summary": _rows(runs),
@@ -135,7 +135,7 @@ def runs_to_dict(runs: Sequence[SavedRun]) -> dict[str, Any]:
 
 
 def _summary(run: SavedRun) -> dict[str, str]:
-    """Return what the table says of one run; "-" for what is not known."""
+    """Return one run's column of the table as label -> text; "-" if a number is unknown."""
     plan, taken = run.headers[-1].get("plan", {}), [record for record in run.records if not record.skipped]
     steady = run.records[NUM_WARM_UP:] or run.records
     losses = [record.loss for record in taken]
@@ -152,7 +152,7 @@ def _summary(run: SavedRun) -> dict[str, str]:
         "model TFLOP/s per rank": _median(steady, lambda r: r.flops_per_s_per_rank, "{:.4g}", 1e-12),
         "MFU, median": _median(steady, lambda r: r.mfu, "{:.1%}"),
         "ms per step, median": _median(steady, lambda r: r.step_s, "{:,.1f}", 1e3),
-        # A mark, since tables strip spaces.
+        # A dash marks the parts of the step: tables strip leading spaces.
         **{f"- {part.replace('_', ' ')}": _share(steady, part) for part in PARTS},
         "GB communicated per step": _median(steady, lambda r: float(sum(r.traffic_bytes.values())), "{:,.3f}", 1e-9),
         "peak GiB, active": _last(run, lambda r: r.peak_active_gib),
@@ -184,7 +184,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _unique(names: Sequence[str]) -> list[str]:
-    """Return the names, numbered where two runs have the same."""
+    """Return the names, with a number where several runs have the same name."""
     return [
         f"{name} ({names[:index].count(name) + 1})" if names.count(name) > 1 else name
         for index, name in enumerate(names)
@@ -192,10 +192,10 @@ def _unique(names: Sequence[str]) -> list[str]:
 
 
 def plot(runs: Sequence[SavedRun], path: Path) -> None:
-    """Draw loss, gradient norm, tokens/s (or ms per step) and memory of all runs against their steps.
+    """Plot loss, gradient norm, tokens/s (or ms per step) and memory of all runs by step.
 
     Raises:
-        ConfigError: there is no matplotlib, or the picture cannot be written.
+        ConfigError: matplotlib is not installed, or the file cannot be written.
     """
     figure = new_figure(path, width=11, height=7)
     ((loss, norm), (speed, memory)) = figure.subplots(2, 2)
@@ -216,7 +216,7 @@ def plot(runs: Sequence[SavedRun], path: Path) -> None:
     for axes, label, number in panels:
         for name, run in zip(names, runs, strict=True):
             points = [(r.step, value) for r in run.records if (value := number(r)) is not None]
-            marker = "o" if len(points) < 2 else None  # a line of one point is none
+            marker = "o" if len(points) < 2 else None  # a line through one point is invisible
             axes.plot(*zip(*points, strict=True) if points else ([], []), label=name, linewidth=1.2, marker=marker)
         if axes in (speed, memory):
             known = [value for r in records if (value := number(r)) is not None and math.isfinite(value)]

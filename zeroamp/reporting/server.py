@@ -1,4 +1,4 @@
-"""`zeroamp report --serve`: the page of runs on the loopback interface, which follows runs that go on."""
+"""`zeroamp report --serve`: serves a page of runs on the loopback interface, which is updated during the runs."""
 
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -11,16 +11,16 @@ HOST = "127.0.0.1"
 
 
 def page_server(port: int, title: str, subtitle: str, read: Callable[[], Mapping[str, Any]]) -> "ThreadingHTTPServer":
-    """Return a server of the page at / and of its data at /data.json; `serve_forever` runs it, `server_close` ends it.
+    """Return an HTTP server: the page is at /, its data at /data.json.
 
-    It listens on 127.0.0.1 alone, and answers only requests that name it or localhost as their host, so that no site
-    that a browser on this machine shows can read the data under another name.
+    The caller runs it with `serve_forever` and closes it with `server_close`. It listens on 127.0.0.1 only, and answers
+    only requests whose Host is 127.0.0.1 or localhost: so a web site cannot read the data by DNS rebinding.
 
     Args:
-        port: 0 is any free one.
+        port: 0 takes any free port.
         title: see `html_page`.
         subtitle: see `html_page`.
-        read: returns the data of the page, at each request.
+        read: returns the data of the page. Called at each request.
 
     Raises:
         ConfigError: the port is taken, or plotly is not installed.

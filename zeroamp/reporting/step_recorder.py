@@ -1,8 +1,8 @@
 """Makes a `StepRecord` of every step of a `TrainStep`, for monitors and `RunReport`.
 
 [Note: Not waiting]
-The device knows loss, norm and times some time after the host has launched the step. They are copied to the host
-without waiting and read one step later. So on an accelerator a record comes one step late, and the last one at `flush`.
+The device computes loss, norm and times after the host has launched the step. They are copied to the host
+asynchronously and read one step later. So on an accelerator a record comes one step late, and the last one at `flush`.
 On the CPU it comes at once.
 """
 
@@ -36,47 +36,48 @@ Sink = Callable[[StepRecord], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """What a user gives about each optimizer step. None: not known."""
+    """Numbers that the user gives for each optimizer step. None: unknown."""
 
     tokens_per_step: int | None = None
-    """Of all ranks. None: counted from the inputs of this rank's forwards, times the ranks."""
+    """Over all ranks. None: counted from the inputs of this rank's forwards, times the ranks."""
     flops_per_step: float | None = None
-    """Model FLOPs, of all ranks."""
+    """Model FLOPs over all ranks."""
     peak_flops: float | None = None
     """Peak FLOP/s of one rank's device."""
 
 
 class StepRecorder(Callback):
-    """Records one `TrainStep`, while there are sinks. Reads clocks, sizes and shapes; changes no value.
+    """Makes a record of every step of a `TrainStep`, while it has sinks. Reads clocks, sizes and shapes only.
 
-    It runs on each rank. The sinks get this rank's records, in order. A `TrainStep` has one at most: see `recorder_of`.
+    It runs on each rank, and its sinks get the records of that rank in order. A `TrainStep` has at most one recorder:
+    see `recorder_of`.
     """
 
     def __init__(self, state: WrapState, callbacks: Callbacks) -> None:
         self.figures: Figures | None = None
-        """Of the `RunReport`, while there is one. They are in the records of all sinks."""
+        """Those of the open `RunReport`, if there is one. The records of all sinks contain them."""
         self._sinks: list[Sink] = []
         self._callbacks = callbacks
         self._state = state
-        self._num_ranks = state.mesh.size()  # those that get different tokens
+        self._num_ranks = state.mesh.size()  # ranks that get different tokens
         self._num_devices = state.axes.whole.size()
         self._device = device_of(state.mesh)
         self._clock = StepClock(self._device.type)
-        self._num_tokens: int | None = None  # of this step so far, on this rank
+        self._num_tokens: int | None = None  # in the forwards of this step so far, on this rank
         self._traffic: Counter[str] = Counter()
-        self._late: Callable[[], StepRecord] | None = None  # of the step before, on an accelerator
+        self._late: Callable[[], StepRecord] | None = None  # reads the record of the step before, on an accelerator
         state.communication.add(self._clock)
         state.root_forward.add("report", self._around_forward)
         state.listeners.append(self)
         callbacks.append(self)
 
     def add(self, sink: Sink) -> None:
-        """Hand the records of the steps from here on to `sink`; waits for the device."""
+        """Pass the records of all following steps to `sink`. Waits for the device."""
         self.flush()
         self._sinks.append(sink)
 
     def remove(self, sink: Sink) -> None:
-        """Hand `sink` the last record and no more; waits for the device. The last `remove` detaches the recorder."""
+        """Pass the last record to `sink`, then remove it. Waits for the device. The last one detaches the recorder."""
         self.flush()
         self._sinks.remove(sink)
         if self._sinks:
@@ -87,19 +88,19 @@ class StepRecorder(Callback):
         self._state.listeners.remove(self)
 
     def on_phase_begin(self, phase: Phase) -> None:
-        """A backward, or the update, begins."""
+        """Begin a part of the step's time."""
         self._clock.enter(phase)
 
     def on_phase_end(self, _phase: Phase) -> None:
-        """It ended."""
+        """End a part of the step's time."""
         self._clock.leave()
 
     def on_step_discarded(self) -> None:
-        """Forget the tokens of micro-batches that were discarded. Their time and traffic count to the next step."""
+        """Reset the token count. Time and traffic of the discarded micro-batches count towards the next step."""
         self._num_tokens = None
 
     def on_step_end(self, report: StepReport) -> None:
-        """End the step, and hand out the record that is known, see [Note: Not waiting]."""
+        """End the step, and pass on the record that is complete, see [Note: Not waiting]."""
         record = self._end_step(report)
         self.flush()
         self._late = record
@@ -107,7 +108,7 @@ class StepRecorder(Callback):
             self.flush()
 
     def flush(self) -> None:
-        """Hand out the last record; waits for the device."""
+        """Pass the last record to the sinks. Waits for the device."""
         late, self._late = self._late, None
         if late is not None:
             record = late()
@@ -178,20 +179,20 @@ class StepRecorder(Callback):
 
 
 def recorder_of(train: "TrainStep") -> StepRecorder:
-    """Return the recorder of a `TrainStep`; a new one if there is none."""
+    """Return the recorder of a `TrainStep`. Attaches a new one if it has none."""
     return existing_recorder(train) or StepRecorder(wrap_state(train.model), train.callbacks)
 
 
 def existing_recorder(train: "TrainStep") -> StepRecorder | None:
-    """Return the recorder of a `TrainStep`, None if there is none."""
+    """Return the recorder of a `TrainStep`, None if it has none."""
     return next((callback for callback in train.callbacks if isinstance(callback, StepRecorder)), None)
 
 
 def count_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-    """Return the elements of `input_ids`, of any shape, or else of the first tensor of two dims or more.
+    """Return the number of tokens in a forward's arguments: the elements of `input_ids`, padding included.
 
-    Those that are int32 or int64, at any depth: of several `input_ids` all, each tensor once. Padding counts. None
-    where there is none.
+    Several `input_ids` are summed, each tensor once. Without `input_ids`, the first tensor of two dims or more counts.
+    Only int32 and int64 tensors count, at any depth of the arguments. Returns None if there are none.
     """
     named = {id(tensor): tensor for tensor in tensors_in(list(_values_named("input_ids", (dict(kwargs), args))))}
     if sizes := [tensor.numel() for tensor in named.values() if tensor.dtype in _TOKEN_DTYPES]:
@@ -203,7 +204,7 @@ def count_tokens(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None
 
 
 def _values_named(name: str, value: Any) -> Iterator[Any]:
-    """Yield the items and fields called `name` of mappings and dataclasses, in lists, tuples and them at any depth."""
+    """Yield the items and fields called `name` of all mappings and dataclasses in `value`, at any depth."""
     if is_dataclass(value) and not isinstance(value, type):
         value = {item.name: getattr(value, item.name) for item in fields(value)}
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What `RunReport` writes on the first rank: JSON lines and a line of progress. And all writers of a run together."""
+"""Writers of step records: JSON lines, a progress line, and `Writers`, which calls all writers of a run."""
 
 import json
 import logging
@@ -15,48 +15,48 @@ from zeroamp.reporting.step_record import StepRecord
 logger = logging.getLogger("zeroamp")
 
 NUM_LINES = 20
-"""Lines of a whole run where the output is not a terminal."""
+"""Progress lines of a whole run, if the output is not a terminal."""
 
 
 class Writer(Protocol):
-    """One place that records go to."""
+    """Writes step records to one place."""
 
     def step(self, record: StepRecord) -> None:
         """Write one step."""
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write what is buffered, and close."""
 
 
 @runtime_checkable
 class WarningWriter(Writer, Protocol):
-    """One that takes warnings as well."""
+    """A writer that writes warnings too."""
 
     def warning(self, name: str, text: str) -> None:
         """Write a warning."""
 
 
 class Writers:
-    """All of a run's. One that fails is closed with an error in the log: a full disk ends the log, not the training."""
+    """Calls all writers of a run. A writer that fails is closed and the error is logged: training continues."""
 
     def __init__(self) -> None:
         self._writers: list[Writer] = []
 
     def add(self, writer: Writer) -> None:
-        """Write to `writer` too."""
+        """Add a writer, for all following steps and warnings."""
         self._writers.append(writer)
 
     def step(self, record: StepRecord) -> None:
-        """Write one step everywhere."""
+        """Write one step with every writer."""
         self._each(lambda writer: writer.step(record), f"nothing is written from step {record.step} on")
 
     def warning(self, name: str, text: str) -> None:
-        """Write a warning by those that take warnings; the log has it."""
+        """Write a warning with every `WarningWriter`. The caller has logged it."""
         loss = f"nothing is written from the warning of {name} on"
         self._each(lambda writer: writer.warning(name, text) if isinstance(writer, WarningWriter) else None, loss)
 
     def close(self) -> None:
-        """Close all."""
+        """Close and remove all writers."""
         self._each(lambda writer: writer.close(), "its end may be missing")
         self._writers.clear()
 
@@ -67,16 +67,16 @@ class Writers:
             except Exception as error:
                 self._writers.remove(writer)
                 where, why = type(writer).__name__, f"{type(error).__name__}: {error}"
-                logger.error("%s: %s, because of %s. Training goes on", where, loss, why)
-                with suppress(Exception):  # the error that matters has been logged
+                logger.error("%s: %s, because of %s. Training continues", where, loss, why)
+                with suppress(Exception):  # the first error has been logged
                     writer.close()
 
 
 class JsonlWriter:
-    """One JSON object per line, each with a "kind": header, step or warning. Every line is flushed.
+    """Writes one JSON object per line, each with a "kind": header, step or warning. Every line is flushed.
 
-    The header comes with the first line, a step's or the plan's warning. What a file holds is never changed: a run that
-    goes on appends a header and its steps. A line that a crash cut is ended first, so that only it is lost.
+    The header is written before the first step or warning. Existing lines never change: a resumed run appends a header
+    and its steps. If a crash cut the last line, that line is ended first, so that only it is lost.
     """
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
@@ -84,12 +84,12 @@ class JsonlWriter:
         self._header: dict[str, Any] | None = header  # None once it is written
 
     def step(self, record: StepRecord) -> None:
-        """Write one line, after the header's."""
+        """Write a step as one line."""
         self._begin()
         self._write(record.to_json())
 
     def warning(self, name: str, text: str) -> None:
-        """Write one line."""
+        """Write a warning as one line."""
         self._begin()
         self._write({"kind": "warning", "name": name, "text": text})
 
@@ -108,13 +108,13 @@ class JsonlWriter:
 
 
 class ProgressLine:
-    """A tqdm bar where the output is a terminal, else about twenty plain lines, which a log file can hold."""
+    """Shows progress: a tqdm bar on a terminal, about twenty plain lines elsewhere, as in a log file."""
 
     def __init__(self, num_steps: int, file: TextIO | None = None) -> None:
         """`num_steps`: the optimizer steps of the whole run. `file`: stdout by default.
 
         Raises:
-            ConfigError: the output is a terminal, and there is no tqdm.
+            ConfigError: the output is a terminal, and tqdm is not installed.
         """
         self._num_steps = num_steps
         self._file = file or sys.stdout
@@ -130,18 +130,18 @@ class ProgressLine:
         is_due = not record.skipped and (record.step % self._lines_every == 0 or record.step == self._num_steps)
         if self._tqdm is not None:
             self._draw(record)
-        elif self._is_first or is_due:  # a step that is skipped has the number of the one before
+        elif self._is_first or is_due:  # a skipped step has the number of the step before
             print(f"step {record.step}/{self._num_steps}: {_words(record)}", file=self._file, flush=True)
         self._is_first = False
 
     def _draw(self, record: StepRecord) -> None:
-        if self._bar is None:  # made here, since only here it is known at which step a run goes on
+        if self._bar is None:  # the first record has the step at which the run resumes
             self._bar = self._tqdm.tqdm(total=self._num_steps, initial=record.step, unit="step", file=self._file)
         self._bar.set_postfix_str(_words(record), refresh=False)
         self._bar.update(record.step - self._bar.n)
 
     def close(self) -> None:
-        """Leave the bar where it is."""
+        """Close the bar. It stays visible."""
         if self._bar is not None:
             self._bar.close()
 

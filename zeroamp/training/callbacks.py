@@ -56,7 +56,7 @@ class Callback:
 
 
 class HostReader(Callback):
-    """A callback of zeroamp whose sums the host reads; if possible, after the update has been launched.
+    """Base class of zeroamp's callbacks whose sums the host reads, after it has launched the update if possible.
 
     See [Note: When the host reads the sums] in `zeroamp.training.statistics`.
     """
@@ -65,18 +65,18 @@ class HostReader(Callback):
     """Whether the host reads the sums in the next step, so that it does not wait for the device in this one."""
 
     def stops(self, _sums: torch.Tensor, /) -> torch.Tensor | None:
-        """Return whether the sums forbid the update on all ranks: 0-D bool, on the device. None: they never do."""
+        """Return whether all ranks must skip the update: 0-D bool, on the device. None: this callback never does."""
         return None
 
     def reader(self) -> Callable[[Sequence[float]], None]:
-        """Return a function that takes the sums of the numbers that `statistics` returned last.
+        """Return a function that takes the sums over ranks of what `statistics` returned last.
 
-        If the function raises, it raises on all ranks.
+        If the function raises, it must raise on all ranks.
         """
         raise NotImplementedError
 
     def on_settled(self) -> None:
-        """Called in each step in which no reader of sums raised."""
+        """Called in each step after all readers have returned without an error."""
 
 
 class Callbacks(list[Callback]):
@@ -86,12 +86,12 @@ class Callbacks(list[Callback]):
     """Compares the ranks in each optimizer step. It is not in the list, so the caller cannot remove it."""
 
     sums: Sequence[Callback] = ()
-    """The `StepSums` of the `TrainStep` and of its model."""
+    """The `StepSums` of this `TrainStep`, and those of its model."""
 
     def with_statistics(self) -> list[Callback]:
-        """Return all callbacks, in the order of their numbers in the step's all-reduce: `agreement`, then `sums` last.
+        """Return all callbacks in the order of their numbers in the step's all-reduce: the list, `agreement`, `sums`.
 
-        Each `StepSums` without parts is left out.
+        A `StepSums` without parts is left out.
         """
         return [*self, *([] if self.agreement is None else [self.agreement]), *filter(None, self.sums)]
 
@@ -105,7 +105,7 @@ class Callbacks(list[Callback]):
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Call `on_phase_begin` on entry and `on_phase_end` on exit, of the callbacks present on entry."""
+        """Call `on_phase_begin` on entry and `on_phase_end` on exit, on the callbacks that are listed on entry."""
         callbacks = tuple(self)  # a copy: a callback may be removed during the phase
         for callback in callbacks:
             callback.on_phase_begin(phase)
@@ -128,9 +128,9 @@ _observers: list[StepObserver] = []
 
 @contextmanager
 def observe_steps(observer: StepObserver) -> Iterator[None]:
-    """Call `observer` after every optimizer step of this process inside the context.
+    """Call `observer` inside the context after every optimizer step of this process.
 
-    For a profiler that starts before the `TrainStep` is built. An error in an observer is raised by the step.
+    For a profiler that starts before the `TrainStep` is built. An error of an observer is raised by `TrainStep.step`.
     """
     _observers.append(observer)
     try:
@@ -139,7 +139,7 @@ def observe_steps(observer: StepObserver) -> Iterator[None]:
         _observers.remove(observer)
 
 
-def tell_observers(root: nn.Module) -> None:
+def call_observers(root: nn.Module) -> None:
     """Call all observers with `root`, the wrapped model of the optimizer step that ended."""
     for observer in tuple(_observers):
         observer(root)

@@ -48,13 +48,13 @@ def refuse_unusable(
     root: nn.Module,
     parameters: list[nn.Parameter],
 ) -> None:
-    """Raise StepError for optimizers and schedulers that a `TrainStep` cannot drive."""
+    """Raise StepError for optimizers and schedulers that `TrainStep` cannot use."""
     if not optimizers:
         raise StepError("TrainStep was given no optimizer. Pass one that holds parameters of the wrapped model.")
     if len(schedulers) != len(optimizers):
-        found = f"{len(schedulers)} for {len(optimizers)} optimizers"
+        found = f"{len(schedulers)} scheduler(s) for {len(optimizers)} optimizer(s)"
         raise StepError(
-            f"TrainStep(scheduler=) has {found}. Pass one scheduler per optimizer, and None for those without."
+            f"TrainStep(scheduler=) was given {found}. Pass one per optimizer, and None for an optimizer without one."
         )
     for each in schedulers:
         refuse_metric(each)
@@ -65,7 +65,7 @@ def refuse_unusable(
 
 
 def refuse_meta(root: nn.Module) -> None:
-    """Raise StepError if a parameter is on the meta device still, after `wrap_model(..., materialize=False)`."""
+    """Raise StepError if a parameter is still on the meta device, after `wrap_model(..., materialize=False)`."""
     for fqn, parameter in root.named_parameters():
         if parameter.is_meta:
             raise StepError(
@@ -75,11 +75,11 @@ def refuse_meta(root: nn.Module) -> None:
 
 
 def refuse_unsharded(root: nn.Module) -> None:
-    """Raise StepError if a trainable parameter of the model is not the one that FSDP2 shards.
+    """Raise StepError for a trainable parameter that FSDP2 does not shard: it was added or replaced after `wrap_model`.
 
-    If a module was added or a parameter replaced after `wrap_model`, each rank would train its own copy. 0-D parameters
-    are replicated, and parameters without elements need no reduction. `ignored_params` are the caller's to reduce. Call
-    this with all groups resharded.
+    Each rank would train its own copy. Not refused are 0-D parameters, which are replicated; parameters without
+    elements, which need no reduction; and `ignored_params`, which the caller reduces. Call this with all groups
+    resharded.
     """
     ignored = wrap_state(root).plan.ignored_fqns
     sharded = {id(parameter) for parameter, _ in parameter_pairs(root)}
@@ -95,7 +95,7 @@ def refuse_unsharded(root: nn.Module) -> None:
 
 def refuse_different_factors(root: nn.Module) -> None:
     """Raise StepError if groups divide their gradients by different factors."""
-    # The groups of experts have fewer ranks than the data axes, and divide by the number of all data ranks.
+    # Groups of experts span fewer ranks than the data axes. Their factor is set to the number of all data ranks.
     num_ranks = wrap_state(root).mesh.size()
     factors = {name: None if factor == num_ranks else factor for name, factor in divide_factors(root)}
     first = next(iter(factors), "")
@@ -103,8 +103,8 @@ def refuse_different_factors(root: nn.Module) -> None:
         if factor != factors[first]:
             raise StepError(
                 f"set_gradient_divide_factor: {name} divides its gradients by {factor}, but {first} by "
-                f"{factors[first]} (None: the number of ranks). Call it on each FSDPModule of model.modules(), which "
-                'includes typed groups, or set "zeroamp": {"reduce": "sum"} instead.'
+                f"{factors[first]} (None: the number of ranks). Pass one factor to all FSDPModules of model.modules(), "
+                'group holders included, or set "zeroamp": {"reduce": "sum"} instead.'
             )
 
 
@@ -119,21 +119,21 @@ def refuse_foreign(optimizers: Sequence[torch.optim.Optimizer], parameters: list
                 found = f"{name}.param_groups[{index}] has a {kind} parameter of shape {tuple(parameter.shape)}"
                 if id(parameter) not in holders:
                     raise StepError(
-                        f"{found} that is not one of the wrapped model. Build the optimizer from model.parameters() "
+                        f"{found} that is not one of the wrapped model's. Build the optimizer from model.parameters() "
                         "after wrap_model and before the first forward."
                     )
                 if holders[id(parameter)] not in (None, number):
                     raise StepError(
-                        f"{found} that optimizer {holders[id(parameter)]} holds too. Give each parameter to one "
+                        f"{found} that optimizer {holders[id(parameter)]} also holds. Give each parameter to only one "
                         "optimizer."
                     )
                 holders[id(parameter)] = number
 
 
 def refuse_loss(loss: object) -> None:
-    """Raise StepError for a loss that is not a tensor (a model's whole output), has several elements or no gradient.
+    """Raise StepError unless the loss is a plain tensor of one element that requires a gradient.
 
-    Also for a DTensor: a sharded parameter went into it, which the backward of other tensors cannot be mixed with.
+    A loss that is a DTensor was computed from a sharded parameter. Autograd cannot mix it with plain tensors.
     """
     where = "The loss given to TrainStep.backward"
     if not isinstance(loss, torch.Tensor):
@@ -155,10 +155,11 @@ def refuse_loss(loss: object) -> None:
 
 
 def checked_max_norm(max_norm: object) -> float:
-    """Return `max_norm` as a float. Raise StepError unless it is a number or a tensor of one element, from 0 on."""
+    """Return `max_norm` as a float. Raise StepError unless it is a number, or a tensor of one element, >= 0."""
     limit = float(max_norm) if isinstance(max_norm, Real | torch.Tensor) else math.nan
     if not limit >= 0:
-        raise StepError(describe("max_norm", repr(max_norm), "a number from 0 on, or None", "0 does not clip."))
+        remedy = "Pass 0 for no clipping, or None for the config's gradient_clipping."
+        raise StepError(describe("max_norm", repr(max_norm), "a number >= 0, or None", remedy))
     return limit
 
 
@@ -175,7 +176,7 @@ def refuse_closures(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 
 def refuse_several(optimizers: Sequence[torch.optim.Optimizer], method: str) -> None:
-    """Raise StepError if there are several optimizers. `method`, named in the error, supports one only."""
+    """Raise StepError unless there is exactly one optimizer. The error names `method`, which supports only one."""
     if len(optimizers) != 1:
         raise StepError(
             f"{method} takes a TrainStep with one optimizer, but this one has {len(optimizers)}. Load the model alone, "

@@ -1,13 +1,13 @@
-"""Compares the gradients of parameters that each rank of a tensor axis holds and updates by itself.
+"""Checks that the ranks of a tensor axis have equal gradients of the parameters that each of them holds whole.
 
 [Note: Gradients of copies]
-Tensor parallelism distributes some parameters. Each rank of the tensor axis has a copy of the others, and their copies
-stay equal only if their gradients are. A module that sees a part of the heads, or of the sequence, gives each rank a
-part of the gradient of its parameters, unless it is in the plan of `parallelize_module` (as SequenceParallel, say).
-Nobody adds these parts. So the step's all-reduce has two more fp64 numbers. With n ranks in the axis, and the squared
-norm q of a rank's gradients of copies: its first rank sends (n - 1) q, and each other one -q; the sum is 0 if all q are
-equal. The second number is q / n. The step fails if the first sum is more than `TOLERANCE` of the second: kernels that
-are not deterministic round differently, a part of a gradient differs by much more.
+Tensor parallelism distributes some parameters. Each rank of the tensor axis has a copy of the others, and the copies
+stay equal only if their gradients are equal. A module that sees only a part of the heads, or of the sequence, computes
+a partial gradient on each rank. These are added only if the plan of `parallelize_module` has a style for the module
+(SequenceParallel, for example). So the step's all-reduce has two more fp64 numbers. Let n be the number of ranks in the
+axis, and q the squared norm of a rank's gradients of copies. The first rank sends (n - 1) q, every other rank -q: the
+sum is 0 if all q are equal. The second number is q / n. The step fails if the first sum is larger than `TOLERANCE`
+times the second. Kernels that are not deterministic round differently; partial gradients differ by much more.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ TOLERANCE = 1e-3
 
 
 class GradientsOfCopies:
-    """Compares them in each optimizer step of a model with a tensor axis."""
+    """Compares the gradients in each optimizer step of a model with a tensor axis: see [Note: Gradients of copies]."""
 
     def __init__(self, axes: MeshAxes, axis: DeviceMesh, named: Callable[[], dict[str, nn.Parameter]]) -> None:
         """`axis` is the tensor axis. `named` returns the model's sharded parameters by name."""
@@ -39,9 +39,9 @@ class GradientsOfCopies:
         self._sums: HostCopy | None = None
 
     def statistics(self, parameters: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-        """Return this rank's two numbers, 1-D fp64.
+        """Return this rank's two numbers, as one 1-D fp64 tensor.
 
-        `parameters` have a gradient. Ignored ones, which may differ between ranks, are left out.
+        `parameters` must have gradients. Leave out `ignored_params`, whose gradients may differ between ranks.
         """
         copies = [parameter for parameter in parameters if self._holds_copy(parameter)]
         squares = local_sum_of_squares(copies, self._device)
@@ -54,7 +54,7 @@ class GradientsOfCopies:
         return self._is_copy[parameter]
 
     def compare(self, sums: torch.Tensor) -> None:
-        """Compare the sums over ranks. On an accelerator, those of the step before are compared, without waiting.
+        """Compare the sums over ranks, 1-D fp64. On an accelerator compare those of the previous step, without waiting.
 
         Raises:
             StepError: on all ranks, if the copies' gradients differ.
@@ -68,9 +68,9 @@ class GradientsOfCopies:
             names = [fqn for fqn, parameter in self._named().items() if self._holds_copy(parameter)]
             raise StepError(
                 "The ranks of the tensor axis have different gradients of parameters that each of them holds whole "
-                f"({some_of(names, 4)}): one of these is used on a part of the heads, or of the sequence, and nobody "
-                "adds the parts. Give its module a style in the plan of parallelize_module, such as SequenceParallel, "
-                "and pass the same samples to all ranks of the axis."
+                f"({some_of(names, 4)}): one of these is used on a part of the heads or of the sequence, and its "
+                "partial gradients are not added. Give its module a style in the plan of parallelize_module, such as "
+                "SequenceParallel, and pass the same samples to all ranks of the axis."
             )
 
 

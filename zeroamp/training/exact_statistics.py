@@ -1,4 +1,4 @@
-"""Loss and gradient norm of an optimizer step with the same bits on any number of ranks, for `zeroamp.reproducible`."""
+"""Computes loss and gradient norm with the same bits on any number of ranks, for `zeroamp.reproducible`."""
 
 from collections.abc import Sequence
 
@@ -13,14 +13,14 @@ from zeroamp.wrapping.state import WrapState
 
 
 class ExactStatistics:
-    """Sums losses and squares of gradients so that the order does not matter: see `hooks/collectives/exact_sum.py`."""
+    """Sums losses and squared gradients exactly, in any order, over the ranks: see `hooks/collectives/exact_sum.py`."""
 
     def __init__(self, state: WrapState, micro_batches: MicroBatches) -> None:
         self._state = state
         self._micro_batches = micro_batches
 
     def local(self, losses: Sequence[LossSum]) -> torch.Tensor:
-        """Return this rank's part of the two sums, 1-D fp64. Of replicas that hold the same shard, the first counts."""
+        """Return this rank's part of the two sums, 1-D fp64. Only the first replica counts squares of gradients."""
         mesh = self._state.mesh
         device = device_of(mesh)
         of_losses, of_squares = ExactSum(device), ExactSum(device, squares=True)
@@ -32,10 +32,10 @@ class ExactStatistics:
         return torch.cat([of_losses.numbers(), of_squares.numbers()])
 
     def totals(self, summed: torch.Tensor, losses: Sequence[LossSum]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss and the sum of squares, 0-D fp64 each, of what `local` returned, summed over the ranks.
+        """Return the loss and the sum of squared gradients, 0-D fp64 each, from the sums over ranks of `local`.
 
-        The loss is the mean over all micro-batches. Of losses that `backward` did not divide, it is the sum over the
-        micro-batches, and the mean over the ranks, or with `zeroamp.reduce` "sum" the sum over them.
+        The loss is the mean over all micro-batches. Losses that `backward` did not divide are summed over the
+        micro-batches, and averaged over the ranks (with `zeroamp.reduce` "sum", summed over the ranks).
         """
         of_losses, of_squares = summed.tensor_split(2)
         is_sum = not losses[0].is_divided and self._state.plan.policy.reduce == "sum"

@@ -20,7 +20,7 @@ def load(key: str) -> Callable[..., Any]:
 
 
 def attach_extensions(train: "TrainStep", policy: Policy) -> None:
-    """Call the function of each key that the config enables, in the order of `EXTENSIONS`. Each function runs once."""
+    """Call the functions of `EXTENSIONS` whose keys the config enables, in that order, each once, with `train`."""
     from zeroamp import EXTENSIONS
 
     keys = {target: key for key, target in EXTENSIONS.items() if getattr(policy, key.rpartition(".")[2], None)}

@@ -1,8 +1,8 @@
-"""Refuses devices without fp64, in which a `TrainStep` sums numbers over the ranks.
+"""Refuses devices without fp64, because `TrainStep` sums its statistics over the ranks in fp64.
 
 [Note: Why fp64]
-One number of each step holds the counts of three parameters in 51 bits, and must be exact (see `unused_parameters.py`).
-Two fp32 numbers hold 48 bits together, and a sum over ranks would round each of them. So they cannot replace fp64.
+Some numbers of the step's all-reduce hold three counts in 51 bits, and must be exact (see `unused_parameters.py`). Two
+fp32 numbers hold only 48 bits together, and a sum over ranks would round each of them. So they cannot replace fp64.
 """
 
 import torch
@@ -20,7 +20,7 @@ def refuse_without_fp64(device: torch.device, group: dist.ProcessGroup | None) -
     The test computes three elements and all-reduces them over the ranks (maximum).
 
     Args:
-        device: on which the step's numbers are summed.
+        device: where the step's statistics are summed.
         group: all ranks of the mesh. None: the default group.
 
     Raises:

@@ -16,9 +16,9 @@ from zeroamp.wrapping.state import WrapState, owner_of, reshard
 
 
 def full_parameter(parameter: nn.Parameter) -> torch.Tensor:
-    """Return a copy of the whole parameter, in the dtype of the sharded one (fp32 for trainable ones).
+    """Return a copy of the whole parameter, in the dtype of its shards (fp32 if it is trainable).
 
-    The copy is on the mesh's device, and needs no gradient.
+    The copy is on the mesh's device, and does not require a gradient.
 
     Raises:
         StepError: the parameter is not one of a wrapped model.
@@ -40,8 +40,8 @@ def set_full_parameter(parameter: nn.Parameter, value: torch.Tensor) -> None:
     state, sharded = owner_of(parameter)
     if state.gradient_scale is None:
         raise StepError(
-            "set_full_parameter was called between the micro-batches of an optimizer step, whose forwards would use "
-            "two values. Call it between two optimizer steps."
+            "set_full_parameter was called between the micro-batches of an optimizer step, so their forwards would use "
+            "different values. Call it between two optimizer steps."
         )
     _fill(sharded, value, state, "set_full_parameter")
     reshard(state.root.modules())  # unsharded copies hold the old value
@@ -66,12 +66,14 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
 
 
 def set_full_gradient(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Set the whole gradient of a parameter that has one. Call this when `full_gradient` may be called.
+    """Replace the whole gradient of a parameter that has one.
+
+    Call this after the last backward of an optimizer step and before its update, like `full_gradient`.
 
     Args:
         parameter: of a wrapped model.
-        value: the gradient that `full_gradient` returns next: the parameter's shape, any device. The first rank's value
-            is used.
+        value: what `full_gradient` then returns, of the parameter's shape, on any device. The first rank's value is
+            used.
 
     Raises:
         StepError: as `full_gradient`; or the shape differs, or the parameter has no gradient.
@@ -84,12 +86,12 @@ def set_full_gradient(parameter: nn.Parameter, value: torch.Tensor) -> None:
             "after the last backward of an optimizer step, for a parameter that the loss depends on."
         )
     for group in state.gradients:
-        group.use(sharded)  # a value that was set counts, also where no rank used the parameter
+        group.use(sharded)  # else the step discards the gradient if no rank used the parameter
     _fill(gradient, value if scale == 1.0 else value.to(gradient.dtype) * scale, state, "set_full_gradient")
 
 
 def full_optimizer_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str) -> torch.Tensor:
-    """Return a whole copy of one tensor of a parameter's optimizer state: "exp_avg", "momentum_buffer", "step".
+    """Return a copy of one whole tensor of a parameter's optimizer state: "exp_avg", "momentum_buffer" or "step", say.
 
     Raises:
         StepError: the parameter is not one of a wrapped model, or the optimizer has no such tensor, as before its first

@@ -1,4 +1,4 @@
-"""`HostCopy`: a copy of a device's numbers to the host that the host need not wait for."""
+"""`HostCopy`: copies numbers from the device to the host asynchronously."""
 
 from collections.abc import Sequence
 from typing import Any

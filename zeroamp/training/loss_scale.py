@@ -1,7 +1,7 @@
 """Loss scaling: `torch.amp.GradScaler` holds and applies the scale, `policies.LossScale` computes the next one.
 
 GradScaler's own `update` has neither hysteresis nor a minimum, and its non-finite check needs one collective per
-parameter group. Here the check reads the global gradient norm, which is the same on all ranks already.
+parameter group. The check here reads the global gradient norm, which is already the same on all ranks.
 """
 
 import math
@@ -26,7 +26,7 @@ class LossScaler:
         self.enabled = enabled
         self._device_type = device_type
         self._grad_scaler = torch.amp.GradScaler(device_type, init_scale=config.initial, enabled=enabled)
-        self._norms: deque[float] = deque(maxlen=NUM_NORMS_KEPT)  # of the last steps, for the error below
+        self._norms: deque[float] = deque(maxlen=NUM_NORMS_KEPT)  # of the last steps, for the error message
 
     @property
     def _kind(self) -> str:

@@ -1,4 +1,4 @@
-"""`MicroBatchSampler`: deals the samples of a data set to micro-batches alike on any number of ranks."""
+"""`MicroBatchSampler`: assigns samples to micro-batches in the same way on any number of ranks."""
 
 from collections.abc import Iterator, Sized
 
@@ -15,12 +15,12 @@ class MicroBatchSampler(Sampler[list[int]]):
     """A batch sampler for `torch.utils.data.DataLoader`: the samples of each micro-batch of this rank.
 
     With G micro-batches of B samples in an optimizer step, over all ranks, the micro-batch of index i in step s of an
-    epoch has the samples (s G + i) B to (s G + i + 1) B - 1 of the epoch's order. So a step has the same micro-batches
-    on any number of ranks that share the same G. The samples left at the end of an epoch, fewer than G B, are not used
-    in it; another shuffle leaves out others.
+    epoch has the samples (s G + i) B to (s G + i + 1) B - 1 of the epoch's order. So an optimizer step has the same
+    micro-batches on any number of ranks, if G is the same. At the end of an epoch fewer than G B samples are left,
+    which this epoch does not use.
 
-    Iterating begins at the optimizer step that `train` takes next, and ends with its epoch. So after `load_checkpoint`
-    the loop goes on where it stopped, also on another number of ranks::
+    Iteration begins at the optimizer step that `train` takes next, and ends with its epoch. So after `load_checkpoint`
+    the loop continues where it stopped, also on another number of ranks::
 
         sampler = zeroamp.MicroBatchSampler(train, data, micro_batch_size=4)
         loader = torch.utils.data.DataLoader(data, batch_sampler=sampler)
@@ -37,11 +37,11 @@ class MicroBatchSampler(Sampler[list[int]]):
 
         Args:
             train: the loop's `TrainStep`, which counts the optimizer steps.
-            data: the data set, of which only the length is read.
-            micro_batch_size: samples of a micro-batch.
-            shuffle: whether each epoch has an order of its own, drawn from `seed` and the epoch's number. Else samples
-                are dealt in the order of the data set.
-            seed: of the shuffles, the same on all ranks.
+            data: the data set. Only its length is read.
+            micro_batch_size: samples per micro-batch.
+            shuffle: whether to shuffle each epoch, by a generator seeded with `seed` and the epoch's number. If False,
+                samples are in the order of the data set.
+            seed: seed of the shuffles. Pass the same on all ranks.
 
         Raises:
             StepError: `data` has too few samples for one optimizer step, `micro_batch_size` is below 1, or the mesh has
@@ -57,7 +57,12 @@ class MicroBatchSampler(Sampler[list[int]]):
             )
         if micro_batch_size < 1:
             raise StepError(
-                describe("MicroBatchSampler(micro_batch_size=)", micro_batch_size, "1 or more", "Change it.")
+                describe(
+                    "MicroBatchSampler(micro_batch_size=)",
+                    micro_batch_size,
+                    "1 or more",
+                    "Pass the number of samples of one micro-batch.",
+                )
             )
         order, per_rank = train.micro_batches.order, len(train.micro_batch_indices)
         self._train = train
@@ -79,11 +84,11 @@ class MicroBatchSampler(Sampler[list[int]]):
         return self._train.num_steps + self._train.num_skipped
 
     def __len__(self) -> int:
-        """Return the micro-batches of this rank that are left in the epoch."""
+        """Return the number of this rank's micro-batches that are left in the epoch."""
         return (self.steps_per_epoch - self._next_step % self.steps_per_epoch) * len(self._train.micro_batch_indices)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the samples of this rank's micro-batches, from the next optimizer step to the end of its epoch."""
+        """Yield the sample indices of this rank's micro-batches, from the next optimizer step to its epoch's end."""
         epoch, first = divmod(self._next_step, self.steps_per_epoch)
         samples = torch.arange(self._num_samples)
         if self._shuffle:

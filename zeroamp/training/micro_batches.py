@@ -36,7 +36,7 @@ class Failure:
     """An exception on this rank, as text. Retaining the exception would retain the tensors of its frames."""
 
     where: Where
-    """"evaluation" is a forward without gradients. "the training loop" is the caller's own code."""
+    """What raised it. "evaluation" is a forward without gradients. "the training loop" is the caller's own code."""
     text: str
 
     def __str__(self) -> str:
@@ -82,19 +82,19 @@ class MicroBatches:
         """The sharded parameters. `model.parameters()` yields unsharded ones while a group is unsharded."""
         ignored = state.plan.ignored_fqns
         self.ignored = frozenset(parameter for fqn, parameter in named.items() if fqn in ignored)
-        """Those of `wrap_model(ignored_params=...)`, which are in `parameters` too."""
+        """The parameters of `wrap_model(ignored_params=...)`. `parameters` contains them too."""
         self._averaged = {fqn: p for fqn, p in named.items() if p not in self.ignored} if self.ignored else named
         policy = state.plan.policy
         self.order = micro_batch_order(policy, state.mesh)
-        """The order of the micro-batches of all ranks. With `zeroamp.reproducible`, gradients are added in it."""
+        """The order of the micro-batches of all ranks, in which gradients are added with `zeroamp.reproducible`."""
         self._is_reproducible = policy.reproducible
         self.randomness: MicroBatchRandomness | None = None
-        """Seeds the generators for each micro-batch, with `zeroamp.reproducible`."""
+        """Seeds the generators for each micro-batch. None unless `zeroamp.reproducible` is true."""
         self.replicated = ReplicatedGradients(self._averaged.values(), self.order if policy.reproducible else None)
 
     def backward(self, loss: torch.Tensor, *, is_last: bool) -> None:
         """Run the backward of one micro-batch. `loss` is already scaled and divided."""
-        self._state.root_forward.reset()  # of a forward that a KeyboardInterrupt ended
+        self._state.root_forward.reset()  # a KeyboardInterrupt may have ended a forward midway
         if self.num_done == 0:
             self._state.open_step = self
             self._set_accumulation(torch.float32 if is_last else self._state.plan.policy.grad_accum_dtype)
@@ -135,7 +135,7 @@ class MicroBatches:
             )
 
     def _number_sums(self) -> None:
-        """Tell the sums which micro-batch comes."""
+        """Set the number of the micro-batch where its gradients are summed: the order of additions depends on it."""
         for group in self._state.gradients:
             group.micro_batch = self.num_done
         if self._state.shard_accumulator is not None:
@@ -153,7 +153,7 @@ class MicroBatches:
                 "both use the same gradients. End that step first, or call zero_grad() of either to discard it."
             )
         accumulator = self._state.shard_accumulator
-        # torch.autograd.grad through the model, for gradients of inputs, reduced zeros.
+        # `torch.autograd.grad` of the model's inputs runs FSDP2's hooks, which reduce zeros for the parameters.
         zeros = [parameter for group in self._state.gradients for parameter in group.only_zeros()]
         for parameter in zeros:
             parameter.grad = None
@@ -180,12 +180,12 @@ class MicroBatches:
                 )
 
     def _set_accumulation(self, dtype: torch.dtype) -> None:
-        """Sum unsharded gradients in `dtype` in this optimizer step. Its micro-batches may differ from the config's."""
+        """Sum unsharded gradients in `dtype` in this optimizer step. The caller may have chosen its micro-batches."""
         if self._state.plan.policy.stage >= 2 or dtype == self._state.accumulates_in:
             return
         if not all(set_accumulation_dtype(unit, dtype) for unit in self.units):
             raise StepError(
-                "gradient_accumulation_steps must be the number of micro-batches (or both more than one) where "
+                "gradient_accumulation_steps must equal the number of micro-batches (or both be more than one) where "
                 f"data_types.grad_accum_dtype is {short_name(self._state.plan.policy.grad_accum_dtype)}, at stages 0 "
                 f"and 1 on torch {torch.__version__}. Set it, or leave grad_accum_dtype out."
             )
@@ -221,7 +221,7 @@ class MicroBatches:
         return [parameter for parameter in self.parameters if parameter.grad is not None]
 
     def end(self) -> None:
-        """Discard the gradients; the next backward begins an optimizer step."""
+        """Discard the gradients, so that the next backward begins an optimizer step."""
         if self._state.shard_accumulator is not None:
             self._state.shard_accumulator.drop()
         for parameter in self.parameters:  # also those that no optimizer holds
@@ -239,7 +239,7 @@ class MicroBatches:
             self._state.open_step = None
 
     def discard(self) -> None:
-        """Discard an optimizer step at any point, with all sharded and unsharded gradients of the model."""
+        """Discard the current optimizer step at any point, with all sharded and unsharded gradients of the model."""
         other = self._state.open_step
         if other is not None and other is not self:
             other.discard()
@@ -263,7 +263,7 @@ class MicroBatches:
             raise
 
     def note(self, where: Where, error: BaseException) -> None:
-        """Record an exception, unless one is recorded already."""
+        """Record an exception, unless an earlier one is recorded."""
         if self.randomness is not None:
             self.randomness.end()
         if self.failure is None:

@@ -8,12 +8,12 @@
     every rank    weight decay and update of its shards, in fp32
 
 The bits are those of `torch.optim.Muon` in one process: Newton-Schulz rounds its input to bf16 before anything else,
-and all other operations are element-wise. A matrix is gathered once, where DTensors would gather for every product.
+and all other operations are element-wise. Each matrix is gathered once. DTensors would gather it for every product.
 
-The result is scattered, not broadcast: a rank needs only the part that it holds, and a broadcast would send it all of
-the matrix. Per optimizer step a rank sends 2 bytes per element of its shards, and as much again, while an fp32
-all-gather of all gradients would send 4 bytes per element of all matrices. With replicas (stage 0, HSDP), owners are
-spread over the replicas too. Each replica gathers its own matrices only, and all ranks receive the results.
+The result is scattered, not broadcast, because a rank needs only the part that it holds. Per optimizer step a rank
+sends 2 bytes per element of its shards, and 2 bytes per element of the matrices it owns (for each replica). An fp32
+all-gather of all gradients would send 4 bytes per element of all matrices. With replicas (stage 0, HSDP), the owners
+are spread over the replicas too. Each replica gathers only the matrices it owns, and all ranks receive the results.
 
 A rank holds the bf16 shards it sends, the bf16 matrices it owns, and the bf16 parts it receives, until the update ends.
 """
@@ -37,7 +37,7 @@ from zeroamp.training.optimizer_kinds import shard_dim_of
 from zeroamp.wrapping.state import WrapState
 
 Place = tuple[int, int]
-"""Of a rank in the mesh: its replica, and its number among the ranks that shard."""
+"""A rank's place in the mesh: the index of its replica, and its index among the ranks that shard."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ class _Matrix:
     owner: Place
 
     def part(self, index: int, num_shards: int) -> tuple[int, int]:
-        """Return start and length of a shard in the sharded dimension. FSDP2's shards have ceil(length / ranks)."""
+        """Return start and length of a shard in the sharded dimension. FSDP2's chunks have ceil(length / ranks)."""
         length = self.shape[self.dim]
         size = -(-length // num_shards)
         start = min(index * size, length)
@@ -59,7 +59,7 @@ class _Matrix:
 
 
 class ShardedMuon:
-    """The update of one optimizer step: called for each param group, in the place of torch's own.
+    """Updates the matrices of one optimizer step. Called for each param group, in place of torch's own function.
 
     See [Note: One owner per matrix].
     """
@@ -105,7 +105,7 @@ class ShardedMuon:
         """Update the matrices of a param group. The arguments are those of `torch.optim.Muon`.
 
         Raises:
-            StepError: this torch's Muon has an option that is not known here.
+            StepError: the installed torch's Muon has an option that zeroamp does not support.
         """
         _refuse_others(others)
         if isinstance(lr, torch.Tensor):
@@ -126,7 +126,7 @@ class ShardedMuon:
     def _orthogonalized(self, params: list[torch.Tensor], low: list[torch.Tensor], function: Any) -> list[torch.Tensor]:
         """Return this rank's parts of the orthogonalized matrices, bf16.
 
-        A matrix that is not sharded is an ignored parameter. Every rank orthogonalizes its own.
+        A matrix that is not a DTensor is one of `ignored_params`: every rank orthogonalizes its own copy.
         """
         results = list(low)
         sharded = [index for index, parameter in enumerate(params) if isinstance(parameter, DTensor)]
@@ -141,7 +141,7 @@ class ShardedMuon:
         return results
 
     def _assigned(self, params: Sequence[torch.Tensor]) -> list[_Matrix]:
-        """Give each matrix to the rank with the least work so far, the largest matrices first. Alike on all ranks."""
+        """Assign each matrix, largest first, to the rank with the least work so far. All ranks compute the same."""
         work = [math.prod(parameter.shape) * min(parameter.shape) for parameter in params]
         owners: dict[int, Place] = {}
         for number in sorted(range(len(params)), key=lambda number: -work[number]):
@@ -157,7 +157,7 @@ class ShardedMuon:
         return _Matrix(shape=(rows, columns), dim=shard_dim_of(parameter), owner=owner)
 
     def _gathered(self, matrices: list[_Matrix], parts: list[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return the whole matrices that this rank owns, by number. Its replica's other ranks send their parts."""
+        """Return the whole matrices that this rank owns, by number. The other ranks of its replica send their parts."""
         replica = self._own[0]
         mine = [number for number, matrix in enumerate(matrices) if matrix.owner == self._own]
         if self._num_shards == 1:
@@ -210,7 +210,7 @@ class ShardedMuon:
     def _exchanged(
         self, to_send: dict[Place, list[torch.Tensor]], sizes: dict[Place, list[int]]
     ) -> dict[Place, list[torch.Tensor]]:
-        """Send tensors to some ranks, and return what some ranks sent, flat, in the `sizes` given. One all-to-all."""
+        """Send tensors by one all-to-all. Return the received tensors, flat. `sizes`: their numbers of elements."""
         parts = [[part.flatten() for part in to_send.get(place, [])] for place in self._places]
         sent = torch.cat([self._new(0), *(part for of_place in parts for part in of_place)])
         totals = [sum(sizes.get(place, [])) for place in self._places]
@@ -242,6 +242,6 @@ def _refuse_others(others: dict[str, Any]) -> None:
     unknown = sorted(others.keys() - {"has_complex", "foreach"})
     if unknown:
         raise StepError(
-            f"torch.optim.Muon of torch {torch.__version__} has the option {unknown[0]}, which zeroamp does not know. "
-            "Use torch 2.13, or a newer zeroamp."
+            f"torch.optim.Muon of torch {torch.__version__} has the option {unknown[0]}, which zeroamp does not "
+            "support. Use torch 2.13, or a newer zeroamp."
         )

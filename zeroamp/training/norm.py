@@ -1,7 +1,7 @@
 """Computes the global gradient norm, and clips by it.
 
 With offloading, gradient shards are on the CPU, and their sum of squares is all-reduced on the mesh's device. A
-parameter without elements is not sharded and stays on the mesh's device. So every function here accepts gradients on
+parameter without elements is not sharded, and stays on the mesh's device. So the functions here accept gradients on
 several devices.
 """
 
@@ -22,7 +22,8 @@ def local_gradients(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 def local_sum_of_squares(parameters: Sequence[nn.Parameter], device: torch.device) -> torch.Tensor:
     """Return the sum of squares of this rank's gradient shards: 0-D, fp64, on `device`.
 
-    The sum is in fp64: sharded and unsharded fp32 sums differ in the last bit, so that ZeRO stages would disagree.
+    The sum is in fp64, because fp32 sums of sharded and of unsharded gradients would differ in the last bit, and so
+    would the norms of the ZeRO stages.
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     for gradients in by_device(local_gradients(parameters)).values():
@@ -66,7 +67,7 @@ def multiply_gradients(parameters: Sequence[nn.Parameter], factor: torch.Tensor)
 
 
 def by_device(tensors: Iterable[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
-    """Return the tensors of each device, in their order."""
+    """Return the tensors grouped by device, each group in the order of `tensors`."""
     found: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         found.setdefault(tensor.device, []).append(tensor)

@@ -1,6 +1,6 @@
-"""How an optimizer is updated: on shards, with whole matrices, on DTensors, or not at all.
+"""Decides how an optimizer is updated (on shards, with whole matrices, on DTensors), and refuses the others.
 
-This is the only place that decides it. `docs/optimizers.md` has the table, which a test makes.
+A test makes the table of `docs/optimizers.md`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,7 +50,7 @@ _INSTEAD = (
 
 
 def kind_of(optimizer: torch.optim.Optimizer, *, on_shards: bool) -> Kind:
-    """Return how an optimizer is updated. `on_shards` is the caller's: the optimizer is element-wise."""
+    """Return how an optimizer is updated. `on_shards`: the caller states that the optimizer is element-wise."""
     if on_shards or type(optimizer) in ELEMENTWISE or _is_one_of(optimizer, WHOLE_PARAMETERS):
         return "shards"
     if type(optimizer) is torch.optim.Muon and not has_own_step(optimizer):
@@ -59,19 +59,19 @@ def kind_of(optimizer: torch.optim.Optimizer, *, on_shards: bool) -> Kind:
 
 
 def is_guarded_by_the_device(optimizer: torch.optim.Optimizer, *, on_shards: bool) -> bool:
-    """Return whether a number on the device can make an optimizer leave out its update.
+    """Return whether the optimizer's kernels skip the update if `found_inf`, a number on the device, is 1.
 
-    True for torch's fused Adam, AdamW and SGD. With any other optimizer, the host must know before the update whether
-    to leave it out. See [Note: A guarded update] in `zeroamp.training.update`.
+    True for torch's fused Adam, AdamW and SGD. For any other optimizer, the host must decide before the update whether
+    to skip it. See [Note: A guarded update] in `zeroamp.training.update`.
     """
     is_fused = all(group.get("fused") is True for group in optimizer.param_groups)
     return not on_shards and type(optimizer) in GUARDED and is_fused
 
 
 def is_bound_to_shard(parameter: torch.Tensor, state: Mapping[str, Any]) -> bool:
-    """Return whether a parameter's state belongs to this rank's shard of it, so that it cannot be resharded.
+    """Return whether a parameter's state is tied to this rank's shard of the parameter, so that it cannot be resharded.
 
-    So it is where a plain tensor has the shard's shape: values in blocks of the shard, as 8-bit optimizers keep them.
+    True if a plain tensor has the shard's shape: 8-bit optimizers quantize in blocks of the shard, for example.
     """
     if num_shards_of(parameter) == 1:
         return False
@@ -92,8 +92,8 @@ def shard_dim_of(parameter: DTensor) -> int:
 def resolve_overrides(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer of bitsandbytes find the parameters that its `GlobalOptimManager` has other settings for.
 
-    It looks for them by identity in its first step, in which its param groups hold shards. So it looks here, while they
-    hold the model's parameters. It retains what it finds by the positions in the param groups.
+    In its first step it would search its param groups for them by identity, but the groups then hold shards. So call
+    this while the groups hold the model's parameters. bitsandbytes stores the settings by position in the groups.
     """
     if isinstance(optimizer, _Overridable) and not optimizer.initialized:
         optimizer.check_overrides()
@@ -102,7 +102,7 @@ def resolve_overrides(optimizer: torch.optim.Optimizer) -> None:
 
 @runtime_checkable
 class _Overridable(Protocol):
-    """What `resolve_overrides` calls of an optimizer of bitsandbytes."""
+    """The interface of bitsandbytes' optimizers that `resolve_overrides` uses."""
 
     initialized: bool
     mng: Any
@@ -120,8 +120,8 @@ def checked_on_shards(on_shards: bool | Sequence[bool], num_optimizers: int) -> 
     values = (on_shards,) * num_optimizers if isinstance(on_shards, bool) else on_shards
     if not isinstance(values, Sequence) or [type(value) for value in values] != [bool] * num_optimizers:
         raise StepError(
-            f"TrainStep(on_shards=) must be True, False, or one of them for each of the {num_optimizers} optimizers, "
-            f"but is {on_shards!r}."
+            f"TrainStep(on_shards=) must be True, False, or a list of one bool for each of the {num_optimizers} "
+            f"optimizers, but is {on_shards!r}."
         )
     return tuple(values)
 
@@ -144,14 +144,14 @@ def refuse_unsupported(optimizer: torch.optim.Optimizer, *, on_shards: bool) -> 
         )
     if is_of_bitsandbytes(optimizer) and not on_shards:
         raise StepError(
-            f"{name}, whose kernels take plain tensors. Pass TrainStep(model, optimizer, on_shards=True): it is "
-            "updated on this rank's shards, in whose blocks its state is quantized."
+            f"{name}, whose kernels take plain tensors. Pass TrainStep(model, optimizer, on_shards=True): it then "
+            "updates this rank's shards, and quantizes its state in blocks of them."
         )
     has_norms = is_of_bitsandbytes(optimizer) and _has_norms_of_updates(optimizer)
     needs_whole = has_norms or _is_one_of(optimizer, WHOLE_PARAMETERS)
     if needs_whole and (ranks := _most_shards(optimizer)) > 1:
         raise StepError(
-            f"{name}, which needs statistics of whole parameters, but each rank holds a shard, one of {ranks}. "
+            f"{name}, which needs statistics of whole parameters, but each rank holds a shard only, one of {ranks}. "
             f"{_INSTEAD}"
         )
     _refuse_low_storage(optimizer, name)
@@ -162,7 +162,7 @@ def refuse_on_two_axes(optimizer: torch.optim.Optimizer, *, on_shards: bool) -> 
     if kind_of(optimizer, on_shards=on_shards) != "shards":
         raise StepError(
             f"TrainStep was given {_full_name(optimizer)}, which is not updated on plain shards. With tensor or expert "
-            "parallelism that is not supported: parameters are DTensors of different meshes, of one and of two axes. "
+            "parallelism that is not supported, because parameters are DTensors on meshes of one axis and of two. "
             "Use torch.optim.AdamW or another of docs/optimizers.md that is updated on shards, or pass on_shards=True "
             "if the optimizer is element-wise."
         )
@@ -178,12 +178,12 @@ def _refuse_low_storage(optimizer: torch.optim.Optimizer, name: str) -> None:
         return
     raise StepError(
         f"{name} with {setting}, which is for parameters stored in bf16. Trainable parameters are stored in fp32 here, "
-        "where it has no effect. Leave it out."
+        "where the setting has no effect. Leave it out."
     )
 
 
 def is_of_bitsandbytes(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer is of bitsandbytes. `TrainStep` takes these only with `on_shards=True`."""
+    """Return whether an optimizer is one of bitsandbytes. `TrainStep` takes these only with `on_shards=True`."""
     return any(cls.__module__.startswith("bitsandbytes.") for cls in type(optimizer).__mro__)
 
 

@@ -79,6 +79,6 @@ def policy_of(cfg: PolicyLike, auto: Mapping[str, Any]) -> Policy:
     if auto:
         names = ", ".join(sorted(auto))
         raise ConfigError(
-            f"{names} was given beside a Policy, whose values are settled. Give it to policy_from_config instead."
+            f"{names} was given beside a Policy, whose values are already set. Pass it to policy_from_config instead."
         )
     return cfg

@@ -16,7 +16,7 @@ from zeroamp.wrapping.state import reshard
 
 
 class ParametersBefore:
-    """The parameters that a model had before `wrap_model`. They are not kept alive."""
+    """Maps the parameters that a model had before `wrap_model`, by weak references, to the sharded parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         named = model.named_parameters(remove_duplicate=False)
@@ -24,13 +24,13 @@ class ParametersBefore:
         self._sharded: dict[str, nn.Parameter] = {}
 
     def wrapped(self, model: nn.Module) -> None:
-        """Take the sharded parameters, right after `wrap_model`."""
+        """Record the sharded parameters by name. Call this right after `wrap_model`."""
         reshard(model.modules())
         self._sharded = dict(model.named_parameters(remove_duplicate=False))
 
     def sharded(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return the sharded parameter of the same name; `parameter` itself if it is not an old one."""
-        # `holds` compares the object too: another one may have the id of a freed parameter.
+        # `holds` compares the object too, because the id of a freed parameter may be used again.
         return self._sharded[self._names[id(parameter)][1]] if self.holds(parameter) else parameter
 
     def holds(self, parameter: torch.Tensor) -> bool:
@@ -48,11 +48,11 @@ class ParametersBefore:
     def repoint(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Replace old parameters in the optimizers by the sharded ones: in param groups, and as keys of the state.
 
-        Param groups stay the same objects, so schedulers that were built on the optimizer go on with them. State of the
-        shape of its parameter is sharded like the parameter; other state stays as it is.
+        Param groups stay the same objects, so schedulers that were built on the optimizer keep working. State tensors
+        of the parameter's shape are sharded like the parameter. State of one element stays as it is.
 
         Raises:
-            StepError: state of a parameter is neither of the parameter's shape nor one number.
+            StepError: a state tensor has neither its parameter's shape nor one element.
         """
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -75,5 +75,5 @@ def _sharded_like(parameter: torch.Tensor, key: str, value: object) -> object:
             f"{tuple(parameter.shape)}, which cannot be sharded. Load the optimizer's state after the model is wrapped."
         )
     value = value.to(parameter.device)
-    # Every rank holds the whole value: nothing is sent.
+    # Every rank holds the whole value, so `src_data_rank=None` sends nothing.
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -7,8 +7,8 @@ groups, the optimizer's state. If one of them is another object (after loading, 
 the shards are prepared again. After the step, state is stored only if the optimizer replaced an object.
 
 [Note: No memory held]
-Between steps a caller may move parameters or state elsewhere, and counts on their memory. The prepared shards share it.
-So they refer to the caller's tensors weakly: when one of these tensors is gone, all prepared shards are released.
+Between steps a caller may move parameters or state elsewhere, to free their memory. The prepared shards share it. So
+they hold weak references to the caller's tensors: when one of these tensors is freed, all prepared shards are released.
 """
 
 import weakref
@@ -54,17 +54,17 @@ class PreparedShards:
         self._addresses = [each.data_ptr() for each in (*memory, *(each.parameter for each in self._plain))]
         shards = iter(each.shard for each in shown)
         self._shards_of_groups = [[next(shards) for _ in group] for group in params]
-        held = {id(each.parameter) for each in shown}  # by identity: hashing a tensor is a call of Python
+        held = {id(each.parameter) for each in shown}  # by id: hashing a tensor runs Python code
         others = {key: values for key, values in own_state.items() if id(key) not in held}
         self._state: defaultdict[Any, Any] = defaultdict(dict, others)
         self._state.update((each.shard, dict(each.state)) for each in shown if each.state)
         own_objects = _objects(own_state)
         self._own_objects = list(map(id, own_objects))
-        # What is not a tensor is kept, so that no other object gets its id.
+        # References to the objects that are not tensors, so that no other object gets their ids.
         self._kept = [value for value in own_objects if not isinstance(value, torch.Tensor | dict)]
         self._objects = _objects(self._state)
         self._is_in_use = False
-        # Not the parameters themselves: torch swaps no tensors to which there are weak references.
+        # Not the parameters themselves: `torch.utils.swap_tensors` refuses tensors with weak references.
         of_parameters = (values for values in own_state.values() if isinstance(values, dict))
         values = chain.from_iterable(map(dict.values, of_parameters))
         self._watched = _watch(self, [*memory, *(value for value in values if isinstance(value, torch.Tensor))])
@@ -85,7 +85,7 @@ class PreparedShards:
         )
 
     def release(self) -> None:
-        """Release all shards and their state, unless the optimizer uses them now. `is_current` returns False then."""
+        """Release all shards and their state, unless the optimizer uses them now. `is_current` then returns False."""
         self._own_objects = []
         if not self._is_in_use:
             self._shown, self._sharded, self._plain, self._having = [], [], [], []
@@ -141,7 +141,7 @@ class PreparedShards:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Give the optimizer the shards. Afterwards, put its DTensors back and store the state that it made."""
+        """Give the optimizer the shards inside the context. On exit restore its DTensors, and store its new state."""
         optimizer, own_state = self._optimizer, self._optimizer.state
         own_params = [group["params"] for group in optimizer.param_groups]
         updated = [each.parameter for each in self._having]
@@ -159,7 +159,7 @@ class PreparedShards:
             optimizer.state = own_state
             for group, params in zip(optimizer.param_groups, own_params, strict=True):
                 group["params"] = params
-            # As an update of the DTensors does: autograd and caches keyed by the version then detect the change.
+            # An update of the DTensors does this too: autograd, and caches keyed by the version, detect the change.
             torch.autograd.graph.increment_version(updated)
         self._store(own_state)
         self._is_in_use = False
@@ -178,11 +178,11 @@ class PreparedShards:
                 each.keep(self._state.get(each.shard, {}), own_state)
         own_shards = {id(each.shard) for each in self._shown}
         own_state.update({key: values for key, values in self._state.items() if id(key) not in own_shards})
-        self._own_objects = []  # equal to no state: the next step prepares again
+        self._own_objects = []  # `is_current` returns False: the next step prepares again
 
 
 def _watch(shards: PreparedShards, tensors: Iterable[torch.Tensor]) -> list[weakref.ref[torch.Tensor]]:
-    """Release the shards when one of these tensors is gone. Return what must be kept for that."""
+    """Release the shards when one of these tensors is freed. Return weak references, to be retained until then."""
     of_shards = weakref.ref(shards)
 
     def release(_: object) -> None:

@@ -2,9 +2,10 @@
 
 [Note: One number per step]
 Each rank hashes what it did since the last optimizer step to one integer below 2^53 / N, for N ranks. The step's
-all-reduce sums it in fp64, exactly. If the sum is not N times a rank's own number, the ranks differ, and this rank
-raises. A rank does not see the difference if its number happens to be the mean of all numbers. Numbers are 53 bits of
-a cryptographic hash, so this happens in one of 2^50 steps with differing ranks. The others then wait for the timeout.
+all-reduce sums these integers in fp64, exactly. If the sum is not N times a rank's own number, the ranks differ, and
+this rank raises. A rank does not detect the difference if its number happens to be the mean of all numbers. Numbers are
+53 bits of a cryptographic hash, so this happens in one of 2^50 steps in which ranks differ. The other ranks then wait
+for this rank until the timeout.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,9 +33,9 @@ def description_of(
     schedulers: Sequence[Scheduler | None],
     on_shards: Sequence[bool],
 ) -> Description:
-    """Describe what a `TrainStep` was given: classes, param groups with their FQNs, hyperparameters, scheduler state.
+    """Return the arguments of a `TrainStep` as text: classes, param groups, FQNs, hyperparameters, scheduler state.
 
-    Hyperparameters that are tensors are read, which waits for the device.
+    Waits for the device if hyperparameters are tensors.
     """
     fqns = {id(parameter): fqn for fqn, parameter in root.named_parameters()}
     found: dict[str, str] = {"the number of optimizers": str(len(optimizers))}
@@ -63,7 +64,7 @@ def _class(value: object) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a text of a value that is the same in every process. For an unknown object it is the class."""
+    """Return a text that is the same in every process for equal values: of an unknown object, its class."""
     if isinstance(value, torch.Tensor):
         return f"tensor({value.tolist()})" if value.numel() <= 16 else f"a tensor of {value.numel()} elements"
     if isinstance(value, list | tuple):
@@ -78,7 +79,7 @@ def _is_plain(value: object) -> bool:
 
 
 class Done(NamedTuple):
-    """What a `TrainStep` did in one optimizer step. Errors use the names of the fields."""
+    """Counts and settings of one optimizer step that must be equal on all ranks. Errors name the fields."""
 
     steps_taken_before: int
     steps_skipped_before: int
@@ -90,7 +91,7 @@ class Done(NamedTuple):
 
 
 class _Facts(NamedTuple):
-    """What one rank did in one optimizer step, as plain Python values. Reads nothing from a device."""
+    """What one rank did in one optimizer step, as Python values that are read without waiting for the device."""
 
     done: Done | None
     num_backwards: int
@@ -100,7 +101,7 @@ class _Facts(NamedTuple):
     """One byte per parameter of the model: `requires_grad`."""
     order: int
     calls: dict[int, int]
-    """Calls by their code. The hash has `order` in their place, which takes less time."""
+    """How often each call ran, by its code. `digest` hashes `order` instead, which takes less time."""
 
     def digest(self) -> int:
         """Return 8 bytes of a hash that is the same in every process."""
@@ -109,9 +110,9 @@ class _Facts(NamedTuple):
 
 
 class RankAgreement(HostReader):
-    """Compares in every optimizer step what the ranks did: see [Note: One number per step].
+    """Raises on all ranks if they did different things in an optimizer step: see [Note: One number per step].
 
-    On a CPU the ranks raise in the same step. On other devices the result is read in the next step: reading it at once
+    On a CPU the ranks raise in the same step. On other devices they raise in the next one: reading the sum at once
     would make the host wait for the device.
     """
 
@@ -128,11 +129,11 @@ class RankAgreement(HostReader):
         self._optimizers = optimizers
         self._parameters = list(state.root.parameters())
         self._num_ranks = state.axes.whole.size()
-        self._facts: _Facts | None = None  # behind the number that was last sent
+        self._facts: _Facts | None = None  # from which the last number was computed
         self.is_late = state.mesh.device_type != "cpu"
 
     def statistics(self) -> Sequence[float]:
-        """Return this rank's number for the step that ends, and begin the next one."""
+        """Return this rank's number for the current optimizer step, and begin the next one."""
         self._facts = _Facts(
             done=self.done,
             num_backwards=self._issued.num_backwards,
@@ -156,7 +157,7 @@ class RankAgreement(HostReader):
         return sums[0] != self._expected(self._sent())
 
     def reader(self) -> Callable[[Sequence[float]], None]:
-        """Return a function that compares the number that was sent last with the sum.
+        """Return a function that compares the sum with the number that `statistics` returned last.
 
         If the ranks differed, the function raises StepError on all ranks: on a CPU in that optimizer step, on other
         devices in the next one.

@@ -5,8 +5,8 @@ Autograd sums its gradient over the micro-batches of an optimizer step, in fp32.
 of its own: the step's all-reduce has two more fp64 numbers per parameter, the gradient and whether there is one. On 2
 ranks the fp64 sum, rounded to fp32, is the same as an fp32 sum.
 
-With `zeroamp.reproducible` the gradients of all micro-batches of all ranks are sent, each in a place of its own, and
-every rank adds them in the order of the tree. They are divided with all other gradients.
+With `zeroamp.reproducible` the all-reduce has a place for the gradient of each micro-batch of each rank. Every rank
+then adds them in the order of the tree. They are divided together with all other gradients.
 """
 
 from collections.abc import Iterable
@@ -24,14 +24,14 @@ class ReplicatedGradients:
     def __init__(self, parameters: Iterable[nn.Parameter], order: MicroBatchOrder | None = None) -> None:
         """Take all parameters of a wrapped model, in the order that all ranks have.
 
-        `order`: of the micro-batches, where the gradients are added in it.
+        `order`: the order of the micro-batches in which gradients are added. None: autograd sums them on each rank.
         """
         self._parameters = [parameter for parameter in parameters if parameter.dim() == 0]
         self._order = order
         self._taken: list[list[torch.Tensor | None]] = []  # a list per micro-batch
 
     def take(self) -> None:
-        """Take the gradients of a micro-batch, if they are added in an order. Call after each backward."""
+        """With an `order`, move the gradients of this micro-batch out of `grad`. Call after each backward."""
         if self._order is None or not self._parameters:
             return
         self._taken.append([parameter.grad for parameter in self._parameters])
@@ -39,11 +39,11 @@ class ReplicatedGradients:
             parameter.grad = None
 
     def reset(self) -> None:
-        """Forget the gradients that `take` took."""
+        """Discard the gradients that `take` moved."""
         self._taken.clear()
 
     def have_gradient(self) -> bool:
-        """Return whether `take` took a gradient."""
+        """Return whether `take` moved a gradient since the last `reset`."""
         return any(gradient is not None for taken in self._taken for gradient in taken)
 
     def sharded(self, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
@@ -51,7 +51,7 @@ class ReplicatedGradients:
         return [parameter for parameter in parameters if parameter.dim() > 0] if self._parameters else parameters
 
     def statistics(self, device: torch.device) -> list[torch.Tensor]:
-        """Return this rank's gradients, and 1 or 0 for each, to append to the step's statistics: 1-D fp64."""
+        """Return two 1-D fp64 tensors for the step's all-reduce: gradients, and 1 or 0 for used or not."""
         if not self._parameters:
             return []
         zero = torch.zeros((), dtype=torch.float64, device=device)
@@ -62,7 +62,7 @@ class ReplicatedGradients:
         return [torch.stack(gradients), used]
 
     def _are_used(self) -> list[bool]:
-        """Return of each parameter whether this rank has a gradient."""
+        """Return for each parameter whether this rank has a gradient."""
         if self._order is None:
             return [parameter.grad is not None for parameter in self._parameters]
         return [any(taken[i] is not None for taken in self._taken) for i in range(len(self._parameters))]

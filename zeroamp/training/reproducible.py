@@ -1,11 +1,11 @@
-"""What `zeroamp.reproducible` adds to a step: random numbers of each micro-batch, and checks.
+"""Seeds the random numbers of each micro-batch, and checks optimizers and losses, for `zeroamp.reproducible`.
 
 [Note: Random numbers of a micro-batch]
-On N ranks a generator would draw the dropout of a micro-batch after that of others, which depend on N. So the
-generators of a rank (torch's, Python's and NumPy's) are seeded when the first forward of a micro-batch begins, and
-restored when its backward has ended. The seed is a hash of `zeroamp.seed`, the number of the optimizer step, and the
-index of the micro-batch among those of all ranks. What the loop or a data loader draws in between is not touched.
-A recomputation inside the backward (activation checkpointing) restores its own states, as torch does.
+A rank draws the dropout of its micro-batches one after the other, and which micro-batches it has depends on the number
+of ranks. So the generators of a rank (torch's, Python's and NumPy's) are seeded when the first forward of a micro-batch
+begins, and restored when its backward has ended. The seed is a hash of `zeroamp.seed`, the number of the optimizer
+step, and the index of the micro-batch among those of all ranks. Numbers that the loop or a data loader draws in between
+are not affected. A recomputation inside the backward (activation checkpointing) restores its own states, as in torch.
 """
 
 import random
@@ -39,7 +39,7 @@ class MicroBatchRandomness:
         self._state = state
         self._seed = seed
         self._device = device_of(state.mesh)
-        self._outer: dict[str, Any] | None = None  # the states of the loop, while a micro-batch runs
+        self._outer: dict[str, Any] | None = None  # the loop's states, while a micro-batch runs
         state.root_forward.add("random state", self._begin)
 
     def _begin(self, call: ForwardCall) -> None:
@@ -50,24 +50,25 @@ class MicroBatchRandomness:
         seed = self._seed()
         torch.manual_seed(seed)
         random.seed(seed)
-        np.random.seed(seed % 2**32)  # the global generator is what a model may use
+        np.random.seed(seed % 2**32)  # models may use the global generator
 
     def end(self) -> None:
-        """Restore the states of the loop. Call after each backward, and when a micro-batch is discarded."""
+        """Restore the loop's states. Call after each backward, and when a micro-batch is discarded."""
         if self._outer is not None:
             set_random_state(self._outer, self._device)
             self._outer = None
 
 
 def refuse_division(policy: Policy, *, divide: bool, others: bool | None) -> None:
-    """Raise StepError where losses are divided so that gradients depend on the number of ranks.
+    """Raise StepError if gradients would depend on the number of ranks, because of how losses are divided.
 
-    `divide`: of `TrainStep.backward`. `others`: of the earlier micro-batches of the optimizer step, None for none.
+    `divide`: the argument of `TrainStep.backward`. `others`: that of the optimizer step's earlier micro-batches, or
+    None before the first.
     """
     if others not in (None, divide):
         raise StepError(
             "TrainStep.backward got divide=True for some micro-batches of an optimizer step and False for others. "
-            "With zeroamp.reproducible all gradients are divided by one number. Pass the same for all."
+            "With zeroamp.reproducible all gradients are divided by one number. Pass the same value for all of them."
         )
     if divide and policy.reduce == "sum":
         raise StepError(
@@ -77,10 +78,10 @@ def refuse_division(policy: Policy, *, divide: bool, others: bool | None) -> Non
         )
     if not divide and policy.reduce == "mean" and policy.low_dtype == torch.float16:
         raise StepError(
-            'TrainStep.backward got divide=False in float16 with zeroamp.reproducible and zeroamp.reduce "mean". What '
-            "the loop divides by then depends on the number of ranks, and in float16 small gradients underflow. Pass "
-            'divide=True, or set reduce to "sum" and divide by a number of all micro-batches. For a loop of others '
-            "that divides by itself, as transformers' Trainer does, use bfloat16."
+            'TrainStep.backward got divide=False in float16 with zeroamp.reproducible and zeroamp.reduce "mean". The '
+            "loop's own divisor then depends on the number of ranks, and in float16 small gradients underflow. Pass "
+            'divide=True, or set reduce to "sum" and divide by a number of all micro-batches. If the loop is of a '
+            "library and divides by itself, as transformers' Trainer does, use bfloat16."
         )
 
 
@@ -93,7 +94,7 @@ def refuse_dependence_on_shards(optimizer: torch.optim.Optimizer, *, on_shards: 
             "each rank's shard, so its updates depend on the number of ranks. Use torch.optim.AdamW."
         )
     if any(group.get("fused") is True and _has_cpu(group["params"]) for group in optimizer.param_groups):
-        # Where a shard ends within a vector, fused Adam rounds the last elements otherwise.
+        # Fused Adam rounds the elements after the last full vector of a shard differently.
         raise StepError(
             f"TrainStep was given {name} with fused=True and parameters on the CPU, with zeroamp.reproducible. The "
             "fused kernels of the CPU may round the last elements of a shard differently, so updates would depend on "
@@ -101,8 +102,8 @@ def refuse_dependence_on_shards(optimizer: torch.optim.Optimizer, *, on_shards: 
         )
     if not (on_shards or type(optimizer) in ELEMENTWISE or type(optimizer) is torch.optim.Muon):
         raise StepError(
-            f"TrainStep was given {name} with zeroamp.reproducible, but whether its updates depend on the number of "
-            "ranks is not known. Use torch.optim.AdamW, another element-wise optimizer of torch, or torch.optim.Muon. "
+            f"TrainStep was given {name} with zeroamp.reproducible, but its updates may depend on the number of ranks. "
+            "Use torch.optim.AdamW, another element-wise optimizer of torch, or torch.optim.Muon. "
             "If the optimizer is element-wise, pass on_shards=True."
         )
 

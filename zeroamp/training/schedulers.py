@@ -20,7 +20,7 @@ CURVES: dict[str, Callable[..., learning_rate.Curve]] = {
 
 
 class CurveLR(torch.optim.lr_scheduler.LRScheduler):
-    """Sets the learning rate of every param group from a curve. OneCycle with momentum sets betas as well.
+    """Sets the learning rate of every param group from a curve. OneCycle with `cycle_momentum` sets betas too.
 
     `last_epoch` is the number of the next optimizer step, from 0 on. `step()` increments it: `TrainStep` calls `step()`
     after each update; a plain loop calls it after each `optimizer.step()`.
@@ -124,5 +124,5 @@ def _check_fits(block: SchedulerBlock, optimizer: torch.optim.Optimizer) -> None
     if getattr(block.params, "cycle_momentum", False) and "betas" not in optimizer.defaults:
         raise ConfigError(
             f"scheduler.params.cycle_momentum is true, but {type(optimizer).__name__} has no betas. Write false, or "
-            "use an optimizer with betas such as AdamW. DeepSpeed leaves the momentum alone there, too."
+            "use an optimizer with betas such as AdamW. DeepSpeed does not change such an optimizer's momentum either."
         )

@@ -1,9 +1,9 @@
-"""The one all-reduce of an optimizer step: loss, norm, and the numbers of callbacks.
+"""Sums loss, squared gradient norm and the numbers of callbacks over the ranks, by one all-reduce per optimizer step.
 
 [Note: When the host reads the sums]
 The sums decide whether the step updates parameters. They are on the device, and the host should not wait for them
 before it has launched the update. So the sums are used in two ways. `Summed.found_inf` is a number on the device: 1 if
-no rank may update its parameters. `StepStatistics.settle` reads the sums on the host, and raises the step's errors.
+all ranks must skip the update. `StepStatistics.settle` reads the sums on the host, and raises the step's errors.
 `TrainStep` calls `settle` after the update if the optimizers read `found_inf`, else before the update.
 """
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Slice(NamedTuple):
-    """The part of all sums that belongs to one `HostReader`: from index `start` to before `stop`."""
+    """The part of all sums that belongs to one `HostReader`: indices `start` to `stop` - 1."""
 
     reader: HostReader
     read: Callable[[Sequence[float]], None]
@@ -60,7 +60,7 @@ class Summed:
     reads_norm: bool
     """Whether the host reads the norm, to skip the step if the norm is not finite."""
     of_copies: torch.Tensor | None = None
-    """What is compared of gradients of copies, 1-D fp64 of 2 elements. None without a tensor axis."""
+    """The sums of `GradientsOfCopies.statistics`, 1-D fp64 of 2 elements. None without a tensor axis."""
     host: HostCopy | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class Summed:
         return self.reads_norm or any(not each.reader.is_late for each in self.slices)
 
     def found_inf(self) -> torch.Tensor:
-        """Return 1 if no rank may update its parameters, else 0: 0-D fp32, the same on all ranks."""
+        """Return 1 if all ranks must skip the update, else 0: 0-D fp32, on the device, the same on all ranks."""
         stops = [each.reader.stops(self.statistics[each.start : each.stop]) for each in self.slices]
         flags = [stop for stop in stops if stop is not None]
         if self.reads_norm:
@@ -86,7 +86,7 @@ class Summed:
         return self._on_host()[-2]
 
     def loss_and_norm(self) -> Callable[[], tuple[float, float]] | None:
-        """Return a function that waits for the copy, and returns the loss and the norm in fp32. None without a copy."""
+        """Return a function that waits for the copy and returns loss and fp32 norm. None if the host has no copy."""
         return None if self.host is None else partial(_loss_and_norm, self.host)
 
     def read(self, each: Slice) -> None:
@@ -120,20 +120,20 @@ class StepStatistics:
         self._callbacks = callbacks
         self._unused = UnusedParameters(state)
         self._exact = exact
-        self._copies: GradientsOfCopies | None = None  # with a tensor axis, from the first step on
-        self._holders: dict[nn.Parameter, int] = {}  # how many ranks hold its shard
-        self._before: Summed | None = None  # of the step before: its late readers have not read yet
+        self._copies: GradientsOfCopies | None = None  # made in the first step with a tensor axis
+        self._holders: dict[nn.Parameter, int] = {}  # how many ranks hold the parameter's shard
+        self._before: Summed | None = None  # of the previous step, which late readers read in this one
 
     def sum_over_ranks(
         self, losses: Sequence[LossSum], *, scale: float, reads_norm: bool, prepare: Callable[[], None]
     ) -> Summed:
-        """Sum loss, squares of gradients and the numbers of callbacks by one all-reduce.
+        """Sum loss, squared gradients and the numbers of callbacks over the ranks by one all-reduce.
 
         This all-reduce is the only collective of an optimizer step besides those of the micro-batches. Gradients of
         parameters that no rank used are discarded.
 
         Args:
-            losses: of this rank.
+            losses: the sums of this rank's losses.
             scale: the loss scale of the gradients.
             reads_norm: whether the host will read the norm.
             prepare: called when this rank's gradients are complete, before the all-reduce.
@@ -155,7 +155,7 @@ class StepStatistics:
                 callback.on_no_gradient(error)
             raise error
         more = [number for _, numbers in of_callbacks for number in numbers]
-        # Made on the host and copied: made on the device, the host would wait for the whole backward.
+        # Built on the host and copied: to build it on the device, the host would wait for the whole backward.
         of_all = torch.tensor(more, dtype=statistics.dtype).to(statistics.device, non_blocking=True) if more else None
         usage, replicated = self._unused.usage(), self._micro_batches.replicated
         own = [statistics, usage, *replicated.statistics(statistics.device)]
@@ -180,7 +180,7 @@ class StepStatistics:
         return Summed(loss, squares.sqrt() / scale, statistics, slices, to_callbacks, reads_norm, of_copies)
 
     def _divide_factor(self) -> float:
-        """Return the number that sums of gradients over all ranks are divided by in the step's all-reduce."""
+        """Return the number by which the sums of replicated gradients over all ranks are divided."""
         if self._exact is not None:
             return 1.0  # `TrainStep` divides all gradients
         axes = self._state.axes
@@ -191,9 +191,9 @@ class StepStatistics:
     def _local(self, losses: Sequence[LossSum]) -> torch.Tensor:
         """Return this rank's part of the mean loss and of the sum of squares, 1-D fp64 of 2 elements.
 
-        With replicas, several ranks hold the same shard. Each divides its squares by their number, so that the sum over
-        ranks counts the shard once. Of an ignored parameter every rank has the whole gradient. The ranks of a tensor
-        axis have the same loss, so that the mean over all ranks is the mean over the data ranks.
+        With replicas, several ranks hold the same shard. Each divides its squares by the number of these ranks, so that
+        the sum over ranks counts the shard once. Every rank has the whole gradient of an ignored parameter. The ranks
+        of a tensor axis have the same loss, so the mean over all ranks is the mean over the data ranks.
         """
         mesh, num_ranks = self._state.mesh, self._state.axes.whole.size()
         device = device_of(mesh)  # the collective runs here; loss and shards may be elsewhere
@@ -225,7 +225,7 @@ class StepStatistics:
         return self._holders[parameter]
 
     def settle(self, summed: Summed) -> None:
-        """Pass the readers their sums: of this step, and to late readers those of the step before.
+        """Pass the readers their sums: those of this step, and to late readers those of the previous step.
 
         Raises:
             PeerError: another rank failed.

@@ -1,4 +1,4 @@
-"""`TrainStep`: one optimizer step of a wrapped model, from the backwards of its micro-batches to the update."""
+"""`TrainStep`: runs the optimizer steps of a wrapped model, from the backwards of the micro-batches to the update."""
 
 import logging
 import math
@@ -14,7 +14,7 @@ from torch import nn
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.errors import StepError
-from zeroamp.training.callbacks import Callbacks, tell_observers
+from zeroamp.training.callbacks import Callbacks, call_observers
 from zeroamp.training.checks import (
     Scheduler,
     checked_max_norm,
@@ -100,15 +100,16 @@ class TrainStep:
             model: the wrapped model, also inside `torch.compile`.
             optimizer: one, or several that hold different parameters. They step in this order.
             scheduler: None, or one per optimizer, each a scheduler or None. Stepped after each update.
-            on_shards: True states that the optimizer is element-wise: that its update of an element depends on nothing
-                but that element's gradient and state. It then gets this rank's shards as plain tensors, not DTensors,
-                as the optimizers of bitsandbytes need it. Several optimizers take one bool each. An optimizer of torch
-                that is element-wise needs no such statement. See docs/optimizers.md.
+            on_shards: True states that the optimizer is element-wise: its update of an element depends only on that
+                element's gradient and state. The optimizer then gets this rank's shards as plain tensors instead of
+                DTensors, which bitsandbytes needs. For several optimizers, pass one bool each. torch's own
+                element-wise optimizers do not need this argument. See docs/optimizers.md.
 
         Raises:
-            StepError: an optimizer holds parameters that are not the wrapped model's, two hold the same one, a
-                trainable parameter is not sharded, the numbers of optimizers and schedulers differ, a scheduler needs a
-                metric, or an optimizer a closure, sparse gradients, or whole parameters where they are sharded.
+            StepError: an optimizer holds parameters that are not the wrapped model's, two optimizers hold the same
+                parameter, a trainable parameter is not sharded, the numbers of optimizers and schedulers differ, a
+                scheduler needs a metric, or an optimizer needs a closure, sparse gradients, or whole parameters where
+                they are sharded. Also if the arguments differ between ranks.
             WrapError: the model is not wrapped.
             ConfigError: a monitor of the config cannot be opened.
         """
@@ -155,10 +156,10 @@ class TrainStep:
         self._scaler = LossScaler(self._policy.loss_scale, self._state.mesh.device_type, enabled=is_float16)
         self._losses = StepLosses(retains_each=self._policy.reproducible)
         self._is_stepped = True  # whether `step` was called since the last backward
-        self._is_ended_by_caller: bool | None = None  # whether this optimizer step passes `is_last`
+        self._is_ended_by_caller: bool | None = None  # whether the caller passes `is_last` in this optimizer step
         self._is_in_no_sync = False
-        self._was_in_no_sync = False  # of the last backward
-        self._has_warned = False  # of a loss in low precision
+        self._was_in_no_sync = False  # whether the last backward ran inside no_sync
+        self._has_warned = False  # about a loss in low precision
         self._clipped: _Clipped | None = None  # between clip_grad_norm and update
         if self._policy.reproducible:
             from zeroamp.training.reproducible import MicroBatchRandomness
@@ -168,7 +169,7 @@ class TrainStep:
         self._agreement: RankAgreement | None = None
         if (
             self._state.axes.whole.size() > 1 and dist.get_backend(self._world) != "fake"
-        ):  # whose all-reduce sums nothing
+        ):  # the fake backend sums nothing
             self.callbacks.agreement = self._agreement = RankAgreement(self._state, self.optimizers)
         self.sums = StepSums(device_of(self._state.mesh))
         """Numbers that are summed over the ranks in each step of this TrainStep."""
@@ -225,7 +226,7 @@ class TrainStep:
 
     @property
     def callbacks(self) -> Callbacks:
-        """Called at every optimizer step, in the order of the list. See `zeroamp.Callback`."""
+        """The callbacks of this TrainStep, called in the order of the list. See `zeroamp.Callback`."""
         return self._callbacks
 
     @callbacks.setter
@@ -244,14 +245,14 @@ class TrainStep:
 
     @property
     def loss_scale(self) -> float:
-        """The factor that `backward` multiplies a loss by now. 1 except in float16."""
+        """The factor by which the next `backward` multiplies its loss. 1 except in float16."""
         return self._scaler.scale
 
     @property
     def micro_batch_index(self) -> int:
         """The index of this rank's next micro-batch among those of all ranks in the optimizer step, from 0.
 
-        After the last micro-batch, and before `step` has ended the optimizer step, it is that of the last one.
+        After the last micro-batch, until `step` has ended the optimizer step, this is the last micro-batch's index.
         """
         number = self.micro_batches.num_done - self.micro_batches.is_complete
         return self.micro_batches.order.index(number, self._policy.gradient_accumulation_steps)
@@ -261,7 +262,7 @@ class TrainStep:
         """The indices of this rank's micro-batches of an optimizer step among those of all ranks, in their order.
 
         A loop whose micro-batch depends only on the step and this index trains on the same data on any number of ranks.
-        `zeroamp.MicroBatchSampler` deals samples so. docs/reproducible.md has the order.
+        `zeroamp.MicroBatchSampler` assigns samples in this way. docs/reproducible.md has the order.
         """
         return self.micro_batches.order.indices(self._policy.gradient_accumulation_steps)
 
@@ -294,9 +295,9 @@ class TrainStep:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Give each backward inside the context `is_last=False`, as for DDP and accelerate.
+        """Pass `is_last=False` to each backward inside the context, like the `no_sync` of DDP and of accelerate.
 
-        The first backward after the context, without `is_last`, is the last one of its optimizer step::
+        The first backward after the context is the last one of its optimizer step, if it is not given `is_last`::
 
             with train.no_sync():
                 train.backward(loss_of(first), divide=False)
@@ -335,7 +336,7 @@ class TrainStep:
 
         Raises:
             StepError: `step` or `update` was not called since the last backward, None and a bool are mixed for
-                `is_last`, `loss` is no tensor of one element, a trainable parameter is not stored in fp32, or
+                `is_last`, `loss` is not a tensor of one element, a trainable parameter is not stored in fp32, or
                 `recover` was not called after an earlier failure. Also if there are gradients before the first backward
                 of an optimizer step: call `zero_grad`.
         """
@@ -365,10 +366,10 @@ class TrainStep:
         self._is_stepped = False
 
     def _divisor(self, is_divided: bool | None) -> int:
-        """Return the number that `zeroamp.reproducible` leaves in the gradients, to divide by it once.
+        """Return the number by which the step still has to divide the gradients. 1 without `zeroamp.reproducible`.
 
-        So the bits of a gradient in low precision, or of a partial sum, do not depend on the number of ranks.
-        `is_divided`: whether the losses are to be divided by the number of micro-batches.
+        With it, gradients are divided only once, at the end, so that low-precision gradients and partial sums have the
+        same bits on any number of ranks. `is_divided`: whether to divide by the number of micro-batches too.
         """
         if not self._policy.reproducible:
             return 1
@@ -378,8 +379,8 @@ class TrainStep:
     def reopen(self) -> None:
         """Continue an optimizer step whose last micro-batch has run: the next backward adds to its gradients.
 
-        For loops that learn after a backward whether it was the last one: each gets `is_last=True`, and is reduced.
-        Nothing happens if the last micro-batch has not run.
+        For loops that learn only after a backward whether it was the last one. Such a loop passes `is_last=True` to
+        every backward, so each is reduced. Nothing happens if the last micro-batch has not run.
 
         Raises:
             StepError: `clip_grad_norm` was called, `data_types.grad_accum_dtype` is not fp32, the config counts the
@@ -411,7 +412,7 @@ class TrainStep:
         """Check what the caller may have changed since the last optimizer step, and clear the sums of losses."""
         self.micro_batches.refuse_other_gradients()
         self.micro_batches.refuse_low_shards()
-        self._losses.reset()  # another TrainStep's zero_grad leaves them
+        self._losses.reset()  # another TrainStep's zero_grad does not reset them
         if self._num_held != (num_held := _num_held(self.optimizers)):
             refuse_foreign(self.optimizers, self.micro_batches.parameters)
             self._num_held = num_held
@@ -444,8 +445,8 @@ class TrainStep:
                 )
             if self.micro_batches.is_complete or (not is_by_caller and not self._is_stepped):
                 raise StepError(
-                    "TrainStep.backward was called twice without step() between. Call step() after it. Several losses "
-                    "of one micro-batch are added, for one backward: backward(loss + other_loss)."
+                    "TrainStep.backward was called twice without step() in between. Call step() after each backward. "
+                    "For several losses of one micro-batch call it once, with their sum: backward(loss + other_loss)."
                 )
         self._is_ended_by_caller = is_by_caller
         if is_last is not None:
@@ -482,7 +483,7 @@ class TrainStep:
         """Clip the gradients of the optimizer step and return their norm before clipping. Call `update` next.
 
         Between `clip_grad_norm` and `update`, `parameter.grad` is the averaged, unscaled, clipped gradient, a sharded
-        fp32 DTensor. A float16 loss scale moves in this call, which finds overflows.
+        fp32 DTensor. In float16 this call detects overflows, and updates the loss scale.
 
         Args:
             max_norm: the largest 2-norm; 0 does not clip. With None, the config's `gradient_clipping` is used.
@@ -492,7 +493,7 @@ class TrainStep:
 
         Raises:
             StepError: the last micro-batch has not run, `clip_grad_norm` was called twice, `max_norm` is negative or
-                nan, no parameter has a gradient, a gradient overflowed at the minimum loss scale, or `recover` was not
+                NaN, no parameter has a gradient, a gradient overflowed at the minimum loss scale, or `recover` was not
                 called after an earlier failure.
             PeerError: another rank failed in this optimizer step (with `zeroamp.recovery`). Nothing was updated.
         """
@@ -509,8 +510,8 @@ class TrainStep:
         If the step is skipped (see `StepReport.skipped`), neither parameters nor schedulers are updated.
 
         Args:
-            optimizers: which of several optimizers step, with their schedulers. The gradients of the others are
-                discarded, and their parameters left as they are. None: all.
+            optimizers: which of the optimizers step, with their schedulers. Gradients of the others are discarded, and
+                their parameters stay as they are. None: all optimizers step.
 
         Raises:
             StepError: `clip_grad_norm` was not called before, an optimizer is not one of this TrainStep, or `recover`
@@ -539,7 +540,7 @@ class TrainStep:
     def _to_update(
         self, method: str, optimizers: Sequence[torch.optim.Optimizer]
     ) -> tuple["_Clipped", Sequence[torch.optim.Optimizer]]:
-        """Return what `clip_grad_norm` left, and the optimizers."""
+        """Check a call of `method`. Return the result of `clip_grad_norm`, and the optimizers."""
         self.micro_batches.refuse_after_failure(f"TrainStep.{method}")
         if self._clipped is None:
             raise StepError(f"TrainStep.{method} was called without clip_grad_norm(). Call it first, or step() alone.")
@@ -553,7 +554,7 @@ class TrainStep:
 
     def _end(self, report: StepReport) -> StepReport:
         with ExitStack() as calls:  # runs all of them, last pushed first, even if one raises
-            calls.callback(tell_observers, self._state.root)
+            calls.callback(call_observers, self._state.root)
             for callback in reversed(self.callbacks):
                 calls.callback(callback.on_step_end, report)
         return report
@@ -569,9 +570,9 @@ class TrainStep:
             )
 
     def _clip(self, max_norm: float, *, is_whole: bool = False) -> "_Clipped":
-        """Norm over all ranks, overflow check, unscale and clip in one pass.
+        """Compute the norm over all ranks, check for overflow, unscale and clip in one pass.
 
-        With `is_whole`, the update follows at once. The host may then launch it before it knows whether the step is
+        With `is_whole`, the update follows at once. The host may then launch it before it has read whether the step is
         skipped: see [Note: A guarded update].
         """
         if self._agreement is not None:
@@ -612,7 +613,7 @@ class TrainStep:
             update.prepare()
 
     def _can_be_guarded(self, device: torch.device) -> bool:
-        """Return whether all updates may be launched before the host knows whether the step is skipped."""
+        """Return whether all updates may be launched before the host has read whether the step is skipped."""
         return all(each.can_be_guarded(device) for each in self._updates)
 
     def _settle(self, summed: Summed) -> bool:
@@ -632,7 +633,7 @@ class TrainStep:
         for callback in tuple(self.callbacks):
             callback.before_update()
         if optimizers and not clipped.is_alone:
-            # A forward since clip_grad_norm would leave the old weights unsharded.
+            # A forward since clip_grad_norm may have left the old weights unsharded.
             reshard(self.micro_batches.units)
         if not clipped.skipped:
             for update in self._updates:
@@ -642,11 +643,11 @@ class TrainStep:
 
     def _update(self, clipped: "_Clipped", optimizers: Sequence[torch.optim.Optimizer]) -> StepReport:
         try:
-            # Whatever raises in here: other ranks may have updated.
+            # An error in here cannot be recovered: other ranks may have updated.
             with self.micro_batches.noting("optimizer.step"):
                 rates = tuple(rate for optimizer in self.optimizers for rate in learning_rates(optimizer))
                 self._step_optimizers(clipped, optimizers)
-            if not clipped.is_settled:  # raises the step's errors: the guarded update has changed nothing then
+            if not clipped.is_settled:  # may raise the step's errors; the guarded update then changed nothing
                 clipped.skipped = self._settle(clipped.summed)
             with self.micro_batches.noting("optimizer.step"):
                 if not clipped.skipped:
@@ -689,16 +690,16 @@ class TrainStep:
         buffers are restored. The other ranks raise PeerError from `step`. See docs/recovery.md.
 
         Returns:
-            The number of micro-batches of the optimizer step that this rank did not run. Skip as many batches, so that
-            this rank continues at the same batch as the others.
+            The number of micro-batches of the optimizer step that this rank did not run. Skip this many batches, so
+            that the rank continues at the same batch as the others.
 
         Raises:
             StepError: `zeroamp.recovery` is false, or the run must be restarted from a checkpoint.
         """
         if self.recovery is None:
             raise StepError(
-                'TrainStep.recover needs "zeroamp": {"recovery": true} in the config, but it is false. This run can '
-                "go on from its last checkpoint."
+                'TrainStep.recover needs "zeroamp": {"recovery": true} in the config, but it is false. Restart from '
+                "the last checkpoint."
             )
         num_left = 0
         if self._clipped is not None and self.micro_batches.failure is None:  # other ranks may have updated
@@ -735,7 +736,7 @@ class TrainStep:
 
 
 def _num_held(optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """Return the number of parameters that the optimizers hold: `add_param_group` changes it."""
+    """Return the number of parameters that the optimizers hold. `add_param_group` changes it."""
     return sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
 
 
@@ -765,15 +766,15 @@ class _Clipped:
         self.is_alone = is_alone
         """Whether neither callbacks nor the caller run code between the all-reduce and the update."""
         self.found_inf = found_inf
-        """0-D fp32 on the device for a guarded update: see [Note: A guarded update]. None for any other."""
+        """0-D fp32 on the device for a guarded update: see [Note: A guarded update]. None for any other update."""
         self.is_settled = False
-        """Whether the host has read the sums that it reads in this step."""
+        """Whether the host has called `_settle` for this step."""
         self.skipped = False
         self.grad_scale = 1.0
-        """The loss scale by which gradients are still multiplied; 1.0 after they were unscaled."""
+        """The loss scale that the gradients still contain; 1.0 after they were unscaled."""
 
     def scale_on_device(self) -> torch.Tensor | None:
-        """Return the number by which the update divides gradients, 0-D fp32; None if it divides by nothing."""
+        """Return the number by which the update divides gradients, 0-D fp32, or None if it does not divide."""
         if self.grad_scale == 1.0:
             return None
         return torch.full((), self.grad_scale, device=self.norm.device)

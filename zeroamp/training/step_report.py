@@ -25,8 +25,8 @@ class StepReport:
     loss_tensor: torch.Tensor
     """0-D fp64: the mean of the losses of all micro-batches and all ranks."""
     grad_norm_tensor: torch.Tensor
-    """0-D fp32: the 2-norm of the averaged, unscaled gradient before clipping, over all trainable parameters. inf or
-    nan if any gradient has such a value."""
+    """0-D fp32: the 2-norm of the averaged, unscaled gradient before clipping, over all trainable parameters. It is inf
+    or nan if any gradient contains such a value."""
     loss_scale: float
     """The factor by which the losses of this step were multiplied. 1 except in float16."""
     skipped: bool
@@ -44,7 +44,7 @@ class StepReport:
     """Returns loss and norm from the copy that the step itself made to the host; None if it made none."""
 
     def __str__(self) -> str:
-        """Return a line of the numbers; waits for the device."""
+        """Return the numbers as one line of text; waits for the device."""
         parts = [f"loss {self.loss:.4f}", f"gradient norm {self.grad_norm:.4g}"]
         parts += [f"lr {' / '.join(f'{rate:.3g}' for rate in self.lr)}"] if self.lr_values else []
         parts += [f"loss scale {self.loss_scale:,g}"] if self.loss_scale != 1 else []

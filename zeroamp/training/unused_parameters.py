@@ -1,10 +1,10 @@
 """Finds the parameters that no rank used in an optimizer step. Their `grad` stays None, as in one process.
 
 [Note: One number for three parameters]
-Each rank tracks which parameters had a gradient on it. If another rank used a parameter that this rank did not, the
-reduced gradient is the mean with zeros; if no rank used it, the gradient is discarded. So the step's all-reduce also
-counts the ranks that used each parameter. Each fp64 number has three counts of 17 bits, for fewer than 2^17 ranks. Only
-a rank with unused parameters reads the counts.
+Each rank records which parameters had a gradient on it. If only some ranks used a parameter, the others count as zeros
+in its mean gradient. If no rank used it, its gradient is discarded. So the step's all-reduce also counts the ranks that
+used each parameter. Each fp64 number has three counts of 17 bits, for fewer than 2^17 ranks. Only a rank with unused
+parameters reads the counts.
 """
 
 import logging
@@ -27,8 +27,8 @@ class UnusedParameters:
 
     def __init__(self, state: WrapState) -> None:
         self._state = state
-        self._used: list[frozenset[int]] | None = None  # by this rank in the last optimizer step, of each group
-        self._unused: dict[nn.Parameter, int] = {}  # by this rank -> position among all parameters
+        self._used: list[frozenset[int]] | None = None  # by this rank in the last optimizer step, per group
+        self._unused: dict[nn.Parameter, int] = {}  # not used by this rank -> position among all parameters
         self._sent = torch.empty(0)
         self._has_logged = False
 
@@ -55,7 +55,7 @@ class UnusedParameters:
     def discard_gradients(self, sums: torch.Tensor) -> None:
         """Set `grad` to None on the parameters that no rank used. `sums` are the counts over all ranks, 1-D fp64.
 
-        Waits for the device if this rank left a parameter unused whose group was reduced.
+        Waits for the device if this rank did not use a parameter whose group was reduced.
         """
         with_gradient = {parameter: index for parameter, index in self._unused.items() if parameter.grad is not None}
         if with_gradient:

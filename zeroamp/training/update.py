@@ -1,24 +1,24 @@
-"""The optimizer's update of this rank's shards, without a dispatch of DTensors for each of its operations.
+"""Calls `optimizer.step` on this rank's shards, without DTensor's dispatch of every operation.
 
-[Note: The same bits, sooner]
+[Note: Update on shards]
 AdamW on DTensors runs about a dozen operations per parameter, and each is dispatched twice: by DTensor, in Python, and
 on the shard. An element-wise update gives the same bits on the shards as on the whole parameter. So `step` replaces the
 DTensors of such an optimizer by their plain shards, and puts the DTensors back afterwards.
-Only element-wise optimizers qualify: LAMB and Adafactor need statistics of the whole parameter. Where one rank holds
-the whole parameter, those qualify too. `zeroamp.training.optimizer_kinds` decides.
+Only element-wise optimizers qualify: LAMB and Adafactor need statistics of the whole parameter. If every rank holds
+whole parameters, LAMB and Adafactor qualify too. `zeroamp.training.optimizer_kinds` decides.
 
-State that an optimizer makes for a shard becomes a DTensor that is sharded like the parameter, so that checkpoints can
-reshard it. State is left as plain tensors where that would be wrong: 8-bit values whose scales belong to blocks of this
-rank's shard, and statistics of another shape. See `PreparedShards`.
+State that an optimizer creates for a shard becomes a DTensor that is sharded like the parameter, so that checkpoints
+can reshard it. State stays in plain tensors if it cannot be resharded: 8-bit values whose scales belong to blocks of
+this rank's shard, and statistics of another shape. See `PreparedShards`.
 
 [Note: A guarded update]
-The sums over ranks decide whether the update must be left out: because a gradient is not finite, or a rank failed.
-Fused Adam, AdamW and SGD read such a number on the device, as `torch.amp.GradScaler` uses them. If `found_inf` is 1,
-they leave parameters and state as they are, and Adam's count of steps is set back by one. So the host launches the
-update before it has read the sums, and reads them meanwhile.
+The sums over ranks decide whether the update is skipped: because a gradient is not finite, or a rank failed. Fused
+Adam, AdamW and SGD read this decision on the device as `found_inf`, which `torch.amp.GradScaler` uses too. If it is 1,
+they leave parameters and state as they are, and set Adam's step count back by one. So the host launches the update
+before it has read the sums, and reads them while the device works.
 
-The optimizer's state must exist before a guarded update: a step that is left out must not make state, and fused SGD
-would make momentum without values. So the first update of a parameter is not guarded, except by SGD without momentum,
+The optimizer's state must exist before a guarded update: a skipped step must not create state, and fused SGD would
+create momentum without values. So the first update of a parameter is not guarded, except by SGD without momentum,
 which has no state. With `grad_scale` the kernels divide gradients by the loss scale. If the scale is a power of two,
 the quotient has the bits of the product that other paths compute. TrainStep passes no other scale.
 """
@@ -39,14 +39,14 @@ from zeroamp.wrapping.state import WrapState
 
 
 class OptimizerUpdate:
-    """Calls `step` of one optimizer, on plain shards if that gives the same bits: see [Note: The same bits, sooner]."""
+    """Calls `step` of one optimizer, on plain shards if that gives the same bits: see [Note: Update on shards]."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, state: WrapState, *, on_shards: bool = False) -> None:
-        """Prepare nothing yet.
+        """Store the arguments. Shards are prepared by the first `prepare` or `step`.
 
         Args:
-            optimizer: of parameters of a wrapped model.
-            state: of that model.
+            optimizer: holds parameters of a wrapped model.
+            state: the `WrapState` of that model.
             on_shards: whether the caller states that the optimizer is element-wise.
         """
         self.optimizer = optimizer
@@ -83,7 +83,7 @@ class OptimizerUpdate:
         return takes_found_inf(self.optimizer) and self._shards.are_on(device, with_state=not is_plain_sgd)
 
     def drop(self) -> None:
-        """Release the gradients, and shards that no later step uses."""
+        """Release the gradients. With `on_shards`, also release the shards, which each step prepares again."""
         if self._shards is not None:
             self._shards.drop_gradients()
         if self._on_shards:  # prepared in each step
@@ -99,13 +99,13 @@ class OptimizerUpdate:
         """Call `optimizer.step()`.
 
         Args:
-            found_inf: 0-D fp32 on the device: 1 to leave parameters and state as they are, else 0. Only if
-                `can_be_guarded`.
-            grad_scale: 0-D fp32 on the device, a power of two: gradients are divided by it. Only with `found_inf`.
-            is_prepared: whether nothing but gradients has changed since `prepare`.
+            found_inf: 0-D fp32 on the device: 1 to leave parameters and state as they are, else 0. Pass it only if
+                `can_be_guarded` returned True.
+            grad_scale: 0-D fp32 on the device, a power of two by which gradients are divided. Only with `found_inf`.
+            is_prepared: whether only gradients have changed since `prepare`.
         """
         if not is_prepared:
-            self.drop()  # whatever was changed in the gradients, take them again
+            self.drop()  # the caller may have changed gradients: take them again
         if self._shards is None or not is_prepared or not self._shards.take_gradients():
             self.prepare()
         if self._shards is not None:
@@ -138,7 +138,7 @@ def _replicated_apart(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def works_on_shards(optimizer: torch.optim.Optimizer, *, on_shards: bool = False) -> bool:
-    """Return whether `step` would run on plain shards, with the gradients and the state that the optimizer has now.
+    """Return whether `step` would run on plain shards, with the optimizer's present gradients and state.
 
     Optimizers with step hooks, or with a `step` of the instance (a compiled one, say), run on DTensors, unless the
     caller states that they are element-wise.
@@ -164,10 +164,10 @@ def _may_work_on_shards(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _is_usable(parameter: torch.Tensor, grad: torch.Tensor, state: dict[str, Any]) -> bool:
-    """Whether each value of a parameter's state is sharded like it, is a plain 0-D tensor, or no tensor.
+    """Return whether a parameter's gradient and state allow an update on plain shards.
 
-    The gradient must be sharded like the parameter, with its dtype. Where this rank holds the whole parameter, plain
-    tensors of other shapes are usable too.
+    The gradient must have the parameter's dtype and sharding. State tensors must be sharded like the parameter, or be
+    plain and 0-D. If this rank holds the whole parameter, plain state of other shapes is allowed too.
     """
     if grad.dtype != parameter.dtype or isinstance(grad, DTensor) != isinstance(parameter, DTensor):
         return False

@@ -1,1 +1,1 @@
-"""Safetensors out of a wrapped model and into it."""
+"""Reads safetensors files into a wrapped model, and writes its weights as safetensors."""

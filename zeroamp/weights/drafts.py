@@ -1,7 +1,7 @@
 """Drafts (folders that are written under another name and then renamed), durable writes, and locks.
 
-The writer of a draft locks a file in it. The lock ends with the writer's process, so the next writer can tell the
-drafts of killed processes from those in progress.
+The writer of a draft locks a file in it. The lock ends with the writer's process, so the next writer can distinguish
+drafts of killed processes from drafts in progress.
 """
 
 import fcntl
@@ -47,7 +47,7 @@ def replace_durably(path: Path, content: bytes) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its parents, unless they exist. When this returns, all of them are on the disk."""
+    """Create a folder and its parents, unless they exist. When this returns, all of them are on the disk."""
     for folder in reversed([folder for folder in path.parents if not folder.exists()]):
         folder.mkdir(exist_ok=True)
         sync_to_disk(folder.parent)
@@ -57,7 +57,7 @@ def make_folder(path: Path) -> None:
 
 
 def make_draft(path: Path) -> int:
-    """Make an empty draft. Returns the descriptor of its lock, for `unlock`."""
+    """Create an empty draft. Return the file descriptor of its lock, for `unlock`."""
     path.mkdir()
     try:
         lock = os.open(path / WRITER, os.O_CREAT | os.O_RDWR)
@@ -69,10 +69,10 @@ def make_draft(path: Path) -> int:
 
 
 def has_writer(draft: Path) -> bool | None:
-    """Return whether the process that made a draft is alive; None if the draft has no lock file."""
+    """Return whether the process that writes a draft is alive, or None if the draft has no lock file."""
     try:
         descriptor = os.open(draft / WRITER, os.O_RDWR)
-    except FileNotFoundError:  # killed just before the rename, or just after the folder was made
+    except FileNotFoundError:  # killed just before the rename, or just after the folder was created
         return None
     try:
         return try_lock(descriptor) is not True
@@ -81,10 +81,10 @@ def has_writer(draft: Path) -> bool | None:
 
 
 def try_lock(descriptor: int) -> bool | None:
-    """Take the lock of a file. Returns whether it was free; None if the file system has no locks.
+    """Try to lock a file. Return whether the lock was free, or None if the file system has no locks.
 
-    Without locks, leftovers are not removed and two writers of one folder may run at once. That costs space and order,
-    but never a checkpoint, because all names are unique.
+    Without locks, drafts of killed writers are not removed, and two writers of one folder may run at once. That costs
+    space and the order of checkpoints, but no checkpoint is lost, because all names are unique.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -96,17 +96,17 @@ def try_lock(descriptor: int) -> bool | None:
 
 
 def unlock(descriptor: int) -> None:
-    """Release a lock. If it were only closed, a process forked meanwhile, such as a data loader, would retain it."""
-    with suppress(OSError):  # of a file system without locks
+    """Release a lock, and close its file. Closing alone would leave it locked by forked processes (data loaders)."""
+    with suppress(OSError):  # a file system without locks
         fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[bool]:
-    """Lock a folder, or a file, which is made if it does not exist. Yields whether the file system has locks.
+    """Lock a folder, or a file, which is created if it does not exist. Yields whether the file system has locks.
 
-    Writers hold this lock for renames and removals only, never while they write data.
+    Writers hold this lock only for renames and removals, not while they write data.
 
     Raises:
         CheckpointError: another process has held the lock for more than a minute.
@@ -117,8 +117,8 @@ def locked(path: Path) -> Iterator[bool]:
         while (is_free := try_lock(descriptor)) is False:
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"Another process has locked {path} for {TIMEOUT_S:.0f} s, but writers hold this lock for moments "
-                    "only. End that process, or save into another folder."
+                    f"Another process has locked {path} for {TIMEOUT_S:.0f} s, but writers need this lock only for "
+                    "moments. End that process, or save into another folder."
                 )
             time.sleep(0.05)
         yield is_free is True

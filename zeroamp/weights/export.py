@@ -1,9 +1,9 @@
 """`export_hf`, and the pipeline behind every export to safetensors: tensor by tensor, file by file.
 
 plan      names, dtypes and files, from shapes alone; values out of the dtype's range are refused
-draft     a folder beside the target, or inside it where the target exists
-write     one file per rank at a time: all ranks read each tensor, the rank of its file retains it
-publish   the files of the draft take the place of an earlier export
+draft     a new folder beside the target, or inside the target if that exists
+write     one file per rank at a time: all ranks read each tensor, and the rank that writes its file retains it
+publish   the files of the draft replace those of an earlier export
 """
 
 import copy
@@ -62,27 +62,26 @@ def export_hf(
 ) -> None:
     """Write the weights of a wrapped model to `folder` as safetensors that `from_pretrained` reads. All ranks call it.
 
-    Names and shapes are those of the model's `state_dict()`; tied parameters are written once. For a transformers
-    model, `config.json` and `generation_config.json` are written too. In a folder that exists, the weights of an
-    earlier export are replaced once the new ones are complete; other files stay.
+    Names and shapes are those of the model's `state_dict()`. Tied parameters are written once. For a transformers
+    model, `config.json` and `generation_config.json` are written too. If the folder exists, the weights of an earlier
+    export are replaced when the new ones are complete; other files stay.
 
-    A rank holds at most one file and one tensor beside its shards: files are dealt to the ranks, shards are cast and
-    all-gathered tensor by tensor, and the rank that writes the file retains each.
+    Besides its shards, a rank holds at most one file and one tensor: each rank writes some of the files, shards are
+    cast and all-gathered tensor by tensor, and only the rank that writes a tensor's file retains it.
 
     Args:
-        model: from `wrap_model`, at any stage, before training, between two steps or after.
-        folder: that all ranks see. It is made where there is none.
-        dtype: "fp32", "bf16" or "fp16", or torch's dtype, of floating-point parameters. None: the config's low dtype
-            where it sets `stage3_gather_16bit_weights_on_model_save`, else fp32. Buffers keep their dtype, and the
-            first rank's values are written.
-        max_shard_bytes: of the tensors of one file; a larger tensor has a file of its own.
-        exclude_frozen_parameters: leave out parameters that need no gradient.
+        model: a model that `wrap_model` returned, at any stage, before training, between two steps or after.
+        folder: a folder on a file system that all ranks share. It is created if it does not exist.
+        dtype: dtype of floating-point parameters: "fp32", "bf16", "fp16" or a torch dtype. None: the config's low dtype
+            if it sets `stage3_gather_16bit_weights_on_model_save`, else fp32. Buffers keep their dtype, and the first
+            rank's values are written.
+        max_shard_bytes: the largest number of bytes of tensors in one file. A larger tensor gets its own file.
+        exclude_frozen_parameters: leave out parameters with `requires_grad` False.
 
     Raises:
         CheckpointError: on all ranks. Before anything is written: the model has adapters of peft or weights that
             bitsandbytes quantized, the ranks pass different arguments or differ in a parameter of `ignored_params`, a
-            finite value would be infinite in `dtype`, or safetensors is not installed. Later: a
-            rank cannot write.
+            finite value would be infinite in `dtype`, or safetensors is not installed. Later: a rank cannot write.
         WrapError: the model is not wrapped.
     """
     state = wrap_state(model)
@@ -105,7 +104,7 @@ def export_hf(
 
 
 def find_adapter(root: nn.Module) -> str | None:
-    """Return the FQN of a module of peft, the first one; None if there is none."""
+    """Return the FQN of the first module of peft, or None if there is none."""
     modules: dict[str, nn.Module] = dict(root.named_modules())
     of_peft = (
         fqn for fqn, each in modules.items() if any(c.__module__.startswith("peft.") for c in type(each).__mro__)
@@ -114,24 +113,24 @@ def find_adapter(root: nn.Module) -> str | None:
 
 
 def _refuse_adapters(root: nn.Module) -> None:
-    """Raise CheckpointError for modules of peft: `from_pretrained` can load neither their names nor the adapters."""
+    """Raise CheckpointError for modules of peft: `from_pretrained` does not load their names, or adapters."""
     fqn = find_adapter(root)
     if fqn is not None:
         raise CheckpointError(
             f"export_hf cannot write {type(root).__name__}: {fqn or 'the model'} is a peft module, and from_pretrained "
-            "does not know the names of adapters and of what they wrap. Call zeroamp.integrations.peft: "
+            "cannot load the names of adapters and of the layers that they wrap. Call zeroamp.integrations.peft: "
             "export_adapter(model, folder) writes an adapter alone, export_merged(model, folder) merged weights."
         )
 
 
 def _refuse_quantized(root: nn.Module) -> None:
-    """Raise CheckpointError for packed weights of bitsandbytes: what is needed to dequantize them is no parameter."""
+    """Raise CheckpointError for packed weights of bitsandbytes, whose scales are not in the parameters."""
     for fqn, module in root.named_modules():
         if getattr(module, "quant_state", None) is not None:
             raise CheckpointError(
                 f"export_hf cannot write {fqn}.weight: it is quantized by bitsandbytes. Pass "
-                "exclude_frozen_parameters=True to write what is trained. With adapters, zeroamp.integrations.peft."
-                "export_merged writes the dequantized model."
+                "exclude_frozen_parameters=True to write the trained parameters. With adapters, "
+                "zeroamp.integrations.peft.export_merged writes the dequantized model."
             )
 
 
@@ -140,7 +139,7 @@ def _sources(weights: list[Weight], mesh: DeviceMesh) -> list["Source"]:
 
 
 def source_of(weight: Weight, name: str, mesh: DeviceMesh) -> "Source":
-    """Return the tensor to export under `name` that holds a weight as it is."""
+    """Return the `Source` that exports a weight under `name`, unchanged."""
     return Source(
         name=name,
         shape=tuple(weight.tensor.shape),
@@ -153,9 +152,9 @@ def source_of(weight: Weight, name: str, mesh: DeviceMesh) -> "Source":
 
 
 def whole_weight(weight: Weight, mesh: DeviceMesh, dtype: torch.dtype) -> torch.Tensor:
-    """Return a weight as a whole, on the device that communicates. Every rank of `mesh`, all ranks, calls this.
+    """Return the whole weight in `dtype`, on the mesh's device. Every rank of `mesh`, which has all ranks, calls this.
 
-    The shard is cast before the all-gather: rounding is per element, so the bits are the same, of half the bytes.
+    The shard is cast before the all-gather, which moves fewer bytes. Rounding is per element, so the bits are the same.
     """
     local = weight.local.to(device_of(mesh), dtype)
     if isinstance(weight.tensor, DTensor):
@@ -172,14 +171,14 @@ def whole_weight(weight: Weight, mesh: DeviceMesh, dtype: torch.dtype) -> torch.
 def save_config(
     model: nn.Module, folder: Path, dtype: torch.dtype, change: Callable[[Any], None] | None = None
 ) -> None:
-    """Write what `from_pretrained` needs beside the weights if `model` is a transformers model; else nothing.
+    """Write the config files that `from_pretrained` needs, if `model` is a transformers model.
 
     The model's own config is not changed. `change` edits the copy that is written.
     """
-    transformers = sys.modules.get("transformers")  # loaded if the model is one of its own
+    transformers = sys.modules.get("transformers")  # imported if the model is a transformers model
     if transformers is None or not isinstance(model, transformers.PreTrainedModel):
         return
-    # fully_shard has made a subclass.
+    # fully_shard has replaced the class by a subclass.
     architecture = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
     config = copy.deepcopy(model.config)
     config.dtype = str(dtype).removeprefix("torch.")
@@ -193,52 +192,52 @@ def save_config(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """One tensor to export: what it is called and how to read it."""
+    """One tensor to export: its name, its form, and a function that reads it."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """The dtype it is stored in."""
+    """The dtype of the stored tensor."""
     is_parameter: bool
     read: Callable[[torch.dtype], torch.Tensor]
-    """Returns the whole tensor in the written dtype. Where several ranks export, all of them call it together."""
+    """Returns the whole tensor in the given dtype. If several ranks export, it is a collective of all of them."""
     local: torch.Tensor | None = None
-    """This rank's shard, whose range is checked before anything is written. None: `read` checks the range."""
+    """This rank's shard. Its range is checked before anything is written. None: `read` checks the range."""
     is_of_each_rank: bool = False
-    """Whether `local` is a whole parameter, which each rank updates by itself. The export raises if ranks differ."""
+    """Whether `local` is a whole parameter that each rank updates by itself. The export raises if ranks differ."""
 
     def written_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in an export as `dtype`: buffers and integers keep theirs."""
+        """Return the dtype of this tensor in an export as `dtype`: buffers and integers keep their own."""
         return dtype if self.is_parameter and self.dtype.is_floating_point else self.dtype
 
 
 class OneProcess:
-    """What `RankGroup` does, for a process without ranks."""
+    """The interface of `RankGroup` for a single process."""
 
     rank, num_ranks = 0, 1
 
     def run(self, action: Callable[[], T]) -> list[T]:
-        """Return the result in a list."""
+        """Run `action`. Return its result in a list, as that of the only rank."""
         return [action()]
 
     def on_first(self, action: Callable[[], T]) -> T:
-        """Return the result."""
+        """Run `action`, and return its result."""
         return action()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
-    """What one rank is about to write. The ranks exchange it to check that all are about to write the same."""
+    """The export that one rank has planned. The ranks exchange their plans, to check that they are the same."""
 
     folder: Path
     dtype: torch.dtype
     files_digest: str
     draft: Path
-    """The first rank's is used on all."""
+    """Path of the draft. All ranks use the first rank's."""
     overflows: dict[str, float]
-    """Parameter -> the largest magnitude in this rank's shard, where `dtype` cannot hold it."""
+    """Parameter -> the largest magnitude in this rank's shard, for parameters that `dtype` would round to infinity."""
     of_each_rank: dict[str, str]
-    """Parameter that each rank holds whole -> a digest of its values."""
+    """Parameter that each rank holds whole -> digest of its values."""
 
 
 def export_tensors(
@@ -257,9 +256,9 @@ def export_tensors(
         folder: see `export_hf`.
         choose_dtype: returns the dtype of floating-point parameters.
         max_shard_bytes: see `export_hf`.
-        write_config: writes the model's config into a folder, given the dtype; the first rank calls it.
-        ranks: that write together. An error of `find_sources` or `choose_dtype` on one is raised on all.
-        stem: what the names of the files begin with.
+        write_config: writes the model's config into a folder, given the dtype. The first rank calls it.
+        ranks: the ranks that write. An error of `find_sources` or `choose_dtype` on one is raised on all.
+        stem: the beginning of the names of the files.
 
     Raises:
         CheckpointError: as `export_hf`.
@@ -282,16 +281,16 @@ def export_tensors(
 def _plan(sources: list[Source], files: list[WeightFile], folder: Path, dtype: torch.dtype) -> _Plan:
     safetensors_torch()
     if folder.exists() and not folder.is_dir():
-        raise CheckpointError(f"Cannot export into {folder}: it is a file. Name a folder, or a path that is free.")
+        raise CheckpointError(f"Cannot export into {folder}: it is a file. Pass a folder, or a new path.")
     if (folder / MANIFEST).exists():
-        raise CheckpointError(f"Cannot export into {folder}: it is a checkpoint. Name another folder for the export.")
+        raise CheckpointError(f"Cannot export into {folder}: it is a checkpoint. Pass another folder.")
     suffix = f"draft-{uuid.uuid4().hex[:_NUM_DIGITS]}"
     found = {s.name: overflow(s.local, s.written_dtype(dtype)) for s in sources if s.local is not None}
     return _Plan(
         folder=folder,
         dtype=dtype,
         files_digest=hashlib.sha256(repr([(file.name, file.tensors) for file in files]).encode()).hexdigest(),
-        # Inside a folder that exists: it may be the root of a file system of its own.
+        # Inside a folder that exists, because the folder may be a mount point: a rename from beside it would fail.
         draft=folder / f".{suffix}" if folder.exists() else folder.with_name(f".{folder.name}.{suffix}"),
         overflows={name: largest for name, largest in found.items() if largest is not None},
         of_each_rank={s.name: _digest(s.local) for s in sources if s.is_of_each_rank and s.local is not None},
@@ -304,21 +303,21 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def _check(plans: list[_Plan]) -> None:
-    """Raise the same error on all ranks where their plans differ, or where any has found values out of range."""
+    """Raise the same error on all ranks if their plans differ, or if any rank has found values out of range."""
     for what in ("folder", "dtype", "files_digest"):
         found = sorted({str(getattr(plan, what)) for plan in plans})
         if len(found) > 1:
             differing = "The names or shapes of the tensors" if what == "files_digest" else " and ".join(found)
             raise CheckpointError(
                 f"An export must get the same model and arguments on all ranks, but the {what.partition('_')[0]} "
-                f"differs: {differing}. Pass the same everywhere."
+                f"differs: {differing}. Pass the same on all ranks."
             )
     for name, digest in plans[0].of_each_rank.items():
         if any(plan.of_each_rank[name] != digest for plan in plans):
             raise CheckpointError(
-                f"{name} is held whole by each rank (wrap_model(ignored_params=...)), and its values differ between "
-                "ranks, so there is no one tensor to write. Give all ranks one value first, by torch.distributed."
-                "broadcast(parameter.data, 0), for example."
+                f"{name} is held whole by each rank (wrap_model(ignored_params=...)), but its values differ between "
+                "ranks. Give all ranks the same values before the export, for example by torch.distributed.broadcast("
+                "parameter.data, 0)."
             )
     overflows: dict[str, float] = {}
     for name, largest in (item for plan in plans for item in plan.overflows.items()):
@@ -363,12 +362,12 @@ def _write(
 
 
 def _open_draft(path: Path) -> int:
-    """Make an empty draft and return its lock. Remove the drafts of killed exports to the same place."""
+    """Create an empty draft and return its lock. Remove the drafts of killed exports to the same place."""
     make_folder(path.parent)
     of_place = re.compile(re.escape(path.name[:-_NUM_DIGITS]) + rf"[0-9a-f]{{{_NUM_DIGITS}}}")
     with locked(path.parent) as has_locks:
         for other in path.parent.iterdir() if has_locks else ():
-            # A draft without a lock is complete: moving it failed, and the error named its folder.
+            # A draft without a lock file is complete: its files could not be moved, and the error named the draft.
             if of_place.fullmatch(other.name) and other.is_dir() and has_writer(other) is False:
                 shutil.rmtree(other, ignore_errors=True)
         return make_draft(path)
@@ -376,24 +375,25 @@ def _open_draft(path: Path) -> int:
 
 def _refuse_unshared(draft: Path) -> None:
     with suppress(OSError):
-        os.listdir(draft.parent)  # a network file system may remember that there was none
+        os.listdir(draft.parent)  # refreshes a network file system's cache of the folder
     if not draft.is_dir():
         raise CheckpointError(
-            f"{draft.parent} must be on a file system that all ranks share: a folder that the first rank made there is "
-            "not seen on this one. Export to a shared file system."
+            f"{draft.parent} must be on a file system that all ranks share, but this rank does not see a folder that "
+            "the first rank created there. Export to a shared file system."
         )
 
 
-def export_dtype(asked: str | torch.dtype | None, default: torch.dtype) -> torch.dtype:
-    """Return the dtype that `asked` names, `default` for None.
+def export_dtype(requested: str | torch.dtype | None, default: torch.dtype) -> torch.dtype:
+    """Return `requested` as a torch dtype, or `default` for None.
 
     Raises:
-        CheckpointError: it is not fp32, bf16 or fp16.
+        CheckpointError: `requested` is not fp32, bf16 or fp16.
     """
-    dtype = default if asked is None else DTYPE_BY_NAME.get(asked, asked) if isinstance(asked, str) else asked
+    named = DTYPE_BY_NAME.get(requested, requested) if isinstance(requested, str) else requested
+    dtype = default if named is None else named
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPE_BY_NAME.values():
         valid = '"fp32", "bf16" or "fp16"'
-        raise CheckpointError(describe("the dtype of an export", repr(asked), valid, "Pass one of them."))
+        raise CheckpointError(describe("the dtype of an export", repr(requested), valid, "Pass one of them."))
     return dtype
 
 
@@ -409,7 +409,7 @@ def overflow(tensor: torch.Tensor, dtype: torch.dtype) -> float | None:
 
 
 def refuse_overflows(overflows: dict[str, float], dtype: torch.dtype, remedy: str | None = None) -> None:
-    """Raise CheckpointError unless `overflows`, largest magnitudes by parameter, is empty."""
+    """Raise CheckpointError if there are `overflows`: parameter -> largest magnitude, which `dtype` cannot hold."""
     if not overflows:
         return
     name, largest = next(iter(overflows.items()))

@@ -1,7 +1,7 @@
-"""The safetensors files that transformers reads: which tensor is in which file, writing them, and replacing old ones.
+"""The safetensors files that transformers reads: plans, writes and publishes them, and reads their index.
 
-model.safetensors                     all tensors, or else
-model-00001-of-00003.safetensors …    some of them each, and
+model.safetensors                     all tensors; or, for a large model:
+model-00001-of-00003.safetensors …    some of the tensors each
 model.safetensors.index.json          the file of every tensor
 """
 
@@ -22,11 +22,11 @@ from zeroamp.policies.numbers import is_integer
 from zeroamp.weights.drafts import WRITER, sync_to_disk, write_durably
 
 MANIFEST = "zeroamp.json"
-"""A folder with this file is a checkpoint: no export is written into one."""
+"""A folder with this file is a checkpoint. Exports refuse to write into it."""
 INDEX = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 MODEL_STEM, ADAPTER_STEM = "model", "adapter_model"
-"""What the names of the files of a model, of an adapter of peft, begin with."""
+"""The beginnings of the file names of a model, and of a peft adapter."""
 _FILE_NAME = re.compile(rf"({MODEL_STEM}|{ADAPTER_STEM})(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
 
 
@@ -40,33 +40,33 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its values."""
+        """Number of bytes of the tensor's values."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightFile:
-    """One file and the tensors in it, in order."""
+    """One file, and the tensors in it in their order."""
 
     name: str
     tensors: tuple[TensorSpec, ...] = field(repr=False)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the values of all its tensors, without the header."""
+        """Number of bytes of all tensors' values, without the header."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
 
 def plan_files(specs: Iterable[TensorSpec], max_bytes: int, stem: str = MODEL_STEM) -> tuple[WeightFile, ...]:
-    """Divide tensors into files of at most `max_bytes` each, in order; a larger tensor has a file of its own.
+    """Divide tensors, in order, into files of at most `max_bytes` each. A larger tensor gets its own file.
 
-    It uses shapes and dtypes alone: no tensor is read. The names of the files begin with `stem`.
+    Uses only shapes and dtypes: no tensor is read. The names of the files begin with `stem`.
 
     Raises:
-        CheckpointError: `max_bytes` is not an integer from 1 on.
+        CheckpointError: `max_bytes` is not an integer >= 1.
     """
     if not is_integer(max_bytes, at_least=1):
-        valid = "a number of bytes, an integer from 1 on"
+        valid = "a number of bytes, an integer >= 1"
         raise CheckpointError(describe("max_shard_bytes", repr(max_bytes), valid, "Leave it out for 5 GB."))
     contents: list[list[TensorSpec]] = [[]]
     free = max_bytes
@@ -87,16 +87,16 @@ def plan_files(specs: Iterable[TensorSpec], max_bytes: int, stem: str = MODEL_ST
 def write_files(
     files: Sequence[WeightFile], read: Callable[[TensorSpec], torch.Tensor], folder: Path, mine: int = 0
 ) -> None:
-    """Read the tensors of `files` one by one, in order, and write the file of number `mine` to `folder`.
+    """Read the tensors of `files` one by one, in order, and write the file `files[mine]` to `folder`.
 
-    Where several ranks write, `files` has one for each, and `read` is a collective that every rank calls for every
+    If several ranks write, `files` has one file for each, and `read` is a collective that every rank calls for every
     tensor. A rank holds at most its own file and one tensor.
 
     Args:
-        files: from `plan_files`, not all of them necessarily.
+        files: some of the files that `plan_files` returned.
         read: returns a tensor of the spec's shape and dtype, on any device.
-        folder: exists.
-        mine: the number of a file in `files`; `len(files)` or above writes nothing.
+        folder: a folder that exists.
+        mine: index of this rank's file in `files`. With `len(files)` or above, this rank writes nothing.
     """
     retained: dict[str, torch.Tensor] = {}
     for number, file in enumerate(files):
@@ -110,12 +110,12 @@ def write_files(
     if mine < len(files):
         path = folder / files[mine].name
         safetensors_torch().save_file(retained, path, metadata={"format": "pt"})
-        path.chmod(folder.stat().st_mode & 0o666)  # safetensors makes it readable by its owner only
+        path.chmod(folder.stat().st_mode & 0o666)  # safetensors creates files that only their owner can read
         sync_to_disk(path)
 
 
 def write_index(files: Sequence[WeightFile], folder: Path) -> None:
-    """Write the index of several files; a single file has none."""
+    """Write the index of several files to `folder`. A single file needs no index."""
     if len(files) == 1:
         return
     index = {
@@ -126,19 +126,19 @@ def write_index(files: Sequence[WeightFile], folder: Path) -> None:
 
 
 def publish(draft: Path, folder: Path, stem: str = MODEL_STEM) -> None:
-    """Move the files of a draft to their place.
+    """Move the files of a draft to `folder`.
 
-    A folder that does not exist yet is made by one rename. In one that exists, the weights of an earlier export are
-    removed before the new ones are moved, so that a crash never leaves a mixture of both. Other files stay. When this
-    returns, all is on the disk.
+    If `folder` does not exist, the draft is renamed to it. If it exists, the weights of an earlier export are removed
+    before the new ones are moved, so that a crash never leaves a mixture of both. Other files stay. When this returns,
+    everything is on the disk.
 
     Args:
-        draft: complete; inside `folder` where that exists, else beside it, on the same file system.
-        folder: a folder, or nothing yet.
-        stem: what the names of the weights' files begin with.
+        draft: a complete draft: inside `folder` if that exists, else beside it, on the same file system.
+        folder: the target. It may not exist yet.
+        stem: the beginning of the names of the weights' files.
 
     Raises:
-        CheckpointError: a file could not be moved; the text names the folder of the others.
+        CheckpointError: a file could not be moved. The text names the folder of the remaining files.
     """
     writer = draft / WRITER
     try:
@@ -161,33 +161,34 @@ def publish(draft: Path, folder: Path, stem: str = MODEL_STEM) -> None:
         with suppress(OSError):
             writer.unlink()  # so that no later export removes the draft
         raise CheckpointError(
-            f"The export could not be moved into {folder}: {error}. The other files are in {str(draft)!r}: move them."
+            f"The export could not be moved into {folder}: {error}. The remaining files are in {str(draft)!r}: move "
+            "them."
         ) from error
 
 
 def _place(path: Path) -> tuple[bool, bool, str]:
-    # Readers begin with config.json, then look for the index: what is found is complete.
+    # Readers open config.json first, then the index. Both are moved last, so a reader that finds them finds all files.
     return path.name in ("config.json", "adapter_config.json"), path.name == INDEX, path.name
 
 
 def safetensors_torch() -> ModuleType:
-    """Import safetensors.
+    """Import and return `safetensors.torch`.
 
     Raises:
-        CheckpointError: it is not installed.
+        CheckpointError: safetensors is not installed.
     """
     try:
-        import safetensors.torch  # an extra: training needs none
+        import safetensors.torch  # an optional dependency, which training does not need
     except ModuleNotFoundError as error:
         raise CheckpointError("The package safetensors is not installed. Run: pip install zeroamp[hf]") from error
     return safetensors.torch
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Return the file of every tensor in an index file: names of files in the index's own folder.
+    """Return tensor name -> file name of an index file. All files are in the index's own folder.
 
     Raises:
-        CheckpointError: the file cannot be read as an index.
+        CheckpointError: the file cannot be read as an index, or names a file outside of its folder.
     """
     try:
         weight_map: dict[str, str] = dict(read_json(path)["weight_map"].items())

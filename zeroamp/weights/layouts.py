@@ -1,9 +1,9 @@
-"""Files in another layout than the model: transformers renames and fuses what a published file holds.
+"""Reads files in another layout than the model, by the rules with which transformers renames and fuses tensors.
 
-transformers keeps, for each architecture, what its `from_pretrained` does with the tensors of a file: other names, and
-operations such as stacking the experts of a layer. Here the same rules say which part of which file a rank needs.
-Stacking, concatenating and swapping dimensions are done on the parts; for every other operation a rank reads the
-sources of one tensor whole and runs transformers' own operation.
+transformers has, for each architecture, the rules that `from_pretrained` applies to the tensors of a file: other names,
+and operations such as stacking the experts of a layer. These rules decide here which part of which file a rank reads.
+Stacking and concatenating are applied to the rank's parts. For any other operation a rank reads the sources of one
+tensor whole, and runs transformers' own operation.
 """
 
 import sys
@@ -21,27 +21,27 @@ from zeroamp.weights.model_weights import ShardRange
 
 
 class Part(Protocol):
-    """A tensor that is read in part."""
+    """The interface of a tensor that can be read in part."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its whole shape."""
+        """Shape of the whole tensor."""
 
     @property
     def dtype_name(self) -> str:
-        """Safetensors' name of its dtype."""
+        """Name of the dtype in safetensors: "F32", "BF16"."""
 
     @property
     def sources(self) -> Sequence["Stored"]:
-        """The tensors of files that it is made of."""
+        """The tensors of files from which this one is computed."""
 
     def read(self, part: ShardRange | None) -> torch.Tensor:
-        """Return `part` of it, or all of it, on the CPU."""
+        """Return `part` of the tensor, or the whole tensor for None, on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
-    """A tensor of a file."""
+    """A tensor that a file contains as it is."""
 
     name: str
     open: Callable[[], Any]
@@ -49,40 +49,40 @@ class Stored:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its whole shape."""
+        """Shape of the whole tensor."""
         return tuple(self.open().get_slice(self.name).get_shape())
 
     @property
     def dtype_name(self) -> str:
-        """Safetensors' name of its dtype."""
+        """Name of the dtype in safetensors: "F32", "BF16"."""
         return str(self.open().get_slice(self.name).get_dtype())
 
     @property
     def sources(self) -> Sequence["Stored"]:
-        """Itself."""
+        """Only this tensor."""
         return [self]
 
     def read(self, part: ShardRange | None) -> torch.Tensor:
-        """Return `part` of it, or all of it."""
+        """Return `part` of the tensor, or the whole tensor for None."""
         file = self.open()
         tensor: torch.Tensor = file.get_tensor(self.name) if part is None else file.get_slice(self.name)[part.slices]
         return tensor
 
 
 class _Made:
-    """What several tensors are made into."""
+    """Base class of tensors that are computed from several parts."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = parts
 
     @property
     def dtype_name(self) -> str:
-        """That of the first of them."""
+        """That of the first part."""
         return self.parts[0].dtype_name
 
     @property
     def sources(self) -> Sequence[Stored]:
-        """The tensors of files that they are made of."""
+        """The tensors of files from which all parts are computed."""
         return [source for part in self.parts for source in part.sources]
 
 
@@ -91,11 +91,11 @@ class Stacked(_Made):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Their number, then their shape."""
+        """The number of parts, then the shape of one part."""
         return len(self.parts), *self.parts[0].shape
 
     def read(self, part: ShardRange | None) -> torch.Tensor:
-        """Read only what is in `part`."""
+        """Return `part` of the tensor, or the whole for None. Reads no other elements."""
         if part is not None and part.dim == 0:
             chosen = self.parts[part.start : part.start + part.length]
             return torch.stack([each.read(None) for each in chosen]) if chosen else self._empty()
@@ -103,7 +103,7 @@ class Stacked(_Made):
         return torch.stack([each.read(inner) for each in self.parts])
 
     def _empty(self) -> torch.Tensor:
-        first = self.parts[0].read(ShardRange(0, 0, 0))  # of the dtype of the file
+        first = self.parts[0].read(ShardRange(0, 0, 0))  # has the file's dtype
         return first.new_empty((0, *self.shape[1:]))
 
 
@@ -116,13 +116,13 @@ class Concatenated(_Made):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The sum of their lengths, at the dimension."""
+        """The shape of the first part, with the sum of all lengths in the concatenated dimension."""
         lengths = sum(part.shape[self.dim] for part in self.parts)
         first = self.parts[0].shape
         return *first[: self.dim], lengths, *first[self.dim + 1 :]
 
     def read(self, part: ShardRange | None) -> torch.Tensor:
-        """Read only what is in `part`."""
+        """Return `part` of the tensor, or the whole for None. Reads no other elements."""
         if part is None or part.dim != self.dim:
             return torch.cat([each.read(part) for each in self.parts], self.dim)
         found, offset = [], 0
@@ -136,7 +136,7 @@ class Concatenated(_Made):
 
 
 class Converted(_Made):
-    """What transformers' own operations make of whole tensors: the one of them that is called `name`."""
+    """The tensor `name` among the results of transformers' own operations, which read whole tensors."""
 
     def __init__(self, parts: Sequence[Part], name: str, convert: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         super().__init__(parts)
@@ -145,7 +145,7 @@ class Converted(_Made):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Known once it was made."""
+        """Shape of the whole tensor. The first call computes the tensor."""
         if self._shape is None:
             self._shape = tuple(self._whole().shape)
         return self._shape
@@ -156,20 +156,20 @@ class Converted(_Made):
         return tensor
 
     def read(self, part: ShardRange | None) -> torch.Tensor:
-        """Make the whole tensor, and return `part` of it."""
+        """Compute the whole tensor, and return `part` of it, or all of it for None."""
         whole = self._whole()
         return whole if part is None else whole[part.slices].clone()
 
 
 def parts_of_model(root: nn.Module, stored: Mapping[str, Stored], names: set[str]) -> dict[str, Part]:
-    """Return the tensors that files hold for a transformers model, by the names in the model. Others keep their names.
+    """Return the tensors of files by their names in a transformers model. Tensors without a rule keep their names.
 
     Args:
-        root: the model; what `fully_shard` has made of its classes is no obstacle.
-        stored: the tensors of the files.
-        names: of all tensors of the model.
+        root: the model, which `fully_shard` may have been applied to. Of another library, all names stay.
+        stored: the tensors of the files, by name.
+        names: the names of all tensors of the model.
     """
-    library = sys.modules.get("transformers")  # loaded if the model is one of its own
+    library = sys.modules.get("transformers")  # imported if the model is a transformers model
     if library is None or not isinstance(root, library.PreTrainedModel):
         return dict(stored)
     loading, renamings, converters = _rules(root)
@@ -193,7 +193,7 @@ def parts_of_model(root: nn.Module, stored: Mapping[str, Stored], names: set[str
 
 
 def _made(target: str, converter: Any, sources: dict[str, list[Stored]], root: nn.Module) -> Iterator[tuple[str, Part]]:
-    """Yield the tensors that a converter makes, by name."""
+    """Yield (name in the model, tensor) of each tensor that a converter computes."""
     part = _known(converter, sources)
     if part is not None:
         yield target, part
@@ -220,7 +220,7 @@ def _made(target: str, converter: Any, sources: dict[str, list[Stored]], root: n
 
 
 def _known(converter: Any, sources: dict[str, list[Stored]]) -> Part | None:
-    """Return what the operations that are done on parts make; None if there are others."""
+    """Return the converter's tensor if its operations can be applied to parts, else None."""
     names = [type(operation).__name__ for operation in converter.operations]
     if len(converter.target_patterns) != 1 or not set(names) <= {"MergeModulelist", "Concatenate"}:
         return None
@@ -238,7 +238,7 @@ def _known(converter: Any, sources: dict[str, list[Stored]]) -> Part | None:
 
 
 def _rules(root: nn.Module) -> tuple[Any, list[Any], list[Any]]:
-    """Return transformers' module of conversions, and the renamings and converters of a model."""
+    """Return transformers' module `core_model_loading`, and the renamings and the converters of a model."""
     from transformers import conversion_mapping, core_model_loading
 
     with _plain_classes(root):
@@ -250,9 +250,9 @@ def _rules(root: nn.Module) -> tuple[Any, list[Any], list[Any]]:
 
 @contextmanager
 def _plain_classes(root: nn.Module) -> Iterator[None]:
-    """Give the modules the classes that they had before `fully_shard`: transformers' rules are by class and its module.
+    """Give the modules the classes that they had before `fully_shard`, by which transformers looks up its rules.
 
-    No forward may run inside of the context.
+    Do not run a forward inside the context.
     """
     changed: dict[nn.Module, Any] = {m: type(m) for m in root.modules() if isinstance(m, FSDPModule)}
     try:

@@ -1,4 +1,4 @@
-"""`load_hf`: safetensors files into a wrapped model, each rank reading its own slices."""
+"""`load_hf`: loads safetensors files into a wrapped model. Each rank reads only its own slices."""
 
 import math
 import os
@@ -24,45 +24,45 @@ from zeroamp.weights.model_weights import Weight, computed_buffers, find_weights
 from zeroamp.wrapping.rank_group import RankGroup
 from zeroamp.wrapping.state import wrap_state
 
-_NUM_NAMES = 5  # names in an error, of thousands
+_NUM_NAMES = 5  # names that an error lists at most
 _LARGEST = {"F64": torch.finfo(torch.float64).max, "F32": torch.finfo(torch.float32).max,
             "BF16": torch.finfo(torch.bfloat16).max, "F16": torch.finfo(torch.float16).max}  # fmt: skip
 """Safetensors' name of a dtype -> its largest number."""
 _KEEP_RANGE = "Build the model in a dtype that has the value, or correct the files."
 _OTHER_LAYOUT = (
-    "Where the architecture's files have another layout than its model, load it with transformers' from_pretrained "
+    "If the architecture's files have another layout than the model, load it with transformers' from_pretrained "
     "before wrap_model instead."
 )
 
 
 def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Fill a wrapped model from the safetensors in `folder`. All ranks call it.
+    """Load the safetensors files in `folder` into a wrapped model. All ranks call it.
 
-    Every rank reads its own part of each parameter, and all of each buffer, so no rank ever holds the whole of a model
-    that was wrapped on the meta device. Values are cast to the dtype of the model's parameters: files of bf16 fill fp32
+    Every rank reads its own part of each parameter, and all of each buffer. So no rank ever holds the whole of a model
+    that was wrapped on the meta device. Values are cast to the dtype of the model's parameters: bf16 files fill fp32
     parameters. A tied parameter may have any of its names in the files. Buffers that are not in the model's
-    `state_dict()` (rotary frequencies) keep their values, and are skipped in files that have them.
+    `state_dict()` (rotary frequencies) keep their values. If files contain them, they are skipped.
 
-    The files of a transformers model may have the layout in which it is published, such as one matrix per expert:
-    transformers' own rules are applied, to the rank's part where they stack or concatenate tensors, else to one whole
-    tensor of the model at a time.
+    The files of a transformers model may have the layout in which the model is published, such as one matrix per
+    expert. transformers' own rules are then applied: to the rank's part if they stack or concatenate tensors, else to
+    one whole tensor of the model at a time.
 
     Args:
-        model: from `wrap_model`.
-        folder: with `model.safetensors`, or `model.safetensors.index.json` and the files it names.
+        model: a model that `wrap_model` returned.
+        folder: a folder with `model.safetensors`, or with `model.safetensors.index.json` and the files that it lists.
 
     Raises:
-        CheckpointError: on all ranks. The model is unchanged if there are no such files, a file is a link out of the
-            folder (links into a hub's cache are followed), names, shapes or kinds of number are not the model's (the
-            first few are named, the others counted), or a finite value would be infinite in the model's dtype. The
-            model is filled in part if a file cannot be read to its end, or a tied parameter has two values.
+        CheckpointError: on all ranks. With the model unchanged: there are no such files, a file is a link out of the
+            folder (links into a hub's cache are followed), names, shapes or kinds of number differ from the model's,
+            or a finite value would be infinite in the model's dtype. With some tensors loaded: a file cannot be read to
+            its end, or a tied parameter has two values.
         WrapError: the model is not wrapped.
     """
     fill_from_files(model, folder)
 
 
 class OtherNames(NamedTuple):
-    """Where the names of files and model differ."""
+    """Names of tensors that only the model has, or only the files have."""
 
     missing: list[str]
     """Tensors of the model that no file has."""
@@ -71,7 +71,7 @@ class OtherNames(NamedTuple):
 
 
 def fill_from_files(model: nn.Module, folder: str | os.PathLike[str], *, strict: bool = True) -> OtherNames:
-    """Fill a wrapped model as `load_hf` does. Without `strict`, other names are returned instead of refused."""
+    """Load files as `load_hf` does. Return the names that differ; with `strict`, raise CheckpointError for them."""
     state = wrap_state(model)
     plan: list[_Item] = []
 
@@ -103,15 +103,15 @@ def fill_from_files(model: nn.Module, folder: str | os.PathLike[str], *, strict:
 
 
 def fill_from_file(file: Path, weights_of: Callable[[], Mapping[str, Weight]], mesh: DeviceMesh) -> None:
-    """Fill some weights of a wrapped model from one safetensors file. All ranks call it, and each reads its own part.
+    """Load some weights of a wrapped model from one safetensors file. All ranks call it, and each reads its own part.
 
     Args:
-        file: with the tensors of `weights_of`, and no others.
+        file: a file that contains the tensors of `weights_of`, and no others.
         weights_of: returns the weights by their names in the file.
-        mesh: of all ranks of the model.
+        mesh: the mesh of all ranks of the model.
 
     Raises:
-        CheckpointError: on all ranks: `weights_of` raises it, or see `load_hf`.
+        CheckpointError: on all ranks, if `weights_of` raises it, or as `load_hf`.
     """
     plan: list[_Item] = []
 
@@ -133,16 +133,15 @@ def fill_from_file(file: Path, weights_of: Callable[[], Mapping[str, Weight]], m
 
 
 class _Item(NamedTuple):
-    """A tensor to read."""
+    """A tensor to read: its name in the model, the weight it fills, and its source."""
 
     name: str
-    """In the model."""
     weight: Weight
     part: Part
 
 
 class _Files:
-    """The tensors in a folder. Each file is opened once."""
+    """The safetensors files of a folder. Opens each file once."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder, self._stack = folder, stack
@@ -153,7 +152,7 @@ class _Files:
         """Return the tensors of all files by name.
 
         Raises:
-            CheckpointError: there are no files, one cannot be read, or lacks a tensor that the index lists.
+            CheckpointError: there are no files, or a file cannot be read, or lacks a tensor that the index lists.
         """
         found = _files_by_name(self._folder)
         names: dict[Path, list[str]] = {}
@@ -176,7 +175,7 @@ class _Files:
         return self._opened[path]
 
     def position(self, part: Part) -> tuple[Path, int]:
-        """Return where the first source of a part is: files are read in their order."""
+        """Return file and index of a part's first source: parts are read in this order."""
         return min(self._place[source.name] for source in part.sources)
 
 
@@ -195,19 +194,19 @@ def _files_by_name(folder: Path) -> dict[str, Path]:
             "from_pretrained and save_pretrained."
         )
     raise CheckpointError(
-        f"{needed}, but {'has neither' if folder.is_dir() else 'is no folder'}. Name the folder of the weights; from a "
-        "hub, download it first (huggingface_hub.snapshot_download)."
+        f"{needed}, but {'has neither' if folder.is_dir() else 'is not a folder'}. Pass the folder of the weights. "
+        "Download those of a hub first (huggingface_hub.snapshot_download)."
     )
 
 
 def _open(path: Path) -> Any:
     safetensors_torch()
-    from safetensors import SafetensorError, safe_open  # an extra: training needs none
+    from safetensors import SafetensorError, safe_open  # an optional dependency, which training does not need
 
     if leads_out(path, *_hub_blobs(path)):
         raise CheckpointError(
-            f"{path} must be a file of its folder, but is a link to {path.resolve()}. Copy the file into the "
-            "folder, or name the folder that has it."
+            f"{path} must be a file in its folder, but is a link to {path.resolve()}. Copy the file into the "
+            "folder, or pass the folder that has it."
         )
     try:
         open_regular(path).close()
@@ -254,7 +253,7 @@ def _refuse_other_shapes(plan: list[_Item], folder: str | os.PathLike[str]) -> N
 
 
 def _refuse_out_of_range(plan: list[_Item]) -> None:
-    """Raise CheckpointError if a finite value would be infinite in the model's dtype. Reads tensors of wider dtypes."""
+    """Raise CheckpointError if a finite value would be infinite in the model's dtype. Reads only wider dtypes."""
     for name, weight, part in plan:
         dtype = weight.tensor.dtype
         if _LARGEST.get(part.dtype_name, 0.0) > _largest(dtype):
@@ -276,12 +275,12 @@ def _fill(plan: list[_Item], folder: str | os.PathLike[str]) -> None:
         elif not torch.equal(local, values.to(local)):
             raise CheckpointError(
                 f"{first} and {name} are one tied parameter, but have different values in {folder}. Untie "
-                "it in the model (transformers: tie_word_embeddings=False), or correct the files."
+                "the parameter in the model (transformers: tie_word_embeddings=False), or correct the files."
             )
 
 
 def _read(part: Part, tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a tensor, or all of one that is not sharded, in the dtype of the file, on the CPU."""
+    """Return this rank's part of a tensor (all of it if it is not sharded), in the file's dtype, on the CPU."""
     if not isinstance(tensor, DTensor) or num_shards_of(tensor) == 1:
         return part.read(None)
     if sum(split_dim(kind) is not None for kind in tensor.placements) > 1:  # tensor or expert parallelism, and FSDP2

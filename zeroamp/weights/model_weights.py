@@ -1,4 +1,4 @@
-"""The parameters and persistent buffers of a wrapped model, under the names that they have in files."""
+"""Finds the parameters and persistent buffers of a wrapped model, and their names in files."""
 
 import math
 from collections.abc import Iterator
@@ -15,20 +15,20 @@ from zeroamp.policies.errors import CheckpointError
 from zeroamp.wrapping.state import reshard
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
-"""Parts of names that torch.compile and torch's checkpoint_wrapper put in."""
+"""Parts of FQNs that torch.compile and torch's checkpoint_wrapper insert."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weight:
-    """A parameter, or a buffer that is stored."""
+    """A parameter or persistent buffer, with its names."""
 
     names: tuple[str, ...]
-    """All its names in the model: a tied parameter has several."""
+    """All names in the model: a tied parameter has several."""
     tensor: torch.Tensor
-    """The parameter or buffer itself; a parameter is a sharded DTensor, unless it has no elements."""
+    """The parameter or buffer itself. A parameter is a sharded DTensor, unless FSDP2 does not shard it."""
     is_parameter: bool
     written_names: tuple[str, ...]
-    """Those of `names` under which it is written; see `find_weights`."""
+    """Those of `names` under which an export writes the tensor: see `find_weights`."""
 
     @property
     def local(self) -> torch.Tensor:
@@ -37,21 +37,22 @@ class Weight:
 
 
 def find_weights(root: nn.Module) -> list[Weight]:
-    """Return all parameters and persistent buffers of a wrapped model, in its order, parameters as shards.
+    """Return all parameters and persistent buffers of a wrapped model, in its order. Reshards the model.
 
-    A tied parameter is written once, under its first name. A transformers model lists the names that `from_pretrained`
-    ties to another one (`all_tied_weights_keys`); there a parameter is written under each name that is not listed,
-    because `from_pretrained` would not find it otherwise. A shared buffer is written under every one of its names.
+    An export writes a tied parameter once, under its first name. A transformers model lists the names that
+    `from_pretrained` ties to another name (`all_tied_weights_keys`). Of such a model, a parameter is written under each
+    name that is not listed, because `from_pretrained` would not find it otherwise. A shared buffer is written under
+    each of its names.
 
     Raises:
         CheckpointError: the model's state_dict() holds something other than tensors.
     """
     reshard(root.modules())
-    # The live objects: tied parameters are found by the identity of the object.
+    # The live objects, not detached: tied parameters are found by identity.
     state = live_state(root)
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
-    weights: list[Weight | int] = []  # int: the parameter of this identity
+    weights: list[Weight | int] = []  # int: the id of a parameter
     for key, tensor in state.items():
         name = file_name(key)
         if not isinstance(tensor, torch.Tensor):
@@ -78,7 +79,7 @@ def _parameter(root: nn.Module, names: list[str], tensor: torch.Tensor) -> Weigh
 
 
 def file_name(key: str) -> str:
-    """Return the name in files: `key` without the parts that torch.compile and checkpoint_wrapper put in."""
+    """Return the name in files: `key` without the parts that torch.compile and checkpoint_wrapper insert."""
     return ".".join(part for part in key.split(".") if part not in _WRAPPERS)
 
 
@@ -91,7 +92,7 @@ def computed_buffers(root: nn.Module) -> Iterator[str]:
 
 
 class ShardRange(NamedTuple):
-    """This rank's shard of a tensor: the indices from `start` on, `length` of them, of dimension `dim`."""
+    """A range of a tensor: indices `start` to `start + length - 1` of dimension `dim`, all of the other dimensions."""
 
     dim: int
     start: int
@@ -99,14 +100,14 @@ class ShardRange(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What the whole tensor is indexed with to get the shard."""
+        """The index with which the whole tensor gives this range."""
         return (*(slice(None),) * self.dim, slice(self.start, self.start + self.length))
 
 
 def shard_range(tensor: DTensor) -> ShardRange:
-    """Return the part of a DTensor that this rank holds.
+    """Return the range of a DTensor that this rank holds.
 
-    FSDP2 shards one dimension of length d in parts of ceil(d / ranks), the last ones shorter or empty.
+    FSDP2 shards one dimension of length d into chunks of ceil(d / ranks); the last ones are shorter, or empty.
     """
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, Shard):

@@ -1,1 +1,1 @@
-"""From a `Plan` to an FSDP2 model: checks, sharding, hooks, and what `wrap_model` leaves on the model."""
+"""Applies a `Plan` to a model: checks, sharding with FSDP2, hooks, and the state of a wrapped model."""

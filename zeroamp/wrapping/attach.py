@@ -49,7 +49,7 @@ from zeroamp.wrapping.state import WrapState
 
 
 def attach_hooks(model: nn.Module, state: WrapState) -> None:
-    """Register everything that runs beside FSDP2's own hooks. See each hook for why its place works."""
+    """Register all hooks that zeroamp adds to FSDP2's. Each hook's docstring gives the reason for its place."""
     policy = state.plan.policy
     state.handles += cast_unit_inputs(model, state.plan)
     buffers = ReceiveBuffers()
@@ -83,7 +83,7 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     state.handles += _guard_calls_from_outside(model, state.plan)
     state.handles += refuse_calls(model)
     state.handles += keep_packing(model)
-    # Under autocast fp32 may come out of a region: the ops after it cast as they need.
+    # Under autocast a region may return fp32, because the ops after it cast their inputs.
     output_dtype = None if policy.mode == "autocast" else policy.low_dtype
     for module in state.plan.fp32_regions.modules_of(model):
         state.fp32_regions.append(Fp32Region(module, state.mesh.device_type, output_dtype))
@@ -94,7 +94,7 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
 
 
 def _attach_sums_of_micro_batches(model: nn.Module, state: WrapState) -> None:
-    """Let shards of micro-batches be summed in another dtype or order than FSDP2's."""
+    """Sum the gradients of micro-batches in the config's dtype and order, if FSDP2's differ from them."""
     policy = state.plan.policy
     new_sum: Callable[[], MicroBatchSum] | None = None
     if policy.reproducible and policy.stage < 2:
@@ -114,15 +114,15 @@ def _attach_sums_of_micro_batches(model: nn.Module, state: WrapState) -> None:
 
 
 def _separates_reductions(state: WrapState) -> bool:
-    """Return whether FSDP2 gets another process group for reductions. Two levels have groups of their own already."""
+    """Return whether reductions get their own process group. Reductions in two levels have their own already."""
     policy, nodes = state.plan.policy, state.nodes
-    if policy.separate_reduce_scatter_group is None:  # else all-gathers wait for reductions many times as long
+    if policy.separate_reduce_scatter_group is None:  # flat reductions between nodes are slow: all-gathers would wait
         return nodes.why_flat is not None and has_reduction_options() and not policy.recovery
     return policy.separate_reduce_scatter_group and not nodes.reductions
 
 
 def _attach_root_forward(model: nn.Module, state: WrapState) -> None:
-    """Fill the list of what runs around the root's forward, and register it."""
+    """Add the context managers that run around the root's forward, and register them."""
     policy, forward, device_type = state.plan.policy, state.root_forward, state.mesh.device_type
     forward.add("reshard", reshard_after_no_grad(model))
     forward.add("outer autocast", forget_casts)
@@ -160,7 +160,7 @@ def _attach_merged_units(
 
 
 def _leaves(model: nn.Module, state: WrapState) -> Iterator[torch.Tensor]:
-    """Yield the parameters as autograd sees them: unsharded, and the 0-D ones."""
+    """Yield the parameters that are leaves of autograd: the unsharded ones, and the 0-D ones."""
     for group in state.gradients:
         yield from group.leaves
     if state.plan.replicated is not None:
@@ -183,7 +183,7 @@ def _attach_own_units(model: nn.Module, state: WrapState) -> Iterator[OwnUnit]:
 
 
 def _needs_train_step(plan: Plan) -> str:
-    """Return, as text, what a plain `loss.backward(); optimizer.step()` would ignore; "" if nothing."""
+    """Return as text what a plain `loss.backward(); optimizer.step()` would ignore. "" if it ignores nothing."""
     policy = plan.policy
     keys = {
         "gradient_accumulation_steps": policy.gradient_accumulation_steps > 1,
@@ -196,14 +196,15 @@ def _needs_train_step(plan: Plan) -> str:
     if policy.low_dtype == torch.float16:
         reasons.append("float16, which scales the loss")
     if plan.replicated is not None:
-        return f"the model has the 0-D parameter {plan.replicated.params[0].fqn}, averaged over ranks by the step"
+        return f"the model has the 0-D parameter {plan.replicated.params[0].fqn}, which the step averages over ranks"
     return f"the config has {' and '.join(reasons)}" if reasons else ""
 
 
 def _guard_calls_from_outside(model: nn.Module, plan: Plan) -> Iterator[RemovableHandle]:
-    """Guard the modules that a user may call by themselves: units, modules around units, and siblings of either.
+    """Guard the modules that a user may call outside of the root's forward: units, modules around them, and siblings.
 
-    The guard of a module checks one of its parameters that no hook on the module, or on a module inside, unshards.
+    The guard of a module checks one parameter. Neither a hook on the module nor one on a module inside it unshards that
+    parameter.
     """
     modules = dict(model.named_modules(remove_duplicate=False))  # a module may have several names
     units = [fqn for unit in plan.units for fqn in plan.modules_of(unit)]
@@ -220,11 +221,11 @@ def _guard_calls_from_outside(model: nn.Module, plan: Plan) -> Iterator[Removabl
 
 
 def _guard_safe_modules(model: nn.Module, state: WrapState) -> Iterator[RemovableHandle]:
-    """Guard the safe modules, and let Linears among them share casts: in one hook of each module that has both."""
+    """Guard the safe modules, and share casts among their Linears. A module with both has one hook for both."""
     casts = SharedCasts(state.mesh.device_type)
     sharing = set(linears_that_share(model, state.plan))
     low = [param for param in state.plan.params if param.dtypes.param != param.dtypes.stored]
-    # A traced run that found a parameter safe may have found it outside autocast, cast by the model itself.
+    # With "auto", the model itself may cast a safe parameter outside of autocast. So only default classes are guarded.
     is_auto = state.plan.policy.lower_precision_safe_modules == "auto"
     classes = resolve_safe_classes(DEFAULT_SAFE_MODULES, model) if is_auto else (nn.Module,)
     for fqn in sorted({owner for param in low for owner in param.owner_fqns}):
@@ -240,7 +241,7 @@ def _guard_safe_modules(model: nn.Module, state: WrapState) -> Iterator[Removabl
 def cast_unit_inputs(model: nn.Module, plan: Plan) -> list[RemovableHandle]:
     """Register hooks that cast the inputs of units in modes bf16 and fp16; return their handles.
 
-    Modules of the plan that the model does not have are left out.
+    Modules of the plan that the model does not have are skipped.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     fqns = [fqn for unit in ("", *plan.units) for fqn in plan.modules_of(unit) if fqn in modules]
@@ -252,7 +253,7 @@ def cast_unit_inputs(model: nn.Module, plan: Plan) -> list[RemovableHandle]:
 
 
 def cast_in_recomputation(model: nn.Module, plan: Plan) -> Iterator[CastsInRecomputation]:
-    """Let the modules that run ops of `zeroamp.autocast_ops` cast them when a backward runs them again."""
+    """Wrap the modules that run ops of `zeroamp.autocast_ops`, so that these cast when a backward recomputes them."""
     classes = tuple({type(model.get_submodule(fqn)) for fqn in plan.cast_modules})
     for fqn, module in model.named_modules() if classes else ():
         # A module in an fp32 region runs with autocast off.
@@ -261,16 +262,16 @@ def cast_in_recomputation(model: nn.Module, plan: Plan) -> Iterator[CastsInRecom
 
 
 def share_casts(model: nn.Module, plan: Plan, device_type: str) -> list[RemovableHandle]:
-    """Let the safe Linears of each unit share casts where the policy says so; return the hooks' handles.
+    """Share casts among the safe Linears of each unit, if the policy sets `share_casts`; return the hooks' handles.
 
-    Modules of the plan that the model does not have are left out.
+    Modules of the plan that the model does not have are skipped.
     """
     casts = SharedCasts(device_type)
     return [casts.attach(linear) for linear in linears_that_share(model, plan)]
 
 
 def linears_that_share(model: nn.Module, plan: Plan) -> Iterator[nn.Linear]:
-    """Yield the safe Linears that share casts, see `share_casts`."""
+    """Yield the safe Linears that share casts: see `share_casts`."""
     if plan.policy.mode != "autocast" or not plan.policy.share_casts:
         return
     modules = dict(model.named_modules())

@@ -17,10 +17,10 @@ from zeroamp.wrapping.checks import replicas_of
 def broadcast_module_states(model: nn.Module, axes: MeshAxes, ignored: Container[str] = ()) -> None:
     """Set all parameters and buffers to the values of the first rank, in place. All ranks call this.
 
-    Of a parameter that is distributed over a tensor or expert axis: of the first of the ranks that hold the same part.
+    A parameter that is distributed over a tensor or expert axis gets the values of the first rank with the same part.
 
-    Tensors are broadcast one by one, as bytes. A tensor that is not on the mesh's device is copied there meanwhile.
-    Tensors on the meta device are left out: they are initialised later, with the same values on all ranks. Parameters
+    Tensors are broadcast one by one, as bytes. A tensor on another device is copied to the mesh's device meanwhile.
+    Tensors on the meta device are skipped: they are initialised later, with the same values on all ranks. Parameters
     named in `ignored` keep their values.
     """
     named = (*model.named_parameters(), *quantization_tensors(model))

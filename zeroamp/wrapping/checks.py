@@ -1,7 +1,7 @@
-"""Checks before a model is wrapped: the ranks hold the same parameters and plans; torch and the device fit the policy.
+"""Checks before a model is wrapped: ranks have equal parameters and plans, and torch and the device fit the policy.
 
-FSDP2 shards what each rank holds and communicates nothing while it wraps. Ranks with other seeds would train a model
-made of parts of different initialisations; at stage 0 and with HSDP, replicas would differ.
+FSDP2 shards each rank's own values, and communicates nothing when it wraps. Ranks with different seeds would train a
+model of parts of different initialisations. At stage 0 and with HSDP, replicas would differ.
 """
 
 import json
@@ -32,14 +32,14 @@ _OF_ONE_RANK = (
     *("tensorboard", "csv_monitor", "wandb", "comms_logger", "steps_per_print", "wall_clock_breakdown"),
     *("zeroamp.ranges", "zeroamp.count_traffic"),
 )
-"""Blocks and keys of the config that change only what a rank logs and records."""
+"""Blocks and keys of the config that change only logs and records of a rank."""
 
 
 def description_of(model: nn.Module, plan: Plan, axes: MeshAxes | None) -> Description:
-    """Describe the plan and the arguments of `wrap_model`, for the comparison of the ranks: see `run_alike`.
+    """Return the plan and the arguments of `wrap_model` as texts, which `run_alike` compares between ranks.
 
-    Leaves out values of parameters, keys that change nothing, and settings of monitors, which may differ between ranks.
-    `axes` are those of the caller's mesh.
+    Left out are values of parameters, keys without effect, and settings of monitors, which may differ between ranks.
+    `axes` are those of the caller's mesh, None without a mesh.
     """
     policy = plan.policy
     given = flatten(Policy(policy.config).to_config())
@@ -70,9 +70,9 @@ def _layout(axes: MeshAxes) -> str:
 
 
 def _parameters(model: nn.Module, plan: Plan, num_shards: int) -> Description:
-    """Describe each parameter under each of its names: shape, dtype, `requires_grad`, group, the one it is tied to.
+    """Return {FQN: shape, dtype, `requires_grad`, group, and the sharded dimension if it is not 0} of all parameters.
 
-    And the dimension that is sharded, where it is not 0.
+    Further FQNs of a tied parameter name the first one.
     """
     group_of = {param.fqn: group for group in plan.all_groups for param in group.params}
     dims = {param.fqn: param.shard_dim(num_shards) for group in plan.groups for param in group.params}
@@ -98,20 +98,20 @@ def _parameters(model: nn.Module, plan: Plan, num_shards: int) -> Description:
 
 
 def _structure(module: nn.Module) -> str:
-    """Return a module's class, and the settings of torch's own modules. Other classes may print text per process."""
+    """Return a module's class, and for torch's own classes the settings: other classes may print text per process."""
     name = type(module).__name__
     return f"{name}({module.extra_repr()})" if type(module).__module__.startswith("torch.nn.") else name
 
 
 def check_ranks_agree(model: nn.Module, axes: MeshAxes, ignored: Container[str] = ()) -> None:
-    """Compare a checksum of every parameter over the ranks that must hold the same.
+    """Compare a checksum of every parameter between the ranks that must have the same values.
 
-    These are all ranks, except for a parameter that is distributed over a tensor or expert axis: then those with the
-    same part. One small collective per axis of several ranks. What quantized parameters need to be dequantized is
+    These are all ranks. For a parameter that is distributed over a tensor or expert axis, they are the ranks with the
+    same part. Each axis of several ranks costs one small collective. The `quant_state` of quantized parameters is
     compared too.
 
-    Parameters on the meta device are left out: they are initialised later, alike everywhere. Those named in `ignored`
-    may differ.
+    Parameters on the meta device are skipped: they are initialised later, with the same values on all ranks. Parameters
+    named in `ignored` may differ.
 
     Raises:
         WrapError: on all ranks, naming the first parameter that differs.
@@ -122,7 +122,7 @@ def check_ranks_agree(model: nn.Module, axes: MeshAxes, ignored: Container[str] 
         if not tensor.is_meta and name not in ignored:
             by_mesh.setdefault(replicas_of(tensor, axes), []).append((name, tensor))
     differing = [name for mesh, named in by_mesh.items() for name in _differing(named, mesh)]
-    if not axes.is_plain:  # a difference in parts that some ranks alone hold is raised on all ranks
+    if not axes.is_plain:  # parts that only some ranks have may differ: the error is raised on all ranks
         count = torch.tensor([len(differing)], device=device_of(axes.whole))
         for group in axis_groups(axes.whole):
             dist.all_reduce(count, op=dist.ReduceOp.MAX, group=group)
@@ -136,14 +136,14 @@ def check_ranks_agree(model: nn.Module, axes: MeshAxes, ignored: Container[str] 
 
 
 def replicas_of(tensor: torch.Tensor, axes: MeshAxes) -> DeviceMesh:
-    """Return the ranks that hold the same values of a tensor before FSDP2 shards it."""
+    """Return the mesh of the ranks that have the same values of a tensor before FSDP2 shards it."""
     if num_shards_of(tensor) == 1:
         return axes.whole
     return axes.fsdp_of(is_expert=is_expert(tensor))
 
 
 def _differing(named: list[tuple[str, torch.Tensor]], mesh: DeviceMesh) -> list[str]:
-    """Return the names of the tensors whose values are not the same on all ranks of a mesh."""
+    """Return the names of the tensors whose values differ between ranks of a mesh."""
     sums = torch.stack([_checksum(tensor) for _, tensor in named])
     bounds = torch.cat([sums, -sums]).to(mesh.device_type)  # the maximum of -x is minus the minimum of x
     for group in axis_groups(mesh):
@@ -153,15 +153,15 @@ def _differing(named: list[tuple[str, torch.Tensor]], mesh: DeviceMesh) -> list[
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the bits, read as integers: 0-D int64, on the CPU, so that it can be stacked."""
+    """Return the sum of a tensor's elements, whose bits are read as integers: 0-D int64 on the CPU."""
     data = local_part(tensor.detach()).reshape(-1)
     return data.view(INTEGER_BY_NUM_BYTES[data.element_size()]).sum(dtype=torch.int64).cpu()
 
 
 def check_all_gather(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise WrapError for a parameter that makes its own all-gather inputs (float8) if the process group is gloo.
+    """Raise WrapError for a parameter with `fsdp_pre_all_gather` (float8) if the process group is gloo.
 
-    gloo has no float8 dtypes.
+    gloo cannot communicate float8 dtypes.
     """
     if dist.get_backend(mesh.get_group(mesh.ndim - 1)) != "gloo":
         return
@@ -169,20 +169,20 @@ def check_all_gather(model: nn.Module, mesh: DeviceMesh) -> None:
         if has_own_storage_class(parameter):
             raise WrapError(
                 f"{fqn} is a {type(parameter).__name__}, which all-gathers data of its own dtype (fsdp_pre_all_gather)."
-                " That needs NCCL, but this process group is gloo. Leave the conversion out here."
+                " That needs NCCL, but this process group is gloo. Use NCCL, or do not convert the module."
             )
 
 
 def check_integers(model: nn.Module, mesh: DeviceMesh, ignored: Container[str] = ()) -> None:
-    """Raise WrapError for a parameter of an integer dtype, as 4-bit weights may have, if FSDP2 cannot shard it."""
+    """Raise WrapError for a parameter of an integer dtype (4-bit weights, for example) if FSDP2 cannot shard it."""
     named = ((fqn, parameter.dtype) for fqn, parameter in model.named_parameters() if fqn not in ignored)
     fqn, dtype = next(((fqn, dtype) for fqn, dtype in named if not dtype.is_floating_point), ("", None))
     if dtype is None or can_shard_integers(mesh):
         return
     raise WrapError(
-        f"{fqn} is stored in {short_name(dtype)}, and FSDP2 of torch {torch.__version__} shards no integers. Install "
-        "torch 2.13 or newer, or quantize with BitsAndBytesConfig(bnb_4bit_quant_storage=torch.bfloat16): the same "
-        "4-bit values, stored as bf16."
+        f"{fqn} is stored in {short_name(dtype)}, but FSDP2 of torch {torch.__version__} cannot shard integers. "
+        "Install torch 2.13 or newer, or quantize with BitsAndBytesConfig(bnb_4bit_quant_storage=torch.bfloat16), "
+        "which stores the same 4-bit values as bf16."
     )
 
 
@@ -198,13 +198,13 @@ def check_torch(policy: Policy) -> None:
 
 
 def check_device(policy: Policy, device_type: str) -> None:
-    """Raise ConfigError if `device_type` cannot compute in `policy.low_dtype`, or lacks the mode's autocast or NVTX.
+    """Raise ConfigError if `device_type` has no arithmetic in `policy.low_dtype`, no autocast or no NVTX, as needed.
 
-    On CUDA bfloat16 counts only where the hardware has it: torch would emulate it, slowly, on older GPUs.
+    On older GPUs without bfloat16 arithmetic torch would emulate it slowly: that raises too.
     """
     if policy.ranges == "nvtx" and device_type != "cuda":
         found = f'"nvtx" on device type {device_type}'
-        remedy = 'Write "profiler": torch.profiler takes the ranges everywhere.'
+        remedy = 'Write "profiler": torch.profiler records the ranges on every device.'
         raise ConfigError(describe("zeroamp.ranges", found, '"profiler" or "off" without CUDA', remedy))
     if policy.low_dtype is None:
         return
@@ -212,12 +212,13 @@ def check_device(policy: Policy, device_type: str) -> None:
     found = f"{short_name(policy.low_dtype)} on device type {device_type}"
     if policy.mode == "autocast" and not torch.amp.is_autocast_available(device_type):
         raise ConfigError(
-            f"{key} is {found}, which has no autocast (torch.amp.is_autocast_available). Use bf16 or fp16 instead."
+            f"{key} is {found}, which has no autocast (torch.amp.is_autocast_available is False). Use the block bf16 "
+            "or fp16 instead."
         )
     is_bf16_on_cuda = device_type == "cuda" and policy.low_dtype == torch.bfloat16
     if is_bf16_on_cuda and not torch.cuda.is_bf16_supported(including_emulation=False):
         name = torch.cuda.get_device_name()
         raise ConfigError(
-            f"{key} is {found} ({name}), which has no bfloat16 arithmetic: that takes compute capability 8.0 or "
+            f"{key} is {found} ({name}), which has no bfloat16 arithmetic: that needs compute capability 8.0 or "
             "newer. Use float16."
         )

@@ -1,4 +1,4 @@
-"""Installs zeroamp's collectives into the FSDP2 groups of a model, one set per typed group."""
+"""Installs zeroamp's all-gather and reduction into the FSDP2 parameter groups of a model."""
 
 from functools import partial
 
@@ -23,10 +23,17 @@ from zeroamp.wrapping.state import WrapState
 def attach_collectives(
     module: FSDPModule, group: GroupPlan, state: WrapState, buffers: ReceiveBuffers, gradients: GroupGradients
 ) -> None:
-    """Give `module`'s own FSDP2 group the dtypes that were planned for it, the state's listeners, and its ranges.
+    """Give `module`'s own FSDP2 group the all-gather and the reduction with the dtypes of the plan.
 
-    Replicas are summed in the order of the tree, in the hook that FSDP2 calls after each reduction. With the backend's
-    sums, FSDP2 issues the all-reduce over replicas, and listeners are called after it was issued.
+    Replicas are summed in the order of the tree, in the hook that FSDP2 calls after each reduction. With native sums
+    FSDP2 issues the all-reduce over replicas, and the hook only notifies the listeners.
+
+    Args:
+        module: a unit's module or a group holder, after `fully_shard`.
+        group: the parameter group that it has.
+        state: the plan, meshes, listeners and ranges.
+        buffers: receive buffers that all groups share.
+        gradients: the gradients of the group.
     """
     mesh, listeners = state.axes.fsdp_of(is_expert=group.is_expert), state.listeners
     dtypes = group_dtypes(group.key, state.plan.policy, ranks_of(mesh))
@@ -81,7 +88,7 @@ def attach_collectives(
 
 
 def _sum_replicas(module: FSDPModule, reduction: GroupReduceScatter, gradients: GroupGradients) -> None:
-    """Sum over replicas after each reduction of `module`'s own group for which `add_partial_sums` returns True."""
+    """Sum over replicas after those reductions of `module`'s own group for which `add_partial_sums` returns True."""
 
     def complete(reduced: torch.Tensor) -> None:
         # FSDP2 may add `reduced` to `parameter.grad` in this stream, and release it without waiting.

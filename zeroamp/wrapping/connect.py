@@ -1,4 +1,4 @@
-"""Makes NCCL connect the ranks while a model is wrapped, and not in the first backward.
+"""Makes NCCL connect the ranks while a model is wrapped, instead of in the first backward.
 
 [Note: When NCCL connects]
 NCCL connects ranks, and takes memory for that, at the first collective of a kind on a process group. It takes the
@@ -31,7 +31,7 @@ Kind = Literal["all_gather", "all_to_all", "reduce_scatter", "all_reduce"]
 def connect_ranks(model: nn.Module, state: WrapState) -> None:
     """Run each kind of collective of the parameter groups once, if their backend is NCCL. All ranks call this.
 
-    With another backend nothing runs. Process groups of two levels connect where they are made: see `nodes.py`.
+    With another backend nothing runs. The process groups of two levels have connected already: see `nodes.py`.
     """
     mesh = state.mesh
     if is_nccl(mesh.get_group(mesh.ndim - 1), mesh.device_type):
@@ -45,7 +45,7 @@ def is_nccl(group: dist.ProcessGroup, device_type: str) -> bool:
 
 
 def collectives_of(model: nn.Module, state: WrapState) -> Iterator[tuple[Kind, dist.ProcessGroup]]:
-    """Yield the flat collectives of the parameter groups, each once, in the same order on all ranks.
+    """Yield (kind, process group) of the parameter groups' flat collectives, each once, in one order on all ranks.
 
     Collectives in two levels are left out.
     """

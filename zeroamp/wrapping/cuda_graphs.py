@@ -1,7 +1,7 @@
-"""Refuses CUDA graphs of sharded parameters.
+"""Raises errors for CUDA graphs that contain sharded parameters.
 
 [Note: Why no CUDA graphs]
-A CUDA graph reads and writes the addresses that it was recorded with. FSDP2 allocates the memory of unsharded
+A CUDA graph reads and writes the addresses with which it was recorded. FSDP2 allocates the memory of unsharded
 parameters at each all-gather and frees it at each reshard, so the addresses change. Inductor (`mode="reduce-overhead"`)
 detects new addresses in each call, and records the graph again or copies the parameters. A graph that the caller
 captures (`torch.cuda.graph`) would read memory that other tensors use by then. A module without parameters, such as a
@@ -19,7 +19,7 @@ from zeroamp.policies.errors import WrapError
 
 
 def refuse_cuda_graphs(model: nn.Module, device_type: str, ignored: Collection[str] = ()) -> None:
-    """Raise WrapError if a module that holds parameters was compiled with CUDA graphs. See [Note: Why no CUDA graphs].
+    """Raise WrapError if a module with parameters was compiled with CUDA graphs. See [Note: Why no CUDA graphs].
 
     Args:
         model: any module, compiled or not.
@@ -41,7 +41,7 @@ def refuse_cuda_graphs(model: nn.Module, device_type: str, ignored: Collection[s
 
 
 def refuse_capture(model: nn.Module, ignored: Collection[str]) -> Around:
-    """Return what raises WrapError in an outermost forward that a CUDA graph captures. Only for CUDA.
+    """Return an around that raises WrapError if a CUDA graph captures an outermost forward. For CUDA only.
 
     The first forward also searches for modules that were compiled with CUDA graphs after `wrap_model`. Later forwards
     only query the driver whether the current stream is being captured.

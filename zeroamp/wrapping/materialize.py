@@ -1,7 +1,7 @@
 """Allocates and initialises a sharded meta-device model, one module's parameters at a time.
 
-No rank ever holds a full copy. Only shards are allocated; then each module that owns parameters gets full ones for its
-own initialisation, and retains its shard of them.
+No rank ever has a full copy of the model. The shards are allocated first. Then each module that owns parameters gets
+full parameters for its own initialisation, and the shards of these are copied.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,12 +25,12 @@ from zeroamp.policies.errors import WrapError
 def materialize_model(model: nn.Module, mesh: DeviceMesh, device: torch.device, shard_device: torch.device) -> None:
     """Allocate and initialise a model whose parameters are sharded DTensors on the meta device.
 
-    Shards are allocated on `shard_device`. Everything else is on `device`, which computes: buffers, parameters without
-    elements, and the full parameters of one module at a time. So values do not depend on the device of the shards.
+    Shards are allocated on `shard_device`. Buffers, parameters without elements, and the full parameters of one module
+    at a time are on `device`, which computes. So values do not depend on the device of the shards.
 
     Children are initialised before parents, in the order of `nn.Module.apply`. A transformers model is initialised by
-    its `_init_weights`, other modules by `reset_parameters`. All ranks draw the same values: the seed is that of rank 0
-    of the mesh, and the random state is restored afterwards. Buffers that hold values keep them.
+    its `_init_weights`, other modules by `reset_parameters`. All ranks draw the same values: they use the seed of rank
+    0 of the mesh. The random state is restored afterwards. Buffers that are not on the meta device keep their values.
 
     Raises:
         WrapError: a module owns parameters or buffers that neither of the two initialises.
@@ -41,7 +41,7 @@ def materialize_model(model: nn.Module, mesh: DeviceMesh, device: torch.device, 
         target = shard_device if isinstance(tensor, DTensor) else device
         return torch.empty_like(tensor, device=target) if tensor.is_meta else tensor.to(target)
 
-    model._apply(allocate)  # type: ignore[no-untyped-call]  # `to_empty` would drop the values of buffers that have some
+    model._apply(allocate)  # type: ignore[no-untyped-call]  # `to_empty` would discard the values of real buffers
     fqns = {module: fqn for fqn, module in model.named_modules()}
     with _same_seed(mesh, device), torch.no_grad():
         for module in children_first(model):
@@ -55,8 +55,8 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _initializers(model: nn.Module, module: nn.Module) -> list[Callable[[], object]]:
-    """Return the functions that may initialise `module`, the model's own `_init_weights` first."""
-    for_module = getattr(model, "_init_weights", None)  # transformers' one method for all modules of a model
+    """Return the functions that may initialise `module`: first the model's `_init_weights`, if it has one."""
+    for_module = getattr(model, "_init_weights", None)  # of transformers models: one method for all modules
     found: list[Callable[[], object]] = [lambda: for_module(module)] if callable(for_module) else []
     own = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return [*found, own] if callable(own) else found
@@ -84,7 +84,7 @@ def _initialize(module: nn.Module, fqn: str, initializers: list[Callable[[], obj
 def _run_first_that_covers(
     module: nn.Module, initializers: list[Callable[[], object]], device: torch.device
 ) -> str | None:
-    """Run the initialisers in turn until all own tensors are set. Returns the name of one that none of them sets."""
+    """Run the initialisers in turn until one sets all own tensors. Return the name of an unset tensor, or None."""
     missed = next((name for name, _ in _own_tensors(module)), None)
     for initializer in initializers:
         missed = _first_unset(module, initializer, device)
@@ -94,11 +94,11 @@ def _run_first_that_covers(
 
 
 def _first_unset(module: nn.Module, initializer: Callable[[], object], device: torch.device) -> str | None:
-    """Run `initializer`, and return the name of the first tensor of the module that it did not set, None if all are.
+    """Run `initializer`; return the name of the module's first tensor that it did not set, or None if it set all.
 
     The ops of `initializer` are recorded, which costs nothing per element and does not wait for the device. If the
-    record does not show that all tensors are set (one was set in parts, or from its own values), `initializer` runs
-    once more, over a fill.
+    record does not prove that all tensors were set (one was set in parts, or from its own values), the tensors are
+    filled and `initializer` runs once more.
     """
     states = random_state(device)
     with _Overwrites(tensor for _, tensor in _own_tensors(module)) as overwrites:
@@ -118,16 +118,16 @@ _OVERWRITES = frozenset(
 
 
 class _Overwrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records which of `tensors` an op overwrites whole, and whether one is read before that."""
+    """Records which of `tensors` are overwritten whole by one op, and whether any is read before that."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         wanted = [tensor for tensor in tensors if tensor.numel() > 0]
         self._unset = {storage_key(tensor): tensor.numel() for tensor in wanted}
-        self._is_certain = len(self._unset) == len(wanted)  # else two of them are in one storage
+        self._is_certain = len(self._unset) == len(wanted)  # False if two of them share a storage
 
     def are_whole(self) -> bool:
-        """Return whether each tensor was overwritten, all its elements by one op, before anything read them."""
+        """Return whether all elements of each tensor were overwritten by one op before any op read the tensor."""
         return self._is_certain and not self._unset
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -140,7 +140,7 @@ class _Overwrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ):
             self._is_certain = False
         if written is not None and written.numel() == self._unset.get(storage_key(written)):
-            # Elements of a tensor that is written in place do not overlap: equal counts mean that all were written.
+            # Elements of a tensor that is written in place do not overlap. So with equal counts, all were written.
             del self._unset[storage_key(written)]
         return func(*args, **(kwargs or {}))
 
@@ -148,10 +148,10 @@ class _Overwrites(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _first_left_of_a_fill(
     module: nn.Module, initializer: Callable[[], object], states: dict[str, Any], device: torch.device
 ) -> str | None:
-    """Fill the module's tensors, run `initializer`, and return the name of the first tensor that has some of the fill.
+    """Fill the module's tensors, run `initializer`, and return the name of the first tensor that still has the fill.
 
-    The fill is NaN. Integers and booleans have no such value: for them, the initialiser runs again over another fill,
-    and what differs was not set. Each run starts from `states`.
+    The fill is NaN. Integer and boolean tensors are filled with 0 and then, in a second run, with 1. Elements that
+    differ between the two runs were not set. Each run starts from the random states `states`.
     """
     exact = [(name, tensor) for name, tensor in _own_tensors(module) if not _has_nan(tensor)]
     results = []
@@ -175,7 +175,7 @@ def _has_nan(tensor: torch.Tensor) -> bool:
 def _copy_shard(parameter: nn.Parameter, full: torch.Tensor) -> None:
     if not isinstance(parameter, DTensor):
         raise AssertionError(f"expected a sharded DTensor, got {type(parameter).__name__}")
-    # src_data_rank=None: every rank slices its own copy, without communication.
+    # With src_data_rank=None every rank slices its own copy, without communication.
     shard = distribute_tensor(full.detach(), parameter.device_mesh, parameter.placements, src_data_rank=None)
     parameter.to_local().copy_(shard.to_local())
 
@@ -192,7 +192,7 @@ def _same_seed(mesh: DeviceMesh, device: torch.device) -> Iterator[None]:
 
 
 def cast_buffers(model: nn.Module, plan: Plan) -> None:
-    """Cast floating-point buffers to `data_types.buffer_dtype`, except those that `keep_in_fp32_modules` names.
+    """Cast floating-point buffers to `data_types.buffer_dtype`, except those in fp32 regions.
 
     A buffer that two modules share stays shared.
     """

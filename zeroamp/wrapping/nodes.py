@@ -20,25 +20,26 @@ from zeroamp.policies.policy import Policy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshNodes:
-    """The two levels of the axes of a mesh. By default no axis has them."""
+    """The two levels of the axes of a mesh. By default all axes are flat."""
 
     reductions: Mapping[int, Nodes] = field(default_factory=dict)
-    """Axis -> its two levels; at most one axis has them."""
+    """Axis -> its two levels for reductions. At most one axis has two levels."""
     gathers: Mapping[int, Nodes] = field(default_factory=dict)
-    """The same for all-gathers, in other process groups if `zeroamp.separate_reduce_scatter_group` is on."""
+    """Axis -> its two levels for all-gathers. Other process groups if `zeroamp.separate_reduce_scatter_group` is on."""
     why_flat: str | None = None
-    """Why an axis that spans nodes has one level. None: there is no such axis."""
+    """Why an axis that spans nodes is flat. None if there is no such axis."""
 
 
 def nodes_of_mesh(policy: Policy, mesh: DeviceMesh, world: dist.ProcessGroup | None) -> MeshNodes:
-    """Return the two levels of the mesh axis that has them. All ranks of the mesh call this.
+    """Return the two levels of the mesh's axes. All ranks of the mesh call this.
 
-    If all ranks share a node, if the ranks of a node are not known, or with the backend's own sums, this communicates
-    nothing and makes nothing. Else the ranks compare their `ranks_per_node` in one small all-reduce, and make two
-    process groups. Each is used once here: a backend connects ranks, and NCCL takes memory, at the first collective.
+    If all ranks share a node, if the number of ranks per node is not known, or with native sums, all axes are flat and
+    nothing is communicated. Otherwise the ranks compare their `ranks_per_node` in one small all-reduce. An axis with
+    two levels gets two process groups. Each runs one collective here, because a backend connects ranks, and NCCL takes
+    memory, at the first collective.
     """
     per_node = ranks_per_node(policy)
-    # The ranks of the world, not of the mesh: on nodes of different sizes, all ranks must decide alike.
+    # Compared with the world's size, not the mesh's: on nodes of different sizes, all ranks must decide alike.
     if per_node is None or per_node >= dist.get_world_size() or policy.reduce_accumulate_dtype != "fp32":
         return MeshNodes()
     if not _is_equal(per_node, mesh, world):
@@ -46,7 +47,7 @@ def nodes_of_mesh(policy: Policy, mesh: DeviceMesh, world: dist.ProcessGroup | N
     found: dict[int, AxisNodes] = {}
     why_flat = None
     for axis in range(mesh.ndim):
-        # All ranks must decide alike, also those whose own part of the axis is even.
+        # All parts are checked, because all ranks must decide alike.
         layouts = [nodes_of_axis(part, per_node) for part in _parts(mesh, axis)]
         if all(layout.is_two_level for layout in layouts):
             found[axis] = layouts[0]

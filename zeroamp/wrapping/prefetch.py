@@ -1,4 +1,4 @@
-"""Explicit prefetching: each FSDP unit starts the all-gathers of the units that run after it.
+"""Sets explicit prefetching: each FSDP unit starts the all-gathers of the units that run after it.
 
 [Note: Which group starts them]
 FSDP2 starts a module's prefetches right after the module's own all-gather. A unit may have several groups: its own, and
@@ -23,11 +23,14 @@ from zeroamp.planning.schedule import backward_order, fits
 
 
 def attach_prefetch(model: nn.Module, plan: Plan, holders: Mapping[str, FSDPModule]) -> None:
-    """Set what each unit and the root prefetch at stage 3. With a bucket of 0 elements FSDP2 decides."""
+    """Set the modules that each unit and the root prefetch at stage 3. With a bucket of 0 elements FSDP2 decides.
+
+    `holders`: name of a group -> its group holder.
+    """
     size = plan.policy.prefetch_bucket_size
     if plan.policy.stage != 3 or size <= 0:
         return
-    # Attach order, which is the plan's; the root all-gathers the model-wide group once.
+    # In the order in which the groups were attached, which is the plan's.
     gathered = {unit: [cast(FSDPModule, model.get_submodule(unit))] for unit in ("", *plan.units)}
     for group in plan.groups:
         if group.name in holders:

@@ -1,7 +1,8 @@
-"""Compares the ranks before they train: one digest in one collective, and an error that names what differs.
+"""Compares the ranks before they train, by a digest in one collective, and raises an error that names what differs.
 
-Ranks that differ would train wrongly without an error, or wait for each other for ever. So each rank describes, as text
-by name, what must be equal on all ranks. If the ranks are equal, this costs one all-reduce of two integers.
+Ranks that differ would train wrongly without an error, or wait for each other for ever. So each rank makes a
+`Description` of what must be equal on all ranks. If the ranks are equal, the comparison costs one all-reduce of two
+integers.
 """
 
 import hashlib
@@ -17,9 +18,9 @@ from zeroamp.policies.errors import ZeroAmpError, error_text
 
 T = TypeVar("T")
 Description = Mapping[str, str]
-"""Name -> value, of what must be equal on all ranks, in the same order. Errors read "<name> is <value> on rank 0"."""
+"""Name -> value, which must be equal on all ranks and in the same order. Errors read "<name> is <value> on rank 0"."""
 
-_NUM_NAMED = 4  # differences that an error names; the others often follow from them
+_NUM_NAMED = 4  # differences that an error names; others often follow from the first ones
 _LONGEST = 160  # characters of a value in an error
 _ERROR = "error"
 
@@ -35,14 +36,21 @@ def run_alike(
 ) -> T:
     """Call `action` on every rank of `group`, compare the descriptions that it returns, and return its result.
 
-    All ranks call this. `action` may raise on some ranks, and must not communicate. An error's text begins with `what`
-    and ends with `remedy`. `group` communicates from `device`.
+    All ranks of the group call this.
+
+    Args:
+        action: returns a result and a description. May raise on some ranks. Must not communicate.
+        what: the begin of an error's text: the name of the function that compares.
+        remedy: the end of an error's text: what to do.
+        error_type: the class of the error.
+        group: the ranks; None is the default group.
+        device: of the tensors that `group` communicates.
 
     Raises:
         PeerError: another rank did not call this.
-        Exception: the error of `action`, if all ranks raised the same one.
-        ZeroAmpError: on all ranks, if `action` raised on some. It has their common class, or else `error_type`.
-        error_type: on all ranks, if the descriptions differ. The text names what differs, and on which ranks.
+        Exception: the error of `action`, if it is the same on all ranks.
+        ZeroAmpError: on all ranks, if `action` raised on some: the class that all errors have, else `error_type`.
+        error_type: on all ranks, if the descriptions differ. The text names the differences and the ranks.
     """
     try:
         result, description = action()
@@ -69,9 +77,9 @@ def _is_equal(description: Description, what: str, group: dist.ProcessGroup | No
 
 
 def differences(description: Description, group: dist.ProcessGroup | None) -> str:
-    """Return a sentence that names what differs and on which ranks, the same on all ranks. All ranks call this.
+    """Return a sentence that names the differences and their ranks. It is the same on all ranks. All ranks call this.
 
-    Each rank compares its description with the first rank's, and sends the differences only.
+    Each rank compares its description with the first rank's, and sends only the differences.
     """
     ranks = dist.get_process_group_ranks(group)
     of_rank: list[_Differing | None] = [None] * len(ranks)
@@ -80,7 +88,7 @@ def differences(description: Description, group: dist.ProcessGroup | None) -> st
         dist.broadcast_object_list(box, src=ranks[0], group=group)
         dist.all_gather_object(of_rank, _differing(box[0] or {}, description), group=group)
     except RuntimeError as error:
-        return f"differs between ranks, and they could not compare in what ({str(error).strip()})."
+        return f"differs between ranks. The ranks could not exchange what differs: {str(error).strip()}."
     found = {rank: differing for rank, differing in zip(ranks, of_rank, strict=True) if differing is not None}
     return _sentence(found)
 
@@ -89,12 +97,13 @@ class _Differing(NamedTuple):
     """The differences between one rank and the first."""
 
     values: dict[str, tuple[str, str]]
-    """Name -> the first rank's value and this rank's, for the first `_NUM_NAMED` differences."""
+    """Name -> (the first rank's value, this rank's value), for the first `_NUM_NAMED` differences."""
     num_differing: int
+    """The number of all differences."""
 
 
 def _differing(first: Description, own: Description) -> _Differing:
-    by_length = sorted((first, own), key=len, reverse=True)  # an absent name then comes in its place
+    by_length = sorted((first, own), key=len, reverse=True)  # so that names absent on one rank keep their place
     values = {
         key: (_shortened(first.get(key)), _shortened(own.get(key)))
         for key in dict.fromkeys((*by_length[0], *by_length[1]))
@@ -124,7 +133,7 @@ def _sentence(found: Mapping[int, _Differing]) -> str:
 def _raise_errors(
     error: Exception | None, what: str, error_type: type[ZeroAmpError], group: dist.ProcessGroup | None
 ) -> None:
-    """Raise the same error on all ranks, if any rank has one."""
+    """Raise the same error on all ranks if any rank has one. All ranks call this."""
     kind = type(error) if isinstance(error, ZeroAmpError) else error_type
     mine = None if error is None else (error_text(error), kind)
     ranks = dist.get_process_group_ranks(group)

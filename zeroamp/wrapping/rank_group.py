@@ -32,7 +32,7 @@ _USES: dict[Use, str] = {
     "saving": "save or load",
     "signals": "agree on what is reported of the run (RunReport, monitors, profile) and on signals",
 }
-"""What the ranks do in a group of a use, for the text of an error."""
+"""What ranks use such a group for, as text for errors: "ranks that ..."."""
 _NO_VALUE = -(2**62)  # less than any digest or its negative
 _shared: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], RankGroup]]" = WeakKeyDictionary()
 
@@ -45,23 +45,23 @@ class RankGroup:
     """
 
     def __init__(self, mesh: DeviceMesh, use: Use = "saving") -> None:
-        """Communicates nothing."""
+        """Take the mesh, whose ranks form the group. Does not communicate."""
         self._ranks = sorted(mesh.mesh.flatten().tolist())
         self.ranks: tuple[int, ...] = tuple(self._ranks)
-        """Their numbers in the world, in rank order."""
+        """Global ranks of the members, in increasing order."""
         self._timeout = timeout_of(mesh.get_group(0), mesh.device_type)
         self.rank = self._ranks.index(dist.get_rank())
         self.num_ranks = len(self._ranks)
         self._use = use
         self._tree: RankTree | None = None
         self.background: Future[Any] | None = None
-        """A save whose thread uses the group."""
+        """A background save whose thread uses the group, or None."""
 
     @classmethod
     def shared(cls, mesh: DeviceMesh, use: Use) -> "RankGroup":
-        """Return the group of the mesh's ranks for a use.
+        """Return the group of the mesh's ranks for a use. All models of the process share it.
 
-        Models share it: each group costs connections and threads, which last until the process ends.
+        Each group costs connections and threads, which last until the process ends.
         """
         world = dist.group.WORLD
         if world is None:
@@ -76,7 +76,7 @@ class RankGroup:
     def for_saving(cls, mesh: DeviceMesh) -> "RankGroup":
         """Return the shared group for saving and loading. Waits until a background save has ended.
 
-        If that save failed, `Saving` raises its error; this method does not.
+        If the background save failed, `Saving` raises its error. This method does not.
         """
         ranks = cls.shared(mesh, "saving")
         if ranks.background is not None:
@@ -86,34 +86,34 @@ class RankGroup:
 
     @classmethod
     def for_signals(cls, mesh: DeviceMesh) -> "RankGroup":
-        """Return the shared group for flags and reports of the main thread, which no save in the background uses."""
+        """Return the shared group for flags and reports of the main thread. Background saves do not use it."""
         return cls.shared(mesh, "signals")
 
     @property
     def tree(self) -> RankTree:
-        """The connections. The first use makes the process group, so all ranks get here together."""
+        """The connections between the ranks. The first read makes the process group: all ranks must do it."""
         if self._tree is None:
-            # Local synchronization only if the mesh is a part of the world: torch then names the group by the number of
-            # groups that a rank is in, and ranks in different numbers of groups would wait for ever.
+            # Local synchronization only if the mesh is a part of the world. With it, torch names the group by the
+            # number of groups that a rank is in, and ranks in different numbers of groups would wait for ever.
             is_local = self.num_ranks < dist.get_world_size()
             tree = RankTree(new_lazy_group(self._ranks, self._timeout, is_local=is_local))
             pause_before_exit()
             with self._naming_lost(_Outcome[None](), None):
-                tree.max([])  # connects: the loss of a rank is noticed at once from here on
+                tree.max([])  # connects the ranks: from here on the loss of a rank is noticed at once
             self._tree = tree
         return self._tree
 
     def run(self, action: Callable[[], T]) -> list[T]:
         """Call `action` on every rank and return the results of all, in rank order.
 
-        Results that are the same on all ranks are not sent: their digests are compared.
+        Ranks first compare digests of their results. Only results that differ are sent.
 
         Raises:
             CheckpointError: on all ranks, if `action` raised on any, with the text of each error. On the remaining
                 ranks, if a rank is lost.
             ZeroAmpError: on all ranks, if all errors have the same subclass: that subclass.
         """
-        tree = self.tree  # before the action: connections show if a rank is lost during it
+        tree = self.tree  # connected before the action: a rank that is lost during the action is then noticed
         outcome, error = _attempt(action)
         with self._naming_lost(outcome, error):
             is_failed, *largest = tree.max([outcome.text is not None, *_bounds(_digest(outcome.result))])
@@ -133,16 +133,16 @@ class RankGroup:
         return of_first.result  # type: ignore[return-value]
 
     def reduce(self, action: Callable[[], T], combine: Callable[[list[T]], R]) -> R:
-        """Call `action` on every rank, `combine` with all results on the first, and return its result on all.
+        """Call `action` on every rank, and `combine` with all results on the first. Return its result on all ranks.
 
-        The results go to the first rank only. Raises as `run` does.
+        The results of `action` are sent to the first rank only. Raises as `run` does.
         """
         return self._reduce(action, lambda results: [combine(results)], self._broadcast_first)
 
     def reduce_scatter(self, action: Callable[[], T], combine: Callable[[list[T]], Sequence[R]]) -> R:
-        """Call `action` on every rank, `combine` with all results on the first, and return to each rank its own.
+        """Call `action` on every rank, and `combine` with all results on the first. Return to each rank its own value.
 
-        `combine` returns one value per rank. Raises as `run` does.
+        `combine` returns one value per rank, in rank order. Raises as `run` does.
         """
         return self._reduce(action, combine, self._scatter)
 
@@ -182,24 +182,24 @@ class RankGroup:
             texts = [str(lost)] if outcome.text is None else [outcome.text, str(lost)]
             raise CheckpointError(
                 f"An exchange between the {self.num_ranks} ranks that {_USES[self._use]} failed on rank {self.rank}: "
-                f"{'; '.join(texts)} within the process group's timeout. Look at the output of the other ranks, and "
+                f"{'; '.join(texts)} within the process group's timeout. Read the output of the other ranks, and "
                 "restart from the last checkpoint."
             ) from error or lost
 
     def is_equal(self, value: object) -> bool:
-        """Return whether all ranks pass the same value. They exchange its digest."""
+        """Return whether all ranks pass the same value, by its digest. All ranks call this."""
         numbers, tree = _digest(value), self.tree
         with self._naming_lost(_Outcome[None](), None):
             return _is_equal(tree.max(_bounds(numbers)))
 
     def are_equal(self, values: Sequence[object] | Mapping[int, object], num_values: int | None = None) -> list[bool]:
-        """Return for each place whether all ranks that pass a value there pass the same one.
+        """Return for each place whether all ranks that pass a value there pass the same value.
 
-        The ranks exchange a digest of 8 bytes per place. Two different values count as equal in one of 2^56 cases.
+        The ranks exchange a digest of 8 bytes per place. Different values have equal digests in one of 2^56 cases.
 
         Args:
-            values: equally many on all ranks; or by place, if a rank does not pass all of them.
-            num_values: the number of places. None: as many as there are values.
+            values: one value per place, equally many on all ranks; or {place: value} for some of the places.
+            num_values: the number of places. None: the number of values.
         """
         tree = self.tree
         by_place = values if isinstance(values, Mapping) else dict(enumerate(values))
@@ -225,7 +225,7 @@ class RankGroup:
 
 @dataclass(slots=True)
 class _Outcome(Generic[T]):
-    """Of an action on one rank: its result, or the text of its error and, if it is one of the tree, its class."""
+    """The outcome of an action on one rank: its result, or its error's text and, if a ZeroAmpError, its class."""
 
     result: T | None = None
     text: str | None = None
@@ -234,7 +234,7 @@ class _Outcome(Generic[T]):
 
 @dataclass(slots=True)
 class _Reply(Generic[R]):
-    """What the first rank sends back: the combined result, or why there is none."""
+    """The first rank's reply to a rank: the combined result, or the error to raise."""
 
     value: R | None = None
     failure: "_Failure | None" = None
@@ -248,7 +248,7 @@ class _Failure(NamedTuple):
 
 
 def _attempt(action: Callable[[], T]) -> tuple[_Outcome[T], BaseException | None]:
-    """Call `action` on this rank. Returns its outcome, and the error."""
+    """Call `action` on this rank. Return its outcome, and the error that it raised, or None."""
     try:
         return _Outcome(action()), None
     except (Exception, _checkpoint_exception()) as raised:
@@ -256,18 +256,18 @@ def _attempt(action: Callable[[], T]) -> tuple[_Outcome[T], BaseException | None
 
 
 def _digest(value: object) -> list[int]:
-    """Return a hash of a value, as integers whose negatives fit 64 bits too."""
+    """Return a hash of a value as four integers of 56 bits, whose negatives fit int64 too."""
     digest = sha256(pickle.dumps(value)).digest()
     return [int.from_bytes(digest[start : start + 7]) for start in range(0, 28, 7)]
 
 
 def _bounds(numbers: list[int]) -> list[int]:
-    """Return numbers whose maxima over the ranks are the largest and minus the smallest of each."""
+    """Return the numbers and their negatives: the maximum of the negatives over the ranks is minus the minimum."""
     return [*numbers, *(-number for number in numbers)]
 
 
 def _is_equal(largest: list[int]) -> bool:
-    """Return whether the numbers were the same on all ranks, by the maxima of their `_bounds`."""
+    """Return whether the numbers are equal on all ranks. `largest`: the maxima of their `_bounds` over the ranks."""
     half = len(largest) // 2
     return all(high == -low for high, low in zip(largest[:half], largest[half:], strict=True))
 
@@ -309,14 +309,14 @@ def _raise(failure: _Failure | None, cause: BaseException | None) -> None:
         return
     error_type, text = failure
     if cause is not None and type(cause) is error_type and str(cause) == text:
-        raise cause  # the same on all ranks
+        raise cause  # the error is the same on all ranks
     raise error_type(text) from cause
 
 
 def _checkpoint_exception() -> "type[CheckpointException]":
-    """Return torch's class of failed saves and loads, which is no subclass of Exception.
+    """Return torch's class of failed saves and loads, which is not a subclass of Exception.
 
-    Imported here and not above: wrapping a model imports this file, and need not import torch's checkpoints.
+    It is imported here, because wrapping a model imports this file and needs no checkpoints of torch.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -324,6 +324,6 @@ def _checkpoint_exception() -> "type[CheckpointException]":
 
 
 def _text(error: BaseException) -> str:
-    if isinstance(error, _checkpoint_exception()):  # all ranks have it already, and its own text is a traceback
+    if isinstance(error, _checkpoint_exception()):  # contains the errors of all ranks; its own text is a traceback
         return "; ".join(f"rank {rank}: {_text(wrapped)}" for rank, (wrapped, _) in sorted(error.failures.items()))
     return error_text(error)

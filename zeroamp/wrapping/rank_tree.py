@@ -1,12 +1,12 @@
-"""`RankTree`: messages between the ranks of a gloo group along a binary tree.
+"""`RankTree`: sends messages between the ranks of a gloo group along a binary tree.
 
 A rank exchanges messages with its parent and two children. So it needs three connections, and a message passes
-log2(ranks) ranks. Messages of gloo's own collectives pass through all ranks one after the other, and its gathers
-connect the first rank with all.
+log2(ranks) ranks. Messages of gloo's own collectives pass through all ranks one after the other, and gloo's gathers
+connect the first rank with all others.
 
 [Note: A lost rank]
-A rank that cannot reach another passes on the number of the lost rank, up and down the tree, before it raises. So all
-ranks that are left raise at about the same time, not only the neighbours of the lost one.
+A rank that cannot reach another sends the number of the lost rank up and down the tree, before it raises. So all
+remaining ranks raise at about the same time, not only the neighbours of the lost rank.
 """
 
 import pickle
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 _LOST = -1
-_COMPRESSED_BYTES = 2**12  # from this size on, messages are compressed: plans of thousands of tensors repeat themselves
+_COMPRESSED_BYTES = 2**12  # messages of at least this size are compressed: names of thousands of tensors repeat
 
 
 class LostRankError(RuntimeError):
@@ -40,12 +40,12 @@ class RankTree:
         self._children = [child for child in (2 * self.rank + 1, 2 * self.rank + 2) if child < self.num_ranks]
 
     def max(self, values: Sequence[int]) -> list[int]:
-        """Return the largest of each value over the ranks. They pass equally many integers of 64 bits.
+        """Return the maximum of each value over the ranks. All ranks pass equally many 64-bit integers.
 
         Raises:
-            LostRankError: on all ranks that are left, see [Note: A lost rank].
+            LostRankError: on all remaining ranks, see [Note: A lost rank].
         """
-        found = torch.tensor([0, *values], dtype=torch.int64)  # first: 1 + the number of a lost rank
+        found = torch.tensor([0, *values], dtype=torch.int64)  # the first element: 1 + the number of a lost rank
         received = torch.empty_like(found)
         for child in self._children:
             if self._receive(received, child):
@@ -55,23 +55,23 @@ class RankTree:
         if self._parent is not None and not (self._send(found, self._parent) and self._receive(found, self._parent)):
             found[0] = self._parent + 1
         for child in self._children:
-            self._send(found, child)  # a child that is lost by now is noticed at the next message
+            self._send(found, child)  # the loss of a child is noticed at the next message
         lost, *largest = found.tolist()
         if lost:
             raise self._lost(lost - 1)
         return largest
 
     def gather(self, value: Any) -> "list[Any] | LostRankError":
-        """Return the values of all ranks, in rank order, on the root; [] on the others.
+        """Return the values of all ranks, in rank order, on the root; [] on other ranks.
 
-        Returns an error instead of raising it, so that the root can send it to all.
+        If a rank is lost, the root returns the error, so that it can send it to all ranks.
         """
         found: dict[int, bytes] = {self.rank: _pack(value)}
         for child in self._children:
             content = self._receive_bytes(child)
             found |= {_LOST: b"%d" % child} if content is None else pickle.loads(content)
         if self._parent is not None:
-            self._send_bytes(pickle.dumps(found), self._parent)  # if the parent is lost, its reply will not come
+            self._send_bytes(pickle.dumps(found), self._parent)  # the loss of the parent is noticed at its reply
             return []
         if _LOST in found:
             return self._lost(int(found[_LOST]))
@@ -81,7 +81,7 @@ class RankTree:
         """Return the root's value on all ranks. Values on other ranks are ignored.
 
         Raises:
-            LostRankError: the root passed one, or a rank is lost.
+            LostRankError: the root passed a LostRankError, or a rank is lost.
         """
         content = _pack(value) if self._parent is None else self._receive_bytes(self._parent)
         if content is None:
@@ -91,10 +91,10 @@ class RankTree:
         return _raised(value if self._parent is None else _unpack(content))
 
     def scatter(self, values: "Sequence[Any] | LostRankError" = ()) -> Any:
-        """Return this rank's own of the root's values, which are in rank order. Values on other ranks are ignored.
+        """Return this rank's value out of the root's `values`, one per rank. Values on other ranks are ignored.
 
         Raises:
-            LostRankError: the root passed one, or a rank is lost.
+            LostRankError: the root passed a LostRankError, or a rank is lost.
         """
         if self._parent is None:
             of_ranks = [values] * self.num_ranks if isinstance(values, LostRankError) else values
@@ -109,7 +109,7 @@ class RankTree:
         return _raised(_unpack(found[self.rank]))
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in rank order, on all.
+        """Return the values of all ranks, in rank order, on all ranks.
 
         Raises:
             LostRankError: a rank is lost.
@@ -118,15 +118,15 @@ class RankTree:
         return values
 
     def _send(self, tensor: torch.Tensor, rank: int) -> bool:
-        """Return whether the tensor was sent."""
+        """Send a tensor; return whether it was sent."""
         try:
             dist.send(tensor, group=self.group, group_dst=rank)
-        except RuntimeError:  # gloo's error names no rank; the caller's does
+        except RuntimeError:  # gloo's error does not name the rank, but the caller's LostRankError does
             return False
         return True
 
     def _receive(self, tensor: torch.Tensor, rank: int) -> bool:
-        """Return whether the tensor was received."""
+        """Receive a tensor in place; return whether it was received."""
         try:
             dist.recv(tensor, group=self.group, group_src=rank)
         except RuntimeError:
@@ -134,13 +134,13 @@ class RankTree:
         return True
 
     def _send_bytes(self, content: bytes, rank: int) -> None:
-        """Send bytes. A lost receiver is noticed later, when its answer is missing."""
+        """Send bytes. The loss of the receiver is noticed later, when its answer is missing."""
         self.num_bytes_sent += len(content)
         if self._send(torch.tensor([len(content)]), rank):
             self._send(torch.frombuffer(bytearray(content), dtype=torch.uint8), rank)
 
     def _receive_bytes(self, rank: int) -> bytes | None:
-        """Return what a rank sent; None if the rank is lost."""
+        """Return the bytes that a rank sent; None if the rank is lost."""
         size = torch.empty(1, dtype=torch.int64)
         if not self._receive(size, rank):
             return None
@@ -158,7 +158,7 @@ def _raised(value: Any) -> Any:
 
 
 def _is_below(rank: int, other: int) -> bool:
-    """Return whether a rank is another one, or below it in the tree."""
+    """Return whether `rank` is `other` or below it in the tree."""
     while rank > other:
         rank = (rank - 1) // 2
     return rank == other

@@ -1,7 +1,7 @@
-"""Refuses calls on a wrapped model that would fail inside torch, or that would train in another precision.
+"""Raises errors for calls on a wrapped model that would fail inside torch, or would train in another precision.
 
-A method set on an instance hides the method of its class. `wrap_model` sets methods that raise on the model, and
-`unwrap_model` removes them. None of them runs in a forward or in an optimizer step.
+A method that is set on an instance hides the method of its class. `wrap_model` sets such methods on the model, and
+`unwrap_model` removes them. They do not run in a forward or in an optimizer step.
 """
 
 import sys
@@ -33,8 +33,8 @@ _REFUSED = {
         "wrap_model. To change a wrapped model, call zeroamp.unwrap_model(model) first, and wrap it again."
     ),
 }
-"""Method of a model -> the text of the error that it raises on a wrapped model."""
-_ALL_REDUCE_HOOK = f"set_all_reduce_hook was called on a wrapped model, as for torchft. {TORCHFT_REMEDY}"
+"""Name of a method -> the text of the error that it raises on a wrapped model."""
+_ALL_REDUCE_HOOK = f"set_all_reduce_hook was called on a wrapped model, as torchft does. {TORCHFT_REMEDY}"
 _ADAPTERS = (
     "Adapters of a wrapped model cannot be added, merged or removed, because its parameters are sharded. Call "
     "get_peft_model, add_adapter and load_adapter before wrap_model. To write an adapter, or the model with an adapter "
@@ -56,7 +56,7 @@ class _Shadow:
 
 
 def refuse_calls(model: nn.Module) -> Iterator[Removable]:
-    """Replace the methods that a wrapped model cannot run by ones that raise. Yield what undoes each replacement."""
+    """Replace methods that a wrapped model cannot run by methods that raise. Yield an object that undoes each."""
     for name, text in _REFUSED.items():
         yield from replace_method(model, name, partial(_raising, text))
     configs = _AdapterConfigs(model)
@@ -70,21 +70,21 @@ def refuse_calls(model: nn.Module) -> Iterator[Removable]:
         if isinstance(module, FSDPModule):
             yield from replace_method(module, "set_all_reduce_hook", partial(_raising, _ALL_REDUCE_HOOK))
             yield from replace_method(module, "_apply", partial(_same_dtypes, model.get_submodule(fqn), fqn, moves))
-    # Not its pre-hook: FSDP2's own, which reshards the root's parameters, comes first.
+    # Not a pre-hook of load_state_dict: FSDP2's own pre-hook, which reshards the root's parameters, runs before it.
     yield from replace_method(model, "_load_from_state_dict", partial(_shards_only, model))
 
 
 def replace_method(
     module: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Iterator[Removable]:
-    """Replace a method by `make(method)`, unless the module has none, or the user set one on the instance."""
+    """Replace a module's method `name` by `make(method)`. Skip modules without it, or with one on the instance."""
     if hasattr(module, name) and name not in vars(module):
         setattr(module, name, make(getattr(module, name)))
         yield _Shadow(module, name)
 
 
 def _roots_of_adapters(model: nn.Module) -> list[nn.Module]:
-    """Return the modules from which peft looks for the modules that it replaces: a `PeftModel` has such ones inside."""
+    """Return the modules on which peft calls `get_submodule` to replace modules: a `PeftModel` has some inside."""
     inside = ("base_model", "base_model.model")
     is_of_peft = any(cls.__module__.startswith("peft.") for cls in type(model).__mro__)
     modules = dict(model.named_modules())
@@ -92,10 +92,10 @@ def _roots_of_adapters(model: nn.Module) -> list[nn.Module]:
 
 
 class _AdapterConfigs:
-    """The adapters' configs of a model as they are at wrapping.
+    """The configs of a model's adapters, as they were when the model was wrapped.
 
-    peft stores the config of a new adapter, and changes it, before it looks for modules to replace. If that is refused,
-    the model must keep the configs that its adapters were made from: an export writes them.
+    peft stores the config of a new adapter, and changes it, before it replaces modules. If replacing then raises, the
+    model must have the configs of its existing adapters, because an export writes them.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -104,7 +104,7 @@ class _AdapterConfigs:
         self._known = {name: (config, deepcopy(vars(config))) for name, config in self._live.items()}
 
     def restore(self) -> None:
-        """Undo what was stored or changed since."""
+        """Restore the configs that were stored or changed since."""
         self._live.clear()
         for name, (config, values) in self._known.items():
             config.__dict__.update(deepcopy(values))
@@ -112,7 +112,7 @@ class _AdapterConfigs:
 
 
 def _get_submodule(configs: _AdapterConfigs, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `nn.Module.get_submodule` that raises if peft calls it, which it does for each module that it replaces."""
+    """Return a `get_submodule` that raises if peft calls it. peft calls it for each module that it replaces."""
 
     @wraps(method)
     def get_submodule(*args: Any, **kwargs: Any) -> Any:
@@ -132,16 +132,16 @@ def _raising(text: str, _method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _save_pretrained(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return transformers' and peft's `save_pretrained` that raises unless it is given a `state_dict`."""
+    """Return a `save_pretrained` of transformers and peft that raises unless it is given a `state_dict`."""
 
     @wraps(method)
     def save_pretrained(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("state_dict") is None:
             raise WrapError(
                 "save_pretrained was called on a wrapped model, whose parameters are sharded. Call "
-                "zeroamp.export_hf(model, folder) on all ranks: from_pretrained reads what it writes. Of a model with "
+                "zeroamp.export_hf(model, folder) on all ranks; from_pretrained can read the folder. For a model with "
                 "adapters, zeroamp.integrations.peft.export_adapter(model, folder) writes an adapter, and "
-                "export_merged(model, folder) the base model with the adapter merged."
+                "export_merged(model, folder) writes the base model with the adapter merged."
             )
         return method(*args, **kwargs)
 
@@ -149,10 +149,10 @@ def _save_pretrained(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Moves:
-    """Surrounds `nn.Module._apply` of a wrapped model or of a unit in it, which may give parameters other memory.
+    """Makes all groups use the new memory of their parameters after `nn.Module._apply` (`.to()` and the like).
 
-    FSDP2 takes the new memory when it visits the module that carries a group. The parameters of a typed group belong to
-    other modules, which may be visited later. So all groups take it again at the end.
+    FSDP2 does so when `_apply` reaches the module with a group's state. The parameters of a typed group belong to other
+    modules, which `_apply` may reach later. So all groups do it again at the end.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -174,7 +174,7 @@ class _Moves:
 
 
 def _same_dtypes(unit: nn.Module, fqn: str, moves: _Moves, apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `nn.Module._apply`, behind `.to()`, `.half()` and others, that refuses to change a parameter's dtype."""
+    """Return an `_apply`, which `.to()`, `.half()` and others call, that raises if it would change a dtype."""
 
     @wraps(apply)
     def checked(fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
@@ -182,10 +182,10 @@ def _same_dtypes(unit: nn.Module, fqn: str, moves: _Moves, apply: Callable[..., 
         for dtype, name in named.items():
             if (other := fn(torch.empty(0, dtype=dtype)).dtype) != dtype:
                 raise WrapError(
-                    f"{fqn + '.' if fqn else ''}{name} is stored in {short_name(dtype)} and was to be cast to "
-                    f"{short_name(other)} after wrap_model. The config decides the dtype in which a model computes and "
-                    "communicates: set bf16, fp16 or torch_autocast there. Frozen parameters may be cast before "
-                    "wrap_model. zeroamp.export_hf(model, folder, dtype) writes weights in another dtype."
+                    f"{fqn + '.' if fqn else ''}{name} is stored in {short_name(dtype)} and cannot be cast to "
+                    f"{short_name(other)} after wrap_model. Set the dtype in which the model computes and communicates "
+                    "in the config: bf16, fp16 or torch_autocast. Frozen parameters may be cast before wrap_model. "
+                    "zeroamp.export_hf(model, folder, dtype) writes weights in another dtype."
                 )
         return moves.around(partial(apply, fn, *args, **kwargs))
 
@@ -193,7 +193,7 @@ def _same_dtypes(unit: nn.Module, fqn: str, moves: _Moves, apply: Callable[..., 
 
 
 def _shards_only(model: nn.Module, load: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what `load_state_dict` calls on a module, refusing to copy plain tensors into sharded parameters."""
+    """Return a `_load_from_state_dict` that raises for plain tensors of sharded parameters."""
 
     @wraps(load)
     def checked(state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> Any:
@@ -207,11 +207,12 @@ def _shards_only(model: nn.Module, load: Callable[..., Any]) -> Callable[..., An
 
 
 def _refuse_whole(name: str, parameter: nn.Parameter) -> None:
-    if not isinstance(parameter, DTensor):  # with tensor parallelism an unsharded one is a DTensor too
+    if not isinstance(parameter, DTensor):  # with tensor parallelism an unsharded parameter is a DTensor too
         raise WrapError(
             f"load_state_dict was given a whole tensor for {name}, which is unsharded: a forward with gradients has "
-            "run, and its backward has not. set_model_state_dict then shards no tensor for it. Run the backward first, "
-            "or reshard: for module in model.modules(): if isinstance(module, FSDPModule): module.reshard()"
+            "run, and its backward has not. In this state set_model_state_dict does not shard the tensor. Run the "
+            "backward first, or reshard: for module in model.modules(): if isinstance(module, FSDPModule): "
+            "module.reshard()"
         )
     raise WrapError(
         f"load_state_dict was given a whole tensor for {name}, which is sharded. Call torch.distributed."

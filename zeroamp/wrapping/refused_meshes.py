@@ -1,6 +1,6 @@
-"""The combinations of tensor, context and expert parallelism with other options that are not built.
+"""The combinations of tensor, context and expert parallelism with other options that are not supported.
 
-`wrap_model` refuses each by its name, before anything is sharded. `docs/meshes.md` has the table, which a test makes.
+`wrap_model` raises for each by its name, before it shards anything. `docs/meshes.md` has the table, which a test makes.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from zeroamp.policies.errors import WrapError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """What `wrap_model` was asked for."""
+    """The arguments of a `wrap_model` call that combinations are checked against."""
 
     model: nn.Module
     plan: Plan
@@ -28,26 +28,27 @@ class Case:
     materialize: bool
 
     def first(self, applies: Callable[[torch.Tensor], bool]) -> str | None:
-        """Return the FQN of the first parameter to which something applies."""
+        """Return the FQN of the first parameter for which `applies` is true, or None."""
         return next((fqn for fqn, parameter in self.model.named_parameters() if applies(parameter)), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Combination:
-    """One combination that is not built."""
+    """A combination that is not supported, and the parts of its error."""
 
     name: str
     why: str
-    """What would go wrong."""
+    """What would go wrong, or is missing."""
     instead: str
+    """What the user can do."""
     applies: Callable[[Case], bool | str | None]
-    """Whether a case has this combination. A text names the parameter."""
+    """Returns whether a case has this combination. The result may be the FQN of the parameter that has it."""
 
 
 def refuse_combinations(model: nn.Module, plan: Plan, axes: MeshAxes, *, materialize: bool) -> None:
-    """Raise WrapError for the first combination of `COMBINATIONS` that is asked for. Communicates nothing.
+    """Raise WrapError for the first of `COMBINATIONS` that the arguments have. Communicates nothing.
 
-    A mesh whose ranks are all for data has none.
+    A mesh whose ranks are all for data never raises.
     """
     if axes.is_plain and axes.num_context == 1:
         return
@@ -59,7 +60,7 @@ def refuse_combinations(model: nn.Module, plan: Plan, axes: MeshAxes, *, materia
 
 
 def refuse_model_axes(axes: MeshAxes, what: str, instead: str) -> None:
-    """Raise WrapError for a function that is not built for tensor and expert parallelism."""
+    """Raise WrapError if there is a tensor or expert axis, for a function that supports neither."""
     if not axes.is_plain:
         raise WrapError(f"{what} is not supported with tensor or expert parallelism. {instead}")
 
@@ -82,7 +83,7 @@ def _is_quantized(parameter: torch.Tensor) -> bool:
 
 
 def _is_uneven(parameter: torch.Tensor) -> bool:
-    """Return whether an axis does not divide the dimension that is distributed over it."""
+    """Return whether an axis' size does not divide the dimension that is distributed over it."""
     if not isinstance(parameter, DTensor):
         return False
     dims = ((axis, split_dim(kind)) for axis, kind in enumerate(parameter.placements))
@@ -90,7 +91,7 @@ def _is_uneven(parameter: torch.Tensor) -> bool:
 
 
 def _is_padded(parameter: torch.Tensor, num_shards: int) -> bool:
-    """Return whether a dimension is distributed over the axis and, with padding, sharded by FSDP2."""
+    """Return whether dimension 0 is distributed over an axis, and FSDP2 would shard it too, with padding."""
     if not isinstance(parameter, DTensor):
         return False
     is_twice = any(split_dim(kind) == 0 for kind in parameter.placements)
@@ -234,4 +235,4 @@ COMBINATIONS: tuple[Combination, ...] = (
         ),
     ),
 )
-"""All that are not built, in the order in which they are looked for."""
+"""All combinations that are not supported, in the order in which they are checked."""

@@ -1,4 +1,4 @@
-"""What `zeroamp.reproducible` cannot keep, refused when a model is wrapped."""
+"""Checks for `zeroamp.reproducible` when a model is wrapped."""
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,7 +12,7 @@ _WHY = "With zeroamp.reproducible, gradients are added as a binary tree over all
 
 
 def check_reproducible(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
-    """Raise where the bits of a run would depend on the number of ranks.
+    """Raise if the bits of a run would depend on the number of ranks.
 
     Raises:
         ConfigError: a number of ranks or micro-batches is not a power of two.
@@ -27,7 +27,7 @@ def check_reproducible(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     if order.depends_on_count and not _is_power_of_two(per_rank):
         raise ConfigError(
             "gradient_accumulation_steps must be a power of two at stages 0 and 1 and with replicas, but is "
-            f"{per_rank}. {_WHY}. Change it, or use stage 2 or 3 without replicas."
+            f"{per_rank}. {_WHY}. Change the number, or use stage 2 or 3 without replicas."
         )
     for fqn, module in model.named_modules():
         tracks = isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
@@ -39,8 +39,8 @@ def check_reproducible(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     for fqn, parameter in model.named_parameters():
         if fqn in plan.ignored_fqns and parameter.requires_grad:
             raise WrapError(
-                f"{fqn} is one of ignored_params and is trained. zeroamp does not reduce its gradient, which then "
-                "depends on the number of ranks. With zeroamp.reproducible, freeze it or do not ignore it."
+                f"{fqn} is in ignored_params and is trained. zeroamp does not reduce its gradient, which therefore "
+                "depends on the number of ranks. With zeroamp.reproducible, freeze it or remove it from ignored_params."
             )
 
 

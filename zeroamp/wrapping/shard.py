@@ -1,4 +1,4 @@
-"""Applies FSDP2 to a model according to a `Plan`: typed groups, units, root."""
+"""Shards a model with FSDP2 according to a `Plan`: typed groups, units, root."""
 
 import logging
 from collections.abc import Iterable
@@ -25,8 +25,13 @@ logger = logging.getLogger("zeroamp")
 def shard_model(model: nn.Module, plan: Plan, axes: MeshAxes) -> dict[str, FSDPModule]:
     """Apply `fully_shard`: all typed groups first (see `shard_typed_group`), then units bottom-up, then the root.
 
+    Args:
+        model: plain; trainable parameters are cast to fp32 group by group.
+        plan: of the model.
+        axes: the meshes.
+
     Returns:
-        The holders of the groups that are not a unit's own, by group name.
+        Name of a group -> its group holder, for the groups that are not a unit's own.
     """
     with chunks_on_demand():
         return _shard(model, plan, axes)
@@ -36,9 +41,9 @@ def _shard(model: nn.Module, plan: Plan, axes: MeshAxes) -> dict[str, FSDPModule
     mesh = axes.fsdp
     unsharded = plan.empty_params if plan.replicated is None else (*plan.empty_params, *plan.replicated.params)
     _store(model, unsharded, mesh)
-    for param in unsharded:  # FSDP2 moves only what it shards
+    for param in unsharded:  # FSDP2 moves only sharded parameters to the device
         parameter = model.get_parameter(param.fqn)
-        parameter.grad = None  # as sharding does to the others
+        parameter.grad = None  # sharding discards the gradients of the others
         if not parameter.is_meta:
             parameter.data = parameter.data.to(device_of(mesh))
     live = live_units(plan)
@@ -76,7 +81,7 @@ def _shard(model: nn.Module, plan: Plan, axes: MeshAxes) -> dict[str, FSDPModule
     if partitioned:
         share_partition(partitioned, mesh, plan.policy.hpz_partition_size)
     _check_sharded(model, plan)
-    for module in model.modules():  # bitsandbytes' QuantState is no buffer, which FSDP2 would move
+    for module in model.modules():  # FSDP2 moves buffers, but bitsandbytes' QuantState is not a buffer
         if (state := getattr(module, "quant_state", None)) is not None and hasattr(state, "to"):
             state.to(device_of(mesh))
     return holders
@@ -85,14 +90,14 @@ def _shard(model: nn.Module, plan: Plan, axes: MeshAxes) -> dict[str, FSDPModule
 def _store(model: nn.Module, params: Iterable[ParamPlan], mesh: DeviceMesh) -> None:
     """Cast parameters to the dtype in which they are stored. Call before the `fully_shard` that shards them.
 
-    Called group by group, so that at most one group is unsharded in fp32 at a time. The cast runs on the device of
+    Call group by group, so that at most one group is unsharded in fp32 at a time. The cast runs on the device of
     `mesh`, to which FSDP2 would move the parameters next. Parameters on the meta device stay there.
     """
     for param in params:
         parameter = model.get_parameter(param.fqn)
         if parameter.dtype != param.dtypes.stored:
             device = parameter.device if parameter.is_meta else device_of(mesh)
-            parameter.grad = None  # of the old dtype; sharding discards gradients anyway
+            parameter.grad = None  # it has the old dtype, and sharding discards gradients anyway
             parameter.data = parameter.data.to(device, param.dtypes.stored)
 
 
@@ -116,7 +121,7 @@ def _shard_unit(
     modules = [model.get_submodule(fqn) for fqn in plan.modules_of(unit)]
     own = {id(model.get_parameter(param.fqn)) for param in group.params} if group else set()
     fully_shard(
-        # One module is given as such: FSDP2 hooks a list of one in another way, and refuses it as the root.
+        # A single module is not passed as a list: FSDP2 hooks lists in another way, and refuses them as the root.
         cast(nn.Module, modules if len(modules) > 1 else modules[0]),
         mesh=mesh,
         mp_policy=_mp_policy(group.key if group else unit_key(plan.policy), plan, mesh),
@@ -138,9 +143,9 @@ def _mp_policy(key: GroupKey, plan: Plan, mesh: DeviceMesh) -> MixedPrecisionPol
 
 
 def _has_partition(kind: GroupKind, unit: str, plan: Plan, mesh: DeviceMesh, live: set[str]) -> bool:
-    """Return whether a group is resharded over a secondary partition, a part of the ranks that shard, after a forward.
+    """Return whether a group is resharded over a secondary partition (hpZ) after a forward.
 
-    The group of a lookup is not: it has no second all-gather, which a secondary partition would serve.
+    The group of an embedding that is a unit of its own is not: it has no second all-gather.
     """
     is_part = 1 < plan.policy.hpz_partition_size < shard_size(mesh)
     return is_part and unit not in plan.own_units.lookups and reshards_after_forward(kind, unit, plan, live)
@@ -151,6 +156,6 @@ def offload_policy(offload: Offload, device_type: str) -> OffloadPolicy:
     if not offload.to_cpu:
         return OffloadPolicy()
     if offload.pin_memory and device_type == "cpu":
-        # FSDP2 would fail: there is no device that page-locked memory could serve.
-        logger.info("pin_memory has no effect without an accelerator: the shards are in ordinary memory")
+        # FSDP2 would raise: page-locked memory needs an accelerator.
+        logger.info("pin_memory has no effect without an accelerator: the shards are in ordinary memory.")
     return CPUOffloadPolicy(pin_memory=offload.pin_memory and device_type != "cpu")

@@ -1,4 +1,4 @@
-"""`WrapState`: the plan, mesh, hooks and counters that `wrap_model` attaches to a model."""
+"""`WrapState`: the plan, meshes, hooks and counters that `wrap_model` attaches to a model."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -36,69 +36,70 @@ _roots: "WeakSet[nn.Module]" = WeakSet()
 
 
 class OpenStep(Protocol):
-    """An optimizer step of a model that has run a backward and has not ended."""
+    """An optimizer step of a model that has begun and not ended."""
 
     num_done: int
-    """Micro-batches run."""
+    """The number of micro-batches that have run."""
 
     def discard(self) -> None:
-        """Discard the optimizer step, with all its gradients."""
+        """Discard the optimizer step and all its gradients."""
 
 
 class Removable(Protocol):
-    """What `unwrap_model` removes: a hook's handle, for example."""
+    """A change to a model that `unwrap_model` undoes: a hook's handle, for example."""
 
     def remove(self) -> None:
-        """Undo it."""
+        """Undo the change."""
 
 
 @dataclass(kw_only=True, slots=True)
 class WrapState:
-    """What `wrap_model` attached to a model; the step and the reports read it."""
+    """The state of a wrapped model. `TrainStep`, checkpoints and reports read it."""
 
     root: nn.Module
     plan: Plan
     mesh: DeviceMesh
-    """The ranks that FSDP2 shards over, and that gradients are averaged over: `axes.fsdp`."""
+    """The ranks over which FSDP2 shards, and over which gradients are averaged: `axes.fsdp`."""
     axes: MeshAxes = field(init=False)
-    """All ranks of the model, by what they are for. By default those of `mesh`."""
+    """All axes of the mesh. By default those of `mesh`."""
     world: dist.ProcessGroup | None = None
     """A process group of all ranks of `axes.whole`; None is the default group."""
     nodes: MeshNodes = field(default_factory=MeshNodes)
-    """The two levels of the mesh's axes, if they span nodes."""
+    """The two levels of the mesh's axes that span nodes."""
     symmetric_gather: AllGather | None = None
     """The all-gather of `zeroamp.symmetric_memory`; None without it."""
     traffic: Traffic
-    """What the collectives moved since it was last reset."""
+    """Counters of the collectives' calls and bytes."""
     ranges: Ranges = field(default_factory=Ranges)
-    """Names what runs in traces."""
+    """Opens and closes named ranges in traces."""
     holders: dict[str, FSDPModule] = field(default_factory=dict)
-    """Group name -> holder, for the groups that are not a unit's own."""
+    """Name of a group -> its group holder, for the groups that are not a unit's own."""
     listeners: list[CollectiveListener] = field(init=False)
-    """Called after each collective that this rank issues: the counters first."""
+    """Called after each collective that this rank issues, `traffic` first."""
     issued: IssuedInStep | None = None
-    """The listener that a `TrainStep` on several ranks adds, to compare them."""
+    """The listener with which a `TrainStep` compares the collectives of several ranks."""
     root_forward: RootForward = field(default_factory=RootForward)
-    """What runs around the root's forward."""
+    """The context managers around the root's forward."""
     communication: CommunicationWatch = field(init=False)
     guard: BackwardGuard | None = None
     fp32_regions: list[Fp32Region] = field(default_factory=list)
     shard_accumulator: ShardAccumulator | None = None
     replica_switches: list[Callable[[bool], None]] = field(default_factory=list)
-    """One per group whose replicas are summed in the last micro-batch only. Called before each backward, with whether
-    that backward is the last of its optimizer step."""
+    """One per group whose replicas are summed in the last micro-batch only. Called before each backward: True if that
+    backward is the last of its optimizer step."""
     gradients: list[GroupGradients] = field(default_factory=list)
     """One entry per parameter group of FSDP2."""
     handles: list[Removable] = field(default_factory=list)
+    """Hooks and replaced methods that `unwrap_model` removes."""
     open_step: OpenStep | None = None
     """The optimizer step that has gradients on this model now. Other `TrainStep`s of the model read it."""
     is_observed: bool = False
-    """Whether what runs is an observed step, which leaves no trace: see `ledger/observed_step.py`."""
+    """Whether an observed step is running, which restores all state: see `ledger/observed_step.py`."""
     gradient_scale: float | None = 1.0
-    """The factor that the gradients of the shards are multiplied by: the loss scale, or 1 after the unscaling. None
+    """The factor by which the gradients of the shards are scaled: the loss scale, or 1 after the unscaling. None
     between the micro-batches of an optimizer step, when the gradients are not complete."""
     is_summed: bool = False
-    """Whether the all-reduce of the optimizer step has run: gradients of 0-D parameters are local before."""
+    """Whether the all-reduce of the optimizer step has run. Before it, gradients of 0-D parameters are local."""
     is_unwrapped: bool = False
     """Whether `unwrap_model` has undone the wrap."""
 
@@ -128,7 +129,7 @@ def record_state(model: nn.Module, state: WrapState | None) -> None:
 
 
 def wrap_state(model: nn.Module) -> WrapState:
-    """Return what `wrap_model` recorded on `model`.
+    """Return the state that `wrap_model` recorded on `model`.
 
     Raises:
         WrapError: `model` is not a wrapped root.
@@ -148,7 +149,7 @@ def is_wrapped(model: nn.Module) -> bool:
 
 
 def owner_of(parameter: nn.Parameter) -> tuple[WrapState, nn.Parameter]:
-    """Return the state of the wrapped model that a sharded or unsharded parameter is of, and the sharded parameter.
+    """Return the state of the wrapped model that has a sharded or unsharded parameter, and the sharded parameter.
 
     Raises:
         StepError: no wrapped model has the parameter.
@@ -166,7 +167,7 @@ def owner_of(parameter: nn.Parameter) -> tuple[WrapState, nn.Parameter]:
 
 
 def autocast_of(state: WrapState) -> AbstractContextManager[object]:
-    """Return the autocast of the config: the forward runs under it. In other modes, return a null context."""
+    """Return the context manager of the config's autocast, which the forward uses; in other modes a null context."""
     policy = state.plan.policy
     if policy.mode != "autocast":
         return nullcontext()
@@ -174,12 +175,12 @@ def autocast_of(state: WrapState) -> AbstractContextManager[object]:
 
 
 def signals_of(state: WrapState) -> RankGroup:
-    """Return the ranks' group for flags and reports of the main thread."""
+    """Return the `RankGroup` for flags and reports of the main thread."""
     return RankGroup.for_signals(state.axes.whole)
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:
-    """Put the sharded parameters back into FSDP2's modules among these; an evaluation may have left them unsharded."""
+    """Reshard the FSDP2 modules among `modules`. An evaluation may have left them unsharded."""
     for module in modules:
         if isinstance(module, FSDPModule):
             release(module)

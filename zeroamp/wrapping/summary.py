@@ -1,4 +1,4 @@
-"""The summary that `wrap_model` logs: parameters, bytes per rank, units and groups."""
+"""Writes the summary and the warnings that `wrap_model` logs: parameters, bytes per rank, units and groups."""
 
 from collections import Counter
 
@@ -12,17 +12,23 @@ from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.traffic import param_memory
 from zeroamp.policies.dtypes import short_name, stored_dtype
+from zeroamp.policies.tables import gib_text
 
-MIB = 1024**2
 UNCAST_FRACTION = 0.1
 """`wrap_model` warns if autocast leaves more than this fraction of the trainable elements in fp32, as 3-D tensors."""
 
 
 def size_summary(plan: Plan, ranks: Ranks, *, name: str, seconds: float) -> str:
-    """Return lines about parameters, bytes per rank, units and groups of a model; `seconds` is what wrapping took.
+    """Return lines about the parameters, bytes per rank, units and groups of a model.
 
-    Bytes are those of the ledger: shards as stored, gradients as kept until the optimizer step, and the unsharded
-    parameters if all units were unsharded at once. The optimizer's state is not known yet.
+    Bytes are those of the ledger: shards, gradients at the optimizer step, and the unsharded parameters if all units
+    were unsharded at once. Optimizer state is not counted, because there is no optimizer yet.
+
+    Args:
+        plan: of the model.
+        ranks: the numbers of ranks of the mesh.
+        name: of the model's class.
+        seconds: the time that `wrap_model` took.
     """
     policy = plan.policy
     numel = sum(param.numel for param in plan.params)
@@ -40,9 +46,8 @@ def size_summary(plan: Plan, ranks: Ranks, *, name: str, seconds: float) -> str:
         f"wrapped {name} in {seconds:.2f} s: mode {policy.mode}, ZeRO stage {policy.stage}, "
         f"{ranks.num_shards} shards{replicas}",
         f"  parameters: {numel:,}, {trainable:,} of them trainable{_low_share(plan)}",
-        f"  per rank: {stored / MIB:,.1f} MiB of shards, {gradients / MIB:,.1f} MiB of gradients, and "
-        f"{unsharded / MIB:,.1f} MiB if all were unsharded at once (the largest group: {largest / MIB:,.1f} MiB); "
-        "optimizer state is not counted",
+        f"  per rank: {gib_text(stored)} of shards, {gib_text(gradients)} of gradients, and {gib_text(unsharded)} if "
+        f"all were unsharded at once (the largest group: {gib_text(largest)}); optimizer state is not counted",
         f"  units: {len(plan.units)} below the root{merged}",
         f"  groups, as all-gathered/reduced: {groups}",
     ]
@@ -58,7 +63,7 @@ def _low_share(plan: Plan) -> str:
 
 
 def describe_master_weights(model: nn.Module, plan: Plan) -> str | None:
-    """Return a line about the parameters that get fp32 master weights; None if there are none. Call before sharding."""
+    """Return a line about low-precision parameters that get fp32 master weights, or None. Call before sharding."""
     named = model.named_parameters()
     low = [p for fqn, p in named if stored_dtype(p) != p.dtype and fqn not in plan.ignored_fqns]
     if not low:
@@ -66,8 +71,8 @@ def describe_master_weights(model: nn.Module, plan: Plan) -> str | None:
     numel = sum(parameter.numel() for parameter in low)
     dtypes = " and ".join(sorted({short_name(parameter.dtype) for parameter in low}))
     return (
-        f"{len(low)} trainable parameters stored in {dtypes} ({sum(p.nbytes for p in low) / MIB:,.1f} MiB) become fp32 "
-        f"master weights ({numel * torch.float32.itemsize / MIB:,.1f} MiB over all shards)"
+        f"{len(low)} trainable parameters stored in {dtypes} ({gib_text(sum(p.nbytes for p in low))}) become fp32 "
+        f"master weights ({gib_text(numel * torch.float32.itemsize)} over all shards)"
     )
 
 

@@ -1,4 +1,4 @@
-"""`zeroamp.symmetric_memory`: the all-gathers of a model write to memory that GPUs share over NVLink.
+"""`zeroamp.symmetric_memory`: makes all-gathers write to memory that GPUs share over NVLink.
 
 FSDP2's own `set_symm_mem_for_comm` refuses custom collectives. So zeroamp's all-gather of each group delegates to the
 class that `set_symm_mem_for_comm` uses.
@@ -25,7 +25,7 @@ def symmetric_gather(policy: Policy, mesh: DeviceMesh, nodes: MeshNodes) -> AllG
     """Return the all-gather in symmetric memory over the ranks that shard. All ranks of the mesh call this.
 
     Returns:
-        None if `zeroamp.symmetric_memory` is false, or if parameters are not sharded, so that nothing is all-gathered.
+        FSDP2's all-gather. None if `zeroamp.symmetric_memory` is false, or if there is one shard.
 
     Raises:
         ConfigError: the torch version, device, backend, driver or another key does not allow symmetric memory.
@@ -54,7 +54,7 @@ def _why_not(policy: Policy, mesh: DeviceMesh, nodes: MeshNodes) -> str:
         backend = dist.get_backend_config(mesh.get_group(mesh.ndim - 1))
         return f"it needs NCCL on CUDA, and the mesh is on {mesh.device_type} with backend {backend}. Remove the key."
     if policy.recovery:
-        # A rank that failed sends zeros from other memory: NCCL would choose another algorithm there than elsewhere.
+        # A rank that failed sends zeros from other memory, for which NCCL would choose another algorithm.
         return (
             "zeroamp.recovery is true, too. A rank that failed sends zeros that are not in symmetric memory. Remove "
             "one of the keys."

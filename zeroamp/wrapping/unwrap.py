@@ -1,4 +1,4 @@
-"""`unwrap_model`: from a wrapped model back to the plain one."""
+"""`unwrap_model`: makes a wrapped model plain again."""
 
 from typing import cast
 
@@ -16,12 +16,12 @@ from zeroamp.wrapping.state import WrapState, record_state, reshard, wrap_state
 
 @torch.no_grad()
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Undo `wrap_model` in place, and return the model: plain, full parameters, and no hook of zeroamp or FSDP2.
+    """Undo `wrap_model` in place, and return the model: with full parameters, and without hooks of zeroamp or FSDP2.
 
-    Every rank calls this, between two optimizer steps. Each rank then holds the whole model, in the dtype of the
-    sharded parameters (fp32 for trainable ones), on the device of the mesh. Gradients are discarded. A `TrainStep` and
-    optimizers that were built on the wrapped model hold its shards: do not use them any more. The model can be wrapped
-    again.
+    All ranks call this, between two optimizer steps. Each rank then has the whole model, in the dtype of the sharded
+    parameters (fp32 for trainable ones), on the device of the mesh. Gradients are discarded. A `TrainStep` and
+    optimizers that were built on the wrapped model still have its shards: do not use them any more. The model can be
+    wrapped again.
 
     ```python
     model = zeroamp.unwrap_model(model)
@@ -36,8 +36,8 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     refuse_model_axes(state.axes, "unwrap_model", "zeroamp.export_hf writes whole weights.")
     if torch.is_inference_mode_enabled():
         raise WrapError(
-            "unwrap_model was called inside torch.inference_mode(), where parameters are made that cannot be trained. "
-            "Call it outside."
+            "unwrap_model was called inside torch.inference_mode(). Parameters that are made there cannot be trained. "
+            "Call it outside of inference mode."
         )
     if state.is_in_step:
         raise StepError(

@@ -1,4 +1,4 @@
-"""`wrap_model`: from a model and a `Policy` to an FSDP2 model with typed groups, communication dtypes and autocast."""
+"""`wrap_model`: shards a model with FSDP2, with the typed groups, communication dtypes and autocast of a `Policy`."""
 
 import logging
 import time
@@ -69,37 +69,37 @@ def wrap_model(
     *,
     materialize: bool = True,
 ) -> FSDPModule:
-    """Shard `model` in place with FSDP2 according to `policy`. Returns the same object, now an `FSDPModule`.
+    """Shard `model` in place with FSDP2 according to `policy`. Return the same object, now an `FSDPModule`.
 
-    Build the optimizer after this call: the parameters become sharded DTensors. The first rank logs sizes and the time
-    that it took (logger "zeroamp", level INFO). If there is no process group, this call initialises one from torchrun's
-    environment, or, in a plain `python script.py`, one of this process alone.
+    All ranks call this. Build the optimizer after this call, because the parameters become sharded DTensors. The first
+    rank logs sizes and the time that it took (logger "zeroamp", level INFO). If there is no process group, this call
+    initialises one from torchrun's environment. In a plain `python script.py` it initialises a group of one rank.
 
     Args:
         model: on any device; parameters on the meta device are materialised and initialised without a full copy.
-            Trainable parameters in bf16 or fp16 are sharded in fp32 (master weights). Frozen ones stay as stored.
+            Trainable parameters in bf16 or fp16 are sharded in fp32 (master weights). Frozen ones keep their dtype.
         policy: from `policy_from_config`.
         mesh: 1-D (shard) or 2-D (replicate, shard) for HSDP; all ranks in one axis by default. With context, tensor or
             expert parallelism, the whole named mesh, such as ("dp", "cp", "tp"), or the slice of it over which FSDP2
             shards: `mesh["dp"]`. See docs/meshes.md.
-        auto_wrap_policy: which modules are units, see `zeroamp.policies.find_units`.
+        auto_wrap_policy: the modules that become units, see `zeroamp.policies.find_units`.
         example_inputs: for `lower_precision_safe_modules` "auto" and `zeroamp.autocast_ops`: a tuple of positional
-            arguments, a mapping of keyword arguments or a tensor, on any device. None takes a transformers model's own
-            `dummy_inputs`.
-        ignored_params: parameters of the model that zeroamp and FSDP2 leave alone: not sharded, not cast, not moved to
-            the device, and their gradients are not reduced. Their values may differ between ranks. If one is trained,
-            its gradient is that of this rank's micro-batches: to train it alike on all ranks, average `grad` over the
+            arguments, a mapping of keyword arguments, or a tensor, on any device. None stands for a transformers
+            model's `dummy_inputs`.
+        ignored_params: parameters of the model that zeroamp and FSDP2 do not shard, cast or move to the device, and
+            whose gradients they do not reduce. Their values may differ between ranks. If such a parameter is trained,
+            its gradient is that of this rank's micro-batches. To train it alike on all ranks, average `grad` over the
             ranks after the last `TrainStep.backward` of an optimizer step. `TrainStep` scales and clips it with the
             others. The gradient norm adds the mean over ranks of its squared norm, so a gradient that is equal on all
             ranks counts once.
-
         materialize: False leaves parameters and buffers of a meta-device model on the meta device. Give them values
-            before the optimizer is built: `model.to_empty(device=...)`, then the model's own initialisation, which gets
-            sharded DTensors, or `load_hf`. No effect on a model that holds values.
+            before the optimizer is built: by `model.to_empty(device=...)` and the model's own initialisation, which
+            gets sharded DTensors, or by `load_hf`. No effect on a model that is not on the meta device.
 
     Raises:
-        WrapError: the model, mesh or wrap policy cannot be wrapped as asked.
-        ConfigError: the policy does not fit the model or the device.
+        WrapError: the model, the mesh or the wrap policy is not supported, or ranks differ in their arguments or
+            parameters.
+        ConfigError: the policy does not fit the model, the ranks or the device.
 
     Examples:
         >>> policy = zeroamp.policy_from_config({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}})
@@ -130,7 +130,7 @@ def wrap_model(
             refuse_combinations(model, plan, axes, materialize=materialize)
         return plan, description_of(model, plan, axes)
 
-    # Before anything else is communicated: ranks that differ would wait for each other, or abort in the backend.
+    # The first communication, because ranks that differ would wait for each other, or abort in the backend.
     plan = run_alike(
         planned,
         what="wrap_model",
@@ -188,11 +188,13 @@ def _check_fits(policy: Policy, axes: MeshAxes) -> None:
 
 
 def register_forward_method(model: nn.Module, method_name: str) -> None:
-    """Let `model.method_name(...)` unshard parameters and run under autocast, as `forward` does.
+    """Make `model.method_name(...)` unshard parameters and run under autocast, as `forward` does.
 
-    For entry points other than `forward` that use submodules directly. A method that calls the model itself, as
-    `generate` does, needs no registration. FSDP2's `register_fsdp_forward_method` alone does not handle typed groups or
-    autocast.
+    For methods other than `forward` that use submodules directly. A method that calls the model itself, as `generate`
+    does, need not be registered. FSDP2's `register_fsdp_forward_method` alone does not handle typed groups or autocast.
+
+    Raises:
+        WrapError: the model is not wrapped.
     """
     state = wrap_state(model)
     at_root = [holder for group in state.plan.groups if not group.unit and (holder := state.holders.get(group.name))]
@@ -218,12 +220,12 @@ def _refuse_unusable(model: object) -> None:
     real = [fqn for fqn, parameter in model.named_parameters() if not parameter.is_meta]
     if meta and real:
         raise WrapError(
-            f"{meta[0]} is on the meta device, but other parameters hold values, such as {real[0]}. All must be on "
-            "the meta device, or none. Give new modules values first: module.to_empty(device=...), then "
+            f"{meta[0]} is on the meta device, but other parameters are not, such as {real[0]}. Either all or none "
+            "must be on the meta device. Give new modules values first: module.to_empty(device=...), then "
             "module.reset_parameters()."
         )
     if torch.is_inference_mode_enabled():
         raise WrapError(
-            "wrap_model was called inside torch.inference_mode(), where parameters are made that cannot be updated. "
+            "wrap_model was called inside torch.inference_mode(). Parameters that are made there cannot be updated. "
             "Use torch.no_grad() instead, or neither."
         )

@@ -157,6 +157,7 @@ print(before, found())
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_registered_unless_the_key_is_set():
     pytest.importorskip("transformers", reason="the model is transformers'")
     run = subprocess.run(

@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import atexit, torch.distributed as dist, zeroamp
 from torch import nn
@@ -32,9 +34,11 @@ def test_once_after_all_that_was_registered_later():
     assert _output(2) == (0, ["destroyed", *registered, "paused for 0.1"])
 
 
+@pytest.mark.slow
 def test_also_after_an_exception():
     assert _output(1, "raise ValueError") == (1, ["destroyed", "registered after wrapping 0", "paused for 0.1"])
 
 
+@pytest.mark.slow
 def test_not_where_gloo_was_not_used():
     assert _output(0) == (0, ["destroyed"])

@@ -259,7 +259,7 @@ ALL_REDUCES = {f"all_reduce ({group} fp32)" for group in GROUPS}
 
 
 @pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 3))
-@pytest.mark.parametrize("how", ["eager", "compiled", "recomputed"])
+@pytest.mark.parametrize("how", slow_but(["eager", "compiled", "recomputed"], "eager", "recomputed"))
 def test_each_range_is_there_with_its_fqn_and_all_events_nest(ranks2, stage, how):
     expected = STEP | COMPUTE | (GATHERS | CASTS | REDUCTIONS | SUMS if stage else CASTS_TO_FP32 | ALL_REDUCES)
     if how == "recomputed":

@@ -60,7 +60,7 @@ def test_the_reason_names_op_and_module():
         (nn.Parameter(torch.ones(2, dtype=BF16), requires_grad=False), (True, "safe: stored in bf16")),
         (
             nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False),
-            (False, "not safe: int8 is no floating-point dtype"),
+            (False, "not safe: int8 is not a floating-point dtype"),
         ),
         (nn.Parameter(torch.ones(2)), (False, "not safe: never used in the traced run")),
     ],
@@ -77,7 +77,7 @@ def test_frozen_parameters_stored_low():
     reasons = {name: reason for name, (_, reason) in _safety(model, _inputs()).items()}
     assert reasons["0.weight"] == "safe: cast to bf16 in 0"
     assert reasons["1.weight"] == "safe: stored in bf16"
-    assert reasons["0.table"] == "not safe: int8 is no floating-point dtype"
+    assert reasons["0.table"] == "not safe: int8 is not a floating-point dtype"
 
 
 def test_without_any_gradient_it_does_not_matter_how_often_a_parameter_is_cast():

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import zeroamp
 from benchmarks.crafted import checkpoints
 from benchmarks.crafted.variant import MARK, special
+from tests.selection import slow_but
 from tests.zeroamp.checkpoint.checkpoint_files import manifest
 from zeroamp.checkpoint.files import record_file
 
@@ -77,7 +78,9 @@ def test_metadata(folder, name):
     refused(folder, checkpoints.METADATA[name])
 
 
-@pytest.mark.parametrize("name", checkpoints.CHUNKS)
+@pytest.mark.parametrize(
+    "name", slow_but(checkpoints.CHUNKS, *(name for name in checkpoints.CHUNKS if "bomb" not in name))
+)
 def test_chunks(folder, monkeypatch, name):
     monkeypatch.setattr(checkpoints, "BOMB_BYTES", 4 * 1024**2)
     refused(folder, checkpoints.chunk(checkpoints.CHUNKS[name]))

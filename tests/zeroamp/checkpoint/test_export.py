@@ -12,6 +12,7 @@ import zeroamp
 from tests.measuring.storage_peak import StoragePeak
 from tests.models.small import batch, loss_of
 from tests.processes.training import config, wrapped
+from tests.selection import slow_but
 from zeroamp.cli.app import app
 
 pytest.importorskip("safetensors", reason="the files are safetensors")
@@ -40,8 +41,10 @@ def _contents(folder):
     }
 
 
-@pytest.mark.parametrize("name", ["hf_llama", "llama_tied", "conv"])
-@pytest.mark.parametrize("options", [{}, {"max_shard_bytes": 9000}], ids=["one file", "several"])
+@pytest.mark.parametrize("name", slow_but(["hf_llama", "llama_tied", "conv"], "hf_llama", "llama_tied"))
+@pytest.mark.parametrize(
+    "options", slow_but([{}, {"max_shard_bytes": 9000}], {"max_shard_bytes": 9000}), ids=["one file", "several"]
+)
 def test_the_files_are_those_of_the_ranks(ranks2, tmp_path, name, options):
     if name == "hf_llama":
         pytest.importorskip("transformers", reason="the model is transformers'")

@@ -9,6 +9,7 @@ import zeroamp
 from tests.models.small import ThreeUnits
 from tests.processes.ranks import RankError
 from tests.processes.training import config, full_parameters, policy, same_bits
+from tests.selection import slow_but
 
 WIDTH = 128  # a shard of a weight is 8192 elements: more than 4096, so that it is quantized
 
@@ -64,7 +65,7 @@ def _loaded(folder, name):
     return _state(step), _advance(step, 2, 4)
 
 
-@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+@pytest.mark.parametrize("name", slow_but(["AdamW8bit", "AdamW4bit", "AdamWFp8"], "AdamW8bit"))
 def test_class_and_bytes_stay(ranks2, tmp_path, name):
     pytest.importorskip("torchao", reason="the optimizers are torchao's")
     saved, loaded = ranks2.run(_saved, tmp_path, name), ranks2.run(_loaded, tmp_path, name)

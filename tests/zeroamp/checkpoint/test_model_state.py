@@ -4,6 +4,7 @@ import functools
 import logging
 import re
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -116,6 +117,7 @@ def _compiled_whole(folder):
     return results
 
 
+@pytest.mark.slow
 def test_a_model_that_is_compiled_whole(ranks2, tmp_path):
     assert ranks2.run(_compiled_whole, str(tmp_path)) == [[[]] * 4] * 2
 

@@ -131,7 +131,7 @@ def test_frozen_parameters_can_be_left_out(ranks2, tmp_path):
         assert gone_on == []
         for error in errors:
             assert error.startswith("CheckpointError: ")
-            assert "saved with exclude_frozen_parameters, without frozen, but the model trains" in error
+            assert "saved with exclude_frozen_parameters, without frozen, but in the model these are trainable" in error
     (checkpoint,) = (tmp_path / "checkpoints").glob("step_*")
     assert not any("frozen" in entry["saved"] for entry in json.loads((checkpoint / "weights.json").read_text()))
     for folder in ("export", "of_checkpoint"):

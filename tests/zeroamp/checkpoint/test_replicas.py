@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.processes.checkpoint_training import Case, Training, differences, error_of
+from tests.selection import slow_but
 from zeroamp.checkpoint.replicas import checksum
 
 
@@ -45,7 +46,13 @@ def _refuse(folder, case):
     return found
 
 
-@pytest.mark.parametrize("case", [Case(stage=0), Case(stage=3, mesh_shape=(2, 2)), Case(stage=1, mesh_shape=(4, 1))])
+@pytest.mark.parametrize(
+    "case",
+    slow_but(
+        [Case(stage=0), Case(stage=3, mesh_shape=(2, 2)), Case(stage=1, mesh_shape=(4, 1))],
+        Case(stage=3, mesh_shape=(2, 2)),
+    ),
+)
 def test_replicas_that_differ_are_refused_by_name_on_all_ranks(ranks4, tmp_path, case):
     for found in ranks4.run(_refuse, str(tmp_path / "none"), case):
         for what, name in NAMES.items():

@@ -80,7 +80,7 @@ def _change_stage_alone(folder, stages):
     return differences(loaded.state(), state), extra, texts
 
 
-@pytest.mark.parametrize("stages", [(3, 2), (1, 3), (0, 3), (2, 0)])
+@pytest.mark.parametrize("stages", slow_but([(3, 2), (1, 3), (0, 3), (2, 0)], (3, 2), (0, 3)))
 def test_another_stage_on_as_many_ranks_keeps_what_is_each_rank_s_own(ranks2, tmp_path, stages):
     for rank, (found, extra, texts) in enumerate(ranks2.run(_change_stage_alone, str(tmp_path), stages)):
         assert found == []

@@ -46,7 +46,7 @@ def _resume_each(folder, cases):
     return {name: _resume(f"{folder}/{index}", case)[0] for index, (name, case) in enumerate(cases.items())}
 
 
-@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 3))
 def test_ten_steps_and_ten_resumed_ones_are_twenty(ranks2, tmp_path, stage):
     options = {"accumulation": 2, "clip": 0.5, **DYNAMIC}
     case = Case(stage=stage, scheduler="cosine", options=options, overflow_at=(3, 7, 8, 12, 14), steps=(10, 10))
@@ -78,6 +78,7 @@ OPTIMIZER_CASES = {
 }
 
 
+@pytest.mark.slow
 def test_every_kind_of_optimizer_state_goes_on(ranks2, tmp_path):
     for found in ranks2.run(_resume_each, str(tmp_path), OPTIMIZER_CASES):
         assert found == {name: [] for name in OPTIMIZER_CASES}
@@ -106,6 +107,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 def test_every_way_to_train_goes_on(ranks2, tmp_path):
     for found in ranks2.run(_resume_each, str(tmp_path), WAYS):
         assert found == {name: [] for name in WAYS}
@@ -133,7 +135,7 @@ def _two_parts(folder, stage):
     return losses, full_parameters(model), train.num_steps
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", slow_but([1, 3], 3))
 def test_two_parts_are_what_one_process_does_in_one_go(ranks2, tmp_path, stage):
     losses, _, parameters = one_process.train("llama_tied", world_size=2, num_steps=4, clip=0.5)
     for rank, (our_losses, our_parameters, num_steps) in enumerate(ranks2.run(_two_parts, str(tmp_path), stage)):

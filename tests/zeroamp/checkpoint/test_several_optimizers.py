@@ -60,7 +60,10 @@ def _go_on(folder, stage, async_):
     return found + ["the log"] * (loaded.log != log), sorted(name for name in after[0] if "." in name)
 
 
-@pytest.mark.parametrize(("stage", "async_"), [(0, False), (2, True), (3, False)])
+@pytest.mark.parametrize(
+    ("stage", "async_"),
+    [pytest.param(0, False, marks=pytest.mark.slow), pytest.param(2, True, marks=pytest.mark.slow), (3, False)],
+)
 def test_training_with_several_optimizers_goes_on_bit_for_bit(ranks2, tmp_path, stage, async_):
     for found, names in ranks2.run(_go_on, str(tmp_path), stage, async_):
         assert found == []

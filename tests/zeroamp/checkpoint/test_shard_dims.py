@@ -94,6 +94,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", slow_but(CHANGES, "planned to dimension 0"))
 def test_other_dimensions(ranks4, tmp_path, change):
     before, after = CHANGES[change]

@@ -99,7 +99,7 @@ def test_code_in_a_folder_is_neither_run_nor_asked_about(tmp_path, monkeypatch):
     folder_of(tmp_path, model_type="own", auto_map={"AutoConfig": "own_code.Own"})
     questions = []
     monkeypatch.setattr("builtins.input", lambda text: questions.append(text) or "y")
-    with pytest.raises(zeroamp.WrapError, match=r"(?s)contains custom code .* with code of its own") as raised:
+    with pytest.raises(zeroamp.WrapError, match=r"(?s)contains custom code .* with custom code needs one") as raised:
         load_model(str(tmp_path))
     assert "the code ran" not in str(raised.value)
     assert not questions

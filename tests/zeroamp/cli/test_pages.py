@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import threading
 from html.parser import HTMLParser
 
@@ -10,6 +11,7 @@ import pytest
 from tests.processes.chromium import CHROMIUM, Browser
 from tests.processes.cli import run
 from tests.processes.training import config
+from tests.selection import slow_but
 
 pytest.importorskip("plotly")
 
@@ -160,7 +162,7 @@ def cells(browser, index, selector="tbody tr"):
 
 
 @needs_chromium
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("width", slow_but([1280, 390], 1280))
 @pytest.mark.parametrize("command", ["explain", "plan", "report"])
 def test_a_page_is_drawn_without_an_error_a_request_or_a_scroll_bar(pages, browser, command, width):
     path = pages[command][0]
@@ -236,9 +238,39 @@ def test_the_plan_has_a_panel_and_a_row_per_stage_and_the_meshes(pages, browser)
     rows = cells(browser, 0)
     assert [row[0] for row in rows] == ["0", "1", "2", "3"]
     assert [int(row[6].replace(",", "")) for row in rows] == [stage["largest_batch"] for stage in printed["stages"]]
+    stages, step_s = printed["stages"], [stage["seconds"]["total"] for stage in printed["stages"]]
+    sent = [sum(part["bytes"] for part in stage["traffic"]) for stage in stages]
+    digits = 5e-3  # half a unit of the third significant digit
+    assert [float(row[2]) * 2**30 for row in rows] == pytest.approx(
+        [stage["peak_bytes"] for stage in stages], rel=digits
+    )
+    assert [float(row[7]) * 1e9 for row in rows] == pytest.approx(sent, rel=digits)
+    assert [float(row[8]) for row in rows] == pytest.approx(step_s, rel=digits)
+    bars = browser.evaluate("[...document.querySelectorAll('.chart')][6].data.map((bar) => bar.y)")
+    assert [1e9 * sum(parts) for parts in zip(*bars, strict=True)] == pytest.approx(sent, rel=1e-12)  # additions
     meshes = cells(browser, 1)
     assert len(meshes) == len(printed["meshes"]["tried"])
     assert len(cells(browser, 1, "tr.best")) == 1
+
+
+@needs_chromium
+def test_the_peak_and_a_gpus_memory_near_it_are_marked(pages, browser, tmp_path):
+    text = pages["plan"][0].read_text()
+    timelines = json.loads(_Parser(text).data)["timelines"]
+    limit = int(1.1 * max(timelines[0]["total"]))
+    small = tmp_path / "small.html"
+    small.write_text(re.sub(r'"memory_bytes":\d+', f'"memory_bytes":{limit}', text))
+    browser.open(small)
+    layout = "document.querySelector('.chart').layout"
+    lines = browser.evaluate(
+        f"{layout}.shapes.filter((line) => line.line.dash === 'dash').map((line) => [line.y0, line.y1])"
+    )
+    assert lines == [[limit / 2**30] * 2]
+    peak = browser.evaluate(f"{layout}.annotations.at(-1)")
+    assert (peak["x"], peak["y"] * 2**30) == (
+        timelines[0]["total"].index(max(timelines[0]["total"])),
+        max(timelines[0]["total"]),
+    )
 
 
 @needs_chromium
@@ -250,6 +282,11 @@ def test_runs_are_lines_of_their_records_and_zoom_together(pages, browser):
     assert losses == [[record["loss"] for record in run["records"]] for run in printed["runs"]]
     browser.evaluate(f"void Plotly.relayout({charts}[0], {{'xaxis.range[0]': 2, 'xaxis.range[1]': 3}})")
     browser.wait_for(f"{charts}.slice(0, -1).every((chart) => chart.layout.xaxis.range[1] === 3)")
+    assert browser.evaluate("[number('inf'), -number('-inf'), 1 / number('nan')].map(String)") == [
+        "Infinity",
+        "Infinity",
+        "NaN",
+    ]
     assert browser.evaluate("document.title") == "one, two"
     assert browser.evaluate("document.querySelectorAll('img').length") == 0
     assert HOSTILE in browser.evaluate("document.querySelector('.warning').textContent")

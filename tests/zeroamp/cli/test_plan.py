@@ -69,7 +69,7 @@ def test_options_reach_the_plan(arguments, tmp_path):
     ("more", "words"),
     [
         (("--mesh", "2by4"), "'2by4' is not RxS"),
-        (("--stages", "1,4"), "'4' is none of 0, 1, 2, 3"),
+        (("--stages", "1,4"), "'4' is not one of 0, 1, 2, 3"),
         (("--batch", 0), "Invalid value for '--batch'"),
     ],
 )
@@ -127,7 +127,7 @@ def test_a_mesh_of_axes_counts_data_ranks(arguments, tmp_path):
     assert code == 0
     data = json.loads(out)
     assert (data["world_size"], data["seq"], data["stages"][0]["num_shards"]) == (8, 4, 8)
-    assert "exchange over the 2 ranks of the context axis is not planned" in err
+    assert "leaves out the attention's exchange over the 2 ranks of the context axis" in err
 
 
 @pytest.mark.parametrize(

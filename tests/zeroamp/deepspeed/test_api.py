@@ -27,6 +27,7 @@ print([name for name in sys.modules if name.startswith("zeroamp.deepspeed.")])
 """
 
 
+@pytest.mark.slow
 def test_the_reader_of_checkpoints_imports_nothing_of_the_engine():
     found = subprocess.run([sys.executable, "-c", READER], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     names = {name.rpartition(".")[2] for name in json.loads(found.replace("'", '"'))}
@@ -183,7 +184,7 @@ def test_comm_is_torchs_and_a_loader_repeats(ranks2):
 
 def test_a_process_group_that_is_said_to_be_there_must_be_there():
     assert not comm.is_initialized()
-    with pytest.raises(WrapError, match="dist_init_required=False says that there is a process group"):
+    with pytest.raises(WrapError, match="dist_init_required=False requires a process group, but there is none"):
         deepspeed.init_distributed(dist_init_required=False)
     assert not comm.is_initialized()
 

@@ -7,6 +7,7 @@ from torch import nn
 import zeroamp
 from tests.models.small import Block, Llama, hf_llama_config
 from tests.processes.training import config
+from tests.selection import slow_but
 from zeroamp.dry_run.equal_layers import find_repeats, trace_few_layers
 from zeroamp.dry_run.inputs import arguments_for
 from zeroamp.dry_run.traced_micro_batch import trace_micro_batch
@@ -50,7 +51,7 @@ def _build(cls):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("cls", [Llama, ByNumber, Alternating, Hf])
+@pytest.mark.parametrize("cls", slow_but([Llama, ByNumber, Alternating, Hf], Llama, Alternating))
 def test_the_events_are_those_of_all_layers(cls, checkpointing):
     model, plan, arguments = _build(cls)
     assert [len(repeat.names) for repeat in find_repeats(model, plan)] == [NUM_LAYERS]

@@ -1,5 +1,6 @@
 """Experts of MoE models that run by `torch._grouped_mm`: the dry run takes them, counts them, and wrapping warns."""
 
+import functools
 import logging
 
 import pytest
@@ -10,6 +11,7 @@ import zeroamp
 from tests.models.architectures import llama, mixtral
 from tests.models.small import build
 from tests.processes.training import config, policy
+from tests.selection import slow_but
 from zeroamp.hooks.tracing.experts import route_evenly
 from zeroamp.hooks.tracing.fake_run import Replacements, tensors_replaced
 from zeroamp.hooks.tracing.recorded_run import replacement, run_context
@@ -39,7 +41,13 @@ def test_the_flops_of_a_grouped_product_are_counted(dtype):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"dtype": None, "bf16": {"enabled": True}}, {"dtype": None}], ids=["autocast", "bf16", "fp32"]
+    "options",
+    [
+        {},
+        pytest.param({"dtype": None, "bf16": {"enabled": True}}, marks=pytest.mark.slow),
+        pytest.param({"dtype": None}, marks=pytest.mark.slow),
+    ],
+    ids=["autocast", "bf16", "fp32"],
 )
 def test_a_mixture_of_experts_of_transformers_is_planned(options):
     pytest.importorskip("transformers", reason="the model is transformers'")
@@ -94,28 +102,35 @@ def test_wrapping_warns_once_on_the_first_rank(ranks2):
     assert [len(texts) for texts in ranks2.run(_warnings)] == [1, 0]
 
 
-@pytest.fixture(scope="module")
-def planned():
-    """Experts implementation -> a plan of the same Mixtral, with fp32 experts under autocast."""
+IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
+
+
+@functools.cache
+def planned(implementation):
+    """Return a plan of a Mixtral with this implementation of its experts, which are fp32 under autocast."""
     pytest.importorskip("transformers", reason="the model is transformers'")
-    return {
-        name: zeroamp.plan_run(mixtral(name)[0], policy(config(3)), world_size=2, batch=2, seq=16, stages=(3,))
-        for name in ("eager", "batched_mm", "grouped_mm")
-    }
+    model = mixtral(implementation)[0]
+    return zeroamp.plan_run(model, policy(config(3)), world_size=2, batch=2, seq=16, stages=(3,))
 
 
-def test_every_implementation_has_the_flops_of_its_products(planned):
-    flops = {name: run.stages[0].time.flops for name, run in planned.items()}
+@pytest.mark.slow
+def test_every_implementation_has_the_flops_of_its_products():
+    flops = {name: planned(name).stages[0].time.flops for name in IMPLEMENTATIONS}
     assert flops["eager"] == flops["grouped_mm"] == flops["batched_mm"]
     tokens, layers, width, inner = 2 * 16, 2, 32, 48
     of_experts = 3 * layers * 2 * (2 * tokens) * 3 * width * inner  # each token goes to 2 experts of 3 matrices
     assert of_experts < flops["grouped_mm"] < 2 * of_experts
 
 
-def test_a_plan_says_that_the_routing_is_balanced(planned):
-    for run in planned.values():
-        assert "every expert of a layer gets equally many tokens" in " ".join(str(run).split())
-        assert run.to_dict()["routing"] == "balanced"
+@pytest.mark.parametrize("implementation", slow_but(IMPLEMENTATIONS, "grouped_mm"))
+def test_a_plan_says_that_the_routing_is_balanced(implementation):
+    run = planned(implementation)
+    assert "every expert of a layer gets equally many tokens" in " ".join(str(run).split())
+    assert run.to_dict()["routing"] == "balanced"
+
+
+def test_a_plan_without_experts_says_nothing_of_routing():
+    pytest.importorskip("transformers", reason="the model is transformers'")
     dense = zeroamp.plan_run(llama()[0], policy(config(3)), world_size=2, batch=1, seq=16, stages=(3,))
     assert "routing" not in str(dense)
     assert dense.to_dict()["routing"] is None
@@ -162,6 +177,7 @@ def mixtral_8x7b():
         return transformers.MixtralForCausalLM(transformers.MixtralConfig())
 
 
+@pytest.mark.slow
 def test_mixtral_8x7b_is_all_gathered_in_bf16_with_the_key(mixtral_8x7b):
     numel = sum(parameter.numel() for parameter in mixtral_8x7b.parameters())
     gathered = {}

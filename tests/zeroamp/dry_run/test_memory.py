@@ -28,6 +28,7 @@ GROUP_NORMS = 128
 POWERS_OF_TWO = 641 * 8
 """Bytes: the table that exact sums retain from their first use on."""
 
+FAST = [(0, False), (1, True), (2, False), (3, True)]
 CASES = [(stage, checkpointing) for stage in (0, 1, 2, 3) for checkpointing in (False, True)]
 
 
@@ -45,10 +46,13 @@ def check(answers, is_even=True, more=0):
 
 
 @pytest.mark.parametrize("name", slow_but(["llama_tied", "hf_llama", "encoder", "conv"], "llama_tied"))
-def test_every_stage_with_and_without_checkpointing(ranks2, name):
-    for stage, checkpointing in CASES:
-        answers = ranks2.run(measured_step, name, {"stage": stage, "threshold": 0}, checkpointing)
-        check(answers, is_even=name not in ("encoder", "conv"), more=GROUP_NORMS * (name == "conv"))
+@pytest.mark.parametrize(
+    ("stage", "checkpointing"),
+    [case if case in FAST else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+)
+def test_every_stage_with_and_without_checkpointing(ranks2, name, stage, checkpointing):
+    answers = ranks2.run(measured_step, name, {"stage": stage, "threshold": 0}, checkpointing)
+    check(answers, is_even=name not in ("encoder", "conv"), more=GROUP_NORMS * (name == "conv"))
 
 
 @pytest.mark.parametrize("accumulation", [2, 4])
@@ -59,6 +63,7 @@ def test_windows_of_several_micro_batches(ranks2, accumulation):
         check(ranks2.run(measured_step, "encoder", options, checkpointing), is_even=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "accumulation", [8, pytest.param(4, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.slow)]
 )
@@ -69,8 +74,8 @@ def test_partial_sums_of_reproducible_runs(ranks2, accumulation):
         check(answers, more=POWERS_OF_TWO)
 
 
-@pytest.mark.parametrize("name", ["llama_untied", "scaled"])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("name", slow_but(["llama_untied", "scaled"], "scaled"))
+@pytest.mark.parametrize("accumulation", slow_but([1, 2], 2))
 def test_embeddings_and_heads_that_are_units_of_their_own(ranks2, name, accumulation):
     for checkpointing in (False, True):
         options = {"stage": 3, "threshold": 1000, "accumulation": accumulation}
@@ -86,6 +91,7 @@ MODES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_units_that_cast_their_inputs(ranks2, checkpointing):
     for stage in (0, 1, 2, 3):
@@ -94,9 +100,9 @@ def test_units_that_cast_their_inputs(ranks2, checkpointing):
 
 
 @pytest.mark.parametrize("mode", slow_but(MODES, MODES[0]), ids=str)
-def test_other_modes(ranks2, mode):
-    for stage in (0, 1, 2, 3):
-        check(ranks2.run(measured_step, "llama_tied", {"stage": stage, **mode}))
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
+def test_other_modes(ranks2, mode, stage):
+    check(ranks2.run(measured_step, "llama_tied", {"stage": stage, **mode}))
 
 
 def _reduced_bytes(options, mesh_shape=None):
@@ -136,10 +142,10 @@ if has_reduction_options():
 
 
 @pytest.mark.parametrize("fields", slow_but(OPTIONS, OPTIONS[0]), ids=str)
-def test_sharding_options(ranks2, fields):
-    for accumulation in (1, 2):
-        options = {"stage": 3, "threshold": 0, "accumulation": accumulation}
-        check(ranks2.run(measured_step, "llama_untied", options, False, fields))
+@pytest.mark.parametrize("accumulation", slow_but([1, 2], 2))
+def test_sharding_options(ranks2, fields, accumulation):
+    options = {"stage": 3, "threshold": 0, "accumulation": accumulation}
+    check(ranks2.run(measured_step, "llama_untied", options, False, fields))
 
 
 def wide_table(model):
@@ -166,6 +172,7 @@ def freeze_the_first(model):
     model.blocks[0].requires_grad_(False)
 
 
+@pytest.mark.slow
 def test_frozen_units_are_gathered_ahead_in_vain(ranks2):
     for accumulation in (1, 2):
         options = {"stage": 3, "threshold": 0, "accumulation": accumulation}

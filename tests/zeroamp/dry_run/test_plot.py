@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import zeroamp
+from tests.selection import slow_but
 from tests.zeroamp.dry_run.plans import plan
 from zeroamp.dry_run.plot import stretches
 from zeroamp.dry_run.timeline import PHASES
@@ -20,8 +21,8 @@ def planned(accumulation=1):
 @pytest.mark.parametrize(
     ("accumulation", "names"),
     [
-        (1, [""]),
-        (2, ["first micro-batch", "last micro-batch"]),
+        pytest.param(1, [""], marks=pytest.mark.slow),
+        pytest.param(2, ["first micro-batch", "last micro-batch"], marks=pytest.mark.slow),
         (4, ["first micro-batch", "middle micro-batch", "last micro-batch"]),
     ],
 )
@@ -54,7 +55,7 @@ def test_the_picture_names_every_micro_batch_and_draws_its_stretches_from_left_t
     assert [x for x, _ in texts] == sorted({x for x, _ in texts})
 
 
-@pytest.mark.parametrize("name", ["memory.foo", "memory", "file/memory.png"])
+@pytest.mark.parametrize("name", slow_but(["memory.foo", "memory", "file/memory.png"], "memory.foo"))
 def test_a_picture_that_cannot_be_written_is_an_error_that_says_why(tmp_path, name):
     pytest.importorskip("matplotlib")
     (tmp_path / "file").write_text("")

@@ -84,7 +84,7 @@ def test_text_has_a_row_per_stage_and_says_what_is_not_counted(run):
     text = " ".join(str(plan({"threshold": None}, stages=(3,))).split())
     assert "mode autocast, 8 ranks, 1 x batch 2 x 12 per rank, without activation checkpointing" in text
     assert "blocks.0 … blocks.5" in text
-    assert "Not counted:" in text
+    assert "Fragmentation is not counted" in text
 
 
 def test_no_line_is_wider_than_the_terminal(monkeypatch, run):
@@ -193,6 +193,7 @@ def _time(ranks=8, **more):
     return run.stages[0].time
 
 
+@pytest.mark.slow
 def test_one_rank_waits_for_nothing():
     assert _time(ranks=1).exposed == _time(ranks=1).communication == 0
 
@@ -320,6 +321,7 @@ def test_shapes_to_try_with_levels_and_with_a_number_of_nodes_that_is_no_power_o
     assert list(shapes_to_try(20, 8, with_partition=True)) == []
 
 
+@pytest.mark.slow
 def test_reductions_on_their_own_communicator_let_gathers_pass():
     """Slow links: gathers of the backward do not wait for reductions that were started before."""
     one, two = (
@@ -331,6 +333,7 @@ def test_reductions_on_their_own_communicator_let_gathers_pass():
     assert two.nccl_bytes - one.nccl_bytes == 500_000_000
 
 
+@pytest.mark.slow
 def test_of_equally_fast_meshes_the_smallest_without_long_rings_is_the_best():
     """On a GPU so slow that all latency hides."""
     gpu = replace(zeroamp.GPUS["h100"], low_tflops=1e-9, fp32_tflops=1e-9, tf32_tflops=1e-9)

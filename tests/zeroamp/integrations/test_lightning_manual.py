@@ -81,7 +81,7 @@ def _fit(folder, strategy, toggles, accumulates):
 
 
 @pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 3))
-@pytest.mark.parametrize("toggles", [True, False])
+@pytest.mark.parametrize("toggles", slow_but([True, False], True))
 def test_two_optimizers_that_step_in_turn_train_as_with_ddp(ranks2, tmp_path, stage, toggles):
     ours = ranks2.run(_fit, tmp_path, f"zeroamp_stage_{stage}", toggles, False)
     theirs = ranks2.run(_fit, tmp_path, "ddp_find_unused_parameters_true", toggles, False)

@@ -150,7 +150,6 @@ def _resumed(folder, strategy_of, arguments, how):
             {"stage": 1, "is_distributed": False},
         ],
         {"stage": 3},
-        {"stage": 3, "is_distributed": False},
     ),
     ids=str,
 )

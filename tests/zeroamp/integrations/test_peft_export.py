@@ -13,7 +13,7 @@ import zeroamp
 from tests.models.adapters import LINEARS, Adapted, batch, quietly, train_in_one_process
 from tests.processes.adapter_training import AdapterTraining
 from tests.processes.training import config
-from tests.selection import needs_bitsandbytes
+from tests.selection import needs_bitsandbytes, slow_but
 from zeroamp.integrations.peft import export_adapter, export_merged
 
 peft = pytest.importorskip("peft", reason="peft is not installed: it makes the adapters")
@@ -117,7 +117,7 @@ def _exported(adapted, stage, folder):
     return changed
 
 
-@pytest.mark.parametrize("name", [*CASES, *QUANTIZED])
+@pytest.mark.parametrize("name", slow_but([*CASES, *QUANTIZED], "LoRA", "DoRA on bf16", "NF4", "tied"))
 def test_adapters_and_merged_weights_are_those_of_one_process(ranks2, tmp_path, name):
     if name in QUANTIZED:
         needs_bitsandbytes(QUANTIZED[name].base.partition(" ")[2])
@@ -276,7 +276,7 @@ def _refused(folder):
         ),
         "merged Lily": (
             lambda: export_merged(unmergeable, folder),
-            "(LILY) cannot be merged: peft has no merge of it. Call export_adapter",
+            "(LILY) cannot be merged: peft does not implement it. Call export_adapter",
         ),
     }
     configs = {name: adapter_config.to_dict() for name, adapter_config in model.peft_config.items()}

@@ -32,7 +32,7 @@ def _check(ranks2, *args, **kwargs):
         assert not any(found.values()), found
 
 
-@pytest.mark.parametrize("base", ["fp32", "bf16", *NF4])
+@pytest.mark.parametrize("base", slow_but(["fp32", "bf16", *NF4], "bf16", NF4[0]))
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 def test_adapters_train_as_in_one_process(ranks2, base, dora):
     if base in NF4:

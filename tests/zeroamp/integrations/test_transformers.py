@@ -246,6 +246,7 @@ def _generated(folder, family):
     return stock, ours, our_run.differences(stock_run, norms=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", slow_but(["t5", "llama"], "t5"))
 def test_generation_of_different_lengths_on_the_ranks(ranks2, tmp_path, family):
     for stock, ours, differences in ranks2.run(_generated, tmp_path, family):

@@ -129,6 +129,7 @@ def _adapters(folder):
     return found, files, list(state.read_metadata().state_dict_metadata)
 
 
+@pytest.mark.slow
 def test_adapters_are_saved_resumed_and_loaded_in_peft(ranks2, tmp_path):
     (found, files, names), (others, _, _) = ranks2.run(_adapters, str(tmp_path))
     assert not any(found.values()), found
@@ -255,7 +256,9 @@ def test_a_loss_that_does_not_call_the_model_is_refused():
             assert inputs == {"rows": [1, 2]}
             return self.model(torch.zeros(1))
 
-    with pytest.raises(zeroamp.ConfigError, match=r"compute_loss of Mine must call the model.*model\(\*\*inputs\)"):
+    with pytest.raises(
+        zeroamp.ConfigError, match=r"compute_loss of Mine must call its argument model.*model\(\*\*inputs\)"
+    ):
         Mine().example_inputs()
 
 

@@ -127,7 +127,7 @@ def _results(options, attempt, when):
     return reports, full_parameters(model), buffers, randoms, step.num_steps
 
 
-@pytest.mark.parametrize("options", slow_but(OPTIONS, OPTIONS[1], OPTIONS[7], OPTIONS[9]), ids=str)
+@pytest.mark.parametrize("options", slow_but(OPTIONS, OPTIONS[7]), ids=str)
 @pytest.mark.parametrize("attempt", ATTEMPTS)
 def test_training_goes_on_with_the_same_bits(ranks2, options, attempt):
     plain = ranks2.run(_results, options, None, ())
@@ -218,7 +218,7 @@ def _compare(options, attempt, is_first):
     return _differences(before, _everything(model, step))
 
 
-@pytest.mark.parametrize("options", slow_but(OPTIONS, OPTIONS[1], OPTIONS[7], OPTIONS[9]), ids=str)
+@pytest.mark.parametrize("options", slow_but(OPTIONS, OPTIONS[7]), ids=str)
 @pytest.mark.parametrize("attempt", ATTEMPTS)
 def test_nothing_is_left(ranks2, options, attempt):
     for is_first in (True, False):

@@ -18,7 +18,7 @@ ONLY_ROUNDED = {
 add up in bf16."""
 
 
-@pytest.fixture(params=slow_but(ARCHITECTURES, "llama", "gpt2", "conv_net", "encoder"))
+@pytest.fixture(params=slow_but(ARCHITECTURES, "llama", "conv_net"))
 def architecture(request):
     if request.param in TRANSFORMERS:
         pytest.importorskip("transformers", reason="the model is transformers'")

@@ -22,7 +22,7 @@ def _notes(plan, num_shards, per_node=None, num_replicas=None):
 def test_padding_from_five_percent_on():
     """Over 1,000 ranks 20,001 rows are 21,000, 4.99 % more, and 19,001 are 20,000, 5.3 % more."""
     assert _notes(_plan(20_001, 1025), 1000) is None
-    assert "5% of padding" in _notes(_plan(19_001, 1200 + 1), 1000)
+    assert "padding adds 5%" in _notes(_plan(19_001, 1200 + 1), 1000)
     assert _notes(_plan(1001, 1), 1000) is None, "a thousand elements are nothing"
 
 
@@ -57,6 +57,6 @@ def test_two_levels_have_short_rings():
 def test_all_that_is_true_is_one_line():
     line = _notes(_plan(20_000, 1025), 16384, 6)
     assert "\n" not in line
-    assert [words in line for words in ("64% of padding", "rings of 16,384", "between nodes", "zeroamp plan")] == [
+    assert [words in line for words in ("padding adds 64%", "rings of 16,384", "between nodes", "zeroamp plan")] == [
         True
     ] * 4

@@ -163,7 +163,7 @@ def test_a_list_of_modules_is_never_called_so_its_modules_are_the_regions():
 def test_a_list_of_parameters_does_not_compute():
     model = Twice()
     model.tables = nn.ParameterList([torch.zeros(2)])
-    with pytest.raises(zeroamp.ConfigError, match="compute of tables, a ParameterList, which .* has no forward"):
+    with pytest.raises(zeroamp.ConfigError, match="compute, but tables is a ParameterList, which .* no forward"):
         plan_of({"modules": "tables", "compute": "fp32"}, model=model)
     assert cells(plan_of({"modules": "tables", "gather": "bf16"}, model=model))["tables.0"][0] == BF16
     kept = zeroamp.build_plan(model, policy_of(mode="bf16", data_types={"keep_in_fp32_modules": ["tables"]}))
@@ -189,12 +189,12 @@ def test_a_full_class_name_is_not_imported(tmp_path, monkeypatch):
         ([{"modules": "Linaer", "gather": "fp32"}], {}, "overrides.0 .modules 'Linaer'. matches no .*mean 'Linear'"),
         ([{"modules": "xyz", "gather": "fp32"}], {}, r"matches no .* of Llama\. Print model"),
         ([{"modules": ["head", "x.*"], "compute": "fp32"}], {}, r"modules 'x\.\*'. matches no"),
-        ([{"modules": "head.weight", "compute": "fp32"}], {}, "compute of head.weight, which is a parameter. .*gather"),
-        ([{"modules": "Llama", "compute": "fp32"}], {}, "compute fp32 of the root, Llama"),
+        ([{"modules": "head.weight", "compute": "fp32"}], {}, "sets compute, but head.weight is a parameter. .*gather"),
+        ([{"modules": "Llama", "compute": "fp32"}], {}, "compute fp32 for the root, Llama"),
         (
             [{"modules": "Linear", "gather": "fp32"}, {"modules": "head", "compute": "fp32"}],
             {},
-            "overrides.1 .modules 'head'. applies to nothing: zeroamp.overrides.0 .modules 'Linear'. matches the same",
+            "overrides.1 .modules 'head'. applies to nothing, because zeroamp.overrides.0 .modules 'Linear'. is",
         ),
         (
             [{"modules": "Linear", "gather": "fp32"}, {"modules": "head.*", "communication": "fp32"}],
@@ -209,12 +209,12 @@ def test_a_full_class_name_is_not_imported(tmp_path, monkeypatch):
         (
             [{"modules": "qkv", "compute": "bf16"}, {"modules": "blocks.0", "compute": "fp32"}],
             {},
-            "overrides.0 .modules 'qkv'. asks for compute bf16 of blocks.0.qkv.weight, but zeroamp.overrides.1",
+            "overrides.0 .modules 'qkv'. sets compute bf16 for blocks.0.qkv.weight, but zeroamp.overrides.1",
         ),
         (
             [{"modules": "head", "gather": "bf16"}],
             {"data_types": {"keep_in_fp32_modules": ["head"]}},
-            "asks for gather bf16 of head.weight, but data_types.keep_in_fp32_modules 'head' keeps head.weight in fp32",
+            "sets gather bf16 for head.weight, but data_types.keep_in_fp32_modules 'head' keeps head.weight in fp32",
         ),
         (
             [{"modules": "norm.weight", "gather": "bf16"}],
@@ -242,10 +242,10 @@ def test_what_a_model_cannot_do_as_asked_is_refused_by_name(overrides, options, 
         (
             [{"modules": "embed", "gather": "bf16"}, {"modules": "head", "compute": "fp32"}],
             {},
-            "overrides.0 .modules 'embed'. asks for gather bf16 of embed.weight, but zeroamp.overrides.1 .modules "
-            "'head'. for compute fp32 of head.weight, which is the same parameter",
+            "overrides.0 .modules 'embed'. sets gather bf16 for embed.weight, but zeroamp.overrides.1 .modules "
+            "'head'. sets compute fp32 for head.weight, which is the same parameter",
         ),
-        ([{"modules": "head", "gather": "bf16"}], {}, "of head.weight, but not of embed.weight, which is the same"),
+        ([{"modules": "head", "gather": "bf16"}], {}, "for head.weight, but not for embed.weight, which is the same"),
         (
             [{"modules": "head", "compute": "fp32"}],
             {"mode": "bf16"},
@@ -289,7 +289,7 @@ def test_ambiguous_and_empty_patterns(override, words):
 def test_a_frozen_parameter_is_all_gathered_as_it_is_stored():
     model = Llama(tied=False)
     model.head.to(torch.float16).requires_grad_(False)
-    with pytest.raises(zeroamp.ConfigError, match="is frozen and stored in fp16, in which it is all-gathered"):
+    with pytest.raises(zeroamp.ConfigError, match="is frozen and stored in fp16, so it is all-gathered in that dtype"):
         plan_of(
             {"modules": ["head", "qkv"], "gather": "bf16"}, {"modules": "norm", "communication": "bf16"}, model=model
         )

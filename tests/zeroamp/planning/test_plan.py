@@ -132,7 +132,7 @@ def test_stage_3_without_units_is_warned_of(caplog):
     with caplog.at_level("WARNING", logger="zeroamp"):
         plan(meta(nn.Linear, 4, 4))
         plan(meta(nn.Linear, 4, 4), stage=2)
-    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["no units below the root of Linear"]
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["Linear has no units below its root"]
 
 
 def test_other_parameters_of_torchs_safe_classes_are_unsafe():

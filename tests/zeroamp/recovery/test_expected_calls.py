@@ -6,6 +6,7 @@ import torch
 import zeroamp
 from tests.models.small import batch, build, loss_of
 from tests.processes.training import config, wrapped
+from tests.selection import slow_but
 from zeroamp.recovery.expected_calls import expected_calls_of_evaluation, expected_calls_of_step
 from zeroamp.wrapping.state import wrap_state
 
@@ -48,7 +49,7 @@ def check(answers):
         assert len(issued_in_step) > 3
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "hf_llama"])
+@pytest.mark.parametrize("name", slow_but(["llama_tied", "hf_llama"], "llama_tied"))
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_models_at_every_stage(ranks2, name, stage):
     for threshold in (None, 0):

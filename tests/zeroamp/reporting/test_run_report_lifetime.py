@@ -61,7 +61,7 @@ def test_a_train_step_has_one_report_at_a_time_whose_figures_monitors_have_while
     num_tokens = batch(NAME, 0).numel() * 2
     (text, mfu, last), (other_text, _, other_last) = ranks2.run(_one_at_a_time, str(tmp_path))
     assert text == other_text
-    assert "another RunReport is open on this TrainStep" in text
+    assert "Another RunReport is open on this TrainStep" in text
     assert "Close the other one" in text
     assert last == other_last == (3, num_tokens, None)
     assert [record.step for record in zeroamp.read_run(tmp_path / "a.jsonl").records] == [2]

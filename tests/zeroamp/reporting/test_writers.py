@@ -63,7 +63,7 @@ def write_everything(*places):
 def test_one_that_fails_is_closed_and_the_others_go_on(failing, calls, loss):
     before, bad, after = Place(), Place(failing), Place()
     assert write_everything(before, bad, after) == [
-        f"Place: {loss}, because of OSError: no space. Training goes on",
+        f"Place: {loss}, because of OSError: no space. Training continues",
     ]
     assert bad.calls == calls
     assert before.calls == after.calls == ["warning", "step", "close"]

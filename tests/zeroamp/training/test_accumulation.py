@@ -16,6 +16,7 @@ from zeroamp.policies.dtypes import short_name
 DEEPSPEED_FP32_ACCUMULATION = {"fp32": 1e-6, "bf16": 4.1e-3, "fp16": 4.6e-4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "low_dtype"),
     [

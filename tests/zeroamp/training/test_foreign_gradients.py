@@ -8,6 +8,7 @@ from torch import nn
 import zeroamp
 from tests.models.small import ThreeUnits, batch, loss_of
 from tests.processes.training import config, full_parameters, policy, same_bits, wrapped
+from tests.selection import slow_but
 
 NAME = "llama_tied"
 
@@ -39,7 +40,17 @@ def _left_gradients(stage, options):
 SUMMED_LOW = {"data_types": {"grad_accum_dtype": "bf16"}}
 
 
-@pytest.mark.parametrize(("stage", "options"), [*((stage, {}) for stage in range(4)), (2, SUMMED_LOW), (3, SUMMED_LOW)])
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [
+        (0, {}),
+        pytest.param(1, {}, marks=pytest.mark.slow),
+        pytest.param(2, {}, marks=pytest.mark.slow),
+        (3, {}),
+        pytest.param(2, SUMMED_LOW, marks=pytest.mark.slow),
+        (3, SUMMED_LOW),
+    ],
+)
 def test_gradients_before_the_first_backward_are_refused_by_name(ranks2, stage, options):
     for error, differing in ranks2.run(_left_gradients, stage, options):
         assert "embed.weight has a gradient" in error
@@ -66,7 +77,7 @@ def _beside_steps(stage, between):
     return full_parameters(model)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
 def test_forwards_before_the_update_and_gradients_of_inputs_after_it_change_nothing(ranks2, stage):
     expected = ranks2.run(_beside_steps, stage, False)
     for ours, theirs in zip(ranks2.run(_beside_steps, stage, True), expected, strict=True):
@@ -94,7 +105,7 @@ def _input_gradients(stage, options, between, retain):
 
 
 @pytest.mark.parametrize("retain", [False, True], ids=["another forward", "the same graph"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
 def test_gradients_of_inputs_pass_where_the_config_clips_and_accumulates(ranks2, stage, retain):
     expected = ranks2.run(_input_gradients, stage, {}, False, retain)
     for (ours, norms), (theirs, _) in zip(ranks2.run(_input_gradients, stage, {}, True, retain), expected, strict=True):

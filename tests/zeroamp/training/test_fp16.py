@@ -9,6 +9,7 @@ from tests.models.small import batch, loss_of
 from tests.oracles import one_process
 from tests.processes.ranks import RankError
 from tests.processes.training import check_run, config, full_parameters, same_bits, train, wrapped
+from tests.selection import slow_but
 
 NAME = "llama_tied"
 FIXED = {"fp16": {"loss_scale": 1024}}
@@ -65,7 +66,7 @@ def dynamic(stage, **fields):
     return config(stage, dtype="float16", clip=1.0, fp16={"initial_scale_power": 10, **fields})
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
 def test_one_rank_overflows_and_all_ranks_skip_and_lower_the_scale(ranks2, stage):
     by_rank = ranks2.run(_run, dynamic(stage, hysteresis=1), 4, (1, 2))
     for rows in by_rank:
@@ -219,9 +220,9 @@ def _overflow_in_a_window(stage, accumulate, bad):
     return reports
 
 
-@pytest.mark.parametrize("bad", [1e30, float("nan")])
-@pytest.mark.parametrize("accumulate", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("bad", slow_but([1e30, float("nan")], 1e30))
+@pytest.mark.parametrize("accumulate", slow_but(["fp32", "bf16", "fp16"], "fp32", "fp16"))
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
 def test_one_bad_micro_batch_of_one_rank_skips_the_window(ranks2, stage, accumulate, bad):
     for reports in ranks2.run(_overflow_in_a_window, stage, accumulate, bad):
         assert reports == [(True, 1024.0), (False, 512.0)]

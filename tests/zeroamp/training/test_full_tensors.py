@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroamp
 from tests.processes.training import config, policy
+from tests.selection import slow_but
 from zeroamp import StepError
 
 OFFLOAD = {
@@ -93,7 +94,7 @@ def _read(cfg, dtype, mesh_shape=None):
     return differing
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
 def test_they_are_those_of_plain_torch(ranks2, stage):
     assert ranks2.run(_read, config(stage, clip=0.1), torch.bfloat16) == [[], []]
 
@@ -144,11 +145,12 @@ def _of_the_first_rank(value):
     return value if dist.get_rank() == 0 else torch.full_like(value, torch.nan)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
 def test_what_is_set_is_trained_with(ranks2, stage):
     assert ranks2.run(_set, config(stage)) == [[], []]
 
 
+@pytest.mark.slow
 def test_what_is_set_with_a_loss_scale_offload_or_replicas(ranks4):
     assert ranks4.run(_set, config(3, dtype="float16", fp16={"initial_scale_power": 8})) == [[]] * 4
     assert ranks4.run(_set, {**config(3), **OFFLOAD}, (2, 2)) == [[]] * 4
@@ -179,7 +181,7 @@ def _accumulated(cfg):
     return texts
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
 @pytest.mark.parametrize("accumulate", ["fp32", "bf16"])
 def test_gradients_are_refused_before_the_last_micro_batch(ranks2, stage, accumulate):
     cfg = config(stage, accumulation=3, data_types={"grad_accum_dtype": accumulate})

@@ -7,6 +7,7 @@ import torch.distributed as dist
 import zeroamp
 from tests.models.small import batch, loss_of
 from tests.processes.training import config, full_parameters, same_bits, wrapped
+from tests.selection import slow_but
 
 NAME = "llama_tied"
 
@@ -38,7 +39,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", slow_but(CONFIGS, "stage 0", "stage 3", "replicas"))
 def test_training_is_the_same_with_evaluations_in_inference_mode(ranks2, name):
     cfg, mesh_shape = CONFIGS[name]
     of_ranks = zip(*(ranks2.run(_trained, cfg, flag, mesh_shape) for flag in (True, False)), strict=True)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import zeroamp
 from tests.models.small import batch, loss_of
 from tests.processes.training import config, full_parameters, same_bits, wrapped
+from tests.selection import slow_but
 
 NAME = "llama_tied"
 SKIP = {"zeroamp": {"skip_nonfinite_steps": True}}
@@ -36,7 +37,7 @@ def _with_and_without_bad_steps(stage, options):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 3], 3))
 def test_skipped_steps_leave_no_trace(ranks2, stage, mode):
     for bad, good in ranks2.run(_with_and_without_bad_steps, stage, MODES[mode]):
         assert bad[0] == [(True, 1), (False, 1), (True, 2), (False, 2), (False, 2)]

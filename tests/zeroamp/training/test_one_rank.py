@@ -6,6 +6,7 @@ import torch
 from tests.oracles import one_process
 from tests.processes.ranks import Ranks
 from tests.processes.training import check_run, config, train
+from tests.selection import slow_but
 
 NUM_STEPS = 5
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
@@ -36,7 +37,7 @@ def _in_a_process(name, oracle):
     ],
     ids=["autocast bf16", "a group per unit", "autocast fp16", "bf16"],
 )
-@pytest.mark.parametrize("name", ["llama_tied", "llama_untied"])
+@pytest.mark.parametrize("name", slow_but(["llama_tied", "llama_untied"], "llama_tied"))
 def test_one_rank_at_every_stage_is_plain_torch(rank, name, options, oracle):
     expected = rank.run(_in_a_process, name, {**oracle, "device": rank.device})[0]
     for run in rank.run(_all_stages, name, options)[0].values():

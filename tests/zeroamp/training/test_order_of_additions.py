@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tests.models.small import batch, build
 from tests.oracles import one_process, plain_fsdp2
 from tests.processes.training import check_run, check_same_run, config, same_bits, train
+from tests.selection import slow_but
 
 NUM_STEPS = 5
 UNITS = [f"{part}.{index}" for part in ("down", "up", "side") for index in range(3)]
@@ -50,7 +51,7 @@ def _one_process(name, prepare=None):
     return one_process.train(name, world_size=2, num_steps=NUM_STEPS, prepare=prepare)
 
 
-@pytest.mark.parametrize("name", ["skips", "residual_skips"])
+@pytest.mark.parametrize("name", slow_but(["skips", "residual_skips"], "residual_skips"))
 def test_all_stages_and_fsdp2_alone_add_in_the_same_order(ranks2, name):
     theirs = ranks2.run(_plain, name)
     for rank, runs in enumerate(ranks2.run(_all_stages, name)):
@@ -61,6 +62,7 @@ def test_all_stages_and_fsdp2_alone_add_in_the_same_order(ranks2, name):
             assert same_bits(run.parameters, parameters) == []
 
 
+@pytest.mark.slow
 def test_units_that_read_an_activation_once_give_the_bits_of_one_process(ranks2):
     oracle = _one_process("skips")
     for rank, runs in enumerate(ranks2.run(_all_stages, "skips")):

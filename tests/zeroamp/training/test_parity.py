@@ -40,19 +40,20 @@ def _check(by_rank, oracle):
             assert run.mean_losses == pytest.approx(flat, rel=1e-6), "the mean is summed in another order"
 
 
-@pytest.mark.parametrize("name", slow_but(MODELS, "llama_tied", "conv"))
+@pytest.mark.parametrize("name", slow_but(MODELS, "llama_tied"))
 def test_all_stages_equal_one_process_with_autocast_on_an_fp32_wire(ranks2, name):
     by_rank = ranks2.run(_all_stages, name, (0, 1, 2, 3), {"comm": "fp32"})
     _check(by_rank, one_process.train(name, world_size=2, num_steps=NUM_STEPS, clip=CLIP))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(MODELS, "llama_tied", "hf_llama", "conv"))
 def test_all_stages_equal_one_process_with_autocast_on_the_default_wire(ranks2, name):
     # bf16 on the wire loses nothing: the raw gradients are bf16, and the sum is fp32.
     by_rank = ranks2.run(_all_stages, name, (0, 1, 2, 3), {})
     _check(by_rank, one_process.train(name, world_size=2, num_steps=NUM_STEPS, clip=CLIP))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(MODELS, "llama_untied"))
 def test_a_group_per_unit_and_dtype_gives_the_same_bits_as_the_model_wide_group(ranks2, name):
     by_rank = ranks2.run(_all_stages, name, (0, 1, 2, 3), {"threshold": 0})
@@ -72,6 +73,7 @@ def test_stages_2_and_3_reduce_every_micro_batch_and_accumulate_in_fp32(ranks2, 
     _check(by_rank, oracle)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["llama_tied", "llama_untied", "conv", "encoder"], "llama_tied"))
 def test_stages_2_and_3_agree_on_a_native_bf16_wire_with_accumulation(ranks2, name):
     _check_equal(ranks2.run(_all_stages, name, (2, 3), {"accumulation": 4, **NATIVE}))
@@ -83,6 +85,7 @@ def test_native_bf16_reduction_is_another_sum_than_fp32(ranks2):
     assert same_bits(native[3].parameters, summed[3].parameters) != []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["llama_untied", "encoder"], "encoder"))
 def test_all_stages_equal_one_process_on_4_ranks(ranks4, name):
     by_rank = ranks4.run(_all_stages, name, (0, 1, 2, 3), {})
@@ -138,6 +141,7 @@ def test_hybrid_sharding_has_the_bits_of_one_axis(ranks4):
     _check(by_rank, one_process.train("llama_tied", world_size=4, num_steps=NUM_STEPS, clip=CLIP))
 
 
+@pytest.mark.slow
 def test_hybrid_sharding_sums_micro_batches_before_replicas(ranks4):
     by_rank = ranks4.run(_all_stages, "llama_tied", (2, 3), {"accumulation": 3}, mesh_shape=(2, 2))
     options = {"world_size": 4, "num_steps": NUM_STEPS, "clip": CLIP, "accumulation": 3, "reduce_each": True}
@@ -185,12 +189,13 @@ def _tie_weights_across_units(model: Llama):
         [_share_linear_across_units, _share_norm_across_units, _tie_weights_across_units], _share_linear_across_units
     ),
 )
-@pytest.mark.parametrize("threshold", [None, 0], ids=["model-wide group", "group per unit"])
+@pytest.mark.parametrize("threshold", slow_but([None, 0], None), ids=["model-wide group", "group per unit"])
 def test_what_two_units_share_is_reduced_once_for_both(ranks2, share, threshold):
     by_rank = ranks2.run(_all_stages, "llama_untied", (0, 1, 2, 3), {"threshold": threshold}, prepare=share)
     _check(by_rank, one_process.train("llama_untied", world_size=2, num_steps=NUM_STEPS, clip=CLIP, prepare=share))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "share", slow_but([_share_linear_across_units, _share_norm_across_units], _share_linear_across_units)
 )

@@ -224,7 +224,11 @@ def _the_other_is_killed(stage):
 @pytest.mark.parametrize(
     ("stage", "text"),
     [
-        (0, r"all_reduce of blocks\.\d \(\d+ elements, fp32\) over ranks 0, 1 in optimizer step 2"),
+        pytest.param(
+            0,
+            r"all_reduce of blocks\.\d \(\d+ elements, fp32\) over ranks 0, 1 in optimizer step 2",
+            marks=pytest.mark.slow,
+        ),
         (3, r"all_(gather|to_all) of blocks\.\d \(\d+ elements, bf16\) over ranks 0, 1 in optimizer step 2, where 1"),
     ],
 )

@@ -8,6 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 import zeroamp
 from tests.models.small import batch, build, loss_of
 from tests.processes.training import config, full_parameters, same_bits, wrapped
+from tests.selection import slow_but
 
 NAME = "llama_tied"
 NUM_STEPS = 2
@@ -51,7 +52,7 @@ MODES = {"autocast": {}, "fp32": {"dtype": None}}
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
 def test_sums_have_the_bits_of_one_process(ranks2, stage, mode):
     expected = _one_process(2, mode == "autocast", 1.0)
     for ours, _ in ranks2.run(_trained, config(stage, **MODES[mode], **SUM)):
@@ -65,7 +66,7 @@ def test_sums_with_replicas_have_the_bits_of_one_process(ranks4):
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0, 8.0])
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 3], 3))
 def test_the_divide_factor_of_fsdp_is_honoured(ranks2, stage, factor):
     expected = _one_process(2, True, factor)
     for ours, _ in ranks2.run(_trained, config(stage), factor):
@@ -92,7 +93,7 @@ def _sum_and_mean(stage, options):
 
 
 @pytest.mark.parametrize("path", LOW)
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", slow_but([1, 3], 3))
 def test_every_dtype_path_sums(ranks2, stage, path):
     """On two ranks the sum is twice the mean: the same bits but for the exponent, where nothing over- or underflows."""
     for total, mean in ranks2.run(_sum_and_mean, stage, LOW[path]):

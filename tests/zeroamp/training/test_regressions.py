@@ -9,6 +9,7 @@ import zeroamp
 from tests.models.small import batch, build, loss_of
 from tests.oracles import one_process
 from tests.processes.training import config, full_parameters, same_bits, train, wrapped
+from tests.selection import slow_but
 
 NAME = "llama_tied"
 HALF = {"dtype": "float16", "fp16": {"initial_scale_power": 16, "hysteresis": 1}}
@@ -28,7 +29,7 @@ def _first_step(cfg, lr=1.0, mesh_shape=None):
     return reports[-1].loss, reports[-1].grad_norm, change, reports[-1].loss_scale
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
 def test_norm_is_not_multiplied_by_65536(ranks2, stage):
     half = ranks2.run(_first_step, config(stage, **HALF))[0]
     full = ranks2.run(_first_step, config(stage, dtype=None))[0]
@@ -73,7 +74,7 @@ def test_no_state_leaks_from_one_model_to_the_next(ranks2):
     assert norm < 10
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", slow_but([2, 4], 2))
 @pytest.mark.parametrize("accumulate", ["fp32", "native"])
 def test_gradients_are_averaged_not_divided_twice_on_an_fp16_wire(request, world_size, accumulate):
     ranks = request.getfixturevalue(f"ranks{world_size}")
@@ -84,6 +85,7 @@ def test_gradients_are_averaged_not_divided_twice_on_an_fp16_wire(request, world
     assert ratio == pytest.approx(1.0, abs=2e-3)  # a missed or doubled factor would be 2 or more
 
 
+@pytest.mark.slow
 def test_gradients_are_averaged_once_over_shards_and_replicas_on_an_fp16_wire(ranks4):
     options = {**HALF, "zeroamp": {"reduce_accumulate_dtype": "native"}}
     half = ranks4.run(_first_step, config(3, **options), 1.0, (2, 2))[0]
@@ -102,7 +104,7 @@ def _fp16_accumulation(stage):
     return report.grad_norm
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([1, 2, 3], 3))
 def test_fp16_accumulation_on_a_native_fp16_wire_with_replicas(ranks4, stage):
     full = ranks4.run(_first_step, config(3, dtype=None), 1.0, (2, 2))[0]
     assert ranks4.run(_fp16_accumulation, stage)[0] == pytest.approx(full[1], rel=1e-2)  # 11 bits, summed
@@ -116,7 +118,7 @@ def _embedding_output(stage):
     return torch.equal(seen["out"], build(NAME).embed(batch(NAME, 0)))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
 def test_a_tied_embedding_is_not_rounded(ranks2, stage):
     assert ranks2.run(_embedding_output, stage)[0] is True
 
@@ -172,7 +174,7 @@ def _empty(stage):
     return losses
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
 def test_parameters_without_elements(ranks2, stage):
     losses = ranks2.run(_empty, stage)[0]
     assert losses[-1] < losses[0]
@@ -211,7 +213,7 @@ def _adapters(stage):
     return losses, same_bits({fqn: after[fqn] for fqn in frozen}, frozen), {p.dtype for p in frozen.values()}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
 def test_fp32_adapters_train_on_a_frozen_bf16_base(ranks2, stage):
     losses, changed, dtypes = ranks2.run(_adapters, stage)[0]
     assert losses[-1] < losses[0]

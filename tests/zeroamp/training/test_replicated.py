@@ -49,7 +49,7 @@ def _without_unused(run_or_oracle):
     run_or_oracle.pop("unused")
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": None}, {"accumulation": 1, "comm": "fp32"}], ids=str)
+@pytest.mark.parametrize("options", slow_but([{}, {"dtype": None}, {"accumulation": 1, "comm": "fp32"}], {}), ids=str)
 def test_all_stages_equal_one_process(ranks2, options):
     autocast = None if "dtype" in options else torch.bfloat16
     oracle = one_process.train("conv", world_size=2, num_steps=NUM_STEPS, clip=CLIP, prepare=scalar, autocast=autocast)
@@ -94,6 +94,7 @@ def test_a_loss_scale_is_taken_out(ranks2):
         check_run(run, rank, oracle)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["clip", "siglip"], "clip"))
 def test_contrastive_models_of_transformers_equal_one_process(ranks2, tmp_path, name):
     transformers = pytest.importorskip("transformers", reason="the models are transformers'")
@@ -230,7 +231,7 @@ def test_values_that_differ_between_ranks_are_not_saved(ranks2, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 3], 3))
 def test_a_run_goes_on_from_a_checkpoint(ranks2, tmp_path, stage):
     saved, expected = ranks2.run(_saved, tmp_path)[0]
     for loaded, after in ranks2.run(_loaded, tmp_path, stage):

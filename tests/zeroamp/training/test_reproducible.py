@@ -69,6 +69,7 @@ def runs(ranks_of, sizes, name, cfg, **arguments):
         yield from ranks_of[size].run(reproducible.run, name, cfg, num_steps=NUM_STEPS, **arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_1_2_and_4_ranks_have_the_bits_of_the_tree(ranks1, ranks2, ranks4, stage):
     ranks_of = {1: ranks1, 2: ranks2, 4: ranks4}
@@ -78,12 +79,13 @@ def test_1_2_and_4_ranks_have_the_bits_of_the_tree(ranks1, ranks2, ranks4, stage
 
 
 FAST = [
-    ("moe", "bf16", {"stage": 2}, None),
+    pytest.param("moe", "bf16", {"stage": 2}, None, marks=pytest.mark.slow),
     ("llama_untied", "fp16", {}, None),
     pytest.param("lora", "autocast", {"stage": 2}, None, marks=pytest.mark.slow),
-    ("dropout", "autocast", {"stage": 0}, None),
-    ("chosen", "bf16", {"stage": 0}, None),  # parameters that only the last micro-batch of a rank uses
-    ("dropout", "autocast", {"stage": 1, "comm": "fp32"}, None),
+    pytest.param("dropout", "autocast", {"stage": 0}, None, marks=pytest.mark.slow),
+    # Parameters that only the last micro-batch of a rank uses.
+    pytest.param("chosen", "bf16", {"stage": 0}, None, marks=pytest.mark.slow),
+    pytest.param("dropout", "autocast", {"stage": 1, "comm": "fp32"}, None, marks=pytest.mark.slow),
 ]
 
 
@@ -253,7 +255,7 @@ def test_what_cannot_be_kept_is_refused_by_name(ranks2):
     words = [
         "gradient_accumulation_steps must be a power of two",
         "1 is a BatchNorm2d",
-        "head.weight is one of ignored_params and is trained",
+        "head.weight is in ignored_params and is trained",
         "LBFGS",
         "Adafactor, which needs statistics of whole parameters",
         "divide=True for some micro-batches",

@@ -10,6 +10,7 @@ from tests.models.small import batch, build, loss_of
 from tests.oracles import one_process
 from tests.processes.ranks import RankError
 from tests.processes.training import check_same_run, config, full_parameters, same_bits, train, wrapped
+from tests.selection import slow_but
 
 NAME = "llama_tied"
 
@@ -24,7 +25,7 @@ def _plain_loop(cfg, num_steps):
     return full_parameters(model)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
 def test_a_plain_loop_trains_right_where_there_is_nothing_to_leave_out(ranks2, stage):
     parameters = ranks2.run(_plain_loop, config(stage), 3)[0]
     assert same_bits(parameters, one_process.train(NAME, world_size=2, num_steps=3)[2]) == []
@@ -46,7 +47,7 @@ def _evaluate(model, name):
     model.train()
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
 def test_an_evaluation_between_backward_and_step_changes_nothing(ranks2, stage):
     cfg = config(stage, accumulation=2)
     with_evaluation, without = (ranks2.run(_train_with, cfg, evaluates)[0] for evaluates in (True, False))
@@ -148,7 +149,7 @@ def _plain_loop_with_evaluations(stage):
     return full_parameters(model)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
 def test_a_plain_loop_may_evaluate_anywhere(ranks2, stage):
     parameters = ranks2.run(_plain_loop_with_evaluations, stage)[0]
     assert same_bits(parameters, one_process.train(NAME, world_size=2, num_steps=3)[2]) == []

@@ -88,7 +88,7 @@ def _assert_same(ranks, name, kind, stage, mesh_shape=None, restarts=False):
     assert (len(state[0]) > 0) == (kind != "SGD")
 
 
-@pytest.mark.parametrize("kind", slow_but(OPTIMIZERS, "AdamW", "SGD"))
+@pytest.mark.parametrize("kind", slow_but(OPTIMIZERS, "AdamW"))
 def test_parameters_and_state_are_those_of_the_optimizer_on_dtensors(ranks2, kind):
     _assert_same(ranks2, NAME, kind, 3)
 

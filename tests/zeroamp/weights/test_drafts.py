@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import zeroamp
+from tests.selection import slow_but
 from zeroamp.weights import files as weight_files
 from zeroamp.weights.drafts import has_writer, make_draft, make_folder, unlock
 from zeroamp.weights.export import OneProcess, Source, export_tensors
@@ -82,7 +83,7 @@ run(Path(sys.argv[1]))
 """
 
 
-@pytest.mark.parametrize("exists", [False, True])
+@pytest.mark.parametrize("exists", slow_but([False, True], True))
 def test_the_draft_of_a_killed_export_goes_with_the_next_one(tmp_path, exists):
     out = tmp_path / "out"
     if exists:

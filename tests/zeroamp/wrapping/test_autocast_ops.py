@@ -14,6 +14,7 @@ from tests.models.families import NUM_RANKS, loss_of
 from tests.oracles import families as oracle
 from tests.processes.experts import LR, NUM_STEPS, config, train
 from tests.processes.training import full_parameters, same_bits
+from tests.selection import slow_but
 
 pytest.importorskip("transformers", reason="most of the models are transformers'")
 
@@ -40,8 +41,8 @@ def _check(runs, expected):
         assert same_bits(run.parameters, expected.parameters) == []
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("ops", [(), ("grouped_mm",)], ids=["off", "on"])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
+@pytest.mark.parametrize("ops", slow_but([(), ("grouped_mm",)], ("grouped_mm",)), ids=["off", "on"])
 def test_mixtral_trains_as_in_one_process_at_every_stage(ranks2, expected, ops, stage):
     runs = ranks2.run(train, "Mixtral", config(stage, ops))
     _check(runs, expected("Mixtral", bool(ops)))
@@ -49,8 +50,8 @@ def test_mixtral_trains_as_in_one_process_at_every_stage(ranks2, expected, ops, 
     assert any(".mlp.experts." in fqn for fqn in runs[0].low) == bool(ops)
 
 
-@pytest.mark.parametrize("safe", [{}, AUTO], ids=["default", "auto"])
-@pytest.mark.parametrize("ops", [(), ("grouped_mm",)], ids=["off", "on"])
+@pytest.mark.parametrize("safe", slow_but([{}, AUTO], AUTO), ids=["default", "auto"])
+@pytest.mark.parametrize("ops", slow_but([(), ("grouped_mm",)], ("grouped_mm",)), ids=["off", "on"])
 @pytest.mark.parametrize("name", ["Qwen3-MoE", "DeepSeek-V3", "gpt-oss"])
 def test_other_families_train_as_in_one_process(ranks2, expected, name, ops, safe):
     runs = ranks2.run(train, name, config(3, ops, **safe))
@@ -65,8 +66,8 @@ def test_the_two_numerics_differ(expected):
 # Routers that choose other experts on each rank
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("safe", [{}, AUTO], ids=["default", "auto"])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 3))
+@pytest.mark.parametrize("safe", slow_but([{}, AUTO], AUTO), ids=["default", "auto"])
 def test_eager_experts_train_as_in_one_process(ranks2, expected, safe, stage):
     _check(ranks2.run(train, "Mixtral eager", config(stage, (), **safe)), expected("Mixtral eager", False))
 
@@ -86,8 +87,8 @@ def test_the_ranks_of_these_tests_choose_other_experts(ranks2):
     assert first != second
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("leaf", [None, ["ListBlock"]], ids=["default units", "leaf modules"])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
+@pytest.mark.parametrize("leaf", slow_but([None, ["ListBlock"]], None), ids=["default units", "leaf modules"])
 def test_experts_that_no_rank_chose_keep_no_gradient(ranks2, expected, leaf, stage):
     cfg = config(stage, ())
     cfg["zero_optimization"] |= {"leaf_module": {"classes": leaf}} if leaf else {}
@@ -110,7 +111,12 @@ def _checkpoint_blocks(model, *, use_reentrant):
 
 @pytest.mark.parametrize(
     ("name", "use_reentrant"),
-    [("Mixtral", False), ("Mixtral", True), ("grouped", False), ("grouped, read twice", False)],
+    [
+        ("Mixtral", False),
+        pytest.param("Mixtral", True, marks=pytest.mark.slow),
+        ("grouped", False),
+        pytest.param("grouped, read twice", False, marks=pytest.mark.slow),
+    ],
 )
 def test_experts_that_are_computed_again_are_cast_again(ranks2, expected, name, use_reentrant):
     prepare = partial(_checkpoint_blocks, use_reentrant=use_reentrant)
@@ -221,7 +227,11 @@ def _compiled_and_eager(name, ops, use_checkpoint):
 
 @pytest.mark.parametrize(
     ("name", "use_checkpoint"),
-    [("grouped", False), ("grouped", True), pytest.param("Mixtral", False, marks=pytest.mark.slow)],
+    [
+        ("grouped", False),
+        pytest.param("grouped", True, marks=pytest.mark.slow),
+        pytest.param("Mixtral", False, marks=pytest.mark.slow),
+    ],
 )
 def test_a_compiled_block_has_the_bits_of_an_eager_one(ranks2, name, use_checkpoint):
     for eager, compiled in ranks2.run(_compiled_and_eager, name, ("grouped_mm",), use_checkpoint):

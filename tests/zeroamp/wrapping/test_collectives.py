@@ -7,6 +7,7 @@ import zeroamp
 from tests.measuring.collectives import Collectives
 from tests.models.small import Llama, ThreeUnits, batch, loss_of
 from tests.processes.training import config, wrapped
+from tests.selection import slow_but
 
 FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
 MICRO_BATCHES = 3
@@ -91,7 +92,7 @@ def test_communication_data_type_fp32_is_honoured_with_bf16_gathers(ranks2, stag
     assert calls["all_gather", BF16] == (6 if stage == 3 else 3)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
 def test_native_accumulation_uses_the_backends_own_reduction(ranks2, stage):
     calls, _ = ranks2.run(_llama, stage, 1, {"zeroamp": {"reduce_accumulate_dtype": "native"}})[0]
     kind = "all_reduce" if stage == 0 else "reduce_scatter"

@@ -32,7 +32,7 @@ def _run(stage, how, accumulation=1, threshold=None):
 
 
 @pytest.mark.parametrize("threshold", slow_but([None, 0], None), ids=["model-wide group", "group per unit"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
 @pytest.mark.parametrize("how", ["compile", "inside", "outside"])
 def test_same_bits_as_the_oracle(ranks2, stage, how, threshold):
     expected = one_process.train(NAME, world_size=2, num_steps=NUM_STEPS)
@@ -40,7 +40,7 @@ def test_same_bits_as_the_oracle(ranks2, stage, how, threshold):
         check_run(run, rank, expected)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 3))
 def test_checkpointing_around_the_units_with_accumulation(ranks2, stage):
     reduce_each = stage >= 2
     expected = one_process.train(NAME, world_size=2, num_steps=NUM_STEPS, accumulation=2, reduce_each=reduce_each)

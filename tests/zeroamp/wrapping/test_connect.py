@@ -71,8 +71,13 @@ CASES = {
     "separate": ({"stage": 3, "threshold": 0, "zeroamp": {"separate_reduce_scatter_group": True}}, None, None),
 }
 
+FAST = ("stage 3", "HSDP")
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[needs_options] * (c == "separate")) for c in CASES])
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=[needs_options] * (c == "separate") + [pytest.mark.slow] * (c not in FAST)) for c in CASES],
+)
 def test_every_group_is_used_for_what_training_uses_it_for(ranks4, case):
     for first, training, num_calls, num_bytes in ranks4.run(_calls, *CASES[case], "nccl"):
         assert first == training

@@ -10,6 +10,7 @@ from tests.processes import parallel_training
 from tests.processes.parallel_training import fp64_norm, mesh_of, reported
 from tests.processes.ranks import RankError
 from tests.processes.training import config, same_bits
+from tests.selection import slow_but
 
 BOUND = 2e-6
 """fp32 has 24 bits. A rank's weight gradients sum the tokens of its part of a sequence, and ranks are summed after: the
@@ -35,7 +36,7 @@ def _slice(mesh):
     return mesh["dp", "cp"]
 
 
-@pytest.mark.parametrize("passed", [None, _flattened], ids=["mesh", "flattened"])
+@pytest.mark.parametrize("passed", slow_but([None, _flattened], None), ids=["mesh", "flattened"])
 def test_ulysses_equals_whole_sequences(ranks4, passed):
     cfg = config(3, dtype=None, clip=0.5, accumulation=2)
     oracle = whole_model.train(parallel.decoder(), parallel.samples, 2, num_data=2, accumulation=2, clip=0.5)
@@ -45,7 +46,7 @@ def test_ulysses_equals_whole_sequences(ranks4, passed):
         assert (other.losses, other.norms) == (runs[0].losses, runs[0].norms)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2], 2))
 def test_stages_have_the_same_bits(ranks4, stage):
     cfg = config(stage, clip=0.5)
     ours = ranks4.run(parallel_training.train, {"dp": 2, "cp": 2}, cfg, 2)[0]

@@ -82,7 +82,11 @@ NATIVE = {"zeroamp": {"reduce_accumulate_dtype": "native"}}
 
 @pytest.mark.parametrize(
     ("options", "dtype"),
-    [({}, torch.float32), (NATIVE, torch.bfloat16), ({**NATIVE, "dtype": "float16"}, torch.float32)],
+    [
+        ({}, torch.float32),
+        (NATIVE, torch.bfloat16),
+        pytest.param({**NATIVE, "dtype": "float16"}, torch.float32, marks=pytest.mark.slow),
+    ],
     ids=["bf16 summed in fp32", "native bf16", "native fp16"],
 )
 def test_replicas_are_averaged_in_fp32_unless_a_native_bf16_wire_is_asked_for(ranks4, options, dtype):

@@ -69,9 +69,9 @@ def test_other_subclasses_and_lazy_parameters_are_refused():
 
 
 LOOKUPS = [
-    (partial(nn.Embedding, max_norm=1.0), "0.weight is of an Embedding with max_norm.*Set max_norm to None"),
-    (partial(nn.EmbeddingBag, max_norm=1.0), "0.weight is of an EmbeddingBag with max_norm"),
-    (partial(nn.Embedding, sparse=True), "0.weight is of an Embedding with sparse=True.*Set sparse to False"),
+    (partial(nn.Embedding, max_norm=1.0), "0.weight is the table of an Embedding with max_norm.*Set max_norm to None"),
+    (partial(nn.EmbeddingBag, max_norm=1.0), "0.weight is the table of an EmbeddingBag with max_norm"),
+    (partial(nn.Embedding, sparse=True), "0.weight is the table of an Embedding with sparse=True.*Set sparse to False"),
 ]
 
 

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import zeroamp
 from tests.models.small import VOCAB, WIDTH, Llama, batch
 from tests.processes.training import full_parameters, same_bits
+from tests.selection import slow_but
 from zeroamp.planning.fp32_regions import find_fp32_regions
 from zeroamp.planning.overrides import Overrides
 
@@ -142,7 +143,7 @@ def _steps(mode, stage, *, recomputes=False, compiled=False, keep=("router", "La
 LOW = {"autocast": torch.bfloat16, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 0, 3))
 @pytest.mark.parametrize("mode", MODES)
 def test_a_region_computes_in_fp32_at_every_stage_and_in_every_mode(ranks2, mode, stage):
     losses, _, seen = ranks2.run(_steps, mode, stage)[0]
@@ -195,7 +196,7 @@ def _reference(mode):
     return losses, {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("how", ["eager", "recomputes", "compiled"])
+@pytest.mark.parametrize("how", slow_but(["eager", "recomputes", "compiled"], "eager", "recomputes"))
 def test_under_autocast_it_is_bit_for_bit_what_plain_torch_does_with_autocast_off_there(ranks2, how):
     losses, parameters, _ = ranks2.run(_run, how)[0]
     expected_losses, expected = _reference("autocast")

@@ -74,7 +74,7 @@ def _work_of_steps(num_blocks, name):
     return making, stepping
 
 
-@pytest.mark.parametrize("name", slow_but(OPTIONS, "stage 0", "stage 3", "prefetch"))
+@pytest.mark.parametrize("name", slow_but(OPTIONS, "stage 3"))
 def test_wrapping_more_blocks_makes_no_function_work_more_than_in_proportion(name):
     few, many = (_work_of_wrapping(num_blocks, name) for num_blocks in (FEW, TIMES * FEW))
     assert outgrown(few, many, TIMES) == {}

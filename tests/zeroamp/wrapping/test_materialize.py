@@ -11,6 +11,7 @@ import zeroamp
 from tests.models.small import batch, build, loss_of
 from tests.processes.ranks import RankError
 from tests.processes.training import config, full_parameters, same_bits
+from tests.selection import slow_but
 
 NAME = "llama_untied"
 
@@ -38,7 +39,7 @@ def _trained(by_caller, stage):
     return full_parameters(model)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 3], 3))
 def test_values_that_the_caller_gives_are_trained(ranks2, stage):
     assert same_bits(ranks2.run(_trained, True, stage)[0], ranks2.run(_trained, False, stage)[0]) == []
 

@@ -377,6 +377,6 @@ def _raise(*_):
     raise ZeroDivisionError
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", slow_but([1, 3], 3))
 def test_a_forward_after_one_that_raised(ranks2, stage):
     assert ranks2.run(_after_an_error, PAIR, stage) == ranks2.run(_after_an_error, NONE, stage)

@@ -99,7 +99,7 @@ def oracle(name="llama_untied", **options):
 
 @pytest.mark.parametrize("name", slow_but(["llama_tied", "conv", "encoder", "hf_llama"], "llama_tied"))
 @pytest.mark.parametrize("fields", slow_but([PAIR, ALL], PAIR), ids=str)
-@pytest.mark.parametrize("threshold", [None, 0], ids=["model-wide group", "group per unit"])
+@pytest.mark.parametrize("threshold", slow_but([None, 0], None), ids=["model-wide group", "group per unit"])
 def test_all_stages_equal_one_process(ranks2, name, fields, threshold):
     check(ranks2.run(_train, name, (0, 1, 2, 3), {"threshold": threshold}, fields), oracle(name))
 
@@ -115,9 +115,10 @@ def test_what_is_merged_by_default_has_the_bits_of_one_process(ranks2):
     check(by_rank, oracle(prepare=_widen_the_table))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("evaluates", slow_but([False, True], False))
 @pytest.mark.parametrize("prepare", slow_but([None, _checkpoint_second], None))
-@pytest.mark.parametrize("stages", [(0, 1), (2, 3)], ids=str)
+@pytest.mark.parametrize("stages", slow_but([(0, 1), (2, 3)], (2, 3)), ids=str)
 def test_with_accumulation(ranks2, stages, prepare, evaluates):
     options = {"accumulation": 3, "threshold": 0, "comm": "fp32"}
     by_rank = ranks2.run(_train_prepared, "llama_untied", stages, options, PAIR, None, prepare, evaluates)
@@ -125,7 +126,7 @@ def test_with_accumulation(ranks2, stages, prepare, evaluates):
 
 
 @pytest.mark.parametrize(
-    "prepare", slow_but([_freeze, _freeze_the_first_whole, _share_modules, _tie_weights], _freeze, _tie_weights)
+    "prepare", slow_but([_freeze, _freeze_the_first_whole, _share_modules, _tie_weights], _tie_weights)
 )
 @pytest.mark.parametrize("threshold", slow_but([None, 0], None), ids=["model-wide group", "group per unit"])
 def test_frozen_shared_and_tied_parameters(ranks2, prepare, threshold):
@@ -136,6 +137,7 @@ def test_frozen_shared_and_tied_parameters(ranks2, prepare, threshold):
         check(by_rank, oracle(prepare=prepare))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "prepare", slow_but([checkpoint_inside, checkpoint_outside, compile_blocks], checkpoint_outside)
 )
@@ -146,13 +148,13 @@ def test_each_block_checkpointed_or_compiled(ranks2, prepare, threshold):
     check(by_rank, oracle())
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 3], 0, 3))
 def test_a_forward_that_leaves_a_merged_block_out(ranks2, stage):
     by_rank = ranks2.run(_train_prepared, "llama_untied", (stage,), {"threshold": 0}, PAIR, None, _skip)
     check(by_rank, oracle(prepare=functools.partial(_skip, num_ranks_in_this_process=2)))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([1, 2, 3], 3))
 def test_an_evaluation_that_leaves_a_merged_block_out(ranks2, stage):
     # Forwards alternate: those of training run all blocks, those of the evaluations do not.
     by_rank = ranks2.run(_train_prepared, "llama_untied", (stage,), {"threshold": 0}, PAIR, None, _skip, True)
@@ -182,7 +184,11 @@ def _count(fields, stage, threshold):
     return dict(collectives.calls), dict(collectives.elements), counted, whole
 
 
-@pytest.mark.parametrize(("fields", "num_units"), [({}, 3), (PAIR, 2), (ALL, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("fields", "num_units"),
+    [pytest.param({}, 3, marks=pytest.mark.slow), (PAIR, 2), pytest.param(ALL, 1, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_a_merged_unit_costs_the_collectives_of_one(ranks2, fields, num_units):
     calls, elements, counted, whole = ranks2.run(_count, fields, 3, 0)[0]
     assert calls == {
@@ -213,6 +219,7 @@ def test_the_ledger_says_what_a_merged_unit_is_made_of(ranks2):
     assert sum(row["elements"] for row in parameters) == sum(row["elements"] for row in groups)
 
 
+@pytest.mark.slow
 def test_a_unit_without_holders_and_one_that_is_the_whole_model(ranks2):
     by_rank = ranks2.run(_train, "llama_untied", (0, 3), {"dtype": None}, ALL)
     check(by_rank, oracle(autocast=None))

@@ -7,6 +7,7 @@ import torch.distributed as dist
 import zeroamp
 from tests.models.small import batch, loss_of
 from tests.processes.training import config, full_parameters, same_bits, wrapped
+from tests.selection import slow_but
 
 NAME = "llama_tied"
 MOVES = {
@@ -31,7 +32,7 @@ def _all(stage):
     return [_train(stage, move) for move in MOVES]
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", slow_but([1, 3], 3))
 def test_moved_parameters_are_all_gathered_from_where_they_are(ranks2, stage):
     for expected, *found in ranks2.run(_all, stage):
         for parameters in found:

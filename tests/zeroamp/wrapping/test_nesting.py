@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 import zeroamp
 from tests.models.small import batch, loss_of
 from tests.processes.training import config, train, wrapped
+from tests.selection import slow_but
 
 NAME = "llama_untied"
 MODES = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True, "loss_scale": 128}}}
@@ -37,7 +38,7 @@ def _train_inside(outer, compiled):
     return losses
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compiled", slow_but([False, True], False), ids=["eager", "compiled"])
 def test_the_configs_autocast_wins_bit_for_bit(ranks2, compiled):
     plain, *others = [
         ranks2.run(_train_inside, outer, compiled)[0] for outer in ("none", "same", "other dtype", "disabled")

@@ -11,7 +11,7 @@ from tests.measuring.collectives import Collectives
 from tests.models.small import batch, loss_of
 from tests.oracles import one_process
 from tests.processes.training import check_run, config, train, wrapped
-from tests.selection import needs_options
+from tests.selection import needs_options, slow_but
 from zeroamp.hooks._torch.fsdp import groups_of, has_reduction_options, units_of
 from zeroamp.wrapping.state import wrap_state
 
@@ -133,7 +133,10 @@ def test_gathers_and_reductions_have_groups_of_their_own_where_asked(ranks4):
         check_run(run, rank, oracle)
 
 
-@pytest.mark.parametrize(("per_node", "mesh_shape"), [(4, None), (2, (2, 2)), (1, None)])
+@pytest.mark.parametrize(
+    ("per_node", "mesh_shape"),
+    [pytest.param(4, None, marks=pytest.mark.slow), (2, (2, 2)), pytest.param(1, None, marks=pytest.mark.slow)],
+)
 def test_nothing_is_made_where_an_axis_is_inside_a_node_or_has_one_rank_on_each(ranks4, per_node, mesh_shape):
     axes, made, messages, _, _ = ranks4.run(_wrapped_with, per_node, 3, mesh_shape)[0]
     assert (axes, made, messages) == ([], [], [])
@@ -165,6 +168,6 @@ def _fail_and_recover(stage, mesh_shape=None):
     return step.num_steps
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 3], 3))
 def test_a_rank_that_failed_issues_the_rest_in_two_levels(ranks4, stage):
     assert ranks4.run(_fail_and_recover, stage) == [2] * 4

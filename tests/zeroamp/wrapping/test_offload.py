@@ -22,6 +22,7 @@ from tests.processes.training import (
     train,
     wrapped,
 )
+from tests.selection import slow_but
 from zeroamp.hooks._torch.offload import after_each_reduction
 from zeroamp.hooks.collectives.micro_batch_sums import RoundedSum
 from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
@@ -50,8 +51,8 @@ def check(by_rank, oracle):
             check_run(run, rank, oracle)
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("stages", [(0, 1), (2, 3)], ids=str)
+@pytest.mark.parametrize("accumulation", slow_but([1, 3], 3))
+@pytest.mark.parametrize("stages", slow_but([(0, 1), (2, 3)], (2, 3)), ids=str)
 def test_the_same_bits_as_in_one_process(ranks2, stages, accumulation):
     options = {"accumulation": accumulation, "comm": "fp32", "threshold": 0}
     by_rank = ranks2.run(_train, stages, options, ON_CPU)
@@ -59,6 +60,7 @@ def test_the_same_bits_as_in_one_process(ranks2, stages, accumulation):
     check(by_rank, one_process.train("llama_tied", world_size=2, num_steps=NUM_STEPS, clip=CLIP, **oracle))
 
 
+@pytest.mark.slow
 def test_the_same_bits_with_float16_and_a_loss_scale(ranks2):
     options = {"dtype": "float16", "fp16": {"loss_scale": 1024}}
     by_rank = ranks2.run(_train, (0, 1, 2, 3), options, ON_CPU)
@@ -69,6 +71,7 @@ def test_the_same_bits_with_float16_and_a_loss_scale(ranks2):
 LOW = {"accumulation": 3, "data_types": {"grad_accum_dtype": "bf16"}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "fields"),
     [

@@ -7,6 +7,7 @@ import torch
 
 from tests.models.small import batch, build, loss_of
 from tests.processes.training import config, wrapped
+from tests.selection import slow_but
 
 NAME = "llama_tied"  # its head is an fp32 leaf that autocast casts
 NUM_STEPS = 3
@@ -45,7 +46,7 @@ def _of_plain(outer, each=nullcontext):
 ALLOWED = {"dtype": None, "zeroamp": {"external_autocast": "allow"}}
 
 
-@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("evaluates", slow_but([False, True], True))
 @pytest.mark.parametrize(
     ("outer", "options"), [("same", {}), ("disabled", {}), ("same", ALLOWED)], ids=["same", "disabled", "allowed"]
 )

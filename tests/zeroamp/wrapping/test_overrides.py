@@ -9,6 +9,7 @@ from tests.models.small import batch, build, loss_of
 from tests.oracles import overrides as oracle
 from tests.processes.ranks import RankError
 from tests.processes.training import config, full_parameters, same_bits, wrapped
+from tests.selection import slow_but
 
 NAME = "llama_untied"
 NUM_STEPS = 3
@@ -118,7 +119,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    slow_but(
+        CASES,
+        "fp32 head",
+        "fp32 Linear inside of a unit, bf16 gradients",
+        "the embedding is all-gathered in bf16",
+        "Linears of no list",
+    ),
+)
 def test_the_bits_are_those_of_plain_torch(ranks2, case):
     options, stages, written_out = CASES[case]
     expected = oracle.train(NAME, world_size=2, num_steps=NUM_STEPS, reduce_each=False, **written_out)
@@ -133,6 +143,7 @@ def test_micro_batches_are_summed_before_or_after_the_cast_to_the_communication_
     check(ranks2.run(_all_stages, options, [stage]), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [{"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "loss_scale": 64}}], ids=str)
 def test_in_the_other_low_modes_compute_fp32_is_that_of_keep_in_fp32_modules(ranks2, mode):
     options = {"dtype": None, **mode}

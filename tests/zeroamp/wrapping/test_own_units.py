@@ -50,23 +50,30 @@ def _check(by_rank, name, **oracle):
         check_run(run, rank, expected)
 
 
-@pytest.mark.parametrize("name", ["llama_untied", *UNUSUAL])
+@pytest.mark.parametrize(
+    "name",
+    slow_but(
+        ["llama_untied", *UNUSUAL], "llama_untied", "scaled", "chunked_reads", "functional_tie", "checkpointed_lookup"
+    ),
+)
 def test_the_same_bits_as_one_process(ranks2, name):
     _check(ranks2.run(_train, name), name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["llama_untied", "chunked_calls", "chunked_reads"], "llama_untied"))
 def test_the_same_bits_with_accumulation(ranks2, name):
     _check(ranks2.run(_train, name, accumulation=3), name, accumulation=3, reduce_each=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["llama_untied", "chunked_reads"], "llama_untied"))
 def test_the_same_bits_in_bf16_mode_and_in_fp32(ranks2, name):
     _check(ranks2.run(_train, name, dtype=None), name, autocast=None)
     _check(ranks2.run(_train, name, dtype=None, bf16={"enabled": True}), name, low_model=torch.bfloat16)
 
 
-@pytest.mark.parametrize("how", [compile_blocks, checkpoint_outside])
+@pytest.mark.parametrize("how", slow_but([compile_blocks, checkpoint_outside], checkpoint_outside))
 def test_the_same_bits_with_compiled_and_checkpointed_blocks(ranks2, how):
     _check(ranks2.run(_train, "llama_untied", how=how), "llama_untied")
 
@@ -81,7 +88,10 @@ def _compile_whole(model):
     model.compile(backend="aot_eager")
 
 
-@pytest.mark.parametrize(("name", "how"), [("llama_untied", _compile_ends), ("chunked_reads", _compile_whole)])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [("llama_untied", _compile_ends), pytest.param("chunked_reads", _compile_whole, marks=pytest.mark.slow)],
+)
 def test_the_same_bits_with_a_compiled_head_or_model(ranks2, name, how):
     _check(ranks2.run(_train, name, how=how), name)
 
@@ -94,7 +104,7 @@ def _freeze_head(model):
     model.head.requires_grad_(False)
 
 
-@pytest.mark.parametrize("before", [_freeze_embedding, _freeze_head])
+@pytest.mark.parametrize("before", slow_but([_freeze_embedding, _freeze_head], _freeze_head))
 def test_the_same_bits_with_a_frozen_embedding_or_head(ranks2, before):
     _check(ranks2.run(_train, "llama_untied", before=before), "llama_untied", prepare=before)
 
@@ -115,11 +125,12 @@ def _both(options, accumulation):
     check_same_run(*runs)
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_options_change_no_bit(ranks2, options):
-    ranks2.run(_both, options, 2)
+@pytest.mark.parametrize("name", slow_but(OPTIONS, "live units"))
+def test_options_change_no_bit(ranks2, name):
+    ranks2.run(_both, OPTIONS[name], 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"mesh_shape": (2, 2)}, {"fields": {"hpz_partition_size": 2}}], ids=["HSDP", "hpZ"]
 )
@@ -336,6 +347,7 @@ def _evaluate_between():
     ]
 
 
+@pytest.mark.slow
 def test_an_evaluation_between_micro_batches_changes_no_bit(ranks2):
     chunked, chunked_evaluated, tied, tied_evaluated = ranks2.run(_evaluate_between)[0]
     check_same_run(chunked, chunked_evaluated)
@@ -357,7 +369,7 @@ def _other_forward_before_the_backward(name, own, other):
     return full_parameters(model)
 
 
-@pytest.mark.parametrize("other", ["evaluates", "trains"])
+@pytest.mark.parametrize("other", slow_but(["evaluates", "trains"], "trains"))
 def test_a_weight_that_was_read_is_there_in_the_backward_after_another_forward(ranks2, other):
     run, name = _other_forward_before_the_backward, "chunked_reads"
     own, with_root = (ranks2.run(run, name, own, other)[0] for own in (True, False))

@@ -128,9 +128,7 @@ def _train(size, options, how, mesh_shape=None, **fields):
     )
 
 
-@pytest.mark.parametrize(
-    "how", slow_but(["", "evaluated", "reversed", "reversed, evaluated"], "", "reversed, evaluated")
-)
+@pytest.mark.parametrize("how", slow_but(["", "evaluated", "reversed", "reversed, evaluated"], "reversed, evaluated"))
 @pytest.mark.parametrize("options", slow_but([{}, {"threshold": 0, "accumulation": 3}], {}), ids=str)
 def test_same_bits_as_the_oracle_in_any_order(ranks2, options, how):
     # An evaluation in another order leaves gathers that nothing waited for. The next step must not use them.

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from benchmarks.differences.kinds import CONFIG, HARMLESS, MODEL, OPTIMIZER
 from benchmarks.differences.training import train
+from tests.selection import slow_but
 from zeroamp.policies.errors import ConfigError, StepError, WrapError
 from zeroamp.wrapping.rank_agreement import run_alike
 
@@ -26,7 +27,7 @@ def _all_kinds(what):
     return found
 
 
-@pytest.mark.parametrize("what", ["config", "model", "optimizer"])
+@pytest.mark.parametrize("what", slow_but(["config", "model", "optimizer"], "config", "model"))
 def test_each_kind_is_one_error_on_all_ranks_that_names_it(ranks2, what):
     first, second = ranks2.run(_all_kinds, what)
     assert first == second

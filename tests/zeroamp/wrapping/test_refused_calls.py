@@ -44,7 +44,7 @@ def _calls(name, model):
         "deepcopy": (lambda: copy.deepcopy(model), "docs/recipes.md"),
         "AveragedModel": (lambda: AveragedModel(model), "average the shards"),
         "load": (lambda: model.load_state_dict(build(name).state_dict()), "set_model_state_dict"),
-        "cast": (lambda: model.to(torch.bfloat16), "is stored in fp32 and was to be cast to bf16"),
+        "cast": (lambda: model.to(torch.bfloat16), "is stored in fp32 and cannot be cast to bf16"),
         "half": (model.half, "cast to fp16 after wrap_model"),
         # torchft's FSDP2 example sets it on every unit.
         "all-reduce hook": (

@@ -7,6 +7,7 @@ from torch import nn
 
 import zeroamp
 from tests.processes.training import config, full_parameters, same_bits
+from tests.selection import slow_but
 from zeroamp.training.step import TrainStep
 
 NUM_RANKS, NUM_MICRO_BATCHES, NUM_STEPS = 2, 3, 3
@@ -94,7 +95,7 @@ def _one_process(reduce_each):
     return losses, parameters, {fqn: p.requires_grad for fqn, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 1, 3))
 def test_toggled_between_micro_batches(ranks2, stage):
     losses, parameters, flags = _one_process(reduce_each=stage >= 2)
     for rank, run in enumerate(ranks2.run(_train, stage)):

@@ -53,6 +53,7 @@ def test_a_secondary_partition_survives_an_evaluation_before_the_step(ranks4):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh_shape", slow_but([(1, 4), (2, 2)], (2, 2)))
 def test_a_secondary_partition_of_hybrid_sharding(ranks4, mesh_shape):
     # With (2, 2) both ranks that shard are asked for, which is no partition at all: FSDP2 takes it so.

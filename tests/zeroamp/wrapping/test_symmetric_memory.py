@@ -8,6 +8,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 import zeroamp
 from tests.processes.training import config, policy, same_bits, train
+from tests.selection import slow_but
 from zeroamp.hooks._torch import symmetric_memory as of_torch
 from zeroamp.hooks._torch.fsdp import AllGather, all_gather
 from zeroamp.wrapping import symmetric_memory
@@ -51,7 +52,7 @@ def _trained(stage, mesh_shape):
 
 
 @needs_class
-@pytest.mark.parametrize("mesh_shape", [None, (2, 2)])
+@pytest.mark.parametrize("mesh_shape", slow_but([None, (2, 2)], None))
 def test_all_gathers_of_all_groups_run_in_it_with_the_same_bits(ranks4, mesh_shape):
     for is_same, (num_gathers,) in ranks4.run(_trained, 3, mesh_shape):
         assert is_same

@@ -13,6 +13,7 @@ from tests.processes import parallel_training
 from tests.processes.parallel_training import fp64_norm, mesh_of, reported
 from tests.processes.ranks import RankError
 from tests.processes.training import config, full_parameters, same_bits
+from tests.selection import slow_but
 from zeroamp.policies.errors import StepError
 
 AXES = {"dp": 2, "tp": 2}
@@ -38,7 +39,7 @@ def _check_close(run, oracle, bound=BOUND):
 
 @pytest.mark.parametrize(
     ("tied", "sequence", "passed"),
-    [(False, False, _data_axis), (True, False, None), (False, True, None)],
+    [(False, False, _data_axis), pytest.param(True, False, None, marks=pytest.mark.slow), (False, True, None)],
     ids=["llama", "tied", "sequence"],
 )
 def test_it_equals_one_process(ranks4, tied, sequence, passed):
@@ -78,7 +79,7 @@ def test_0_d_and_frozen_parameters(ranks4, part):
         assert same_bits(frozen, {fqn: start[fqn].detach() for fqn in frozen}) == []
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", slow_but([False, True], False))
 def test_stages_have_the_same_bits(ranks4, tied):
     runs = {
         stage: ranks4.run(parallel_training.train, AXES, config(stage, clip=0.5), 2, tied=tied)[0]
@@ -131,6 +132,7 @@ def _resumed_exactly(folder):
     return same, [(r.loss, r.grad_norm) for r in reports], [(r.loss, r.grad_norm) for r in repeated]
 
 
+@pytest.mark.slow
 def test_the_same_axes_resume_bit_for_bit(ranks4, tmp_path):
     differing, first, second = ranks4.run(_resumed_exactly, tmp_path)[0]
     assert differing == []

@@ -10,6 +10,7 @@ from tests.models.architectures import vit
 from tests.models.small import MakesFp32, batch
 from tests.oracles import plain_fsdp2
 from tests.processes.training import full_parameters, same_bits
+from tests.selection import slow_but
 
 MODES = {
     "bf16": ({"bf16": {"enabled": True}}, torch.bfloat16, 1.0),
@@ -62,8 +63,8 @@ def _all_stages(name, mode):
     return runs, plain_fsdp2.train(build(name), units, losses_of, world_size=2, param_dtype=dtype, loss_scale=scale)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["makes_fp32", "vit"])
+@pytest.mark.parametrize("mode", slow_but(MODES, "bf16"))
+@pytest.mark.parametrize("name", slow_but(["makes_fp32", "vit"], "makes_fp32"))
 def test_every_stage_trains_as_fsdp2_alone_does(ranks2, name, mode):
     for runs, (losses, parameters) in ranks2.run(_all_stages, name, mode):
         for ours, our_parameters in runs.values():
@@ -175,6 +176,6 @@ def _verify(name):
     return zeroamp.explain(model).verify(model, inputs).to_dict() and True
 
 
-@pytest.mark.parametrize("name", ["makes_fp32", "vit"])
+@pytest.mark.parametrize("name", slow_but(["makes_fp32", "vit"], "makes_fp32"))
 def test_the_ledger_is_verified(ranks2, name):
     ranks2.run(_verify, name)

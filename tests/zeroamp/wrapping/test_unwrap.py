@@ -10,6 +10,7 @@ import zeroamp
 from tests.models.small import batch, build, loss_of
 from tests.oracles import one_process
 from tests.processes.training import config, full_parameters, policy, same_bits, wrapped
+from tests.selection import slow_but
 
 HOOKS = [name for name in vars(nn.Linear(1, 1)) if "hooks" in name and name.startswith("_")]
 
@@ -57,7 +58,7 @@ def _unwrapped(name, cfg, mesh_shape=None, evaluates=False):
     return before, full_parameters(model), kinds == {nn.Parameter}, _what_is_left(model, plain)
 
 
-@pytest.mark.parametrize("name", ["llama_tied", "conv", "hf_llama"])
+@pytest.mark.parametrize("name", slow_but(["llama_tied", "conv", "hf_llama"], "llama_tied", "hf_llama"))
 @pytest.mark.parametrize("stage", [0, 3])
 def test_parameters_are_full_and_nothing_is_left(ranks2, name, stage):
     for before, after, are_plain, left in ranks2.run(_unwrapped, name, config(stage)):
@@ -70,8 +71,12 @@ def test_parameters_are_full_and_nothing_is_left(ranks2, name, stage):
     ("options", "mesh_shape"),
     [
         ({"zeroamp": {"recovery": True}}, None),
-        ({"dtype": None, "bf16": {"enabled": True}, "data_types": {"keep_in_fp32_modules": ["norm"]}}, None),
-        ({"accumulation": 2, "data_types": {"grad_accum_dtype": "bf16"}}, None),
+        pytest.param(
+            {"dtype": None, "bf16": {"enabled": True}, "data_types": {"keep_in_fp32_modules": ["norm"]}},
+            None,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"accumulation": 2, "data_types": {"grad_accum_dtype": "bf16"}}, None, marks=pytest.mark.slow),
         ({}, (2, 2)),
     ],
     ids=["recovery", "fp32 regions", "low accumulation", "HSDP"],

@@ -5,8 +5,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+import zeroamp
 from tests.processes.launch import ROOT
+from tests.processes.training import config
 from tests.selection import slow_but
 
 SCRIPT = """
@@ -52,15 +55,18 @@ def test_a_plain_script_trains_like_plain_torch_and_ends_cleanly(stage):
     done = _run(stage)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "same bits: True\n"
-    assert done.stderr.count("a world of one process") == 1
+    assert done.stderr.count("a process group of one rank") == 1
     assert "rror" not in done.stderr
     assert "destroy" not in done.stderr
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
-def test_one_of_several_processes_without_a_rank_is_an_error(name):
-    done = _run(3, **{name: "2"})
-    assert done.returncode != 0
-    found = f"found no process group and no RANK in the environment, but {name} is 2"
-    assert f"WrapError: wrap_model {found}" in done.stderr
-    assert "Start the script with torchrun" in done.stderr
+def test_one_of_several_processes_without_a_rank_is_an_error(monkeypatch, name):
+    for variable in LAUNCHERS:
+        monkeypatch.delenv(variable, raising=False)
+    policy = zeroamp.policy_from_config(config(3))
+    monkeypatch.setenv(name, "2")
+    found = f"wrap_model found no process group and no RANK in the environment, but {name} is 2"
+    with pytest.raises(zeroamp.WrapError, match=rf"^{found}.*Start the script with torchrun"):
+        zeroamp.wrap_model(torch.nn.Linear(4, 8), policy)
+    assert not torch.distributed.is_initialized()

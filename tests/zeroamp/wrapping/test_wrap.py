@@ -12,6 +12,7 @@ import zeroamp
 from tests.models.small import HfLlama, Llama, batch, build, loss_of
 from tests.processes.ranks import RankError
 from tests.processes.training import config, full_parameters, same_bits, wrapped
+from tests.selection import slow_but
 
 
 def _wrap(name, stage):
@@ -134,7 +135,7 @@ def _initialized_at_once(factory_name):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("factory_name", ["llama", "hf"])
+@pytest.mark.parametrize("factory_name", slow_but(["llama", "hf"], "llama"))
 def test_a_meta_model_starts_from_the_values_of_its_own_initialisation(ranks2, factory_name, stage):
     (unchanged, tied, start, losses), (_, _, other_start, _) = ranks2.run(_meta, factory_name, stage, True)
     assert unchanged
@@ -332,6 +333,6 @@ def _generate(stage):
         return tokens.tolist() == expected.generate(prompt, **options).tolist()
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", slow_but([0, 3], 3))
 def test_generate_works_unregistered_because_it_calls_the_model(ranks2, stage):
     assert ranks2.run(_generate, stage)[0] is True

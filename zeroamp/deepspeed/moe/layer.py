@@ -1,4 +1,4 @@
-"""`deepspeed.moe.layer`: its names can be imported, and are refused where they are used."""
+"""`deepspeed.moe.layer`: its names can be imported, and raise when they are used."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`deepspeed.moe.utils`: what its functions say of models without expert-parallel layers, which are refused."""
+"""`deepspeed.moe.utils`: its functions for models without expert-parallel layers. Those layers are refused."""
 
 from collections.abc import Iterable
 from typing import Any

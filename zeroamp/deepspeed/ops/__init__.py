@@ -1,1 +1,1 @@
-"""`deepspeed.ops`: the optimizers of `ops.adam`, as torch's."""
+"""`deepspeed.ops`: the optimizers of `ops.adam`, as torch's optimizers."""

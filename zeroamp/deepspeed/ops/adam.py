@@ -42,7 +42,7 @@ def DeepSpeedCPUAdam(  # noqa: N802 - a class in DeepSpeed
     adamw_mode: bool = True,
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Optimizer:
-    """Return `torch.optim.AdamW`, or with `adamw_mode=False` `torch.optim.Adam`. It steps where the shards are.
+    """Return `torch.optim.AdamW`, or with `adamw_mode=False` `torch.optim.Adam`. It steps on the device of the shards.
 
     Raises:
         UnsupportedError: `bias_correction` or `fp32_optimizer_states` is False.
@@ -56,7 +56,7 @@ def _adam(
     name: str, params: ParamsT, bias_correction: bool, is_decoupled: bool, rest: tuple[float, Betas, float, float, bool]
 ) -> torch.optim.Optimizer:
     if not bias_correction:
-        raise refusal(f"{name}(bias_correction=False)", "torch's Adam always corrects the bias of its means.")
+        raise refusal(f"{name}(bias_correction=False)", "torch's Adam always corrects the bias of its moments.")
     lr, betas, eps, weight_decay, amsgrad = rest
     optimizer = torch.optim.AdamW if is_decoupled else torch.optim.Adam
     return optimizer(params, lr=lr, betas=(betas[0], betas[1]), eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)

@@ -1,4 +1,4 @@
-"""accelerate on zeroamp: `ZeroampAccelerator`, a subclass of its `Accelerator`. Tested with accelerate 1.15."""
+"""accelerate: `ZeroampAccelerator`, a subclass of its `Accelerator` that trains with zeroamp. Tested with 1.15."""
 
 from zeroamp.integrations.accelerate.accelerator import ZeroampAccelerator
 

@@ -1,8 +1,8 @@
-"""`ZeroampAccelerator`: scripts for `accelerate.Accelerator` train with zeroamp. Tested with accelerate 1.15.
+"""`ZeroampAccelerator`: lets scripts for `accelerate.Accelerator` train with zeroamp. Tested with accelerate 1.15.
 
-accelerate has no registry of strategies, so this is a subclass. Data loaders, schedulers, trackers, gathering and
-launching are accelerate's own. The model, the optimizer step, clipping, the loss scale and checkpoints are zeroamp's.
-`distributed_type` stays NO, MULTI_CPU or MULTI_GPU, and accelerate's own mixed precision is off.
+accelerate has no registry of strategies, so this is a subclass. accelerate handles data loaders, schedulers, trackers,
+gathering and launching. zeroamp handles the model, the optimizer step, clipping, the loss scale and checkpoints.
+`distributed_type` is NO, MULTI_CPU or MULTI_GPU, and accelerate's own mixed precision is off.
 """
 
 import os
@@ -50,9 +50,9 @@ from zeroamp.wrapping.state import is_wrapped, wrap_state
 from zeroamp.wrapping.wrap import register_forward_method, wrap_model
 
 _CHECKPOINT = "zeroamp"
-"""Folder of the model's and the optimizers' state, in the folder of `save_state`."""
+"""Folder of the model's and the optimizers' state, inside the folder of `save_state`."""
 _EVALUATED = "evaluated_model"
-"""Folder of the weights of a model that is only evaluated, before its number."""
+"""Name, before its number, of the folder with the weights of a model that is only evaluated."""
 _FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 """Options for a whole state dict on the first rank."""
 _KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
@@ -60,7 +60,7 @@ _PRECISIONS = {None: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
-    """An `Accelerator` whose model is wrapped by `zeroamp.wrap_model` and driven by a `zeroamp.TrainStep`.
+    """An `Accelerator` that wraps the model with `zeroamp.wrap_model` and trains it with a `zeroamp.TrainStep`.
 
     ```python
     accelerator = ZeroampAccelerator(zeroamp="config.json")
@@ -79,7 +79,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
     """
 
     _divides_losses = True
-    """Whether `backward` divides losses by the number of micro-batches of a rank, and no loop around it does."""
+    """Whether `backward` divides losses by the number of micro-batches. False: the caller's loop divides them."""
 
     def __init__(
         self,
@@ -88,14 +88,14 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         wrap_arguments: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Take accelerate's own arguments, and a config.
+        """Take accelerate's arguments and a config.
 
         Args:
             args: see `accelerate.Accelerator`.
-            zeroamp: path of a config, a mapping or a Policy; by default the path in the environment's `ZEROAMP_CONFIG`.
-                "auto" values are filled: `gradient_accumulation_steps` and the precision from accelerate's arguments,
-                `gradient_clipping` by 0 (clip_grad_norm_ is given the norm), batch sizes from the dataloaders, and the
-                sizes that depend on the model's `hidden_size`, in `prepare`.
+            zeroamp: path of a config, a mapping or a Policy. None: the path in the environment variable
+                `ZEROAMP_CONFIG`. "auto" values are filled: `gradient_accumulation_steps` and the precision from
+                accelerate's arguments, `gradient_clipping` with 0 (the norm is an argument of `clip_grad_norm_`), and
+                in `prepare` batch sizes from the dataloaders and sizes that depend on the model's `hidden_size`.
             wrap_arguments: more arguments of `zeroamp.wrap_model`: mesh, auto_wrap_policy, example_inputs.
             kwargs: see `accelerate.Accelerator`. `mixed_precision` may be left out: the config decides.
 
@@ -109,11 +109,11 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         self._early_policy = self._config.early_policy()
         self._policy: Policy | None = None
         self.wrap_arguments = dict(wrap_arguments or {})
-        """More arguments of `zeroamp.wrap_model`, which `wrap` passes."""
+        """More arguments of `zeroamp.wrap_model`, for `wrap`."""
         self._before: list[ParametersBefore] = []
         self._train_step: TrainStep | None = None
-        self._awaited: list[ZeroampOptimizer] = []  # updated by another one's step(), and not stepped yet
-        self._discarded: list[ZeroampOptimizer] = []  # of several: those whose zero_grad() was called
+        self._awaited: list[ZeroampOptimizer] = []  # updated by another optimizer's step(), own step() not called yet
+        self._discarded: list[ZeroampOptimizer] = []  # those of several whose zero_grad() was called
         self._is_in_no_sync = self._is_saving = False
         self._save_arguments: dict[str, Any] = {}
         self._load_arguments: dict[str, Any] = {}
@@ -127,16 +127,16 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         super().__init__(**{**given, "mixed_precision": "no"})
         self.fill_accumulation_steps()
         self._refuse_state()
-        # First of the hooks: those of the user see the models and no weights, as with other sharded models.
+        # Registered first: the user's hooks get the models without weights, as with other sharded models.
         self.register_save_state_pre_hook(self._save_checkpoint)
         self.register_load_state_pre_hook(self._load_checkpoint)
 
     def _refuse_state(self) -> None:
-        """Raise ConfigError for what accelerate found in arguments and environment, and zeroamp cannot honour."""
+        """Raise ConfigError for settings from arguments and environment that zeroamp cannot honour."""
         if self.distributed_type not in _KINDS:
             raise ConfigError(
-                f"accelerate's distributed_type is {self.distributed_type.value}, but zeroamp runs with NO, MULTI_CPU "
-                "and MULTI_GPU. Launch with accelerate launch --multi_gpu, or --cpu, or with torchrun."
+                f"accelerate's distributed_type must be NO, MULTI_CPU or MULTI_GPU, but is "
+                f"{self.distributed_type.value}. Launch with accelerate launch --multi_gpu, or --cpu, or with torchrun."
             )
         if self.gradient_state.plugin_kwargs.get("sync_each_batch") and self.policy.stage < 2:
             raise ConfigError(
@@ -147,20 +147,20 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         plugin = self.state.dynamo_plugin
         if plugin.backend != DynamoBackend.NO:
             raise ConfigError(
-                f"accelerate's dynamo_backend is {plugin.backend.value}, which would compile the sharded model as a "
-                "whole. Leave it out, and call block.compile() on each block of the model before prepare()."
+                f"accelerate's dynamo_backend must be left out, but is {plugin.backend.value}: it would compile the "
+                "sharded model as a whole. Call block.compile() on each block of the model before prepare() instead."
             )
 
     # -- the policy ----------------------------------------------------------------------------------------------------
 
     @property
     def policy(self) -> Policy:
-        """The config's policy. Until a model is prepared, without the keys that `prepare` fills."""
+        """The config's policy. Before a model is prepared, it lacks the keys that `prepare` fills."""
         return self._policy or self._early_policy
 
     @property
     def mixed_precision(self) -> str:
-        """The config's precision as accelerate names it: "no", "bf16" or "fp16". Scripts choose dtypes by it."""
+        """The config's precision by accelerate's names: "no", "bf16" or "fp16". Scripts choose dtypes by it."""
         return _PRECISIONS[self.policy.low_dtype]
 
     def fill_accumulation_steps(self) -> None:
@@ -172,10 +172,10 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         self._config.fill_steps(self.gradient_accumulation_steps)
 
     def fill_policy(self, model: nn.Module, loaders: Iterable[DataLoader[Any]] = ()) -> Policy:
-        """Fill what is "auto" from a model and dataloaders, at the first model. Returns the policy.
+        """Fill "auto" values from the first model and dataloaders, and return the policy.
 
         Raises:
-            ConfigError: an "auto" is left.
+            ConfigError: an "auto" cannot be filled.
         """
         if self._policy is None:
             sizes = [*map(self._batch_size, loaders), *(loader.total_batch_size for loader in self._dataloaders)]
@@ -189,22 +189,22 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         return self._policy
 
     def _batch_size(self, loader: DataLoader[Any]) -> int | None:
-        """Return the samples of one batch of one rank."""
+        """Return the samples of one batch on one rank; None if unknown."""
         size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
         return size // self.num_processes if size is not None and self.split_batches else size
 
     # -- prepare -------------------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepare models, optimizers, dataloaders and schedulers; return them in the same order.
+        """Prepare models, optimizers, dataloaders and schedulers, and return them in the same order.
 
-        A model is wrapped in place. Optimizers may have been built before: they get the sharded parameters, by name.
-        The model whose parameters they hold is trained; others are only evaluated.
+        Models are wrapped in place. Optimizers may have been built before: their parameters are replaced by the sharded
+        ones. The model of these parameters is trained; other models are only evaluated.
 
         Raises:
-            ConfigError: an "auto" of the config is left.
-            WrapError: the model cannot be wrapped.
-            StepError: the optimizers hold parameters of several models, or see `zeroamp.TrainStep`.
+            ConfigError: an "auto" of the config cannot be filled.
+            WrapError: a model cannot be wrapped.
+            StepError: the optimizers hold parameters of several models, or `zeroamp.TrainStep` raises it.
         """
         refuse_dummies(args)
         loaders = [each for each in args if isinstance(each, DataLoader) and each not in self._dataloaders]
@@ -213,21 +213,21 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
             self.prepare_model(model)  # all of them before the first optimizer
         prepared = super().prepare(*args, device_placement=device_placement)
         if any(isinstance(each, torch.optim.Optimizer) for each in args) and self._models:
-            _ = self.train_step  # its errors belong here
+            _ = self.train_step  # raises its errors here, not at the first backward
         return prepared
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Wrap a model in place, or take one that `zeroamp.wrap_model` returned. Outputs become fp32.
+        """Wrap a model in place, or take a wrapped one. Its forward then returns fp32 tensors.
 
         Args:
-            model: any. Its parameters move to the device in any case.
-            device_placement: no effect.
-            evaluation_mode: no effect: whether a model is trained depends on the optimizers.
+            model: plain, or from `zeroamp.wrap_model`.
+            device_placement: no effect: shards are always on the device of the config.
+            evaluation_mode: no effect: the model whose parameters the optimizers hold is trained.
 
         Raises:
-            ConfigError: an "auto" of the config is left.
+            ConfigError: an "auto" of the config cannot be filled.
             WrapError: the model cannot be wrapped, or its mesh has a tensor or context axis.
         """
         del device_placement, evaluation_mode
@@ -240,7 +240,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
             before.wrapped(model)
             self._before.append(before)
         refuse_shared_samples(model, "accelerate")
-        if _outputs_to_fp32 not in model._forward_hooks.values():  # of a model that another training prepared
+        if _outputs_to_fp32 not in model._forward_hooks.values():  # another training may have prepared the model
             model.register_forward_hook(_outputs_to_fp32)
         # Scripts for DDP call it on the model.
         model.no_sync = partial(self.no_sync, model)  # type: ignore[assignment]
@@ -248,10 +248,10 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         return model
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return `model`, wrapped in place with the policy and `wrap_arguments`."""
+        """Wrap `model` in place with the policy and `wrap_arguments`, and return it."""
         wrap_model(model, self.policy, **self.wrap_arguments)
         if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and hasattr(model, "generate"):
-            register_forward_method(model, "generate")  # calls the encoder by itself
+            register_forward_method(model, "generate")  # it calls the encoder outside of the model's forward
         return model
 
     def prepare_optimizer(
@@ -271,7 +271,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
             if optimizer not in self._optimizers:
                 self._optimizers.append(optimizer)
             return optimizer
-        if self._train_step is not None:  # built again, with one more optimizer
+        if self._train_step is not None:  # it is built again, with one more optimizer
             self._train_step.state_dict()  # raises inside an optimizer step
             self._train_step = None
         prepared = ZeroampOptimizer(optimizer, self)
@@ -279,15 +279,15 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Return accelerate's wrapper of a scheduler, which does not step where the update was skipped.
+        """Return accelerate's wrapper of a scheduler, which does not step after a skipped update.
 
         Raises:
-            ConfigError: the config has a `scheduler` block, and this is another scheduler.
+            ConfigError: the config has a `scheduler` block, but this is another scheduler.
         """
         refuse_other_scheduler(self.policy, scheduler)
         prepared = super().prepare_scheduler(scheduler)
         if isinstance(scheduler, CurveLR):
-            prepared.split_batches = True  # it counts optimizer steps; accelerate steps others once for each rank
+            prepared.split_batches = True  # it counts optimizer steps; accelerate steps others once per rank
         return prepared
 
     @property
@@ -302,12 +302,12 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         return self._train_step
 
     def build_train_step(self) -> TrainStep:
-        """Return a new `TrainStep` of what is prepared. Called once, at the first use of `train_step`."""
+        """Return a new `TrainStep` of the prepared model and optimizers. `train_step` calls it once."""
         optimizers = [prepared.optimizer for prepared in self._optimizers]
         for before in self._before:
             before.repoint(optimizers)
         refuse_other_optimizers(self.policy, optimizers)
-        # Of a Trainer or a script, which cannot pass `on_shards`. LAMB and LARS are refused all the same.
+        # A Trainer or a script cannot pass `on_shards` itself. LAMB and LARS are refused even so.
         on_shards = [is_of_bitsandbytes(optimizer) for optimizer in optimizers]
         return TrainStep(self._trained_model(optimizers), optimizers, on_shards=on_shards)
 
@@ -323,19 +323,20 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
                 f"The optimizers hold parameters of {len(trained)} models ({names}), but a ZeroampAccelerator trains "
                 "one. Make them parts of one module, or use a ZeroampAccelerator for each."
             )
-        # Without one, TrainStep says what is wrong.
+        # If there is none, TrainStep raises the error.
         return trained[0] if trained else self._models[0]
 
     # -- the optimizer step --------------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run the backward of one micro-batch, of the loss divided by `gradient_accumulation_steps`.
+        """Run the backward of one micro-batch, with the loss divided by `gradient_accumulation_steps`.
 
-        It is the last of its optimizer step if `sync_gradients` is true, outside of `no_sync`. If a loop without
-        `accumulate` calls this several times before `optimizer.step()`, gradients are added, and each call reduces.
+        It is the last backward of its optimizer step if `sync_gradients` is true, outside of `no_sync`. If a loop
+        without `accumulate` calls this several times before `optimizer.step()`, gradients are added, and each call
+        reduces.
 
         Raises:
-            StepError: an argument of `torch.Tensor.backward` is given, or see `zeroamp.TrainStep.backward`.
+            StepError: an argument of `torch.Tensor.backward` is given, or `zeroamp.TrainStep.backward` raises it.
         """
         if named := [name for name, value in kwargs.items() if value not in (None, False)]:
             raise StepError(
@@ -344,21 +345,21 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         if self._awaited:
             count = len(self._awaited)
             raise StepError(
-                f"optimizer.step() was not called on {count} of {len(self._optimizers)} optimizers, but the step of "
-                "one updates all of them. Call step() on each of them, or prepare those that step together."
+                f"optimizer.step() was not called on {count} of {len(self._optimizers)} optimizers, but the first "
+                "step() has updated all of them. Call step() on each of them, or prepare only those that step together."
             )
         train = self.train_step
-        train.reopen()  # of a loop that calls step() after several backwards, each of which syncs
+        train.reopen()  # for a loop that calls step() after several backwards, each of which syncs
         steps = self.gradient_accumulation_steps
         # Reproducible gradients are divided once, after the sum over all micro-batches.
         divide = self.policy.reproducible and self._divides_losses and steps == self.policy.gradient_accumulation_steps
-        if isinstance(loss, torch.Tensor) and not divide:  # TrainStep refuses others
+        if isinstance(loss, torch.Tensor) and not divide:  # TrainStep refuses other losses
             loss = loss / steps
         train.backward(loss, is_last=self.sync_gradients and not self._is_in_no_sync, divide=divide)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Make each backward inside the context one before the last of its optimizer step."""
+        """Make each backward inside the context accumulate: none of them is the last of its optimizer step."""
         del model
         outer, self._is_in_no_sync = self._is_in_no_sync, True
         try:
@@ -369,23 +370,23 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """Clip the gradients of the trained model; return their norm over all parameters and ranks, before clipping.
+        """Clip the gradients of the trained model, and return their norm before clipping.
 
         Args:
             parameters: all trainable parameters of the model.
-            max_norm: the largest 2-norm. 0 does not clip.
+            max_norm: the largest 2-norm. 0: gradients are not clipped.
             norm_type: 2.
 
         Returns:
-            0-D fp32, on the device.
+            The norm over all parameters and ranks: 0-D fp32, on the device.
 
         Raises:
-            StepError: another norm or a part of the parameters is given, or it is not the end of an optimizer step.
+            StepError: another norm or only some parameters are given, or it is not the end of an optimizer step.
         """
         train = self.train_step
         if norm_type != 2:
             raise StepError(
-                f"clip_grad_norm_ was given norm_type={norm_type}, but zeroamp has the 2-norm. Leave it out."
+                f"clip_grad_norm_ must get norm_type=2, but got {norm_type}: zeroamp has the 2-norm. Leave it out."
             )
         if not train.micro_batches.is_complete:
             raise StepError(
@@ -397,7 +398,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
 
     def _refuse_part(self, parameters: torch.Tensor | Iterable[torch.Tensor], train: TrainStep) -> None:
         given = {id(p) for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
-        # A forward since the backward leaves parameters unsharded: model.parameters() yields those then.
+        # After a forward since the backward, parameters are unsharded, and model.parameters() yields these.
         given |= {
             id(sharded)
             for sharded, unsharded in parameter_pairs(wrap_state(train.model).root)
@@ -407,12 +408,12 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         missing = sum(id(p) not in given for p in trained)
         if missing:
             raise StepError(
-                f"clip_grad_norm_ was given {len(given)} parameters, which miss {missing} of the {len(trained)} "
-                "trained ones: one norm of all gradients is computed. Pass model.parameters(), of the prepared model."
+                f"clip_grad_norm_ must get all {len(trained)} trained parameters, but {missing} of them are missing: "
+                "zeroamp computes one norm of all gradients. Pass model.parameters() of the prepared model."
             )
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
-        """Clamp each element of the complete gradients to [-clip_value, clip_value], after the config's norm clipping.
+        """Clamp each element of the reduced gradients to [-clip_value, clip_value]. The config's norm clips them first.
 
         Raises:
             StepError: it is not the end of an optimizer step, or `clip_grad_norm_` was called before.
@@ -427,24 +428,24 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         """Do nothing: `clip_grad_norm_` unscales gradients.
 
         Raises:
-            StepError: the config has fp16, where gradients are scaled now.
+            StepError: the config has fp16: gradients still have the loss scale at this point.
         """
         del optimizer
         if self.mixed_precision == "fp16":
             raise StepError(
-                "unscale_gradients was called, but TrainStep unscales gradients in its clipping. Call "
+                "unscale_gradients was called, but TrainStep unscales gradients when it clips them. Call "
                 "accelerator.clip_grad_norm_ and read gradients after it."
             )
 
     def update(self, optimizer: ZeroampOptimizer) -> None:
-        """End the optimizer step, for all optimizers: the first of their `step()` updates, the others are awaited."""
+        """End the optimizer step. The first `step()` updates all optimizers, and those of the others do nothing."""
         if optimizer in self._awaited:
             self._awaited = [each for each in self._awaited if each is not optimizer]
             return
         if self._is_in_no_sync:
             raise StepError(
-                "optimizer.step was called inside of no_sync (LocalSGD is such a block), where gradients are not "
-                "averaged over the ranks. Call it after the block, or remove LocalSGD: it averages whole parameters."
+                "optimizer.step was called inside of no_sync, where gradients are not averaged over the ranks. Call it "
+                "after the block. LocalSGD uses no_sync and averages whole parameters: remove it."
             )
         report = self.train_step.step()
         if report is None:
@@ -456,7 +457,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
             each.updated(skipped=report.skipped)
 
     def discard(self, optimizer: ZeroampOptimizer) -> None:
-        """Discard gradients that no update has used, once `zero_grad()` of all optimizers was called."""
+        """Discard gradients that no update has used, once `zero_grad()` was called on all optimizers."""
         train = self.train_step
         if train.is_between_steps and all(p.grad is None for p in train.micro_batches.parameters):
             return
@@ -470,20 +471,20 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
     ) -> Any:
-        """Save all that training needs to go on. All ranks call it, between two optimizer steps.
+        """Save the complete state of the training. All ranks call it, between two optimizer steps.
 
-        Model, optimizers, loss scale and step counts are written by `zeroamp.save_checkpoint` into the folder `zeroamp`
-        of the checkpoint: sharded, for any number of ranks. accelerate writes the rest: schedulers, samplers, random
-        states and registered objects. Models that are only evaluated are written by `zeroamp.export_hf`, each into a
-        folder of its own.
+        `zeroamp.save_checkpoint` writes model, optimizers, loss scale and step counts into the folder `zeroamp` of the
+        checkpoint. It is sharded, and any number of ranks can load it. accelerate writes schedulers, samplers, random
+        states and registered objects. `zeroamp.export_hf` writes each model that is only evaluated into a folder of its
+        own.
 
         Args:
-            output_dir: see accelerate; automatic naming and `total_limit` work.
+            output_dir: see accelerate. Automatic naming and `total_limit` work.
             safe_serialization: no effect.
-            save_model_func_kwargs: of `zeroamp.save_checkpoint`: exclude_frozen_parameters.
+            save_model_func_kwargs: `exclude_frozen_parameters` of `zeroamp.save_checkpoint`.
 
         Raises:
-            CheckpointError: on all ranks, if any could not write.
+            CheckpointError: on all ranks, if a rank could not write.
             StepError: between the micro-batches of an optimizer step.
         """
         self._begin_checkpoint()
@@ -500,12 +501,12 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         if train is not None:
             save_checkpoint(Path(folder) / _CHECKPOINT, train.model, train, keep=1, **self._save_arguments)
         for path, model in self._evaluated(folder):
-            export_hf(model, path, "fp32")  # also where the config exports in the low dtype
+            export_hf(model, path, "fp32")  # even if the config exports in the low dtype
 
     def _begin_checkpoint(self) -> None:
         if self._models and self._optimizers:
-            # Prepared one by one, they may have no TrainStep yet. It raises inside an optimizer step: before accelerate
-            # removes older states.
+            # Raises inside an optimizer step, before accelerate removes older states. Builds the TrainStep if model and
+            # optimizers were prepared one by one.
             self.train_step.state_dict()
 
     def _evaluated(self, folder: str) -> list[tuple[Path, nn.Module]]:
@@ -517,15 +518,15 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **load_model_func_kwargs: Any
     ) -> None:
-        """Restore what `save_state` wrote. Training goes on bit for bit, with the same number of ranks.
+        """Restore what `save_state` wrote. On the same number of ranks, training continues bit for bit.
 
         Args:
             input_dir: see accelerate.
             load_kwargs: see accelerate.
-            load_model_func_kwargs: of `zeroamp.load_checkpoint`: load_optimizer_states.
+            load_model_func_kwargs: `load_optimizer_states` of `zeroamp.load_checkpoint`.
 
         Raises:
-            CheckpointError: on all ranks: there is no checkpoint, or it does not fit the model.
+            CheckpointError: on all ranks, if there is no checkpoint or it does not fit the model.
             StepError: between the micro-batches of an optimizer step.
         """
         self._begin_checkpoint()
@@ -554,13 +555,13 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         """Write the weights of a prepared model as safetensors, by `zeroamp.export_hf`. All ranks call it.
 
         Args:
-            model: prepared, or any other module, which accelerate saves.
-            save_directory: that all ranks see.
-            max_shard_size: bytes of one file, or a string such as "5GB".
-            safe_serialization: True.
+            model: a prepared model. Any other module is saved by accelerate.
+            save_directory: a folder that all ranks see.
+            max_shard_size: most bytes of one file, or a string such as "5GB".
+            safe_serialization: must be True.
 
         Raises:
-            CheckpointError: see `zeroamp.export_hf`; or `safe_serialization` is False.
+            CheckpointError: `zeroamp.export_hf` raises it, or `safe_serialization` is False.
         """
         if not is_wrapped(model):
             super().save_model(model, save_directory, max_shard_size, safe_serialization)
@@ -573,15 +574,15 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         export_hf(model, save_directory, max_shard_bytes=convert_file_size_to_int(max_shard_size))
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the whole state dict of a prepared model in CPU memory: on the first rank, {} on others.
+        """Return the whole state dict of a prepared model in CPU memory on the first rank, and {} on other ranks.
 
-        All ranks call it. Trained parameters are fp32, or in the config's low dtype where it sets
+        All ranks call it. Trained parameters are in fp32, or in the config's low dtype if the config sets
         `stage3_gather_16bit_weights_on_model_save`.
         """
         if not is_wrapped(model):
             full: dict[str, Any] = super().get_state_dict(model, unwrap)
             return full
-        if self._is_saving:  # `save_state`: the checkpoint holds it
+        if self._is_saving:  # in `save_state`, whose checkpoint has the weights
             return {}
         state: dict[str, Any] = get_model_state_dict(model, options=_FULL)
         dtype = wrap_state(model).plan.policy.export_dtype
@@ -594,10 +595,10 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
-        """Run a block under the config's autocast, for a loss or a model outside of the wrapped one.
+        """Run a block under the config's autocast: for a loss or a model outside of the wrapped model.
 
         Args:
-            autocast_handler: its `enabled=False` runs the block in fp32.
+            autocast_handler: with `enabled=False`, the block runs in fp32.
         """
         with self._autocast(autocast_handler):
             yield
@@ -611,11 +612,11 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Raise StepError if ranks may run different numbers of batches: collectives of a unit need every rank."""
+        """Raise StepError if ranks may run different numbers of batches: all-gathers of a unit need every rank."""
         if not (self.even_batches if even_batches is None else even_batches):
             raise StepError(
-                "join_uneven_inputs was called with even_batches=False, but every rank must run as many batches. Leave "
-                "even_batches true, or use drop_last in the DataLoader."
+                "join_uneven_inputs was called with even_batches=False, but all ranks must run the same number of "
+                "batches. Leave even_batches true, or use drop_last in the DataLoader."
             )
         with super().join_uneven_inputs(joinables, even_batches):
             yield
@@ -634,5 +635,5 @@ def _cast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _outputs_to_fp32(_module: nn.Module, _inputs: Any, output: Any) -> Any:
-    """Return the outputs of a forward with low-precision tensors in fp32: scripts compute losses of them."""
+    """Return the outputs of a forward with low-precision tensors cast to fp32: scripts compute losses from them."""
     return convert_to_fp32(output)

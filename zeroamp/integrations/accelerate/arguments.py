@@ -1,6 +1,6 @@
-"""The arguments of `accelerate.Accelerator` beside a config of zeroamp: which fill it, agree with it, or are refused.
+"""Combines the arguments of `accelerate.Accelerator` with a config: they fill it, must agree with it, or are refused.
 
-The environment counts as an argument where accelerate reads it: `accelerate launch` passes its options that way.
+Environment variables that accelerate reads count as arguments: `accelerate launch` passes its options in them.
 """
 
 import inspect
@@ -26,7 +26,7 @@ from zeroamp.training.optimizers import optimizer_from_config
 from zeroamp.training.schedulers import CurveLR
 
 CONFIG_VARIABLE = "ZEROAMP_CONFIG"
-"""The environment variable that holds the path of the config where a script passes no `zeroamp=`."""
+"""The environment variable with the path of the config, if a script does not pass `zeroamp=`."""
 
 ConfigLike = str | os.PathLike[str] | Mapping[str, Any] | Policy
 
@@ -47,7 +47,7 @@ _PLUGINS = {
     "parallelism_config": "ACCELERATE_USE_PARALLELISM_CONFIG",
     "torch_tp_plugin": None,
 }
-"""Argument of another way to shard -> the environment variable that switches it on."""
+"""Argument for another way to shard -> the environment variable that enables it."""
 
 
 def bound_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,26 +64,26 @@ def config_or_environment(config: ConfigLike | None) -> ConfigLike:
     """Return the config that was passed, or the path in `ZEROAMP_CONFIG`.
 
     Raises:
-        ConfigError: there is neither.
+        ConfigError: neither is given.
     """
     found = config if config is not None else os.environ.get(CONFIG_VARIABLE)
     if not found and not isinstance(found, Mapping):
         raise ConfigError(
-            f"ZeroampAccelerator has no config. Pass zeroamp= a path of a JSON file, a mapping or a Policy, or set the "
-            f"environment variable {CONFIG_VARIABLE} to a path."
+            f"ZeroampAccelerator has no config. Pass zeroamp=, the path of a JSON file, a mapping or a Policy, or set "
+            f"the environment variable {CONFIG_VARIABLE} to a path."
         )
     return found
 
 
 def refuse_arguments(given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for arguments, and their environment variables, that ask for another way to shard or scale."""
+    """Raise ConfigError for arguments and environment variables that select another way to shard or scale the loss."""
     for name, variable in _PLUGINS.items():
         what = name if given.get(name) is not None else None
         if what is None and variable is not None and os.environ.get(variable, "").lower() in ("true", "1"):
             what = f"the environment variable {variable}"
         if what is not None:
             raise ConfigError(
-                f"ZeroampAccelerator got {what}, but it shards by zeroamp alone. Remove it, and set "
+                f"ZeroampAccelerator got {what}, but zeroamp shards the model itself. Remove it, and set "
                 "zero_optimization.stage in the config of zeroamp=."
             )
     for handler in given.get("kwargs_handlers") or ():
@@ -99,8 +99,8 @@ def _refuse_handler(handler: object) -> None:
         )
     if isinstance(handler, AutocastKwargs):
         raise ConfigError(
-            f"kwargs_handlers has {name}, but the config decides about autocast. Remove it. For a block in fp32, pass "
-            "it to accelerator.autocast(autocast_handler=...)."
+            f"kwargs_handlers has {name}, but the config configures autocast. Remove it. For a block in fp32, pass it "
+            "to accelerator.autocast(autocast_handler=...)."
         )
     if isinstance(handler, DistributedDataParallelKwargs) and handler.comm_hook != DDPCommunicationHookType.NO:
         raise ConfigError(
@@ -112,12 +112,12 @@ def _refuse_handler(handler: object) -> None:
 
 
 def asked_precision(given: Mapping[str, Any]) -> str | None:
-    """Return accelerate's mixed precision: the argument, else the environment's unless that is "no". None: none asked.
+    """Return accelerate's mixed precision: the argument, else the environment variable. None: neither is set.
 
-    `accelerate launch` always sets the variable, to "no" by default.
+    "no" in the environment counts as not set, since `accelerate launch` always sets the variable.
 
     Raises:
-        ConfigError: it is fp8.
+        ConfigError: the precision is fp8.
     """
     argument = given.get("mixed_precision")
     precision = str(argument) if argument is not None else os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
@@ -127,13 +127,13 @@ def asked_precision(given: Mapping[str, Any]) -> str | None:
 
 
 class OpenConfig:
-    """A config whose "auto" values are filled once they are known: some by the arguments, some in `prepare`."""
+    """A config whose "auto" values are filled later: some from accelerate's arguments, some in `prepare`."""
 
     def __init__(self, config: ConfigLike, precision: str | None) -> None:
-        """Take the config, and what `asked_precision` returned."""
+        """`precision`: the result of `asked_precision`."""
         self._policy = config if isinstance(config, Policy) else None
         self._flat = rename_keys(flatten(config.to_config() if isinstance(config, Policy) else load_config(config)))
-        self._known: dict[str, Any] = {"gradient_clipping": 0.0}  # accelerator.clip_grad_norm_ is given the norm
+        self._known: dict[str, Any] = {"gradient_clipping": 0.0}  # clip_grad_norm_ has the norm as an argument
         asked = precision or "no"
         self._known |= {"bf16.enabled": asked == "bf16", "fp16.enabled": asked == "fp16"}
         self._known["torch_autocast.enabled"] = asked != "no"
@@ -143,14 +143,14 @@ class OpenConfig:
 
     @property
     def accumulation_steps(self) -> int | None:
-        """The config's own number of accumulation steps; None if it leaves the number to accelerate."""
+        """The config's number of accumulation steps; None if accelerate decides it."""
         if self._policy is not None:
             return self._policy.gradient_accumulation_steps
         steps = self._flat.get(_STEPS)
         return steps if isinstance(steps, int) else None
 
     def fill_steps(self, steps: int) -> None:
-        """Take accelerate's number of accumulation steps.
+        """Fill in accelerate's number of accumulation steps.
 
         Raises:
             ConfigError: the config has another number.
@@ -165,7 +165,7 @@ class OpenConfig:
         self._flat.setdefault(_STEPS, "auto")
 
     def early_policy(self) -> Policy:
-        """Return the policy without the keys that `prepare` fills: its errors and precision are known at once.
+        """Return a policy without the keys that `prepare` fills, so that its errors and precision are known at once.
 
         Raises:
             ConfigError: the config is wrong, or contradicts accelerate's mixed precision.
@@ -183,15 +183,15 @@ class OpenConfig:
         return policy
 
     def policy(self, *, batch_size: int | None, world_size: int, hidden_size: int | None) -> Policy:
-        """Return the policy, with what `prepare` knows.
+        """Return the complete policy, with the values that are known in `prepare`.
 
         Args:
-            batch_size: samples of one batch of one rank; None: unknown.
+            batch_size: samples of one batch on one rank. None: unknown.
             world_size: number of ranks.
-            hidden_size: the model's own width; None: unknown.
+            hidden_size: the width of the model. None: unknown.
 
         Raises:
-            ConfigError: an "auto" is left, or the config is wrong.
+            ConfigError: an "auto" cannot be filled, or the config is wrong.
         """
         if self._policy is not None:
             return self._policy
@@ -221,9 +221,8 @@ class OpenConfig:
         ours = _PRECISIONS[policy.low_dtype]
         if self._precision is not None and self._precision != ours:
             raise ConfigError(
-                f'mixed_precision is "{self._precision}" in accelerate\'s arguments, but "{ours}" by the config of '
-                f'zeroamp=, which decides. Leave mixed_precision out, or, for "{self._precision}", '
-                f"{_REMEDY[self._precision]}."
+                f'mixed_precision is "{self._precision}" in accelerate\'s arguments, but the config of zeroamp= has '
+                f'"{ours}". Leave mixed_precision out, or, for "{self._precision}", {_REMEDY[self._precision]}.'
             )
 
 
@@ -239,7 +238,7 @@ def refuse_dummies(args: Iterable[object]) -> None:
 
 
 def refuse_other_optimizers(policy: Policy, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Raise ConfigError if the config has an `optimizer` block, and an optimizer has another class or defaults."""
+    """Raise ConfigError if the config has an `optimizer` block, but an optimizer has another class or defaults."""
     if policy.optimizer is None:
         return
     wanted = optimizer_from_config(policy, [torch.zeros(1)])
@@ -255,7 +254,7 @@ def refuse_other_optimizers(policy: Policy, optimizers: Iterable[torch.optim.Opt
 
 
 def refuse_other_scheduler(policy: Policy, scheduler: object) -> None:
-    """Raise ConfigError if the config has a `scheduler` block, and the scheduler is not made of it."""
+    """Raise ConfigError if the config has a `scheduler` block, but the scheduler was not built from it."""
     if policy.scheduler is not None and not isinstance(scheduler, CurveLR):
         raise ConfigError(
             f"scheduler.type is {policy.scheduler.type} in the config, but the prepared scheduler is "

@@ -1,4 +1,4 @@
-"""`ZeroampOptimizer`: what `ZeroampAccelerator.prepare` returns for an optimizer."""
+"""`ZeroampOptimizer`: the optimizer wrapper that `ZeroampAccelerator.prepare` returns."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -10,7 +10,7 @@ from zeroamp.policies.errors import StepError
 
 
 class OptimizerDriver(Protocol):
-    """What a `ZeroampOptimizer` calls: the accelerator."""
+    """The methods of the accelerator that a `ZeroampOptimizer` calls."""
 
     def update(self, optimizer: "ZeroampOptimizer") -> None:
         """End the optimizer step."""
@@ -20,10 +20,10 @@ class OptimizerDriver(Protocol):
 
 
 class ZeroampOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """Accelerate's wrapper of an optimizer. Its `step` ends the optimizer step of the `TrainStep`."""
+    """accelerate's wrapper of an optimizer. Its `step` ends the optimizer step of the `TrainStep`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, driver: OptimizerDriver) -> None:
-        # Without device_placement: it would load the state again, which is sharded already.
+        # device_placement=False: True would load the state again, which is sharded already.
         super().__init__(optimizer, device_placement=False, scaler=None)
         self._driver = driver
 
@@ -36,18 +36,18 @@ class ZeroampOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         if closure is not None:
             raise StepError(
                 "optimizer.step was given a closure, which would run forward and backward again. Call "
-                "accelerator.backward(loss), then optimizer.step() without one."
+                "accelerator.backward(loss), then optimizer.step() without a closure."
             )
         if self.gradient_state.sync_gradients:
             self._driver.update(self)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Discard the gradients of an optimizer step that was not updated. After an update there are none.
+        """Discard gradients that no update has used. An update releases its gradients itself.
 
-        Inside of an optimizer step (not `accelerator.sync_gradients`) this does nothing, as accelerate's own.
+        Inside of an optimizer step (not `accelerator.sync_gradients`) this does nothing, as in accelerate.
 
         Raises:
-            StepError: `set_to_none` is False: gradients are never kept as zeros.
+            StepError: `set_to_none` is False. Gradients are always released.
         """
         if set_to_none is False:
             raise StepError(
@@ -58,5 +58,5 @@ class ZeroampOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
             self._driver.discard(self)
 
     def updated(self, *, skipped: bool) -> None:
-        """Take whether the last update was skipped: `step_was_skipped` returns it."""
+        """Set what `step_was_skipped` returns: whether the last update was skipped."""
         self._is_overflow = skipped

@@ -1,6 +1,6 @@
 """Lightning: strategies for `lightning.fabric.Fabric` and `lightning.pytorch.Trainer`. Tested with lightning 2.6.6.
 
-Importing this package registers the names "zeroamp" and "zeroamp_stage_0" to "zeroamp_stage_3" in both registries::
+Importing this package registers "zeroamp" and "zeroamp_stage_0" to "zeroamp_stage_3" as names of strategies::
 
     import zeroamp.integrations.lightning
     Trainer(strategy="zeroamp_stage_2", precision="bf16-mixed")
@@ -9,7 +9,7 @@ Importing this package registers the names "zeroamp" and "zeroamp_stage_0" to "z
     Fabric(strategy=FabricZeroampStrategy("config.json"))
     Trainer(strategy=ZeroampStrategy("config.json"))
 
-Fabric and Trainer have two hierarchies of strategies in Lightning, so there are two classes here.
+There are two classes, because Lightning's strategies for Fabric and for Trainer have different base classes.
 """
 
 from lightning.fabric.strategies import STRATEGY_REGISTRY

@@ -2,8 +2,8 @@
 
 | form | what | written by | read by |
 |---|---|---|---|
-| sharded | a folder: `save_checkpoint`, Lightning's own values as `extra` | all ranks | these strategies |
-| full | a file as of DDP, with whole tensors | the first rank | other strategies, `load_from_checkpoint` too |
+| sharded | a folder of `save_checkpoint`, with Lightning's own values as `extra` | all ranks | these strategies |
+| full | a file with whole tensors, as DDP's | the first rank | all strategies, and `load_from_checkpoint` |
 """
 
 import io
@@ -34,7 +34,7 @@ def checkpoint_path(path: Any) -> Path:
     """Return the path as a local one.
 
     Raises:
-        CheckpointError: it is a URL.
+        CheckpointError: the path is a URL.
     """
     if "://" in str(path):
         raise CheckpointError(f"{path} is a URL. zeroamp reads and writes local files: pass a path that all ranks see.")
@@ -47,7 +47,7 @@ def is_sharded(path: Path) -> bool:
 
 
 def save_sharded(path: Path, root: nn.Module, train: TrainStep, rest: Mapping[str, Any]) -> None:
-    """Write a checkpoint folder. All ranks call it. `rest` is the first rank's: anything that `torch.save` takes."""
+    """Write a checkpoint folder. All ranks call it. The first rank's `rest` is saved: any values for `torch.save`."""
     ranks = RankGroup.for_saving(wrap_state(root).axes.whole)
 
     def pack() -> torch.Tensor | None:
@@ -65,7 +65,7 @@ def save_sharded(path: Path, root: nn.Module, train: TrainStep, rest: Mapping[st
 
 
 def load_sharded(path: Path, root: nn.Module, train: TrainStep | None, weights_only: bool | None) -> dict[str, Any]:
-    """Load a checkpoint folder, and return the `rest` that was saved. With None for `train`, the model alone."""
+    """Load a checkpoint folder, and return the saved `rest`. `train` None: only the model is loaded."""
     extra = load_checkpoint(path, root, train, load_lr_scheduler_states=False, extra_rank=0)
     packed = extra.get(_REST) if isinstance(extra, dict) else None
     if not isinstance(packed, torch.Tensor):
@@ -79,7 +79,7 @@ def load_sharded(path: Path, root: nn.Module, train: TrainStep | None, weights_o
 
 
 def whole_tensors(values: Any, root: nn.Module) -> Any:
-    """Return a state dict with whole tensors on the CPU. Only the first rank holds them; others get empty ones."""
+    """Return a state dict with whole tensors on the CPU of the first rank, and empty tensors on other ranks."""
     mesh = wrap_state(root).mesh
     device, is_first = device_of(mesh), mesh.get_rank() == int(mesh.mesh.flatten()[0])
 
@@ -122,11 +122,11 @@ def write_full(path: Path, checkpoint: Mapping[str, Any], root: nn.Module) -> No
 
 
 def read_full(path: Path, root: nn.Module | None, weights_only: bool | None) -> dict[str, Any]:
-    """Read a file on all ranks."""
+    """Read a checkpoint file on all ranks, mapped into CPU memory."""
 
     def read() -> dict[str, Any]:
         if not path.is_file():
-            raise CheckpointError(f"{path} holds no checkpoint: neither a file, nor a folder of a zeroamp strategy.")
+            raise CheckpointError(f"{path} is not a checkpoint: neither a file nor a folder of a zeroamp strategy.")
         found: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
         return found
 
@@ -138,14 +138,14 @@ def read_full(path: Path, root: nn.Module | None, weights_only: bool | None) -> 
 
 
 def load_full_model(root: nn.Module, state: Mapping[str, Any], *, strict: bool) -> None:
-    """Load whole tensors into the shards. All ranks have all of `state`."""
+    """Load whole tensors into the shards. Every rank passes the complete `state`."""
     reshard(root.modules())
     options = StateDictOptions(full_state_dict=True, strict=strict)
     set_model_state_dict(root, dict(state), options=options)
 
 
 def load_full_optimizer(optimizer: Optimizer, state: Mapping[str, Any], root: nn.Module) -> None:
-    """Load the state dict of an optimizer with whole tensors into the shards. All ranks have all of `state`.
+    """Load an optimizer's state dict with whole tensors into the shards. Every rank passes the complete `state`.
 
     Raises:
         CheckpointError: the optimizer has other parameters than the saved one.
@@ -156,8 +156,8 @@ def load_full_optimizer(optimizer: Optimizer, state: Mapping[str, Any], root: nn
     saved = [index for group in state["param_groups"] for index in group["params"]]
     if len(parameters) != len(saved):
         raise CheckpointError(
-            f"The checkpoint has a state of {len(saved)} parameters for {type(optimizer).__name__}, which has "
-            f"{len(parameters)}. Build the optimizer with the parameters that it had."
+            f"{type(optimizer).__name__} must have {len(saved)} parameters, as in the checkpoint, but has "
+            f"{len(parameters)}. Build the optimizer with the same parameters as the saved one."
         )
 
     def shard(value: Any, parameter: torch.Tensor) -> Any:
@@ -183,7 +183,7 @@ def add_counts(checkpoint: dict[str, Any], train: TrainStep | None) -> None:
 
 
 def load_counts(checkpoint: dict[str, Any], train: TrainStep | None) -> None:
-    """Take step counts and the loss scale out of a full checkpoint, if they are there."""
+    """Load step counts and the loss scale of a full checkpoint, if it has them, and remove them from it."""
     counts = checkpoint.pop(_TRAIN, None)
     if train is not None and counts is not None:
         train.load_state_dict(counts)

@@ -1,9 +1,9 @@
-"""`ChildCalls`: calls of a wrapped model's children from outside of its forward.
+"""`ChildCalls`: lets the children of a wrapped model be called outside of the model's forward.
 
-With manual optimization, `training_step` is no forward, because it runs backwards and updates. It calls the model
-(`self(batch)`), or its children (`self.generator(noise)`). A call of a child must unshard the groups of the root and
-enter autocast, as the root's forward does. So the children get a subclass whose call goes through a method of the root
-that is registered as a forward method.
+With manual optimization, `training_step` does not run as a forward, because it runs backwards and updates itself. It
+calls the model (`self(batch)`) or its children (`self.generator(noise)`). A call of a child must unshard the root's
+groups and enter autocast, as the root's forward does. So each child gets a subclass of its class, whose `__call__` runs
+inside a registered forward method of the root.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ _METHOD = "_zeroamp_call_child"
 
 
 class ChildCalls:
-    """Lets the direct children of a wrapped model be called outside of its forward, until `remove`."""
+    """Lets the direct children of a wrapped model be called outside of the model's forward, until `remove`."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
@@ -32,7 +32,7 @@ class ChildCalls:
                 child.__class__ = _calling_through(root, type(child))
 
     def remove(self) -> None:
-        """Give the children their own class back."""
+        """Restore the classes of the children."""
         for child, cls in self._children:
             child.__class__ = cls
         self._children.clear()
@@ -44,7 +44,7 @@ def _call_child(child: nn.Module, cls: type[nn.Module], args: tuple[Any, ...], k
 
 
 def _calling_through(root: nn.Module, cls: type[nn.Module]) -> type[nn.Module]:
-    """Return a subclass whose call goes through the root, unless the root's forward runs."""
+    """Return a subclass of `cls` whose call goes through the root, unless the root's forward is running."""
     state = wrap_state(root)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,12 +1,12 @@
-"""`StepDriver`: the calls of a Lightning loop (backward, clip, step, zero_grad), as one `TrainStep` takes them.
+"""`StepDriver`: translates the calls of a Lightning loop (backward, clip, step, zero_grad) for one `TrainStep`.
 
 [Note: Optimizers of a loop]
-A loop calls `step()` of each optimizer, and a `TrainStep` ends an optimizer step for all of them at once. So the driver
-updates the optimizer that is stepped, and ends the optimizer step when no other optimizer holds a gradient, or each
-other one was stepped, or gave its gradients up by `zero_grad()`.
-A loop also calls `optimizer.zero_grad()`, which would release sharded gradients behind the `TrainStep`, and could not
-release unsharded ones. So Lightning is given a view of each optimizer: another object of a subclass, with the same
-attributes, whose `zero_grad` calls the driver. The `TrainStep` and checkpoints have the optimizer itself.
+A loop calls `step()` of each optimizer, but a `TrainStep` ends an optimizer step for all of them at once. So the driver
+updates each optimizer when it is stepped. It ends the optimizer step when every other optimizer has no gradients, was
+stepped, or had its gradients discarded by `zero_grad()`.
+A loop also calls `optimizer.zero_grad()`. That would release sharded gradients without the `TrainStep`, and could not
+release unsharded ones. So Lightning gets a view of each optimizer: another object, of a subclass, that shares the
+optimizer's attributes and whose `zero_grad` calls the driver. The `TrainStep` and checkpoints use the optimizer itself.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,7 +28,7 @@ _RAW = "_zeroamp_raw_optimizer"
 
 
 class ForwardModule(nn.Module):
-    """Calls the wrapped model. Lightning redirects methods through a module that is not the model itself."""
+    """Calls the wrapped model. Lightning needs a module other than the model for redirecting methods."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -40,58 +40,58 @@ class ForwardModule(nn.Module):
 
 
 def root_of(module: nn.Module) -> nn.Module:
-    """Return the wrapped model inside a `ForwardModule`, or the module."""
+    """Return the wrapped model inside a `ForwardModule`, or the module itself."""
     return module.module if isinstance(module, ForwardModule) else module
 
 
 def raw_optimizer(optimizer: Any) -> Optimizer:
-    """Return the optimizer that a view shows, or the optimizer itself."""
+    """Return the optimizer behind a view, or the optimizer itself."""
     raw: Optimizer = vars(optimizer).get(_RAW, optimizer)
     return raw
 
 
 class StepDriver:
-    """One wrapped model with its optimizers: see [Note: Optimizers of a loop]."""
+    """Drives the `TrainStep` of one wrapped model and its optimizers: see [Note: Optimizers of a loop]."""
 
     def __init__(self, root: nn.Module, how_to_accumulate: str) -> None:
-        """Drive a wrapped model. `how_to_accumulate` is the advice of the error for a second backward.
+        """`root`: the wrapped model. `how_to_accumulate`: the remedy in the error for a second backward.
 
         Raises:
             StepError: the config has `zeroamp.reproducible`.
         """
         if wrap_state(root).plan.policy.reproducible:
-            # The random numbers of the first forward would come before the TrainStep that seeds them.
+            # The first forward would draw random numbers before there is a TrainStep that seeds them.
             raise StepError(
-                "zeroamp.reproducible is true, which Lightning's Trainer and Fabric do not support: micro-batches and "
-                "losses are theirs. Remove the key, or train with zeroamp.TrainStep, accelerate or transformers' "
-                "Trainer."
+                "zeroamp.reproducible must not be true with Lightning's Trainer and Fabric: they count micro-batches "
+                "and divide losses themselves. Remove the key, or train with zeroamp.TrainStep, accelerate or "
+                "transformers' Trainer."
             )
         self.root = root
         self.optimizers: list[Optimizer] = []
         self.is_accumulating = False
         """Whether the next backward is not the last of its optimizer step."""
         self.report: StepReport | None = None
-        """Of the last optimizer step that ended."""
+        """The report of the last complete optimizer step."""
         self._train: TrainStep | None = None
         self._how_to_accumulate = how_to_accumulate
         self._norm: torch.Tensor | None = None
         self._is_clipped = False
-        self._done: list[Optimizer] = []  # stepped, or without gradients that are still wanted
+        self._done: list[Optimizer] = []  # stepped in this optimizer step, or their gradients were discarded
         self._has_stepped = False
 
     @property
     def state(self) -> WrapState:
-        """What `wrap_model` attached."""
+        """The state that `wrap_model` attached to the model."""
         return wrap_state(self.root)
 
     @property
     def train(self) -> TrainStep:
-        """The `TrainStep`, built with the optimizers that are there when it is first read."""
+        """The `TrainStep`. It is built at the first read, with the optimizers added so far."""
         if self._train is None:
             if not self.optimizers:
                 raise StepError(
-                    f"A backward of {type(self.root).__name__} was called, but no optimizer of its parameters was set "
-                    "up. Set one up first."
+                    f"A backward of {type(self.root).__name__} was called before an optimizer of its parameters was "
+                    "set up. Set one up first."
                 )
             self._train = TrainStep(self.root, self.optimizers)
         return self._train
@@ -102,17 +102,17 @@ class StepDriver:
         return self._train is not None
 
     def add(self, optimizers: Iterable[Optimizer]) -> None:
-        """Take optimizers of the wrapped model's parameters, before the first backward."""
+        """Add optimizers of the wrapped model's parameters, before the first backward."""
         if self._train is not None:
             raise StepError(
                 f"An optimizer of {type(self.root).__name__} was set up after its first backward. Set up all "
-                "optimizers of a model before."
+                "optimizers of a model before its first backward."
             )
         self.optimizers.extend(optimizers)
 
     @contextmanager
     def accumulating(self, enabled: bool = True) -> Iterator[None]:
-        """Let backwards inside leave the optimizer step open."""
+        """Make the backwards inside the context accumulate: none of them is the last of its optimizer step."""
         outer, self.is_accumulating = self.is_accumulating, enabled
         try:
             yield
@@ -120,7 +120,7 @@ class StepDriver:
             self.is_accumulating = outer
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run the backward of one micro-batch, whose loss the loop has divided."""
+        """Run the backward of one micro-batch. The loop has divided the loss by the number of micro-batches."""
         if self._norm is not None:
             self._end_or_refuse()
         if self.train.micro_batches.is_complete:
@@ -129,20 +129,20 @@ class StepDriver:
                 f"gradients. To accumulate, {self._how_to_accumulate}"
             )
         self.train.backward(loss, is_last=not self.is_accumulating, divide=False)
-        torch.clear_autocast_cache()  # the casts of the loop's own autocast have lost their graph
+        torch.clear_autocast_cache()  # the graphs of casts in the loop's own autocast are released
 
     def _end_or_refuse(self) -> None:
         left = [own for own in self._left() if _has_gradient(own)]
         if not self._has_stepped or left:
             names = ", ".join(type(own).__name__ for own in left)
             raise StepError(
-                f"A backward was called while gradients of an earlier one are left ({names}). Call step() or "
-                "zero_grad() of each optimizer first."
+                f"A backward was called while optimizers have unused gradients of an earlier one ({names}). Call "
+                "step() or zero_grad() of each optimizer first."
             )
         self._end([])
 
     def norm(self) -> torch.Tensor:
-        """Average and unscale the gradients, and return their norm over all ranks, 0-D fp32. Nothing is clipped."""
+        """Average and unscale the gradients, and return their norm over all ranks, 0-D fp32. Does not clip."""
         if self._norm is None:
             if not self.train.micro_batches.is_complete:
                 raise StepError(
@@ -159,21 +159,21 @@ class StepDriver:
         limit = self.state.plan.policy.gradient_clipping
         if limit not in (0, max_norm):
             raise StepError(
-                f"Gradients were to be clipped to a norm of {max_norm}, but gradient_clipping is {limit} in the "
-                "config. Set one of them."
+                f"Gradients cannot be clipped to a norm of {max_norm}, since gradient_clipping is {limit} in the "
+                "config. Set only one of the two."
             )
         if max_norm > 0:
             multiply_gradients(self.train.micro_batches.with_gradient(), clip_factor(norm, max_norm))
         return norm
 
     def clip_value(self, limit: float, optimizer: Optimizer | None = None) -> None:
-        """Limit each element of the gradients to [-limit, limit]."""
+        """Clamp each element of the gradients to [-limit, limit]."""
         self.norm()
         self._begin_clipping(optimizer)
         if (own := self.state.plan.policy.gradient_clipping) > 0:
             raise StepError(
-                f"Gradients were to be clipped by value, but gradient_clipping, a norm, is {own} in the config. Remove "
-                "one of them."
+                f"Gradients cannot be clipped by value, since gradient_clipping, a norm, is {own} in the config. "
+                "Remove one of the two."
             )
         with torch.no_grad():
             for parameter in self.train.micro_batches.with_gradient():
@@ -186,9 +186,9 @@ class StepDriver:
         others = [own for own in self._left() if optimizer is not None and own is not raw_optimizer(optimizer)]
         if any(map(_has_gradient, others)) or self._has_stepped:
             raise StepError(
-                "Gradients of one of several optimizers were to be clipped, but others have gradients too, and "
-                "TrainStep has one norm for all. Set gradient_clipping in the config, or call toggle_optimizer, "
-                "so that only one has gradients."
+                "Gradients of one optimizer cannot be clipped while other optimizers have gradients too: TrainStep "
+                "computes one norm of all. Set gradient_clipping in the config, or call toggle_optimizer, so that only "
+                "one optimizer has gradients."
             )
         self._is_clipped = True
 
@@ -196,7 +196,7 @@ class StepDriver:
         """Update the parameters of one optimizer. Return a report if this ends the optimizer step."""
         raw, norm = self._own(optimizer), self.norm()
         if any(raw is done for done in self._done):
-            raise StepError(f"{type(raw).__name__}.step() was called again without a backward. Call backward before.")
+            raise StepError(f"{type(raw).__name__}.step() was called again without a backward. Call backward first.")
         if not self._is_clipped and (limit := self.state.plan.policy.gradient_clipping) > 0:
             multiply_gradients(self.train.micro_batches.with_gradient(), clip_factor(norm, limit))
         self._is_clipped = True
@@ -206,14 +206,14 @@ class StepDriver:
             self.train.update_part(raw)
         else:
             self._end([raw])
-        torch.clear_autocast_cache()  # the casts of the loop's own autocast are of the old values
+        torch.clear_autocast_cache()  # the loop's own autocast has cached casts of the old values
         return self.report if self._norm is None else None
 
     def zero_grad(self, optimizer: Optimizer) -> None:
-        """Give the gradients of one optimizer up."""
+        """Discard the gradients of one optimizer."""
         raw = self._own(optimizer)
         if self._train is None or self._train.is_between_steps:
-            for group in raw.param_groups:  # what a backward of another model left
+            for group in raw.param_groups:  # gradients by the backward of another model
                 for parameter in group["params"]:
                     parameter.grad = None
             return
@@ -230,7 +230,7 @@ class StepDriver:
     def _own(self, optimizer: Optimizer) -> Optimizer:
         raw = raw_optimizer(optimizer)
         if not any(raw is own for own in self.optimizers):
-            raise StepError(f"A {type(raw).__name__} was not set up with this model. Set it up with its model.")
+            raise StepError(f"A {type(raw).__name__} was not set up with this model. Set up both together.")
         return raw
 
     def _left(self) -> list[Optimizer]:

@@ -2,8 +2,8 @@
 
 | call of Fabric | what happens |
 |---|---|
-| `setup`, `setup_module` | `wrap_model`; optimizers that were built before hold the shards afterwards |
-| `init_module(empty_init=True)` | the meta device; `wrap_model` initialises the shards |
+| `setup`, `setup_module` | `wrap_model`; parameters of optimizers that were built before are replaced by the shards |
+| `init_module(empty_init=True)` | builds on the meta device; `wrap_model` initialises the shards |
 | `backward`, `no_backward_sync` | `TrainStep.backward(loss, is_last=..., divide=False)` |
 | `clip_gradients`, `optimizer.step()` | the norm of `TrainStep`, then `TrainStep.update` |
 | `save`, `load` | a sharded checkpoint, or a file if the state has no optimizer; see `docs/lightning.md` |
@@ -69,7 +69,7 @@ _HOW_TO_ACCUMULATE = (
 
 
 class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions are those of DDP
-    """Trains a model that `wrap_model` shards, in a loop written for `Fabric`."""
+    """Strategy of `Fabric` that shards models with `wrap_model` and trains them with `TrainStep`."""
 
     def __init__(
         self,
@@ -86,15 +86,15 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
-        """Take a config, and how processes are started.
+        """Take a config, and Lightning's arguments for starting processes.
 
         Args:
             config: the path of a JSON file, a mapping, or a policy. None: stage 3, and `precision=` of Fabric.
-            stage: the ZeRO stage without a config.
+            stage: the ZeRO stage, if there is no config.
             auto_wrap_policy: see `zeroamp.wrap_model`.
             example_inputs: see `zeroamp.wrap_model`.
             save_distributed_checkpoint: False writes each checkpoint as one file with whole tensors.
-            accelerator: as in Lightning's `DDPStrategy`, like all that follow.
+            accelerator: as in Lightning's `DDPStrategy`, like all following arguments.
             parallel_devices: see `accelerator`.
             cluster_environment: see `accelerator`.
             process_group_backend: see `accelerator`.
@@ -102,7 +102,7 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
             start_method: see `accelerator`.
 
         Raises:
-            ConfigError: the config is invalid, or does not go with Fabric's `precision`.
+            ConfigError: the config is invalid, or contradicts Fabric's `precision`.
         """
         self._config = config
         self._stage = stage
@@ -137,10 +137,10 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
 
     @cached_property
     def policy(self) -> Policy:
-        """The policy of the config and of Fabric's `precision`.
+        """The policy from the config and from Fabric's `precision`.
 
         Raises:
-            ConfigError: the config is invalid, or does not go with Fabric.
+            ConfigError: the config is invalid, or contradicts Fabric's arguments.
         """
         policy = policy_of(self._config, self._mixed, stage=self._stage, world_size=self._num_ranks)
         if policy.gradient_accumulation_steps > 1:
@@ -165,7 +165,7 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         self._mixed = mixed_precision_of(precision)
         self.__dict__.pop("policy", None)
         if precision is not None:
-            _ = self.policy  # raises where Fabric is constructed
+            _ = self.policy  # raises its errors in the constructor of Fabric
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -191,20 +191,20 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         return reports[-1] if reports else None
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Build on the meta device if `empty_init`, else on the CPU: `wrap_model` moves shards to the device."""
+        """Build modules on the meta device if `empty_init`, else on the CPU. `wrap_model` moves the shards."""
         return torch.device("meta") if empty_init else nullcontext()
 
     def tensor_init_context(self) -> AbstractContextManager[Any]:
-        """Make tensors on the device."""
+        """Create tensors on the device."""
         stack = ExitStack()
         stack.enter_context(self.root_device)
         return stack
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Leave the module where it is: `wrap_model` moves shards, and no rank needs the whole on its device."""
+        """Do nothing: `wrap_model` moves shards, so that no device holds the whole model."""
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
-        """Wrap a model."""
+        """Wrap a model in place."""
         wrap_model(module, self.policy, **self._wrap_arguments)
         self._drivers.append(StepDriver(module, _HOW_TO_ACCUMULATE))
         return ForwardModule(module)
@@ -212,7 +212,7 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
-        """Wrap a model, and let its optimizers hold the shards."""
+        """Wrap a model in place, and replace the parameters of its optimizers by the shards."""
         before = ParametersBefore(module)
         forward = self.setup_module(module)
         before.wrapped(module)
@@ -220,7 +220,7 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         return forward, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Take an optimizer of the shards of a model that was set up before."""
+        """Set up an optimizer of a model that was set up before."""
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for driver in self._drivers:
             if any(id(parameter) in held for parameter in driver.root.parameters()):
@@ -255,16 +255,16 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         """Run `TrainStep.backward`."""
         if args or kwargs:
             raise StepError(
-                f"fabric.backward got {', '.join(kwargs) or 'more arguments'}, which TrainStep.backward does not take. "
-                "Add the losses of one forward, for one backward."
+                f"fabric.backward got {', '.join(kwargs) or 'more arguments'}, which TrainStep.backward does not have. "
+                "Add the losses of one forward, and call backward once."
             )
         self._driver(module).backward(tensor)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Run the closure if there is one, then `TrainStep.update`. Return what the closure returned."""
+        """Run the closure if there is one, then `TrainStep.update`. Return the closure's result."""
         closure: Callable[[], Any] | None = kwargs.pop("closure", None)
         if kwargs:
-            raise StepError(f"optimizer.step got {', '.join(kwargs)}, which TrainStep does not pass on. Remove it.")
+            raise StepError(f"optimizer.step got {', '.join(kwargs)}, which TrainStep does not support. Remove it.")
         output = None
         if closure is not None:
             with torch.enable_grad():
@@ -280,7 +280,7 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """Clip by the 2-norm over all parameters and ranks, and return it."""
+        """Clip by the 2-norm over all parameters and ranks, and return the norm before clipping, 0-D fp32."""
         if float(norm_type) != 2.0:
             raise StepError(f"norm_type must be 2, but is {norm_type}: TrainStep computes the 2-norm. Leave it out.")
         driver = self._driver(module)
@@ -294,7 +294,7 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         return norm
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Any, clip_val: float) -> None:
-        """Limit each element of the gradients."""
+        """Clamp each element of the gradients to [-clip_val, clip_val]."""
         self._driver(module).clip_value(float(clip_val), raw_optimizer(optimizer))
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
@@ -306,7 +306,7 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         load_full_model(root_of(module), state_dict, strict=strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state dict with sharded tensors."""
+        """Return the optimizer's state dict with sharded tensors."""
         return raw_optimizer(optimizer).state_dict()
 
     def save_checkpoint(
@@ -319,8 +319,8 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         """Write a sharded checkpoint if `state` has the optimizers of a model, else a file. All ranks call it.
 
         Raises:
-            CheckpointError: `state` has only some of the optimizers, several models, or storage options or a filter
-                that the form does not have.
+            CheckpointError: `state` has several models or only some of the optimizers, or storage options or a filter
+                are given that this form of checkpoint does not support.
         """
         if storage_options is not None:
             raise CheckpointError("storage_options are for CheckpointIO plugins, which are not used. Remove them.")
@@ -338,8 +338,8 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
                 )
             if len(optimizers) != len(driver.optimizers):
                 raise CheckpointError(
-                    f"The state has {len(optimizers)} of the {len(driver.optimizers)} optimizers of the model. Put all "
-                    "into it, or none to save the weights as a file."
+                    f"The state has {len(optimizers)} of the {len(driver.optimizers)} optimizers of the model. Add all "
+                    "of them, or none, to save the weights as a file."
                 )
             save_sharded(target, driver.root, driver.train, {**rest, **self._names(state)})
             return
@@ -349,7 +349,7 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         write_full(target, converted, driver.root)
 
     def _split(self, state: Mapping[str, Any]) -> tuple[StepDriver | None, dict[str, Any]]:
-        """Return the driver of the wrapped model in a state, and plain values of what is no model or optimizer."""
+        """Return the driver of the wrapped model in a state, and the values that are not models or optimizers."""
         modules = [value for value in state.values() if isinstance(value, nn.Module)]
         wrapped = [module for module in modules if any(root_of(module) is driver.root for driver in self._drivers)]
         if len(wrapped) > 1 or (wrapped and len(modules) > 1):
@@ -439,7 +439,7 @@ class _SyncControl(_BackwardSyncControl):
         self._strategy = strategy
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """Let backwards of the model inside leave the optimizer step open."""
+        """Make backwards of the model inside the context accumulate."""
         return self._strategy._driver(module).accumulating(enabled)
 
 

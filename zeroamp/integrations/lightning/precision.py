@@ -1,9 +1,9 @@
-"""What `precision=` and the config say together: the policy of a strategy, and Lightning's precision plugins for it.
+"""Combines `precision=` and the config to the policy of a strategy.
 
 | `precision=` | config without a precision block | config with one |
 |---|---|---|
 | none, "32-true" | fp32 | the config's |
-| "bf16-mixed", "16-mixed" | `torch_autocast` in bfloat16 or float16, with Lightning's loss scale | must be that |
+| "bf16-mixed", "16-mixed" | `torch_autocast` in bfloat16 or float16, with Lightning's loss scale | must be the same |
 | others, plugins | refused | refused |
 """
 
@@ -27,15 +27,15 @@ Mixed = Literal["bf16-mixed", "16-mixed"]
 _DTYPES = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}
 _BLOCKS = ("torch_autocast", "bf16", "fp16")
 _LOSS_SCALE = {"loss_scale_window": 2000, "hysteresis": 1}
-"""Those keys of `fp16` whose defaults are not the values of Lightning's `torch.amp.GradScaler`."""
+"""Keys of `fp16` whose defaults differ from Lightning's `torch.amp.GradScaler` -> the values of that."""
 _BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 
 
 def mixed_precision_of(plugin: FabricPrecision | None) -> Mixed | None:
-    """Return what a precision plugin of Lightning asks for: mixed precision, or None for "32-true".
+    """Return the mixed precision of a precision plugin of Lightning, or None for "32-true".
 
     Raises:
-        ConfigError: the plugin asks for something else.
+        ConfigError: the plugin has another precision.
     """
     if plugin is None or type(plugin) in (FabricPrecision, Precision):
         return None
@@ -48,8 +48,8 @@ def mixed_precision_of(plugin: FabricPrecision | None) -> Mixed | None:
         block = "bf16" if asked == "bf16-true" else "fp16"
         raise ConfigError(
             f'precision="{asked}" would store the parameters in low precision, but zeroamp stores fp32 shards (master '
-            f'weights). Leave precision out, and write "{block}": {{"enabled": true}} in the config: all parameters '
-            "are then all-gathered and computed in it."
+            f'weights). Leave precision out, and write "{block}": {{"enabled": true}} in the config: parameters are '
+            "then all-gathered and used in low precision."
         )
     raise ConfigError(
         describe(
@@ -62,7 +62,7 @@ def mixed_precision_of(plugin: FabricPrecision | None) -> Mixed | None:
 
 
 def _refuse_own_scaler(plugin: Any) -> None:
-    """Refuse a plugin whose GradScaler has other values than Lightning gives it."""
+    """Refuse a plugin whose GradScaler has other values than Lightning's default."""
     if plugin.scaler is None:
         return
     default = torch.amp.GradScaler(device=plugin.device, enabled=plugin.scaler.is_enabled())
@@ -83,19 +83,21 @@ def policy_of(
     accumulation: int | None = None,
     clipping: float | None = None,
 ) -> Policy:
-    """Return the policy of a strategy. Ranks get the first rank's parameters, as with DDP, unless the config says no.
+    """Return the policy of a strategy.
+
+    `zeroamp.sync_module_states` is true by default: ranks get the first rank's parameters, as with DDP.
 
     Args:
         config: a path, a mapping, a policy, or None for the defaults with stage 3.
-        mixed: what `precision=` asked for.
-        stage: the ZeRO stage of a registered name. Without it, the config's.
+        mixed: the mixed precision of `precision=`.
+        stage: the ZeRO stage, if there is no config. None: 3.
         world_size: the number of ranks, for batch sizes.
         accumulation: micro-batches per optimizer step, if the trainer counts them. Fills the config's key, or must
             agree with it.
         clipping: the largest gradient norm, if the trainer has one. Fills the config's key, or must agree with it.
 
     Raises:
-        ConfigError: the config is invalid, or says something else than the arguments.
+        ConfigError: the config is invalid, or contradicts the arguments.
     """
     if isinstance(config, Policy):
         _refuse_other_precision(config, mixed)
@@ -113,12 +115,12 @@ def policy_of(
         flat["gradient_clipping"] = clipping or 0.0
     if flat.get("gradient_accumulation_steps") == AUTO:
         flat["gradient_accumulation_steps"] = 1
-    flat.setdefault("zeroamp.sync_module_states", True)  # as DDP: loops of Lightning need no seed
-    for path in _BATCH_SIZES:  # they are only checked, and Lightning's data loaders decide
+    flat.setdefault("zeroamp.sync_module_states", True)  # as with DDP: Lightning's loops may not seed
+    for path in _BATCH_SIZES:  # Lightning's data loaders decide them; given values are only checked
         if flat.get(path) == AUTO:
             del flat[path]
     cfg = nest(flat)
-    if "train_batch_size" not in flat:  # without it, there is nothing to derive
+    if "train_batch_size" not in flat:  # else the number of ranks is not needed
         world_size = None
     if left := open_auto_keys(cfg):
         raise ConfigError(
@@ -131,14 +133,12 @@ def policy_of(
 
 
 def _fill_precision(flat: dict[str, Any], mixed: Mixed) -> None:
-    """Set what mixed precision needs, if the config leaves it open."""
+    """Set the keys for mixed precision that the config does not set."""
     dtype = _DTYPES[mixed]
     if flat.get("torch_autocast.enabled") == AUTO:
         flat["torch_autocast.enabled"] = True
     for block, own in (("bf16", "bfloat16"), ("fp16", "float16")):
-        if (
-            flat.get(f"{block}.enabled") == AUTO
-        ):  # of a config for DeepSpeed: the block of the dtype is the one that is on
+        if flat.get(f"{block}.enabled") == AUTO:  # as in configs for DeepSpeed: enable the block of the dtype
             flat[f"{block}.enabled"] = own == dtype
     is_open = not any(flat.get(f"{block}.enabled") for block in _BLOCKS)
     if is_open and flat.get("torch_autocast.enabled") is None:
@@ -155,7 +155,7 @@ def _refuse_other_precision(policy: Policy, mixed: Mixed | None) -> None:
     found = "fp32" if policy.low_dtype is None else f"{policy.mode} in {short_name(policy.low_dtype)}"
     asked = torch.bfloat16 if mixed == "bf16-mixed" else torch.float16
     if policy.mode != "autocast" or policy.low_dtype != asked:
-        hint = "" if mixed == "16-mixed" else ' (of precision="16-mixed" on CPUs, Lightning makes "bf16-mixed")'
+        hint = "" if mixed == "16-mixed" else ' (on CPUs, Lightning turns "16-mixed" into "bf16-mixed")'
         raise ConfigError(
             f'precision="{mixed}" is torch.autocast in {short_name(asked)}{hint}, but the config sets {found}. Leave '
             "precision out, so that the config decides, or set torch_autocast in the config."
@@ -171,13 +171,13 @@ def _refuse_others(flat: dict[str, Any], accumulation: int | None, clipping: flo
         found = flat.get(path, AUTO)
         if value is not None and found not in (AUTO, None) and found != value:
             raise ConfigError(
-                f"{path} is {found} in the config, but {argument} of the Trainer is {value}. Set one of them, or both "
-                "to the same."
+                f"{path} is {found} in the config, but {argument} of the Trainer is {value}. Set only one of them, or "
+                "both to the same value."
             )
 
 
 def autocast_of_policy(policy: Policy, device_type: str) -> AbstractContextManager[Any]:
-    """Return the config's autocast without a cache of casts: parameters may be updated inside of it."""
+    """Return the config's autocast. It does not cache casts, since parameters may be updated inside of it."""
     if policy.mode != "autocast":
         return nullcontext()
     return torch.autocast(device_type, dtype=policy.gather_dtype, cache_enabled=False)

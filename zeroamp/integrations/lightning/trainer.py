@@ -1,8 +1,8 @@
 """`ZeroampStrategy` for `lightning.pytorch.Trainer`. Tested with lightning 2.6.6.
 
-Order of an optimizer step with automatic optimization, which is Lightning's own:
+The order of an optimizer step with automatic optimization is Lightning's:
 
-| what | by |
+| what | who does it |
 |---|---|
 | forward, `zero_grad`, `on_before_backward` | Lightning |
 | backward | `TrainStep.backward(loss, is_last=..., divide=False)` |
@@ -70,7 +70,7 @@ _HOW_TO_ACCUMULATE = (
 
 
 class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions are those of DDP
-    """Trains a `LightningModule` that `wrap_model` shards."""
+    """Strategy of `Trainer` that shards a `LightningModule` with `wrap_model` and trains it with `TrainStep`."""
 
     def __init__(
         self,
@@ -87,15 +87,15 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
     ) -> None:
-        """Take a config, and how processes are started.
+        """Take a config, and Lightning's arguments for starting processes.
 
         Args:
             config: the path of a JSON file, a mapping, or a policy. None: stage 3, and `precision=` of the Trainer.
-            stage: the ZeRO stage without a config.
+            stage: the ZeRO stage, if there is no config.
             auto_wrap_policy: see `zeroamp.wrap_model`.
             example_inputs: see `zeroamp.wrap_model`. The wrapped model is the LightningModule.
             save_distributed_checkpoint: False writes each checkpoint as one file with whole tensors, as DDP does.
-            accelerator: as in Lightning's `DDPStrategy`, like all that follow.
+            accelerator: as in Lightning's `DDPStrategy`, like all following arguments.
             parallel_devices: see `accelerator`.
             cluster_environment: see `accelerator`.
             process_group_backend: see `accelerator`.
@@ -103,7 +103,7 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
             start_method: see `accelerator`.
 
         Raises:
-            ConfigError: the config does not go with the Trainer's arguments.
+            ConfigError: the config contradicts the Trainer's arguments.
         """
         self._config = config
         self._stage = stage
@@ -139,7 +139,7 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
                 stage=stage,
             )
 
-    # What the Trainer hands over
+    # Set by the Trainer
 
     @property
     def precision_plugin(self) -> Precision:
@@ -162,13 +162,14 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
     def _layer_sync(self, layer_sync: LayerSync | None) -> None:
         if layer_sync is not None:
             raise ConfigError(
-                f"sync_batchnorm ({type(layer_sync).__name__}) is not supported: zeroamp wraps the modules that are "
-                "there. Leave it out, and call torch.nn.SyncBatchNorm.convert_sync_batchnorm in configure_model."
+                f"sync_batchnorm ({type(layer_sync).__name__}) is not supported: zeroamp wraps the modules without "
+                "replacing any. Leave it out, and call torch.nn.SyncBatchNorm.convert_sync_batchnorm in "
+                "configure_model."
             )
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """Used to remove checkpoints only."""
+        """The plugin that removes checkpoints. zeroamp writes them."""
         return super().checkpoint_io
 
     @checkpoint_io.setter
@@ -178,18 +179,18 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
             "Remove it from plugins."
         )
 
-    # What users read
+    # For users to read
 
     @property
     def policy(self) -> Policy:
-        """The policy of the config and of the Trainer's arguments, from the set-up on."""
+        """The policy from the config and the Trainer's arguments. It exists after the set-up."""
         if self._policy is None:
-            raise ConfigError("ZeroampStrategy.policy was read before the Trainer set up the strategy.")
+            raise ConfigError("ZeroampStrategy.policy was read before the Trainer's set-up. Read it in on_fit_start.")
         return self._policy
 
     @property
     def train_step(self) -> TrainStep:
-        """The `TrainStep`, from `on_fit_start` on."""
+        """The `TrainStep`. It exists from `on_fit_start` on."""
         if self._driver is None or not self._driver.optimizers:
             raise StepError("ZeroampStrategy.train_step was read without a fit. Read it in or after on_fit_start.")
         return self._driver.train
@@ -262,14 +263,14 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
             yield
 
     def model_to_device(self) -> None:
-        """Leave the model where it is: `wrap_model` moves shards."""
+        """Do nothing: `wrap_model` moves shards."""
 
     # Steps
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run `training_step` inside the wrapped model's forward; with manual optimization, outside of it.
 
-        With manual optimization, backwards and updates run in `training_step`, which is no forward then.
+        With manual optimization, `training_step` runs backwards and updates too, which must be outside of a forward.
         """
         if self.lightning_module is not None and not self.lightning_module.automatic_optimization:
             with self.precision_plugin.train_step_context():
@@ -282,14 +283,14 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         """Run `TrainStep.backward`, between Lightning's hooks."""
         if args or kwargs:
             raise StepError(
-                f"A backward got {', '.join(kwargs) or 'more arguments'}, which TrainStep.backward does not take. Add "
-                "the losses of one forward, for one backward."
+                f"A backward got {', '.join(kwargs) or 'more arguments'}, which TrainStep.backward does not have. Add "
+                "the losses of one forward, and call backward once."
             )
         return super().backward(closure_loss, optimizer)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Let backwards inside leave the optimizer step open. For loops that accumulate."""
+        """Make backwards inside the context accumulate: none of them is the last of its optimizer step."""
         with self._fitting().accumulating():
             yield
 
@@ -302,11 +303,11 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
     ) -> Any:
         """Run the closure, Lightning's hooks, clipping, and the update."""
         if kwargs:
-            raise StepError(f"optimizer.step got {', '.join(kwargs)}, which TrainStep does not pass on. Remove it.")
+            raise StepError(f"optimizer.step got {', '.join(kwargs)}, which TrainStep does not support. Remove it.")
         module: Any = model or self.lightning_module
         result = closure()
         driver = self._fitting()
-        driver.norm()  # averages and unscales the gradients, which hooks look at
+        driver.norm()  # averages and unscales the gradients before hooks read them
         self.precision_plugin._after_closure(module, optimizer)
         driver.step(optimizer)
         return result
@@ -315,12 +316,12 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """A checkpoint is loaded into the shards."""
+        """True: a checkpoint is loaded into the shards, which exist after the set-up."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Optimizers are loaded with the model, by `load_checkpoint`."""
+        """False: `load_checkpoint` loads optimizers together with the model."""
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -328,7 +329,7 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         return model_state(self._fitting().root)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state dict with sharded tensors."""
+        """Return the optimizer's state dict with sharded tensors."""
         raw = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return raw_optimizer(raw).state_dict()
 
@@ -347,9 +348,9 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         is_whole = train is None or not checkpoint.get("optimizer_states")
         if train is not None and not is_whole and not train.is_between_steps:
             raise CheckpointError(
-                f"{path} was to be saved in the middle of accumulation, after {train.micro_batches.num_done} "
-                "micro-batches, whose gradients would be lost. Save after an optimizer step: let val_check_interval be "
-                "a multiple of accumulate_grad_batches, and let a ModelCheckpoint with every_n_train_steps have "
+                f"{path} cannot be saved inside of an optimizer step, after {train.micro_batches.num_done} "
+                "micro-batches: their gradients would be lost. Save after an optimizer step: set val_check_interval to "
+                "a multiple of accumulate_grad_batches. For a ModelCheckpoint with every_n_train_steps, set "
                 "save_top_k=-1, or monitor a metric of the validation."
             )
         if self._save_distributed_checkpoint and train is not None and not is_whole:
@@ -367,12 +368,12 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         changed = [name for name in {**own, **state} if not _is_same(own.get(name), state.get(name))]
         if changed:
             raise CheckpointError(
-                f'A hook changed checkpoint["state_dict"] ({changed[0]}), but a sharded checkpoint holds the weights '
-                "of the model. Use ZeroampStrategy(save_distributed_checkpoint=False)."
+                f'A hook changed checkpoint["state_dict"] ({changed[0]}), but a sharded checkpoint saves the weights '
+                "of the model itself. Use ZeroampStrategy(save_distributed_checkpoint=False)."
             )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load weights and, in a fit, optimizers. Return what Lightning restores itself."""
+        """Load weights and, in a fit, optimizers. Return the values that Lightning restores itself."""
         path = _local(self.broadcast(checkpoint_path))
         driver = self._fitting()
         train = driver.train if driver.optimizers else None
@@ -390,9 +391,9 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         return found
 
     def _note_saved(self, found: Mapping[str, Any]) -> None:
-        """Let no `ModelCheckpoint` save the step again that is loaded.
+        """Make each `ModelCheckpoint` count the loaded step as saved.
 
-        It forgets that it saved it. So it would save in the next micro-batch, in the middle of accumulation.
+        After a load, it would save this step again in the next micro-batch, which is inside of an optimizer step.
         """
         if self.lightning_module is not None and "global_step" in found:
             for callback in self.lightning_module.trainer.checkpoint_callbacks:
@@ -406,7 +407,7 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         """Do nothing: `load_checkpoint` loaded the optimizers."""
 
     def teardown(self) -> None:
-        """Leave the model wrapped, on its device: the Trainer may test it next."""
+        """Tear down the accelerator. The model stays wrapped, on its device: the Trainer may test it next."""
         if self._child_calls is not None:
             self._child_calls.remove()
             self._child_calls = None
@@ -437,17 +438,17 @@ def _refuse_unsupported(module: "pl.LightningModule", trainer: "pl.Trainer") -> 
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # a connector sets it
         if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
             raise ConfigError(
-                f"The callback {type(callback).__name__} averages a copy of {name} from before it is sharded. Remove "
-                "it, and average the shards in an own callback: they are module.parameters()."
+                f"The callback {type(callback).__name__} averages a copy of {name} that was made before sharding. "
+                "Remove it, and average the shards, module.parameters(), in a callback of your own."
             )
     if is_overridden("backward", module):
         raise ConfigError(
-            f"{name} overrides LightningModule.backward, but TrainStep runs the backward. Remove the method; scale the "
+            f"{name} overrides LightningModule.backward, but TrainStep runs the backward. Remove the method. Scale the "
             "loss in training_step, and use on_before_backward and on_after_backward."
         )
     if module._compiler_ctx is not None:
         raise ConfigError(
-            f"{name} was passed to torch.compile, but zeroamp shards it after that. Compile its blocks in "
+            f"{name} was passed to torch.compile, but must be compiled after it is sharded. Compile its blocks in "
             "configure_model: self.layers[i].compile()."
         )
 
@@ -465,7 +466,7 @@ class _ZeroampPrecision(Precision):
         return autocast_of_policy(self._strategy.policy, self._strategy.root_device.type)
 
     def backward(self, tensor: torch.Tensor, *_args: Any, **_kwargs: Any) -> None:
-        """Run `TrainStep.backward` in the place of `LightningModule.backward`."""
+        """Run `TrainStep.backward` instead of `LightningModule.backward`."""
         self._strategy._fitting().backward(tensor)
 
     def clip_gradients(
@@ -474,7 +475,7 @@ class _ZeroampPrecision(Precision):
         clip_val: float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clip, once per optimizer step. 0 does not clip."""
+        """Clip the gradients by norm or value, once per optimizer step. 0: they are not clipped."""
         if clip_val <= 0:
             return
         driver = self._strategy._fitting()

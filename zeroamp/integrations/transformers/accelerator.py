@@ -1,4 +1,4 @@
-"""The `Accelerator` of a Trainer with `ZeroampMixin`: a `ZeroampAccelerator` that asks the Trainer for its policy."""
+"""The `Accelerator` of a Trainer with `ZeroampMixin`: a `ZeroampAccelerator` whose policy comes from the Trainer."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ from zeroamp.policies import Policy
 
 
 class WrappingTrainer(Protocol):
-    """What the accelerator asks the Trainer."""
+    """The methods of the Trainer that the accelerator calls."""
 
     def policy_of(self, model: nn.Module) -> Policy:
         """Return the policy for a model, with every "auto" filled."""
@@ -24,26 +24,26 @@ class WrappingTrainer(Protocol):
 
 
 class TrainerAccelerator(ZeroampAccelerator):
-    """A `ZeroampAccelerator` inside of a Trainer, which counts micro-batches and divides losses by itself."""
+    """A `ZeroampAccelerator` inside of a Trainer. The Trainer counts micro-batches and divides losses."""
 
     _divides_losses = False
 
     def __init__(self, trainer: WrappingTrainer, config: Mapping[str, Any], **kwargs: Any) -> None:
-        """Take the Trainer, the config as far as the arguments fill it, and the arguments of `Accelerator`."""
+        """`config`: filled as far as possible without a model. `kwargs`: of `Accelerator`."""
         self._trainer = trainer
         super().__init__(zeroamp=config, **kwargs)
 
     def fill_accumulation_steps(self) -> None:
-        """Do nothing: accelerate's number is 1 in a Trainer, and the config has the Trainer's."""
+        """Do nothing: in a Trainer, accelerate's number is 1 and the config has the Trainer's number."""
 
     def fill_policy(self, model: nn.Module, loaders: Iterable[DataLoader[Any]] = ()) -> Policy:
-        """Return the policy for a model, as the Trainer fills it."""
+        """Return the Trainer's policy for a model."""
         del loaders
         self._policy = self._trainer.policy_of(model)
         return self._policy
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Return `model`, wrapped in place, and filled if `from_pretrained` left that to the Trainer."""
+        """Wrap `model` in place, fill it if `from_pretrained` left that to the Trainer, and return it."""
         refuse_unfilled(model)
         given, self.wrap_arguments = self.wrap_arguments, dict(self._trainer.prepare_wrap(model, self.policy))
         try:
@@ -60,8 +60,8 @@ class TrainerAccelerator(ZeroampAccelerator):
         return super().clip_grad_norm_(parameters, 0.0 if math.isinf(max_norm) else max_norm, norm_type)
 
     def free_memory(self, *objects: Any) -> list[Any]:
-        """Release what the last training prepared. A Trainer calls this before each, when the model may be wrapped."""
-        before = self._before  # of an optimizer that was built before an evaluation wrapped the model
+        """Release what the last training prepared. A Trainer calls this before each training."""
+        before = self._before  # for an optimizer that was built before an evaluation wrapped the model
         freed = super().free_memory(*objects)
         self._before = before
         return freed

@@ -1,4 +1,4 @@
-"""`ZeroampTrainingArguments`, and `fill_auto`: a config's "auto" values from a Trainer's arguments."""
+"""`ZeroampTrainingArguments`, and `fill_auto`, which fills a config's "auto" values from a Trainer's arguments."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from zeroamp.policies.errors import ConfigError, shown, some_of
 from zeroamp.policies.json_values import flatten, load_config, nest
 
 ZeroampConfig = str | os.PathLike[str] | Mapping[str, Any]
-"""The path of a JSON file, or its content."""
+"""The path of a JSON file, or a mapping with its content."""
 
 _AUTOCAST = "torch_autocast"
 _OF_STEPS = ("scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps")
@@ -25,10 +25,10 @@ _OF_STEPS = ("scheduler.params.total_num_steps", "scheduler.params.warmup_num_st
 
 @dataclass
 class ZeroampArguments:
-    """The field `zeroamp`, to put before another class of arguments: `class Arguments(ZeroampArguments, SFTConfig)`.
+    """Adds the field `zeroamp` to other arguments: `class Arguments(ZeroampArguments, SFTConfig)`.
 
-    `class Arguments(ZeroampTrainingArguments, SFTConfig)` would take the defaults of `TrainingArguments` instead of
-    those of `SFTConfig`.
+    Put it before the other class. `class Arguments(ZeroampTrainingArguments, SFTConfig)` would have the defaults of
+    `TrainingArguments` instead of those of `SFTConfig`.
     """
 
     # `dict` and `str` as in `TrainingArguments.deepspeed`: HfArgumentParser takes the path from the command line.
@@ -38,7 +38,7 @@ class ZeroampArguments:
     )
 
     def __post_init__(self) -> None:
-        """Read a dict that the command line has as text; then what the class behind does."""
+        """Parse a dict that the command line passes as text, then call the next class's `__post_init__`."""
         if isinstance(self.zeroamp, str) and self.zeroamp.lstrip().startswith("{"):
             self.zeroamp = load_config_text(self.zeroamp)
         following: Any = super()
@@ -51,16 +51,16 @@ class ZeroampTrainingArguments(ZeroampArguments, TrainingArguments):  # type: ig
 
 
 def load_config_text(text: str) -> dict[str, Any]:
-    """Return the dict that a JSON text holds.
+    """Parse a JSON object.
 
     Raises:
-        ConfigError: it is no JSON object.
+        ConfigError: the text is not a JSON object.
     """
     try:
         value = json.loads(text)
     except ValueError as error:
         raise ConfigError(
-            f"zeroamp begins with a brace, but is no JSON object: {error}. Write a path, or JSON."
+            f"zeroamp begins with a brace, but is not a JSON object: {error}. Write a path, or JSON."
         ) from None
     return dict(value)
 
@@ -73,18 +73,18 @@ def fill_auto(
 ) -> dict[str, Any]:
     """Return the config with its "auto" values filled from the arguments, by the rules of transformers for DeepSpeed.
 
-    A key that the config has with a value must agree with the argument. `gradient_accumulation_steps` and
-    `gradient_clipping` are taken from the arguments where the config lacks them. `bf16` and `fp16` mean autocast, as in
-    a Trainer: a config that switches no precision mode on gets `torch_autocast`.
+    A key with another value must agree with its argument. `gradient_accumulation_steps` and `gradient_clipping` are
+    taken from the arguments if the config lacks them. The arguments `bf16` and `fp16` mean autocast, as in a Trainer: a
+    config without a precision mode gets `torch_autocast`.
 
     Args:
         config: the path of a JSON file, or a mapping. It is not changed.
-        args: the Trainer's.
+        args: the Trainer's arguments.
         model: its `config.hidden_size` fills bucket sizes and thresholds. None leaves them "auto".
         num_training_steps: optimizer steps of the run, for `scheduler`. None leaves its keys "auto".
 
     Raises:
-        ConfigError: arguments and keys disagree (all of them are named), or an "auto" cannot be filled.
+        ConfigError: arguments and keys disagree (the error names all of them), or an "auto" cannot be filled.
     """
     flat = rename_keys(flatten(load_config(config)))
     mismatches = _fill_precision(flat, args)
@@ -97,7 +97,7 @@ def fill_auto(
         lines = "".join(f"\n- {line}" for line in mismatches)
         raise ConfigError(
             f"The zeroamp config and the TrainingArguments disagree:{lines}\nCorrect one of the two, or write "
-            '"auto" in the config, which takes the value of the argument.'
+            '"auto" in the config, to use the value of the argument.'
         )
     for path in ("gradient_accumulation_steps", "gradient_clipping"):
         flat.setdefault(path, known[path][1])
@@ -107,7 +107,7 @@ def fill_auto(
 
 
 def _known(args: TrainingArguments, num_training_steps: int | None) -> dict[str, tuple[str, Any]]:
-    """Return {path of a key: (the argument that fills it, its value)}."""
+    """Return {config key: (name of the argument that fills it, its value)}."""
     micro, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
     known: dict[str, tuple[str, Any]] = {
         "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", micro),
@@ -128,8 +128,8 @@ def _known(args: TrainingArguments, num_training_steps: int | None) -> dict[str,
 
 
 def _fill_precision(flat: dict[str, Any], args: TrainingArguments) -> list[str]:
-    """Fill the precision mode in `flat`. Returns what disagrees with `bf16` and `fp16`."""
-    name = args.mixed_precision  # of the arguments bf16 and fp16, or of `accelerate launch --mixed_precision`
+    """Fill the precision mode in `flat`. Return a line for each key that disagrees with the arguments."""
+    name = args.mixed_precision  # from the arguments bf16 and fp16, or from `accelerate launch --mixed_precision`
     asked = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
     if asked is None and name != "no":
         return [f"the precision is {shown(name)}, which zeroamp does not have"]
@@ -172,13 +172,13 @@ def _fill(flat: dict[str, Any], known: dict[str, Any], model: nn.Module | None, 
             left.append(path)
     if left:
         raise ConfigError(
-            f'{some_of(left)} must have a value, but is "auto", which neither an argument nor the hidden_size of the '
-            "model's config fills. Write a value, or remove the key."
+            f'{some_of(left)} must have a value, but is "auto": neither an argument nor the hidden_size of the '
+            "model's config gives one. Write a value, or remove the key."
         )
 
 
 def hidden_size(model: nn.Module | None) -> int | None:
-    """Return the width of a transformers model, of its text part if it has several; None if its config has none."""
+    """Return the width of a transformers model, or of its text part; None if its config does not have it."""
     config = getattr(model, "config", None)
     for each in (config, getattr(config, "text_config", None)):
         if isinstance(size := getattr(each, "hidden_size", None), int):

@@ -1,4 +1,4 @@
-"""`from_pretrained`: a model of which each rank reads its own part of the files."""
+"""`from_pretrained`: builds and wraps a model, and each rank reads only its own part of the files."""
 
 import logging
 import os
@@ -37,8 +37,8 @@ def from_pretrained(
 ) -> Any:
     """Build a model on the meta device, wrap it, and let each rank read its own part of the files. All ranks call it.
 
-    No rank holds the whole model, in CPU memory or on its device. Tensors that the files lack are initialised as the
-    model does it, alike on all ranks; a warning names them, and those of the files that the model lacks.
+    No rank holds the whole model, in CPU memory or on its device. Tensors that the files lack are initialised by the
+    model's own rules, equally on all ranks. A warning names them, and tensors in the files that the model lacks.
 
     ```python
     model = from_pretrained(AutoModelForCausalLM, "path/or/name", policy)  # wrapped and filled, for a loop of your own
@@ -47,22 +47,22 @@ def from_pretrained(
 
     Args:
         model_class: `AutoModelForCausalLM`, another Auto class, or a model's class.
-        pretrained_model_name_or_path: a folder, or a name in the hub; its files must be safetensors.
-        policy: None returns the model on the meta device: the Trainer that wraps it fills it.
+        pretrained_model_name_or_path: a folder, or a name in the hub. Its files must be safetensors.
+        policy: for `wrap_model`. None: the model is returned on the meta device, for a Trainer that wraps and fills it.
         wrap_arguments: more arguments of `zeroamp.wrap_model`.
-        kwargs: of `from_pretrained`: config, dtype, attn_implementation, trust_remote_code, revision, cache_dir, token,
-            local_files_only. Trained parameters become fp32 when they are wrapped, whatever `dtype` is.
+        kwargs: of transformers' `from_pretrained`: config, dtype, attn_implementation, trust_remote_code, revision,
+            cache_dir, token, local_files_only. Trained parameters become fp32 in `wrap_model`, whatever `dtype` is.
 
     Raises:
         ConfigError: another argument is given.
-        CheckpointError: see `zeroamp.load_hf`. Missing and unexpected names are not errors.
-        WrapError: the files are quantized, or see `zeroamp.wrap_model`.
+        CheckpointError: `zeroamp.load_hf` raises it. Missing and unexpected names are not errors.
+        WrapError: the files are quantized, or `zeroamp.wrap_model` raises it.
     """
     config = kwargs.pop("config", None)
     if unknown := sorted(kwargs.keys() - {*_HUB, *_OF_MODEL}):
         raise ConfigError(
-            f"from_pretrained got {some_of(unknown)}, which it does not have: it has config, "
-            f"{', '.join((*_OF_MODEL, *_HUB))}. Set attributes of the config in config=, or load the model by "
+            f"from_pretrained does not have the argument {some_of(unknown)}. It has config, "
+            f"{', '.join((*_OF_MODEL, *_HUB))}. Set attributes of the config in config=, or load the model with "
             "transformers' from_pretrained."
         )
     hub = {name: kwargs.pop(name) for name in _HUB if name in kwargs}
@@ -71,8 +71,8 @@ def from_pretrained(
         config = AutoConfig.from_pretrained(folder, trust_remote_code=kwargs.get("trust_remote_code"))
     if getattr(config, "quantization_config", None) is not None:
         raise WrapError(
-            f"The files of {pretrained_model_name_or_path} are quantized, and their packed weights cannot be read in "
-            "part. Load the model by transformers' from_pretrained, then wrap it."
+            f"The files of {pretrained_model_name_or_path} are quantized, and packed weights cannot be read in parts. "
+            "Load the model with transformers' from_pretrained, then wrap it."
         )
     model = _on_meta(model_class, config, kwargs)
     if (folder / GENERATION_CONFIG_NAME).exists() and model.can_generate():
@@ -106,7 +106,7 @@ def _on_meta(model_class: type[Any], config: Any, kwargs: Mapping[str, Any]) -> 
 
 
 def fill_deferred(model: nn.Module) -> None:
-    """Fill a wrapped model that `from_pretrained` built on the meta device, and log what its files lack. Once.
+    """Fill a wrapped model that `from_pretrained` built on the meta device, once, and log what its files lack.
 
     Raises:
         CheckpointError: see `from_pretrained`.
@@ -122,23 +122,23 @@ def fill_deferred(model: nn.Module) -> None:
         return
     if missing:
         logger.warning(
-            "%s lacks %d tensors of the model, which are initialised anew: %s. Train them before you use them.",
+            "%s lacks %d tensors of the model, which were initialised instead: %s. Train them before you use them.",
             *(folder, len(missing), some_of(missing, _NUM_NAMES)),
         )
     if unexpected:
         logger.warning(
-            "%s has %d tensors that the model does not have, which are not read: %s.",
+            "%s has %d tensors that the model does not have. They were not read: %s.",
             *(folder, len(unexpected), some_of(unexpected, _NUM_NAMES)),
         )
 
 
 def refuse_unfilled(model: nn.Module) -> None:
-    """Raise WrapError if a part of `model` waits for its files, which only a root can be filled from."""
+    """Raise WrapError if `from_pretrained` built a submodule of `model` without filling it: only roots are filled."""
     inner = next((fqn for fqn, module in model.named_modules() if fqn and hasattr(module, _FILES)), None)
     if inner is not None:
         raise WrapError(
-            f"{inner} is a model on the meta device that waits for its files, inside of a {type(model).__name__}. Load "
-            "it by transformers' from_pretrained before you put it into another model (adapters do so)."
+            f"{inner}, inside of a {type(model).__name__}, is on the meta device and its files were not read. Load it "
+            "with transformers' from_pretrained before you put it into another model (adapters do so)."
         )
 
 

@@ -1,4 +1,4 @@
-"""What a Trainer cannot do on a wrapped model, refused by name before anything is built."""
+"""Refuses arguments and models that a Trainer on zeroamp does not support, before anything is built."""
 
 from typing import Any
 
@@ -11,33 +11,33 @@ from zeroamp.policies.errors import ConfigError, WrapError
 from zeroamp.wrapping.state import is_wrapped
 
 _REASONS = {
-    "fsdp": "zeroamp shards the model itself. Leave it out; the config's zero_optimization.stage takes its place.",
-    "deepspeed": "zeroamp takes its place. Leave it out, and pass the file as zeroamp instead.",
-    "parallelism_config": "A Trainer gives each rank samples of its own. Leave it out; docs/meshes.md has a loop for meshes.",
+    "fsdp": "zeroamp shards the model itself. Leave it out, and set zero_optimization.stage in the config.",
+    "deepspeed": "zeroamp replaces DeepSpeed. Leave it out, and pass the file as zeroamp instead.",
+    "parallelism_config": "A Trainer gives each rank its own samples. Leave it out; docs/meshes.md has a loop for meshes.",
     "auto_find_batch_size": (
         "An out-of-memory error on one rank leaves the others in a collective. Leave it out; `zeroamp plan` computes "
         "the largest batch before the run."
     ),
     "fp16_full_eval": "It casts the model, whose shards are the master weights. Evaluation has the config's autocast.",
     "bf16_full_eval": "It casts the model, whose shards are the master weights. Evaluation has the config's autocast.",
-    "save_on_each_node": "Every rank writes its own part of a checkpoint. Set output_dir to a shared file system.",
+    "save_on_each_node": "Each rank writes its own part of a checkpoint. Set output_dir to a shared file system.",
     "enable_jit_checkpoint": (
-        "The signal may reach ranks in different optimizer steps, and they save together. Use zeroamp.Preemption in a "
-        "callback: docs/transformers.md shows it."
+        "All ranks must save at the same optimizer step, but the signal may reach them in different ones. Use "
+        "zeroamp.Preemption in a callback: docs/transformers.md shows it."
     ),
 }
 """Argument -> why it is refused if it is set."""
 
 
 def refuse_arguments(args: TrainingArguments) -> None:
-    """Raise ConfigError for arguments of the Trainer that a wrapped model cannot honour; all are named."""
+    """Raise ConfigError for arguments of the Trainer that a wrapped model cannot honour. It names all of them."""
     given: Any = args
     refused = [(name, reason) for name, reason in _REASONS.items() if getattr(given, name, None)]
     checkpointing = getattr(given, "activation_checkpointing_kwargs", None) or {}
     if checkpointing.get("use_reentrant"):
         reason = (
-            "The reentrant kind loses the gradients of a block that runs twice in a forward. Leave it out, or pass "
-            "False."
+            "Reentrant checkpointing loses the gradients of a block that runs twice in a forward. Leave it out, or "
+            "pass False."
         )
         refused.append(("gradient_checkpointing_kwargs['use_reentrant']", reason))
     accumulation = getattr(given.accelerator_config, "gradient_accumulation_kwargs", None) or {}
@@ -50,11 +50,11 @@ def refuse_arguments(args: TrainingArguments) -> None:
         )
     if given.n_gpu > 1:
         refused.append(
-            ("n_gpu", f"One process sees {given.n_gpu} GPUs, and DataParallel would use them. Start it with torchrun.")
+            ("n_gpu", f"One process has {given.n_gpu} GPUs, which DataParallel would use. Start it with torchrun.")
         )
     if refused:
         lines = "".join(f"\n- {name}: {reason}" for name, reason in refused)
-        raise ConfigError(f"These TrainingArguments do not go with zeroamp:{lines}")
+        raise ConfigError(f"zeroamp does not support these TrainingArguments:{lines}")
 
 
 def refuse_model(model: nn.Module) -> None:
@@ -65,7 +65,7 @@ def refuse_model(model: nn.Module) -> None:
     kinds = (DistributedDataParallel, DataParallel, FSDPModule, FullyShardedDataParallel)
     found = next((module for module in model.modules() if isinstance(module, kinds)), None)
     if found is not None:
-        raise WrapError(f"The model is, or has, a {type(found).__name__} already. {remedy}")
+        raise WrapError(f"The model is or contains a {type(found).__name__} already. {remedy}")
     if getattr(model, "is_distributed_loading_by_transformers", False) or (getattr(model, "tp_size", None) or 1) > 1:
         raise WrapError(
             "The model was sharded by from_pretrained (distributed_config or tp_plan), which zeroamp cannot wrap. "

@@ -1,4 +1,4 @@
-"""`ZeroampMixin`: zeroamp below any class of transformers' Trainer."""
+"""`ZeroampMixin`: runs any subclass of transformers' Trainer on zeroamp."""
 
 import logging
 import os
@@ -37,27 +37,27 @@ _Trainer: Any = Trainer if TYPE_CHECKING else object
 
 logger = logging.getLogger("zeroamp")
 _STATE = "zeroamp"
-"""The folder in a Trainer's checkpoint that `save_checkpoint` writes."""
+"""The folder of `zeroamp.save_checkpoint` inside a Trainer's checkpoint."""
 
 
 class ZeroampMixin(_Trainer):  # type: ignore[misc]
-    """Wraps a Trainer's model by zeroamp: `class MyTrainer(ZeroampMixin, SFTTrainer)`. Put it before the Trainer.
+    """Trains a Trainer's model with zeroamp: `class MyTrainer(ZeroampMixin, SFTTrainer)`. Put it before the Trainer.
 
-    The config is the argument `zeroamp` of the arguments (`ZeroampTrainingArguments`) or of the constructor. Its "auto"
-    values are filled by `fill_auto`. The model is wrapped by the first `train`, `evaluate` or `predict`: classes
-    between here and `Trainer` may still replace its `forward` after `Trainer.__init__`. All ranks call `save_model`.
+    The config is `zeroamp` in the training arguments (`ZeroampTrainingArguments`) or in the constructor. `fill_auto`
+    fills its "auto" values. The first `train`, `evaluate` or `predict` wraps the model, because Trainer subclasses may
+    replace its `forward` after `Trainer.__init__`. All ranks must call `save_model`.
     """
 
     def __init__(self, *args: Any, zeroamp: ZeroampConfig | None = None, **kwargs: Any) -> None:
-        """Take the arguments of the Trainer behind.
+        """Construct the Trainer.
 
         Args:
             args: of the Trainer.
-            zeroamp: the config, for arguments without the field of this name: the path of a JSON file, or a mapping.
+            zeroamp: the config, if the training arguments do not have it: the path of a JSON file, or a mapping.
             kwargs: of the Trainer.
 
         Raises:
-            ConfigError: there is no config, or arguments are set that a wrapped model cannot honour.
+            ConfigError: there is no config, or an argument is set that a wrapped model cannot honour.
             WrapError: the model is distributed already.
         """
         self.refuse_trainer()
@@ -70,7 +70,7 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
         refuse_model(self.model)
 
     def refuse_trainer(self) -> None:
-        """Raise ConfigError for Trainers of a library that has a mixin of its own."""
+        """Raise ConfigError for Trainers of TRL, which has a mixin of its own."""
         if any(cls.__module__.startswith("trl.") for cls in type(self).__mro__):
             raise ConfigError(
                 f"{type(self).__name__} is a trainer of TRL, which reads weights outside of their modules. Put "
@@ -84,7 +84,7 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
         found = self._zeroamp_config if of_args is None else of_args
         if found is None:
             raise ConfigError(
-                f"{type(self).__name__} needs a zeroamp config, and has none. Pass "
+                f"{type(self).__name__} has no zeroamp config. Pass "
                 'ZeroampTrainingArguments(zeroamp="config.json"), or zeroamp="config.json" to the Trainer.'
             )
         return found
@@ -96,13 +96,13 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
         refuse_arguments(self.args)
         if self.model is not None:
             refuse_model(self.model)
-        early = fill_auto(self._config(), self.args)  # the model and the number of steps come later
+        early = fill_auto(self._config(), self.args)  # the model and the number of steps are not known yet
         with _accelerator_class(partial(TrainerAccelerator, self, early)):
             super().create_accelerator_and_postprocess()
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         built: dict[str, Any] = super()._build_accelerator_args(**kwargs)
-        # The config decides the precision, and units are compiled before they are wrapped, not the model afterwards.
+        # The config decides the precision, and `prepare_wrap` compiles units before they are wrapped.
         return {name: value for name, value in built.items() if name not in ("mixed_precision", "dynamo_plugin")}
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -110,14 +110,14 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
 
     @property
     def train_step(self) -> TrainStep:
-        """The `TrainStep` of the model and the optimizer, once the training has begun."""
+        """The `TrainStep` of the model and the optimizer. It exists once the training has begun."""
         step: TrainStep = self.accelerator.train_step
         return step
 
     # ---- wrapping
 
     def wrap(self) -> Policy:
-        """Wrap the model unless that is done. Returns the policy."""
+        """Wrap the model if it is not wrapped yet, and return its policy."""
         refuse_model(self.model)
         self.accelerator.prepare_model(self.model)
         return wrap_state(self.model).plan.policy
@@ -129,8 +129,7 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
         policy = policy_from_config(self.filled_config(model))
         if policy.reduce == "sum":
             raise ConfigError(
-                'zeroamp.reduce is "sum", but a Trainer\'s losses are for gradients that are averaged over ranks. '
-                "Leave it out."
+                'zeroamp.reduce is "sum", but a Trainer needs gradients that are averaged over ranks. Leave it out.'
             )
         return policy
 
@@ -140,13 +139,13 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
 
     def prepare_wrap(self, model: nn.Module, policy: Policy) -> dict[str, Any]:
         """Compile the units of a model. Returns more arguments of `wrap_model`."""
-        if self.args.torch_compile:  # each FSDP unit by itself: a graph of all would break at the hooks of every unit
+        if self.args.torch_compile:  # each FSDP unit alone: a graph of the whole model would break at each unit's hooks
             for fqn in find_units(model, leaf_modules=policy.leaf_modules):
                 unit = model.get_submodule(fqn)
                 unit.compile(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
-        # fully_shard changes the class, by whose name Trainer chooses the loss (label smoothing).
+        # fully_shard changes the class. The Trainer selects the loss by its name (label smoothing).
         model._get_name = partial(str, type(model).__name__)  # type: ignore[method-assign]
-        # Only if the config traces a run of the model.
+        # Only a config with a traced run needs example inputs.
         is_traced = policy.lower_precision_safe_modules == "auto" or policy.autocast_ops
         return {"example_inputs": self.example_inputs() if is_traced else None}
 
@@ -156,7 +155,7 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
             return self._max_steps
         if self.args.max_steps > 0 or self.train_dataset is None:
             return int(max(1, self.args.max_steps))
-        with preserved_random_state(self.args.device.type):  # an evaluation before the training
+        with preserved_random_state(self.args.device.type):  # needed only by an evaluation before the training
             return int(self.set_initial_training_values(self.args, self.get_train_dataloader())[-1])
 
     def _prepare_for_training(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
@@ -164,7 +163,7 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
         return super()._prepare_for_training(max_steps, *args, **kwargs)
 
     def example_inputs(self) -> Any:
-        """Return the collated first examples for a traced run of the model; None takes its dummy inputs."""
+        """Return the collated first examples, for a traced run of the model. None: the model's dummy inputs."""
         dataset = self.train_dataset if self.train_dataset is not None else self.eval_dataset
         if not hasattr(dataset, "__getitem__") or isinstance(dataset, dict):
             return None
@@ -173,7 +172,7 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
             return dict(collate([dataset[index] for index in range(min(len(dataset), self._train_batch_size))]))
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """Wrap the model, then build the optimizer on its shards: that of the config if it names one."""
+        """Wrap the model, then build the optimizer of its shards: the config's if it has one, else the Trainer's."""
         policy = self.wrap()
         if policy.optimizer is None:
             return super().create_optimizer(model)
@@ -183,12 +182,12 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
             self._has_optimizer_of_config = True
         if not self._has_optimizer_of_config:
             raise ConfigError(
-                'The config has "optimizer", and another optimizer was passed to the Trainer. Remove one of them.'
+                'The config has "optimizer", but another optimizer was passed to the Trainer. Remove one of them.'
             )
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        """Return the scheduler of the config if it names one, else the Trainer's."""
+        """Return the config's scheduler if it has one, else the Trainer's."""
         policy = wrap_state(self.model).plan.policy
         if policy.scheduler is not None and self.lr_scheduler is None:
             self.lr_scheduler = scheduler_from_config(policy, self.optimizer if optimizer is None else optimizer)
@@ -213,7 +212,7 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _export(self, folder: str) -> None:
-        """Write a model with adapters as its adapters, as `PeftModel.save_pretrained` does; others whole."""
+        """Write the adapters of a model with adapters, as `PeftModel.save_pretrained` does, else the whole model."""
         if not is_peft_model(self.model):
             export_hf(self.model, folder)
             return
@@ -221,7 +220,7 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
             export_adapter(self.model, folder, name)
 
     def _save_beside(self, folder: str) -> None:
-        """Write what stands beside the weights, on the rank that saves."""
+        """Write the tokenizer and the training arguments beside the weights, on one rank."""
         collator = getattr(self.data_collator, "tokenizer", None)
         processing = self.processing_class if self.processing_class is not None else collator
         if processing is not None:
@@ -235,7 +234,7 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
             self.train_step,
             step=self.state.global_step,
             keep=1,  # a resumed run may save at this step again
-            exclude_frozen_parameters=is_peft_model(self.model),  # the base, which the script builds again
+            exclude_frozen_parameters=is_peft_model(self.model),  # a resuming script builds the base model again
         )
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
@@ -243,13 +242,13 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
     # ---- loading
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Check that there is something to resume from. It is loaded when the model is wrapped."""
+        """Check that the checkpoint can be resumed from. It is loaded later, when the model is wrapped."""
         del model
         folder = Path(resume_from_checkpoint)
         if not (folder / _STATE).is_dir() and not _has_weights(folder):
             raise CheckpointError(
-                f"Cannot resume from {folder}: it has neither a folder {_STATE} nor {SINGLE_FILE}. Name a checkpoint-N "
-                "that this Trainer saved."
+                f"Cannot resume from {folder}: it has neither a folder {_STATE} nor {SINGLE_FILE}. Pass a folder "
+                "checkpoint-N that this Trainer saved."
             )
         if (folder / OPTIMIZER_NAME).exists():
             raise CheckpointError(
@@ -262,10 +261,10 @@ class ZeroampMixin(_Trainer):  # type: ignore[misc]
             return
         folder = Path(checkpoint)
         if not (folder / _STATE).is_dir():
-            logger.warning("%s has weights only (save_only_model): the optimizer and the scheduler start anew.", folder)
+            logger.warning("%s has only weights (save_only_model): optimizer and scheduler start from scratch.", folder)
             self._load_weights(folder)
             return
-        # The Trainer restores the random states by itself, later: workers of the data loader are seeded in between.
+        # The Trainer restores the random states itself, after seeding the workers of the data loader.
         with preserved_random_state(self.args.device.type):
             load_checkpoint(folder / _STATE, self.model, self.train_step, load_lr_scheduler_states=False)
         state = torch.load(folder / SCHEDULER_NAME, map_location="cpu", weights_only=True)
@@ -300,7 +299,7 @@ def _has_weights(folder: Path) -> bool:
 
 @contextmanager
 def _accelerator_class(build: Callable[..., TrainerAccelerator]) -> Iterator[None]:
-    """Let `Trainer` build another accelerator: it takes the class from the globals of its module."""
+    """Make `Trainer` build another accelerator, by replacing the class in the globals of its module."""
     module: Any = transformers.trainer
     plain = module.Accelerator
     module.Accelerator = build

@@ -27,7 +27,7 @@ def local_parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def without_wrapper(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that has the memory: of a DTensor the local part, of a collective's result what it waits for."""
+    """Return the tensor that has the memory: the local part of a DTensor, what the result of a collective waits for."""
     if isinstance(tensor, DTensor):
         tensor = tensor._local_tensor
     return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor

@@ -92,7 +92,7 @@ def replacement(tensor: torch.Tensor, dtype: torch.dtype, device_type: str, fake
         part = replacement(without_wrapper(tensor.detach()), dtype, device_type, fake)
         own, placements = tensor.device_mesh, tensor.placements
         shape, stride = tensor.size(), tensor.stride()
-        copied = DTensor.from_local(part, own, placements, run_check=False, shape=shape, stride=stride)
+        copied: torch.Tensor = DTensor.from_local(part, own, placements, run_check=False, shape=shape, stride=stride)
     elif fake:
         copied = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=device_type)
     else:

@@ -113,7 +113,7 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the op, and record it and its new storages. Ops on DTensors are recorded as those on their local parts."""
+        """Run the op, and record it and its new storages. Of DTensors, the ops on their local parts are recorded."""
         kwargs = kwargs or {}
         if any(map(is_wrapper, types)):
             return NotImplemented

@@ -109,6 +109,19 @@ class AxisSizes:
     context: int = 1
     tensor: int = 1
     expert: int = 1
+    names: tuple[str, ...] = ()
+    """The names of the axes, as they were given."""
+
+    @property
+    def by_name(self) -> dict[str, int]:
+        """The sizes in the order of a mesh: the ranks of the last axes are in one node."""
+        roles = ("replicate", "shard", "context", "expert", "tensor")
+        return {name: getattr(self, role) for role in roles for name in self.names if ROLES[name] == role}
+
+    @property
+    def distributes_parameters(self) -> bool:
+        """Whether there is a tensor or expert axis of several ranks."""
+        return self.tensor > 1 or self.expert > 1
 
     @property
     def num_data(self) -> int:
@@ -133,6 +146,7 @@ def axis_sizes(text: str) -> AxisSizes:
         ConfigError: a name is unknown or occurs twice, or a size is not a whole number from 1 on.
     """
     sizes: dict[str, int] = {}
+    found: list[str] = []
     for part in text.split(","):
         name, _, size = part.partition("=")
         role = ROLES.get(name)
@@ -143,7 +157,8 @@ def axis_sizes(text: str) -> AxisSizes:
                 f"each size a whole number from 1 on, but has {part!r}. Correct that part."
             )
         sizes[str(role)] = int(size)
-    return AxisSizes(**sizes)
+        found.append(name)
+    return AxisSizes(**sizes, names=tuple(found))
 
 
 def plain_axes(mesh: DeviceMesh) -> MeshAxes:

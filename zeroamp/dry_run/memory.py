@@ -77,7 +77,7 @@ class _Sizes:
     """Bytes of one group's buffers, see [Note: What FSDP2 holds]."""
 
     def __init__(self, group: GroupPlan, plan: Plan, ranks: Ranks) -> None:
-        policy = plan.policy
+        policy, ranks = plan.policy, ranks.of(is_expert=group.is_expert)
         num_shards = ranks.shards(policy) or 1
         trained = [param for param in group.params if param.is_trainable]
         padded = sum(padded_numel(param, num_shards) for param in group.params)
@@ -177,7 +177,7 @@ class _GroupMemory(GroupListener):
 
     def sum_exactly(self) -> None:
         """Add the workspace of the sum of squares, see `hooks/collectives/exact_sum.py`."""
-        num_shards = self._ranks.shards(self._plan.policy) or 1
+        num_shards = self._ranks.shards(self._plan.policy) or 1  # of experts too: they are refused in reproducible runs
         trained = [param for group in self._plan.groups for param in group.params if param.is_trainable]
         device_type = "cpu" if self._on_cpu or self._plan.policy.offload.to_cpu else "cuda"
         num_bytes = workspace_bytes((local_numel(param, num_shards) for param in trained), device_type)

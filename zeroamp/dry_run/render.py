@@ -120,6 +120,8 @@ def _stage_dict(run: RunPlan, stage: StagePlan) -> dict[str, Any]:
         "stage": stage.stage,
         "num_shards": stage.ranks.num_shards,
         "num_replicas": stage.ranks.num_replicas,
+        "num_tensor": stage.ranks.num_tensor,
+        "num_expert": stage.ranks.num_expert,
         "memory": {"peak": _peak(stage.memory), **{phase: _peak(stage.memory, phase) for phase in PHASES}},
         "peak_bytes": stage.memory.peak_bytes(),
         "nccl_bytes": stage.nccl_bytes,

@@ -33,6 +33,7 @@ ROLES: Mapping[str, Role] = {
     "dp_shard": "shard",
     "dp": "shard",
     "fsdp": "shard",
+    "batch": "shard",
     "cp": "context",
     "sp": "context",
     "tp": "tensor",
@@ -109,6 +110,19 @@ class AxisSizes:
     context: int = 1
     tensor: int = 1
     expert: int = 1
+    names: tuple[str, ...] = ()
+    """The names of the axes, as they were given."""
+
+    @property
+    def by_name(self) -> dict[str, int]:
+        """The sizes in the order of a mesh: the ranks of the last axes are in one node."""
+        roles = ("replicate", "shard", "context", "expert", "tensor")
+        return {name: getattr(self, role) for role in roles for name in self.names if ROLES[name] == role}
+
+    @property
+    def distributes_parameters(self) -> bool:
+        """Whether there is a tensor or expert axis of several ranks."""
+        return self.tensor > 1 or self.expert > 1
 
     @property
     def num_data(self) -> int:
@@ -133,6 +147,7 @@ def axis_sizes(text: str) -> AxisSizes:
         ConfigError: a name is unknown, two names have the same role, or a size is not a whole number from 1 on.
     """
     sizes: dict[str, int] = {}
+    found: list[str] = []
     for part in text.split(","):
         name, _, size = part.partition("=")
         role = ROLES.get(name)
@@ -143,7 +158,8 @@ def axis_sizes(text: str) -> AxisSizes:
                 "Each kind of axis may occur once. A size is a whole number from 1 on. Correct that part."
             )
         sizes[str(role)] = int(size)
-    return AxisSizes(**sizes)
+        found.append(name)
+    return AxisSizes(**sizes, names=tuple(found))
 
 
 def plain_axes(mesh: DeviceMesh) -> MeshAxes:

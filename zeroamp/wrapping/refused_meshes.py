@@ -208,6 +208,12 @@ COMBINATIONS: tuple[Combination, ...] = (
         applies=lambda case: case.first(_is_partial),
     ),
     Combination(
+        name="A 0-D parameter that is a DTensor",
+        why="every rank holds a 0-D parameter whole, and the step's all-reduce averages its gradient as a plain tensor",
+        instead="Leave it out of the parallelization, and use it where all ranks of the axis compute the same.",
+        applies=lambda case: case.first(lambda parameter: _is_split(parameter) and parameter.dim() == 0),
+    ),
+    Combination(
         name="A parameter that is distributed unevenly over a tensor or expert axis",
         why="FSDP2 cannot describe shards of parts of different sizes",
         instead="Pad the dimension to a multiple of the axis, or leave the parameter out of the parallelization.",

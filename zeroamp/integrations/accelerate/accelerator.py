@@ -35,6 +35,7 @@ from zeroamp.integrations.accelerate.arguments import (
     refuse_other_scheduler,
 )
 from zeroamp.integrations.accelerate.optimizer import ZeroampOptimizer
+from zeroamp.integrations.data_ranks import refuse_shared_samples
 from zeroamp.planning.mesh import local_part
 from zeroamp.policies import Policy
 from zeroamp.policies.errors import CheckpointError, ConfigError, StepError
@@ -227,7 +228,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
 
         Raises:
             ConfigError: an "auto" of the config cannot be filled.
-            WrapError: the model cannot be wrapped.
+            WrapError: the model cannot be wrapped, or its mesh has a tensor or context axis.
         """
         del device_placement, evaluation_mode
         if any(model is known for known in self._models):
@@ -238,6 +239,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
             model = self.wrap(model)
             before.wrapped(model)
             self._before.append(before)
+        refuse_shared_samples(model, "accelerate")
         if _outputs_to_fp32 not in model._forward_hooks.values():  # another training may have prepared the model
             model.register_forward_hook(_outputs_to_fp32)
         # Scripts for DDP call it on the model.

@@ -37,6 +37,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from zeroamp.integrations.data_ranks import refuse_shared_samples
 from zeroamp.integrations.lightning.checkpoint import (
     add_counts,
     checkpoint_path,
@@ -211,6 +212,7 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         self._policy = self._policy_for(trainer)
         if not isinstance(module, FSDPModule):
             wrap_model(module, self._policy, **self._wrap_arguments)
+        refuse_shared_samples(module, "Lightning's Trainer")
         if self._driver is None or self._driver.root is not module:
             self._driver = StepDriver(module, _HOW_TO_ACCUMULATE)
         if self._driver.state.plan.policy != self._policy:

@@ -14,7 +14,7 @@ _REASONS = {
     "fsdp": "zeroamp shards the model itself. Leave it out, and set zero_optimization.stage in the config.",
     "deepspeed": "zeroamp replaces DeepSpeed. Leave it out, and pass the file as zeroamp instead.",
     "parallelism_config": (
-        "Here a Trainer shards over all ranks. Leave it out. For tensor or context parallelism, write a loop with "
+        "A Trainer gives each rank its own samples. Leave it out. For tensor or context parallelism, write a loop with "
         "zeroamp.wrap_model: docs/meshes.md."
     ),
     "auto_find_batch_size": (

@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 _local_tensor = attrgetter("_local_tensor")
@@ -23,6 +24,18 @@ def local_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 def local_parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the local shard of each DTensor (see `local_tensors`), and other tensors unchanged."""
     return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+def without_wrapper(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that has the memory: the local part of a DTensor, what the result of a collective waits for."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    return tensor.elem if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def is_wrapper(kind: type) -> bool:
+    """Return whether tensors of a class run their ops on another tensor: see `without_wrapper`."""
+    return issubclass(kind, DTensor | AsyncCollectiveTensor)
 
 
 def layouts(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
@@ -40,7 +53,7 @@ def split_dim(placement: Any) -> int | None:
 
 
 def is_strided(placement: Any) -> bool:
-    """Return whether a placement is FSDP2's `_StridedShard`: a later mesh axis shards the same dimension."""
+    """Return whether a placement is FSDP2's `_StridedShard`: a later axis of the mesh shards the same dimension."""
     return hasattr(placement, "split_factor")
 
 

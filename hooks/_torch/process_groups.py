@@ -7,6 +7,9 @@ members then use different names, and wait for each other until the timeout.
 Checked on torch 2.13.0; `tests/hooks/_torch/test_private_names.py` fails when groups are no longer named so.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,3 +28,18 @@ def equalise_numbers_of_groups(mesh: DeviceMesh) -> None:
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
     for _ in range(int(most) - len(_world.pg_names)):
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
+
+
+@contextmanager
+def fake_ranks(num_ranks: int) -> Iterator[None]:
+    """Make this process the first of so many ranks, by torch's backend "fake", whose collectives move nothing.
+
+    Models can be distributed over a mesh of these ranks on the meta device. There must be no process group.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

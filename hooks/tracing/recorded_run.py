@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.autocast_ops import casting
 from zeroamp.hooks._torch.dispatch import FakeTensorMode
+from zeroamp.hooks._torch.dtensor import without_wrapper
 from zeroamp.hooks.random_state import preserved_random_state
 from zeroamp.hooks.tensors import tensors_in
 from zeroamp.hooks.tracing.experts import route_evenly
@@ -82,8 +84,16 @@ def _run_backward(recorder: UseRecorder, outputs: Any) -> None:
 
 
 def replacement(tensor: torch.Tensor, dtype: torch.dtype, device_type: str, fake: bool) -> torch.Tensor:
-    """Return a copy of `tensor` on a device type, in `dtype`. With `fake` it is an empty tensor of the same strides."""
-    if fake:
+    """Return a copy of `tensor` on a device type, in `dtype`. With `fake` it is an empty tensor of the same strides.
+
+    Of a DTensor, the local part is copied.
+    """
+    if isinstance(tensor, DTensor):
+        part = replacement(without_wrapper(tensor.detach()), dtype, device_type, fake)
+        own, placements = tensor.device_mesh, tensor.placements
+        shape, stride = tensor.size(), tensor.stride()
+        copied: torch.Tensor = DTensor.from_local(part, own, placements, run_check=False, shape=shape, stride=stride)
+    elif fake:
         copied = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=device_type)
     else:
         copied = tensor.detach().to(device_type, dtype, copy=True)

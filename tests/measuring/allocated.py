@@ -5,6 +5,7 @@ from collections import Counter
 from unittest import mock
 
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,6 +33,8 @@ class Allocated(TorchDispatchMode):
         return super().__exit__(*error)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, AsyncCollectiveTensor) or kind is DTensor for kind in types):
+            return NotImplemented  # the ops on what they wrap are seen
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):
             self.see(tensor, str(func))
@@ -73,6 +76,8 @@ class Allocated(TorchDispatchMode):
 def _tensors(value):
     if isinstance(value, DTensor):
         value = value._local_tensor
+    if isinstance(value, AsyncCollectiveTensor):
+        value = value.elem
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, list | tuple):

@@ -6,12 +6,14 @@ from torch.utils.checkpoint import checkpoint
 import zeroamp
 from tests.measuring.allocated import Allocated
 from tests.models.small import batch, build
+from tests.processes.parallel_training import inputs_of, mesh_of, prepared
 from tests.processes.training import config, wrapped
 from zeroamp.dry_run.memory import memory_timeline
 from zeroamp.dry_run.optimizer_step import optimizer_costs
 from zeroamp.dry_run.timeline import KINDS
 from zeroamp.dry_run.traced_micro_batch import trace_micro_batch
 from zeroamp.planning.mesh import ranks_of
+from zeroamp.planning.mesh_axes import ranks_of_axes
 from zeroamp.planning.traffic import plan_traffic
 from zeroamp.wrapping.state import wrap_state
 
@@ -41,22 +43,41 @@ def measured_step(name, options, checkpointing=False, fields=None, mesh_shape=No
     with Allocated() as allocated:
         inputs = batch(name, 0, SAMPLES)
         model = wrapped(name, config(**options), fields=fields, mesh_shape=mesh_shape, prepare_before=prepare)
-        state = wrap_state(model)
-        if checkpointing:
-            _recompute(model, [fqn for unit in state.plan.units for fqn in state.plan.modules_of(unit)])
-        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-        sizes = _gradient_sizes(optimizer, model)
-        step = zeroamp.TrainStep(model, optimizer)
-        args, kwargs = forward_arguments(name, inputs)
-        peaks = []
-        for _ in range(NUM_STEPS):
-            allocated.reset_peak()
-            state.traffic.reset()
-            for _ in range(state.plan.policy.gradient_accumulation_steps):
-                step.backward(_loss(model(*args, **kwargs)))
-                step.step()
-            peaks.append(allocated.peak)
-    found = {
+        found = _measured(allocated, model, forward_arguments(name, inputs), checkpointing)
+    state = wrap_state(model)
+    return found, predicted_step(name, state.plan, ranks_of(state.mesh), inputs, checkpointing, prepare)
+
+
+def measured_on_axes(axes, options, checkpointing=False, **parts):
+    """The same for a Decoder that is parallelized over a named mesh."""
+    mesh = mesh_of(**axes)
+    with Allocated() as allocated:
+        policy = zeroamp.policy_from_config(config(**options))
+        model = zeroamp.wrap_model(prepared(mesh, **parts), policy, mesh)
+        arguments = (inputs_of(mesh, 0), {})
+        found = _measured(allocated, model, arguments, checkpointing)
+    state = wrap_state(model)
+    return found, predicted(prepared(mesh, **parts), state.plan, ranks_of_axes(state.axes), arguments, checkpointing)
+
+
+def _measured(allocated, model, arguments, checkpointing):
+    """Train a wrapped model; return what a step held and moved."""
+    state = wrap_state(model)
+    if checkpointing:
+        _recompute(model, [fqn for unit in state.plan.units for fqn in state.plan.modules_of(unit)])
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    sizes = _gradient_sizes(optimizer, model)
+    step = zeroamp.TrainStep(model, optimizer)
+    args, kwargs = arguments
+    peaks = []
+    for _ in range(NUM_STEPS):
+        allocated.reset_peak()
+        state.traffic.reset()
+        for _ in range(state.plan.policy.gradient_accumulation_steps):
+            step.backward(_loss(model(*args, **kwargs)))
+            step.step()
+        peaks.append(allocated.peak)
+    return {
         "peak": min(peaks[1:]),
         "parameters": sum(p.to_local().untyped_storage().nbytes() for p in model.parameters()),
         "gradients": sizes.pop("gradients"),
@@ -68,15 +89,18 @@ def measured_step(name, options, checkpointing=False, fields=None, mesh_shape=No
         ),
         "traffic": _rows(state.traffic),
     }
-    return found, predicted_step(name, state.plan, ranks_of(state.mesh), inputs, checkpointing, prepare)
 
 
 def predicted_step(name, plan, ranks, inputs, checkpointing, prepare):
     model = build(name)
     if prepare is not None:
         prepare(model)
+    return predicted(model, plan, ranks, forward_arguments(name, inputs), checkpointing)
+
+
+def predicted(model, plan, ranks, arguments, checkpointing):
+    """What the dry run says of a step of a model that is not wrapped."""
     costs = optimizer_costs(plan, ranks, None, foreach=False)
-    arguments = forward_arguments(name, inputs)
     traced = trace_micro_batch(model, plan, arguments, device_type="cpu", checkpointing=checkpointing)
     timeline = memory_timeline(plan, ranks, traced, costs, on_cpu=True)
     at_start = timeline.peak("init")

@@ -74,6 +74,18 @@ def own_sequence(x, group):
     return received.permute(1, 2, 0, 3, 4).reshape(batch, length // size, size * heads, width)
 
 
+class Adapted(nn.Module):
+    """A frozen Linear and an adapter of rank 4, as LoRA has them."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a, self.b = nn.Linear(base.in_features, 4, bias=False), nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.b(self.a(x))
+
+
 class Block(nn.Module):
     def __init__(self, context=None):
         super().__init__()
@@ -91,7 +103,8 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Takes tokens and the tokens that follow; returns the mean loss over them."""
 
-    def __init__(self, *, tied=False, context=None, num_blocks=2):
+    def __init__(self, *, tied=False, context=None, num_blocks=2, scaled=False, adapted=False):
+        """`scaled`: logits are scaled by a 0-D parameter. `adapted`: all is frozen but adapters."""
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
         self.blocks = nn.ModuleList(Block(context) for _ in range(num_blocks))
@@ -99,12 +112,19 @@ class Decoder(nn.Module):
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         if tied:
             self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.tensor(0.5)) if scaled else None
+        if adapted:
+            self.requires_grad_(False)
+            for block in self.blocks:
+                block.attention.q, block.attention.v = Adapted(block.attention.q), Adapted(block.attention.v)
 
     def forward(self, tokens, following):
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))
+        if self.scale is not None:
+            logits = logits * self.scale.exp()
         return F.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
 
 
@@ -138,7 +158,9 @@ def tensor_parallel(model, mesh, *, tied=False, sequence=False):
     plan = {}
     for index in range(len(model.blocks)):
         for name in ("attention.q", "attention.k", "attention.v", "gate", "up"):
-            plan[f"blocks.{index}.{name}"] = ColwiseParallel(**columns)
+            adapted = isinstance(model.get_submodule(f"blocks.{index}.{name}"), Adapted)
+            for part in (".base", ".b") if adapted else ("",):
+                plan[f"blocks.{index}.{name}{part}"] = ColwiseParallel(**columns)
         for name in ("attention.out", "down"):
             plan[f"blocks.{index}.{name}"] = RowwiseParallel(**rows)
         if norm is not None:
@@ -226,32 +248,34 @@ def group_of(mesh):
 class HfDecoder(nn.Module):
     """A LLaMA of transformers: the mean loss over the tokens that follow."""
 
-    def __init__(self):
+    def __init__(self, *, tied=False):
         super().__init__()
         from transformers import LlamaConfig, LlamaForCausalLM
 
         sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "vocab_size": VOCAB, "num_hidden_layers": 2}
         heads = {"num_attention_heads": HEADS, "num_key_value_heads": 2}
-        self.lm = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+        self.lm = LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=tied))
 
     def forward(self, tokens, following):
         logits = self.lm(input_ids=tokens, use_cache=False).logits
         return F.cross_entropy(logits.flatten(0, 1), following.flatten())
 
 
-def hf_decoder():
+def hf_decoder(**kwargs):
     """The same weights on every call."""
     torch.manual_seed(0)
-    return HfDecoder()
+    return HfDecoder(**kwargs)
 
 
 def hf_tensor_parallel(model, mesh):
-    """Apply transformers' own tensor plan of the model."""
+    """Apply transformers' own tensor plan of the model. As in `from_pretrained`, weights are tied after that."""
     from transformers.distributed.configuration_utils import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
+    model.lm.lm_head.weight = nn.Parameter(model.lm.lm_head.weight.detach().clone())
     plan, *_ = model.lm._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size(), tp_plan="auto"))
     apply_tensor_parallelism(model.lm, mesh, plan)
+    model.lm.tie_weights()
     return model
 
 

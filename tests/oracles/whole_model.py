@@ -35,13 +35,14 @@ def train(model, samples, num_steps, *, num_data, accumulation=1, clip=0.0, auto
                 loss.backward()
                 total += float(loss.detach())
         losses.append(total)
-        gradients = {fqn: p.grad.clone() for fqn, p in model.named_parameters()}
+        gradients = {fqn: p.grad.clone() for fqn, p in model.named_parameters() if p.requires_grad}
         first = first or gradients
         norms.append(float(torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt()))
         if clip:
             factor = min(1.0, clip / (norms[-1] + 1e-6))
             for parameter in model.parameters():
-                parameter.grad.mul_(factor)
+                if parameter.requires_grad:
+                    parameter.grad.mul_(factor)
         optimizer.step()
         optimizer.zero_grad()
     parameters = {fqn: p.detach().clone() for fqn, p in model.named_parameters()}

@@ -46,8 +46,8 @@ def num_data(mesh):
     return mesh.size() // size_of(mesh, "cp") // size_of(mesh, "tp")
 
 
-def prepared(mesh, *, tied=False, sequence=False, experts=False, hf=False):
-    """A Decoder that is parallelized over the mesh's axes, as a user would do it."""
+def prepared(mesh, *, tied=False, sequence=False, experts=False, hf=False, **parts):
+    """A Decoder that is parallelized over the mesh's axes, as a user would do it. `parts`: of a Decoder."""
     if experts and hf:
         model = parallel.hf_moe_decoder()
         return parallel.hf_expert_parallel(model, mesh) if size_of(mesh, "ep") > 1 else model
@@ -55,18 +55,20 @@ def prepared(mesh, *, tied=False, sequence=False, experts=False, hf=False):
         model = parallel.moe_decoder(parallel.group_of(mesh["ep"]) if size_of(mesh, "ep") > 1 else None)
         return parallel.expert_parallel(model, mesh["ep"]) if size_of(mesh, "ep") > 1 else model
     if hf:
-        model = parallel.hf_decoder()
+        model = parallel.hf_decoder(tied=tied)
         return parallel.hf_tensor_parallel(model, mesh["tp"]) if size_of(mesh, "tp") > 1 else model
     context = mesh["cp"].get_group() if size_of(mesh, "cp") > 1 else None
-    model = parallel.decoder(tied=tied, context=context)
+    model = parallel.decoder(tied=tied, context=context, **parts)
     if size_of(mesh, "tp") > 1:
         parallel.tensor_parallel(model, mesh["tp"], tied=tied, sequence=sequence)
     return model
 
 
-def inputs_of(mesh, index):
-    """This rank's part of the samples of its data rank in a micro-batch."""
-    samples = parallel.samples(index * num_data(mesh) + data_rank(mesh))
+def inputs_of(mesh, index, shared_by=1):
+    """This rank's part of the samples of its data rank in a micro-batch. `shared_by`: so many ranks share them."""
+    number, place = divmod(data_rank(mesh), shared_by)
+    samples = parallel.samples(index * (num_data(mesh) // shared_by) + number)
+    samples = tuple(each.chunk(shared_by)[place] for each in samples)
     size = size_of(mesh, "cp")
     return parallel.part_of(samples, mesh["cp"].get_local_rank(), size) if size > 1 else samples
 
@@ -75,17 +77,22 @@ def start(mesh, cfg, *, passed=None, fields=None, **options):
     """Return a wrapped model and its training step."""
     policy = zeroamp.policy_from_config(cfg, world_size=num_data(mesh))
     model = zeroamp.wrap_model(prepared(mesh, **options), policy, mesh if passed is None else passed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1)
     return model, zeroamp.TrainStep(model, optimizer)
 
 
-def steps(model, train, mesh, cfg, first, count):
-    """Run optimizer steps; return their reports, and the whole gradients of the first."""
+def steps(model, train, mesh, cfg, first, count, shared_by=1):
+    """Run optimizer steps; return their reports, and the whole gradients of the first.
+
+    The samples of a step are the same on N data ranks with k micro-batches and on N k data ranks with one. `shared_by`:
+    each two (four ...) ranks share the samples of one, so that twice as many ranks have the same samples in a step.
+    """
     accumulation = cfg.get("gradient_accumulation_steps", 1)
     reports, gradients = [], {}
     for step in range(first, first + count):
         for micro in range(accumulation):
-            train.backward(model(*inputs_of(mesh, step * accumulation + micro)))
+            train.backward(model(*inputs_of(mesh, step * accumulation + micro, shared_by)))
             is_last = micro + 1 == accumulation
             if is_last and step == first:
                 gradients = _whole_gradients(model)
@@ -95,7 +102,8 @@ def steps(model, train, mesh, cfg, first, count):
 
 
 def _whole_gradients(model):
-    named = dict(model.named_parameters())
+    """Those of 0-D parameters are left out: the step averages them."""
+    named = {fqn: parameter for fqn, parameter in model.named_parameters() if parameter.dim() > 0}
     found = {fqn: zeroamp.full_gradient(parameter) for fqn, parameter in named.items()}
     return {fqn: gradient.cpu() for fqn, gradient in found.items() if gradient is not None}
 
@@ -111,7 +119,7 @@ def train(axes, cfg, num_steps, *, passed=None, **options):
         norms=[report.grad_norm for report in reports],
         gradients=gradients,
         parameters=full_parameters(model),
-        placements={fqn: str(p.placements) for fqn, p in model.named_parameters()},
+        placements={fqn: str(getattr(p, "placements", None)) for fqn, p in model.named_parameters()},
     )
 
 

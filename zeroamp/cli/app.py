@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 
 import zeroamp
-from zeroamp.cli.model_source import check_source
+from zeroamp.cli.model_source import check_source, takes_mesh
 from zeroamp.cli.options import (
     MESH_HELP,
     Auto,
@@ -85,7 +85,7 @@ def check(
     """Print how every key of a config is used, or what is wrong with it.
 
     With --model and --world-size, also print what is slow on that many ranks: padding, long rings,
-    flat all-to-alls between nodes.
+    all-to-alls in one level between nodes.
     """
     if auto_wrap and model is None:
         raise typer.BadParameter("it needs a model. Name one with --model.", param_hint="--auto-wrap")
@@ -136,7 +136,7 @@ def explain(
     """Print the dtype ledger: the dtypes of every parameter, and the bytes of an optimizer step.
 
     The model is built on the meta device. Bytes per rank need --world-size or --mesh. With a tensor or
-    expert axis they are unknown: the training script decides which parameters are distributed.
+    expert axis, they also need a factory with an argument mesh, which distributes the parameters.
     """
     if as_json and as_markdown:
         raise typer.BadParameter("--json and --markdown exclude each other. Pass one of them.", param_hint="--json")
@@ -145,12 +145,15 @@ def explain(
         _check_files(config, model)
         if page is not None:
             check_page(page)
-        from zeroamp.cli.planned import ledger_of, plan_of
+        from zeroamp.cli.planned import ledger_of, ledger_on_axes, plan_of
         from zeroamp.policies import policy_from_config
 
         sizes = mesh_sizes(mesh, world_size)
         policy = policy_from_config(config, world_size=world_size if sizes is None else sizes.num_data, **values)
-        ledger = ledger_of(plan_of(model, policy, auto_wrap, inputs), world_size, sizes)
+        if sizes is not None and sizes.distributes_parameters and takes_mesh(model):
+            ledger = ledger_on_axes(model, policy, auto_wrap, inputs, sizes)
+        else:
+            ledger = ledger_of(plan_of(model, policy, auto_wrap, inputs), world_size, sizes)
         if page is not None:
             write_page(page, html_page("ledger", f"dtype ledger of {model}", ledger.title(), ledger.to_dict()))
             typer.echo(f"wrote {page}", err=True)

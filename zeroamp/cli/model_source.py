@@ -6,6 +6,7 @@ The text names a folder with a transformers `config.json`, or a factory: `packag
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from zeroamp.policies.errors import WrapError
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
 _FUNCTION = '"package.module:function" or "path/to/file.py:function"'
 _MODEL = f"a folder with a transformers config.json, {_FUNCTION}"
@@ -36,13 +38,25 @@ def check_source(source: str) -> None:
         _check_file(Path(module_name), where)
 
 
-def load_model(source: str) -> "nn.Module":
+def takes_mesh(source: str) -> bool:
+    """Return whether `source` names a factory with an argument `mesh`. A factory is imported.
+
+    Raises:
+        WrapError: there is no such factory.
+    """
+    if Path(source).is_dir():
+        return False
+    return "mesh" in inspect.signature(_load_function(source, f"model {source!r}", _MODEL)).parameters
+
+
+def load_model(source: str, mesh: "DeviceMesh | None" = None) -> "nn.Module":
     """Build the model that `source` names under `torch.device("meta")`. Nothing is downloaded.
 
     Args:
         source: a folder with a transformers `config.json`, built in fp32 from its `architectures`, or as a causal
             language model if it has none; or a factory, a callable without arguments that returns a module. Modules in
             the current directory and in the folder of a factory's file can be imported.
+        mesh: of a factory that `takes_mesh`. It is passed as the argument `mesh`.
 
     Raises:
         WrapError: there is no such model, or building it failed. The text has the class and text of the error.
@@ -55,11 +69,12 @@ def load_model(source: str) -> "nn.Module":
 
     try:
         with torch.device("meta"):
-            model = factory()
+            model = factory() if mesh is None else factory(mesh=mesh)
     except (Exception, SystemExit) as error:
+        given = "without arguments" if mesh is None else "with the mesh"
         raise WrapError(
-            f'{where} raised {_raised(error)}. It is called without arguments under torch.device("meta"): tensors have '
-            "no values there, so it must not read or load any."
+            f'{where} raised {_raised(error)}. It is called {given} under torch.device("meta"): tensors have no values '
+            "there, so it must not read or load any."
         ) from error
     if not isinstance(model, torch.nn.Module):
         raise WrapError(
@@ -96,7 +111,7 @@ def _from_folder(folder: Path, where: str) -> "nn.Module":
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
-        raise WrapError(f"{where} needs transformers to be built: pip install zeroamp[examples].") from error
+        raise WrapError(f"{where} needs transformers to be built: pip install 'zeroamp[examples]'.") from error
     try:
         # trust_remote_code is passed because transformers would ask on the terminal otherwise.
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -4,7 +4,7 @@ import json
 import logging
 import re
 import sys
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -98,16 +98,21 @@ def plan(
             check_picture(plot)
         if page is not None:
             check_page(page)
-        from zeroamp.dry_run.run_plan import plan_run  # imports torch
+        from zeroamp.cli.planned import model_on_axes  # imports torch
+        from zeroamp.dry_run.run_plan import plan_run
         from zeroamp.policies import policy_from_config
 
         policy = policy_from_config(config, world_size=world_size if sizes is None else sizes.num_data, **values)
-        with redirect_stdout(sys.stderr):  # a factory may print, and stdout may be parsed
+        with ExitStack() as stack:
+            stack.enter_context(redirect_stdout(sys.stderr))  # a factory may print, and stdout may be parsed
+            distributed = None
+            if sizes is not None and sizes.distributes_parameters:
+                distributed = stack.enter_context(model_on_axes(model, sizes))
             run = plan_run(
-                load_model(model),
+                load_model(model) if distributed is None else distributed[0],
                 policy,
                 world_size=world_size,
-                mesh=shape,
+                mesh=shape if distributed is None else distributed[1],
                 batch=batch,
                 seq=seq,
                 stages=chosen,
@@ -140,18 +145,17 @@ def _efficiency(gpu: str, compute: float | None) -> Efficiency:
 
 
 def _shape(sizes: "AxisSizes", seq: int) -> tuple[int, int]:
-    """Return replicas and shards. Refuse axes whose memory and time cannot be planned."""
-    if sizes.tensor > 1 or sizes.expert > 1:
-        raise ConfigError(
-            "zeroamp plan cannot plan a tensor or expert axis of several ranks: the training script decides which "
-            "parameters are distributed over it. Plan the data and context axes alone: the memory of a rank is then an "
-            "upper bound."
-        )
+    """Return replicas and shards. Refuse a sequence that the context ranks do not divide."""
     if seq % sizes.context:
         raise ConfigError(
             f"--seq {seq} must be a multiple of the {sizes.context} ranks of the context axis. Change one."
         )
-    if sizes.context > 1:
+    if sizes.distributes_parameters:
+        logger.warning(
+            "The plan leaves out the time of the collectives inside of the model, over the tensor or expert axis. The "
+            "real step takes longer."
+        )
+    elif sizes.context > 1:
         logger.warning(
             "The plan leaves out the attention's exchange over the %d ranks of the context axis, and counts its "
             "products within each rank's part of the sequence only. The real step takes longer.",

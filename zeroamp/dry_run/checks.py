@@ -5,7 +5,8 @@ from dataclasses import asdict
 
 from zeroamp.dry_run.efficiency import Efficiency
 from zeroamp.dry_run.gpus import Gpu
-from zeroamp.planning.mesh import Ranks, mesh_shape
+from zeroamp.planning.mesh import Ranks, mesh_shape, replicate_size, shard_size
+from zeroamp.planning.mesh_axes import MeshAxes
 from zeroamp.policies.errors import ConfigError, describe
 from zeroamp.policies.numbers import is_finite, is_integer
 from zeroamp.policies.policy import Policy, Stage
@@ -34,6 +35,17 @@ def check_mesh_and_stages(mesh: Sequence[int] | None, stages: Sequence[Stage]) -
         raise _refused("mesh", mesh, "(replicas, shards), each an integer >= 1, or None")
     if not stages or not all(is_integer(stage, at_least=0) and stage in STAGES for stage in stages):
         raise _refused("stages", stages, f"one or more of {', '.join(map(str, STAGES))}")
+
+
+def check_axes(axes: MeshAxes, world_size: int) -> tuple[int, int]:
+    """Return (replicas, shards) of the ranks over which FSDP2 shards in a named mesh.
+
+    Raises:
+        ConfigError: the mesh has another number of ranks.
+    """
+    if axes.whole.size() != world_size:
+        raise _refused("world_size", world_size, f"{axes.whole.size()}, the ranks of mesh")
+    return replicate_size(axes.fsdp), shard_size(axes.fsdp)
 
 
 def check_speeds(gpu: Gpu, efficiency: Efficiency, **bandwidths: float | None) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 
 from zeroamp.hooks._torch.dispatch import TorchDispatchMode, count_op_flops, is_view_op, run_op, storage_key
+from zeroamp.hooks._torch.dtensor import is_wrapper, without_wrapper
 from zeroamp.hooks.tensors import tensors_in
 from zeroamp.planning.fsdp_replay import Replay
 
@@ -89,7 +90,7 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.is_forward = True
         self._births: dict[int, Change] = {}
         self._watched: dict[int, Any] = {}  # the weak references, which must live
-        self._existing = {storage_key(tensor) for tensor in existing}
+        self._existing = {storage_key(without_wrapper(tensor)) for tensor in existing}
 
     def mark(self, point: Point, unit: str) -> None:
         """Record that the run has reached a point of a unit."""
@@ -103,7 +104,7 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def gradient_ready(self, param: str, gradient: torch.Tensor | None) -> None:
         """Record that autograd has accumulated `gradient` into a parameter."""
-        birth = None if gradient is None else self._births.get(storage_key(gradient))
+        birth = None if gradient is None else self._births.get(storage_key(without_wrapper(gradient)))
         if birth is None:
             raise AssertionError(f"expected a gradient that the backward of {param} made, got {gradient}")
         birth.kind, birth.param = "unsharded gradients", param
@@ -112,10 +113,12 @@ class EventRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the op, and record it and its new storages."""
+        """Run the op, and record it and its new storages. Of DTensors, the ops on their local parts are recorded."""
         kwargs = kwargs or {}
+        if any(map(is_wrapper, types)):
+            return NotImplemented
         result = _run(func, args, kwargs)
-        outputs = list(tensors_in(result))
+        outputs = [without_wrapper(tensor) for tensor in tensors_in(result)]
         for output in outputs:
             self._record(output)
         if outputs and not is_view_op(func):

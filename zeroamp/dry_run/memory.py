@@ -12,8 +12,8 @@ Per group, in bytes of the group's parameters padded to the number of shards (`p
   exists until as many later reductions have begun as inputs may be in flight (one by default), or until the last
   backward of the step has ended. All groups share one receive buffer per dtype for their all-to-alls. On an accelerator
   the buffer has the size for the largest group and is retained, so it counts during the whole step. On a CPU it has the
-  size for the largest reduction so far, and is released at the end of the backward and before the reduction of an own
-  unit. An own unit has a receive buffer of its own during its reduction.
+  size for the largest reduction so far, and is released at the end of the backward and before the reduction of an
+  embedding or head that is a unit of its own (`zeroamp.own_units`). Such a unit has its own receive buffer meanwhile.
   A CPU sums in a few blocks of fp32. A sum over replicas needs a buffer of the shard's size, and one of a chunk's.
   Shards that accumulate in a low dtype are each added to a sum of that dtype, and all sums are cast back at the end.
 * parameters that are sharded over another dimension than 0: an all-gather copies them out twice, so that all those of
@@ -81,7 +81,7 @@ class _Sizes:
     """Bytes of one group's buffers, see [Note: What FSDP2 holds]."""
 
     def __init__(self, group: GroupPlan, plan: Plan, ranks: Ranks) -> None:
-        policy = plan.policy
+        policy, ranks = plan.policy, ranks.of(is_expert=group.is_expert)
         num_shards = ranks.shards(policy) or 1
         trained = [param for param in group.params if param.is_trainable]
         padded = sum(padded_numel(param, num_shards) for param in group.params)
@@ -181,7 +181,7 @@ class _GroupMemory(GroupListener):
 
     def sum_exactly(self) -> None:
         """Add the workspace of the sum of squares, see `hooks/collectives/exact_sum.py`."""
-        num_shards = self._ranks.shards(self._plan.policy) or 1
+        num_shards = self._ranks.shards(self._plan.policy) or 1  # of experts too: they are refused in reproducible runs
         trained = [param for group in self._plan.groups for param in group.params if param.is_trainable]
         device_type = "cpu" if self._on_cpu or self._plan.policy.offload.to_cpu else "cuda"
         num_bytes = workspace_bytes((local_numel(param, num_shards) for param in trained), device_type)

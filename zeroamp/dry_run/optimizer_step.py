@@ -10,6 +10,7 @@ from zeroamp.dry_run.events import Change, EventRecorder, Op
 from zeroamp.hooks._torch.dispatch import FakeTensorMode
 from zeroamp.hooks.random_state import preserved_random_state
 from zeroamp.hooks.tensors import tensors_in
+from zeroamp.planning.groups import ParamPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.traffic import local_numel
@@ -47,10 +48,9 @@ def optimizer_costs(
         foreach: value for param groups that do not set `foreach`. torch's default on accelerators is True, which copies
             tensors. None: torch's choice.
     """
-    num_shards = ranks.shards(plan.policy) or 1
     with preserved_random_state("cpu"), torch.inference_mode(False), FakeTensorMode():
         shards = [
-            nn.Parameter(torch.empty(local_numel(param, num_shards), dtype=param.dtypes.stored))
+            nn.Parameter(torch.empty(local_numel(param, _shards(param, plan, ranks)), dtype=param.dtypes.stored))
             for param in plan.params
             if param.is_trainable
         ]
@@ -73,3 +73,7 @@ def optimizer_costs(
     changes = tuple(event.num_bytes for event in recorder.events if isinstance(event, Change))
     moved = sum(event.num_bytes for event in recorder.events if isinstance(event, Op))
     return OptimizerCosts(sum(tensor.nbytes for tensor in state), changes, moved)
+
+
+def _shards(param: ParamPlan, plan: Plan, ranks: Ranks) -> int:
+    return ranks.of(is_expert=param.is_expert).shards(plan.policy) or 1

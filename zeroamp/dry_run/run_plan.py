@@ -3,12 +3,20 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from zeroamp.dry_run.checks import STAGES, check_counts, check_mesh_and_stages, check_speeds, possible_stages
+from zeroamp.dry_run.checks import (
+    STAGES,
+    check_axes,
+    check_counts,
+    check_mesh_and_stages,
+    check_speeds,
+    possible_stages,
+)
 from zeroamp.dry_run.efficiency import Efficiency, efficiency_of
 from zeroamp.dry_run.equal_layers import trace_few_layers
 from zeroamp.dry_run.events import Change
@@ -27,13 +35,15 @@ from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.hooks.tracing.experts import experts_implementation
 from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.mesh import Ranks, current_device_type
+from zeroamp.planning.mesh_axes import find_axes, ranks_of_axes
 from zeroamp.planning.plan import Plan, build_plan
 from zeroamp.planning.safe_parameters import needs_trace
 from zeroamp.planning.traffic import local_numel, plan_traffic
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
-from zeroamp.policies.errors import ConfigError, ZeroAmpError
+from zeroamp.policies.errors import ConfigError, WrapError, ZeroAmpError
 from zeroamp.policies.policy import Policy, Stage
 from zeroamp.training.loss import LossFunction
+from zeroamp.wrapping.refused_meshes import refuse_combinations
 
 MAX_BATCH = 2**20
 
@@ -117,7 +127,7 @@ def plan_run(
     policy: Policy,
     *,
     world_size: int,
-    mesh: tuple[int, int] | None = None,
+    mesh: tuple[int, int] | DeviceMesh | None = None,
     batch: int | None = None,
     seq: int = 2048,
     stages: Sequence[Stage] = STAGES,
@@ -142,7 +152,8 @@ def plan_run(
         model: a plain model, on the meta device or any other. It is not changed.
         policy: from `policy_from_config`. Its stage is compared with the others.
         world_size: ranks of the run.
-        mesh: (replicas, shards) of stages 1 to 3. None: the mesh that `wrap_model` makes.
+        mesh: (replicas, shards) of stages 1 to 3. None: the mesh that `wrap_model` makes. For a model that is
+            distributed over a tensor or expert axis, the named mesh of all ranks.
         batch: samples per micro-batch and rank. None: the config's `train_micro_batch_size_per_gpu`, else 1.
         seq: tokens per sample. `inputs` may give it another meaning.
         stages: the ZeRO stages to compare.
@@ -176,13 +187,16 @@ def plan_run(
     """
     gpu = find_gpu(gpu) if isinstance(gpu, str) else gpu
     check_counts(world_size=world_size, batch=batch, seq=seq, gpus_per_node=gpus_per_node)
-    check_mesh_and_stages(mesh, stages)
+    axes = find_axes(model, mesh) if isinstance(mesh, DeviceMesh) else None
+    shape = check_axes(axes, world_size) if axes is not None else cast("tuple[int, int] | None", mesh)
+    check_mesh_and_stages(shape, stages)
+    num_tensor = 1 if axes is None else axes.num_tensor
     efficiency = efficiency or efficiency_of(gpu)
     check_speeds(gpu, efficiency, intra_gb_per_s=intra_gb_per_s, inter_gb_per_s=inter_gb_per_s)
     batch = batch or policy.train_micro_batch_size_per_gpu or 1
     intra, inter = intra_gb_per_s or gpu.intra_gb_per_s, inter_gb_per_s or gpu.inter_gb_per_s
     network = Network(
-        gpus_per_node=gpus_per_node,
+        gpus_per_node=max(1, gpus_per_node // num_tensor),  # the ranks of a tensor axis share a node
         intra_gb_per_s=intra,
         inter_gb_per_s=inter,
         efficiency=efficiency.network,
@@ -192,10 +206,20 @@ def plan_run(
     planner = _Planner(
         model, seq, current_device_type(), inputs, loss_fn, optimizer, batch, checkpointing, gpu, network, efficiency
     )
-    possible, refused = possible_stages(policy, stages, world_size, mesh)
+    possible, refused = possible_stages(policy, stages, world_size // num_tensor, shape)
     planned: list[StagePlan] = []
     for of_stage, ranks in possible:
         plan = planner.plan(of_stage, auto_wrap_policy)
+        if axes is not None:
+            try:
+                refuse_combinations(model, plan, axes, materialize=False)
+            except WrapError as error:
+                if of_stage.stage in (policy.stage, possible[-1][0].stage):
+                    raise
+                refused[of_stage.stage] = str(error)
+                continue
+            more = ranks_of_axes(axes)
+            ranks = replace(ranks, num_tensor=more.num_tensor, num_expert=more.num_expert)
         planned.append(planner.stage(plan, ranks))
     shown = next((stage for stage in planned if stage.stage == policy.stage), planned[0])
     return RunPlan(
@@ -210,7 +234,7 @@ def plan_run(
         activations=planner.activations(planned[0].plan, batch),
         stages=tuple(planned),
         refused=refused,
-        meshes=planner.meshes(shown.plan, world_size, auto_wrap_policy),
+        meshes=planner.meshes(shown.plan, world_size, auto_wrap_policy) if axes is None else None,
         has_experts=any(experts_implementation(module) is not None for module in model.modules()),
     )
 

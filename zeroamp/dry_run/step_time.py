@@ -79,7 +79,7 @@ def step_time(
         ranks: of the mesh.
         events: of one traced micro-batch.
         moved_by_optimizer: bytes that the update reads and writes.
-        gpu: peak rates of the accelerator.
+        gpu: peak rates of the GPU.
         network: times of collectives.
         efficiency: fractions of the peak rates that are reached.
     """
@@ -124,15 +124,17 @@ class _Clock(GroupListener):
         fp32 = gpu.tf32_tflops if uses_tf32 else gpu.fp32_tflops
         self._low, self._fp32 = (peak * 1e12 * efficiency.compute for peak in (gpu.low_tflops, fp32))
         self._memory = gpu.memory_gb_per_s * 1e9 * efficiency.memory
+        of_group = {group.name: ranks.of(is_expert=group.is_expert).shards(plan.policy) for group in plan.groups}
+        self._shards_of = {name: num_shards or 1 for name, num_shards in of_group.items()}
         self._calls = {  # the collectives of one all-gather and one reduction, and the bytes of each
             group.name: [
-                (call, sum(call.num_bytes(param, ranks.shards(plan.policy)) for param in group.params))
+                (call, sum(call.num_bytes(param, of_group[group.name]) for param in group.params))
                 for call in group_collectives(group, plan, ranks)
             ]
             for group in plan.groups
         }
         self._copied_twice = {  # elements that are sharded over another dimension than 0: they are copied once more
-            group.name: sum(p.numel for p in group.params if p.shard_dim(ranks.shards(plan.policy)) > 0)
+            group.name: sum(p.numel for p in group.params if p.shard_dim(of_group[group.name]) > 0)
             for group in plan.groups
         }
         self._is_last = True  # whether the micro-batch is the last of its optimizer step
@@ -172,7 +174,7 @@ class _Clock(GroupListener):
                     parts = self._network.parts(call.collective, num_bytes, self._partition)
                     queue = "partition" if self._partition_is_inside else "gathers"
                 else:
-                    parts, queue = self._network.gather_parts(num_bytes, self._num_shards), "gathers"
+                    parts, queue = self._network.gather_parts(num_bytes, self._shards_of[group]), "gathers"
                 self._gathered[group] = self._send(queue, parts, self._copied)
         self._partitioned.discard(group)
 
@@ -205,11 +207,11 @@ class _Clock(GroupListener):
         self._compute(2 * copied / self._memory)
         for call, num_bytes in calls:
             if call.collective == "all_reduce":
-                parts = self._network.parts(call.collective, num_bytes, self._num_replicas, self._num_shards)
+                parts = self._network.parts(call.collective, num_bytes, self._num_replicas, self._shards_of[group])
                 queue = "replicas" if self._shards_are_inside else self._reductions
                 self._all_reduced = self._send(queue, parts, max(self._now, self._reduced))
             else:
-                of = (call.collective, num_bytes, call.dtype.itemsize, self._num_shards)
+                of = (call.collective, num_bytes, call.dtype.itemsize, self._shards_of[group])
                 sent = self._send(self._reductions, self._network.reduce_parts(*of), self._now)
                 seconds = self._network.sum_bytes(*of) / self._memory
                 self._summed += seconds

@@ -26,6 +26,7 @@ from zeroamp.dry_run.events import Event, EventRecorder
 from zeroamp.dry_run.inputs import Arguments, sequences_are_not_packed
 from zeroamp.hooks._torch.autocast_ops import casting
 from zeroamp.hooks._torch.dispatch import storage_key, tree_map
+from zeroamp.hooks._torch.dtensor import without_wrapper
 from zeroamp.hooks.precision.fp32_regions import Fp32Region
 from zeroamp.hooks.tensors import tensors_in
 from zeroamp.hooks.tracing.experts import route_evenly
@@ -86,7 +87,8 @@ def trace_micro_batch(
         constant = [*tensors_in((args, kwargs)), *_tensors_beside_parameters(model)]
         fake_parameters = {fqn: fakes.of(parameter) for fqn, parameter in parameters.items()}
         recorder = EventRecorder([*fake_parameters.values(), *constant])
-        sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in constant}
+        parts = map(without_wrapper, constant)
+        sizes = {storage_key(part): part.untyped_storage().nbytes() for part in parts}
         for fqn, names in (children or {}).items():
             modules = model.get_submodule(fqn)._modules
             for name in [name for name in modules if name not in names]:
@@ -144,7 +146,7 @@ def _mark_units(
 def _mark_unit(
     unit: str, first: nn.Module, last: nn.Module, recorder: EventRecorder, running: list[str]
 ) -> list[RemovableHandle]:
-    """Mark a unit's forward, from the begin of its first module to the end of its last one, and its backward."""
+    """Mark a unit's forward, from the start of its first module to the end of its last one, and its backward."""
 
     def begin(_module: nn.Module, args: Any, kwargs: Any) -> Any:
         running.append(unit)

@@ -8,6 +8,7 @@ from torch.utils.data import Sampler
 from zeroamp.policies.errors import StepError, describe
 from zeroamp.training.reproducible import seed_of
 from zeroamp.training.step import TrainStep
+from zeroamp.wrapping.state import wrap_state
 
 
 class MicroBatchSampler(Sampler[list[int]]):
@@ -43,9 +44,17 @@ class MicroBatchSampler(Sampler[list[int]]):
             seed: seed of the shuffles. Pass the same on all ranks.
 
         Raises:
-            StepError: `data` has too few samples for one optimizer step, or `micro_batch_size` is below 1.
+            StepError: `data` has too few samples for one optimizer step, `micro_batch_size` is below 1, or the mesh has
+                a context axis.
         """
         super().__init__()
+        axes = wrap_state(train.model).axes
+        if axes.num_context > 1:
+            raise StepError(
+                f"MicroBatchSampler deals different samples to all {axes.fsdp.size()} ranks that average gradients, "
+                f"but the {axes.num_context} ranks of a context axis ({axes.describe()}) need the same ones. Use "
+                'DistributedSampler(data, mesh["dp"].size(), mesh["dp"].get_local_rank()).'
+            )
         if micro_batch_size < 1:
             raise StepError(
                 describe(

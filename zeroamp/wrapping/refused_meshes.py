@@ -153,7 +153,7 @@ COMBINATIONS: tuple[Combination, ...] = (
     ),
     Combination(
         name="Tensor or expert parallelism at ZeRO stage 0",
-        why="FSDP2 shards stage 0 over one rank, of a mesh that is no slice of the model's",
+        why="stage 0 shards over one rank, by a mesh of its own that is not a slice of the model's mesh",
         instead="Set zero_optimization.stage to 1: parameters stay unsharded between two optimizer steps.",
         applies=lambda case: not case.axes.is_plain and case.plan.policy.stage == 0,
     ),
@@ -214,6 +214,12 @@ COMBINATIONS: tuple[Combination, ...] = (
         applies=lambda case: case.first(_is_partial),
     ),
     Combination(
+        name="A 0-D parameter that is a DTensor",
+        why="every rank holds a 0-D parameter whole, and the step's all-reduce averages its gradient as a plain tensor",
+        instead="Leave it out of the parallelization, and use it where all ranks of the axis compute the same.",
+        applies=lambda case: case.first(lambda parameter: _is_split(parameter) and parameter.dim() == 0),
+    ),
+    Combination(
         name="A parameter that is distributed unevenly over a tensor or expert axis",
         why="FSDP2 cannot describe shards of parts of different sizes",
         instead="Pad the dimension to a multiple of the axis, or leave the parameter out of the parallelization.",
@@ -227,7 +233,7 @@ COMBINATIONS: tuple[Combination, ...] = (
     ),
     Combination(
         name="Tensor or expert parallelism of parameters in ignored_params",
-        why="their norm would be counted as of whole parameters",
+        why="the gradient norm would count one rank's part as the whole parameter",
         instead="Do not parallelize them, or let zeroamp shard them.",
         applies=lambda case: (
             not case.axes.is_plain

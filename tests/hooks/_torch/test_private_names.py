@@ -35,7 +35,7 @@ PRIVATE = {
         *("torch.utils._pytree", "_C", "_cdata", "_current_graph_task_id", "_execution_engine"),
         *("_is_profiler_enabled", "_will_engine_execute_node", "_ops", "_grouped_mm", "_unsafe_view", "_base"),
     },
-    "dtensor.py": {"_local_tensor", "_spec"},
+    "dtensor.py": {"_local_tensor", "_spec", "torch.distributed._functional_collectives"},
     "fsdp.py": {
         *("torch.distributed._composable.contract", "torch.distributed._composable_state", "_module_state_mapping"),
         *("torch.distributed.fsdp._fully_shard._fsdp_api", "_get_fsdp_state", "_set_unshard_async_op"),

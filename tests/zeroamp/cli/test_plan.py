@@ -133,7 +133,7 @@ def test_a_mesh_of_axes_counts_data_ranks(arguments, tmp_path):
 @pytest.mark.parametrize(
     ("mesh", "text"),
     [
-        ("dp=4,tp=2", "cannot plan a tensor or expert axis"),
+        ("dp=4,tp=2", "must be a factory with an argument mesh"),
         ("dp=4,cp=3", "--seq 8 must be a multiple of the 3 ranks"),
         ("dp=4,pp=2", "'pp=2'"),
         ("dp=4,dp=2", "'dp=2'"),
@@ -144,6 +144,52 @@ def test_meshes_of_axes_that_are_refused(arguments, mesh, text):
     code, _, err = run(*arguments[:-2], "--mesh", mesh, "--seq", 8)
     assert code != 0
     assert text in err
+
+
+PARALLEL = """
+import torch
+from tests.models import parallel
+
+def tensor(mesh):
+    print("built")
+    return parallel.tensor_parallel(parallel.decoder(), mesh["tp"])
+
+def experts(mesh):
+    return parallel.expert_parallel(parallel.moe_decoder(mesh["ep"].get_group()), mesh["ep"])
+
+def batch(batch, seq):
+    tokens = torch.zeros(batch, seq, dtype=torch.long)
+    return tokens, tokens
+"""
+
+
+@pytest.fixture
+def parallel_model(tmp_path, python_file):
+    path = tmp_path / "zero.json"
+    path.write_text(json.dumps({**config(3), "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}))
+    return path, python_file("parallel_net_of_plan.py", PARALLEL)
+
+
+@pytest.mark.parametrize(
+    ("factory", "mesh", "ranks"), [("tensor", "tp=2,dp=4", (4, 2, 1)), ("experts", "dp=2,ep=2", (4, 1, 2))]
+)
+def test_a_factory_that_takes_the_mesh_is_planned_on_its_axes(parallel_model, factory, mesh, ranks):
+    path, net = parallel_model
+    options = ("--model", f"{net}:{factory}", "--inputs", f"{net}:batch", "--mesh", mesh, "--json")
+    code, out, err = run("plan", path, *options, "--seq", 16, "--stages", "0,2,3")
+    assert code == 0
+    assert "time of the collectives inside of the model" in err
+    data = json.loads(out)
+    assert [stage["stage"] for stage in data["stages"]] == [2, 3]
+    assert "ZeRO stage 0 is not supported" in data["refused"]["0"]
+    assert {(s["num_shards"], s["num_tensor"], s["num_expert"]) for s in data["stages"]} == {ranks}
+    code, out, _ = run("explain", path, *options)
+    ledger = json.loads(out)
+    assert code == 0
+    assert ledger["traffic"] == data["stages"][-1]["traffic"]
+    name = "blocks.0.gate.weight" if factory == "tensor" else "blocks.0.experts.up"
+    elements = next(row["elements"] for row in ledger["parameters"] if row["parameter"] == name)
+    assert elements == {"tensor": 64 * 32 // 2, "experts": 4 * 32 * 64 // 2}[factory]
 
 
 def test_ranks_are_needed(arguments):

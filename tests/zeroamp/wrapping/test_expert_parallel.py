@@ -1,5 +1,7 @@
 """Expert parallelism: experts distributed over an axis, and FSDP2 over the other data ranks; groups on two meshes."""
 
+import math
+
 import pytest
 import torch
 
@@ -58,8 +60,9 @@ def test_stages_have_the_same_bits(ranks4):
     assert runs[3].norms[0] == reported(fp64_norm(runs[3].gradients))
 
 
-def _resumed(axes, folder, saving):
-    mesh, cfg = mesh_of(**axes), config(3, dtype=None, clip=0.5)
+def _resumed(axes, folder, saving, accumulation=1):
+    """Train and save, or load; then train on. Return whole parameters, then losses and norms."""
+    mesh, cfg = mesh_of(**axes), config(3, dtype=None, clip=0.5, accumulation=accumulation)
     model, train = parallel_training.start(mesh, cfg, experts=True)
     if saving:
         parallel_training.steps(model, train, mesh, cfg, 0, 1)
@@ -71,9 +74,21 @@ def _resumed(axes, folder, saving):
     return found, [report.loss for report in reports], [report.grad_norm for report in reports]
 
 
-def test_a_checkpoint_resumes_without_expert_parallelism(ranks4, tmp_path):
-    saved, losses, norms = ranks4.run(_resumed, AXES, tmp_path, True)[0]
-    loaded, ours, our_norms = ranks4.run(_resumed, {"dp": 4}, tmp_path, False)[0]
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (AXES, {"dp": 4}),
+        (AXES, {"dp": 2}),
+        (AXES, {"dp": 1, "ep": 2}),
+        ({"dp": 4}, AXES),
+    ],
+    ids=["dp4", "dp2", "ep2", "into experts"],
+)
+def test_a_checkpoint_resumes_on_other_axes(request, ranks4, tmp_path, before, after):
+    num_ranks = math.prod(after.values())
+    saved, losses, norms = ranks4.run(_resumed, before, tmp_path, True)[0]
+    ranks = request.getfixturevalue(f"ranks{num_ranks}")
+    loaded, ours, our_norms = ranks.run(_resumed, after, tmp_path, False, 4 // num_ranks)[0]  # the same samples
     assert same_bits(loaded, saved) == []
     assert ours == pytest.approx(losses, rel=BOUND)
     assert our_norms == pytest.approx(norms, rel=BOUND)

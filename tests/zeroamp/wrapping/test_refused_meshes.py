@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import zeroamp
@@ -65,6 +65,8 @@ def _wrap(name):
         model.first.weight.quant_state = object()
     elif "Partial" in name:
         _replace(model, lambda weight: DTensor.from_local(weight, tensor, [Partial()], run_check=False))
+    elif "0-D" in name:
+        model.scale = nn.Parameter(distribute_tensor(torch.tensor(1.0), tensor, [Replicate()]))
     elif "unevenly" in name:
         _replace(model, lambda weight: distribute_tensor(weight[:7], tensor, [Shard(0)]))
     elif "do not divide" in name:

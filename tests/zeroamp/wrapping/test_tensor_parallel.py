@@ -30,6 +30,7 @@ def _check_close(run, oracle, bound=BOUND):
     differences = {
         fqn: float(torch.linalg.vector_norm(run.gradients[fqn] - expected) / torch.linalg.vector_norm(expected))
         for fqn, expected in oracle.gradients.items()
+        if expected.dim() > 0
     }
     assert {fqn: each for fqn, each in differences.items() if each > bound} == {}
     assert run.losses == pytest.approx(oracle.losses, rel=bound)
@@ -53,12 +54,29 @@ def test_it_equals_one_process(ranks4, tied, sequence, passed):
     assert "_StridedShard" in runs[0].placements["blocks.0.attention.q.weight"]
 
 
-def test_transformers_own_plan_equals_one_process(ranks4):
+@pytest.mark.parametrize("tied", [False, True])
+def test_transformers_own_plan_equals_one_process(ranks4, tied):
     pytest.importorskip("transformers.distributed.tensor_parallel")
-    oracle = whole_model.train(parallel.hf_decoder(), parallel.samples, 2, num_data=2, clip=0.5)
-    run = ranks4.run(parallel_training.train, AXES, config(3, dtype=None, clip=0.5), 2, hf=True)[0]
+    oracle = whole_model.train(parallel.hf_decoder(tied=tied), parallel.samples, 2, num_data=2, clip=0.5)
+    run = ranks4.run(parallel_training.train, AXES, config(3, dtype=None, clip=0.5), 2, hf=True, tied=tied)[0]
     _check_close(run, oracle)
     assert "_StridedShard" in run.placements["lm.model.layers.0.self_attn.q_proj.weight"]
+
+
+@pytest.mark.parametrize("part", ["scaled", "adapted"])
+def test_0_d_and_frozen_parameters(ranks4, part):
+    oracle = whole_model.train(parallel.decoder(**{part: True}), parallel.samples, 2, num_data=2, clip=0.5)
+    runs = ranks4.run(parallel_training.train, AXES, config(3, dtype=None, clip=0.5), 2, **{part: True})
+    _check_close(runs[0], oracle)  # the norm has the gradient of the 0-D parameter, too
+    for other in runs[1:]:
+        assert same_bits(other.parameters, runs[0].parameters) == []
+    if part == "scaled":
+        assert float(runs[0].parameters["scale"]) == pytest.approx(float(oracle.parameters["scale"]), rel=1e-5)
+    else:
+        assert all(".a." in fqn or ".b." in fqn for fqn in runs[0].gradients)
+        start = dict(parallel.decoder(adapted=True).named_parameters())
+        frozen = {fqn: value for fqn, value in runs[0].parameters.items() if fqn not in runs[0].gradients}
+        assert same_bits(frozen, {fqn: start[fqn].detach() for fqn in frozen}) == []
 
 
 @pytest.mark.parametrize("tied", slow_but([False, True], False))
@@ -77,35 +95,28 @@ def test_stages_have_the_same_bits(ranks4, tied):
     assert runs[3].norms[0] == reported(fp64_norm(runs[3].gradients))
 
 
-def _resumed(axes, folder, saving, num_steps):
-    """Train, save and train on; or load and train on. Return losses, norms, whole parameters."""
+def _resumed(axes, folder, saving, accumulation):
+    """Train, save and train on; or load and train on. Return whole parameters, then losses and norms."""
     mesh = mesh_of(**axes)
-    cfg = config(2 if saving else 3, dtype=None, clip=0.5)
+    cfg = config(2 if saving else 3, dtype=None, clip=0.5, accumulation=accumulation)
     model, train = parallel_training.start(mesh, cfg)
-    first = 0
     if saving:
         parallel_training.steps(model, train, mesh, cfg, 0, 2)
         zeroamp.save_checkpoint(folder, model, train)
-        saved = full_parameters(model)
     else:
         zeroamp.load_checkpoint(folder, model, train)
-        saved = full_parameters(model)
-    first = train.num_steps
-    reports, _ = parallel_training.steps(model, train, mesh, cfg, first, num_steps)
-    return saved, [report.loss for report in reports], [report.grad_norm for report in reports]
+    found = full_parameters(model)
+    reports, _ = parallel_training.steps(model, train, mesh, cfg, train.num_steps, 2)
+    return found, [report.loss for report in reports], [report.grad_norm for report in reports]
 
 
-@pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 1, "tp": 2}])
-def test_a_checkpoint_resumes_on_other_axes(ranks4, ranks2, tmp_path, axes):
-    saved, losses, norms = ranks4.run(_resumed, AXES, tmp_path, True, 2)[0]
-    if axes == {"dp": 2}:  # the same samples
-        loaded, ours, our_norms = ranks2.run(_resumed, axes, tmp_path, False, 2)[0]
-        assert ours == pytest.approx(losses, rel=BOUND)
-        assert our_norms == pytest.approx(norms, rel=BOUND)
-    else:
-        loaded, ours, _ = ranks2.run(_resumed, axes, tmp_path, False, 2)[0]
-        assert all(loss > 0 for loss in ours)
+@pytest.mark.parametrize(("axes", "accumulation"), [({"dp": 2}, 1), ({"dp": 1, "tp": 2}, 2)])
+def test_a_checkpoint_resumes_on_other_axes(ranks4, ranks2, tmp_path, axes, accumulation):
+    saved, losses, norms = ranks4.run(_resumed, AXES, tmp_path, True, 1)[0]
+    loaded, ours, our_norms = ranks2.run(_resumed, axes, tmp_path, False, accumulation)[0]
     assert same_bits(loaded, saved) == []
+    assert ours == pytest.approx(losses, rel=BOUND)
+    assert our_norms == pytest.approx(norms, rel=BOUND)
 
 
 def _resumed_exactly(folder):
@@ -170,6 +181,33 @@ def test_whole_parameters_can_be_set(ranks4):
         assert same_bits(found, results[0][1]) == []
 
 
+def _overflowed(axes, overflowing_rank):
+    """Five steps in float16; in the third, one element of one rank's gradients is infinite."""
+    mesh = mesh_of(**axes)
+    cfg = config(3, dtype="float16", clip=0.5) | {"fp16": {"initial_scale_power": 8, "hysteresis": 1}}
+    model, train = parallel_training.start(mesh, cfg)
+    found = []
+    for index in range(5):
+        train.backward(model(*parallel_training.inputs_of(mesh, index)))
+        if index == 2 and dist.get_rank() == overflowing_rank:
+            model.get_parameter("blocks.0.up.weight").grad.to_local().view(-1)[0] = float("inf")
+        report = train.step()
+        found.append((report.loss, report.skipped, report.loss_scale))
+    return found, full_parameters(model)
+
+
+def test_an_overflow_on_one_tensor_rank_skips_the_step_on_all(ranks4, ranks2):
+    runs = ranks4.run(_overflowed, AXES, 1)
+    losses, skipped, scales = zip(*runs[0][0], strict=True)
+    assert skipped == (False, False, True, False, False)
+    assert scales == (256, 256, 256, 128, 128)
+    for found, parameters in runs[1:]:
+        assert found == runs[0][0]
+        assert same_bits(parameters, runs[0][1]) == []
+    alone = ranks2.run(_overflowed, {"dp": 2}, 1)[0][0]
+    assert losses == pytest.approx([loss for loss, *_ in alone], rel=2**-9)  # activations are rounded to float16
+
+
 class _HeadNorm(nn.Module):
     """A norm on the heads of one rank, which the plan leaves out."""
 
@@ -183,10 +221,22 @@ class _HeadNorm(nn.Module):
         return self.norm(x.view(*x.shape[:-1], -1, 4)).flatten(-2).square().mean()
 
 
-def _part_of_a_gradient():
+class _HeadScale(nn.Module):
+    """A 0-D parameter that scales the heads of one rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 16, bias=False)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x):
+        return (self.up(x) * self.scale).square().mean()
+
+
+def _part_of_a_gradient(module):
     mesh = mesh_of(**AXES)
     torch.manual_seed(0)
-    model = parallelize_module(_HeadNorm(), mesh["tp"], {"up": ColwiseParallel()})
+    model = parallelize_module(module(), mesh["tp"], {"up": ColwiseParallel()})
     model = zeroamp.wrap_model(model, zeroamp.policy_from_config(config(3, dtype=None)), mesh)
     train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters()))
     generator = torch.Generator().manual_seed(mesh["dp"].get_local_rank())
@@ -198,10 +248,11 @@ def _part_of_a_gradient():
     return ""
 
 
-def test_parts_of_gradients_that_nobody_adds_are_an_error(ranks4):
-    for text in ranks4.run(_part_of_a_gradient):
+@pytest.mark.parametrize(("module", "fqn"), [(_HeadNorm, "norm.weight"), (_HeadScale, "scale")])
+def test_parts_of_gradients_that_nobody_adds_are_an_error(ranks4, module, fqn):
+    for text in ranks4.run(_part_of_a_gradient, module):
         assert "different gradients" in text
-        assert "norm.weight" in text
+        assert fqn in text
         assert "SequenceParallel" in text
 
 

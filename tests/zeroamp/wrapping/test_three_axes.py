@@ -24,12 +24,12 @@ def _trained_and_saved(axes, folder):
     return saved, gradients, [(r.loss, r.grad_norm) for r in (*reports, *more)]
 
 
-def _continued(axes, folder):
+def _continued(axes, folder, shared_by):
     mesh, cfg = mesh_of(**axes), config(3, dtype=None, clip=0.5)
     model, train = parallel_training.start(mesh, cfg)
     zeroamp.load_checkpoint(folder, model, train)
     loaded = full_parameters(model)
-    reports, _ = parallel_training.steps(model, train, mesh, cfg, 2, 1)
+    reports, _ = parallel_training.steps(model, train, mesh, cfg, 2, 1, shared_by)
     return loaded, [(r.loss, r.grad_norm) for r in reports]
 
 
@@ -43,24 +43,30 @@ def _check(saved, gradients, reports, loaded, continued, num_data):
     assert continued[0] == pytest.approx(reports[2], rel=BOUND)
 
 
+def _goes_on(request, num_ranks, folder, shared_by):
+    """Whole parameters after loading, and the next step, on data ranks alone."""
+    return request.getfixturevalue(f"ranks{num_ranks}").run(_continued, {"dp": num_ranks}, folder, shared_by)[0]
+
+
 @pytest.mark.slow
-def test_data_tensor_and_context_axes(ranks8, ranks2, tmp_path):
+def test_data_tensor_and_context_axes(request, ranks8, tmp_path):
     axes = {"dp": 2, "cp": 2, "tp": 2}
     saved, gradients, reports = ranks8.run(_trained_and_saved, axes, tmp_path)[0]
-    loaded, continued = ranks2.run(_continued, {"dp": 2}, tmp_path)[0]
-    _check(saved, gradients, reports, loaded, continued, 2)
+    for num_ranks in (2, 4):  # two of four ranks share the samples of one of two
+        loaded, continued = _goes_on(request, num_ranks, tmp_path, num_ranks // 2)
+        _check(saved, gradients, reports, loaded, continued, 2)
 
 
-def test_replicas_and_a_tensor_axis(ranks4, ranks2, tmp_path):
+def test_replicas_and_a_tensor_axis(request, ranks4, tmp_path):
     axes = {"dp_replicate": 2, "dp_shard": 1, "tp": 2}
     saved, gradients, reports = ranks4.run(_trained_and_saved, axes, tmp_path)[0]
-    loaded, continued = ranks2.run(_continued, {"dp": 2}, tmp_path)[0]
+    loaded, continued = _goes_on(request, 4, tmp_path, 2)
     _check(saved, gradients, reports, loaded, continued, 2)
 
 
 @pytest.mark.slow
-def test_replicas_that_shard_and_a_tensor_axis(ranks8, ranks4, tmp_path):
+def test_replicas_that_shard_and_a_tensor_axis(request, ranks8, tmp_path):
     axes = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
     saved, gradients, reports = ranks8.run(_trained_and_saved, axes, tmp_path)[0]
-    loaded, continued = ranks4.run(_continued, {"dp": 4}, tmp_path)[0]
+    loaded, continued = _goes_on(request, 4, tmp_path, 1)
     _check(saved, gradients, reports, loaded, continued, 4)

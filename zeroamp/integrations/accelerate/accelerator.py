@@ -35,6 +35,7 @@ from zeroamp.integrations.accelerate.arguments import (
     refuse_other_scheduler,
 )
 from zeroamp.integrations.accelerate.optimizer import ZeroampOptimizer
+from zeroamp.integrations.data_ranks import refuse_shared_samples
 from zeroamp.planning.mesh import local_part
 from zeroamp.policies import Policy
 from zeroamp.policies.errors import CheckpointError, ConfigError, StepError
@@ -227,7 +228,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
 
         Raises:
             ConfigError: an "auto" of the config cannot be filled.
-            WrapError: the model cannot be wrapped.
+            WrapError: the model cannot be wrapped, or its mesh has a tensor or context axis.
         """
         del device_placement, evaluation_mode
         if any(model is known for known in self._models):
@@ -238,6 +239,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
             model = self.wrap(model)
             before.wrapped(model)
             self._before.append(before)
+        refuse_shared_samples(model, "accelerate")
         if _outputs_to_fp32 not in model._forward_hooks.values():  # another training may have prepared the model
             model.register_forward_hook(_outputs_to_fp32)
         # Scripts for DDP call it on the model.
@@ -262,7 +264,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
             device_placement: no effect: the state is where the shards are.
 
         Raises:
-            StepError: an optimizer step has begun.
+            StepError: called inside an optimizer step.
         """
         del device_placement
         if isinstance(optimizer, ZeroampOptimizer):
@@ -442,7 +444,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
             return
         if self._is_in_no_sync:
             raise StepError(
-                "optimizer.step was called inside of no_sync, where gradients are not averaged over the ranks. Call it "
+                "optimizer.step was called inside no_sync, where gradients are not averaged over the ranks. Call it "
                 "after the block. LocalSGD uses no_sync and averages whole parameters: remove it."
             )
         report = self.train_step.step()
@@ -483,7 +485,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
 
         Raises:
             CheckpointError: on all ranks, if a rank could not write.
-            StepError: between the micro-batches of an optimizer step.
+            StepError: called inside an optimizer step.
         """
         self._begin_checkpoint()
         self._save_arguments = save_model_func_kwargs
@@ -525,7 +527,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
 
         Raises:
             CheckpointError: on all ranks, if there is no checkpoint or it does not fit the model.
-            StepError: between the micro-batches of an optimizer step.
+            StepError: called inside an optimizer step.
         """
         self._begin_checkpoint()
         self._load_arguments = load_model_func_kwargs

@@ -37,6 +37,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from zeroamp.integrations.data_ranks import refuse_shared_samples
 from zeroamp.integrations.lightning.checkpoint import (
     add_counts,
     checkpoint_path,
@@ -211,6 +212,7 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         self._policy = self._policy_for(trainer)
         if not isinstance(module, FSDPModule):
             wrap_model(module, self._policy, **self._wrap_arguments)
+        refuse_shared_samples(module, "Lightning's Trainer")
         if self._driver is None or self._driver.root is not module:
             self._driver = StepDriver(module, _HOW_TO_ACCUMULATE)
         if self._driver.state.plan.policy != self._policy:
@@ -335,8 +337,8 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         """Write a folder from all ranks, or a file: see `docs/lightning.md`. All ranks call it.
 
         Raises:
-            CheckpointError: an optimizer step has begun, a hook changed the weights in `checkpoint`, or a rank cannot
-                write.
+            CheckpointError: called inside an optimizer step, a hook changed the weights in `checkpoint`, or a rank
+                cannot write.
         """
         if storage_options is not None:
             raise CheckpointError("storage_options are for CheckpointIO plugins, which are not used. Remove them.")
@@ -346,9 +348,9 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         is_whole = train is None or not checkpoint.get("optimizer_states")
         if train is not None and not is_whole and not train.is_between_steps:
             raise CheckpointError(
-                f"{path} cannot be saved inside of an optimizer step, after {train.micro_batches.num_done} "
-                "micro-batches: their gradients would be lost. Save after an optimizer step: set val_check_interval to "
-                "a multiple of accumulate_grad_batches. For a ModelCheckpoint with every_n_train_steps, set "
+                f"{path} cannot be saved inside an optimizer step, after {train.micro_batches.num_done} "
+                "micro-batch(es): their gradients would be lost. Save after an optimizer step: set val_check_interval "
+                "to a multiple of accumulate_grad_batches. For a ModelCheckpoint with every_n_train_steps, set "
                 "save_top_k=-1, or monitor a metric of the validation."
             )
         if self._save_distributed_checkpoint and train is not None and not is_whole:
@@ -391,7 +393,7 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
     def _note_saved(self, found: Mapping[str, Any]) -> None:
         """Make each `ModelCheckpoint` count the loaded step as saved.
 
-        After a load, it would save this step again in the next micro-batch, which is inside of an optimizer step.
+        After a load, it would save this step again in the next micro-batch, which is inside an optimizer step.
         """
         if self.lightning_module is not None and "global_step" in found:
             for callback in self.lightning_module.trainer.checkpoint_callbacks:

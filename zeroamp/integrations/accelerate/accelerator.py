@@ -408,7 +408,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         missing = sum(id(p) not in given for p in trained)
         if missing:
             raise StepError(
-                f"clip_grad_norm_ must get all {len(trained)} trained parameters, but {missing} of them are missing: "
+                f"clip_grad_norm_ must get all {len(trained)} trainable parameters, but {missing} of them are missing: "
                 "zeroamp computes one norm of all gradients. Pass model.parameters() of the prepared model."
             )
 
@@ -576,7 +576,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the whole state dict of a prepared model in CPU memory on the first rank, and {} on other ranks.
 
-        All ranks call it. Trained parameters are in fp32, or in the config's low dtype if the config sets
+        All ranks call it. Trainable parameters are in fp32, or in the config's low dtype if the config sets
         `stage3_gather_16bit_weights_on_model_save`.
         """
         if not is_wrapped(model):

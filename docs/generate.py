@@ -122,7 +122,8 @@ def _home(name: str) -> str:
 def cli_page() -> str:
     """Return `cli.md`: the help of every command."""
     runner, commands = CliRunner(), [command.name or command.callback.__name__ for command in app.registered_commands]
-    intro = "This page lists every command with its options. `pip install 'zeroamp[cli]'` installs them."
+    install = "`pip install '.[cli]'` in a clone installs them (`docs/start.md`)."
+    intro = f"This page lists every command with its options. {install}"
     parts = ["# Command line", f"{intro} `docs/generate.py` writes the page from `--help`."]
     for arguments in ([], *([name] for name in commands)):
         text = runner.invoke(app, [*arguments, "--help"], prog_name="zeroamp", env={"COLUMNS": "100"}).stdout

@@ -78,7 +78,7 @@ class BackwardGuard:
     this backward leaves."""
 
     def __init__(self, reason: str, leaves: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """Keep what the error needs.
+        """Store what the check and its error need.
 
         Args:
             reason: what a plain backward ignores, for the message.

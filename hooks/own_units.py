@@ -11,9 +11,10 @@ FSDP2's hooks on the module unshard it for its own forward. The hooks here cover
   chunks), where the parameter is a sharded DTensor. Reading the attribute inside the root's forward unshards the
   module. The module stays unsharded until the backward has ended, and is reduced then, as the root is. After one such
   read with gradients on, an embedding is no longer resharded after its lookup: that would cost a second all-gather.
-* Another forward may run between such a forward and its backward, without gradients or with a backward of its own. It
-  reshards the module, and a read has no pre-backward of FSDP2. The backward of the first forward unshards it again.
-* The model calls the module, or reads a parameter, in `torch.inference_mode` inside a forward that trains. The
+* Another forward, without gradients or with a backward of its own, may run between a forward that reads a parameter and
+  its backward. The other forward reshards the module. FSDP2 has no pre-backward hook for a read, so the backward of the
+  first forward unshards the module here.
+* The model calls the module, or reads a parameter, in `torch.inference_mode` inside a forward with gradients. The
   parameters are then unsharded outside of that mode, as `reshard_after_no_grad` does for a whole forward.
 """
 
@@ -39,7 +40,10 @@ logger = logging.getLogger("zeroamp")
 
 
 class OwnUnit:
-    """The hooks of one such module. Create it after `fully_shard` and after the module's other hooks."""
+    """The hooks of one embedding or head that is a unit of its own.
+
+    Create it after `fully_shard` and after the module's other hooks.
+    """
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Restore a state that `random_state` returned. If it has no state of `device.type`, the accelerator's is kept."""
+    """Restore a state that `random_state` returned. Without a state of `device.type`, the accelerator's stays."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])

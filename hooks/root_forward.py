@@ -3,11 +3,11 @@
 | order | place | when | what |
 |---|---|---|---|
 | 1 | "report" | outermost, with gradients | a `RunReport` measures the time and counts tokens |
-| 2 | "outer autocast" | every forward | the caller's own `torch.autocast` is compared with the config |
+| 2 | "outer autocast" | every forward | the caller's autocast and CUDA graphs are checked, cached casts cleared |
 | 3 | "recovery" | outermost | an exception is recorded; the next forward raises |
-| 4 | "random state" | outermost, with gradients | `zeroamp.reproducible` seeds the generators |
+| 4 | "random state" | outermost, with gradients, training mode | `zeroamp.reproducible` seeds the generators |
 | 5 | "autocast" | every forward | `torch.autocast` of the config is entered |
-| 6 | "reshard" | outermost, without gradients | all groups are resharded when the forward ends |
+| 6 | "reshard" | outermost | when it ends: visits of merged units end; without gradients, all groups are resharded |
 | 7 | (FSDP2) | every forward | FSDP2 unshards the root, then the typed groups of the root unshard |
 | 8 | (model) | every forward | the model's own forward |
 
@@ -47,7 +47,7 @@ class ForwardCall:
 
 
 Around = Callable[[ForwardCall], AbstractContextManager[Any] | None]
-"""Returns the context manager for one call, or None for none. If it raises, nothing has been unsharded yet."""
+"""Returns the context manager in which one call runs, or None. If it raises, nothing has been unsharded yet."""
 
 
 class _AbandonedError(Exception):
@@ -114,7 +114,7 @@ class RootForward:
         return bool(self._open) and self._open[-1].has_begun
 
     def add(self, place: Place, around: Around) -> None:
-        """Run all later forwards inside `around`. In one place, arounds are entered in the order of their `add`."""
+        """Run all later forwards inside `around`. Those of one place are entered in the order of their `add`."""
         self._by_place[place].append(around)
         self._sort()
 
@@ -197,7 +197,7 @@ class RootForward:
         self._methods.clear()
 
     def reset(self) -> None:
-        """Exit the context managers of forwards that a KeyboardInterrupt ended, which calls no hook."""
+        """Exit the context managers of forwards that a KeyboardInterrupt ended: it calls no hooks."""
         while self._open:
             with suppress(_AbandonedError):
                 self._open.pop().leave(_AbandonedError())
@@ -233,7 +233,7 @@ class RootForward:
 
 
 def reshard_after_no_grad(root: nn.Module) -> Around:
-    """Return an around that reshards every group of `root` after an outermost forward with gradients off.
+    """Return an `Around` that reshards every group of `root` after an outermost forward with gradients off.
 
     At stages 0 to 2, and for the root at stage 3, FSDP2 retains unsharded parameters after a forward for the backward.
     A forward without gradients has no backward. If its unsharded parameters were retained, an optimizer step would

@@ -1,4 +1,6 @@
-"""Typed groups: several parameter groups per FSDP unit, one for each combination of dtypes.
+"""Typed groups: the parameter groups that a unit has beside FSDP2's own, one for each further combination of dtypes.
+
+The model-wide group counts as a typed group of the root.
 
 [Note: Holders]
 FSDP2 all-gathers one flat buffer of one dtype per module that `fully_shard` was applied to. A unit with parameters of

@@ -16,6 +16,7 @@ COMPUTE: "tuple[tuple[Mode, torch.dtype | None], ...]" = (
     ("autocast", torch.bfloat16),
     ("autocast", torch.float16),
 )
+"""(mode, low dtype) of each kind of compute."""
 ACCUMULATE = (torch.float32, torch.bfloat16, torch.float16)
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 

@@ -95,8 +95,8 @@ def fill_auto(cfg: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str,
     """Return `cfg` with each "auto" replaced by the argument of its name, and every key under its first name.
 
     The name of an argument is the key's path with dots (or with `__` for each dot), the path's last part, or, for
-    `block.enabled`, the block. An argument fills every "auto" that it names. If a key that it names has another value,
-    the two must be equal.
+    `block.enabled`, the block. An argument fills every "auto" that it names. If a key that it names is not "auto", the
+    value of the key and the argument must be equal.
 
     Raises:
         ConfigError: an "auto" is not filled, the config has a key under two names with different values, or an argument
@@ -143,7 +143,7 @@ def _is_name(argument: str, path: str) -> bool:
 
 
 def path_of_key(name: str, value: object) -> str:
-    """Return the path of the key with this name. If `value` is a block or None, `name` may be that of a block.
+    """Return the path of the key with this name. If `value` is a block or None, `name` may be the name of a block.
 
     Raises:
         ConfigError: no key, or more than one, has the name.
@@ -179,7 +179,7 @@ def _left(path: str) -> str:
 
 def _derive(rule: Callable[[Any], Any], name: str, value: Any) -> Any:
     if name == "hidden_size" and not (is_integer(value, at_least=1) and value < 2**24):
-        valid = "a whole number from 1 on"
+        valid = "a whole number from 1 to 16,777,215"
         raise ConfigError(describe(f"the argument {name}", shown(value), valid, "Pass the model's hidden size."))
     return rule(value)
 

@@ -129,7 +129,8 @@ def _run_torch_policy(
 
 
 def _default_units(model: nn.Module) -> list[str]:
-    # transformers lists the blocks of an architecture that must stay on one device. Some are of other variants of it.
+    # transformers lists the blocks of an architecture that must stay on one device. Some classes of the list belong to
+    # other variants of the architecture, so a class without a module is no error.
     names = getattr(model, "_no_split_modules", None) or ()
     units = _units_of_classes(model, [str(name) for name in names])
     units = [fqn for fqn in units if fqn] or list(_repeated_blocks(model, ""))
@@ -161,7 +162,9 @@ def _repeated_blocks(module: nn.Module, fqn: str) -> Iterator[str]:
 
 
 def find_leaf_modules(model: nn.Module, leaf_modules: LeafModules) -> list[str]:
-    """Return the FQNs of the modules that `leaf_modules` names, in registration order. Of nested ones, the outermost.
+    """Return the FQNs of the modules that `leaf_modules` names, in registration order.
+
+    If one of these modules is inside another, only the outer one is returned.
 
     Raises:
         ConfigError: an item matches no module of the model, or a container without a forward.

@@ -42,7 +42,10 @@ def resolve_batch_sizes(
 
 
 def check_batch_sizes(total: int | None, micro: int | None, steps: int, ranks: int | None) -> None:
-    """Raise ConfigError if `total` is not `micro` x `steps` x `ranks`, or no multiple of those that are known."""
+    """Raise ConfigError if `total` is not `micro` x `steps` x `ranks`.
+
+    If `micro` or `ranks` is unknown (None), `total` must be a multiple of the product of the others.
+    """
     if total is None:
         return
     product = steps * (micro or 1) * (ranks or 1)

@@ -11,7 +11,7 @@ from typing import Any
 from zeroamp.policies.errors import ConfigError
 
 MAX_JSON_BYTES = 32 * 1024**2
-"""Three times the index of a model with 100,000 tensors."""
+"""32 MiB: three times the size of a safetensors index of 100,000 tensors."""
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
@@ -63,7 +63,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
         loaded = read_json(path)
     except OSError as error:
         raise ConfigError(f"config {str(path)!r} cannot be read ({error}). Check the path of the file.") from error
-    except ValueError as error:  # not JSON, not UTF-8, an endless number, or nested without end
+    except ValueError as error:  # not JSON, not UTF-8, a number of thousands of digits, or nested too deeply
         raise ConfigError(f"config {str(path)!r} must contain a JSON object: {error}. Correct the file.") from error
     if not isinstance(loaded, dict):
         found = type(loaded).__name__

@@ -6,7 +6,8 @@ operations, so that the results are the same bits.
 
 [Note: first steps]
 In a warm-up, steps 0 and 1 have the same learning rate: that of iteration 0. The exception is WarmupCosineLR, which is
-0 at step 0 with any warmup_min_ratio. OneCycle's momentum is the minimum at step 0, and falls from the maximum then.
+0 at step 0 with any warmup_min_ratio. OneCycle's momentum is the minimum at step 0. From step 1 on it falls from the
+maximum.
 """
 
 import math
@@ -23,7 +24,7 @@ class Curve(Protocol):
     """A learning rate as a function of the step."""
 
     def lr(self, step: int, initial_lr: float) -> float:
-        """Return the learning rate of `step` (from 0 on). `initial_lr` is that with which the optimizer was built."""
+        """Return the learning rate of `step` (from 0 on). `initial_lr` is the one that the optimizer was built with."""
 
 
 def _warmup(iteration: int, num_steps: int, kind: WarmupType) -> float:
@@ -39,7 +40,7 @@ def _num_warmup_steps(asked: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WarmupLR:
-    """Rises from `warmup_min_lr` to `warmup_max_lr` (None: the initial learning rate), and is constant then."""
+    """Rises from `warmup_min_lr` to `warmup_max_lr` (None: the initial learning rate), then stays constant."""
 
     warmup_min_lr: float
     warmup_max_lr: float | None

@@ -68,7 +68,7 @@ class LossScaleState:
 
     scale: float
     hysteresis_left: int
-    """The counter of the hysteresis."""
+    """Overflows that are left until the scale is halved: the counter of `LossScale.after`."""
     num_steps: int = 0
     """Steps so far, skipped steps included."""
     last_overflow: int = -1

@@ -98,7 +98,7 @@ def _only_read(block: _B, config: Config, prefix: str = "") -> _B:
 
 
 def unread(path: str, config: Config) -> str | None:
-    """Return why an honoured key has no effect in this config, whatever its value; None if it may have one."""
+    """Return why an honoured key has no effect in this config, whatever its value; None if it may have an effect."""
     block, _, name = path.rpartition(".")
     if name == "enabled":
         return None
@@ -151,7 +151,7 @@ def _check_param_dtype(config: Config) -> None:
     if asked is not None and asked != actual:
         raise ConfigError(
             f'data_types.param_dtype must be "{short_name(actual)}" in mode {mode}, but is "{short_name(asked)}". '
-            "Remove it: the enabled bf16 or fp16 block sets the dtype."
+            "Remove it: only an enabled bf16 or fp16 block changes this dtype."
         )
 
 

@@ -48,7 +48,7 @@ class Offload:
     """Whether the shards are on the CPU. Unsharded parameters are on the accelerator in any case."""
 
     pin_memory: bool = True
-    """Whether the shards are in page-locked memory, so that copies overlap with compute. Needs an accelerator."""
+    """Whether the shards are in page-locked memory, so that copies overlap with compute. No effect on CPUs."""
 
 
 NO_OFFLOAD = Offload()
@@ -229,7 +229,10 @@ class Policy:
 
     @property
     def wire_dtype(self) -> torch.dtype:
-        """Communication dtype of the gradients of low-precision parameters at stages 1 to 3."""
+        """Communication dtype of the gradients of low-precision parameters; in mode "fp32", of all parameters.
+
+        At stage 0 it is used only with `reduce_accumulate_dtype` "native". Otherwise stage 0 communicates in fp32.
+        """
         return self.communication_data_type or self.gather_dtype
 
     @property
@@ -308,9 +311,9 @@ def policy_from_config(
         cfg: a mapping, or the path of a JSON file.
         world_size: the number of data-parallel ranks, with which batch sizes are derived and checked. By default
             WORLD_SIZE of the environment, which torchrun sets. `wrap_model` checks the sizes with the mesh.
-        auto: values for the keys that are `"auto"` in the config. Each is named by the key's path with dots, by its
-            last part, or, for `block.enabled`, by the block. `hidden_size` fills the three sizes that transformers
-            derives from it.
+        auto: values for the keys that are `"auto"` in the config. Each is named by the key's path with dots (or with
+            `__` for each dot), by its last part, or, for `block.enabled`, by the block. `hidden_size` fills the three
+            sizes that transformers derives from it, and `lr` also `scheduler.params.warmup_max_lr`.
 
     Raises:
         ConfigError: a key is unknown or unsupported, a value is not valid, two keys contradict each other, or an "auto"

@@ -85,7 +85,7 @@ def _status(path: str, value: Any, key: Key, policy: "Policy") -> tuple[str, str
 
 
 def _idle(path: str, policy: "Policy") -> str | None:
-    """Return why an honoured key has no effect in this policy, or None if it has one."""
+    """Return why an honoured key has no effect in this policy, or None if it has an effect."""
     if reason := unread(path, policy.config):
         return reason
     name = path.rpartition(".")[2]

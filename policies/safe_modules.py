@@ -23,7 +23,7 @@ def resolve_safe_classes(names: Sequence[str], model: nn.Module) -> tuple[type[n
     `model`. The result is for `isinstance`, so subclasses count too.
 
     Raises:
-        ConfigError: a name cannot be imported, is not the name of a module class, or is that of several classes.
+        ConfigError: a name cannot be imported, is not the name of a module class, or is the name of several classes.
     """
     return tuple(_resolve(name, model) for name in names)
 

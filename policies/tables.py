@@ -81,7 +81,7 @@ def render(
     Args:
         rows: dicts with equal keys.
         style: see `TableStyle`. Markdown is not narrowed.
-        names: keys that are names, such as FQNs, and are not changed.
+        names: keys that are names, such as the FQN of a module. Their headers are the keys, unchanged.
         headers: key -> its header, if not the key.
         width: characters of a line of text. None stands for `terminal_width()`.
     """

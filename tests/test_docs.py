@@ -99,7 +99,7 @@ def test_the_page_of_commands_has_every_command_and_option():
 
 
 def test_the_site_builds_without_a_warning(tmp_path):
-    pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install zeroamp[docs]")
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'zeroamp[docs]'")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr

@@ -10,7 +10,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name != "typer":
             raise
-        sys.exit("The command line of zeroamp needs typer: pip install zeroamp[cli]")
+        sys.exit("The command line of zeroamp needs typer: pip install 'zeroamp[cli]'")
     app()
 
 

@@ -1,4 +1,6 @@
-"""Registers autocast kernels for products that torch's autocast does not cast. Tested on torch 2.11, 2.13 and 2.15.
+"""Registers autocast kernels for matrix products that torch's autocast does not cast.
+
+Checked on torch 2.11, 2.13 and 2.15.
 
 [Note: Products that autocast does not cast]
 `torch._grouped_mm`, and so `F.grouped_mm` (torch 2.10 and newer), has no kernel at the dispatcher's autocast keys:

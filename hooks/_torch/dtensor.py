@@ -53,7 +53,7 @@ def split_dim(placement: Any) -> int | None:
 
 
 def is_strided(placement: Any) -> bool:
-    """Return whether a placement is FSDP2's `_StridedShard`: a later mesh axis shards the same dimension."""
+    """Return whether a placement is FSDP2's `_StridedShard`: a later axis of the mesh shards the same dimension."""
     return hasattr(placement, "split_factor")
 
 

@@ -155,7 +155,7 @@ def unsharded_sums(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, torch.Tenso
     for group in groups_of(unit._get_fsdp_state()):
         for parameter in group.fsdp_params:
             if hasattr(parameter, "_unsharded_param"):
-                # The sum in the accumulation dtype. Autograd's own gradient, if that is the parameter's dtype.
+                # FSDP2's sum in the accumulation dtype; or autograd's, if the accumulation dtype is the parameter's.
                 total = parameter.unsharded_accumulated_grad
                 total = parameter._unsharded_param.grad if total is None else total
                 if total is not None:
@@ -240,8 +240,8 @@ def chunks_on_demand() -> Iterator[None]:
 def set_accumulation_dtype(unit: FSDPModule, dtype: torch.dtype) -> bool:
     """Make `unit`'s groups sum unsharded gradients in `dtype` from the next backward on; return whether it was set.
 
-    FSDP2 reads this dtype once, from its `reduce_dtype`. From torch 2.15 on autograd sums, in a dtype that is fixed by
-    then: False is returned, and nothing is set.
+    FSDP2 reads this dtype once, from its `reduce_dtype`. From torch 2.15 on, autograd sums, and its dtype cannot be
+    changed later: nothing is set, and False is returned.
     """
     for group in groups_of(unit._get_fsdp_state()):
         for parameter in group.fsdp_params:
@@ -351,13 +351,13 @@ def has_reduction_options() -> bool:
 
 
 def keep_reduction_inputs(root: FSDPModule, num_inputs: int) -> None:
-    """Allow `num_inputs` flat inputs of reductions at the same time. FSDP2's default is 1, on every torch version."""
+    """Allow the flat inputs of `num_inputs` reductions to exist at the same time. FSDP2's default is 1."""
     if num_inputs > 1:
         root.set_reduce_scatter_max_input_buffers(num_inputs)
 
 
 def leave_replicas_alone(unit: FSDPModule) -> None:
-    """Let FSDP2 sum the gradients of `unit`'s own groups over shards only, not over replicas.
+    """Make FSDP2 sum the gradients of `unit`'s own groups over the ranks that shard only, not over replicas.
 
     The groups' collectives no longer use the mesh's first axis; the DTensors of parameters and gradients retain it.
     FSDP2 still calls the hook of `set_all_reduce_hook` after each reduction, in its stream for all-reduces.

@@ -6,23 +6,23 @@ buffers would differ in size. So a group whose unit ran reduces zeros for each t
 group whose unit did not run reduces nothing. FSDP2's own flag (torch 2.13) reduces zeros for such groups too.
 
 [Note: One dtype per reduction]
-FSDP2 reduces gradients of one dtype. Earlier micro-batches leave sums in the dtype of accumulation. A parameter that
-was first used, or unfrozen, in the last micro-batch has a gradient in its own dtype: it is cast to the sums' dtype.
-From torch 2.15 on, autograd itself sums in the dtype of accumulation.
+FSDP2 reduces gradients of one dtype. Earlier micro-batches leave sums in the accumulation dtype. A parameter that was
+first used, or unfrozen, in the last micro-batch has a gradient in its own dtype. This gradient is cast to the dtype of
+the sums. From torch 2.15 on, autograd itself sums in the accumulation dtype.
 
 [Note: Reducing once]
 FSDP2 ends a group's backward, and reduces it, with each run of its module: autograd hands out a parameter's gradient
 after all runs, so all reductions but the last are of zeros. A head may run for each chunk of a sequence. After
-`reduce_once`, only the first run of a forward ends the group's backward; its backward comes last. If it comes before
-other gradients, FSDP2 reduces the rest at the end of the whole backward.
+`reduce_once`, only the first run of a forward ends the group's backward, because the backward of that run comes last.
+If further gradients of the group come after it, FSDP2 reduces them at the end of the whole backward.
 
 [Note: Sums that await their replicas]
 With HSDP, each replica sums the micro-batches of an optimizer step, and these sums are summed over replicas once. FSDP2
 adds the reductions of the micro-batches in `parameter.grad`. The hook of the last one moves them from there into the
 flat reduced shard (`add_partial_sums`), before the sum over replicas, and FSDP2 makes `parameter.grad` from the result.
-A group that ran in an earlier micro-batch but not in the last one reduces zeros then. Where the optimizer step goes on
-after its last micro-batch (`TrainStep.reopen`), what all replicas have summed and divided is set aside before the next
-sums of one replica, and the next result is added to it.
+A group that ran in an earlier micro-batch but not in the last one reduces zeros in the last one. `TrainStep.reopen` may
+continue an optimizer step after its last micro-batch. `parameter.grad` then holds a gradient that is summed over all
+replicas and divided. It is set aside while a replica sums its next micro-batches, and is added to their result.
 
 [Note: Unsharded sums in the order of the tree]
 At stages 0 and 1, FSDP2 adds the unsharded gradients of the micro-batches one after the other. After
@@ -107,7 +107,7 @@ class GroupGradients:
         return id(self._group)
 
     def is_of(self, module: nn.Module) -> bool:
-        """Return whether the group is one of a module's own."""
+        """Return whether `module` itself, and not a module inside it, has the FSDP2 state of this group."""
         return isinstance(module, FSDPModule) and self._group in groups_of(module._get_fsdp_state())
 
     def reduce_once(self) -> None:
@@ -157,7 +157,7 @@ class GroupGradients:
         See [Note: Sums that await their replicas]. Call in the hook of `set_all_reduce_hook`.
 
         Raises:
-            RuntimeError: a parameter was frozen between two micro-batches, so its sum can not be completed.
+            RuntimeError: a parameter was frozen between two micro-batches, so its sum cannot be completed.
         """
         if not self.sums_replicas:
             if not self._awaits_replicas:
@@ -174,7 +174,8 @@ class GroupGradients:
                 if sharded.grad is not None or partial_sums is not None or index in self._of_all_replicas:
                     raise RuntimeError(
                         f"A parameter of shape {tuple(sharded.shape)} was frozen between two micro-batches of an "
-                        "optimizer step, where shards are replicated. Freeze it between optimizer steps."
+                        "optimizer step. With replicas (HSDP) the sum of its gradients cannot be completed then. "
+                        "Freeze it between two optimizer steps."
                     )
                 continue
             shard = torch.as_strided(

@@ -18,7 +18,7 @@ if it is valid already. Parameters that were not reduced have no `grad`."""
 def after_each_reduction(root: nn.Module, callback: AfterReduction) -> None:
     """Call back after FSDP2's post-backward of each parameter group of `root`, whether the group was reduced or not.
 
-    `register_post_accumulate_grad_hook` can not be used: its hook runs once per parameter, before FSDP2 records the
+    `register_post_accumulate_grad_hook` cannot be used: its hook runs once per parameter, before FSDP2 records the
     group's event. From torch 2.13 on, FSDP2 also waits for the copy of each gradient whose parameter has such a hook.
     """
     for unit in units_of(root):

@@ -21,7 +21,7 @@ def abandon(root: FSDPModule) -> None:
         return
     _wait_for_streams(state)
     for group in groups:
-        _drop_gather(group)
+        _discard_all_gather(group)
     for unit in units:
         release(unit)
     if hasattr(state, "_reset_iter_state"):  # from 2.13 on
@@ -45,7 +45,7 @@ def _wait_for_streams(state: Any) -> None:
         current.wait_stream(stream)
 
 
-def _drop_gather(group: Any) -> None:
+def _discard_all_gather(group: Any) -> None:
     """Wait for an all-gather that was started, and discard it. Copying it out might run out of memory again."""
     result, group._all_gather_result = group._all_gather_result, None
     if result is None:

@@ -1,4 +1,4 @@
-"""The all-gather of one typed group: FSDP2's own, with listeners and a name in traces."""
+"""The all-gather of one parameter group: FSDP2's own, with listeners and a named range in traces."""
 
 import math
 from collections.abc import Sequence
@@ -25,7 +25,8 @@ class GroupAllGather(AllGather):
 
     group_name: str
     nodes: Nodes | None = None
-    """The two levels of an all-gather over all ranks that shard. None: flat, as always over the fewer ranks of hpZ."""
+    """The two levels of an all-gather over all ranks that shard. None: one level. An all-gather over the fewer ranks of
+    a secondary partition (hpZ) always has one level."""
     listeners: Sequence[CollectiveListener] = ()
     ranges: Ranges = field(default_factory=Ranges)
 
@@ -40,7 +41,10 @@ class GroupAllGather(AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """All-gather `input_tensor` (this rank's shards) into `output_tensor` (all ranks')."""
+        """All-gather `input_tensor` (1-D, this rank's shards) into `output_tensor` (1-D, the shards of all ranks).
+
+        Both have the group's `param_dtype`. Returns the work to wait for with `async_op`, else None.
+        """
         if not self.ranges.is_active:
             return self._issue(output_tensor, input_tensor, group, async_op)
         with self.ranges.inside("all_gather", f"{self.group_name} {short_name(output_tensor.dtype)}"):

@@ -10,16 +10,16 @@ up to 2^21 slices is below 2^53, so fp64 holds it exactly. It is split into mult
 added over all blocks and, in the step's all-reduce, over all ranks: exactly again, up to 2^43 terms. Then every rank
 adds the places from the highest to the lowest.
 
-Beside the largest term, the bits of three places matter: the highest place of any term, and the two below. Lower slices
-are cut off. A block cuts off what is below the three highest places of its own terms. The highest place of all terms
-is as high or higher, so no block has cut off a slice that counts. At least 65 bits below the largest term are summed. n
+Only three places count: the highest place of any term, and the two below it. Lower slices are cut off. A block cuts off
+what is below the three highest places of its own terms. The highest place of all terms is as high or higher, so no
+block has cut off a slice that counts. At least the 65 bits from the leading bit of the largest term on are summed. n
 terms lose less than n 2^-64 of the largest one: 2^-31 for 2^33 terms.
 
 This is the pre-rounded sum with fixed bins of Demmel and Nguyen ("Parallel Reproducible Summation", IEEE Transactions
 on Computers 64, 2015) and of Ahrens, Demmel and Nguyen ("Algorithms for Efficient Reproducible Floating Point
 Summation", ACM Transactions on Mathematical Software 46, 2020), with bins of integers that are cut off, not rounded.
 
-The range is that of squares of fp32 numbers: 2^-298 to 2^256. If a term is inf or nan, so is the sum: nan.
+The range is that of squares of fp32 numbers: 2^-298 to 2^256. If a term is inf or nan, the sum is nan.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -33,7 +33,7 @@ _NUM_PLACES = -(-(256 - _LOWEST + 1) // _WIDTH)  # 18
 _NUM_KEPT = 3
 _SPLIT = 2.0**26
 NUM_NUMBERS = 3 * _NUM_PLACES
-"""fp64 numbers that a sum is sent as."""
+"""The number of fp64 numbers in which a rank sends its part of a sum."""
 _BLOCK = {"cpu": 2**16}  # terms that are cut at a time: 512 KiB in fp64, so that they stay in a core's cache
 _LARGEST_BLOCK = 2**21
 _SHARE = 4  # a tensor of at most this part of a block shares one

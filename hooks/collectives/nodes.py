@@ -1,14 +1,14 @@
 """Reductions and all-gathers over one mesh axis in two levels: inside each node, and between nodes.
 
 [Note: Two levels]
-An axis of N = m x g ranks, numbered node by node, has m nodes of g ranks. In a flat all-to-all each rank sends (m-1)/m
-of its gradients to other nodes. In two levels the ranks of a node first exchange their gradients unchanged. Each rank
-then holds this node's terms of one chunk for every node, and sums them in fp32. Then the ranks with the same place in
-their nodes exchange these partial sums and add them. As g is a power of two, this is the tree of `tree_sum.py`, bit for
-bit.
+An axis of N = m x g ranks, numbered node by node, has m nodes of g ranks. In one level, an all-to-all over all ranks,
+each rank sends (m-1)/m of its gradients to other nodes. In two levels the ranks of a node first exchange their
+gradients unchanged. Each rank then holds this node's terms of one chunk for every node, and sums them in fp32. Then the
+ranks with the same place in their nodes exchange these partial sums and add them. As g is a power of two, this is the
+tree of `tree_sum.py`, bit for bit.
 
-Bytes that leave one node in a reduction of B bytes of bf16 gradients, with 2 nodes of 4 ranks: flat 2 B; partial sums
-in fp32 1 B, in 3 bytes 0.75 B, in bf16 0.5 B. In general flat g B (m-1)/m, fp32 2 B (m-1)/m.
+Bytes that leave one node in a reduction of B bytes of bf16 gradients, with 2 nodes of 4 ranks: in one level 2 B; with
+partial sums in fp32 1 B, in 3 bytes 0.75 B, in bf16 0.5 B. In general in one level g B (m-1)/m, in fp32 2 B (m-1)/m.
 
 The all-gather goes the other way: between nodes first, then inside the node. It moves a ring's bytes between nodes, B
 (m-1)/m, in m-1 + g-1 steps instead of N-1.
@@ -101,7 +101,7 @@ def all_gather_of_axis(
     nodes: Nodes | None,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """All-gather over `group`: in two levels if `nodes` is given and has as many ranks as the group, else flat."""
+    """All-gather over `group`: in two levels if `nodes` has as many ranks as the group, else in one."""
     if nodes is None or group.size() != nodes.size():
         return all_gather(output, input, group, async_op=async_op)
     return nodes.all_gather(output, input, async_op=async_op)

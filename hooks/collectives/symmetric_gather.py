@@ -31,7 +31,10 @@ class SymmetricGather(GroupAllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """All-gather `input_tensor` (this rank's shards) into `output_tensor` (all ranks')."""
+        """All-gather `input_tensor` (1-D, this rank's shards) into `output_tensor` (1-D, the shards of all ranks).
+
+        Both have the group's `param_dtype`. Returns the work to wait for with `async_op`, else None.
+        """
         with self.ranges.inside("all_gather", f"{self.group_name} {short_name(output_tensor.dtype)}"):
             issued = IssuedCollective("all_gather", output_tensor, self.group_name, group)
             work = issue(lambda: self.symmetric(output_tensor, input_tensor, group, async_op), issued, self.listeners)

@@ -6,11 +6,11 @@ largest power of two below N, the right part has the others.
 
     T(1) = row 0        T(N) = T(first L rows) + T(other N - L rows),  L = the largest power of two < N
 
-Every sum over ranks has this order: flat, in two levels, of replicas, on every device. If blocks of equal size, a power
-of two, are summed first, the tree over these sums is the same tree. So a sum over the ranks of each node and then over
-the nodes has the bits of the flat sum. HSDP with a power of two of shards has the bits of all its ranks in one axis.
-With 2 or 3 ranks it is the order of the ranks. The rounding error grows with log2(N). That of a sum in the order of the
-ranks would grow with N.
+Every sum over ranks has this order: in one level or two, over shards or replicas, on every device. If blocks of equal
+size, a power of two, are summed first, the tree over these sums is the same tree. So a sum over the ranks of each node
+and then over the nodes has the bits of the sum in one level. HSDP with a power of two of shards has the bits of all its
+ranks in one axis. With 2 or 3 ranks it is the order of the ranks. The rounding error grows with log2(N). That of a sum
+in the order of the ranks would grow with N.
 
 The sum is divided by the number of ranks once, after the whole tree. This is a division (IEEE), not a multiplication by
 the inverse, which differs in the last bit unless N is a power of two.

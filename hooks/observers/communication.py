@@ -22,10 +22,10 @@ class CommunicationListener(Protocol):
     """Is called before and after each of FSDP2's methods that communicate. Nested calls count as one."""
 
     def enter_communication(self) -> None:
-        """Handle the begin of such a method."""
+        """Handle the start of such a method."""
 
     def leave_communication(self) -> None:
-        """Handle the end of such a method, also if it raised."""
+        """Handle the end of such a method. Called also if it raised."""
 
 
 class CommunicationWatch:

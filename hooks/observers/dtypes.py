@@ -18,14 +18,14 @@ from zeroamp.policies.dtypes import short_name
 
 
 class Observations:
-    """The dtypes that were seen, by parameter and by boundary (a column of the ledger)."""
+    """The dtypes that were seen, by parameter and by boundary: the key of a column of the ledger, such as "gather"."""
 
     def __init__(self) -> None:
         self.seen: dict[str, dict[str, dict[str, str]]] = {}
         """FQN -> boundary -> short name of a dtype -> where it was seen first."""
 
     def see(self, fqn: str, boundary: str, dtype: torch.dtype, where: str) -> None:
-        """Record a dtype of the parameter `fqn` at a boundary. Of equal dtypes, the first `where` is kept."""
+        """Record a dtype of the parameter `fqn` at a boundary. For a dtype seen twice, the first `where` stays."""
         self.seen.setdefault(fqn, {}).setdefault(boundary, {}).setdefault(short_name(dtype), where)
 
 

@@ -1,4 +1,4 @@
-"""Named ranges in traces. A name has the unit or parameter group, and the dtype of its communication.
+"""Named ranges in traces. A name contains the unit or parameter group, and the dtype of its communication.
 
 | range | what |
 |---|---|
@@ -23,7 +23,7 @@ root's forward calls the root again, the outer range ends at that call.)
 [Note: Backward ranges]
 Hooks on a unit's outputs open its backward range, hooks on its inputs close it. Autograd runs these hooks inside its
 events of single nodes (`autograd::engine::evaluate_function`), so the range begins and ends in the middle of such
-events. `zeroamp profile` moves both ends to the begin of the node. If no input of a unit needs a gradient, its range is
+events. `zeroamp profile` moves both ends to the start of the node. If no input of a unit needs a gradient, its range is
 closed when the backward of the next unit begins, or when the whole backward ends.
 """
 

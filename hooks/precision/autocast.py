@@ -49,7 +49,7 @@ def _with_casts(autocast: torch.autocast, ops: frozenset[str]) -> Iterator[None]
 
 
 def enter_autocast(device_type: str, dtype: torch.dtype, ops: frozenset[str] = frozenset()) -> Around:
-    """Return an around that runs a forward under `config_autocast`, for the place "autocast" of `RootForward`."""
+    """Return an `Around` that runs a forward under `config_autocast`, for the place "autocast" of `RootForward`."""
     return lambda _call: config_autocast(device_type, dtype, ops)
 
 
@@ -63,7 +63,7 @@ def forget_casts(call: ForwardCall) -> None:
 
 
 def warn_of_other_autocast(device_type: str, dtype: torch.dtype) -> Around:
-    """Return an around that logs one warning if the caller's autocast around a forward differs from the config's."""
+    """Return an `Around` that logs one warning if the caller's autocast differs from the config's."""
     has_warned = False
 
     def look(call: ForwardCall) -> None:
@@ -75,7 +75,7 @@ def warn_of_other_autocast(device_type: str, dtype: torch.dtype) -> Around:
 
 
 def refuse_autocast(device_type: str, mode: str) -> Around:
-    """Return an around that raises a PrecisionError if the caller has autocast on, for a config without autocast."""
+    """Return an `Around` that raises a PrecisionError if the caller has autocast on, for a config without autocast."""
 
     def look(_call: ForwardCall) -> None:
         if torch.is_autocast_enabled(device_type):

@@ -15,7 +15,7 @@ from zeroamp.hooks.precision.wrapped_forward import WrappedForward
 
 
 class CastsInRecomputation(WrappedForward):
-    """Wraps the forward of a module that runs such ops. Outside of a backward the forward is unchanged.
+    """Wraps the forward of a module that runs ops of `zeroamp.autocast_ops`. Outside of a backward it is unchanged.
 
     Autograd runs backwards of accelerators in threads of its own, in which the forward's contexts are not active. The
     forward itself is wrapped, not hooked, so that a block that was compiled without the casts is compiled again.

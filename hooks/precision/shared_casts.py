@@ -1,10 +1,11 @@
 """Casts an activation once for all safe Linears that read it. `torch.autocast` casts it once for each Linear.
 
 [Note: The same bits]
-Under autocast q, k and v each make a low-precision copy of one tensor and save it for their backward; so do gate and
-up. The copies are equal, so one copy is shared. The backwards must stay separate: autocast casts each consumer's
-gradient to fp32 and then adds them, but the gradients of one shared copy would be added in low precision. So each
-consumer after the first gets the copy through an autograd function whose backward casts to fp32, as autocast's does.
+Under autocast the Linears q, k and v of an attention each make a low-precision copy of one tensor and save it for their
+backward; so do gate and up. The copies are equal, so one copy is shared. The backwards must stay separate: autocast
+casts each consumer's gradient to fp32 and then adds them, but the gradients of one shared copy would be added in low
+precision. So each consumer after the first gets the copy through an autograd function whose backward casts to fp32, as
+autocast's does.
 
 [Note: A native node]
 An autograd function in Python takes several times the host time of a cast by torch, in forward and backward. So a small

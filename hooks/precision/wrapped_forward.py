@@ -11,7 +11,7 @@ class WrappedForward:
     """Replaces the forward of a module by a wrapper of it.
 
     The forward itself is wrapped, not hooked: a `with` inside a function can be compiled into one graph. A context that
-    one hook enters and another exits can not.
+    one hook enters and another exits cannot.
     """
 
     def __init__(self, module: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -58,7 +58,7 @@ class _BalancedRouting(TorchFunctionMode):
     def __init__(self, num_experts: int) -> None:
         super().__init__()
         self._num_experts = num_experts
-        self._num_asked = 0
+        self._num_wheres = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -66,11 +66,11 @@ class _BalancedRouting(TorchFunctionMode):
         """Return fixed results of these two functions, and run all others."""
         name = getattr(func, "__name__", "")
         if name == "nonzero" and len(args) == 1 and not kwargs and args[0].dim() == 1:
-            self._num_asked = 0
+            self._num_wheres = 0
             return [[expert] for expert in range(self._num_experts)]
         if name == "where" and len(args) == 1 and not kwargs and args[0].dim() == 2:
             mask: torch.Tensor = args[0]  # [choices of a token, tokens], of one expert
-            expert, self._num_asked = self._num_asked, self._num_asked + 1
+            expert, self._num_wheres = self._num_wheres, self._num_wheres + 1
             num_chosen = mask.numel() // self._num_experts + (expert < mask.numel() % self._num_experts)
             return torch.empty(num_chosen, 2, dtype=torch.long, device=mask.device).unbind(1)
         return func(*args, **(kwargs or {}))

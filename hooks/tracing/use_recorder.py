@@ -186,9 +186,9 @@ class UseRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._calls.pop()
 
 
-_ATTRIBUTES = frozenset({"dtype", "itemsize", "nbytes"})
-_QUESTIONS = frozenset({"can_cast", "element_size", "result_type", "type"})
-_OF_THE_OTHER = frozenset({"to", "type_as"})
+_DTYPE_ATTRIBUTES = frozenset({"dtype", "itemsize", "nbytes"})
+_READ_DTYPES_OF_ALL = frozenset({"can_cast", "element_size", "result_type", "type"})
+_READ_DTYPE_OF_SECOND = frozenset({"to", "type_as"})
 """`x.to(weight)` reads the dtype of `weight`, not of `x`."""
 
 
@@ -207,16 +207,16 @@ class DtypeReads(TorchFunctionMode):
     ) -> Any:
         """Run the function, after `note` of the tensors whose dtype it reads."""
         kwargs = kwargs or {}
-        asked = [value for value in _asked(func, [*args, *kwargs.values()]) if isinstance(value, torch.Tensor)]
-        for tensor in asked:
+        read = [value for value in _dtype_read_of(func, [*args, *kwargs.values()]) if isinstance(value, torch.Tensor)]
+        for tensor in read:
             self._note(tensor)
         return func(*args, **kwargs)
 
 
-def _asked(func: Any, arguments: list[Any]) -> list[Any]:
+def _dtype_read_of(func: Any, arguments: list[Any]) -> list[Any]:
     name = getattr(func, "__name__", "")
     if name == "__get__":
-        return arguments[:1] if func.__self__.__name__ in _ATTRIBUTES else []
-    if name in _OF_THE_OTHER:
+        return arguments[:1] if func.__self__.__name__ in _DTYPE_ATTRIBUTES else []
+    if name in _READ_DTYPE_OF_SECOND:
         return arguments[1:]
-    return arguments if name in _QUESTIONS else []
+    return arguments if name in _READ_DTYPES_OF_ALL else []

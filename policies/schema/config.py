@@ -37,6 +37,7 @@ _SUMS_IN_FP32 = (
     "Remove it: gradients are summed in fp32 and then divided, so that the sum neither over- nor underflows."
 )
 _NO_SUCH_FEATURE = "Remove it: zeroamp has no such feature."
+_PARALLELIZE = "Parallelize the model with torch: docs/meshes.md."
 _GONE = "Remove it: DeepSpeed 0.19.8 has removed it too."
 
 
@@ -79,7 +80,9 @@ class ZeroampBlock(Block):
     ] = ()
     external_autocast: Annotated[
         Literal["error", "allow"],
-        Honoured("if `torch_autocast` is off: whether a forward inside your own `torch.autocast` raises, or `allow`"),
+        Honoured(
+            "a forward inside your own `torch.autocast`, if `torch_autocast` is off: `error` raises, `allow` runs it"
+        ),
     ] = "error"
     dp_replicate_size: Annotated[
         PositiveInt, Honoured("HSDP: number of replicas, each sharded over its part of the ranks, if no mesh is passed")
@@ -88,7 +91,7 @@ class ZeroampBlock(Block):
         Literal["auto", "off"] | PositiveInt,
         Honoured(
             "ranks per node: reductions and all-gathers over several nodes then run in two levels, with the same bits. "
-            "`auto`: the launcher's `LOCAL_WORLD_SIZE`; `off` or 1: flat (docs/precision.md)"
+            "`auto`: the launcher's `LOCAL_WORLD_SIZE`; `off` or 1: one level (docs/precision.md)"
         ),
     ] = "auto"
     partials_between_nodes: Annotated[
@@ -144,8 +147,8 @@ class ZeroampBlock(Block):
         Literal["auto", 0],
         BeforeValidator(_auto_or_zero),
         Honoured(
-            "dimension over which a parameter is sharded. `auto`: another dimension than 0 if this saves at least 1 % "
-            "of padding (docs/precision.md); `0`: always dimension 0"
+            "dimension over which a parameter is sharded. `auto`: if padding adds at least 1 % to dimension 0, another "
+            "dimension that needs no padding (docs/precision.md); `0`: always dimension 0"
         ),
     ] = "auto"
     recovery: Annotated[
@@ -169,22 +172,23 @@ class ZeroampBlock(Block):
     own_units: Annotated[
         bool,
         Honoured(
-            "at stage 3, large embeddings and output heads outside of all units are units of their own. With false, "
-            "they stay unsharded with the root; same bits"
+            "at stage 3, embeddings and output heads outside of all units are units of their own, from "
+            "`stage3_param_persistence_threshold` elements on. With false, they stay unsharded with the root; same bits"
         ),
     ] = True
     reduce_scatter_input_buffers: Annotated[
         PositiveInt,
         Honoured(
-            "number of flat inputs of reductions at the same time (torch 2.13+). With 1, a unit's backward waits for "
-            "the reduction before it. Each further one needs the memory of one input"
+            "number of reductions whose flat input may exist at the same time (torch 2.13+). With 1, a unit's backward "
+            "waits for the reduction of the unit before. Each further one adds the memory of one flat input"
         ),
     ] = 1
     separate_reduce_scatter_group: Annotated[
         bool | None,
         Honoured(
             "reductions have their own process group (torch 2.13+), so that NCCL runs them beside all-gathers and not "
-            "after them; same bits. Default: true if reductions between nodes are flat and `zeroamp.recovery` is off"
+            "after them; same bits. Default: true if reductions between nodes have one level and `zeroamp.recovery` is "
+            "off"
         ),
     ] = None
     symmetric_memory: Annotated[
@@ -201,7 +205,7 @@ class Config(Block):
 
     train_batch_size: Annotated[
         PositiveInt | None,
-        Honoured("samples per optimizer step; must be micro-batch size x accumulation steps x ranks"),
+        Honoured("samples per optimizer step; must be micro-batch size x accumulation steps x data-parallel ranks"),
     ] = None
     train_micro_batch_size_per_gpu: Annotated[PositiveInt | None, Honoured("samples per micro-batch and rank")] = None
     gradient_accumulation_steps: Annotated[
@@ -222,8 +226,9 @@ class Config(Block):
     communication_data_type: Annotated[
         Dtype | None,
         Honoured(
-            "communication dtype of the gradients of low-precision parameters (in mode fp32 of all). Default: the "
-            "dtype of the raw gradients. Under autocast, other parameters are always reduced in fp32"
+            "communication dtype of the gradients of low-precision parameters, in mode fp32 of all parameters. "
+            "Default: the dtype of the raw gradients, which autograd produces. Under autocast, other parameters are "
+            "always reduced in fp32"
         ),
     ] = None
     zero_optimization: ZeroOptimizationBlock = ZeroOptimizationBlock()
@@ -294,7 +299,7 @@ class Config(Block):
     datastates_ckpt: Annotated[object, Unsupported(_NO_SUCH_FEATURE)] = None
     eigenvalue: Annotated[object, Unsupported(_GONE)] = None
     elasticity: Annotated[object, Unsupported(_GONE)] = None
-    expert_parallel: Annotated[object, Unsupported("Parallelize the model with torch: docs/meshes.md.")] = None
+    expert_parallel: Annotated[object, Unsupported(_PARALLELIZE)] = None
     fp32_allreduce: Annotated[object, Unsupported('Write "communication_data_type": "fp32".')] = None
     graph_harvesting: Annotated[object, Unsupported(_GONE)] = None
     hybrid_engine: Annotated[object, Unsupported(_NO_SUCH_FEATURE)] = None
@@ -302,8 +307,8 @@ class Config(Block):
     pipeline: Annotated[object, Unsupported(_NO_SUCH_FEATURE)] = None
     progressive_layer_drop: Annotated[object, Unsupported(_GONE)] = None
     quantize_training: Annotated[object, Unsupported(_GONE)] = None
-    sequence_parallel_size: Annotated[object, Unsupported(_NO_SUCH_FEATURE, (None, 1))] = None
+    sequence_parallel_size: Annotated[object, Unsupported(_PARALLELIZE, (None, 1))] = None
     sparse_attention: Annotated[object, Unsupported(_GONE)] = None
     sparse_gradients: Annotated[object, Unsupported(_GONE)] = None
-    tensor_parallel: Annotated[object, Unsupported("Parallelize the model with torch: docs/meshes.md.")] = None
+    tensor_parallel: Annotated[object, Unsupported(_PARALLELIZE)] = None
     weight_quantization: Annotated[object, Unsupported(_NO_SUCH_FEATURE)] = None

@@ -85,7 +85,7 @@ class Key:
     """With dots: "zero_optimization.stage"."""
     key_class: KeyClass
     default: Any
-    """The value without the key; pydantic's `PydanticUndefined` if the key must be given."""
+    """The value if the config does not have the key; pydantic's `PydanticUndefined` if the key must be given."""
 
 
 def iter_keys(block: type[Block], prefix: str = "") -> Iterator[Key]:

@@ -85,4 +85,4 @@ PerGroup = Annotated[float | tuple[float, ...], BeforeValidator(_per_group)]
 """A number from 0 to `LARGEST`, or a JSON list with one such number per param group of the optimizer."""
 
 MomentumPerGroup = Annotated[PerGroup, AfterValidator(_fractions)]
-"""The same, below 1."""
+"""A number from 0 to below 1, or a JSON list with one such number per param group of the optimizer."""

@@ -82,13 +82,17 @@ class DataTypesBlock(Block):
     ] = None
     buffer_dtype: Annotated[
         Dtype | None,
-        Honoured("`wrap_model` casts floating-point buffers to this dtype. Default: buffers are not cast"),
+        Honoured(
+            "`wrap_model` casts floating-point buffers to this dtype, except those that a key keeps in fp32. "
+            "Default: buffers are not cast"
+        ),
     ] = None
     keep_in_fp32_modules: Annotated[
         Literal["auto"] | Names,
         Honoured(
             "names, parts of names or classes (`*` and `?` too) that are all-gathered and computed in fp32 in every "
-            "mode; `auto`: a transformers model's `_keep_in_fp32_modules`"
+            "mode; `auto`: a transformers model's `_keep_in_fp32_modules_strict`, and in mode fp16 also its "
+            "`_keep_in_fp32_modules`"
         ),
     ] = "auto"
 

@@ -87,8 +87,8 @@ class ZeroOptimizationBlock(Block):
     stage3_param_persistence_threshold: Annotated[
         Elements,
         Honoured(
-            "elements; smaller fp32 parameters of low-precision units, and the root's own, are all-gathered "
-            "once per optimizer step in one group, at every stage",
+            "elements. Smaller fp32 parameters of units that also have low-precision ones, and the root's own, are "
+            "all-gathered once per optimizer step in one group, at every stage",
             other_name="param_persistence_threshold",
         ),
     ] = 100_000
@@ -152,7 +152,7 @@ class ZeroOptimizationBlock(Block):
     )
     stage3_model_persistence_threshold: Annotated[
         Elements,
-        Native("only stage3_param_persistence_threshold bounds the persistent group", "model_persistence_threshold"),
+        Native("only stage3_param_persistence_threshold bounds the model-wide group", "model_persistence_threshold"),
     ] = 2**63 - 1
     stage3_max_reuse_distance: Annotated[
         Elements, Native("units reshard after use; see stage3_max_live_parameters", "max_reuse_distance")
@@ -171,7 +171,7 @@ class ZeroOptimizationBlock(Block):
     pipeline_loading_checkpoint: Annotated[bool, Native("there are no pipeline stages")] = False
     load_from_fp32_weights: Annotated[bool, Native("checkpoints contain the fp32 weights")] = True
     elastic_checkpoint: Annotated[bool, Native("checkpoints load on any number of ranks")] = False
-    log_trace_cache_warnings: Annotated[bool, Native("nothing is traced")] = False
+    log_trace_cache_warnings: Annotated[bool, Native("the order of fetches is not traced")] = False
     enable_sanity_checks: Annotated[bool, Native("the checks are always on")] = False
     save_muon_momentum_buffer_in_memory: Annotated[bool, Native("only DeepSpeed's Muon reads it")] = False
     zero_quantized_weights: Annotated[bool, Unsupported(_QUANTIZED)] = False

@@ -87,7 +87,7 @@ BAD = [
         'is "fp32"',
         "Remove one of the two keys",
     ),
-    ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype", 'is "bf16"', "Remove it: the enabled bf16 or"),
+    ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype", 'is "bf16"', "Remove it: only an enabled bf16"),
     ({"data_types": {"buffer_dtype": "int8"}}, "data_types.buffer_dtype", 'is "int8"', "Change the value"),
     (
         {"data_types": {"keep_in_fp32_modules": "norm"}},
@@ -257,6 +257,13 @@ BAD_WITH_ARGUMENTS = [
         {"hidden_size": -8},
         "the argument hidden_size",
         "is -8",
+        "Pass the model's hidden size",
+    ),
+    (
+        {"zero_optimization": {"reduce_bucket_size": "auto"}},
+        {"hidden_size": 2**24},
+        "the argument hidden_size",
+        "must be a whole number from 1 to 16,777,215, but is 16777216",
         "Pass the model's hidden size",
     ),
     (

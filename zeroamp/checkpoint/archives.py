@@ -57,7 +57,7 @@ class Inert:
         module, _, last = cls.name.rpartition(".")
         is_of_torch = module.partition(".")[0] == "torch" and last.endswith(("Tensor", "Storage"))
         if is_of_torch or (last == "bytearray" and any(isinstance(argument, int) for argument in args)):
-            raise ValueError(f"a call of {cls.name}")
+            raise ValueError(f"its pickle calls {cls.name}")
         if last == "_rebuild_from_type_v2" and isinstance(args[0], type):  # torch's function calls its first argument
             args[0](*args[2])
         self = super().__new__(cls)
@@ -84,7 +84,7 @@ class InertUnpickler(pickle.Unpickler):
         """
         for opcode, argument, _ in pickletools.genops(content):  # also refuses lengths beyond the end
             if opcode.name in ("PUT", "LONG_BINPUT") and (argument or 0) > len(content):
-                raise ValueError(f"a pickle of {len(content)} bytes with {argument:,} objects to remember")
+                raise ValueError(f"its pickle of {len(content)} bytes has {argument:,} objects to remember")
         super().__init__(io.BytesIO(content))
         self._persistent_load = persistent_load
         self._found: dict[str, Any] = {}
@@ -99,7 +99,7 @@ class InertUnpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         """Pass the id of a tensor's storage to the function given at construction."""
         if self._persistent_load is None:
-            raise pickle.UnpicklingError("a persistent id")
+            raise pickle.UnpicklingError("its pickle has a persistent id")
         return self._persistent_load(pid)
 
 
@@ -182,15 +182,15 @@ def _sizes(archive: zipfile.ZipFile, file: IO[bytes]) -> dict[str, int]:
     records = archive.infolist()
     sizes = {record.filename: record.file_size for record in records}
     if archive.start_dir != _directory_start(file, num_bytes):
-        raise ValueError("two directories")  # torch might read the other one
+        raise ValueError("it has two zip directories")  # torch might read the other one
     if any(
         (record.compress_type, record.compress_size) != (zipfile.ZIP_STORED, record.file_size) for record in records
     ):
-        raise ValueError("compressed records")
+        raise ValueError("it has compressed records")
     if sum(sizes.values()) > num_bytes or len({name.casefold() for name in sizes}) < len(records):
-        raise ValueError("records that overlap")
+        raise ValueError("it has records that overlap")
     if len({name.partition("/")[0] for name in sizes}) != 1:
-        raise ValueError("records outside of its folder")
+        raise ValueError("it has records outside of its folder")
     return sizes
 
 
@@ -199,14 +199,14 @@ def _directory_start(file: IO[bytes], num_bytes: int) -> int:
     file.seek(-_END.size, os.SEEK_END)
     signature, start = _END.unpack(file.read(_END.size))
     if signature != b"PK\5\6":
-        raise ValueError("a comment at its end")
+        raise ValueError("it has a comment at its end")
     file.seek(max(0, num_bytes - _END.size - _LOCATOR.size - _END_64.size))
     signature_64, start_64 = _END_64.unpack(file.read(_END_64.size))
     locator, place = _LOCATOR.unpack(file.read(_LOCATOR.size))
     if locator != b"PK\6\7":
         return int(start)
     if signature_64 != b"PK\6\6" or place != num_bytes - _END.size - _LOCATOR.size - _END_64.size:
-        raise ValueError("two ends")
+        raise ValueError("it has two end records")
     return int(start_64)
 
 

@@ -34,7 +34,7 @@ class Saving(Callback):
 
     def __init__(self, state: WrapState) -> None:
         self.run: str | None = None
-        """Name of the run over all its restarts. The first save or load sets it, to the first rank's."""
+        """Name of the run over all its restarts. The first save or load sets it. Checkpoints have the first rank's."""
         self.serial = 0
         """Serial of the checkpoint that was saved or loaded last; 0 if there was none. Valid on the first rank."""
         self.plans = PlanCache()
@@ -64,7 +64,7 @@ class Saving(Callback):
             self.wait()
 
     def abandon(self) -> None:
-        """Wait for the background save and log its error. Called before another save or a load, which go on anyway."""
+        """Wait for the background save and log its error. Called before another save or a load, which run anyway."""
         try:
             self.wait()
         except CheckpointError as error:

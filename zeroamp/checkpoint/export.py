@@ -150,7 +150,7 @@ class _Saved:
         listed = {MODEL + entry["saved"] for entry in weights if entry["written"]}
         saved = {name for name in self._reader.read_metadata().state_dict_metadata if name.startswith(MODEL)}
         if listed != saved or len({source.name for source in sources}) < len(sources):
-            differing = named_differences("not in both", listed ^ saved) or ["a name is there twice"]
+            differing = named_differences("not in both", listed ^ saved) or ["two tensors have the same name"]
             raise CheckpointError(
                 f"{self._path / WEIGHTS} must list every tensor of the checkpoint's model under distinct names, but "
                 f"does not: {differing[0]}. Export another checkpoint."

@@ -79,12 +79,12 @@ def load_checkpoint(
         CheckpointError: on all ranks. Before anything is changed: there is no checkpoint, all are damaged, or
             parameters, shapes, dtypes, optimizer or scheduler differ from the saved ones. After some tensors were
             loaded: a file cannot be read to its end.
-        StepError: called between the micro-batches of an optimizer step, or the config has another kind of loss scale.
+        StepError: called inside an optimizer step, or the config has another kind of loss scale.
     """
     state = wrap_state(model)
     saving_of(state).abandon()
     if train is not None:
-        train.state_dict()  # raises between the micro-batches of an optimizer step
+        train.state_dict()  # raises inside an optimizer step
     ranks = RankGroup.for_saving(state.axes.whole)
     found = _find(Path(folder), ranks)
     if found is None:
@@ -254,9 +254,9 @@ class _Load:
         saved_axes, axes = self.values.get("axes", ""), self.state.axes.describe()  # earlier versions: data ranks alone
         if saved_axes != axes:
             raise CheckpointError(
-                f"{self.path} has optimizer state of each rank's own shard ({own[0]}), and was saved by the ranks "
-                f"{saved_axes or 'of a data mesh'}, but is loaded by {axes or 'ranks of a data mesh'}. Use the same "
-                "axes, or load the model alone: load_checkpoint(folder, model)."
+                f"{self.path} has optimizer state of each rank's own shard ({own[0]}), and was saved on a mesh of "
+                f"{saved_axes or 'data ranks alone'}, but is loaded on one of {axes or 'data ranks alone'}. Use the "
+                "same axes, or load the model alone: load_checkpoint(folder, model)."
             )
         saved, found = self.values.get("shard_dims", {}), shard_dims(self.tensors)  # earlier versions: 0 everywhere
         for fqn in {**saved, **found}:
@@ -300,7 +300,8 @@ class _Load:
 
         config, policy = self.manifest.config, self.state.plan.policy
         if why := broken_bits(config, self.manifest.world_size, policy, self.ranks.num_ranks):
-            logger.warning("%s was saved by a reproducible run. This run goes on with other bits: %s.", self.path, why)
+            text = "%s was saved by a reproducible run. This run continues with other bits: %s."
+            logger.warning(text, self.path, why)
 
     def _finish_training(self, train: TrainStep) -> None:
         descriptions = self.values["optimizer"] if self.has_optimizer else ()

@@ -111,8 +111,8 @@ def save_checkpoint(
     Raises:
         CheckpointError: on all ranks, if any rank could not write, or ranks that hold the same shard (stage 0, HSDP)
             differ in it. All files of the checkpoint are then removed.
-        StepError: called between the micro-batches of an optimizer step, or after an exception without `recover`, or a
-            trainable parameter is not sharded.
+        StepError: called inside an optimizer step, or after an exception without `recover`, or a trainable parameter is
+            not sharded.
 
     Examples:
         >>> model = zeroamp.wrap_model(nn.Linear(8, 1), zeroamp.policy_from_config({"zero_optimization": {"stage": 3}}))
@@ -199,7 +199,7 @@ def take_snapshot(
 
     Raises:
         CheckpointError: on all ranks, if any rank has a value that cannot be saved, or replicas of a shard differ.
-        StepError: called between the micro-batches of an optimizer step, or a trainable parameter is not sharded.
+        StepError: called inside an optimizer step, or a trainable parameter is not sharded.
     """
     counts = train.state_dict()  # raises on every rank: all are at the same micro-batch
     # After an evaluation at stage 1 or 2, the sharded parameters are not in their modules.
@@ -283,8 +283,8 @@ def _scheduler_state(scheduler: Scheduler | None) -> dict[str, Any] | None:
     """Return a scheduler's class and state, or None for None. Raise CheckpointError if it has no state_dict."""
     if scheduler is not None and not isinstance(scheduler, StatefulScheduler):
         raise CheckpointError(
-            f"The scheduler, a {type(scheduler).__name__}, has no state_dict and load_state_dict. Add both: a "
-            "checkpoint saves its state."
+            f"The scheduler, a {type(scheduler).__name__}, must have state_dict and load_state_dict, because a "
+            "checkpoint saves its state, but lacks at least one of them. Add both."
         )
     return None if scheduler is None else {"class": type(scheduler).__name__, "state": scheduler.state_dict()}
 

@@ -85,7 +85,7 @@ def check(
     """Print how every key of a config is used, or what is wrong with it.
 
     With --model and --world-size, also print what is slow on that many ranks: padding, long rings,
-    flat all-to-alls between nodes.
+    all-to-alls in one level between nodes.
     """
     if auto_wrap and model is None:
         raise typer.BadParameter("it needs a model. Name one with --model.", param_hint="--auto-wrap")

@@ -111,7 +111,7 @@ def _from_folder(folder: Path, where: str) -> "nn.Module":
     except ModuleNotFoundError as error:
         if error.name != "transformers":
             raise
-        raise WrapError(f"{where} needs transformers to be built: pip install zeroamp[examples].") from error
+        raise WrapError(f"{where} needs transformers to be built: pip install 'zeroamp[examples]'.") from error
     try:
         # trust_remote_code is passed because transformers would ask on the terminal otherwise.
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -74,7 +74,10 @@ def mesh_sizes(mesh: str | None, world_size: int | None) -> "AxisSizes | None":
 
     sizes = axis_sizes(mesh)
     if world_size not in (None, sizes.num_ranks):
-        raise typer.BadParameter(f"{mesh} has {sizes.num_ranks} ranks, not {world_size}.", param_hint="--mesh")
+        raise typer.BadParameter(
+            f"{mesh} has {sizes.num_ranks} ranks, but --world-size is {world_size}. Leave out --world-size.",
+            param_hint="--mesh",
+        )
     return sizes
 
 

@@ -9,8 +9,8 @@ from zeroamp.deepspeed.refused import refusal, unknown
 
 _settings: dict[str, bool] = {"is_configured": False}
 _REFUSED = {
-    "get_cuda_rng_tracker": "It is for model parallelism, which zeroamp does not have.",
-    "model_parallel_cuda_manual_seed": "zeroamp does not have model parallelism. Call torch.manual_seed.",
+    "get_cuda_rng_tracker": "It is for tensor parallelism, which initialize() does not have.",
+    "model_parallel_cuda_manual_seed": "initialize() does not have tensor parallelism. Call torch.manual_seed.",
     "CheckpointFunction": "Call checkpointing.checkpoint(function, *args).",
 }
 

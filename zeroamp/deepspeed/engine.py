@@ -108,6 +108,7 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
 
         Raises:
             StepError: `TrainStep.backward` raises it, or the engine has no optimizer.
+            UnsupportedError: `retain_graph` is True.
         """
         train_step = self._trained("backward")
         if retain_graph:
@@ -129,6 +130,7 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
 
         Raises:
             StepError: `TrainStep.step` raises it; inside `no_sync`; or the engine has no optimizer.
+            UnsupportedError: `lr_kwargs` is not empty.
         """
         train_step = self._trained("step")
         if lr_kwargs:

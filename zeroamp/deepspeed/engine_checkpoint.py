@@ -73,7 +73,7 @@ def save(
 
     Raises:
         CheckpointError: `save_checkpoint` raises it, or the tag is not a folder name.
-        StepError: between the micro-batches of an optimizer step, or the engine has no optimizer.
+        StepError: called inside an optimizer step, or the engine has no optimizer.
     """
     train_step = engine._trained("save_checkpoint")
     if not folder:
@@ -112,7 +112,7 @@ def load(
 
     Raises:
         CheckpointError: the tag does not exist, or `load_checkpoint` or `load_deepspeed_checkpoint` raises it.
-        StepError: between the micro-batches of an optimizer step.
+        StepError: called inside an optimizer step.
     """
     ranks = RankGroup.for_saving(wrap_state(engine.module).axes.whole)
     name, is_ours = ranks.on_first(lambda: _find(Path(folder), tag))

@@ -62,7 +62,11 @@ class EngineConfig:
         self._accumulation_steps = train_batch_size // per_micro_step
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the micro-batch size, by which samples are counted. The accumulation steps do not change."""
+        """Change the micro-batch size, by which samples are counted. The accumulation steps do not change.
+
+        Raises:
+            ConfigError: the size is not an integer of 1 or more.
+        """
         if not is_integer(micro_batch_size, at_least=1):
             valid = "an integer of 1 or more"
             raise ConfigError(describe("set_train_micro_batch_size", repr(micro_batch_size), valid, "Pass one."))

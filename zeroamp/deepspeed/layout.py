@@ -88,7 +88,7 @@ class StoredTensor:
         Args:
             target: a view of shape [runs, length] of the tensor to fill.
             begin: index of the first run's first element in the flattened stored tensor.
-            stride: elements from the begin of a run to the begin of the next, at least `length`.
+            stride: elements from the start of a run to the start of the next, at least `length`.
         """
         num_runs, length = target.shape
         if target.numel() == 0:
@@ -100,7 +100,7 @@ class StoredTensor:
             if first < last:
                 values = piece.values[begin + first * stride - piece.begin :]
                 target[first:last].copy_(values.unfold(0, length, stride)[: last - first])
-            # The piece may begin and end inside of runs. Other pieces have the rest of these.
+            # The piece may begin and end inside runs. Other pieces have the rest of these runs.
             for run in {(piece.begin - begin) // stride, (piece.end - 1 - begin) // stride}:
                 start = begin + run * stride
                 low, high = max(start, piece.begin), min(start + length, piece.end)

@@ -74,7 +74,7 @@ def load_deepspeed_checkpoint(
         CheckpointError: on all ranks, before anything was changed. The text names the file that is missing, damaged or
             of an unsupported kind; the parameters that are missing, unexpected or of another shape; or the part of the
             optimizer state that does not fit.
-        StepError: `train` is between the micro-batches of an optimizer step.
+        StepError: called inside an optimizer step of `train`.
         WrapError: `model` is not wrapped.
     """
     state = wrap_state(model)
@@ -104,7 +104,7 @@ def _plan(folder: Path, tag: str | None, state: WrapState, train: TrainStep | No
     files = find_files(folder, tag)
     contents = read_contents(files)
     weights = find_weights(state.root)
-    sources = _sources(weights, contents)
+    sources = _sources(weights, contents, files.path)
     training = None if train is None else plan_training(train, weights, contents, files.path, with_scheduler)
     without_train = ["optimizer state, counters of steps, loss scale and scheduler (no train was given)"]
     left_out = contents.other_state + (without_train if training is None else training.not_loaded)
@@ -122,8 +122,8 @@ def _plan(folder: Path, tag: str | None, state: WrapState, train: TrainStep | No
     return sources, training, loaded
 
 
-def _sources(weights: list[Weight], contents: Contents) -> list[tuple[torch.Tensor, StoredTensor]]:
-    """Return every parameter and persistent buffer of the model with its tensor in the checkpoint.
+def _sources(weights: list[Weight], contents: Contents, path: Path) -> list[tuple[torch.Tensor, StoredTensor]]:
+    """Return every parameter and persistent buffer of the model with its tensor in the checkpoint at `path`.
 
     Raises:
         CheckpointError: some are missing, unexpected, of another shape, or of a dtype that would lose bits.
@@ -132,6 +132,7 @@ def _sources(weights: list[Weight], contents: Contents) -> list[tuple[torch.Tens
     found = [(weight, find(weight.names, contents.aliases, stored)) for weight in weights]
     pairs = [(weight, names[0], stored[names[0]]) for weight, names in found if names]
     _refuse(
+        path,
         {
             "missing": [weight.names[0] for weight, names in found if not names],
             "unexpected": sorted(stored.keys() - {name for _, names in found for name in names}),
@@ -148,15 +149,15 @@ def _sources(weights: list[Weight], contents: Contents) -> list[tuple[torch.Tens
                 and source.numel
                 and torch.promote_types(weight.tensor.dtype, source.dtype) != weight.tensor.dtype
             ],
-        }
+        },
     )
     return [(weight.tensor, source) for weight, _, source in pairs]
 
 
-def _refuse(problems: dict[str, list[str]]) -> None:
+def _refuse(path: Path, problems: dict[str, list[str]]) -> None:
     texts = [f"{len(names)} {kind}: {some_of(names)}" for kind, names in problems.items() if names]
     if texts:
         raise CheckpointError(
-            f"The checkpoint must have each parameter and buffer of the model once, but has {'; '.join(texts)}. Build "
+            f"{path} must have each parameter and buffer of the model once, but has {'; '.join(texts)}. Build "
             "the model that was trained, with the same parameters shared; save without exclude_frozen_parameters."
         )

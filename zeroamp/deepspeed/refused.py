@@ -12,7 +12,7 @@ _INFERENCE = "zeroamp trains. Run inference with model.eval() under torch.no_gra
 _PIPELINE = "There is no pipeline parallelism. Pass an nn.Module to initialize(), which shards it over all ranks."
 _EXPERTS = "There are no expert-parallel layers. Train the mixture of experts unchanged: docs/moe.md."
 _CUDA_KERNELS = "It is a kernel of DeepSpeed. Use the model's own layer: torch.compile fuses it."
-_PARALLEL = "There is no tensor or sequence parallelism. Parameters are sharded over all ranks."
+_PARALLEL = "initialize() shards over all ranks. Call zeroamp.wrap_model for tensor or context axes: docs/meshes.md."
 _OPTIMIZER = "torch has no such optimizer. Pass an optimizer of your own to initialize(optimizer=)."
 _OFFLOAD = 'Shards stay where the config puts them: set "offload_optimizer": {"device": "cpu"}.'
 _BACKWARD = "Call engine.backward(loss): it scales the loss and runs the backward."
@@ -50,8 +50,8 @@ ENGINE: dict[str, str] = {
     "offload_states": _OFFLOAD,
     "reload_states": _OFFLOAD,
     "monitor": "Set a monitor in the config, or append a zeroamp.Callback to engine.train_step.callbacks.",
-    "timers": 'Set "wall_clock_breakdown": true, or append a zeroamp.RunReport to engine.train_step.callbacks.',
-    "tput_timer": "Append a zeroamp.RunReport to engine.train_step.callbacks.",
+    "timers": 'Set "wall_clock_breakdown": true, or construct zeroamp.RunReport(engine.train_step, path).',
+    "tput_timer": "Construct zeroamp.RunReport(engine.train_step, path).",
     "flops_profiler": "Call zeroamp.count_flops(model, batch) before initialize().",
     "get_pld_theta": "There is no progressive layer drop.",
     "progressive_layer_drop": "There is no progressive layer drop.",

@@ -64,7 +64,7 @@ def plan_training(
     Raises:
         CheckpointError: the optimizer is not an Adam, has other flags, or has one param group for several different
             ones of the checkpoint.
-        StepError: between the micro-batches of an optimizer step.
+        StepError: called inside an optimizer step.
     """
     current = train.state_dict()
     plan = Training(train=train, param_groups=train.optimizer.state_dict()["param_groups"])

@@ -60,7 +60,11 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Return a copy of a whole state tensor, such as "exp_avg"; None if there is none. All ranks call it."""
+    """Return a copy of a whole state tensor, such as "exp_avg"; None for a parameter without state. All ranks call it.
+
+    Raises:
+        StepError: the parameter has optimizer state, but no tensor of this key.
+    """
     optimizer = _optimizer_of(param)
     if optimizer is None:
         return None
@@ -97,13 +101,13 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Return a copy of this rank's shard of the gradient, without the loss scale; None without gradient."""
-    gradient, scale = _local_grad(param)
+    gradient, scale = _local_grad(param, "safe_get_local_grad")
     return None if gradient is None else gradient / scale if scale != 1.0 else gradient.clone()
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Set this rank's shard of the gradient, when `safe_get_local_grad` returns one."""
-    gradient, scale = _local_grad(param)
+    gradient, scale = _local_grad(param, "safe_set_local_grad")
     if gradient is None:
         raise StepError(
             f"safe_set_local_grad was given a parameter of shape {tuple(param.shape)} without a gradient. Call it "
@@ -215,10 +219,10 @@ def _local_state(param: nn.Parameter, key: str) -> torch.Tensor | None:
     return entry if isinstance(entry, torch.Tensor) else None
 
 
-def _local_grad(param: nn.Parameter) -> tuple[torch.Tensor | None, float]:
-    """Return this rank's shard of the gradient, not a copy, and its loss scale."""
+def _local_grad(param: nn.Parameter, method: str) -> tuple[torch.Tensor | None, float]:
+    """Return this rank's shard of the gradient, not a copy, and its loss scale. Errors name `method`."""
     state, sharded = owner_of(param)
-    scale = _complete(state, "safe_get_local_grad")
+    scale = _complete(state, method)
     gradient = sharded.grad
     return (None if gradient is None else local_part(gradient)), scale
 

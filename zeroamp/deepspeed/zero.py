@@ -128,6 +128,10 @@ class GatheredParameters(AbstractContextManager[None]):
     All ranks enter it with the same parameters, and each holds whole copies inside. With `modifier_rank`, all ranks
     get that rank's values at the end. Without it, a change in place raises, because it would be lost. Before
     `initialize`, parameters are whole anyway, and only `modifier_rank` has an effect.
+
+    Raises:
+        StepError: on entering, a parameter is from before `initialize`, or an outer context has made it whole and
+            `modifier_rank` is given. On leaving, a parameter was changed in place without `modifier_rank`.
     """
 
     def __init__(

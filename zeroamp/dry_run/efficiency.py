@@ -1,7 +1,7 @@
-"""Which fraction of its peak rates an accelerator reaches, and the origin of these numbers.
+"""Which fraction of its peak rates a GPU reaches, and the origin of these numbers.
 
-The numbers are assumptions until an accelerator is measured. Then they go into `MEASURED`, under the accelerator's name
-in `GPUS`, with an `origin` that names the record. `python -m benchmarks.gpu_check` prints them.
+The numbers are assumptions until a GPU is measured. Then they go into `MEASURED`, under the GPU's name in `GPUS`, with
+an `origin` that names the record. `python -m benchmarks.gpu_check` prints them.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from zeroamp.dry_run.gpus import Gpu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Efficiency:
-    """Fractions of an accelerator's peak rates that training reaches: each above 0, at most 1."""
+    """Fractions of a GPU's peak rates that training reaches: each above 0, at most 1."""
 
     compute: float = 0.7
     """Fraction of the peak FLOP/s."""
@@ -27,9 +27,9 @@ class Efficiency:
 
 ASSUMED = Efficiency(origin="round assumptions, not measurements")
 MEASURED: Mapping[str, Efficiency] = MappingProxyType({})
-"""Name of an accelerator in `GPUS` -> its measured efficiency. No accelerator was measured yet."""
+"""Name of a GPU in `GPUS` -> its measured efficiency. No GPU was measured yet."""
 
 
 def efficiency_of(gpu: Gpu) -> Efficiency:
-    """Return the measured efficiency of an accelerator, or the assumed one if it was not measured."""
+    """Return the measured efficiency of a GPU, or the assumed one if it was not measured."""
     return MEASURED.get(gpu.name, ASSUMED)

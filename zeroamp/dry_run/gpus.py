@@ -1,4 +1,4 @@
-"""Specifications of accelerators, from the vendors' data sheets. Rates are dense: without structured sparsity."""
+"""Specifications of GPUs, from the vendors' data sheets. Rates are dense: without structured sparsity."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from zeroamp.policies.errors import ConfigError, describe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """Specifications of an accelerator and of its usual links."""
+    """Specifications of a GPU and of its usual links."""
 
     name: str
     memory_gb: float
@@ -25,9 +25,9 @@ class Gpu:
     memory_gb_per_s: float
     """Memory bandwidth in 10^9 bytes per second."""
     intra_gb_per_s: float
-    """10^9 bytes per second to the other accelerators of the node, one direction."""
+    """10^9 bytes per second to the other GPUs of the node, one direction."""
     inter_gb_per_s: float
-    """10^9 bytes per second to other nodes, one direction, per accelerator: one network card of the vendor's node."""
+    """10^9 bytes per second to other nodes, one direction, per GPU: one network card of the vendor's node."""
     source: str
     """Where the numbers are from."""
 
@@ -65,11 +65,11 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
         for name, figures in _FIGURES.items()
     }
 )
-"""Name of an accelerator, as `gpu=` and `--gpu` accept it -> its specifications."""
+"""Name of a GPU, as `gpu=` and `--gpu` accept it -> its specifications."""
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the accelerator with a name.
+    """Return the GPU of this name.
 
     Raises:
         ConfigError: `GPUS` has no such name.

@@ -12,8 +12,8 @@ Per group, in bytes of the group's parameters padded to the number of shards (`p
   exists until as many later reductions have begun as inputs may be in flight (one by default), or until the last
   backward of the step has ended. All groups share one receive buffer per dtype for their all-to-alls. On an accelerator
   the buffer has the size for the largest group and is retained, so it counts during the whole step. On a CPU it has the
-  size for the largest reduction so far, and is released at the end of the backward and before the reduction of an own
-  unit. An own unit has a receive buffer of its own during its reduction.
+  size for the largest reduction so far, and is released at the end of the backward and before the reduction of an
+  embedding or head that is a unit of its own (`zeroamp.own_units`). Such a unit has its own receive buffer meanwhile.
   A CPU sums in a few blocks of fp32. A sum over replicas needs a buffer of the shard's size, and one of a chunk's.
   Shards that accumulate in a low dtype are each added to a sum of that dtype, and all sums are cast back at the end.
 * parameters that are sharded over another dimension than 0: an all-gather copies them out twice, so that all those of

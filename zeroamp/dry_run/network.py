@@ -70,9 +70,9 @@ class Network:
 
     gpus_per_node: int
     intra_gb_per_s: float
-    """10^9 bytes per second, one direction, from an accelerator into its node."""
+    """10^9 bytes per second, one direction, from a GPU into its node."""
     inter_gb_per_s: float
-    """The same to other nodes, per accelerator."""
+    """The same to other nodes, per GPU."""
     efficiency: float
     """The fraction of these bandwidths that collectives reach."""
     ranks_per_node: int = 1

@@ -79,7 +79,7 @@ def step_time(
         ranks: of the mesh.
         events: of one traced micro-batch.
         moved_by_optimizer: bytes that the update reads and writes.
-        gpu: peak rates of the accelerator.
+        gpu: peak rates of the GPU.
         network: times of collectives.
         efficiency: fractions of the peak rates that are reached.
     """

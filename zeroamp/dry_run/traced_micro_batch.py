@@ -146,7 +146,7 @@ def _mark_units(
 def _mark_unit(
     unit: str, first: nn.Module, last: nn.Module, recorder: EventRecorder, running: list[str]
 ) -> list[RemovableHandle]:
-    """Mark a unit's forward, from the begin of its first module to the end of its last one, and its backward."""
+    """Mark a unit's forward, from the start of its first module to the end of its last one, and its backward."""
 
     def begin(_module: nn.Module, args: Any, kwargs: Any) -> Any:
         running.append(unit)

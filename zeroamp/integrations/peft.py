@@ -186,7 +186,7 @@ def _adapter_of(root: nn.Module, asked: str | None) -> str:
         names = [active] if isinstance(active, str) else list(active or configs)
         if len(names) != 1:
             raise CheckpointError(
-                f"{len(names)} adapters are active ({some_of(names)}), but only one is written. Pass its name, adapter."
+                f"{len(names)} adapters are active ({some_of(names)}), but one call takes one. Pass its name: adapter=."
             )
         asked = names[0]
     if asked not in configs:

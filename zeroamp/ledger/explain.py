@@ -174,8 +174,9 @@ class Ledger:
 
         Raises:
             PrecisionError: on all ranks, naming parameter, module, boundary, the expected and the observed dtype.
-            StepError: there are gradients (between two micro-batches, for example), or no scalar loss.
-            WrapError: the ledger is not this model's.
+            StepError: there are gradients (between two micro-batches, for example), `batch` has another type, or there
+                is no scalar loss.
+            WrapError: the model is not wrapped, the ledger is another model's, or the mesh has a tensor or expert axis.
         """
         return verify(self.plan, model, batch, loss_fn)
 

@@ -183,7 +183,7 @@ def find_differences(plan: Plan, ranks: Ranks, observed: Seen) -> list[Differenc
 def see_collectives(traffic: Traffic, plan: Plan, observed: dict[str, dict[str, dict[str, str]]]) -> None:
     """Add the dtypes of each group's collectives to `observed`, for all parameters of the group.
 
-    Gradients are communicated by the reduction over shards, or without one by the all-reduce over replicas.
+    Gradients are communicated by the reduction over shards; if there is none, by the all-reduce over replicas.
     """
     calls: dict[str, dict[str, str]] = {}
     for key in traffic.calls:

@@ -71,8 +71,10 @@ def discover_safe_parameters(
         autocast_ops: Further ops whose arguments autocast will cast: names of `zeroamp.autocast_ops`.
 
     Raises:
-        ConfigError: the dtype or device type cannot be used here, there are no inputs, or control flow depends on
-            values and the model cannot be run on real copies: it is too large, or on the meta device.
+        ConfigError: the dtype or device type cannot be used here; there are no inputs; this torch's autocast casts
+            one of `autocast_ops` itself; or control flow depends on values and the model cannot be run on real copies,
+            because it has more than `MAX_REAL_RUN_BYTES` of parameters, is on the meta device, or the device type has
+            no device here.
         WrapError: the model is wrapped already.
     """
     _check_target(model, dtype, device_type)
@@ -209,7 +211,7 @@ def _refuse_dtype_reads(tracer: _Tracer, recorder: UseRecorder, found: dict[str,
     change = _changed_program(tracer, recorder, readers)
     if change is not None:
         for name, place in readers.items():
-            found[name] = False, f"not safe: its dtype is read in {place}, and another one changes {change}"
+            found[name] = False, f"not safe: its dtype is read in {place}, and another dtype changes {change}"
 
 
 def _changed_program(tracer: _Tracer, recorder: UseRecorder, low: Collection[str]) -> str | None:

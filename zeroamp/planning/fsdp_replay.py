@@ -87,7 +87,7 @@ class _Group:
 
 
 class Replay:
-    """A copy of FSDP2's state machine. Private methods have the names of FSDP2's. See [Note: What is replayed].
+    """A copy of FSDP2's state machine. Private methods are named after FSDP2's. See [Note: What is replayed].
 
     `micro_batch` replays the order of a `UnitRun`. For another order, call the four methods that begin and end a unit's
     forward and backward, then `end_micro_batch`.

@@ -35,7 +35,7 @@ class ParamDtypes:
     compute: str
     """The dtype of the ops that use the parameter: "bf16" or the like if it is fixed, else `PER_OP`."""
     gradient: torch.dtype | None
-    """The dtype of the raw, unsharded gradient. This and the next three are None for a frozen parameter."""
+    """The dtype of the raw gradient, which autograd produces. Like the next three, None for a frozen parameter."""
     communication: torch.dtype | None
     """The dtype in which the gradient is sent to other ranks."""
     accumulate: torch.dtype | None

@@ -77,10 +77,10 @@ class GroupPlan:
 
     name: str
     kind: GroupKind
-    """"unit": FSDP2's own group of a unit. "typed": a further group of that unit, for another dtype or for parameters
-    that inner units share. "model-wide": see [Note: The model-wide group]; one per communication dtype. "replicated":
-    0-D parameters, which are whole on each rank. "ignored": those of `ignored_params`, which zeroamp does not change.
-    `Plan.groups` contains neither of the last two."""
+    """"unit": FSDP2's own group of a unit. "typed": a further group of that unit, for another dtype, for experts, or
+    for parameters that inner units share. "model-wide": see [Note: The model-wide group]; one per communication dtype.
+    "replicated": 0-D parameters, which are whole on each rank. "ignored": those of `ignored_params`, which zeroamp does
+    not change. `Plan.groups` contains neither of the last two."""
     unit: str
     """FQN of the unit; "" is the root."""
     params: tuple[ParamPlan, ...]

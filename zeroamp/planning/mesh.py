@@ -42,7 +42,7 @@ def mesh_for_stage(stage: Stage, mesh: DeviceMesh | None, num_replicas: int = 1)
         num_replicas: `zeroamp.dp_replicate_size`. 1 stands for its default.
 
     Raises:
-        WrapError: the stage can not use a mesh of this shape, or a process group cannot be made.
+        WrapError: the stage cannot use a mesh of this shape, or a process group cannot be made.
         ConfigError: `num_replicas` does not divide the ranks, or differs from the replicas of the mesh.
     """
     if mesh is None:
@@ -147,9 +147,9 @@ class Ranks:
     num_replicas: int | None = None
     """Ranks with the same shard. None: the mesh has no such axis, or (with `num_shards` None) it is not known."""
     num_tensor: int = 1
-    """Ranks of the tensor axis, in addition to the others."""
+    """Ranks of the tensor axis, which the other numbers do not include."""
     num_expert: int = 1
-    """Parts in which experts are distributed over the ranks that shard. FSDP2 shards a part over the other ranks."""
+    """Parts into which the experts are distributed. FSDP2 shards each part over `num_shards` / `num_expert` ranks."""
 
     @property
     def is_one(self) -> bool:

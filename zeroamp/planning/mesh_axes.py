@@ -1,12 +1,13 @@
 """Finds the axes of data, context, tensor and expert parallelism in the caller's mesh.
 
 [Note: Who averages what]
-Ranks of a data axis get different samples, and ranks of a context axis different parts of the same samples. The model
-computes a different loss on each of them, so FSDP2 shards parameters over all of them, and gradients are averaged over
-all of them. Only the ranks of the data axes count for batch sizes. Ranks of a tensor axis compute the same loss
-together. Each has a part of some parameters (DTensors of that axis) and all of the others. FSDP2 shards both kinds over
-the data and context axes only. Ranks of an expert axis get different samples, so they are data ranks. Each has a part
-of the experts, which FSDP2 shards over the other data ranks. All other parameters are sharded over all data ranks.
+Ranks of a data axis (data-parallel ranks, in short data ranks) get different samples, and ranks of a context axis
+different parts of the same samples. The model computes a different loss on each of them, so FSDP2 shards parameters
+over all of them, and gradients are averaged over all of them. Only the ranks of the data axes count for batch sizes.
+Ranks of a tensor axis compute the same loss together. Each has a part of some parameters (DTensors of that axis) and
+all of the others. FSDP2 shards both kinds over the data and context axes only. Ranks of an expert axis get different
+samples, so they are data ranks. Each has a part of the experts, which FSDP2 shards over the other data ranks. All other
+parameters are sharded over all data ranks.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -143,7 +144,7 @@ def axis_sizes(text: str) -> AxisSizes:
     """Parse a text such as "dp=8,tp=4,cp=2" into sizes of axes. Names are those of `ROLES`.
 
     Raises:
-        ConfigError: a name is unknown or occurs twice, or a size is not a whole number from 1 on.
+        ConfigError: a name is unknown, two names have the same role, or a size is not a whole number from 1 on.
     """
     sizes: dict[str, int] = {}
     found: list[str] = []
@@ -153,8 +154,8 @@ def axis_sizes(text: str) -> AxisSizes:
         if role in (None, "pipeline") or role in sizes or not size.isdecimal() or int(size) < 1:
             names = ", ".join(name for name, role in ROLES.items() if role != "pipeline")
             raise ConfigError(
-                f"A mesh must be NAME=SIZE parts, such as dp=8,tp=4,cp=2, with names out of {names}, each use once and "
-                f"each size a whole number from 1 on, but has {part!r}. Correct that part."
+                f"A mesh must be NAME=SIZE parts, such as dp=8,tp=4,cp=2, but has the part {part!r}. Names: {names}. "
+                "Each kind of axis may occur once. A size is a whole number from 1 on. Correct that part."
             )
         sizes[str(role)] = int(size)
         found.append(name)
@@ -294,7 +295,7 @@ def _with_model_axis(axes: MeshAxes, split: Mapping[str, DTensor]) -> MeshAxes:
         if own.ndim > 1:
             raise WrapError(
                 f"{fqn} is a DTensor of {_described(own)}, which has {own.ndim} axes. Before FSDP2 shards a parameter, "
-                "it may be distributed over one axis only (tensor or expert parallelism)."
+                "it may be distributed over one axis only (tensor or expert parallelism). Distribute it over one."
             )
         if roles == ["expert"]:
             if axes.experts is None:
@@ -333,7 +334,8 @@ def _refuse_pipeline(mesh: DeviceMesh) -> None:
         if ROLES[name] == "pipeline":
             raise WrapError(
                 f"The mesh has an axis {name!r} of {axis.size()} ranks: pipeline parallelism. zeroamp does not support "
-                "it: the gradient norm, and what ranks agree on, would be those of one stage of the pipeline."
+                "it: the gradient norm, and what ranks agree on, would be those of one stage of the pipeline. Use "
+                "data, context, tensor or expert parallelism instead."
             )
 
 

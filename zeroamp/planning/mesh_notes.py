@@ -21,7 +21,7 @@ def mesh_notes(plan: Plan, ranks: Ranks, per_node: int | None, why_flat: str | N
         plan: of the model.
         ranks: the mesh's ranks.
         per_node: ranks of one node, from `ranks_per_node`. None if not known: the line is then not about nodes.
-        why_flat: why reductions between nodes have one level, if the mesh is known. None: taken from `per_node`.
+        why_flat: why reductions between nodes have one level, if the mesh is known. None: decided from `per_node`.
     """
     num_shards = ranks.shards(plan.policy) or 1
     params = [(param, ranks.of(is_expert=group.is_expert)) for group in plan.groups for param in group.params]
@@ -39,13 +39,13 @@ def mesh_notes(plan: Plan, ranks: Ranks, per_node: int | None, why_flat: str | N
     dtypes = [group_dtypes(group.key, plan.policy, ranks) for group in plan.groups]
     if why_flat is not None and any(each.reduction == "all_to_all" for each in dtypes):
         notes.append(
-            "gradients are sent between nodes by flat all-to-alls. With g ranks per node, these send up to g times the "
-            f"bytes of a ring through each network card. Reductions are flat because {why_flat}"
+            "gradients are sent between nodes by all-to-alls in one level. With g ranks per node, these send up to g "
+            f"times the bytes of a ring through each network card. Reductions have one level because {why_flat}"
         )
     if not notes:
         return None
     return (
         f"Sharded over {num_shards:,} ranks: {'; '.join(notes)}. More replicas (zeroamp.dp_replicate_size, or a mesh) "
-        'avoid it, if memory allows: `zeroamp plan` compares meshes. With "ranks_per_node": "off" nothing is logged '
+        'avoid this, if memory allows: `zeroamp plan` compares meshes. With "ranks_per_node": "off" nothing is logged '
         "about nodes."
     )

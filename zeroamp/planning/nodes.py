@@ -12,7 +12,7 @@ LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
 
 
 def ranks_per_node(policy: Policy) -> int | None:
-    """Return the number of ranks per node, from the config or the launcher; None if neither sets it, or if "off"."""
+    """Return the number of ranks per node, from the config or the launcher; None with "off", or if neither sets it."""
     asked = policy.ranks_per_node
     if asked == "auto":
         found = os.environ.get(LOCAL_WORLD_SIZE, "")
@@ -30,7 +30,7 @@ class AxisNodes:
 
     @property
     def is_two_level(self) -> bool:
-        """Whether a reduction in two levels is possible and differs from the flat one."""
+        """Whether a reduction in two levels is possible and differs from one in one level."""
         return self.num_nodes > 1 and self.num_inside is not None
 
     @property

@@ -46,7 +46,7 @@ class OwnUnits:
     """Heads, and embeddings whose backward reads the table: unsharded from their forward to their backward."""
 
     def __bool__(self) -> bool:
-        """Return whether there are any."""
+        """Return whether there is an embedding or head that is a unit of its own."""
         return bool(self.lookups or self.heads)
 
     def __contains__(self, unit: object) -> bool:
@@ -94,7 +94,8 @@ def find_own_units(
 ) -> OwnUnits:
     """Return the embeddings and heads outside of `units` that become units of their own.
 
-    None do at stages 0 to 2, or with `zeroamp.own_units` false. Modules with `ignored_params` do not.
+    There are none at stages 0 to 2, with `zeroamp.own_units` false, or if the root is the only unit. Modules that own
+    one of `ignored_params` are left out.
 
     Args:
         model: a plain model.

@@ -157,8 +157,8 @@ def build_plan(
         WrapError: the wrap policy matches nothing, a parameter cannot be handled, or an ignored parameter is not one of
             the model's.
         ConfigError: a safe module class is unknown, or the model has none of them; `leaf_modules`,
-            `keep_in_fp32_modules` or `overrides` match nothing; or one of the last two matches some owners of a tied
-            parameter and not others.
+            `keep_in_fp32_modules` or `overrides` match nothing; one of the last two matches some owners of a tied
+            parameter and not others; or a model that must be traced cannot be traced.
     """
     units, merged = plan_units(model, policy, auto_wrap_policy)
     ignored_params = _listed(ignored_params)

@@ -192,7 +192,8 @@ def _by_traced_run(model: nn.Module, found: SafeParameters, uses: Sequence[Param
         why = f"{uses[0].fqns[0]} is {precisions[0].reason}." if precisions else "The model has no parameters."
         raise ConfigError(
             f'{KEY} "auto" needs a model with layers that autocast runs in low precision, but finds no parameter of '
-            f"{type(model).__name__} that is only ever cast by autocast. {why}"
+            f"{type(model).__name__} that is only ever cast by autocast. {why} Name classes of modules instead, or "
+            "switch torch_autocast off."
         )
     return precisions
 
@@ -245,7 +246,7 @@ def _refuse_nothing_left(model: nn.Module, uses: Sequence[ParameterUses]) -> Non
 
 
 def _own_parameters(model: nn.Module, classes: tuple[type[nn.Module], ...], uses: Sequence[ParameterUses]) -> bool:
-    """Return whether modules of the safe classes own any parameter, ignored ones included.
+    """Return whether modules of the safe classes own a parameter that has no unsafe owner, or that is ignored.
 
     A parameter that is read outside of its op counts too: see `zeroamp.planning.adapters`.
     """

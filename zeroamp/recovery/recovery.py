@@ -135,7 +135,8 @@ class Recovery(HostReader):
         self._watch.discard_step()
         self._is_over = False
         if failure is not None and not failure.can_be_recovered:
-            self._micro_batches.failure = Failure(where="recovery", text=f"of {failure}")  # the other ranks have it
+            # The other ranks have the failure.
+            self._micro_batches.failure = Failure(where="recovery", text=f"after a failure in {failure}")
             raise _beyond_recovery(failure)
 
     def _finish_evaluation(self) -> None:

@@ -70,8 +70,8 @@ def render_times(times: Sequence[RangeTimes]) -> str:
 def nest_backwards(events: Iterable[Event]) -> None:
     """Make backward ranges nest with autograd's events, in place.
 
-    A begin or end of a range that lies inside of a node's event moves to just before that event. Several of them within
-    one node keep their order. See [Note: Backward ranges] in `hooks/observers/ranges.py`.
+    The start or end of a range that lies inside an autograd node's event moves to just before that event. Several of
+    them within one node keep their order. See [Note: Backward ranges] in `hooks/observers/ranges.py`.
     """
     nodes: dict[tuple[Any, Any], list[Event]] = {}
     ranges: list[Event] = []

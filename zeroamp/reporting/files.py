@@ -20,7 +20,7 @@ def imported(module: str, *, where: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{where} needs the module {error.name!r}: pip install zeroamp[{extra}].") from error
+        raise ConfigError(f"{where} needs the module {error.name!r}: pip install 'zeroamp[{extra}]'.") from error
 
 
 def check_folder(folder: Path) -> None:

@@ -81,7 +81,7 @@ def write_page(path: Path, page: str) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    with errors_of(path, "html"):
+    with errors_of(path, "--html"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page, encoding="utf-8")
 
@@ -95,7 +95,7 @@ def check_page(path: Path) -> None:
     if path.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"--html: '{path}' must end in .html. Rename it.")
     imported("plotly.offline", where="--html", extra="html")
-    check_file(path, "html")
+    check_file(path, "--html")
 
 
 def _source(name: str) -> str:

@@ -15,8 +15,8 @@ PARTS = ("forward", "backward", "exposed_communication", "optimizer", "other")
 class StepRecord:
     """The numbers of one optimizer step, taken or skipped, as values on the host.
 
-    Equal on all ranks: step, loss, grad_norm, loss_scale, skipped, num_skipped, is_scale_exhausted, lr, num_tokens.
-    Times, rates, memory and traffic are those of the rank that made the record. Files hold those of the first rank.
+    Equal on all ranks: step, loss, grad_norm, loss_scale, skipped, num_skipped, is_scale_exhausted, lr. Times, rates,
+    counted tokens, memory and traffic are those of the rank that made the record. Files hold those of the first rank.
 
     `step_s` begins at the end of the step before, so it includes what ran in between: loading data, evaluating, saving.
     That of the first step begins at the first forward. The four parts, `forward_s` to `optimizer_s`, do not overlap;
@@ -25,7 +25,7 @@ class StepRecord:
 
     step: int
     loss: float
-    """Mean over all micro-batches and ranks."""
+    """Mean over all micro-batches and ranks: see `StepReport.loss_tensor`."""
     grad_norm: float
     """Norm of all gradients before clipping, without the loss scale."""
     loss_scale: float
@@ -46,10 +46,12 @@ class StepRecord:
     exposed_communication_s: float
     """Waits during the other three parts, see [Note: Exposed communication] in hooks/observers/communication.py."""
     optimizer_s: float
-    """Norm with its all-reduce (24 bytes), clipping, update, scheduler; without exposed communication."""
+    """Norm with the step's all-reduce, clipping, update, scheduler; without exposed communication."""
 
     num_tokens: int | None = None
-    """Tokens of the step on all ranks. None: unknown."""
+    """Tokens of the step on all ranks: as given to `RunReport`, or those counted on this rank times the ranks.
+
+    None: unknown."""
     tokens_per_s: float | None = None
     """num_tokens / step_s."""
     flops_per_s_per_rank: float | None = None

@@ -65,7 +65,7 @@ class HostReader(Callback):
     """Whether the host reads the sums in the next step, so that it does not wait for the device in this one."""
 
     def stops(self, _sums: torch.Tensor, /) -> torch.Tensor | None:
-        """Return whether all ranks must skip the update: 0-D bool, on the device. None: this callback never does."""
+        """Return whether all ranks must skip the update: 0-D bool, on the device. None: it never skips one."""
         return None
 
     def reader(self) -> Callable[[Sequence[float]], None]:

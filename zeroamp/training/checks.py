@@ -34,7 +34,7 @@ class StatefulScheduler(Scheduler, Protocol):
 
 
 def refuse_metric(scheduler: Scheduler | None) -> None:
-    """Raise StepError for a scheduler whose step needs an argument."""
+    """Raise StepError for ReduceLROnPlateau, whose step needs a metric."""
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise StepError(
             "TrainStep(scheduler=) was given ReduceLROnPlateau, whose step needs a metric. Leave it out here, and "

@@ -35,7 +35,8 @@ def set_full_parameter(parameter: nn.Parameter, value: torch.Tensor) -> None:
         value: of the parameter's shape, on any device, cast to the parameter's dtype. The first rank's value is used.
 
     Raises:
-        StepError: the parameter is not one of a wrapped model, the shape differs, or an optimizer step has begun.
+        StepError: the parameter is not one of a wrapped model, the shape differs, or this is called between the
+            micro-batches of an optimizer step.
     """
     state, sharded = owner_of(parameter)
     if state.gradient_scale is None:
@@ -50,8 +51,9 @@ def set_full_parameter(parameter: nn.Parameter, value: torch.Tensor) -> None:
 def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
     """Return a copy of the whole gradient: averaged over ranks, summed over micro-batches, without the loss scale.
 
-    Call this after the last backward of an optimizer step and before its update. Before `clip_grad_norm` the gradient
-    is not clipped. It has the dtype of the sharded parameter and is on the mesh's device. None: there is no gradient.
+    With `zeroamp.reduce` "sum" it is summed over ranks. Call this after the last backward of an optimizer step and
+    before its update. Before `clip_grad_norm` the gradient is not clipped. It has the dtype of the sharded parameter
+    and is on the mesh's device. None: there is no gradient.
 
     Raises:
         StepError: the parameter is not one of a wrapped model, the last micro-batch has not run, or a 0-D parameter is
@@ -93,9 +95,11 @@ def set_full_gradient(parameter: nn.Parameter, value: torch.Tensor) -> None:
 def full_optimizer_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str) -> torch.Tensor:
     """Return a copy of one whole tensor of a parameter's optimizer state: "exp_avg", "momentum_buffer" or "step", say.
 
+    The copy has the dtype of the state, and is on the mesh's device.
+
     Raises:
-        StepError: the parameter is not one of a wrapped model, or the optimizer has no such tensor, as before its first
-            step.
+        StepError: the parameter is not one of a wrapped model, the optimizer has no such tensor (as before its first
+            step), or the state belongs to the shard of each rank (8-bit values in blocks, for example).
     """
     state, sharded = owner_of(parameter)
     return _whole(_entry(optimizer, sharded, key, "full_optimizer_state"), state)

@@ -67,7 +67,7 @@ class MicroBatches:
         """Whether the last micro-batch has run, so that gradients are reduced."""
         self.failure: Failure | None = None
         """The first exception since the last recovery. Later exceptions follow from the first."""
-        self.remedy = f"{RESTART} To go on after such an error, set zeroamp.recovery to true."
+        self.remedy = f"{RESTART} To continue after such an error, set zeroamp.recovery to true."
         """The advice that errors give after a failure that can be recovered."""
         self.on_end: Callable[[], None] = _nothing
         """Called when the gradients of an optimizer step are discarded."""
@@ -129,9 +129,9 @@ class MicroBatches:
         per_rank, planned = self.num_done + 1, self._state.plan.policy.gradient_accumulation_steps
         if is_last and self._is_reproducible and self.order.depends_on_count and per_rank != planned:
             raise StepError(
-                f"An optimizer step ends after {per_rank} micro-batches, but gradient_accumulation_steps is {planned}. "
-                "With zeroamp.reproducible both must be the same at stages 0 and 1 and with replicas. Change one, or "
-                "use stage 2 or 3 without replicas."
+                f"An optimizer step ends after {per_rank} micro-batch(es), but gradient_accumulation_steps is "
+                f"{planned}. With zeroamp.reproducible both must be the same at stages 0 and 1 and with replicas. "
+                "Change one, or use stage 2 or 3 without replicas."
             )
 
     def _number_sums(self) -> None:
@@ -170,7 +170,7 @@ class MicroBatches:
     def refuse_low_shards(self) -> None:
         """Raise StepError for a trainable parameter without fp32 shards: it was unfrozen or cast after `wrap_model`.
 
-        Takes about 0.3 µs per parameter. FSDP2 would train it in the low dtype, or raise without naming it.
+        Takes about 0.3 µs per parameter. FSDP2 would train it in the low dtype, or raise without the parameter's name.
         """
         for name, parameter in self._averaged.items():
             if parameter.dtype != torch.float32 and parameter.requires_grad:
@@ -180,7 +180,7 @@ class MicroBatches:
                 )
 
     def _set_accumulation(self, dtype: torch.dtype) -> None:
-        """Sum unsharded gradients in `dtype` in this optimizer step. The caller may have chosen its micro-batches."""
+        """Sum unsharded gradients in `dtype` in this optimizer step, which may have another number of micro-batches."""
         if self._state.plan.policy.stage >= 2 or dtype == self._state.accumulates_in:
             return
         if not all(set_accumulation_dtype(unit, dtype) for unit in self.units):
@@ -285,6 +285,6 @@ class MicroBatches:
         """Raise StepError if an optimizer step has run a backward but has not ended."""
         if self.num_done > 0:
             raise StepError(
-                f"{method} was called after {self.num_done} micro-batches of an optimizer step. Call it between two "
+                f"{method} was called after {self.num_done} micro-batch(es) of an optimizer step. Call it between two "
                 "optimizer steps, after step() returned a report."
             )

@@ -1,6 +1,6 @@
-"""Decides how an optimizer is updated (on shards, with whole matrices, on DTensors), and refuses the others.
+"""Decides how an optimizer is updated (on shards, with whole matrices, on DTensors), and refuses unsupported ones.
 
-A test makes the table of `docs/optimizers.md`.
+docs/optimizers.md has a table of optimizers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -140,7 +140,7 @@ def refuse_unsupported(optimizer: torch.optim.Optimizer, *, on_shards: bool) -> 
     if on_shards and isinstance(optimizer, torch.optim.Muon):
         raise StepError(
             f"{name} with on_shards=True, but it needs whole matrices. Leave on_shards out: TrainStep gathers each "
-            "matrix on one rank. Beside another optimizer pass on_shards=[False, True]."
+            "matrix on one rank. With several optimizers, pass a list of one bool each, False for Muon."
         )
     if is_of_bitsandbytes(optimizer) and not on_shards:
         raise StepError(

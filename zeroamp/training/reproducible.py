@@ -73,15 +73,15 @@ def refuse_division(policy: Policy, *, divide: bool, others: bool | None) -> Non
     if divide and policy.reduce == "sum":
         raise StepError(
             'TrainStep.backward got divide=True with zeroamp.reproducible and zeroamp.reduce "sum". The sum over ranks '
-            "of means over each rank's micro-batches is larger on more ranks. Divide losses by a number of all "
-            'micro-batches and pass divide=False, or leave reduce at "mean".'
+            "of means over each rank's micro-batches is larger on more ranks. Divide losses by a count over the "
+            'micro-batches of all ranks and pass divide=False, or leave reduce at "mean".'
         )
     if not divide and policy.reduce == "mean" and policy.low_dtype == torch.float16:
         raise StepError(
             'TrainStep.backward got divide=False in float16 with zeroamp.reproducible and zeroamp.reduce "mean". The '
             "loop's own divisor then depends on the number of ranks, and in float16 small gradients underflow. Pass "
-            'divide=True, or set reduce to "sum" and divide by a number of all micro-batches. If the loop is of a '
-            "library and divides by itself, as transformers' Trainer does, use bfloat16."
+            'divide=True, or set reduce to "sum" and divide by a count over the micro-batches of all ranks. If the '
+            "loop belongs to a library that divides losses itself, as transformers' Trainer does, use bfloat16."
         )
 
 

@@ -48,7 +48,7 @@ class Summed:
     """The sums over the ranks of one optimizer step."""
 
     loss: torch.Tensor
-    """0-D fp64: the mean over ranks."""
+    """0-D fp64: see `StepReport.loss_tensor`."""
     norm: torch.Tensor
     """0-D fp64: unscaled, before clipping."""
     statistics: torch.Tensor

@@ -313,8 +313,11 @@ class TrainStep:
     def zero_grad(self) -> None:
         """Discard the current optimizer step and all gradients of this model.
 
-        Gradients that another model's backward left on this one are discarded too, and so is the optimizer step of
+        Gradients that another model's backward left on this model are discarded too, and so is the optimizer step of
         another `TrainStep` of this model.
+
+        Raises:
+            StepError: `recover` was not called after an earlier failure.
         """
         self.micro_batches.refuse_after_failure("TrainStep.zero_grad")
         self.micro_batches.discard()
@@ -338,7 +341,9 @@ class TrainStep:
             StepError: `step` or `update` was not called since the last backward, None and a bool are mixed for
                 `is_last`, `loss` is not a tensor of one element, a trainable parameter is not stored in fp32, or
                 `recover` was not called after an earlier failure. Also if there are gradients before the first backward
-                of an optimizer step: call `zero_grad`.
+                of an optimizer step: call `zero_grad`. With `zeroamp.reproducible`, also if the number of micro-batches
+                or the division of the losses would make the bits depend on the number of ranks.
+            PeerError: the backend ended a collective, because it timed out or another rank's process ended.
         """
         self.micro_batches.refuse_after_failure("TrainStep.backward")
         is_last = self._is_last(is_last)
@@ -380,11 +385,12 @@ class TrainStep:
         """Continue an optimizer step whose last micro-batch has run: the next backward adds to its gradients.
 
         For loops that learn only after a backward whether it was the last one. Such a loop passes `is_last=True` to
-        every backward, so each is reduced. Nothing happens if the last micro-batch has not run.
+        every backward, so every backward reduces its gradients. Nothing happens if the last micro-batch has not run.
 
         Raises:
             StepError: `clip_grad_norm` was called, `data_types.grad_accum_dtype` is not fp32, the config counts the
-                micro-batches, or `recover` was not called after an earlier failure.
+                micro-batches, `recover` was not called after an earlier failure, or with `zeroamp.reproducible` the
+                order of additions depends on the number of micro-batches (stages 0 and 1, replicas).
         """
         self.micro_batches.refuse_after_failure("TrainStep.reopen")
         if not self.micro_batches.is_complete:
@@ -461,9 +467,11 @@ class TrainStep:
 
         Raises:
             StepError: no backward ran since the last call, the last backward was given `is_last=False`, no parameter
-                has a gradient, a gradient overflowed at the minimum loss scale, or `recover` was not called after an
+                has a gradient, a gradient overflowed at the minimum loss scale, the ranks made different calls or have
+                different settings (on an accelerator, raised one step later), or `recover` was not called after an
                 earlier failure.
-            PeerError: another rank failed in this optimizer step (with `zeroamp.recovery`). Nothing was updated.
+            PeerError: another rank failed in this optimizer step (with `zeroamp.recovery`): nothing was updated. Or the
+                backend ended a collective, because it timed out or another rank's process ended.
             CheckpointError: a background save failed. The optimizer step was taken.
         """
         self.micro_batches.refuse_after_failure("TrainStep.step")
@@ -493,9 +501,11 @@ class TrainStep:
 
         Raises:
             StepError: the last micro-batch has not run, `clip_grad_norm` was called twice, `max_norm` is negative or
-                NaN, no parameter has a gradient, a gradient overflowed at the minimum loss scale, or `recover` was not
-                called after an earlier failure.
-            PeerError: another rank failed in this optimizer step (with `zeroamp.recovery`). Nothing was updated.
+                NaN, no parameter has a gradient, a gradient overflowed at the minimum loss scale, the ranks made
+                different calls or have different settings (on an accelerator, raised one step later), or `recover` was
+                not called after an earlier failure.
+            PeerError: another rank failed in this optimizer step (with `zeroamp.recovery`): nothing was updated. Or the
+                backend ended a collective, because it timed out or another rank's process ended.
         """
         self.micro_batches.refuse_after_failure("TrainStep.clip_grad_norm")
         limit = self._policy.gradient_clipping if max_norm is None else checked_max_norm(max_norm)

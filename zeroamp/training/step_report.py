@@ -23,7 +23,10 @@ class StepReport:
     step: int
     """Optimizer steps taken, this one included unless it was skipped."""
     loss_tensor: torch.Tensor
-    """0-D fp64: the mean of the losses of all micro-batches and all ranks."""
+    """0-D fp64: the mean of the losses of all micro-batches and all ranks.
+
+    Losses that `backward` got with `divide=False` are summed over the micro-batches and averaged over the ranks; with
+    `zeroamp.reproducible` and `zeroamp.reduce` "sum", they are summed over the ranks too."""
     grad_norm_tensor: torch.Tensor
     """0-D fp32: the 2-norm of the averaged, unscaled gradient before clipping, over all trainable parameters. It is inf
     or nan if any gradient contains such a value."""

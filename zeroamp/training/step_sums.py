@@ -47,7 +47,7 @@ class StepSums(HostReader):
     """
 
     def __init__(self, device: torch.device, *, is_late: bool | None = None) -> None:
-        """`device`: where the sums are. `is_late`: whether to read them in the next step. None: not on a CPU."""
+        """`device`: where the sums are. `is_late`: whether to read them in the next step. None: unless on a CPU."""
         self.num_sums = 0
         """Steps whose numbers were summed, the same on all ranks."""
         self.is_late = device.type != "cpu" if is_late is None else is_late

@@ -1,8 +1,8 @@
 """Finds the parameters that no rank used in an optimizer step. Their `grad` stays None, as in one process.
 
 [Note: One number for three parameters]
-Each rank records which parameters had a gradient on it. If only some ranks used a parameter, the others count as zeros
-in its mean gradient. If no rank used it, its gradient is discarded. So the step's all-reduce also counts the ranks that
+Each rank records which parameters had a gradient on it. If only some ranks used a parameter, the other ranks add zeros
+to its mean gradient. If no rank used it, its gradient is discarded. So the step's all-reduce also counts the ranks that
 used each parameter. Each fp64 number has three counts of 17 bits, for fewer than 2^17 ranks. Only a rank with unused
 parameters reads the counts.
 """

@@ -66,8 +66,8 @@ def export_hf(
     model, `config.json` and `generation_config.json` are written too. If the folder exists, the weights of an earlier
     export are replaced when the new ones are complete; other files stay.
 
-    Besides its shards, a rank holds at most one file and one tensor: each rank writes some of the files, shards are
-    cast and all-gathered tensor by tensor, and only the rank that writes a tensor's file retains it.
+    Besides its shards, a rank holds at most one file and one tensor in memory: each rank writes some of the files,
+    shards are cast and all-gathered tensor by tensor, and only the rank that writes a tensor's file retains it.
 
     Args:
         model: a model that `wrap_model` returned, at any stage, before training, between two steps or after.
@@ -307,10 +307,11 @@ def _check(plans: list[_Plan]) -> None:
     for what in ("folder", "dtype", "files_digest"):
         found = sorted({str(getattr(plan, what)) for plan in plans})
         if len(found) > 1:
-            differing = "The names or shapes of the tensors" if what == "files_digest" else " and ".join(found)
+            plan_of_files = "plan of files differs: names, shapes or dtypes of the tensors, or max_shard_bytes"
+            differing = plan_of_files if what == "files_digest" else f"{what} differs: {' and '.join(found)}"
             raise CheckpointError(
-                f"An export must get the same model and arguments on all ranks, but the {what.partition('_')[0]} "
-                f"differs: {differing}. Pass the same on all ranks."
+                f"An export must get the same model and arguments on all ranks, but the {differing}. Pass the same on "
+                "all ranks."
             )
     for name, digest in plans[0].of_each_rank.items():
         if any(plan.of_each_rank[name] != digest for plan in plans):

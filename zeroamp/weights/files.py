@@ -180,7 +180,7 @@ def safetensors_torch() -> ModuleType:
     try:
         import safetensors.torch  # an optional dependency, which training does not need
     except ModuleNotFoundError as error:
-        raise CheckpointError("The package safetensors is not installed. Run: pip install zeroamp[hf]") from error
+        raise CheckpointError("The package safetensors is not installed. Run: pip install 'zeroamp[hf]'") from error
     return safetensors.torch
 
 

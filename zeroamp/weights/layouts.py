@@ -165,7 +165,7 @@ def parts_of_model(root: nn.Module, stored: Mapping[str, Stored], names: set[str
     """Return the tensors of files by their names in a transformers model. Tensors without a rule keep their names.
 
     Args:
-        root: the model, which `fully_shard` may have been applied to. Of another library, all names stay.
+        root: the model, to which `fully_shard` may have been applied. If it is not transformers', all names stay.
         stored: the tensors of the files, by name.
         names: the names of all tensors of the model.
     """

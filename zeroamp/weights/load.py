@@ -53,9 +53,9 @@ def load_hf(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
     Raises:
         CheckpointError: on all ranks. With the model unchanged: there are no such files, a file is a link out of the
-            folder (links into a hub's cache are followed), names, shapes or kinds of number differ from the model's,
-            or a finite value would be infinite in the model's dtype. With some tensors loaded: a file cannot be read to
-            its end, or a tied parameter has two values.
+            folder (links into a hub's cache are followed), names or shapes differ from the model's, a tensor has a
+            floating-point dtype in only one of model and files, or a finite value would be infinite in the model's
+            dtype. With some tensors loaded: a file cannot be read to its end, or a tied parameter has two values.
         WrapError: the model is not wrapped.
     """
     fill_from_files(model, folder)
@@ -246,7 +246,7 @@ def _refuse_other_shapes(plan: list[_Item], folder: str | os.PathLike[str]) -> N
             shapes.append(f"{name} is {found} instead of {wanted}")
         if part.dtype_name.startswith(("F", "BF")) != weight.tensor.is_floating_point():
             kinds.append(f"{name} is {part.dtype_name} instead of {weight.tensor.dtype}")
-    for problems, what in ((shapes, "shapes"), (kinds, "kinds of number")):
+    for problems, what in ((shapes, "shapes"), (kinds, "kinds of dtype (floating-point or not)")):
         if problems:
             found_text = some_of(problems, _NUM_NAMES)
             raise CheckpointError(f"{folder} must have the {what} of the model, but {found_text}. {_OTHER_LAYOUT}")

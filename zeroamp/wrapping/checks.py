@@ -129,7 +129,7 @@ def check_ranks_agree(model: nn.Module, axes: MeshAxes, ignored: Container[str] 
         differing = differing or ["A distributed parameter of other ranks"] * int(count)
     if differing:
         raise WrapError(
-            f"{differing[0]} has values that differ between ranks ({len(differing)} parameters do). "
+            f"{differing[0]} has values that differ between ranks (parameters that differ: {len(differing)}). "
             "Call torch.manual_seed with one seed on all ranks before building the model, load one checkpoint, or set "
             "zeroamp.sync_module_states to true: all ranks then get the first rank's values."
         )

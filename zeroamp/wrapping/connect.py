@@ -31,7 +31,8 @@ Kind = Literal["all_gather", "all_to_all", "reduce_scatter", "all_reduce"]
 def connect_ranks(model: nn.Module, state: WrapState) -> None:
     """Run each kind of collective of the parameter groups once, if their backend is NCCL. All ranks call this.
 
-    With another backend nothing runs. The process groups of two levels have connected already: see `nodes.py`.
+    With another backend nothing runs. The process groups of two levels have connected already: see
+    `zeroamp.wrapping.nodes`.
     """
     mesh = state.mesh
     if is_nccl(mesh.get_group(mesh.ndim - 1), mesh.device_type):
@@ -45,9 +46,9 @@ def is_nccl(group: dist.ProcessGroup, device_type: str) -> bool:
 
 
 def collectives_of(model: nn.Module, state: WrapState) -> Iterator[tuple[Kind, dist.ProcessGroup]]:
-    """Yield (kind, process group) of the parameter groups' flat collectives, each once, in one order on all ranks.
+    """Yield (kind, process group) of the parameter groups' collectives in one level, each once.
 
-    Collectives in two levels are left out.
+    The order is the same on all ranks. Collectives in two levels are left out.
     """
     mesh, policy, nodes = state.mesh, state.plan.policy, state.nodes
     shards, ranks = mesh.ndim - 1, ranks_of(state.mesh)

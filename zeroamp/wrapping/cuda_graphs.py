@@ -41,7 +41,7 @@ def refuse_cuda_graphs(model: nn.Module, device_type: str, ignored: Collection[s
 
 
 def refuse_capture(model: nn.Module, ignored: Collection[str]) -> Around:
-    """Return an around that raises WrapError if a CUDA graph captures an outermost forward. For CUDA only.
+    """Return an `Around` that raises WrapError if a CUDA graph captures an outermost forward. For CUDA only.
 
     The first forward also searches for modules that were compiled with CUDA graphs after `wrap_model`. Later forwards
     only query the driver whether the current stream is being captured.

@@ -20,23 +20,23 @@ from zeroamp.policies.policy import Policy
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshNodes:
-    """The two levels of the axes of a mesh. By default all axes are flat."""
+    """The two levels of the axes of a mesh. By default all axes have one level."""
 
     reductions: Mapping[int, Nodes] = field(default_factory=dict)
     """Axis -> its two levels for reductions. At most one axis has two levels."""
     gathers: Mapping[int, Nodes] = field(default_factory=dict)
     """Axis -> its two levels for all-gathers. Other process groups if `zeroamp.separate_reduce_scatter_group` is on."""
     why_flat: str | None = None
-    """Why an axis that spans nodes is flat. None if there is no such axis."""
+    """Why an axis that spans nodes has one level. None if there is no such axis."""
 
 
 def nodes_of_mesh(policy: Policy, mesh: DeviceMesh, world: dist.ProcessGroup | None) -> MeshNodes:
     """Return the two levels of the mesh's axes. All ranks of the mesh call this.
 
-    If all ranks share a node, if the number of ranks per node is not known, or with native sums, all axes are flat and
-    nothing is communicated. Otherwise the ranks compare their `ranks_per_node` in one small all-reduce. An axis with
-    two levels gets two process groups. Each runs one collective here, because a backend connects ranks, and NCCL takes
-    memory, at the first collective.
+    If all ranks share a node, if the number of ranks per node is not known, or with native sums, all axes have one
+    level and nothing is communicated. Otherwise the ranks compare their `ranks_per_node` in one small all-reduce. An
+    axis with two levels gets two process groups. Each runs an all-to-all and an all-gather here, because a backend
+    connects ranks, and NCCL takes memory, at the first collective.
     """
     per_node = ranks_per_node(policy)
     # Compared with the world's size, not the mesh's: on nodes of different sizes, all ranks must decide alike.

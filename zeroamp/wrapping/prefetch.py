@@ -2,9 +2,9 @@
 
 [Note: Which group starts them]
 FSDP2 starts a module's prefetches right after the module's own all-gather. A unit may have several groups: its own, and
-those of its holders. The group that is all-gathered last starts the prefetches, so that no group of the running unit
-queues behind another unit. In the forward that is the last holder that was attached, because holders unshard after the
-unit. In the backward it is the unit, because the hooks of the holders are on its outputs first. The holders then
+those of its group holders. The group that is all-gathered last starts the prefetches, so that no group of the running
+unit queues behind another unit. In the forward that is the last holder that was attached, because holders unshard after
+the unit. In the backward it is the unit, because the hooks of the holders are on its outputs first. The holders then
 prefetch the unit: with an empty list, FSDP2 would let each prefetch the group before it in its record of the forward.
 
 Modules that run in another order than they are registered still get current parameters. A unit that is prefetched after

@@ -40,7 +40,7 @@ def run_alike(
 
     Args:
         action: returns a result and a description. May raise on some ranks. Must not communicate.
-        what: the begin of an error's text: the name of the function that compares.
+        what: the start of an error's text: the name of the function that compares.
         remedy: the end of an error's text: what to do.
         error_type: the class of the error.
         group: the ranks; None is the default group.

@@ -147,7 +147,7 @@ COMBINATIONS: tuple[Combination, ...] = (
     ),
     Combination(
         name="Tensor or expert parallelism at ZeRO stage 0",
-        why="FSDP2 shards stage 0 over one rank, of a mesh that is no slice of the model's",
+        why="stage 0 shards over one rank, by a mesh of its own that is not a slice of the model's mesh",
         instead="Set zero_optimization.stage to 1: parameters stay unsharded between two optimizer steps.",
         applies=lambda case: not case.axes.is_plain and case.plan.policy.stage == 0,
     ),
@@ -227,7 +227,7 @@ COMBINATIONS: tuple[Combination, ...] = (
     ),
     Combination(
         name="Tensor or expert parallelism of parameters in ignored_params",
-        why="their norm would be counted as of whole parameters",
+        why="the gradient norm would count one rank's part as the whole parameter",
         instead="Do not parallelize them, or let zeroamp shard them.",
         applies=lambda case: (
             not case.axes.is_plain

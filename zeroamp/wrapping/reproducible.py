@@ -22,7 +22,9 @@ def check_reproducible(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     per_rank = plan.policy.gradient_accumulation_steps
     for number, what in ((shard_size(mesh), "ranks that shard"), (replicate_size(mesh), "replicas")):
         if not _is_power_of_two(number):
-            raise ConfigError(f"{_WHY}. There are {number} {what}, which is not a power of two. Use another number.")
+            raise ConfigError(
+                f"{_WHY}. The number of {what} must be a power of two, but is {number}. Change the number."
+            )
     order = micro_batch_order(plan.policy, mesh)
     if order.depends_on_count and not _is_power_of_two(per_rank):
         raise ConfigError(
@@ -33,7 +35,7 @@ def check_reproducible(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         tracks = isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
         if isinstance(module, nn.modules.batchnorm._BatchNorm) or tracks:
             raise WrapError(
-                f"{fqn or 'The model'} is a {type(module).__name__}, whose running statistics depend on the "
+                f"{fqn or 'The model'} is a {type(module).__name__}, whose statistics depend on the "
                 "micro-batches that a rank sees. With zeroamp.reproducible, use nn.GroupNorm or nn.LayerNorm instead."
             )
     for fqn, parameter in model.named_parameters():

@@ -81,9 +81,13 @@ class WrapState:
     root_forward: RootForward = field(default_factory=RootForward)
     """The context managers around the root's forward."""
     communication: CommunicationWatch = field(init=False)
+    """Calls listeners around the parts of a step that may wait for a collective."""
     guard: BackwardGuard | None = None
+    """Raises in a backward outside of `TrainStep`. None if a plain loop ignores no key of the config."""
     fp32_regions: list[Fp32Region] = field(default_factory=list)
+    """The wrapped forwards of the modules that run in fp32."""
     shard_accumulator: ShardAccumulator | None = None
+    """Sums sharded gradients over micro-batches. None if FSDP2 sums them."""
     replica_switches: list[Callable[[bool], None]] = field(default_factory=list)
     """One per group whose replicas are summed in the last micro-batch only. Called before each backward: True if that
     backward is the last of its optimizer step."""

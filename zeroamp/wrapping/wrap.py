@@ -1,4 +1,4 @@
-"""`wrap_model`: shards a model with FSDP2, with the typed groups, communication dtypes and autocast of a `Policy`."""
+"""`wrap_model`: shards a model with FSDP2, with the parameter groups, dtypes and autocast of a `Policy`."""
 
 import logging
 import time
@@ -79,9 +79,9 @@ def wrap_model(
         model: on any device; parameters on the meta device are materialised and initialised without a full copy.
             Trainable parameters in bf16 or fp16 are sharded in fp32 (master weights). Frozen ones keep their dtype.
         policy: from `policy_from_config`.
-        mesh: 1-D (shard) or 2-D (replicate, shard) for HSDP; all ranks in one axis by default. With context, tensor or
-            expert parallelism, the whole named mesh, such as ("dp", "cp", "tp"), or the slice of it over which FSDP2
-            shards: `mesh["dp"]`. See docs/meshes.md.
+        mesh: 1-D (shard) or 2-D (replicate, shard) for HSDP. None: all ranks in one axis, or in two with
+            `zeroamp.dp_replicate_size`. With context, tensor or expert parallelism, the whole named mesh, such as
+            ("dp", "cp", "tp"), or the slice of it over which FSDP2 shards: `mesh["dp"]`. See docs/meshes.md.
         auto_wrap_policy: the modules that become units, see `zeroamp.policies.find_units`.
         example_inputs: for `lower_precision_safe_modules` "auto" and `zeroamp.autocast_ops`: a tuple of positional
             arguments, a mapping of keyword arguments, or a tensor, on any device. None stands for a transformers
@@ -100,6 +100,7 @@ def wrap_model(
         WrapError: the model, the mesh or the wrap policy is not supported, or ranks differ in their arguments or
             parameters.
         ConfigError: the policy does not fit the model, the ranks or the device.
+        PeerError: another rank ended, or did not call `wrap_model`.
 
     Examples:
         >>> policy = zeroamp.policy_from_config({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}})
@@ -191,10 +192,12 @@ def register_forward_method(model: nn.Module, method_name: str) -> None:
     """Make `model.method_name(...)` unshard parameters and run under autocast, as `forward` does.
 
     For methods other than `forward` that use submodules directly. A method that calls the model itself, as `generate`
-    does, need not be registered. FSDP2's `register_fsdp_forward_method` alone does not handle typed groups or autocast.
+    does, need not be registered. FSDP2's `register_fsdp_forward_method` alone would unshard only one of the root's
+    parameter groups, and would not enter autocast.
 
     Raises:
         WrapError: the model is not wrapped.
+        AttributeError: the model has no such method.
     """
     state = wrap_state(model)
     at_root = [holder for group in state.plan.groups if not group.unit and (holder := state.holders.get(group.name))]

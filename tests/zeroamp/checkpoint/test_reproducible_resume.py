@@ -99,4 +99,4 @@ def test_the_first_rank_logs_the_reason_once(tmp_path, ranks2):
     first, second = ranks2.run(partial(_load_with_another_seed, tmp_path))
     assert second == []
     (text,) = first
-    assert text.endswith("This run goes on with other bits: zeroamp.seed was 3, and is 4 here.")
+    assert text.endswith("This run continues with other bits: zeroamp.seed was 3, and is 4 here.")

@@ -23,7 +23,7 @@ def test_without_typer_one_line_says_what_to_install(monkeypatch):
     monkeypatch.delitem(sys.modules, "zeroamp.cli.app", raising=False)
     with pytest.raises(SystemExit) as raised:
         main()  # a text as its code: Python prints it to stderr and exits with 1
-    assert raised.value.code == "The command line of zeroamp needs typer: pip install zeroamp[cli]"
+    assert raised.value.code == "The command line of zeroamp needs typer: pip install 'zeroamp[cli]'"
 
 
 def test_another_missing_package_is_not_taken_for_typer(monkeypatch):

@@ -119,7 +119,7 @@ def test_a_folder_without_config_json_is_refused(tmp_path):
 def test_without_transformers_a_folder_says_what_to_install(tmp_path, monkeypatch):
     folder_of(tmp_path, model_type="llama")
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(zeroamp.WrapError, match=r"pip install zeroamp\[examples\]"):
+    with pytest.raises(zeroamp.WrapError, match=r"pip install 'zeroamp\[examples\]'"):
         load_model(str(tmp_path))
 
 

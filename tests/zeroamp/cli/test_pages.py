@@ -135,7 +135,7 @@ def test_without_plotly_the_message_says_what_to_install(tmp_path, monkeypatch):
     path = write_run(tmp_path / "one.jsonl", [record(1)])
     code, out, err = run("report", path, "--html", tmp_path / "page.html")
     assert (code, out) == (1, "")
-    assert err == "Error: --html needs the module 'plotly.offline': pip install zeroamp[html].\n"
+    assert err == "Error: --html needs the module 'plotly.offline': pip install 'zeroamp[html]'.\n"
 
 
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")

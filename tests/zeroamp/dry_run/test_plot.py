@@ -70,5 +70,5 @@ def test_without_matplotlib_the_plot_says_what_to_install(tmp_path, monkeypatch)
         raise ModuleNotFoundError(name="matplotlib")
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(zeroamp.ConfigError, match=r"pip install zeroamp\[plot\]"):
+    with pytest.raises(zeroamp.ConfigError, match=r"pip install 'zeroamp\[plot\]'"):
         run.plot(tmp_path / "memory.png")

@@ -292,7 +292,7 @@ def test_what_does_not_go_is_refused_by_name(ranks2, tmp_path):
         "accumulation": ["ConfigError", "gradient_accumulation_steps", "accumulate_grad_batches"],
         "compiled": ["ConfigError", "torch.compile"],
         "averaging": ["ConfigError", "StochasticWeightAveraging"],
-        "accumulating": ["CheckpointError", "after 1 micro-batches", "val_check_interval"],
+        "accumulating": ["CheckpointError", "after 1 micro-batch(es)", "val_check_interval"],
         "no checkpoint": ["CheckpointError", "none.ckpt"],
     }.items():
         assert all(word in texts.get(name, "") for word in words), (name, texts.get(name))

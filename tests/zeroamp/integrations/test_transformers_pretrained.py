@@ -110,5 +110,5 @@ def test_what_cannot_be_read_in_part_is_refused(tmp_path):
     config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     with pytest.raises(zeroamp.WrapError, match="are quantized"):
         from_pretrained(AutoModelForCausalLM, tmp_path, config=config)
-    with pytest.raises(zeroamp.WrapError, match="^0, inside of a .*is on the meta device and its files were not read"):
+    with pytest.raises(zeroamp.WrapError, match="^0, inside a .*is on the meta device and its files were not read"):
         refuse_unfilled(nn.Sequential(from_pretrained(AutoModelForCausalLM, tmp_path)))

@@ -37,13 +37,13 @@ def test_rings_of_more_than_1024_ranks():
 def test_all_to_alls_between_nodes_in_one_level():
     plan = _plan(1024)
     assert _notes(plan, 16, 8) is None, "two levels"
-    assert "by flat all-to-alls" in _notes(plan, 16, 6)
+    assert "by all-to-alls in one level" in _notes(plan, 16, 6)
     assert "nodes of 6 ranks" in _notes(plan, 16, 6)
     assert _notes(plan, 16, None) is None, "not known"
     assert _notes(plan, 16, 1) is None, "a rank has no neighbours on its node"
     assert _notes(plan, 6, 6, num_replicas=16) is None
     assert _notes(_plan(1024, reduce_accumulate_dtype="native"), 16, 6) is None
-    assert "by flat all-to-alls" in _notes(_plan(1024, dtype=None), 16, 6), "fp32 gradients are summed alike"
+    assert "by all-to-alls in one level" in _notes(_plan(1024, dtype=None), 16, 6), "fp32 gradients are summed alike"
     line = mesh_notes(plan, Ranks(num_shards=16), 8, "nodes have different numbers of ranks")
     assert "because nodes have different numbers of ranks" in line
 

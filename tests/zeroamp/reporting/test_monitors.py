@@ -105,7 +105,7 @@ def test_a_monitor_whose_package_is_missing_is_an_error_on_all_ranks(ranks2, blo
     with pytest.raises(RankError) as caught:
         ranks2.run(_without, block)
     assert str(caught.value).count(f"ConfigError: rank 0: {block}.enabled needs") == 2
-    assert f"pip install zeroamp[{block}]" in str(caught.value)
+    assert f"pip install 'zeroamp[{block}]'" in str(caught.value)
 
 
 def _broken_down(cfg):

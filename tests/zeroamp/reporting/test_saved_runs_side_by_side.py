@@ -151,4 +151,4 @@ def test_without_matplotlib_it_says_what_to_install(runs, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     code, _, stderr = run(runs[0], "--plot", "x.png")
     assert code == 1
-    assert "pip install zeroamp[plot]" in stderr
+    assert "pip install 'zeroamp[plot]'" in stderr

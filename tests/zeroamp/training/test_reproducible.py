@@ -206,7 +206,7 @@ def test_3_ranks_are_refused():
         found = ranks.run(_refusals)
     finally:
         ranks.stop()
-    assert all("3 ranks that shard, which is not a power of two" in each["ranks"] for each in found)
+    assert all("number of ranks that shard must be a power of two, but is 3" in each["ranks"] for each in found)
 
 
 def _refused():
@@ -262,7 +262,7 @@ def test_what_cannot_be_kept_is_refused_by_name(ranks2):
         "AdamW with fused=True and parameters on the CPU",
         'divide=True with zeroamp.reproducible and zeroamp.reduce "sum"',
         "divide=False in float16",
-        "ends after 1 micro-batches, but gradient_accumulation_steps is 2",
+        "ends after 1 micro-batch(es), but gradient_accumulation_steps is 2",
         "TrainStep.reopen was called with zeroamp.reproducible",
     ]
     for found, expected in zip(ranks2.run(_refused)[0], words, strict=True):

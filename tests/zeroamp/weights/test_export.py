@@ -295,7 +295,7 @@ def _without_safetensors(folder):
     loaded = sys.modules.pop("safetensors.torch")
     sys.modules["safetensors.torch"] = None
     try:
-        with pytest.raises(zeroamp.CheckpointError, match=r"pip install zeroamp\[hf\]"):
+        with pytest.raises(zeroamp.CheckpointError, match=r"pip install 'zeroamp\[hf\]'"):
             zeroamp.export_hf(model, folder)
     finally:
         sys.modules["safetensors.torch"] = loaded

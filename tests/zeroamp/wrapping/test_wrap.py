@@ -86,7 +86,7 @@ def _refuse(how):
         ("mesh", "mesh .*shape \\(1, 2\\) at stage 0"),
         ("half meta", "head.weight is on the meta device.* such as embed.*to_empty"),
         ("inference", "wrap_model .*torch.inference_mode\\(\\)"),
-        ("unequal", "blocks.2.down.bias .*differ between ranks .1 parameters do.* torch.manual_seed"),
+        ("unequal", "blocks.2.down.bias .*differ between ranks .parameters that differ: 1.* torch.manual_seed"),
     ],
 )
 def test_refusals_on_all_ranks(ranks2, how, text):

@@ -264,7 +264,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
             device_placement: no effect: the state is where the shards are.
 
         Raises:
-            StepError: an optimizer step has begun.
+            StepError: called inside an optimizer step.
         """
         del device_placement
         if isinstance(optimizer, ZeroampOptimizer):
@@ -444,7 +444,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
             return
         if self._is_in_no_sync:
             raise StepError(
-                "optimizer.step was called inside of no_sync, where gradients are not averaged over the ranks. Call it "
+                "optimizer.step was called inside no_sync, where gradients are not averaged over the ranks. Call it "
                 "after the block. LocalSGD uses no_sync and averages whole parameters: remove it."
             )
         report = self.train_step.step()
@@ -485,7 +485,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
 
         Raises:
             CheckpointError: on all ranks, if a rank could not write.
-            StepError: between the micro-batches of an optimizer step.
+            StepError: called inside an optimizer step.
         """
         self._begin_checkpoint()
         self._save_arguments = save_model_func_kwargs
@@ -527,7 +527,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
 
         Raises:
             CheckpointError: on all ranks, if there is no checkpoint or it does not fit the model.
-            StepError: between the micro-batches of an optimizer step.
+            StepError: called inside an optimizer step.
         """
         self._begin_checkpoint()
         self._load_arguments = load_model_func_kwargs

@@ -108,7 +108,7 @@ def _refuse_handler(handler: object) -> None:
             "communication_data_type in the config of zeroamp=."
         )
     if "Recipe" in name or "FP8" in name:
-        raise ConfigError(f"kwargs_handlers has {name}, but zeroamp has no fp8. Remove it.")
+        raise ConfigError(f"kwargs_handlers has {name}, but zeroamp does not compute in fp8. Remove it.")
 
 
 def asked_precision(given: Mapping[str, Any]) -> str | None:
@@ -122,7 +122,9 @@ def asked_precision(given: Mapping[str, Any]) -> str | None:
     argument = given.get("mixed_precision")
     precision = str(argument) if argument is not None else os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     if precision == "fp8":
-        raise ConfigError(f'mixed_precision is "fp8", but zeroamp has no fp8. Choose "bf16": {_REMEDY["bf16"]}.')
+        raise ConfigError(
+            f'mixed_precision is "fp8", but zeroamp does not compute in fp8. Choose "bf16": {_REMEDY["bf16"]}.'
+        )
     return None if argument is None and precision == "no" else precision
 
 

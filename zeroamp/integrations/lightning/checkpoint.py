@@ -126,7 +126,10 @@ def read_full(path: Path, root: nn.Module | None, weights_only: bool | None) -> 
 
     def read() -> dict[str, Any]:
         if not path.is_file():
-            raise CheckpointError(f"{path} is not a checkpoint: neither a file nor a folder of a zeroamp strategy.")
+            raise CheckpointError(
+                f"{path} must be a checkpoint file, or a folder that a zeroamp strategy wrote, but is neither. Check "
+                "the path."
+            )
         found: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
         return found
 

@@ -177,7 +177,7 @@ def _refuse_others(flat: dict[str, Any], accumulation: int | None, clipping: flo
 
 
 def autocast_of_policy(policy: Policy, device_type: str) -> AbstractContextManager[Any]:
-    """Return the config's autocast. It does not cache casts, since parameters may be updated inside of it."""
+    """Return the config's autocast. It does not cache casts, since parameters may be updated inside it."""
     if policy.mode != "autocast":
         return nullcontext()
     return torch.autocast(device_type, dtype=policy.gather_dtype, cache_enabled=False)

@@ -337,8 +337,8 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         """Write a folder from all ranks, or a file: see `docs/lightning.md`. All ranks call it.
 
         Raises:
-            CheckpointError: an optimizer step has begun, a hook changed the weights in `checkpoint`, or a rank cannot
-                write.
+            CheckpointError: called inside an optimizer step, a hook changed the weights in `checkpoint`, or a rank
+                cannot write.
         """
         if storage_options is not None:
             raise CheckpointError("storage_options are for CheckpointIO plugins, which are not used. Remove them.")
@@ -348,9 +348,9 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
         is_whole = train is None or not checkpoint.get("optimizer_states")
         if train is not None and not is_whole and not train.is_between_steps:
             raise CheckpointError(
-                f"{path} cannot be saved inside of an optimizer step, after {train.micro_batches.num_done} "
-                "micro-batches: their gradients would be lost. Save after an optimizer step: set val_check_interval to "
-                "a multiple of accumulate_grad_batches. For a ModelCheckpoint with every_n_train_steps, set "
+                f"{path} cannot be saved inside an optimizer step, after {train.micro_batches.num_done} "
+                "micro-batch(es): their gradients would be lost. Save after an optimizer step: set val_check_interval "
+                "to a multiple of accumulate_grad_batches. For a ModelCheckpoint with every_n_train_steps, set "
                 "save_top_k=-1, or monitor a metric of the validation."
             )
         if self._save_distributed_checkpoint and train is not None and not is_whole:
@@ -393,7 +393,7 @@ class ZeroampStrategy(DDPStrategy):  # processes, ranks, barriers and reductions
     def _note_saved(self, found: Mapping[str, Any]) -> None:
         """Make each `ModelCheckpoint` count the loaded step as saved.
 
-        After a load, it would save this step again in the next micro-batch, which is inside of an optimizer step.
+        After a load, it would save this step again in the next micro-batch, which is inside an optimizer step.
         """
         if self.lightning_module is not None and "global_step" in found:
             for callback in self.lightning_module.trainer.checkpoint_callbacks:

@@ -24,7 +24,7 @@ class WrappingTrainer(Protocol):
 
 
 class TrainerAccelerator(ZeroampAccelerator):
-    """A `ZeroampAccelerator` inside of a Trainer. The Trainer counts micro-batches and divides losses."""
+    """A `ZeroampAccelerator` inside a Trainer. The Trainer counts micro-batches and divides losses."""
 
     _divides_losses = False
 

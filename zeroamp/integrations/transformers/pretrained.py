@@ -137,8 +137,8 @@ def refuse_unfilled(model: nn.Module) -> None:
     inner = next((fqn for fqn, module in model.named_modules() if fqn and hasattr(module, _FILES)), None)
     if inner is not None:
         raise WrapError(
-            f"{inner}, inside of a {type(model).__name__}, is on the meta device and its files were not read. Load it "
-            "with transformers' from_pretrained before you put it into another model (adapters do so)."
+            f"{inner}, inside a {type(model).__name__}, is on the meta device and its files were not read. Load it "
+            "with transformers' from_pretrained before you put it into another model (as peft does)."
         )
 
 

@@ -13,7 +13,10 @@ from zeroamp.wrapping.state import is_wrapped
 _REASONS = {
     "fsdp": "zeroamp shards the model itself. Leave it out, and set zero_optimization.stage in the config.",
     "deepspeed": "zeroamp replaces DeepSpeed. Leave it out, and pass the file as zeroamp instead.",
-    "parallelism_config": "A Trainer gives each rank its own samples. Leave it out; docs/meshes.md has a loop.",
+    "parallelism_config": (
+        "A Trainer gives each rank its own samples. Leave it out. For tensor or context parallelism, write a loop with "
+        "zeroamp.wrap_model: docs/meshes.md."
+    ),
     "auto_find_batch_size": (
         "An out-of-memory error on one rank leaves the others in a collective. Leave it out; `zeroamp plan` computes "
         "the largest batch before the run."

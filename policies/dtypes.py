@@ -20,6 +20,9 @@ DTYPE_BY_NAME = {
 }
 """Every spelling that DeepSpeed's `DtypeEnum` accepts, except int8, in which no mode computes."""
 
+FLOAT8_BY_NAME = {"float8_e4m3fn": torch.float8_e4m3fn}
+"""The values of `zeroamp.param_gather_dtype`."""
+
 _SHORT_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
 

@@ -20,6 +20,7 @@ import torch
 from zeroamp.policies.auto_values import fill_auto, path_of_key, rename_keys
 from zeroamp.policies.batch_sizes import BATCH_SIZES, data_parallel_ranks
 from zeroamp.policies.conflicts import check_policy
+from zeroamp.policies.dtypes import FLOAT8_BY_NAME
 from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.json_values import flatten, json_value, load_config, nest
 from zeroamp.policies.loss_scale import NO_LOSS_SCALE, LossScale
@@ -175,6 +176,7 @@ class Policy:
         lambda config: config.zero_optimization.stage3_gather_16bit_weights_on_model_save
     )
     reduce_accumulate_dtype = _Key(lambda config: config.zeroamp.reduce_accumulate_dtype)
+    param_gather_dtype = _Key(lambda config: FLOAT8_BY_NAME.get(config.zeroamp.param_gather_dtype or ""))
     overrides = _Key(lambda config: config.zeroamp.overrides)
     external_autocast = _Key(lambda config: config.zeroamp.external_autocast)
     dp_replicate_size = _Key(lambda config: config.zeroamp.dp_replicate_size)

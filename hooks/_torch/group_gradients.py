@@ -37,6 +37,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.dispatch import is_in_backward
 from zeroamp.hooks._torch.fsdp import groups_of, units_of
@@ -327,7 +328,7 @@ def _complete(parameters: list[Any]) -> list[int]:
         if _has_gradient(parameter):
             gradient = unsharded.grad
         elif unsharded.requires_grad:
-            gradient = torch.zeros_like(unsharded, dtype=dtype or getattr(unsharded, "grad_dtype", None))
+            gradient = _zeros_like(unsharded, dtype or getattr(unsharded, "grad_dtype", None))
             zeros.append(index)
         else:
             continue
@@ -336,6 +337,16 @@ def _complete(parameters: list[Any]) -> list[int]:
         elif parameter.unsharded_accumulated_grad is None:
             parameter.unsharded_accumulated_grad, unsharded.grad = gradient.to(dtype), None
     return zeros
+
+
+def _zeros_like(unsharded: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return zeros of the shape of an unsharded parameter, in `dtype`, by default its own.
+
+    torchao's float8 parameters have no `torch.zeros_like`.
+    """
+    if isinstance(unsharded, DTensor):
+        return torch.zeros_like(unsharded, dtype=dtype)
+    return torch.zeros(unsharded.shape, dtype=dtype or unsharded.dtype, device=unsharded.device)
 
 
 def _autograd_sums(parameter: Any) -> bool:

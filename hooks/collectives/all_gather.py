@@ -12,7 +12,7 @@ from zeroamp.hooks.collectives.issued import NamedWork, issue
 from zeroamp.hooks.collectives.nodes import Nodes, all_gather_of_axis
 from zeroamp.hooks.collectives.traffic import CollectiveListener, IssuedCollective
 from zeroamp.hooks.observers.ranges import Ranges
-from zeroamp.policies.dtypes import short_name
+from zeroamp.policies.dtypes import FLOAT8_BY_NAME, short_name
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -54,6 +54,8 @@ class GroupAllGather(AllGather):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool
     ) -> dist.Work | None:
         issued = IssuedCollective("all_gather", output_tensor, self.group_name, group)
+        if output_tensor.dtype in FLOAT8_BY_NAME.values():  # gloo, and NCCL on older GPUs, have no such dtypes
+            output_tensor, input_tensor = output_tensor.view(torch.uint8), input_tensor.view(torch.uint8)
         work = issue(
             all_gather_of_axis, issued, self.listeners, output_tensor, input_tensor, group, self.nodes, async_op
         )

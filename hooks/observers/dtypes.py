@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from zeroamp.hooks._torch.dispatch import TorchDispatchMode, storage_key
-from zeroamp.hooks.tensors import tensors_in
+from zeroamp.hooks.tensors import tensors_in, values_of
 from zeroamp.policies.dtypes import short_name
 
 
@@ -123,8 +123,9 @@ class UnitObserver:
     def _look(self, fqn: str, parameter: nn.Parameter, unit: str) -> None:
         if isinstance(parameter, DTensor):
             return  # sharded: this module of a merged unit ran after the unit was resharded
-        self._observations.see(fqn, "gather", parameter.dtype, f"the forward of {unit}")
-        self._ops.follow(fqn, parameter)
+        values = values_of(parameter)
+        self._observations.see(fqn, "gather", values.dtype, f"the forward of {unit}")
+        self._ops.follow(fqn, values)
         if parameter.requires_grad and parameter not in self._watched:
             self._watched[parameter] = self._watch_gradient(fqn, parameter)
 

@@ -70,6 +70,14 @@ class ZeroampBlock(Block):
             "balanced tree. `native`: summed by the backend in the communication dtype"
         ),
     ] = "fp32"
+    param_gather_dtype: Annotated[
+        Literal["float8_e4m3fn"] | None,
+        Honoured(
+            "the weights of Linears that would be all-gathered in bf16 are rounded to this dtype, with one scale per "
+            "weight, and are all-gathered and unsharded in it; the Linears compute in bf16. Needs torchao. See "
+            "docs/float8.md"
+        ),
+    ] = None
     overrides: Annotated[
         tuple[OverrideBlock, ...],
         BeforeValidator(as_tuple),

@@ -280,6 +280,7 @@ OTHER_VALUES = {
     "zeroamp.ranks_per_node": 4,
     "zeroamp.separate_reduce_scatter_group": True,
     "zeroamp.symmetric_memory": True,
+    "zeroamp.param_gather_dtype": "float8_e4m3fn",
     "zeroamp.partials_between_nodes": "bf16",
     **{f"{name}.job_name": "run" for name in ("tensorboard", "csv_monitor")},
 }
@@ -287,6 +288,7 @@ ENABLED_BY = {
     "torch_autocast": {"fp16.enabled": False, "torch_autocast.enabled": True, "torch_autocast.dtype": "half"},
     "zeroamp.autocast_ops": {"fp16.enabled": False, "torch_autocast.enabled": True, "torch_autocast.dtype": "half"},
     "zeroamp.seed": {"zeroamp.reproducible": True},
+    "zeroamp.param_gather_dtype": {"fp16.enabled": False, "bf16.enabled": True},
     "bf16": {"fp16.enabled": False, "bf16.enabled": True},
     "optimizer": {"optimizer.type": "Adam"},
     "scheduler": {"scheduler.type": "LRRangeTest"},

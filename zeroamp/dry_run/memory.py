@@ -61,8 +61,12 @@ def memory_timeline(
     groups = _GroupMemory(plan, ranks, writer, on_cpu=on_cpu)
     writer.add("optimizer state", optimizer.state_bytes)
     num_micro_batches = min(plan.policy.gradient_accumulation_steps, MAX_MICRO_BATCHES)
+    # A Linear divides its float8 weight by the scale into a bf16 copy, one Linear at a time.
+    copied = max((p.numel * p.group_key.param.itemsize for p in plan.params if p.is_float8), default=0)
+    writer.add("workspace", copied)
     for index in range(num_micro_batches):
         groups.micro_batch(micro_batch.events, is_first=index == 0, is_last=index + 1 == num_micro_batches)
+    writer.add("workspace", -copied)
     writer.phase = "optimizer"
     groups.end_step()
     if plan.policy.reproducible:
@@ -85,15 +89,15 @@ class _Sizes:
         dtypes = group_dtypes(group.key, policy, ranks)
         self.is_sharded = num_shards > 1
         self.shard = padded // num_shards * dtypes.stored.itemsize
-        self.gathered = padded * dtypes.param.itemsize
-        self.cast = padded // num_shards * dtypes.param.itemsize if dtypes.param != dtypes.stored else 0
+        self.gathered = sum(padded_numel(param, num_shards) * param.dtypes.param.itemsize for param in group.params)
+        self.cast = self.gathered // num_shards if dtypes.param != dtypes.stored else 0
         if policy.offload.to_cpu:
             self.cast += self.shard  # copied to the device before it is cast
         has_partition = policy.hpz_partition_size > 1 and group.unit not in plan.own_units.lookups
         self.partition = self.gathered // policy.hpz_partition_size if has_partition else 0
         self.shares_buffer = group.unit not in plan.own_units
         other_dim = [p for p in group.params if p.shard_dim(num_shards) > 0]
-        self.copied_twice = sum(p.numel for p in other_dim) * dtypes.param.itemsize
+        self.copied_twice = sum(p.numel * p.dtypes.param.itemsize for p in other_dim)
         self.transposed = [p.fqn for p in other_dim if p.is_trainable]
         self.raw = {p.fqn: p.numel * dtypes.param.itemsize for p in trained}
         self.summed = {p.fqn: p.numel * dtypes.unsharded_accumulate.itemsize for p in trained}

@@ -335,7 +335,7 @@ class _Planner:
         shapes = shapes_to_try(
             world_size,
             self.network.gpus_per_node,
-            with_partition=policy.stage == 3,
+            with_partition=policy.stage == 3 and policy.param_gather_dtype is None,
             with_levels=policy.reduce_accumulate_dtype == "fp32" and self.network.ranks_per_node == 1,
         )
         return advise(list(shapes), plan_mesh)
@@ -353,7 +353,7 @@ class _Planner:
         Raises:
             ConfigError: the model cannot run on fake tensors, or it returns no loss.
         """
-        dtypes: tuple[tuple[str, torch.dtype], ...] = tuple((p.fqn, p.dtypes.param) for p in plan.params)
+        dtypes: tuple[tuple[str, torch.dtype], ...] = tuple((p.fqn, p.group_key.param) for p in plan.params)
         key = (frozenset(dtypes), plan.units, tuple(plan.merged), batch, checkpointing)
         if key not in self.traced:
             arguments = self.arguments(batch)

@@ -73,7 +73,7 @@ def trace_micro_batch(
         ConfigError: the output has no scalar loss.
     """
     parameters = {param.fqn: model.get_parameter(param.fqn) for param in plan.params}
-    dtypes = {id(parameters[param.fqn]): param.dtypes.param for param in plan.params}
+    dtypes = {id(parameters[param.fqn]): param.group_key.param for param in plan.params}
     fakes = Replacements(
         lambda tensor: replacement(tensor, dtypes.get(id(tensor), tensor.dtype), device_type, fake=True)
     )

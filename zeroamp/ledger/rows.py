@@ -112,11 +112,12 @@ def _totals(params: Iterable[ParamPlan], costs: Costs) -> Row:
 def _summary(plan: Plan, on_ranks: OnRanks, costs: Costs) -> list[Row]:
     pairs: dict[tuple[str, str], list[ParamPlan]] = {}
     for group in (group for group in plan.all_groups if group.kind != "ignored"):  # ignored: not communicated
-        pair = group.key.param, on_ranks[group.name].between_ranks
-        pairs.setdefault((short_name(pair[0]), short_name(pair[1])), []).extend(group.params)
+        communication = short_name(on_ranks[group.name].between_ranks)
+        for param in group.params:
+            pairs.setdefault((short_name(param.dtypes.param), communication), []).append(param)
     return [
         {
-            "gather": param,
+            "gather": gather,
             "wire": communication,
             "communication": communication,
             "params": len(params),
@@ -124,7 +125,7 @@ def _summary(plan: Plan, on_ranks: OnRanks, costs: Costs) -> list[Row]:
             "bytes_per_gather": sum(p.numel * p.dtypes.param.itemsize for p in params),
             **_totals(params, costs),
         }
-        for (param, communication), params in sorted(pairs.items())
+        for (gather, communication), params in sorted(pairs.items())
     ]
 
 
@@ -156,6 +157,7 @@ def _group_row(group: GroupPlan, on_ranks: OnRanks, costs: Costs, num_shards: in
         "elements": group.numel,
         SHARD_DIMS: sorted(dim for dim in dims if dim is not None),
         **dtype_names(on_ranks[group.name].on_these_ranks(group.dtypes)),
+        "gather": ", ".join(sorted({short_name(param.dtypes.param) for param in group.params})),
         **_totals(group.params, costs),
     }
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from zeroamp.hooks.collectives.traffic import STEP, Traffic
+from zeroamp.hooks.collectives.traffic import SCALES, STEP, Traffic
 from zeroamp.ledger.rows import DTYPE_COLUMNS, HEADERS, KEYS, dtype_names
 from zeroamp.ledger.tables import fold
 from zeroamp.planning.group_dtypes import PER_OP, ParamDtypes, group_dtypes
@@ -136,7 +136,10 @@ class Verification:
         return [
             {
                 "group": group.name,
-                "promised": expected_dtypes(group.dtypes, group, self.plan, self.ranks),
+                "promised": {
+                    **expected_dtypes(group.dtypes, group, self.plan, self.ranks),
+                    "gather": ", ".join(sorted({short_name(param.dtypes.param) for param in group.params})),
+                },
                 "observed": self._observed(group.params),
             }
             for group in self.plan.all_groups
@@ -153,12 +156,14 @@ def expected_dtypes(dtypes: ParamDtypes, group: GroupPlan, plan: Plan, ranks: Ra
     """Return the dtype that is expected at each boundary, or None where nothing should be observed.
 
     A parameter that is not stored in fp32 is frozen (quantized, for example). Its module may cast it to any dtype.
+    torchao's `Float8Linear` may too: on a CPU it emulates float8 in fp32.
     """
     on_ranks = group_dtypes(group.key, plan.policy, ranks)
     is_trained_and_sharded = dtypes.communication is not None and on_ranks.reduction is not None
     replica = on_ranks.replica if is_trained_and_sharded else None
     names = {**dtype_names(on_ranks.on_these_ranks(dtypes)), REPLICAS: None if replica is None else short_name(replica)}
-    return names if dtypes.stored == torch.float32 else {**names, "compute": PER_OP}
+    casts_freely = dtypes.stored != torch.float32 or dtypes.compute == short_name(dtypes.param) != names["gradient"]
+    return {**names, "compute": PER_OP} if casts_freely else names
 
 
 def find_differences(plan: Plan, ranks: Ranks, observed: Seen) -> list[Difference]:
@@ -184,6 +189,7 @@ def see_collectives(traffic: Traffic, plan: Plan, observed: dict[str, dict[str, 
     """Add the dtypes of each group's collectives to `observed`, for all parameters of the group.
 
     Gradients are communicated by the reduction over shards; if there is none, by the all-reduce over replicas.
+    An all-gather of bytes shows no dtype of a parameter: the unsharded parameters do.
     """
     calls: dict[str, dict[str, str]] = {}
     for key in traffic.calls:
@@ -192,6 +198,8 @@ def see_collectives(traffic: Traffic, plan: Plan, observed: dict[str, dict[str, 
         of_group = calls.get(group.name, {})
         is_scattered = bool({"reduce_scatter", "all_to_all"} & of_group.keys())
         for collective, name in of_group.items():
+            if name == short_name(group.gather_dtype) == "uint8" and collective == "all_gather":
+                continue
             boundary = "gather" if collective == "all_gather" else "wire"
             if collective == "all_reduce" and is_scattered:
                 boundary = REPLICAS
@@ -209,4 +217,6 @@ def _seen(row: Row, columns: list[str]) -> dict[str, str]:
 
 
 def _without_step(traffic: Traffic) -> dict[Any, tuple[int, int]]:
-    return {key: (calls, traffic.num_bytes[key]) for key, calls in traffic.calls.items() if key.group != STEP}
+    """Return calls and bytes of the parameter groups. Scales are computed in each micro-batch of an observed step."""
+    groups = ((key, calls) for key, calls in traffic.calls.items() if key.group not in (STEP, SCALES))
+    return {key: (calls, traffic.num_bytes[key]) for key, calls in groups}

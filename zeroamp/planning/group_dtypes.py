@@ -31,7 +31,8 @@ class ParamDtypes:
     stored: torch.dtype
     """The dtype of the sharded parameter (the master weight), which the optimizer updates."""
     param: torch.dtype
-    """The dtype of the all-gather and of the unsharded parameter."""
+    """The dtype of the all-gather and of the unsharded parameter. With `zeroamp.param_gather_dtype`, that of the values
+    that the unsharded weight of a Linear holds."""
     compute: str
     """The dtype of the ops that use the parameter: "bf16" or the like if it is fixed, else `PER_OP`."""
     gradient: torch.dtype | None
@@ -48,11 +49,12 @@ class GroupKey(NamedTuple):
     """The dtypes that all parameters of a group share. Parameters of one unit with equal keys form one group.
 
     A frozen parameter has the communication dtype that it would have if it were trained, so that freezing a bias does
-    not split a group.
+    not split a group. Nor does float8: FSDP2 all-gathers the bytes of several dtypes in one buffer.
     """
 
     stored: torch.dtype
     param: torch.dtype
+    """FSDP2's `param_dtype`: the dtype of raw gradients, and of the unsharded parameters that are not float8."""
     communication: torch.dtype
     is_replicated: bool = False
     """Whether the parameters are 0-D: each rank has them whole, and the step's all-reduce sums their gradients."""
@@ -67,7 +69,7 @@ class GroupDtypes:
     stored: torch.dtype
     """The dtype of the sharded parameters, of their gradients at the optimizer step, and of the optimizer's state."""
     param: torch.dtype
-    """The dtype of the unsharded parameters: FSDP2's `param_dtype`."""
+    """FSDP2's `param_dtype`: the dtype of the unsharded parameters that are not float8."""
     unsharded_accumulate: torch.dtype
     """The dtype of the unsharded sum of the config's micro-batches at stages 0 and 1: FSDP2's `reduce_dtype`. fp32 if
     there is no such sum."""
@@ -117,8 +119,9 @@ def param_dtypes(parameter: nn.Parameter, policy: Policy, precision: Precision) 
     if parameter.dim() == 0:
         return _replicated_dtypes(stored, is_trained=parameter.requires_grad)
     is_low = precision.is_low and stored == torch.float32
-    param = policy.gather_dtype if is_low else stored
-    computes_in = {"low": policy.gather_dtype, "fp32": torch.float32, "as stored": stored}
+    low = policy.gather_dtype if is_low else stored
+    param = policy.param_gather_dtype if is_low and precision.is_float8 else None
+    computes_in = {"low": policy.gather_dtype, "fp32": torch.float32, "as stored": stored, "float8": param or low}
     compute = PER_OP if precision.compute == PER_OP else short_name(computes_in[precision.compute])
     communication = communication_dtype(policy, is_low=is_low)
     if precision.communication is not None and stored == torch.float32:
@@ -126,14 +129,14 @@ def param_dtypes(parameter: nn.Parameter, policy: Policy, precision: Precision) 
     is_trained = parameter.requires_grad
     dtypes = ParamDtypes(
         stored=stored,
-        param=param,
+        param=param or low,
         compute=compute,
-        gradient=param if is_trained else None,
+        gradient=low if is_trained else None,
         communication=communication if is_trained else None,
         accumulate=accumulation_dtype(policy) if is_trained else None,
         optimizer=stored if is_trained else None,
     )
-    return dtypes, GroupKey(stored, param, communication)
+    return dtypes, GroupKey(stored, low, communication)
 
 
 def _replicated_dtypes(stored: torch.dtype, *, is_trained: bool) -> tuple[ParamDtypes, GroupKey]:

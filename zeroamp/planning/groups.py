@@ -18,7 +18,7 @@ import torch
 
 from zeroamp.planning.group_dtypes import GroupKey, ParamDtypes, communication_dtype
 from zeroamp.planning.shard_dim import shard_dim
-from zeroamp.policies.dtypes import LOW_DTYPES, short_name
+from zeroamp.policies.dtypes import FLOAT8_BY_NAME, LOW_DTYPES, short_name
 from zeroamp.policies.policy import Policy
 
 GroupKind = Literal["unit", "typed", "model-wide", "replicated", "ignored"]
@@ -61,6 +61,11 @@ class ParamPlan:
         return shard_dim(self.shape, num_shards, any_dim=self.any_dim)
 
     @property
+    def is_float8(self) -> bool:
+        """Whether it is a weight that is all-gathered in `zeroamp.param_gather_dtype`."""
+        return self.dtypes.param in FLOAT8_BY_NAME.values()
+
+    @property
     def is_trainable(self) -> bool:
         """Whether the parameter has a gradient."""
         return self.dtypes.gradient is not None
@@ -94,6 +99,12 @@ class GroupPlan:
     def dtypes(self) -> ParamDtypes:
         """The dtypes of the group's first trainable parameter. If all are frozen, those of the first parameter."""
         return next((param.dtypes for param in self.params if param.is_trainable), self.params[0].dtypes)
+
+    @property
+    def gather_dtype(self) -> torch.dtype:
+        """The dtype of its all-gather: that of its unsharded parameters, or uint8 (bytes) where they have several."""
+        dtypes = {param.dtypes.param for param in self.params}
+        return dtypes.pop() if len(dtypes) == 1 else torch.uint8
 
     @property
     def is_expert(self) -> bool:

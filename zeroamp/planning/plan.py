@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroamp.planning.float8_weights import with_float8
 from zeroamp.planning.fp32_regions import Fp32Regions, find_fp32_regions
 from zeroamp.planning.fsdp_units import plan_units
 from zeroamp.planning.group_dtypes import GroupKey, ParamDtypes, ignored_dtypes, param_dtypes
@@ -86,13 +87,19 @@ class Plan:
     def low_share(self) -> float:
         """The part of the trainable elements that is all-gathered in the mode's low precision, 0 to 1."""
         trained = [param for param in self.params if param.is_trainable]
-        low = sum(param.numel for param in trained if param.dtypes.param == self.policy.low_dtype)
+        low = sum(param.numel for param in trained if param.group_key.param == self.policy.low_dtype)
         return low / max(1, sum(param.numel for param in trained))
 
     def describe_low_share(self) -> str:
         """Return the low share as text; empty in mode fp32."""
-        low = self.policy.low_dtype
-        return "" if low is None else f"{self.low_share:.1%} of the trainable elements in {short_name(low)}"
+        low, trained = self.policy.low_dtype, [param for param in self.params if param.is_trainable]
+        if low is None:
+            return ""
+        text = f"{self.low_share:.1%} of the trainable elements in {short_name(low)}"
+        if self.policy.param_gather_dtype is None:
+            return text
+        share = sum(param.numel for param in trained if param.is_float8) / max(1, sum(p.numel for p in trained))
+        return f"{text}, {share:.1%} all-gathered in {short_name(self.policy.param_gather_dtype)}"
 
     @property
     def ignored_fqns(self) -> frozenset[str]:
@@ -170,7 +177,9 @@ def build_plan(
     for use in uses:
         refuse_unusable(use)
     traced = trace(model, policy, example_inputs, device_type)
-    precisions = param_precisions(model, policy, uses, regions, overrides, traced)
+    precisions = with_float8(
+        model, policy, uses, overrides, param_precisions(model, policy, uses, regions, overrides, traced)
+    )
     params = [
         _param_plan(use, policy, *param_dtypes(use.parameter, policy, precision), precision.reason)
         for use, precision in zip(uses, precisions, strict=True)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from zeroamp.hooks.collectives.exact_sum import NUM_NUMBERS
-from zeroamp.hooks.collectives.traffic import STEP, Collective, ReduceOp, Traffic, TrafficKey
+from zeroamp.hooks.collectives.traffic import SCALES, STEP, Collective, ReduceOp, Traffic, TrafficKey
 from zeroamp.planning.fsdp_replay import step_schedule
 from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.groups import GroupPlan, ParamPlan
@@ -57,7 +57,8 @@ class GroupCollective:
         """Return the bytes that these calls move of one parameter."""
         if self.is_of_gradients and not param.is_trainable:
             return 0
-        return self.calls * padded_numel(param, num_shards) // self.num_parts * self.dtype.itemsize
+        dtype = self.dtype if self.is_of_gradients else param.dtypes.param
+        return self.calls * padded_numel(param, num_shards) // self.num_parts * dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +95,7 @@ def group_collectives(
     ranks = ranks.of(is_expert=group.is_expert)
     dtypes, num_shards = group_dtypes(group.key, plan.policy, ranks), ranks.shards(plan.policy)
     if dtypes.all_gathers and all_gathers:
-        yield GroupCollective(collective="all_gather", dtype=dtypes.param, calls=all_gathers)
+        yield GroupCollective(collective="all_gather", dtype=group.gather_dtype, calls=all_gathers)
     if dtypes.reduction is not None and reductions:
         yield GroupCollective(
             collective=dtypes.reduction, dtype=dtypes.communication, calls=reductions, op=dtypes.reduction_op
@@ -132,6 +133,10 @@ def plan_traffic(plan: Plan, ranks: Ranks) -> Traffic:
             key = TrafficKey(call.collective, call.dtype, group.name)
             traffic.calls[key] += call.calls
             traffic.num_bytes[key] += sum(call.num_bytes(param, num_shards) for param in group.params)
+    if num_scales := sum(param.is_float8 for param in plan.params):
+        key = TrafficKey("all_reduce", torch.float32, SCALES)
+        traffic.calls[key] += 1
+        traffic.num_bytes[key] += num_scales * torch.float32.itemsize
     key = TrafficKey("all_reduce", torch.float64, STEP)
     traffic.calls[key] += 1
     # Several ranks compare a hash: one number. Recovery sends the number of ranks that failed: one number.

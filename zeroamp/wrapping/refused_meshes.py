@@ -128,6 +128,12 @@ COMBINATIONS: tuple[Combination, ...] = (
         applies=lambda case: case.plan.policy.reproducible,
     ),
     Combination(
+        name="zeroamp.param_gather_dtype on a mesh with a context, tensor or expert axis",
+        why="it is not tested",
+        instead="Leave the key out.",
+        applies=lambda case: case.plan.policy.param_gather_dtype is not None,
+    ),
+    Combination(
         name="Tensor parallelism together with expert parallelism",
         why="experts and other parameters would be distributed over different axes beside the data axes",
         instead="Leave one of the two out.",

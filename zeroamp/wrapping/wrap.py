@@ -46,6 +46,12 @@ from zeroamp.wrapping.checks import (
 )
 from zeroamp.wrapping.connect import connect_ranks
 from zeroamp.wrapping.cuda_graphs import refuse_cuda_graphs
+from zeroamp.wrapping.float8_weights import (
+    attach_float8,
+    check_float8_model,
+    float8_params,
+    use_plain_weights,
+)
 from zeroamp.wrapping.materialize import cast_buffers, materialize_model
 from zeroamp.wrapping.nodes import nodes_of_mesh
 from zeroamp.wrapping.rank_agreement import Description, run_alike
@@ -127,6 +133,7 @@ def wrap_model(
         check_device(policy, device_type)
         plan = build_plan(model, policy, auto_wrap_policy, example_inputs, device_type, ignored_params)
         refuse_cuda_graphs(model, device_type, plan.ignored_fqns)
+        check_float8_model(model, plan)
         if axes is not None:
             refuse_combinations(model, plan, axes, materialize=materialize)
         return plan, description_of(model, plan, axes)
@@ -146,6 +153,7 @@ def wrap_model(
     if policy.reproducible:
         check_reproducible(model, plan, mesh)
     check_all_gather(model, mesh)
+    mm_configs = use_plain_weights(model, plan)
     check_integers(model, mesh, plan.ignored_fqns)
     if policy.sync_module_states:
         broadcast_module_states(model, axes, plan.ignored_fqns)
@@ -165,6 +173,8 @@ def wrap_model(
     state.nodes = nodes_of_mesh(policy, mesh, world)
     state.symmetric_gather = symmetric_gather(policy, mesh, state.nodes)
     attach_hooks(model, state)
+    if float8_params(plan):
+        state.handles += attach_float8(model, state, mm_configs)
     connect_ranks(model, state)
     record_state(model, state)
     if is_first_rank(axes.whole):

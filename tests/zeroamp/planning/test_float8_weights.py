@@ -1,0 +1,107 @@
+"""Which weights are planned in float8, and what a step moves then. Needs no torchao."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import zeroamp
+from tests.models.small import build
+from tests.processes.training import config, policy
+from tests.zeroamp.dry_run.plans import plan as planned_run
+from zeroamp.planning.mesh import Ranks
+from zeroamp.planning.plan import build_plan
+from zeroamp.planning.traffic import plan_traffic
+
+FLOAT8 = {"param_gather_dtype": "float8_e4m3fn"}
+BF16 = {"dtype": None, "bf16": {"enabled": True}}
+
+
+def plan(model, stage=3, *, zeroamp=FLOAT8, **options):
+    model = build(model) if isinstance(model, str) else model
+    return build_plan(model, policy(config(stage, zeroamp=zeroamp, **options)))
+
+
+def float8(planned):
+    return {param.fqn for param in planned.params if param.is_float8}
+
+
+def linears(model):
+    return {f"{fqn}.weight" for fqn, module in model.named_modules() if isinstance(module, nn.Linear)}
+
+
+@pytest.mark.parametrize("options", [{}, BF16], ids=["autocast", "bf16"])
+def test_all_weights_that_linears_alone_read_are_float8(options):
+    model = build("llama_untied")
+    assert float8(plan(model, **options)) == linears(model)
+    tied = build("llama_tied")  # the embedding reads the head's weight
+    assert float8(plan(tied, **options)) == linears(tied) - {"head.weight"}
+    encoder = build("encoder")  # nn.MultiheadAttention reads the weight of its out_proj
+    out_proj = {f"encoder.layers.{index}.self_attn.out_proj.weight" for index in range(2)}
+    assert float8(plan(encoder, **options)) == linears(encoder) - out_proj - {"head.weight"}
+
+
+def test_a_weight_of_two_linears_is_float8_once():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    assert float8(plan(model)) == {"0.weight"}
+
+
+class Own(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * self.weight.mean()
+
+
+def test_classes_with_a_forward_of_their_own_frozen_bf16_and_overridden_weights_are_not():
+    model = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("plain", "frozen", "low", "high", "sent")})
+    model["own"] = Own(4, 4)
+    model["frozen"].requires_grad_(False).bfloat16()
+    overrides = [
+        {"modules": "low", "gather": "bf16"},
+        {"modules": "high", "gather": "fp32"},
+        {"modules": "sent", "communication": "fp32"},
+    ]
+    assert float8(plan(model, zeroamp={**FLOAT8, "overrides": overrides})) == {"plain.weight", "sent.weight"}
+
+
+def test_a_model_without_such_a_weight_is_refused():
+    for model, options in ((nn.Conv2d(3, 3, 3), {}), (build("llama_tied").embed, BF16)):
+        with pytest.raises(zeroamp.ConfigError, match="has no Linear whose fp32 weight would be all-gathered in bf16"):
+            plan(model, **options)
+
+
+@pytest.mark.parametrize("options", [{}, BF16], ids=["autocast", "bf16"])
+def test_groups_and_calls_are_those_of_bf16_and_weights_move_half_the_bytes(options):
+    low, high = plan("llama_untied", **options), plan("llama_untied", zeroamp={}, **options)
+    ranks = Ranks(num_shards=4)
+    assert [group.name for group in low.groups] == [group.name for group in high.groups]
+    (less, own), more = ((plan_traffic(low, ranks), low), plan_traffic(high, ranks))
+
+    def totals(traffic, is_gather):
+        keys = [key for key in traffic.calls if (key.collective == "all_gather") is is_gather]
+        keys = [key for key in keys if key.group != "float8 scales"]
+        return sum(traffic.calls[key] for key in keys), sum(traffic.num_bytes[key] for key in keys)
+
+    assert totals(less, is_gather=False) == totals(more, is_gather=False)
+    (calls, num_bytes), (calls_of_bf16, bytes_of_bf16) = totals(less, is_gather=True), totals(more, is_gather=True)
+    assert calls == calls_of_bf16
+    gathers = {key.group: count for key, count in less.calls.items() if key.collective == "all_gather"}
+    saved = sum(gathers[group.name] * param.numel for group in own.groups for param in group.params if param.is_float8)
+    assert num_bytes == bytes_of_bf16 - saved
+    scales = [(key, calls, less.num_bytes[key]) for key, calls in less.calls.items() if key.group == "float8 scales"]
+    assert [(key.dtype, calls, size) for key, calls, size in scales] == [(torch.float32, 1, 4 * len(float8(own)))]
+
+
+def test_a_planned_run_holds_float8_and_one_bf16_copy(monkeypatch):
+    """At stage 2 all parameters are unsharded at once: a byte less per element of a weight, and the copy of one."""
+    monkeypatch.setitem(sys.modules, "torchao", None)  # an import would raise
+    low, high = (
+        planned_run({"zeroamp": keys, **BF16}, build("llama_untied"), world_size=16, stages=(2, 3))
+        for keys in (FLOAT8, {})
+    )
+    weights = [param.numel for param in low.stages[0].plan.params if param.is_float8]
+    less, more = (run.stages[0].memory.peak("backward") for run in (low, high))
+    assert more["gathered parameters"] - less["gathered parameters"] == sum(weights)
+    assert less["workspace"] - more["workspace"] == 2 * max(weights)
+    assert low.to_dict()["stages"][1]["peak_bytes"] < high.to_dict()["stages"][1]["peak_bytes"]

@@ -1,0 +1,397 @@
+"""`zeroamp.param_gather_dtype`: weights of Linears that are all-gathered in float8, by torchao's tensors."""
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import zeroamp
+from tests.measuring.sources import ROOT
+from tests.models.small import batch, build, loss_of
+from tests.oracles import one_process
+from tests.oracles.float8_weights import round_linears
+from tests.processes.ranks import RankError
+from tests.processes.training import config, full_parameters, policy, train, wrapped
+from zeroamp.planning.mesh import ranks_of
+from zeroamp.planning.traffic import plan_traffic
+from zeroamp.policies.float8 import KEY
+from zeroamp.wrapping import float8_weights
+from zeroamp.wrapping.float8_weights import REFUSALS, check_float8_model
+from zeroamp.wrapping.state import wrap_state
+
+pytest.importorskip("torchao", reason="float8 all-gathers are torchao's")
+
+NAME = "llama_untied"
+BF16 = {"dtype": None, "bf16": {"enabled": True}}
+
+
+def float8(stage=3, *, zeroamp=None, **options):
+    return config(stage, zeroamp={"param_gather_dtype": "float8_e4m3fn", **(zeroamp or {})}, **options)
+
+
+def converted(model):
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True))
+
+
+@torch.no_grad()
+def uneven(model):
+    """Make the first rows of all weights so large that shards by themselves would have other scales."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight[0] *= 5
+
+
+def uneven_and_rounded(model):
+    uneven(model)
+    round_linears(model)
+
+
+def differing(parameters, expected):
+    return [fqn for fqn, value in expected.items() if not torch.equal(parameters[fqn], value)]
+
+
+def assert_as_oracle(runs, losses, expected):
+    for rank, run in enumerate(runs):
+        assert run.losses == [step[rank] for step in losses]
+        assert differing(run.parameters, expected) == []
+
+
+@pytest.mark.parametrize("mode", ["autocast", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_bits_are_those_of_one_process_that_rounds_its_weights(ranks2, stage, mode):
+    comm = "fp32" if stage == 1 else None  # else sums of micro-batches would be rounded to bf16
+    cfg = float8(stage, accumulation=2, clip=0.5, comm=comm, **(BF16 if mode == "bf16" else {}))
+    low_model = torch.bfloat16 if mode == "bf16" else None
+    options = {"accumulation": 2, "clip": 0.5, "reduce_each": stage > 1, "low_model": low_model}
+    losses, norms, expected = one_process.train(NAME, world_size=2, num_steps=3, prepare=uneven_and_rounded, **options)
+    runs = ranks2.run(train, NAME, cfg, 3, prepare_before=uneven)
+    assert_as_oracle(runs, losses, expected)
+    assert runs[0].norms == norms
+    plain, _, _ = one_process.train(NAME, world_size=2, num_steps=1, prepare=uneven, **options)
+    assert plain[0] != losses[0]  # the weights were rounded
+
+
+@pytest.mark.parametrize(
+    ("name", "tied"), [("odd_rows", ""), ("moe", ""), ("llama_tied", "head"), ("hf_llama", "lm_head")]
+)
+def test_padded_shards_experts_tied_heads_and_shared_casts_on_four_ranks(ranks4, name, tied):
+    prepare = partial(round_linears, left_out=(tied,))
+    losses, _, expected = one_process.train(name, world_size=4, num_steps=2, prepare=prepare)
+    assert_as_oracle(ranks4.run(train, name, float8(3), 2), losses, expected)
+
+
+@pytest.mark.parametrize(("mesh_shape", "keys"), [((2, 2), {}), (None, {"ranks_per_node": 2})], ids=["HSDP", "nodes"])
+def test_replicas_and_nodes(ranks4, mesh_shape, keys):
+    replicas = 1 if mesh_shape is None else mesh_shape[0]
+    options = {"num_replicas": replicas, "prepare": uneven_and_rounded}
+    losses, _, expected = one_process.train(NAME, world_size=4, num_steps=2, **options)
+    runs = ranks4.run(train, NAME, float8(3, zeroamp=keys), 2, mesh_shape=mesh_shape, prepare_before=uneven)
+    assert_as_oracle(runs, losses, expected)
+
+
+OPTIONS = {
+    "merged units": {"zero_optimization": {"stage": 3, "reduce_bucket_size": 20_000}},
+    "reproducible": {"zeroamp": {"reproducible": True}},
+    "a weight in bf16": {"zeroamp": {"overrides": [{"modules": "head", "gather": "bf16"}]}},
+}
+
+
+@pytest.mark.parametrize("what", OPTIONS)
+def test_other_options(ranks2, what):
+    cfg = float8(3)
+    for key, value in OPTIONS[what].items():
+        cfg[key] = {**cfg.get(key, {}), **value}
+    prepare = partial(round_linears, left_out=("head",) if "bf16" in what else ())
+    losses, _, expected = one_process.train(NAME, world_size=2, num_steps=2, prepare=prepare)
+    assert_as_oracle(ranks2.run(train, NAME, cfg, 2), losses, expected)
+
+
+def _with_torchao_alone(num_steps):
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    model, world_size = build(NAME), dist.get_world_size()
+    converted(model)
+    mp_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (world_size,)), mp_policy=mp_policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
+    losses = []
+    for index in range(num_steps):
+        loss = loss_of(model, batch(NAME, index * world_size + dist.get_rank()))
+        losses.append([float(loss.detach())])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        precompute_float8_dynamic_scale_for_fsdp(model)
+    return losses, {fqn: _whole(parameter) for fqn, parameter in model.named_parameters()}
+
+
+def _whole(parameter):
+    local = parameter.to_local()
+    local = getattr(local, "_tensor", local).detach()  # of torchao's subclass
+    like = {"shape": parameter.shape, "stride": parameter.stride()}
+    return DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False, **like).full_tensor()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_model_that_torchao_converted_has_the_bits_of_fsdp2_and_torchao_alone(ranks2, stage):
+    """float8 products too. FSDP2 puts a bf16 norm into each of these buffers, so that gloo gets bytes."""
+    expected = ranks2.run(_with_torchao_alone, 3)
+    runs = ranks2.run(train, NAME, float8(stage, **BF16), 3, prepare_before=converted)
+    for run, (losses, parameters) in zip(runs, expected, strict=True):
+        assert run.losses == losses
+        assert differing(run.parameters, parameters) == []
+
+
+def _verified(cfg, prepare):
+    model = wrapped(NAME, cfg, prepare_before=prepare)
+    ledger = zeroamp.explain(model)
+    verification = ledger.verify(model, (batch(NAME, 0),))
+    step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters()))
+    zeroamp.traffic(model).reset()
+    for index in range(cfg["gradient_accumulation_steps"]):
+        step.backward(loss_of(model, batch(NAME, index)))
+        step.step()
+    traffic, planned = zeroamp.traffic(model), plan_traffic(ledger.plan, ranks_of(wrap_state(model).mesh))
+    counted = [{key: (n, each.num_bytes[key]) for key, n in each.calls.items()} for each in (traffic, planned)]
+    rows = {
+        row["parameter"]: (row["gather"], row["compute"], row["gradient"]) for row in ledger.to_dict()["parameters"]
+    }
+    dtypes = {key.dtype for key in traffic.calls if key.collective == "all_gather"}
+    return verification.is_traffic_as_planned, counted, rows, dtypes
+
+
+@pytest.mark.parametrize(
+    ("options", "prepare"), [({}, None), (BF16, None), (BF16, converted)], ids=["autocast", "bf16", "torchao"]
+)
+def test_the_ledger_verifies_and_traffic_is_as_planned(ranks2, options, prepare):
+    for as_planned, (counted, planned), rows, dtypes in ranks2.run(
+        _verified, float8(accumulation=2, **options), prepare
+    ):
+        assert as_planned
+        assert counted == planned
+        compute = "float8_e4m3fn" if prepare else "bf16"
+        assert rows["blocks.0.qkv.weight"] == ("float8_e4m3fn", compute, "bf16")
+        assert rows["blocks.0.down.bias"] == ("bf16", "bf16", "bf16")
+        assert torch.bfloat16 not in dtypes  # bytes, of weights and biases in one buffer
+        assert (torch.float8_e4m3fn in dtypes) is (not options)  # the head, alone in its group
+
+
+def _steps(model, step, begin, end):
+    found = []
+    for index in range(begin, end):
+        loss = loss_of(model, batch(NAME, 2 * index + dist.get_rank()))
+        step.backward(loss)
+        found.append((float(loss.detach()), step.step().grad_norm))
+    return found
+
+
+def _resume(cfg, folder):
+    models = [wrapped(NAME, each) for each in (cfg, cfg, config(3))]
+    first, second, plain = (
+        zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2)) for model in models
+    )
+    _steps(models[0], first, 0, 2)
+    path = zeroamp.save_checkpoint(folder, models[0], first)
+    through = _steps(models[0], first, 2, 4)
+    with torch.no_grad():
+        for parameter in models[1].parameters():
+            parameter *= 8  # so that it has other scales
+    _steps(models[1], second, 0, 1)
+    zeroamp.load_checkpoint(path, models[1], second)
+    zeroamp.load_checkpoint(path, models[2], plain)
+    saved = full_parameters(models[2])
+    zeroamp.export_hf(models[1], f"{folder}/exported")
+    resumed = _steps(models[1], second, 2, 4)
+    kinds = {(parameter.dtype, type(parameter.to_local())) for parameter in models[1].parameters()}
+    ends = [full_parameters(model) for model in models[:2]]
+    unwrapped = zeroamp.unwrap_model(models[0])
+    of_unwrapped = {fqn: parameter.detach() for fqn, parameter in unwrapped.named_parameters()}
+    has_forward = any("forward" in vars(module) for module in unwrapped.modules())
+    return through, resumed, kinds, differing(*ends), differing(of_unwrapped, ends[0]), has_forward, saved
+
+
+def test_a_resumed_run_is_exact_and_checkpoints_and_unwrapped_models_are_plain(ranks2, tmp_path):
+    for result in ranks2.run(_resume, float8(3), str(tmp_path)):
+        through, resumed, kinds, other_ends, other_unwrapped, has_forward, saved = result
+        assert through == resumed
+        assert kinds == {(torch.float32, torch.Tensor)}
+        assert other_ends == other_unwrapped == []
+        assert not has_forward
+        assert all(torch.count_nonzero(value.view(torch.int32) & 0xFFFF) for value in saved.values())  # not rounded
+        assert differing(load_file(tmp_path / "exported" / "model.safetensors"), saved) == []
+
+
+LARGE_LR = 0.2
+"""So large that a step changes scales, which are powers of two."""
+
+
+def _plain_loop(cfg, compiles):
+    warnings.filterwarnings("ignore", "<class 'torch.autograd.function.Function'>", DeprecationWarning)  # dynamo's
+    model = build(NAME)
+    for block in model.blocks if compiles else ():
+        block.compile(backend="aot_eager", fullgraph=True)
+    model = zeroamp.wrap_model(model, policy(cfg))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LARGE_LR, weight_decay=0.1)
+    losses = []
+    for index in range(3):
+        with torch.inference_mode():
+            model(batch(NAME, 99))
+        loss = loss_of(model, batch(NAME, 2 * index + dist.get_rank()))
+        losses.append([float(loss.detach())])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, full_parameters(model)
+
+
+@pytest.mark.parametrize(("stage", "compiles"), [(1, False), (3, False), pytest.param(3, True, marks=pytest.mark.slow)])
+def test_a_plain_loop_with_evaluations_uses_no_old_scale(ranks2, stage, compiles):
+    losses, _, expected = one_process.train(NAME, world_size=2, num_steps=3, prepare=round_linears, lr=LARGE_LR)
+    for rank, (own, parameters) in enumerate(ranks2.run(_plain_loop, float8(stage), compiles)):
+        assert own == [step[rank] for step in losses]
+        assert differing(parameters, expected) == []
+
+
+def _outside(cfg):
+    with torch.device("meta"):
+        model = build(NAME)
+    model = zeroamp.wrap_model(model, policy(cfg))
+    block, x, values = model.blocks[1], torch.randn(2, 4, 32).bfloat16(), []
+    with torch.no_grad():
+        for factor in (1.0, 3.0):
+            block.down.weight.mul_(factor)
+            block(x)
+            block.unshard()
+            weight = block.down.weight
+            values.append(weight._data.float() / weight._scale)
+            block.reshard()
+    return torch.equal(3 * values[0], values[1]), [float(value.abs().max()) for value in values]
+
+
+def test_a_module_that_is_called_by_itself_has_the_scale_of_its_weight_now(ranks2):
+    for _, (before, after) in ranks2.run(_outside, float8(3, **BF16)):
+        assert after == pytest.approx(3 * before, rel=2**-4)
+
+
+class Sometimes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes, self.never = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x, uses):
+        x = self.always(x)
+        return self.sometimes(x) if uses else x
+
+
+def _unused(cfg):
+    torch.manual_seed(0)
+    model = zeroamp.wrap_model(Sometimes(), policy(cfg))
+    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    before = full_parameters(model)
+    step.backward(model(torch.ones(2, 8), dist.get_rank() == 0).float().sum())
+    step.step()
+    after = full_parameters(model)
+    return {fqn: not torch.equal(value, after[fqn]) for fqn, value in before.items()}
+
+
+def test_weights_that_only_some_ranks_use_are_trained(ranks2):
+    changed = {"always.weight": True, "sometimes.weight": True, "never.weight": False}
+    assert ranks2.run(_unused, float8(2)) == [changed, changed]
+
+
+def _saved_shapes(cfg):
+    model, seen = wrapped(NAME, cfg), []
+
+    def pack(tensor):
+        is_float8 = hasattr(tensor, "_data")
+        seen.append((tuple(tensor.shape), tensor.dtype, is_float8))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss_of(model, batch(NAME, 0)).backward()
+    return seen
+
+
+def test_no_bf16_copy_of_a_weight_is_kept_for_the_backward(ranks2):
+    seen = ranks2.run(_saved_shapes, float8(3))[0]
+    shape = (128, 32)  # of gate_up
+    assert {(dtype, is_float8) for each, dtype, is_float8 in seen if each in (shape, shape[::-1])} == {
+        (torch.bfloat16, True)
+    }
+
+
+def _wrap(prepare, cfg):
+    wrapped(NAME, cfg, prepare_before=prepare)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "text"),
+    [
+        (config(3, **BF16), f'Set {KEY} to "float8_e4m3fn", or convert the model with'),
+        (float8(3), "Use bf16 instead of torch_autocast, or leave the conversion out"),
+        (float8(3, data_types={"keep_in_fp32_modules": ["head"]}, **BF16), "but is kept in fp32"),
+    ],
+)
+def test_a_converted_model_is_refused_where_it_would_not_be_what_the_config_says(ranks2, cfg, text):
+    with pytest.raises(RankError, match=f"WrapError: .*WeightWithDynamicFloat8CastTensor of torchao.*{text}"):
+        ranks2.run(_wrap, converted, cfg)
+
+
+class OfPeft(nn.Module):
+    __module__ = "peft.tuners.made_up"
+
+
+def _model_of(name):
+    model = build(NAME)
+    if "peft" in name:
+        model.blocks[0].adapter = OfPeft()
+    elif "quantized" in name:
+        model.blocks[0].packed = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
+    elif "another dtype" in name:
+        from torchao.float8 import CastConfig, Float8LinearConfig, convert_to_float8_training
+
+        weight = CastConfig(target_dtype=torch.float8_e5m2)
+        wanted = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True, cast_config_weight=weight)
+        convert_to_float8_training(model, config=wanted)
+    return model
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.name)
+def test_a_model_is_refused_by_what_it_has(refusal):
+    model = _model_of(refusal.name)
+    plan = zeroamp.build_plan(model, policy(float8(3, **BF16)))
+    with pytest.raises(zeroamp.WrapError) as caught:
+        check_float8_model(model, plan)
+    assert str(caught.value).startswith(f"{KEY} is not supported with {refusal.name} (")
+    assert str(caught.value).endswith(f"{refusal.why}. {refusal.instead}")
+
+
+def test_the_page_has_the_table():
+    rows = [f"| {each.name} | {each.why} | {each.instead} |" for each in REFUSALS]
+    assert [row for row in rows if row not in (ROOT / "docs" / "float8.md").read_text().splitlines()] == []
+
+
+@pytest.mark.parametrize("version", [None, "0.17.1"])
+def test_torchao_is_needed(monkeypatch, version):
+    def found(name):
+        if version is None:
+            raise float8_weights.metadata.PackageNotFoundError(name)
+        return version
+
+    model = build(NAME)
+    plan = zeroamp.build_plan(model, policy(float8(3)))
+    monkeypatch.setattr(float8_weights.metadata, "version", found)
+    what = "0.17.1 is installed" if version else "which is not installed"
+    with pytest.raises(zeroamp.ConfigError, match=rf"needs torchao 0\.18 or newer, .*{what}.*zeroamp\[float8\]"):
+        check_float8_model(model, plan)
+    check_float8_model(model, zeroamp.build_plan(model, policy(config(3))))

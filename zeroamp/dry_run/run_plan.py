@@ -32,7 +32,7 @@ from zeroamp.planning.safe_parameters import needs_trace
 from zeroamp.planning.traffic import local_numel, plan_traffic
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.errors import ConfigError, ZeroAmpError
-from zeroamp.policies.policy import Policy, Stage
+from zeroamp.policies.policy import Policy, Stage, refuse_other_than_policy
 from zeroamp.training.loss import LossFunction
 
 MAX_BATCH = 2**20
@@ -160,7 +160,7 @@ def plan_run(
 
     Raises:
         ConfigError: config, mesh, GPU, inputs or a number are wrong, or the model's control flow depends on values.
-        WrapError: the model cannot be wrapped.
+        WrapError: the model cannot be wrapped, or `policy` is a config.
 
     Examples:
         >>> with torch.device("meta"):
@@ -174,6 +174,7 @@ def plan_run(
         >>> plan.fits(plan.stages[3])
         True
     """
+    refuse_other_than_policy(policy)
     gpu = find_gpu(gpu) if isinstance(gpu, str) else gpu
     check_counts(world_size=world_size, batch=batch, seq=seq, gpus_per_node=gpus_per_node)
     check_mesh_and_stages(mesh, stages)

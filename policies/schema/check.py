@@ -93,10 +93,10 @@ def _remedy(path: str, value: object, details: list[Any], cfg: Mapping[str, Any]
         return "Remove the quotes."
     if isinstance(value, str | Mapping) and any(each["type"] == "tuple_type" for each in details):
         return "Put it in a list."
-    if isinstance(value, bool) and any(each["type"] == "model_type" for each in details):
-        if "enabled" in _siblings(f"{path}."):
-            dtype = {"dtype": "bfloat16"} if value and path == "torch_autocast" else {}
-            return f"Write {json.dumps({'enabled': value, **dtype})}."
+    is_switch = isinstance(value, bool) and any(each["type"] == "model_type" for each in details)
+    if is_switch and "enabled" in _siblings(f"{path}."):
+        dtype = {"dtype": "bfloat16"} if value and path == "torch_autocast" else {}
+        return f"Write {json.dumps({'enabled': value, **dtype})}."
     is_type = any(each["type"].endswith(_TYPE_ERRORS) for each in details)
     return "Change the value; JSON types are not converted." if is_type else "Change the value."
 

@@ -20,9 +20,9 @@ _NOTE = (
     "GiB: memory of one rank at its peak, in a step after the first. GB: bytes communicated, counted as by "
     "zeroamp.traffic(model). NCCL: an estimate of its memory and the driver's context, allocated in wrap_model beside "
     "the peak. Fragmentation is not counted. Times assume {compute:.0%} of peak FLOP/s, {memory:.0%} of memory "
-    "bandwidth and {network:.0%} of the links, and the latencies by which NCCL chooses its algorithms. init GiB: between "
-    "two steps. network s: all collectives; latency s: its part that is latency; exposed s: its part that no op hides. "
-    "sums s: the ranks' own sums after all-to-alls."
+    "bandwidth and {network:.0%} of the links, and the latencies by which NCCL chooses its algorithms. init GiB: "
+    "between two steps. network s: all collectives; latency s: its part that is latency; exposed s: its part that no "
+    "op hides. sums s: the ranks' own sums after all-to-alls."
 )
 _ROUTING_NOTE = "Balanced routing is assumed: every expert of a layer gets equally many tokens."
 _ORIGIN = "Parts of the peaks: {origin}."

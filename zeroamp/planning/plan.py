@@ -154,8 +154,8 @@ def build_plan(
         ignored_params: parameters of the model that are not sharded, see `wrap_model`.
 
     Raises:
-        WrapError: `policy` is a config, the wrap policy matches nothing, a parameter cannot be handled, or an ignored parameter is not one of
-            the model's.
+        WrapError: `policy` is a config, the wrap policy matches nothing, a parameter cannot be handled, or an ignored
+            parameter is not one of the model's.
         ConfigError: a safe module class is unknown, or the model has none of them; `leaf_modules`,
             `keep_in_fp32_modules` or `overrides` match nothing; or one of the last two matches some owners of a tied
             parameter and not others.

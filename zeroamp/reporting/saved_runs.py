@@ -62,8 +62,8 @@ def read_run(path: str | os.PathLike[str]) -> SavedRun:
     if not run.headers:
         raise CheckpointError(
             f"{path} has no header of a RunReport. Name a file that zeroamp.RunReport wrote. Around a loop, use "
-            'with zeroamp.RunReport(train, "run.jsonl"). In a Trainer, construct it in the on_train_begin of a callback: '
-            "docs/instruments.md."
+            'with zeroamp.RunReport(train, "run.jsonl"). In a Trainer, construct it in the on_train_begin of a '
+            "callback: docs/instruments.md."
         )
     return run
 

@@ -97,8 +97,8 @@ def wrap_model(
             gets sharded DTensors, or by `load_hf`. No effect on a model that is not on the meta device.
 
     Raises:
-        WrapError: the model, the mesh or the wrap policy is not supported, `policy` is a config, or ranks differ in their arguments or
-            parameters.
+        WrapError: the model, the mesh or the wrap policy is not supported, `policy` is a config, or ranks differ in
+            their arguments or parameters.
         ConfigError: the policy does not fit the model, the ranks or the device.
 
     Examples:

@@ -63,7 +63,9 @@ def build(name: str) -> torch.nn.Module:
 
 def main() -> None:
     """Train, evaluate, and save the model for from_pretrained."""
-    own, args = HfArgumentParser((ModelArguments, ZeroampTrainingArguments)).parse_args_into_dataclasses()
+    parser = HfArgumentParser((ModelArguments, ZeroampTrainingArguments))
+    parser.set_defaults(use_cpu=not torch.accelerator.is_available())  # transformers counts CPU ranks only with it
+    own, args = parser.parse_args_into_dataclasses()
     if args.zeroamp is None:
         args.zeroamp = CONFIG
     set_seed(args.seed)  # the same weights on every rank

@@ -19,9 +19,10 @@ FSDP2's hooks on the module unshard it for its own forward. The hooks here cover
 """
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -30,6 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.dispatch import is_in_backward, untraced, without_base
 from zeroamp.hooks._torch.dtensor import num_axes
+from zeroamp.hooks._torch.fsdp import post_forward_hook_id
 from zeroamp.hooks._torch.group_gradients import GroupGradients
 from zeroamp.hooks.tensors import tensors_in
 from zeroamp.policies.errors import WrapError
@@ -78,8 +80,19 @@ class OwnUnit:
             module.register_forward_pre_hook(self._unshard_again, prepend=False),
             module.register_forward_hook(self._separate, prepend=True),
         ]
+        self._separate_after_other_hooks()
         self._class = type(module)
         module.__class__ = _with_readable_parameters(self._class, self)
+
+    def _separate_after_other_hooks(self) -> None:
+        """Run `_separate` also just before FSDP2's hook, if others run before it: those of `parallelize_module`."""
+        hooks = cast("OrderedDict[int, Any]", self._unit._forward_hooks)
+        of_fsdp = post_forward_hook_id(cast(FSDPModule, self._unit))
+        order = [each for each in hooks if each != self._handles[-1].id]
+        if order[0] != of_fsdp:
+            self._handles.append(self._unit.register_forward_hook(self._separate))
+            for each in order[order.index(of_fsdp) :]:
+                hooks.move_to_end(each)
 
     def remove(self) -> None:
         """Remove the hooks, and restore the module's class."""

@@ -21,7 +21,7 @@ from zeroamp.policies.auto_values import fill_auto, path_of_key, rename_keys
 from zeroamp.policies.batch_sizes import BATCH_SIZES, data_parallel_ranks
 from zeroamp.policies.conflicts import check_policy
 from zeroamp.policies.dtypes import FLOAT8_BY_NAME
-from zeroamp.policies.errors import ConfigError
+from zeroamp.policies.errors import ConfigError, WrapError
 from zeroamp.policies.json_values import flatten, json_value, load_config, nest
 from zeroamp.policies.loss_scale import NO_LOSS_SCALE, LossScale
 from zeroamp.policies.normalise import HELD_BY, low_dtype_of, mode_of, normalised
@@ -300,6 +300,14 @@ def _refuse_change(_: Policy, name: str, *_value: object) -> None:
 # The methods of a frozen dataclass with slots raise a TypeError without a text for names that are not fields.
 Policy.__setattr__ = _refuse_change  # type: ignore[method-assign, assignment]
 Policy.__delattr__ = _refuse_change  # type: ignore[method-assign, assignment]
+
+
+def refuse_other_than_policy(policy: object) -> None:
+    """Raise WrapError if `policy` is not a `Policy`, such as a config or its path."""
+    if not isinstance(policy, Policy):
+        raise WrapError(
+            f"policy must be a Policy, but is a {type(policy).__name__}. Pass zeroamp.policy_from_config(config)."
+        )
 
 
 def policy_from_config(

@@ -81,7 +81,11 @@ def _status(path: str, value: Any, key: Key, policy: "Policy") -> tuple[str, str
         return "off", "this value disables the key; any other value is an error" if is_key else "its block is off"
     if reason := _idle(path, policy):
         return "no effect", reason
-    return "default" if value is None else "honoured", key_class.note
+    note = key_class.note
+    if path == "train_batch_size" and (micro := policy.train_micro_batch_size_per_gpu) is not None:
+        num_ranks = value // (micro * policy.gradient_accumulation_steps)
+        note += f". The sizes imply {num_ranks} rank{'' if num_ranks == 1 else 's'}"
+    return "default" if value is None else "honoured", note
 
 
 def _idle(path: str, policy: "Policy") -> str | None:

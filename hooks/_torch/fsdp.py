@@ -101,6 +101,12 @@ def remove_forward_hooks(module: FSDPModule) -> None:
         handle.remove()
 
 
+def post_forward_hook_id(module: FSDPModule) -> int:
+    """Return the key of FSDP2's hook among the forward hooks of `module`. The hook registers hooks on the outputs."""
+    state: Any = module._get_fsdp_state()
+    return int(state._post_forward_hook_handle.id)
+
+
 def is_unsharded(module: FSDPModule) -> bool:
     """Return whether the parameters of `module`'s own group are unsharded."""
     return all(group.is_unsharded for group in groups_of(module._get_fsdp_state()))

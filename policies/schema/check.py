@@ -39,6 +39,14 @@ _VALID = {
     "value_error": "{error}",
 }
 """Type of a pydantic error -> what is valid."""
+_MEANT = {
+    **dict.fromkeys(("clip", "grad_clip", "clip_grad_norm", "max_grad_norm", "max_norm"), "gradient_clipping"),
+    **dict.fromkeys(("accumulation_steps", "grad_accumulation_steps", "grad_accum"), "gradient_accumulation_steps"),
+    **dict.fromkeys(("micro_batch_size", "per_device_train_batch_size"), "train_micro_batch_size_per_gpu"),
+    **dict.fromkeys(("autocast", "mixed_precision"), "torch_autocast"),
+    "zero": "zero_optimization",
+}
+"""Name of a key elsewhere -> the path of the key with its meaning, where the spelling is not near."""
 _TYPE_ERRORS = ("_type", "_from_float", "value_error")
 _MANY = 12  # the most keys that an error lists; for a longer block it names docs/config.md
 
@@ -85,6 +93,10 @@ def _remedy(path: str, value: object, details: list[Any], cfg: Mapping[str, Any]
         return "Remove the quotes."
     if isinstance(value, str | Mapping) and any(each["type"] == "tuple_type" for each in details):
         return "Put it in a list."
+    is_switch = isinstance(value, bool) and any(each["type"] == "model_type" for each in details)
+    if is_switch and "enabled" in _siblings(f"{path}."):
+        dtype = {"dtype": "bfloat16"} if value and path == "torch_autocast" else {}
+        return f"Write {json.dumps({'enabled': value, **dtype})}."
     is_type = any(each["type"].endswith(_TYPE_ERRORS) for each in details)
     return "Change the value; JSON types are not converted." if is_type else "Change the value."
 
@@ -139,6 +151,8 @@ def _siblings(path: str) -> list[str]:
 
 def _nearest(path: str, siblings: list[str]) -> str:
     block, _, name = path.rpartition(".")
+    if name in _MEANT and _MEANT[name] != path:
+        return f"Did you mean {_MEANT[name]!r}?"
     if near := nearest(name, siblings):
         return near
     elsewhere = {key.path.rpartition(".")[2]: key.path for key in iter_keys(Config)}

@@ -9,7 +9,7 @@ from tests.processes.launch import torchrun
 pytest.importorskip("transformers", reason="the example is for transformers' Trainer")
 pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
 
-COMMON = ("--use_cpu", "true", "--bf16", "--report_to", "none", "--learning_rate", "1e-3", "--logging_steps", "8")
+COMMON = ("--bf16", "--report_to", "none", "--learning_rate", "1e-3", "--logging_steps", "8")
 
 
 def _eval_loss(output):

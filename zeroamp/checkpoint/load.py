@@ -53,7 +53,7 @@ def load_checkpoint(
     missing_ok: bool = False,
     extra_rank: int | None = None,
 ) -> Any:
-    """Load a checkpoint of `save_checkpoint`, and return this rank's `extra`. Every rank calls this.
+    """Load a checkpoint of `save_checkpoint`, and return this rank's `extra`. All ranks call it.
 
     Stage, number of ranks, mesh, groups and communication dtypes may differ from those of the save: tensors are
     resharded. Every file is first checked against its digest, each by one rank.

@@ -85,7 +85,7 @@ def save_checkpoint(
     keep: int | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> Path | Future[Path]:
-    """Save everything that training needs to continue bit for bit, as `folder`/step_<step>. Every rank calls this.
+    """Save everything that training needs to continue bit for bit, as `folder`/step_<step>. All ranks call it.
 
     Saves parameters, persistent buffers, optimizers, schedulers, loss scale, step counts, every rank's random states,
     and `extra`. The folder must be on a file system that all ranks share. A checkpoint gets its name only when all of

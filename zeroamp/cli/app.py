@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from http.server import ThreadingHTTPServer
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -37,9 +37,13 @@ from zeroamp.cli.options import (
     messages_to_stderr,
 )
 from zeroamp.cli.plan import plan
+from zeroamp.policies.errors import some_of
 from zeroamp.policies.files import read_config_file
 from zeroamp.reporting.page import check_page, html_page, write_page
 from zeroamp.reporting.server import HOST, page_server
+
+if TYPE_CHECKING:
+    from zeroamp.policies import Policy
 
 app = typer.Typer(
     help="Show what a DeepSpeed-style config does and which dtypes a model gets, without a GPU, weights or ranks. "
@@ -99,11 +103,32 @@ def check(
 
         policy = policy_from_config(config, world_size=world_size, **values)
         plan = None if model is None else plan_of(model, policy, auto_wrap, inputs)
+        unchecked = [] if plan is not None else _names_for_the_model(policy)
         typer.echo(policy.report(defaults=all_keys))
         if not all_keys:
             typer.echo("--all lists all other keys with their defaults.")
+        if unchecked:
+            typer.echo(f"Names of modules and classes that only --model checks: {some_of(unchecked)}.")
         if model is not None and plan is not None:
             typer.echo(f"\n{describe_plan(model, plan, world_size, gpus_per_node)}")
+
+
+def _names_for_the_model(policy: "Policy") -> list[str]:
+    """Return the names in the config that are looked up in the model.
+
+    Raises:
+        ConfigError: a class of torch does not exist.
+    """
+    from zeroamp.policies.safe_modules import unchecked_names
+
+    safe, fp32, leaves = policy.lower_precision_safe_modules, policy.keep_in_fp32_modules, policy.leaf_modules
+    names = [
+        *([] if safe == "auto" else unchecked_names(safe)),
+        *(() if fp32 == "auto" else fp32),
+        *(name for override in policy.overrides for name in override.modules),
+        *(*leaves.classes, *leaves.names, *leaves.name_suffixes),
+    ]
+    return list(dict.fromkeys(names))
 
 
 def _check_files(config: Path, model: str | None) -> None:

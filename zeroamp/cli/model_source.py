@@ -7,6 +7,7 @@ The text names a folder with a transformers `config.json`, or a factory: `packag
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -154,8 +155,11 @@ def _split(source: str, where: str, valid: str) -> tuple[str, str]:
     """Return the module, or the path of its file, and the name of the function."""
     module_name, _, name = source.rpartition(":")
     if not (module_name and name):
-        is_python = Path(source).suffix == ".py"
-        remedy = "Append the name of a function, after a colon." if is_python else "Check the path."
+        remedy = "Check the path."
+        if Path(source).suffix == ".py":
+            remedy = "Append the name of a function, after a colon."
+        elif re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+            remedy = "Check the path. For a model of the Hugging Face hub, download its config.json into a folder."
         raise WrapError(f"{where} must be {valid}. {remedy}")
     return module_name, name
 

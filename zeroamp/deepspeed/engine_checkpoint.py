@@ -60,7 +60,7 @@ def save(
     save_latest: bool,
     without_frozen: bool,
 ) -> bool:
-    """Save a checkpoint as `folder/tag`, and write the tag into `folder/latest`. Every rank calls it. Returns True.
+    """Save a checkpoint as `folder/tag`, and write the tag into `folder/latest`. All ranks call it. Returns True.
 
     Args:
         engine: an engine with an optimizer, between two optimizer steps.
@@ -102,7 +102,7 @@ def save(
 def load(
     engine: "DeepSpeedEngine", folder: str | os.PathLike[str], tag: str | int | None, parts: Parts
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """Load `folder/tag`, written by zeroamp or DeepSpeed. Every rank calls it.
+    """Load `folder/tag`, written by zeroamp or DeepSpeed. All ranks call it.
 
     Without a tag, `folder/latest` names it. If that file is missing, a warning is logged and (None, None) is returned,
     as in DeepSpeed, so that a script can start a new run.
@@ -194,7 +194,7 @@ def _load_theirs(engine: "DeepSpeedEngine", folder: Path, tag: str, parts: Parts
 
 
 def whole_state_dict(engine: "DeepSpeedEngine", without_frozen: bool, *, on_first_only: bool = False) -> dict[str, Any]:
-    """Return whole weights and buffers on the CPU, under all their names. Every rank calls it.
+    """Return whole weights and buffers on the CPU, under all their names. All ranks call it.
 
     fp32 parameters are cast to the config's low precision, if it has one.
 

@@ -45,7 +45,7 @@ def initialize(
     mesh_param: object = None,
     config_params: ConfigLike | None = None,
 ) -> Initialized:
-    """Shard a model over all ranks by the config, and return an engine that trains it. Every rank calls it.
+    """Shard a model over all ranks by the config, and return an engine that trains it. All ranks call it.
 
     The model is wrapped in place, by `zeroamp.wrap_model`. Keys that the config does not have get DeepSpeed's defaults
     if they change an update: gradients are clipped to norm 1, bf16 steps with non-finite gradients are skipped, and

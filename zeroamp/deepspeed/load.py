@@ -61,7 +61,7 @@ def load_deepspeed_checkpoint(
     weight_decay. Step counters, loss scale and the scheduler of `scheduler_from_config` continue from DeepSpeed's.
 
     Stage and number of ranks may differ from those of the save. Files are mapped, and each rank copies its shards, so
-    no rank holds a full model. DeepSpeed is not needed, and no code in the pickles is run.
+    no rank holds the whole model. DeepSpeed is not needed, and no code in the pickles is run.
 
     Args:
         folder: the `save_dir` of DeepSpeed, which all ranks can read. It holds a folder per tag.

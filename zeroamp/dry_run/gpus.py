@@ -77,4 +77,5 @@ def find_gpu(name: str) -> Gpu:
     if name in GPUS:
         return GPUS[name]
     valid = f"one of {', '.join(GPUS)}"
-    raise ConfigError(describe("gpu", repr(name), valid, "For another one, pass a zeroamp.Gpu with its figures."))
+    remedy = "For another one, in Python: plan_run(..., gpu=zeroamp.Gpu(...))."
+    raise ConfigError(describe("gpu", repr(name), valid, remedy))

@@ -20,7 +20,9 @@ _NOTE = (
     "GiB: memory of one rank at its peak, in a step after the first. GB: bytes communicated, counted as by "
     "zeroamp.traffic(model). NCCL: an estimate of its memory and the driver's context, allocated in wrap_model and not "
     "part of the peak. Fragmentation is not counted. Times assume {compute:.0%} of peak FLOP/s, {memory:.0%} of memory "
-    "bandwidth and {network:.0%} of the links, and the latencies by which NCCL chooses its algorithms."
+    "bandwidth and {network:.0%} of the links, and the latencies by which NCCL chooses its algorithms. init GiB: "
+    "between two steps. network s: all collectives; latency s: its part that is latency; exposed s: its part that no "
+    "op hides. sums s: the ranks' own sums after all-to-alls."
 )
 _ROUTING_NOTE = "Balanced routing is assumed: every expert of a layer gets equally many tokens."
 _ORIGIN = "Parts of the peaks: {origin}."
@@ -159,7 +161,7 @@ def _stage_row(run: RunPlan, stage: StagePlan) -> Row:
         **{f"{phase} GiB": gib(memory.peak_bytes(phase)) for phase in PHASES},
         "peak GiB": gib(memory.peak_bytes()),
         "NCCL GiB": gib(stage.nccl_bytes),
-        f"{other} checkpoints": gib(stage.other_memory.peak_bytes()),
+        f"GiB {other} check{SOFT_HYPHEN}pointing": gib(stage.other_memory.peak_bytes()),
         "fits": "yes" if run.fits(stage) else "no",
         "largest batch": stage.largest_batch,
         "GB per step": gb(sum(stage.traffic.num_bytes.values())),

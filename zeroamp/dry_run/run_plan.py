@@ -41,7 +41,7 @@ from zeroamp.planning.safe_parameters import needs_trace
 from zeroamp.planning.traffic import local_numel, plan_traffic
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.errors import ConfigError, WrapError, ZeroAmpError
-from zeroamp.policies.policy import Policy, Stage
+from zeroamp.policies.policy import Policy, Stage, refuse_other_than_policy
 from zeroamp.training.loss import LossFunction
 from zeroamp.wrapping.refused_meshes import refuse_combinations
 
@@ -171,7 +171,7 @@ def plan_run(
 
     Raises:
         ConfigError: config, mesh, GPU, inputs or a number are wrong, or the model's control flow depends on values.
-        WrapError: the model cannot be wrapped.
+        WrapError: the model cannot be wrapped, or `policy` is a config.
 
     Examples:
         >>> with torch.device("meta"):
@@ -185,6 +185,7 @@ def plan_run(
         >>> plan.fits(plan.stages[3])
         True
     """
+    refuse_other_than_policy(policy)
     gpu = find_gpu(gpu) if isinstance(gpu, str) else gpu
     check_counts(world_size=world_size, batch=batch, seq=seq, gpus_per_node=gpus_per_node)
     axes = find_axes(model, mesh) if isinstance(mesh, DeviceMesh) else None

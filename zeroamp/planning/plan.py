@@ -34,7 +34,7 @@ from zeroamp.planning.shard_dim import may_shard_any_dim
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import WrapError
-from zeroamp.policies.policy import Policy
+from zeroamp.policies.policy import Policy, refuse_other_than_policy
 
 logger = logging.getLogger("zeroamp")
 
@@ -161,12 +161,13 @@ def build_plan(
         ignored_params: parameters of the model that are not sharded, see `wrap_model`.
 
     Raises:
-        WrapError: the wrap policy matches nothing, a parameter cannot be handled, or an ignored parameter is not one of
-            the model's.
+        WrapError: `policy` is a config, the wrap policy matches nothing, a parameter cannot be handled, or an ignored
+            parameter is not one of the model's.
         ConfigError: a safe module class is unknown, or the model has none of them; `leaf_modules`,
             `keep_in_fp32_modules` or `overrides` match nothing; one of the last two matches some owners of a tied
             parameter and not others; or a model that must be traced cannot be traced.
     """
+    refuse_other_than_policy(policy)
     units, merged = plan_units(model, policy, auto_wrap_policy)
     ignored_params = _listed(ignored_params)
     own_units = find_own_units(model, policy, units, merged, ignored_params)

@@ -60,7 +60,11 @@ def read_run(path: str | os.PathLike[str]) -> SavedRun:
         what = "1 line is" if len(unreadable) == 1 else f"{len(unreadable):,} lines are"
         logger.warning("%s, from line %d: %s skipped: cut, or not written by RunReport", path, unreadable[0], what)
     if not run.headers:
-        raise CheckpointError(f"{path} has no header of a RunReport. Name a file that RunReport wrote.")
+        raise CheckpointError(
+            f"{path} has no header of a RunReport. Name a file that zeroamp.RunReport wrote. Around a loop, use "
+            'with zeroamp.RunReport(train, "run.jsonl"). In a Trainer, construct it in the on_train_begin of a '
+            "callback: docs/instruments.md."
+        )
     return run
 
 

@@ -115,8 +115,8 @@ def refuse_foreign(optimizers: Sequence[torch.optim.Optimizer], parameters: list
         name = "optimizer" if len(optimizers) == 1 else f"optimizer {number}"
         for index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
-                kind = "sharded" if isinstance(parameter, DTensor) else "unsharded"
-                found = f"{name}.param_groups[{index}] has a {kind} parameter of shape {tuple(parameter.shape)}"
+                kind = "a sharded" if isinstance(parameter, DTensor) else "an unsharded"
+                found = f"{name}.param_groups[{index}] has {kind} parameter of shape {tuple(parameter.shape)}"
                 if id(parameter) not in holders:
                     raise StepError(
                         f"{found} that is not one of the wrapped model's. Build the optimizer from model.parameters() "

@@ -1,7 +1,8 @@
 """Loss scaling: `torch.amp.GradScaler` holds and applies the scale, `policies.LossScale` computes the next one.
 
-GradScaler's own `update` has neither hysteresis nor a minimum, and its non-finite check needs one collective per
-parameter group. The check here reads the global gradient norm, which is already the same on all ranks.
+GradScaler's own `update` has neither hysteresis nor a minimum, and its non-finite check needs a collective of its own
+per device and dtype of the gradients. The check here reads the global gradient norm, which is already the same on all
+ranks.
 """
 
 import math

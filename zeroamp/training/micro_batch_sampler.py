@@ -37,10 +37,10 @@ class MicroBatchSampler(Sampler[list[int]]):
 
         Args:
             train: the loop's `TrainStep`, which counts the optimizer steps.
-            data: the data set. Only its length is read.
+            data: the dataset. Only its length is read.
             micro_batch_size: samples per micro-batch.
             shuffle: whether to shuffle each epoch, by a generator seeded with `seed` and the epoch's number. If False,
-                samples are in the order of the data set.
+                samples are in the order of the dataset.
             seed: seed of the shuffles. Pass the same on all ranks.
 
         Raises:

@@ -170,7 +170,8 @@ class MicroBatches:
     def refuse_low_shards(self) -> None:
         """Raise StepError for a trainable parameter without fp32 shards: it was unfrozen or cast after `wrap_model`.
 
-        Takes about 0.3 µs per parameter. FSDP2 would train it in the low dtype, or raise without the parameter's name.
+        Reads only dtypes and flags, without waiting for the device. FSDP2 would train it in the low dtype, or raise
+        without the parameter's name.
         """
         for name, parameter in self._averaged.items():
             if parameter.dtype != torch.float32 and parameter.requires_grad:

@@ -425,7 +425,8 @@ class TrainStep:
 
     def _warn_of_low_loss(self, dtype: torch.dtype) -> None:
         self._has_warned = True
-        how = "inside `with train.autocast():`, or " if self._policy.mode == "autocast" else ""
+        is_autocast = self._policy.mode == "autocast"  # some ops, such as a product of logits, are in bf16 under it
+        how = "inside `with train.autocast():`, or, if it was there already, " if is_autocast else ""
         logger.warning(
             "TrainStep.backward got a loss in %s, which is rounded more than one in fp32. Compute it %sfrom "
             "logits.float().",

@@ -129,7 +129,7 @@ def _refuse_quantized(root: nn.Module) -> None:
         if getattr(module, "quant_state", None) is not None:
             raise CheckpointError(
                 f"export_hf cannot write {fqn}.weight: it is quantized by bitsandbytes. Pass "
-                "exclude_frozen_parameters=True to write the trained parameters. With adapters, "
+                "exclude_frozen_parameters=True to write the trainable parameters. With adapters, "
                 "zeroamp.integrations.peft.export_merged writes the dequantized model."
             )
 

@@ -33,7 +33,7 @@ from zeroamp.planning.plan import Plan, build_plan
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.batch_sizes import check_batch_sizes
 from zeroamp.policies.errors import WrapError, describe
-from zeroamp.policies.policy import Policy
+from zeroamp.policies.policy import Policy, refuse_other_than_policy
 from zeroamp.wrapping.attach import attach_hooks
 from zeroamp.wrapping.broadcast import broadcast_module_states
 from zeroamp.wrapping.checks import (
@@ -103,8 +103,8 @@ def wrap_model(
             gets sharded DTensors, or by `load_hf`. No effect on a model that is not on the meta device.
 
     Raises:
-        WrapError: the model, the mesh or the wrap policy is not supported, or ranks differ in their arguments or
-            parameters.
+        WrapError: the model, the mesh or the wrap policy is not supported, `policy` is a config, or ranks differ in
+            their arguments or parameters.
         ConfigError: the policy does not fit the model, the ranks or the device.
         PeerError: another rank ended, or did not call `wrap_model`.
 
@@ -119,6 +119,7 @@ def wrap_model(
     begin, name = time.perf_counter(), type(model).__name__
     if mesh is None and not dist.is_initialized():
         _refuse_unusable(model)
+        refuse_other_than_policy(policy)
         start_process_group()
     if mesh is not None:
         refuse_torchft(mesh)
@@ -129,6 +130,7 @@ def wrap_model(
 
     def planned() -> tuple[Plan, Description]:
         _refuse_unusable(model)
+        refuse_other_than_policy(policy)
         check_torch(policy)
         check_device(policy, device_type)
         plan = build_plan(model, policy, auto_wrap_policy, example_inputs, device_type, ignored_params)

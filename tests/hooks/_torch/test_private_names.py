@@ -72,7 +72,7 @@ PRIVATE = {
         *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
         *("_muon", "_zeropower_via_newtonschulz", "_adjust_lr", "_step_supports_amp_scaling"),
     },
-    "process_groups.py": {"_world"},
+    "process_groups.py": {"_world", "torch.testing._internal.distributed.fake_pg"},
     "symmetric_memory.py": {"torch.distributed.fsdp._fully_shard", "_fsdp_collectives"},
     "recovery.py": {
         *("_get_fsdp_state", "_all_gather_result", "_state_ctx", "_comm_ctx", "_reset_iter_state", "_training_state"),

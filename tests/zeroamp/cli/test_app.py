@@ -146,10 +146,38 @@ def test_check_with_a_model_finds_what_the_config_alone_cannot_show(tmp_path, ne
     path = tmp_path / "zero.json"
     block = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": ["Linaer"]}
     path.write_text(json.dumps(config(3, dtype=None, torch_autocast=block)))
-    assert run("check", path)[0] == 0
+    code, out, err = run("check", path)
+    assert (code, err) == (0, "")
+    assert "only --model checks: Linaer." in out
     code, out, err = run("check", path, "--model", net)
     assert (code, out) == (1, "")
     assert "'Linaer'" in err
+
+
+def test_check_looks_up_classes_of_torch_without_a_model_and_imports_no_package(tmp_path):
+    path, package = tmp_path / "zero.json", tmp_path / "a_package_of_the_user.py"
+    package.write_text("raise SystemExit('imported')")
+
+    def check(*names, **more):
+        block = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": names}
+        path.write_text(json.dumps({"torch_autocast": block, **more}))
+        return run("check", path)
+
+    code, out, err = check("torch.nn.Liner")
+    assert (code, out) == (1, "")
+    assert "'torch.nn.Liner'" in err
+    code, out, _ = check("torch.nn.Linear", "Conv1d", "a_package_of_the_user.Net", zeroamp={"own_units": False})
+    assert code == 0
+    assert out.endswith("only --model checks: a_package_of_the_user.Net.\n")
+    overrides = {"overrides": [{"modules": "head", "compute": "fp32"}]}
+    assert check("Linear", zeroamp=overrides)[1].endswith("only --model checks: head.\n")
+
+
+def test_check_says_how_many_ranks_the_batch_sizes_imply(tmp_path):
+    path = tmp_path / "zero.json"
+    sizes = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    path.write_text(json.dumps(sizes))
+    assert "The sizes imply 4 ranks" in _words(run("check", path)[1])
 
 
 @pytest.mark.parametrize("command", ["check", "explain"])

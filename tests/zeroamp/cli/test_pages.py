@@ -196,10 +196,25 @@ def test_a_parameter_is_found_filtered_and_sorted(pages, browser):
     )
     low = [row["parameter"] for row in printed["parameters"] if row["gather"] == "bf16"]
     assert [row[0] for row in cells(browser, 1)] == low
-    browser.evaluate("document.querySelectorAll('table')[1].querySelectorAll('th button')[2].click()")  # elements
-    numbers = [int(row[2].replace(",", "")) for row in cells(browser, 1)]
+    browser.evaluate("document.querySelectorAll('table')[1].querySelectorAll('th button')[1].click()")  # elements
+    numbers = [int(row[1].replace(",", "")) for row in cells(browser, 1)]
     assert numbers == sorted(numbers, reverse=True)
     assert set(numbers) == {8, 64}
+
+
+@needs_chromium
+def test_the_columns_of_parameters_are_those_of_the_terminal_in_its_order_and_are_not_cut(pages, browser):
+    browser.open(pages["explain"][0])
+    table = "document.querySelectorAll('table')[1]"
+    heads = browser.evaluate(f"[...{table}.querySelectorAll('th')].map((head) => head.textContent)")
+    dtypes = ["stored", "param", "compute", "gradient", "communication", "accumulate", "optimizer"]
+    assert [head.replace("\u00ad", "") for head in heads[2:9]] == dtypes
+    lines = browser.evaluate(f"{table}.querySelector('th').offsetHeight / {table}.querySelector('td').offsetHeight")
+    assert lines < 2
+    end = browser.evaluate(f"{table}.querySelectorAll('th')[{heads.index('why')}].getBoundingClientRect().right")
+    assert end < 1280
+    whys = f"[...{table}.querySelectorAll('td.brief')]"
+    assert browser.evaluate(f"{whys}.every((cell) => cell.title === cell.textContent)")
 
 
 @needs_chromium
@@ -235,6 +250,9 @@ def test_the_plan_has_a_panel_and_a_row_per_stage_and_the_meshes(pages, browser)
         "[...document.querySelectorAll('.chart')].slice(0, 4).map((chart) => chart.layout.yaxis.range[1])"
     )
     assert len(set(tops)) > 2  # each has its own axis
+    first = "document.querySelector('.chart')"
+    assert browser.evaluate(f"{first}.layout.annotations.map((each) => each.text)")[:3] == ["F", "B", "opt"]
+    assert browser.evaluate(f"{first}.layout.xaxis.range") == [0, browser.evaluate(f"{first}.data[0].x.length") - 1]
     rows = cells(browser, 0)
     assert [row[0] for row in rows] == ["0", "1", "2", "3"]
     assert [int(row[6].replace(",", "")) for row in rows] == [stage["largest_batch"] for stage in printed["stages"]]

@@ -39,6 +39,9 @@ def test_it_prints_tables(arguments):
     assert (code, err) == (0, "")
     assert "mode autocast, 8 ranks, 1 x batch 4 x 3 per rank" in out
     assert "all_to_all" in out
+    assert "GiB with check" in " ".join(out.split())
+    for column in ("init GiB", "sums s", "latency s", "exposed s"):
+        assert f"{column}: " in " ".join(out.split())
 
 
 def test_options_reach_the_plan(arguments, tmp_path):
@@ -82,7 +85,8 @@ def test_a_mistake_in_the_arguments_exits_with_2(arguments, more, words):
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (("--gpu", "h1000"), "'h1000'"),
+        (("--gpu", "h1000"), "'h1000'. For another one, in Python: plan_run(..., gpu=zeroamp.Gpu(...))."),
+        (("--model", "some/model"), "download its config.json into a folder"),
         (("--mesh", "3x3"), "3x3"),
         (("--inputs", "no.such:function"), "Error: inputs 'no.such:function': importing 'no.such'"),
         (("--inputs", "no.py:f"), "Error: inputs 'no.py:f': there is no file"),

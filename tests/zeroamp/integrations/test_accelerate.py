@@ -595,6 +595,20 @@ def _fresh(monkeypatch):
     fresh()
 
 
+def _counted_without_cpu(**arguments):
+    from zeroamp.integrations.accelerate import ZeroampAccelerator
+
+    fresh()
+    return ZeroampAccelerator(zeroamp=config(3), **arguments).num_processes
+
+
+def test_ranks_that_accelerate_does_not_count(ranks2):
+    with pytest.raises(AssertionError, match="torchrun started 2 ranks, but accelerate counts 1, .* pass cpu=True"):
+        ranks2.run(_counted_without_cpu)
+    # A mesh may be of some of the ranks.
+    assert ranks2.run(_counted_without_cpu, wrap_arguments={"mesh": None}) == [1, 1]
+
+
 def _plugins():
     from accelerate import utils
 

@@ -174,6 +174,15 @@ def test_a_trainable_parameter_in_fp64_is_refused():
         plan(model)
 
 
+@pytest.mark.parametrize("given", [config(), "config.json"])
+def test_a_config_in_place_of_a_policy_is_refused(given):
+    words = f"policy must be a Policy, but is a {type(given).__name__}. Pass zeroamp.policy_from_config"
+    with pytest.raises(zeroamp.WrapError, match=words):
+        zeroamp.build_plan(meta(Llama, tied=True), given)
+    with pytest.raises(zeroamp.WrapError, match=words):
+        zeroamp.plan_run(meta(Llama, tied=True), given, world_size=2)
+
+
 def test_safe_modules_that_own_nothing_are_refused():
     cfg = {**config(), "torch_autocast": {"enabled": True, "dtype": "bf16", "lower_precision_safe_modules": ["Conv1d"]}}
     with pytest.raises(zeroamp.ConfigError, match="lower_precision_safe_modules.*Conv1d.*Llama"):

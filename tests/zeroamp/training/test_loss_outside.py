@@ -78,7 +78,10 @@ def test_under_train_autocast_it_has_the_bits_of_one_process(ranks2, stage):
 
 @pytest.mark.parametrize(
     ("options", "text"),
-    [({}, "with train.autocast()"), ({"dtype": None, "bf16": {"enabled": True}}, ".float()")],
+    [
+        ({}, "with train.autocast():`, or, if it was there already, from logits.float()"),
+        ({"dtype": None, "bf16": {"enabled": True}}, "Compute it from logits.float()"),
+    ],
     ids=["autocast", "bf16"],
 )
 def test_a_low_precision_loss_is_warned_of_once_with_the_remedy(ranks2, options, text):

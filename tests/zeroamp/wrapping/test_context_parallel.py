@@ -56,17 +56,21 @@ def test_stages_have_the_same_bits(ranks4, stage):
     assert theirs.norms[0] == reported(fp64_norm(theirs.gradients))
 
 
-def _batch_sizes(num_data, passed):
-    mesh = mesh_of(dp=2, cp=2)
+def _whole(mesh):
+    return mesh
+
+
+def _batch_sizes(num_data, passed, data="dp"):
+    mesh = mesh_of(**{data: 2, "cp": 2})
     cfg = {**config(3), "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
     policy = zeroamp.policy_from_config(cfg, world_size=num_data)
     model = zeroamp.wrap_model(parallel.decoder(), policy, passed(mesh))
     return zeroamp.explain(model) is not None
 
 
-@pytest.mark.parametrize("passed", [_slice, _flattened])
-def test_batch_sizes_count_the_data_ranks(ranks4, passed):
-    assert all(ranks4.run(_batch_sizes, 2, passed))
+@pytest.mark.parametrize(("passed", "data"), [(_slice, "dp"), (_flattened, "dp"), (_whole, "batch")])
+def test_batch_sizes_count_the_data_ranks(ranks4, passed, data):
+    assert all(ranks4.run(_batch_sizes, 2, passed, data))
 
 
 def _batch_sizes_of_all_ranks():

@@ -95,6 +95,16 @@ def test_stages_have_the_same_bits(ranks4, tied):
     assert runs[3].norms[0] == reported(fp64_norm(runs[3].gradients))
 
 
+def test_an_embedding_and_a_head_that_are_units_of_their_own_have_the_same_bits(ranks4):
+    """FSDP2 warns of outputs that are views, as those of parallelize_module are. Warnings are errors in ranks."""
+    own, merged = (
+        ranks4.run(parallel_training.train, AXES, config(3, dtype=None, clip=0.5, threshold=threshold), 2)[0]
+        for threshold in (1000, None)
+    )
+    assert own.losses == merged.losses
+    assert same_bits(own.parameters, merged.parameters) == []
+
+
 def _resumed(axes, folder, saving, accumulation):
     """Train, save and train on; or load and train on. Return whole parameters, then losses and norms."""
     mesh = mesh_of(**axes)

@@ -33,6 +33,7 @@ from zeroamp.integrations.accelerate.arguments import (
     refuse_dummies,
     refuse_other_optimizers,
     refuse_other_scheduler,
+    refuse_uncounted_ranks,
 )
 from zeroamp.integrations.accelerate.optimizer import ZeroampOptimizer
 from zeroamp.integrations.data_ranks import refuse_shared_samples
@@ -101,7 +102,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
 
         Raises:
             ConfigError: the config is wrong or contradicts an argument, or an argument (a plugin of another way to
-                shard, fp8, a compiler) cannot be honoured.
+                shard, fp8, a compiler) cannot be honoured, or more ranks were started than accelerate counts.
         """
         given = bound_arguments(args, kwargs)
         refuse_arguments(given)
@@ -133,6 +134,8 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
 
     def _refuse_state(self) -> None:
         """Raise ConfigError for settings from arguments and environment that zeroamp cannot honour."""
+        if "mesh" not in self.wrap_arguments:  # a mesh may have fewer ranks than were started
+            refuse_uncounted_ranks(self.num_processes, "accelerate", "cpu=True to ZeroampAccelerator")
         if self.distributed_type not in _KINDS:
             raise ConfigError(
                 f"accelerate's distributed_type must be NO, MULTI_CPU or MULTI_GPU, but is "
@@ -408,7 +411,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
         missing = sum(id(p) not in given for p in trained)
         if missing:
             raise StepError(
-                f"clip_grad_norm_ must get all {len(trained)} trained parameters, but {missing} of them are missing: "
+                f"clip_grad_norm_ must get all {len(trained)} trainable parameters, but {missing} of them are missing: "
                 "zeroamp computes one norm of all gradients. Pass model.parameters() of the prepared model."
             )
 
@@ -576,7 +579,7 @@ class ZeroampAccelerator(Accelerator):  # type: ignore[misc]
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the whole state dict of a prepared model in CPU memory on the first rank, and {} on other ranks.
 
-        All ranks call it. Trained parameters are in fp32, or in the config's low dtype if the config sets
+        All ranks call it. Trainable parameters are in fp32, or in the config's low dtype if the config sets
         `stage3_gather_16bit_weights_on_model_save`.
         """
         if not is_wrapped(model):

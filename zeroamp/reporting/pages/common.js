@@ -51,8 +51,8 @@ function dtypeChip(name) {
   return chip;
 }
 
-// columns: {key, label, kind: text | name | dtype | int | float | gib | gb | percent, hint}
-// options: {search: [keys], filters: [keys], isBest: row -> bool, limit}
+// columns: {key, label, kind: text | brief (one line, cut; whole under the pointer) | name | dtype | int | float | gib | gb | percent, hint}
+// options: {search: [keys], filters: [keys], isBest: row -> bool, limit, isCompact: narrow columns}
 function table(rows, columns, options = {}) {
   const state = { sort: null, down: false, limit: options.limit ?? 300, choices: {} };
   const body = element("tbody");
@@ -95,6 +95,7 @@ function table(rows, columns, options = {}) {
     const value = row[column.key];
     const made = element("td", { className: isNumber(column) ? "number" : column.kind ?? "" });
     made.append(column.kind === "dtype" && value !== null && value !== undefined ? dtypeChip(value) : shown(value, column.kind));
+    if (column.kind === "brief") made.title = made.textContent;
     return made;
   }
   function draw() {
@@ -115,7 +116,7 @@ function table(rows, columns, options = {}) {
   const has_controls = options.search || options.filters;
   const made = element("section", {},
     has_controls ? element("div", { className: "controls" }, options.search ? words : null, ...selects, count, more) : null,
-    element("div", { className: "scroll" }, element("table", {}, element("thead", {}, element("tr", {}, ...heads)), body)));
+    element("div", { className: "scroll" }, element("table", { className: options.isCompact ? "compact" : "" }, element("thead", {}, element("tr", {}, ...heads)), body)));
   if (options.search) words.value = decodeURIComponent((location.hash.match(/^#q=(.*)$/) ?? ["", ""])[1]);
   draw();
   return made;

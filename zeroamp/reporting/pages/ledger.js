@@ -1,7 +1,7 @@
 "use strict";
 // The dtype ledger: `zeroamp explain --json`.
 
-const COLUMNS = [["gather", "param dtype (all-gather)"], ["storage", "stored"], ["compute", "compute"], ["gradient", "raw gradient"],
+const COLUMNS = [["storage", "stored"], ["gather", "param dtype (all-gather)"], ["compute", "compute"], ["gradient", "raw gradient"],
   ["wire", "communication"], ["accumulate", "accumulation"], ["optimizer", "optimizer state"]];
 const rows = DATA.parameters;
 const elements = rows.reduce((sum, row) => sum + row.elements, 0);
@@ -25,6 +25,7 @@ note("Each box is an FSDP unit, with its parameters inside; its area is its numb
 const choice = element("select", { ariaLabel: "Dtype that colours the units", onchange: draw },
   ...COLUMNS.map(([key, label]) => element("option", { value: key, textContent: `coloured by ${label}` })));
 const legend = element("div", { className: "legend" });
+choice.value = "gather";
 add(element("div", { className: "controls" }, choice), legend);
 const picture = element("div", { className: "chart", id: "units" });
 picture.style.height = "min(62vh, 560px)";
@@ -81,21 +82,22 @@ add(table(DATA.summary, [
   { key: "reduced_bytes_per_step", label: "GB reduced per step", kind: "gb" }]));
 
 const BYTES = [
-  { key: "gathered_bytes_per_step", label: "GB all-gathered per step", kind: "gb" },
-  { key: "reduced_bytes_per_step", label: "GB reduced per step", kind: "gb" },
-  { key: "storage_bytes_per_rank", label: "GiB of shards per rank", kind: "gib" },
-  { key: "gathered_bytes_per_rank", label: "GiB unsharded per rank", kind: "gib" },
-  { key: "gradient_bytes_per_rank", label: "GiB of gradients per rank", kind: "gib" }];
-const SHORT = { gather: "param", storage: "stored", wire: "communication", accumulate: "accumulate", optimizer: "optimizer", compute: "compute", gradient: "gradient" };
+  { key: "gathered_bytes_per_step", label: "gathered GB", kind: "gb", hint: "GB all-gathered per step and rank" },
+  { key: "reduced_bytes_per_step", label: "reduced GB", kind: "gb", hint: "GB reduced per step and rank" },
+  { key: "storage_bytes_per_rank", label: "shards GiB", kind: "gib", hint: "GiB of shards per rank" },
+  { key: "gathered_bytes_per_rank", label: "unsharded GiB", kind: "gib", hint: "GiB unsharded per rank" },
+  { key: "gradient_bytes_per_rank", label: "gradients GiB", kind: "gib", hint: "GiB of gradients per rank" }];
+const SHORT = { gather: "param", storage: "stored", wire: "communi\u00adcation", accumulate: "accumu\u00adlate", optimizer: "opti\u00admizer", compute: "compute", gradient: "gradi\u00adent" };
 const DTYPE_COLUMNS = COLUMNS.map(([key, hint]) => ({ key, label: SHORT[key], kind: "dtype", hint }));
 
 heading("Parameters");
-add(table(rows, [{ key: "parameter", label: "parameter", kind: "name" }, { key: "class", label: "class", kind: "text" },
-  { key: "elements", label: "elements", kind: "int" }, ...DTYPE_COLUMNS, { key: "why", label: "why", kind: "text" }, ...BYTES,
-  { key: "unit", label: "unit", kind: "name" }, { key: "group", label: "group", kind: "name" }],
-  { search: ["parameter", "aliases", "class", "unit", "group", "why"], filters: ["gather", "wire", "class"] }));
+note("Bytes are of one rank: GB per optimizer step, GiB of memory. A cell that is cut shows its text under the pointer.");
+add(table(rows, [{ key: "parameter", label: "parameter", kind: "name" },
+  { key: "elements", label: "elements", kind: "int" }, ...DTYPE_COLUMNS, { key: "class", label: "class", kind: "brief" },
+  { key: "why", label: "why", kind: "brief" }, ...BYTES, { key: "unit", label: "unit", kind: "name" }, { key: "group", label: "group", kind: "name" }],
+  { isCompact: true, search: ["parameter", "aliases", "class", "unit", "group", "why"], filters: ["gather", "wire", "class"] }));
 
 heading("Groups");
 add(table(DATA.groups, [{ key: "group", label: "group", kind: "name" }, { key: "kind", label: "kind" },
   { key: "params", label: "parameters", kind: "int" }, { key: "elements", label: "elements", kind: "int" }, ...DTYPE_COLUMNS, ...BYTES],
-  { filters: ["kind"] }));
+  { isCompact: true, filters: ["kind"] }));

@@ -30,8 +30,21 @@ add(table(stages, [{ key: "stage", label: "stage", kind: "int" }, { key: "mesh",
   { key: "exposed", label: "exposed s", kind: "float" }, { key: "tflops", label: "TFLOP/s per GPU", kind: "float" }]));
 for (const [stage, reason] of Object.entries(plan.refused)) note(`Stage ${stage} is not possible: ${reason}`);
 
+// Phases get short names: whole ones overlap.
+function phases(stretches) {
+  const numForwards = stretches.filter(({ name }) => name.endsWith("forward")).length;
+  let micro = 0;
+  return stretches.map(({ begin, name }, index) => {
+    if (name.endsWith("forward")) micro += 1;
+    const number = numForwards > 1 ? micro : "", end = stretches[index + 1]?.begin;
+    return { begin, end, name: name.endsWith("forward") ? `F${number}` : name.endsWith("backward") ? `B${number}` : "opt", numForwards };
+  });
+}
+const MICRO = { 2: ", 1 of the first micro-batch, 2 of the last", 3: ", 1 of the first micro-batch, 2 of one in the middle, 3 of the last" };
+
 heading("Memory over one step");
 note("Memory of the first rank, in the order of its allocations and frees. Each stage has its own axis. The dashed line is the GPU's memory, where it is near.");
+note(`F: forward, B: backward${MICRO[phases(DATA.timelines[0]?.stretches ?? [])[0]?.numForwards] ?? ""}. opt: optimizer.`);
 const memory = charts();
 for (const timeline of DATA.timelines) {
   const total = timeline.total, top = Math.max(...total), at = total.indexOf(top), limit = plan.gpu.memory_bytes;
@@ -40,10 +53,11 @@ for (const timeline of DATA.timelines) {
     stackgroup: "memory", line: { width: 0, shape: "hv" }, fillcolor: MEMORY[index % MEMORY.length], hovertemplate: "%{y:.3~f} GiB", showlegend: Math.max(...bytes) > 0 }));
   const shapes = timeline.stretches.slice(1).map(({ begin }) => ({ type: "line", x0: begin, x1: begin, yref: "paper", y0: 0, y1: 1, line: { width: 1, color: "#8c959f" } }));
   if (limit <= 1.25 * top) shapes.push({ type: "line", xref: "paper", x0: 0, x1: 1, y0: limit / GIB, y1: limit / GIB, line: { dash: "dash", color: "#cf222e" } });
-  const names = timeline.stretches.map(({ begin, name }) => ({ x: begin, y: 1, yref: "paper", text: name, showarrow: false, xanchor: "left", yanchor: "top", font: { size: 11, color: "#59636e" } }));
+  const names = phases(timeline.stretches).map(({ begin, end, name }) => ({ x: (begin + (end ?? x.length - 1)) / 2, y: 1, yref: "paper", text: name,
+    showarrow: false, xanchor: "center", yanchor: "top", font: { size: 11, color: "#59636e" } }));
   const peak = { x: at, y: top / GIB, text: `peak ${decimals(top / GIB)} GiB`, arrowhead: 2, ax: at > x.length / 2 ? -60 : 60, ay: -18, bgcolor: "white" };
   chart(memory, traces, { title: titled(`Stage ${timeline.stage}`), shapes, annotations: [...names, peak],
-    xaxis: below("allocations and frees, in order", { showticklabels: false }), yaxis: axis("GiB on one rank", { range: [0, (1.25 * top) / GIB] }),
+    xaxis: below("allocations and frees, in order", { showticklabels: false, range: [0, x.length - 1] }), yaxis: axis("GiB on one rank", { range: [0, (1.25 * top) / GIB] }),
     legend: LEGEND }, 460);
 }
 

@@ -3,6 +3,7 @@
     python -m benchmarks.float8_error
 
 Two gloo ranks. Prints two tables: the gradients of one step from the same weights, and the losses of a training run.
+The second table leaves torchao's products out: on a CPU torchao emulates them, which takes minutes per row.
 """
 
 import statistics
@@ -87,7 +88,7 @@ def main() -> None:
         rows.append([way, *(f"{error:.2e}" for error in errors), f"{max(of_loss):.1e}"])
     print(tabulate(rows, headers=["gradient of step 1", *(f"seed {s}" for s in SEEDS), "largest error of the loss"]))
     rows = []
-    for way in WAYS:
+    for way in (way for way in WAYS if "torchao" not in way):
         means = [statistics.mean(ranks.run(losses, way, seed)[0][-NUM_LAST:]) for seed in SEEDS]
         rows.append([way, *(f"{mean:.4f}" for mean in means), f"{statistics.mean(means):.4f}"])
         print(rows[-1], flush=True)

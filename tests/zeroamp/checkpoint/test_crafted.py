@@ -99,7 +99,7 @@ def test_files_manifests_and_lists(folder, name):
         ("overlap and gap of equal volume", "two chunks of model.0.weight overlap"),
         ("a place of ../", r"no record of \.\./"),
         ("a place with a transformation", "has a chunk of 96 bytes"),
-        ("9 bytes that remember 2**29 objects", "a pickle of 9 bytes with 536,870,911 objects"),
+        ("9 bytes that remember 2**29 objects", "pickle of 9 bytes has 536,870,911 objects"),
     ],
 )
 def test_the_reason_is_named(folder, name, words):

@@ -159,7 +159,7 @@ def _of_another_torch():
 def test_a_torch_that_shards_no_integers_is_told_what_to_do(ranks2):
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed: it quantizes the base")
     for text in ranks2.run(_of_another_torch):
-        assert "q_proj.base_layer.weight is stored in uint8, and FSDP2 of torch" in text
+        assert "q_proj.base_layer.weight is stored in uint8, but FSDP2 of torch" in text
         assert "bnb_4bit_quant_storage=torch.bfloat16" in text
 
 

@@ -166,7 +166,7 @@ def _misuse(what):
         ("clip twice", r"TrainStep.clip_grad_norm .*twice.*update\(\)"),
         ("backward before update", r"TrainStep.backward .*update\(\)"),
         ("negative norm", "max_norm .*-1.0"),
-        ("state inside", "TrainStep.state_dict .*1 micro-batches"),
+        ("state inside", "TrainStep.state_dict was called after 1 micro-batch"),
     ],
 )
 def test_misuse_is_named(ranks2, what, text):

@@ -8,12 +8,23 @@ import zeroamp
 from zeroamp.planning.micro_batch_order import MicroBatchOrder
 
 
+@pytest.fixture(autouse=True)
+def _no_context_axis(monkeypatch):
+    """The mesh of the `TrainStep`s below has data-parallel ranks only."""
+    state = SimpleNamespace(axes=SimpleNamespace(num_context=1))
+    monkeypatch.setattr("zeroamp.training.micro_batch_sampler.wrap_state", lambda _model: state)
+
+
 def _train(num_ranks, rank, per_rank, *, num_shards=None, num_steps=0):
     """What the sampler reads of a `TrainStep`."""
     order = MicroBatchOrder(num_ranks=num_ranks, rank=rank, num_shards=num_ranks if num_shards is None else num_shards)
     indices = order.indices(per_rank)
     return SimpleNamespace(
-        micro_batches=SimpleNamespace(order=order), micro_batch_indices=indices, num_steps=num_steps, num_skipped=0
+        model=None,
+        micro_batches=SimpleNamespace(order=order),
+        micro_batch_indices=indices,
+        num_steps=num_steps,
+        num_skipped=0,
     )
 
 

@@ -47,6 +47,21 @@ class ShardOf:
         shard: torch.Tensor = self._parameter._sharded_param_data.view(self._parameter.padded_sharded_param_size)
         return shard
 
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Address and version counters of the shard. In-place changes and replacements change one of them.
+
+        An in-place op on the DTensor does not count in the flat memory, nor one on the flat memory in the DTensor.
+        """
+        memory, dtensor = self._parameter._sharded_param_data, self._parameter.sharded_param
+        return memory.data_ptr(), memory._version, dtensor._version, dtensor._local_tensor._version
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the next use of the parameter needs an all-gather."""
+        is_sharded: bool = self._parameter.sharded_state.name == "SHARDED"
+        return is_sharded
+
     def extend(self, extension: AllGatherExtension) -> None:
         """Let FSDP2 call `extension` around each all-gather of the parameter from now on. Call before the first."""
         self._parameter.__class__ = _extended(cast(Hashable, type(self._parameter)))

@@ -14,9 +14,12 @@ largest magnitude. torchao's `Float8Linear` computes with it, and rounds inputs 
 [Note: One scale per weight]
 The scale is the largest at which the weight's largest magnitude, over all ranks, stays within float8. The largest
 magnitudes of all weights are reduced over the ranks in one all-reduce, before the first forward of each optimizer step
-and before each forward outside of a step. So nothing that changes a weight between two forwards needs to be noticed: an
-optimizer, a checkpoint that is loaded, or an assignment by the caller. Where a module is unsharded outside of the
-model's forward and backward, the scales are computed at that moment.
+and before each forward outside of a step, unless all weights are still unsharded. So nothing that changes a weight
+between two forwards needs to be noticed: an optimizer, a checkpoint that is loaded, or an assignment by the caller.
+Inside an optimizer step, the version counters of the shards show whether a weight was changed. They are also compared
+before each all-gather: a caller may have evaluated other weights between a forward and its backward. All ranks make the
+same changes, so they issue the same all-reduces. Where a module is unsharded outside of the model's forward and
+backward, the scales are computed at that moment.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torchao.float8 import Float8TrainingTensor, LinearMMConfig
 from torchao.float8.float8_utils import amax_to_scale
@@ -96,10 +100,23 @@ class Float8Scales:
         self._have_power_of_two = have_power_of_two
         self._runs_forward = runs_forward
         self._scales: Sequence[torch.Tensor] = ()
+        self._versions: list[tuple[int, ...]] = []
+
+    def prepare(self, *, may_differ: bool) -> None:
+        """Compute the scales that the next all-gathers use. All ranks that shard call this before a forward.
+
+        Args:
+            may_differ: whether a weight may have been changed since the last call without a new version.
+        """
+        if not any(shard.is_sharded for shard in self._shards):
+            return  # the unsharded weights have the scales of their all-gathers
+        if may_differ or self._versions != [shard.version for shard in self._shards]:
+            self.compute()
 
     @torch.no_grad()
     def compute(self) -> None:
         """Compute all scales. All ranks that shard call this: it issues one all-reduce of fp32."""
+        self._versions = [shard.version for shard in self._shards]
         largest = largest_magnitudes([shard.padded for shard in self._shards])  # fp32
         op = dist.ReduceOp.MAX
         issued = IssuedCollective("all_reduce", largest, SCALES, self._process_group, op)
@@ -112,7 +129,8 @@ class Float8Scales:
 
     def of(self, index: int) -> torch.Tensor:
         """Return the scale of the weight at this place: 0-D, fp32."""
-        if not self._scales or not (self._runs_forward() or is_in_backward()):
+        is_known = bool(self._scales) and self._versions[index] == self._shards[index].version
+        if not is_known or not (self._runs_forward() or is_in_backward()):
             self.compute()
         return self._scales[index]
 
@@ -131,6 +149,7 @@ class _Linear(torch.autograd.Function):
         return nn.functional.linear(input, _divided(weight), bias)
 
     @staticmethod
+    @once_differentiable  # the quotient has no gradient function: a second derivative would leave the weight out
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of input, weight and bias."""
         input, weight = ctx.saved_tensors

@@ -172,9 +172,12 @@ def explain(
             check_page(page)
         from zeroamp.cli.planned import ledger_of, ledger_on_axes, plan_of
         from zeroamp.policies import policy_from_config
+        from zeroamp.wrapping.refused_meshes import refuse_sizes
 
         sizes = mesh_sizes(mesh, world_size)
         policy = policy_from_config(config, world_size=world_size if sizes is None else sizes.num_data, **values)
+        if sizes is not None:
+            refuse_sizes(policy, sizes)
         if sizes is not None and sizes.distributes_parameters and takes_mesh(model):
             ledger = ledger_on_axes(model, policy, auto_wrap, inputs, sizes)
         else:

@@ -101,8 +101,11 @@ def plan(
         from zeroamp.cli.planned import model_on_axes  # imports torch
         from zeroamp.dry_run.run_plan import plan_run
         from zeroamp.policies import policy_from_config
+        from zeroamp.wrapping.refused_meshes import refuse_sizes
 
         policy = policy_from_config(config, world_size=world_size if sizes is None else sizes.num_data, **values)
+        if sizes is not None and not sizes.distributes_parameters:  # else plan_run leaves single stages out
+            refuse_sizes(policy, sizes)
         with ExitStack() as stack:
             stack.enter_context(redirect_stdout(sys.stderr))  # a factory may print, and stdout may be parsed
             distributed = None

@@ -1,8 +1,8 @@
 """Which parameters `zeroamp.param_gather_dtype` all-gathers in float8. Pure; imports nothing of torchao.
 
 These are the weights of Linears that would be all-gathered in the mode's low precision, if an `nn.Linear` is all that
-reads them: not where a class computes with the weight itself, or an override names a dtype for it. And the weights that
-the caller converted by torchao's `convert_to_float8_training` for float8 all-gathers.
+reads them: not where a class computes with the weight itself, or an override names a dtype for it. If the caller
+converted weights by torchao's `convert_to_float8_training` for float8 all-gathers, these weights and no others.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,11 +34,12 @@ def with_float8(
         ConfigError: the policy asks for float8, but no parameter can be all-gathered in it.
         WrapError: the model has torchao's float8 weights, and the policy does not all-gather them in float8.
     """
-    found = False
+    found, is_converted = False, any(is_of_torchao(use.parameter) for use in uses)
     for use, precision in zip(uses, precisions, strict=True):
         if is_of_torchao(use.parameter):
             _refuse_converted(use, policy, precision)
-        if policy.param_gather_dtype is None or not _is_chosen(use, overrides, precision):
+        is_left_out = is_converted and not is_of_torchao(use.parameter)  # torchao's module_filter_fn chose
+        if policy.param_gather_dtype is None or is_left_out or not _is_chosen(use, overrides, precision):
             yield precision
             continue
         found = True
@@ -65,6 +66,7 @@ def computes_as_linear(module: nn.Module) -> bool:
     return (
         isinstance(module, nn.Linear)
         and type(module).forward is nn.Linear.forward
+        and "forward" not in vars(module)  # the caller's own: an adapter, a kernel, a hook of accelerate
         and not isinstance(module, NonDynamicallyQuantizableLinear)
     )
 

@@ -3,6 +3,7 @@
 torchao is an extra (`zeroamp[float8]`). It is imported only if a plan has such weights.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ def _check_torchao() -> None:
         version = metadata.version("torchao")
     except metadata.PackageNotFoundError:
         raise ConfigError(f"{KEY} needs torchao {least} or newer, which is not installed. {install}") from None
-    if tuple(int(part) for part in version.split(".")[:2]) < LEAST_TORCHAO:
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < LEAST_TORCHAO:
         raise ConfigError(f"{KEY} needs torchao {least} or newer, but {version} is installed. {install}")
 
 
@@ -141,8 +142,8 @@ def attach_float8(model: nn.Module, state: WrapState, mm_configs: dict[str, Any]
         shard.extend(Float8Weight(shard=shard, scale=partial(scales.of, index), **converted))
 
     def before_forward(call: ForwardCall) -> AbstractContextManager[None] | None:
-        if call.is_outermost and not state.is_in_step:  # no weight changes between the micro-batches of a step
-            scales.compute()
+        if call.is_outermost:
+            scales.prepare(may_differ=not state.is_in_step)
         return None
 
     state.root_forward.add("float8 scales", before_forward)

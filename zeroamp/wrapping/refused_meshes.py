@@ -3,8 +3,10 @@
 `wrap_model` raises for each by its name, before it shards anything. `docs/meshes.md` has the table, which a test makes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -12,10 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.dtensor import split_dim
 from zeroamp.planning.mesh import shard_size
-from zeroamp.planning.mesh_axes import MeshAxes
+from zeroamp.planning.mesh_axes import AxisSizes, MeshAxes
 from zeroamp.planning.parameter_uses import has_own_storage_class
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.errors import WrapError
+from zeroamp.policies.policy import Policy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +45,8 @@ class Combination:
     instead: str
     """What the user can do."""
     applies: Callable[[Case], bool | str | None]
+    is_of_policy: bool = False
+    """Whether the policy and the sizes of the axes alone decide, whatever the model is."""
     """Returns whether a case has this combination. The result may be the FQN of the parameter that has it."""
 
 
@@ -52,8 +57,20 @@ def refuse_combinations(model: nn.Module, plan: Plan, axes: MeshAxes, *, materia
     """
     if axes.is_plain and axes.num_context == 1:
         return
-    case = Case(model=model, plan=plan, axes=axes, materialize=materialize)
-    for each in COMBINATIONS:
+    _refuse(COMBINATIONS, Case(model=model, plan=plan, axes=axes, materialize=materialize))
+
+
+def refuse_sizes(policy: Policy, sizes: AxisSizes) -> None:
+    """Raise WrapError for the first of `COMBINATIONS` that a policy has with axes of these sizes, for any model."""
+    axes: Any = SimpleNamespace(is_plain=not sizes.distributes_parameters, num_context=sizes.context)
+    if axes.is_plain and axes.num_context == 1:
+        return
+    case = Case(model=nn.Module(), plan=cast(Any, SimpleNamespace(policy=policy)), axes=axes, materialize=False)
+    _refuse((each for each in COMBINATIONS if each.is_of_policy), case)
+
+
+def _refuse(combinations: Iterable[Combination], case: Case) -> None:
+    for each in combinations:
         if found := each.applies(case):
             where = f" ({found})" if isinstance(found, str) else ""
             raise WrapError(f"{each.name}{where} is not supported: {each.why}. {each.instead}")
@@ -126,12 +143,14 @@ COMBINATIONS: tuple[Combination, ...] = (
         why="the order in which micro-batches are added is defined for data ranks only",
         instead="Leave one of the two out.",
         applies=lambda case: case.plan.policy.reproducible,
+        is_of_policy=True,
     ),
     Combination(
         name="zeroamp.param_gather_dtype on a mesh with a context, tensor or expert axis",
         why="it is not tested",
         instead="Leave the key out.",
         applies=lambda case: case.plan.policy.param_gather_dtype is not None,
+        is_of_policy=True,
     ),
     Combination(
         name="Tensor parallelism together with expert parallelism",
@@ -156,6 +175,7 @@ COMBINATIONS: tuple[Combination, ...] = (
         why="stage 0 shards over one rank, by a mesh of its own that is not a slice of the model's mesh",
         instead="Set zero_optimization.stage to 1: parameters stay unsharded between two optimizer steps.",
         applies=lambda case: not case.axes.is_plain and case.plan.policy.stage == 0,
+        is_of_policy=True,
     ),
     Combination(
         name=f"transformers' style {_ALL_REDUCED} at ZeRO stage 1",
@@ -168,12 +188,14 @@ COMBINATIONS: tuple[Combination, ...] = (
         why="FSDP2 cannot shard a DTensor over a part of the data ranks after the forward",
         instead="Leave zero_optimization.zero_hpz_partition_size out.",
         applies=lambda case: not case.axes.is_plain and case.plan.policy.hpz_partition_size > 1,
+        is_of_policy=True,
     ),
     Combination(
         name="Tensor or expert parallelism with offloading",
         why="it is not tested: gradients of DTensors would be reduced over two axes, and then copied to the CPU",
         instead="Leave offload_param and offload_optimizer out.",
         applies=lambda case: not case.axes.is_plain and case.plan.policy.offload.to_cpu,
+        is_of_policy=True,
     ),
     Combination(
         name="Tensor or expert parallelism of a model on the meta device that wrap_model is to initialise",
@@ -188,18 +210,21 @@ COMBINATIONS: tuple[Combination, ...] = (
         why="a rank that failed cannot repeat the collectives inside of the model's forward",
         instead="Leave the key out, and restart from a checkpoint.",
         applies=lambda case: not case.axes.is_plain and case.plan.policy.recovery,
+        is_of_policy=True,
     ),
     Combination(
         name="Context parallelism with zeroamp.recovery",
         why="a rank that failed cannot repeat the collectives inside of the model's forward",
         instead="Leave the key out, and restart from a checkpoint.",
         applies=lambda case: case.axes.num_context > 1 and case.plan.policy.recovery,
+        is_of_policy=True,
     ),
     Combination(
         name="Tensor or expert parallelism with zeroamp.symmetric_memory",
         why="it is not tested",
         instead="Leave the key out.",
         applies=lambda case: not case.axes.is_plain and case.plan.policy.symmetric_memory,
+        is_of_policy=True,
     ),
     Combination(
         name="Tensor or expert parallelism of quantized parameters",

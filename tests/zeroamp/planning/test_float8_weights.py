@@ -56,6 +56,8 @@ class Own(nn.Linear):
 def test_classes_with_a_forward_of_their_own_frozen_bf16_and_overridden_weights_are_not():
     model = nn.ModuleDict({name: nn.Linear(4, 4) for name in ("plain", "frozen", "low", "high", "sent")})
     model["own"] = Own(4, 4)
+    model["patched"] = nn.Linear(4, 4)
+    model["patched"].forward = lambda x: 3 * x
     model["frozen"].requires_grad_(False).bfloat16()
     overrides = [
         {"modules": "low", "gather": "bf16"},
@@ -63,6 +65,17 @@ def test_classes_with_a_forward_of_their_own_frozen_bf16_and_overridden_weights_
         {"modules": "sent", "communication": "fp32"},
     ]
     assert float8(plan(model, zeroamp={**FLOAT8, "overrides": overrides})) == {"plain.weight", "sent.weight"}
+
+
+def test_after_a_conversion_by_torchao_its_weights_alone_are_float8():
+    torchao = pytest.importorskip("torchao.float8", reason="torchao converts the model")
+    model = nn.ModuleDict({name: nn.Linear(16, 16) for name in ("body", "head")})
+    torchao.convert_to_float8_training(
+        model,
+        config=torchao.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True),
+        module_filter_fn=lambda _module, fqn: fqn != "head",
+    )
+    assert float8(plan(model, **BF16)) == {"body.weight"}
 
 
 def test_a_model_without_such_a_weight_is_refused():

@@ -1,5 +1,6 @@
 """`zeroamp.param_gather_dtype`: weights of Linears that are all-gathered in float8, by torchao's tensors."""
 
+import copy
 import warnings
 from functools import partial
 
@@ -281,6 +282,69 @@ def _outside(cfg):
 def test_a_module_that_is_called_by_itself_has_the_scale_of_its_weight_now(ranks2):
     for _, (before, after) in ranks2.run(_outside, float8(3, **BF16)):
         assert after == pytest.approx(3 * before, rel=2**-4)
+
+
+def _two_linears():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+
+
+def _scale_weights(model, factor):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(factor)
+
+
+def _changed_in_a_step(cfg):
+    model = zeroamp.wrap_model(_two_linears(), policy(cfg), auto_wrap_policy={"Linear"})
+    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    x = torch.ones(2, 16)
+    step.backward(model(x).float().sum())
+    _scale_weights(model, 3.0)
+    return model(x).detach()
+
+
+def test_a_weight_that_changes_between_micro_batches_has_a_scale_of_its_own(ranks2):
+    plain = _two_linears()
+    _scale_weights(plain, 3.0)
+    round_linears(plain)
+    low = copy.deepcopy(plain).bfloat16()  # its Linears round the fp32 weights of `plain`
+    expected = low(torch.ones(2, 16, dtype=torch.bfloat16))
+    for output in ranks2.run(_changed_in_a_step, float8(3, accumulation=2, **BF16)):
+        assert torch.equal(output, expected)
+
+
+def _other_weights_before_the_backward(cfg, factor):
+    model = zeroamp.wrap_model(_two_linears(), policy(cfg), auto_wrap_policy={"Linear"})
+    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    x = torch.ones(2, 16)
+    output = model(x)
+    _scale_weights(model, factor)
+    with torch.no_grad():
+        model(x)
+    _scale_weights(model, 1 / factor)
+    step.backward(output.float().square().sum())
+    step.step()
+    return full_parameters(model)
+
+
+def test_a_backward_has_the_scales_of_its_weights_after_other_weights_were_evaluated(ranks2):
+    cfg = float8(3, **BF16)
+    expected = ranks2.run(_other_weights_before_the_backward, cfg, 1.0)
+    for run, other in zip(ranks2.run(_other_weights_before_the_backward, cfg, 0.125), expected, strict=True):
+        assert differing(run, other) == []
+
+
+def _twice(cfg):
+    model = zeroamp.wrap_model(_two_linears(), policy(cfg), auto_wrap_policy={"Linear"})
+    x = torch.ones(2, 16, requires_grad=True)
+    (gradient,) = torch.autograd.grad(model(x).float().square().sum(), x, create_graph=True)
+    gradient.square().sum().backward()
+
+
+def test_a_second_derivative_is_an_error(ranks2):
+    with pytest.raises(RankError, match="once_differentiable|setStorage"):
+        ranks2.run(_twice, float8(2, **BF16))
 
 
 class Sometimes(nn.Module):

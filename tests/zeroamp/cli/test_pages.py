@@ -97,6 +97,7 @@ def test_a_page_is_whole_and_holds_the_numbers_of_json(pages, command):
     path, printed = pages[command]
     page = _Parser(path.read_text())
     assert (page.references, page.scripts) == ([], 3)
+    assert "connect-src 'none'" in path.read_text()
     held = json.loads(page.data)
     assert (held["plan"] if command == "plan" else held) == printed
 

@@ -24,6 +24,7 @@ PRIVATE = {
     "__init__.py": set(),
     "all_gather_extension.py": {  # see test_all_gather_extension.py
         *("_get_fsdp_state", "_init_extensions", "_sharded_local_tensor", "_sharded_param_data", "_foreach_norm"),
+        "_local_tensor",
     },
     "autocast_ops.py": {
         *("_C", "_dispatch_has_kernel", "_dispatch_has_kernel_for_dispatch_key", "_dispatch_keyset_full_after"),

@@ -48,13 +48,10 @@ class ShardOf:
         return shard
 
     @property
-    def version(self) -> tuple[int, ...]:
-        """Address and version counters of the shard. In-place changes and replacements change one of them.
-
-        An in-place op on the DTensor does not count in the flat memory, nor one on the flat memory in the DTensor.
-        """
-        memory, dtensor = self._parameter._sharded_param_data, self._parameter.sharded_param
-        return memory.data_ptr(), memory._version, dtensor._version, dtensor._local_tensor._version
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The flat memory, the DTensor and its local tensor: an in-place op counts in the version of one of them."""
+        dtensor = self._parameter.sharded_param
+        return self._parameter._sharded_param_data, dtensor, dtensor._local_tensor
 
     @property
     def is_sharded(self) -> bool:

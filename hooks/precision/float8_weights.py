@@ -110,13 +110,13 @@ class Float8Scales:
         """
         if not any(shard.is_sharded for shard in self._shards):
             return  # the unsharded weights have the scales of their all-gathers
-        if may_differ or self._versions != [shard.version for shard in self._shards]:
+        if may_differ or self._versions != [_version(shard) for shard in self._shards]:
             self.compute()
 
     @torch.no_grad()
     def compute(self) -> None:
         """Compute all scales. All ranks that shard call this: it issues one all-reduce of fp32."""
-        self._versions = [shard.version for shard in self._shards]
+        self._versions = [_version(shard) for shard in self._shards]
         largest = largest_magnitudes([shard.padded for shard in self._shards])  # fp32
         op = dist.ReduceOp.MAX
         issued = IssuedCollective("all_reduce", largest, SCALES, self._process_group, op)
@@ -129,10 +129,15 @@ class Float8Scales:
 
     def of(self, index: int) -> torch.Tensor:
         """Return the scale of the weight at this place: 0-D, fp32."""
-        is_known = bool(self._scales) and self._versions[index] == self._shards[index].version
+        is_known = bool(self._scales) and self._versions[index] == _version(self._shards[index])
         if not is_known or not (self._runs_forward() or is_in_backward()):
             self.compute()
         return self._scales[index]
+
+
+def _version(shard: ShardOf) -> tuple[int, ...]:
+    """Return numbers of which one changes with each in-place change and each replacement of a shard."""
+    return shard.tensors[0].data_ptr(), *(tensor._version for tensor in shard.tensors)
 
 
 class _Linear(torch.autograd.Function):

@@ -23,7 +23,7 @@ def _shards(rank):
 def _scales():
     from zeroamp.hooks.precision.float8_weights import Float8Scales, Float8Weight
 
-    shards = [SimpleNamespace(padded=shard, version=(0,)) for shard in _shards(dist.get_rank())]
+    shards = [SimpleNamespace(padded=shard, tensors=(shard,)) for shard in _shards(dist.get_rank())]
     seen = []
     listener = SimpleNamespace(on_collective=seen.append)
     scales = Float8Scales(shards, [True] * len(shards), dist.group.WORLD, [listener], lambda: False)

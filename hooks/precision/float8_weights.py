@@ -137,7 +137,8 @@ class Float8Scales:
 
 def _version(shard: ShardOf) -> tuple[int, ...]:
     """Return numbers of which one changes with each in-place change and each replacement of a shard."""
-    return shard.tensors[0].data_ptr(), *(tensor._version for tensor in shard.tensors)
+    tensors = shard.tensors
+    return tensors[0].data_ptr(), *(tensor._version for tensor in tensors)
 
 
 class _Linear(torch.autograd.Function):

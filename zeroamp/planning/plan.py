@@ -114,9 +114,9 @@ class Plan:
     def input_dtype(self, module: str) -> torch.dtype | None:
         """Return the dtype to which a unit's module casts its floating-point inputs; None if it does not cast.
 
-        In modes bf16 and fp16 units cast, as under FSDP2's own policy. Units in fp32 regions do not. Embeddings and
-        heads that are units of their own do not either: they are units at stage 3 only, and all stages must compute the
-        same.
+        In modes bf16 and fp16 units cast, as under FSDP2's own policy. Units in fp32 regions do not cast. Embeddings
+        and heads that are units of their own do not cast: they are units at stage 3 only, and all stages must compute
+        the same.
         """
         is_low = self.policy.mode in ("bf16", "fp16") and self.fp32_regions.pattern_of(module) is None
         return self.policy.low_dtype if is_low and module not in self.own_units else None

@@ -45,9 +45,9 @@ class Combination:
     instead: str
     """What the user can do."""
     applies: Callable[[Case], bool | str | None]
-    is_of_policy: bool = False
-    """Whether the policy and the sizes of the axes alone decide, whatever the model is."""
     """Returns whether a case has this combination. The result may be the FQN of the parameter that has it."""
+    is_of_policy: bool = False
+    """Whether `applies` reads only the policy, `axes.is_plain` and `axes.num_context`, so that sizes of axes suffice."""
 
 
 def refuse_combinations(model: nn.Module, plan: Plan, axes: MeshAxes, *, materialize: bool) -> None:

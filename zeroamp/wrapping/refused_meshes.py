@@ -47,7 +47,7 @@ class Combination:
     applies: Callable[[Case], bool | str | None]
     """Returns whether a case has this combination. The result may be the FQN of the parameter that has it."""
     is_of_policy: bool = False
-    """Whether `applies` reads only the policy, `axes.is_plain` and `axes.num_context`, so that sizes of axes suffice."""
+    """Whether `applies` reads only the policy, `axes.is_plain` and `axes.num_context`: sizes of axes suffice."""
 
 
 def refuse_combinations(model: nn.Module, plan: Plan, axes: MeshAxes, *, materialize: bool) -> None:

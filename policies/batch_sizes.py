@@ -3,9 +3,8 @@
 train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x data-parallel ranks.
 """
 
-import os
-
 from zeroamp.policies.errors import ConfigError, describe, shown
+from zeroamp.policies.launcher import WORLD_SIZE, size_from_launcher
 from zeroamp.policies.numbers import is_integer
 
 BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -102,11 +101,10 @@ def data_parallel_ranks(world_size: int | None) -> int | None:
     """Return `world_size`, or without it WORLD_SIZE of the environment, which torchrun sets; None without both.
 
     Raises:
-        ConfigError: `world_size` is not a whole number from 1 on.
+        ConfigError: `world_size`, or the environment's, is not a whole number from 1 on.
     """
     if world_size is None:
-        text = os.environ.get("WORLD_SIZE", "")
-        return int(text) if text.isdecimal() and int(text) > 0 else None
+        return size_from_launcher(WORLD_SIZE)
     if not is_integer(world_size, at_least=1):
         valid = "a whole number from 1 on"
         raise ConfigError(describe("the argument world_size", shown(world_size), valid, "Pass the number of ranks."))

@@ -327,7 +327,7 @@ def policy_from_config(
 
     Raises:
         ConfigError: a key is unknown or unsupported, a value is not valid, two keys contradict each other, or an "auto"
-            is not filled. The text names the key.
+            is not filled. The text names the key. Or the environment's WORLD_SIZE is not a whole number from 1 on.
 
     Examples:
         >>> config = {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}}

@@ -41,6 +41,16 @@ def test_the_ranks_come_from_the_launchers_environment(monkeypatch):
     assert sizes({"train_batch_size": 24}, world_size=2) == (24, 12, 1)
 
 
+@pytest.mark.parametrize("text", ["two", "0", "-1", "2.0", "9" * 5000])
+def test_a_number_of_ranks_in_the_environment_that_is_none_is_an_error(monkeypatch, text):
+    monkeypatch.setenv("WORLD_SIZE", text)
+    with pytest.raises(ConfigError, match="variable WORLD_SIZE must be a whole number from 1 on, but is .*unset the"):
+        sizes({"train_batch_size": 24})
+    assert sizes({"train_batch_size": 24}, world_size=2) == (24, 12, 1)
+    monkeypatch.setenv("WORLD_SIZE", "")
+    assert sizes({"train_batch_size": 24}) == (24, None, 1)
+
+
 def test_without_a_number_of_ranks_only_what_needs_none_is_derived():
     assert sizes({"train_batch_size": 24}) == (24, None, 1)
     assert sizes({"train_micro_batch_size_per_gpu": 2}) == (None, 2, 1)

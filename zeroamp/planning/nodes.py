@@ -1,22 +1,22 @@
 """Finds the ranks of a mesh axis that share a node, from `zeroamp.ranks_per_node`."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from zeroamp.policies.launcher import LOCAL_WORLD_SIZE, size_from_launcher
 from zeroamp.policies.policy import Policy
-
-LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
-"""torchrun's environment variable: the number of processes that it started on this node."""
 
 
 def ranks_per_node(policy: Policy) -> int | None:
-    """Return the number of ranks per node, from the config or the launcher; None with "off", or if neither sets it."""
+    """Return the number of ranks per node, from the config or the launcher; None with "off", or if neither sets it.
+
+    Raises:
+        ConfigError: the launcher's number is not a whole number from 1 on.
+    """
     asked = policy.ranks_per_node
     if asked == "auto":
-        found = os.environ.get(LOCAL_WORLD_SIZE, "")
-        return int(found) if found.isdecimal() and int(found) > 0 else None
+        return size_from_launcher(LOCAL_WORLD_SIZE)
     return None if asked == "off" else asked
 
 

@@ -29,8 +29,9 @@ def test_ranks_per_node_comes_from_the_config_or_the_launcher(monkeypatch, value
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     config = {} if value is None else {"zeroamp": {"ranks_per_node": value}}
     assert ranks_per_node(zeroamp.policy_from_config(config)) == expected
-    monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert ranks_per_node(zeroamp.policy_from_config(config)) == (None if value in (None, "auto") else expected)
+    for unset in (lambda: monkeypatch.setenv("LOCAL_WORLD_SIZE", ""), lambda: monkeypatch.delenv("LOCAL_WORLD_SIZE")):
+        unset()
+        assert ranks_per_node(zeroamp.policy_from_config(config)) == (None if value in (None, "auto") else expected)
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.5, "on", True])

@@ -152,6 +152,20 @@ def test_nodes_that_do_not_fit_are_reduced_flat_with_a_warning(ranks4):
     assert others == [[], [], []]
 
 
+def _refused_because_of_the_environment(value):
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setenv("LOCAL_WORLD_SIZE", value)
+        with pytest.raises(zeroamp.ConfigError) as error:
+            wrapped("encoder", config(3))
+        return str(error.value)
+
+
+def test_a_number_in_the_environment_of_one_rank_that_is_none_is_an_error_on_all(ranks2):
+    text = "the environment variable LOCAL_WORLD_SIZE must be a whole number from 1 on, but is"
+    assert [text in found for found in ranks2.run(_refused_because_of_the_environment, "two")] == [True, True]
+
+
 def _fail_and_recover(stage, mesh_shape=None):
     cfg = config(stage, zeroamp={"ranks_per_node": 2, "recovery": True})
     model = wrapped("encoder", cfg, mesh_shape=mesh_shape)

@@ -23,6 +23,7 @@ from zeroamp.policies import Policy, open_auto_keys, policy_from_config
 from zeroamp.policies.auto_values import rename_keys
 from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.json_values import flatten, load_config, nest
+from zeroamp.policies.launcher import WORLD_SIZE, size_from_launcher
 from zeroamp.training.optimizers import optimizer_from_config
 from zeroamp.training.schedulers import CurveLR
 
@@ -101,7 +102,7 @@ def refuse_uncounted_ranks(counted: int, counter: str, argument: str) -> None:
         counter: the name of the object that counts them, for the text.
         argument: what tells accelerate to use the CPU: "use_cpu=True".
     """
-    launched = int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+    launched = (size_from_launcher(WORLD_SIZE) or 1) if "RANK" in os.environ else 1
     # Without a process group, wrap_model initialises one of all ranks.
     started = dist.get_world_size() if dist.is_initialized() else launched
     if started <= counted:

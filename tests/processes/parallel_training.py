@@ -1,5 +1,6 @@
 """What every rank runs in the tests of context, tensor and expert parallelism."""
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -7,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroamp
 from tests.models import parallel
+from tests.processes.ring_attention import parts_of_sequences
 from tests.processes.training import full_parameters
 
 
@@ -46,8 +48,11 @@ def num_data(mesh):
     return mesh.size() // size_of(mesh, "cp") // size_of(mesh, "tp")
 
 
-def prepared(mesh, *, tied=False, sequence=False, experts=False, hf=False, **parts):
-    """A Decoder that is parallelized over the mesh's axes, as a user would do it. `parts`: of a Decoder."""
+def prepared(mesh, *, tied=False, sequence=False, experts=False, hf=False, ring=False, **parts):
+    """A Decoder that is parallelized over the mesh's axes, as a user would do it. `parts`: of a Decoder.
+
+    On a context axis it exchanges heads for tokens (Ulysses), or with `ring` leaves the sequences to torch.
+    """
     if experts and hf:
         model = parallel.hf_moe_decoder()
         return parallel.hf_expert_parallel(model, mesh) if size_of(mesh, "ep") > 1 else model
@@ -57,20 +62,23 @@ def prepared(mesh, *, tied=False, sequence=False, experts=False, hf=False, **par
     if hf:
         model = parallel.hf_decoder(tied=tied)
         return parallel.hf_tensor_parallel(model, mesh["tp"]) if size_of(mesh, "tp") > 1 else model
-    context = mesh["cp"].get_group() if size_of(mesh, "cp") > 1 else None
+    context = mesh["cp"].get_group() if size_of(mesh, "cp") > 1 and not ring else None
     model = parallel.decoder(tied=tied, context=context, **parts)
     if size_of(mesh, "tp") > 1:
         parallel.tensor_parallel(model, mesh["tp"], tied=tied, sequence=sequence)
     return model
 
 
-def inputs_of(mesh, index, shared_by=1):
-    """This rank's part of the samples of its data rank in a micro-batch. `shared_by`: so many ranks share them."""
+def inputs_of(mesh, index, shared_by=1, *, ring=False):
+    """This rank's part of the samples of its data rank in a micro-batch, with `ring` whole sequences.
+
+    `shared_by`: so many ranks share the samples.
+    """
     number, place = divmod(data_rank(mesh), shared_by)
     samples = parallel.samples(index * (num_data(mesh) // shared_by) + number)
     samples = tuple(each.chunk(shared_by)[place] for each in samples)
     size = size_of(mesh, "cp")
-    return parallel.part_of(samples, mesh["cp"].get_local_rank(), size) if size > 1 else samples
+    return parallel.part_of(samples, mesh["cp"].get_local_rank(), size) if size > 1 and not ring else samples
 
 
 def start(mesh, cfg, *, passed=None, fields=None, **options):
@@ -82,7 +90,7 @@ def start(mesh, cfg, *, passed=None, fields=None, **options):
     return model, zeroamp.TrainStep(model, optimizer)
 
 
-def steps(model, train, mesh, cfg, first, count, shared_by=1):
+def steps(model, train, mesh, cfg, first, count, shared_by=1, *, ring=False):
     """Run optimizer steps; return their reports, and the whole gradients of the first.
 
     The samples of a step are the same on N data ranks with k micro-batches and on N k data ranks with one. `shared_by`:
@@ -92,7 +100,9 @@ def steps(model, train, mesh, cfg, first, count, shared_by=1):
     reports, gradients = [], {}
     for step in range(first, first + count):
         for micro in range(accumulation):
-            train.backward(model(*inputs_of(mesh, step * accumulation + micro, shared_by)))
+            inputs = inputs_of(mesh, step * accumulation + micro, shared_by, ring=ring)
+            with parts_of_sequences(mesh["cp"], inputs) if ring else contextlib.nullcontext(inputs) as inputs:
+                train.backward(model(*inputs))
             is_last = micro + 1 == accumulation
             if is_last and step == first:
                 gradients = _whole_gradients(model)
@@ -108,12 +118,12 @@ def _whole_gradients(model):
     return {fqn: gradient.cpu() for fqn, gradient in found.items() if gradient is not None}
 
 
-def train(axes, cfg, num_steps, *, passed=None, **options):
+def train(axes, cfg, num_steps, *, passed=None, ring=False, **options):
     """Train a Decoder on a mesh of `axes`; return this rank's ParallelRun. `passed`: the slice that wrap_model gets."""
     mesh = mesh_of(**axes)
     given = mesh if passed is None else passed(mesh)
-    model, step = start(mesh, cfg, passed=given, **options)
-    reports, gradients = steps(model, step, mesh, cfg, 0, num_steps)
+    model, step = start(mesh, cfg, passed=given, ring=ring, **options)
+    reports, gradients = steps(model, step, mesh, cfg, 0, num_steps, ring=ring)
     return ParallelRun(
         losses=[report.loss for report in reports],
         norms=[report.grad_norm for report in reports],

@@ -78,12 +78,13 @@ def _serve(rank: int, world_size: int, device: str, port: int, connection: Conne
 
 
 def _forget_meshes():
-    """Clear DTensor's caches: they hold meshes, and a later mesh that is equal would get destroyed process groups."""
+    """Clear DTensor's caches of meshes. A later mesh that is equal would get their destroyed process groups."""
     from torch.distributed.tensor import _redistribute
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
     _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
 
 
 class Ranks:

@@ -46,11 +46,21 @@ def test_ulysses_equals_whole_sequences(ranks4, passed):
         assert (other.losses, other.norms) == (runs[0].losses, runs[0].norms)
 
 
+def test_torchs_ring_equals_whole_sequences(ranks4):
+    cfg = config(3, dtype=None, clip=0.5, accumulation=2)
+    oracle = whole_model.train(parallel.decoder(), parallel.samples, 2, num_data=2, accumulation=2, clip=0.5)
+    runs = ranks4.run(parallel_training.train, {"dp": 2, "cp": 2}, cfg, 2, ring=True)
+    check_close(runs[0], oracle)
+    for other in runs[1:]:
+        assert (other.losses, other.norms) == (runs[0].losses, runs[0].norms)
+
+
+@pytest.mark.parametrize("ring", [False, True], ids=["ulysses", "ring"])
 @pytest.mark.parametrize("stage", slow_but([0, 1, 2], 2))
-def test_stages_have_the_same_bits(ranks4, stage):
+def test_stages_have_the_same_bits(ranks4, ring, stage):
     cfg = config(stage, clip=0.5)
-    ours = ranks4.run(parallel_training.train, {"dp": 2, "cp": 2}, cfg, 2)[0]
-    theirs = ranks4.run(parallel_training.train, {"dp": 2, "cp": 2}, config(3, clip=0.5), 2)[0]
+    ours = ranks4.run(parallel_training.train, {"dp": 2, "cp": 2}, cfg, 2, ring=ring)[0]
+    theirs = ranks4.run(parallel_training.train, {"dp": 2, "cp": 2}, config(3, clip=0.5), 2, ring=ring)[0]
     assert (ours.losses, ours.norms) == (theirs.losses, theirs.norms)
     assert same_bits(ours.parameters, theirs.parameters) == []
     assert theirs.norms[0] == reported(fp64_norm(theirs.gradients))

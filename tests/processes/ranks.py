@@ -79,12 +79,14 @@ def _serve(rank: int, world_size: int, device: str, port: int, connection: Conne
 
 def _forget_meshes():
     """Clear DTensor's caches of meshes. A later mesh that is equal would get their destroyed process groups."""
-    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor import _collective_utils, _redistribute, _sharding_prop
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
-    _redistribute._gen_transform_infos.cache_clear()
     _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+    _sharding_prop.ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
 
 
 class Ranks:

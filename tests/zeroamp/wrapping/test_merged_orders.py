@@ -248,26 +248,34 @@ def _train(run, stage, fields, options, mesh_shape=None, evaluates=False):
     )
 
 
-def _check(ranks, *args, fields=PAIR, more=None, **kwargs):
-    expected = ranks.run(_train, *args[:2], {**NONE, **(more or {})}, *args[2:], **kwargs)
-    for ours, theirs in zip(
-        ranks.run(_train, *args[:2], {**fields, **(more or {})}, *args[2:], **kwargs), expected, strict=True
-    ):
-        check_same_run(ours, theirs)
+@pytest.fixture(scope="module")
+def check():
+    """Return a function that compares merged units with units that are not merged, which train once for each case."""
+    without = {}
+
+    def compare(ranks, run, stage, options, *, fields=PAIR, **kwargs):
+        case = repr((ranks.world_size, run.__name__, stage, options, kwargs))
+        if case not in without:
+            without[case] = ranks.run(_train, run, stage, NONE, options, **kwargs)
+        merged = ranks.run(_train, run, stage, fields, options, **kwargs)
+        for ours, theirs in zip(merged, without[case], strict=True):
+            check_same_run(ours, theirs)
+
+    return compare
 
 
 @pytest.mark.parametrize("run", slow_but(ORDERS, *FAST), ids=lambda run: run.__name__)
 @pytest.mark.parametrize("stage", slow_but([1, 3], 3))
 @pytest.mark.parametrize("fields", slow_but([PAIR, ALL], PAIR), ids=str)
-def test_the_bits_are_those_without_merging(ranks2, run, stage, fields):
-    _check(ranks2, run, stage, {}, fields=fields)
+def test_the_bits_are_those_without_merging(check, ranks2, run, stage, fields):
+    check(ranks2, run, stage, {}, fields=fields)
 
 
 @pytest.mark.parametrize("run", ORDERS, ids=lambda run: run.__name__)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.slow
-def test_with_typed_groups_accumulation_and_evaluations(ranks2, run, stage):
-    _check(ranks2, run, stage, {"threshold": 0, "accumulation": 2}, evaluates=True)
+def test_with_typed_groups_accumulation_and_evaluations(check, ranks2, run, stage):
+    check(ranks2, run, stage, {"threshold": 0, "accumulation": 2}, evaluates=True)
 
 
 def _prepare(model, run):
@@ -297,15 +305,15 @@ def test_sums_of_micro_batches_are_reduced_once(ranks2, run):
 
 @pytest.mark.parametrize("run", ORDERS, ids=lambda run: run.__name__)
 @pytest.mark.slow
-def test_with_a_secondary_partition_and_live_parameters(ranks4, run):
-    _check(ranks4, run, 3, {}, more={"hpz_partition_size": 2})
-    _check(ranks4, run, 3, {}, more={"max_live_parameters": 2 * BLOCK, "prefetch_bucket_size": 4 * BLOCK})
+def test_with_a_secondary_partition_and_live_parameters(check, ranks4, run):
+    check(ranks4, run, 3, {}, fields={**PAIR, "hpz_partition_size": 2})
+    check(ranks4, run, 3, {}, fields={**PAIR, "max_live_parameters": 2 * BLOCK, "prefetch_bucket_size": 4 * BLOCK})
 
 
 @pytest.mark.parametrize("run", ORDERS, ids=lambda run: run.__name__)
 @pytest.mark.slow
-def test_with_replicas(ranks4, run):
-    _check(ranks4, run, 3, {"accumulation": 2}, mesh_shape=(2, 2))
+def test_with_replicas(check, ranks4, run):
+    check(ranks4, run, 3, {"accumulation": 2}, mesh_shape=(2, 2))
 
 
 def _unsharded_blocks(run):

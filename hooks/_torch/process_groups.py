@@ -1,10 +1,12 @@
 """Gives all ranks equal numbers of process groups, because torch names new groups by that number.
 
-Only the members call `new_group(use_local_synchronization=True)`. It names a group by its ranks and by the number of
-groups that the caller is in. That number differs between members if the program made groups for some of them only. The
-members then use different names, and wait for each other until the timeout.
+Only the members call `new_group(use_local_synchronization=True)`. It names a group by its ranks and by a number: on
+torch 2.11 and 2.13 that of the groups that the caller is in, on 2.15 that of the calls of `new_group` in which it took
+part. These numbers differ between members if the program made groups for some of them only. The members then use
+different names, and wait for each other until the timeout.
 
-Checked on torch 2.13.0; `tests/hooks/_torch/test_private_names.py` fails when groups are no longer named so.
+Checked on torch 2.11.0, 2.13.0 and 2.15.0; `tests/hooks/_torch/test_private_names.py` fails when groups are named
+otherwise.
 """
 
 from collections.abc import Iterator
@@ -13,20 +15,27 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _world
+from torch.distributed.distributed_c10d import _hash_ranks_to_str, _world
+
+
+def number_in_names() -> int:
+    """Return the number by which torch would name a group that this rank makes now."""
+    if "group_count" in _hash_ranks_to_str.__code__.co_names:
+        return int(_world.group_count)
+    return len(_world.pg_names)
 
 
 def equalise_numbers_of_groups(mesh: DeviceMesh) -> None:
-    """Make groups until all ranks of a mesh are in equally many. Call before making groups of some of the ranks.
+    """Make groups until `number_in_names` is equal on all ranks of a mesh. Call before making groups of some ranks.
 
-    All ranks must call this: it runs one all-reduce of an integer per axis. A rank that is in fewer groups than others
-    makes groups of itself alone, which open no connections.
+    All ranks must call this: it runs one all-reduce of an integer per axis. A rank whose number is less than that of
+    others makes groups of itself alone, which open no connections.
     """
-    most = torch.tensor(len(_world.pg_names), dtype=torch.int64, device=mesh.device_type)
+    most = torch.tensor(number_in_names(), dtype=torch.int64, device=mesh.device_type)
     for axis in range(mesh.ndim):
         if mesh.size(axis) > 1:
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
-    for _ in range(int(most) - len(_world.pg_names)):
+    for _ in range(int(most) - number_in_names()):
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 

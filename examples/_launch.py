@@ -47,7 +47,7 @@ def _name_of_start(world_size: int) -> str:
     """
     environment = os.environ.get
     is_kept = environment("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if is_kept and world_size == int(environment("LOCAL_WORLD_SIZE", "0")):
+    if is_kept and world_size == int(environment("LOCAL_WORLD_SIZE") or "0"):
         return f"start_{environment('TORCHELASTIC_RESTART_COUNT', '0')}"
     if is_kept and environment("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         raise SystemExit(

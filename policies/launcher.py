@@ -11,7 +11,7 @@ LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
 
 
 def size_from_launcher(name: str) -> int | None:
-    """Return the number in the environment variable `name`; None if it is not set, or empty.
+    """Return the number in the environment variable `name`; None if the variable is unset or empty.
 
     Raises:
         ConfigError: the variable is not a whole number from 1 on.
@@ -19,11 +19,8 @@ def size_from_launcher(name: str) -> int | None:
     text = os.environ.get(name, "")
     if not text:
         return None
-    try:
-        size = int(text)
-    except ValueError:  # not a number, or too long for one
-        size = 0
+    size = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
     if size < 1:
-        remedy = "torchrun and other launchers set it to a number of ranks. Set such a number, or unset the variable."
+        remedy = "Launchers such as torchrun set the variable to a number of ranks. Set such a number, or unset it."
         raise ConfigError(describe(f"the environment variable {name}", shown(text), "a whole number from 1 on", remedy))
     return size

@@ -121,7 +121,8 @@ class Policy:
             named |= {other for other in flat if _is_in(other, path)}
         flat = {path: value for path, value in flat.items() if path in named or path not in BATCH_SIZES}
         given = tuple((path, value) for path, value in flat.items() if path in named)
-        return Policy(validate(nest(flat)), given, num_ranks=self._num_ranks)
+        num_ranks = self._num_ranks if flat.keys() & BATCH_SIZES else None  # else there is nothing to derive
+        return Policy(validate(nest(flat)), given, num_ranks=num_ranks)
 
     __replace__ = replace
 
@@ -327,7 +328,8 @@ def policy_from_config(
 
     Raises:
         ConfigError: a key is unknown or unsupported, a value is not valid, two keys contradict each other, or an "auto"
-            is not filled. The text names the key. Or the environment's WORLD_SIZE is not a whole number from 1 on.
+            is not filled, or WORLD_SIZE in the environment is not a whole number from 1 on. The text names the key or
+            the variable.
 
     Examples:
         >>> config = {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 2}}

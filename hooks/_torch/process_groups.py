@@ -1,12 +1,12 @@
 """Gives all ranks equal numbers of process groups, because torch names new groups by that number.
 
-Only the members call `new_group(use_local_synchronization=True)`. It names a group by its ranks and by a number: on
-torch 2.11 and 2.13 that of the groups that the caller is in, on 2.15 that of the calls of `new_group` in which it took
-part. These numbers differ between members if the program made groups for some of them only. The members then use
-different names, and wait for each other until the timeout.
+Only the members call `new_group(use_local_synchronization=True)`. torch names the group by its ranks and a number. On
+torch 2.11 and 2.13 this is the number of groups that the caller is in. On 2.15 it is the number of calls of `new_group`
+that the caller has made as a member, or that all ranks have made. These numbers differ between members if the program
+made groups for some of them only. The members then use different names, and wait for each other until the timeout.
 
-Checked on torch 2.11.0, 2.13.0 and 2.15.0; `tests/hooks/_torch/test_private_names.py` fails when groups are named
-otherwise.
+Checked on torch 2.11.0, 2.13.0 and 2.15.0; `tests/hooks/_torch/test_private_names.py` fails if torch names groups in
+another way.
 """
 
 from collections.abc import Iterator

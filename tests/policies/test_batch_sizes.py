@@ -41,12 +41,13 @@ def test_the_ranks_come_from_the_launchers_environment(monkeypatch):
     assert sizes({"train_batch_size": 24}, world_size=2) == (24, 12, 1)
 
 
-@pytest.mark.parametrize("text", ["two", "0", "-1", "2.0", "9" * 5000])
-def test_a_number_of_ranks_in_the_environment_that_is_none_is_an_error(monkeypatch, text):
+@pytest.mark.parametrize("text", ["two", "0", "-1", "2.0", " 2", "9" * 5000])
+def test_a_malformed_world_size_is_an_error(monkeypatch, text):
     monkeypatch.setenv("WORLD_SIZE", text)
-    with pytest.raises(ConfigError, match="variable WORLD_SIZE must be a whole number from 1 on, but is .*unset the"):
+    with pytest.raises(ConfigError, match="variable WORLD_SIZE must be a whole number from 1 on, but is .*or unset it"):
         sizes({"train_batch_size": 24})
     assert sizes({"train_batch_size": 24}, world_size=2) == (24, 12, 1)
+    assert policy_from_config({}, world_size=2).replace(stage=2).stage == 2, "nothing to derive"
     monkeypatch.setenv("WORLD_SIZE", "")
     assert sizes({"train_batch_size": 24}) == (24, None, 1)
 

@@ -51,7 +51,8 @@ def num_data(mesh):
 def prepared(mesh, *, tied=False, sequence=False, experts=False, hf=False, ring=False, **parts):
     """A Decoder that is parallelized over the mesh's axes, as a user would do it. `parts`: of a Decoder.
 
-    On a context axis it exchanges heads for tokens (Ulysses), or with `ring` leaves the sequences to torch.
+    On a context axis it exchanges heads for tokens (Ulysses). With `ring` it has no exchange of its own: torch's
+    `context_parallel` replaces the attention.
     """
     if experts and hf:
         model = parallel.hf_moe_decoder()

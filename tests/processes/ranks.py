@@ -67,7 +67,7 @@ def _serve(rank: int, world_size: int, device: str, port: int, connection: Conne
         torch._dynamo.reset()
         _forget_meshes()
         # The first collection may free autograd graphs, and not the models that only they hold. The second frees these.
-        # A model that is left keeps its process groups, and each has threads that wake up a hundred times a second.
+        # A model that is left keeps its process groups.
         gc.collect()
         gc.collect()
         gc.freeze()  # later collections need not look at what is left

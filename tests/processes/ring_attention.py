@@ -1,10 +1,11 @@
 """torch's context parallelism, also on the CPU.
 
 The ranks of the axis send their keys and values around in a ring. torch has handlers for the attention kernels of CUDA
-only. On the CPU, torch's own ring gets the CPU's flash kernel here.
+only. `parts_of_sequences` adds handlers for the CPU's flash kernel, which call torch's own ring.
 """
 
 import contextlib
+from unittest.mock import patch
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
@@ -21,18 +22,15 @@ def parts_of_sequences(mesh, inputs):
     """Inside, `inputs` hold this rank's part of each sequence, and `scaled_dot_product_attention` sees all parts."""
     buffers = [each.clone() for each in inputs]
     on_cpu = {FLASH: _forward, FLASH_BACKWARD: _backward} if mesh.device_type == "cpu" else {}
-    _attention.custom_ops.update(on_cpu)
-    try:
-        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers)):
-            yield buffers
-    finally:
-        for op in on_cpu:
-            del _attention.custom_ops[op]
+    parts = context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * len(buffers))
+    # torch never removes the entries of `_replaced_functions`, which hold the mesh.
+    with patch.dict(_attention.custom_ops, on_cpu), patch.dict(_attention._replaced_functions), parts:
+        yield buffers
 
 
 def _forward(op, args, kwargs):
     mesh, (query, key, value, *more), kwargs = _local(args, kwargs)
-    dropout_p, is_causal = (*more, *(0.0, False)[len(more) :])
+    dropout_p, is_causal = _options(*more)
     parts = _attention._templated_ring_attention(
         mesh.get_group(), SEQUENCE, op, query, key, value, is_causal=is_causal, dropout_p=dropout_p, **kwargs
     )
@@ -47,6 +45,10 @@ def _backward(op, args, kwargs):
         **kwargs,
     )
     return _distributed(parts, mesh)
+
+
+def _options(dropout_p=0.0, is_causal=False):
+    return dropout_p, is_causal
 
 
 def _local(args, kwargs):

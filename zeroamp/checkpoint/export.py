@@ -18,9 +18,10 @@ from zeroamp.checkpoint.folder import find_checkpoints, is_checkpoint
 from zeroamp.checkpoint.model_state import MODEL, named_differences
 from zeroamp.checkpoint.reader import SafeReader
 from zeroamp.checkpoint.tensors import load_tensors
-from zeroamp.policies import policy_from_config
 from zeroamp.policies.errors import CheckpointError, error_text
 from zeroamp.policies.files import read_json
+from zeroamp.policies.policy import Policy
+from zeroamp.policies.schema import validate
 from zeroamp.weights.export import (
     OneProcess,
     Source,
@@ -105,7 +106,7 @@ def export_checkpoint(
         export_tensors(
             saved.sources,
             folder,
-            lambda: export_dtype(dtype, policy_from_config(manifest.config).export_dtype),
+            lambda: export_dtype(dtype, Policy(validate(manifest.config)).export_dtype),
             max_shard_bytes,
             saved.write_config,
             OneProcess(),

@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.dtensor import is_strided, split_dim
+from zeroamp.hooks._torch.process_groups import equalise_numbers_of_groups
 from zeroamp.policies.errors import ConfigError, WrapError, describe
+from zeroamp.policies.launcher import WORLD_SIZE
 from zeroamp.policies.policy import Policy, Stage
 
 logger = logging.getLogger("zeroamp")
@@ -26,7 +28,7 @@ TORCHFT_REMEDY = (
     "torch's own groups. To go on after a lost host, start the job with `torchrun --max-restarts` and resume from a "
     "checkpoint: docs/multi-node.md."
 )
-_SIZES_OF_LAUNCHERS = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_SIZES_OF_LAUNCHERS = (WORLD_SIZE, "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def mesh_for_stage(stage: Stage, mesh: DeviceMesh | None, num_replicas: int = 1) -> DeviceMesh:
@@ -86,7 +88,7 @@ def start_process_group() -> None:
         dist.init_process_group()
         return
     for name in _SIZES_OF_LAUNCHERS:
-        if os.environ.get(name, "1") != "1":
+        if os.environ.get(name, "") not in ("", "1"):
             raise WrapError(
                 f"wrap_model found no process group and no RANK in the environment, but {name} is {os.environ[name]}: "
                 "each process would train by itself. Start the script with torchrun, or call "
@@ -198,6 +200,7 @@ def process_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
         return mesh.get_group()
     if mesh.size() == dist.get_world_size():
         return None
+    equalise_numbers_of_groups(mesh)
     ranks = mesh.mesh.flatten().tolist()
     return cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))
 

@@ -12,12 +12,18 @@ def ranks_per_node(policy: Policy) -> int | None:
     """Return the number of ranks per node, from the config or the launcher; None with "off", or if neither sets it.
 
     Raises:
-        ConfigError: the launcher's number is not a whole number from 1 on.
+        ConfigError: LOCAL_WORLD_SIZE in the environment is not a whole number from 1 on.
     """
     asked = policy.ranks_per_node
     if asked == "auto":
         return size_from_launcher(LOCAL_WORLD_SIZE)
     return None if asked == "off" else asked
+
+
+def is_one_node(policy: Policy, num_ranks: int) -> bool:
+    """Return whether all of `num_ranks` ranks share a node, as far as is known. Raises as `ranks_per_node` does."""
+    per_node = ranks_per_node(policy)
+    return per_node is None or per_node >= num_ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

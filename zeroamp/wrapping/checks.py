@@ -17,12 +17,12 @@ from zeroamp.hooks._torch.fsdp import can_shard_integers, has_reduction_options
 from zeroamp.planning.float8_weights import is_of_torchao
 from zeroamp.planning.mesh import axis_groups, device_of, expected_shards, local_part, num_shards_of
 from zeroamp.planning.mesh_axes import MeshAxes, is_expert
+from zeroamp.planning.nodes import is_one_node
 from zeroamp.planning.parameter_uses import has_own_storage_class, quantization_tensors
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.dtypes import INTEGER_BY_NUM_BYTES, short_name
 from zeroamp.policies.errors import ConfigError, WrapError, describe
 from zeroamp.policies.json_values import flatten
-from zeroamp.policies.launcher import LOCAL_WORLD_SIZE, size_from_launcher
 from zeroamp.policies.policy import Policy
 from zeroamp.policies.schema import Config, Honoured, iter_keys
 from zeroamp.version import __version__
@@ -42,7 +42,7 @@ def description_of(model: nn.Module, plan: Plan, axes: MeshAxes | None) -> Descr
     `axes` are those of the caller's mesh, None without a mesh.
 
     Raises:
-        ConfigError: the launcher's LOCAL_WORLD_SIZE is not a whole number from 1 on.
+        ConfigError: LOCAL_WORLD_SIZE in the environment is not a whole number from 1 on.
     """
     policy = plan.policy
     given = flatten(Policy(policy.config).to_config())
@@ -57,7 +57,7 @@ def description_of(model: nn.Module, plan: Plan, axes: MeshAxes | None) -> Descr
         **config,
         "the use of a monitor": str(any(monitors)),
         "the mesh": layout,
-        f"whether {LOCAL_WORLD_SIZE} is set": str(size_from_launcher(LOCAL_WORLD_SIZE) is not None),
+        "whether one node has all ranks": str(is_one_node(policy, dist.get_world_size())),
         **_parameters(model, plan, expected_shards(policy, None if axes is None else axes.fsdp)),
         **{f"module {fqn or 'root'}": _structure(module) for fqn, module in model.named_modules()},
         "the list of units": str([plan.modules_of(unit) for unit in (*plan.units, "")]),

@@ -13,7 +13,7 @@ from zeroamp.hooks.collectives.issued import issue
 from zeroamp.hooks.collectives.nodes import Nodes
 from zeroamp.hooks.collectives.traffic import IssuedCollective
 from zeroamp.planning.mesh import device_of
-from zeroamp.planning.nodes import AxisNodes, nodes_of_axis, ranks_per_node
+from zeroamp.planning.nodes import AxisNodes, is_one_node, nodes_of_axis, ranks_per_node
 from zeroamp.policies.errors import some_of
 from zeroamp.policies.policy import Policy
 
@@ -39,8 +39,8 @@ def nodes_of_mesh(policy: Policy, mesh: DeviceMesh, world: dist.ProcessGroup | N
     connects ranks, and NCCL takes memory, at the first collective.
     """
     per_node = ranks_per_node(policy)
-    # Compared with the world's size, not the mesh's: on nodes of different sizes, all ranks must decide alike.
-    if per_node is None or per_node >= dist.get_world_size() or policy.reduce_accumulate_dtype != "fp32":
+    # Of the world, not of the mesh: on nodes of different sizes, all ranks must decide alike.
+    if per_node is None or is_one_node(policy, dist.get_world_size()) or policy.reduce_accumulate_dtype != "fp32":
         return MeshNodes()
     if not _is_equal(per_node, mesh, world):
         return MeshNodes(why_flat="nodes have different numbers of ranks")

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroamp.hooks._torch.fsdp import timeout_of
 from zeroamp.hooks._torch.gloo import new_lazy_group
+from zeroamp.hooks._torch.process_groups import equalise_numbers_of_groups
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
 from zeroamp.policies.errors import CheckpointError, ZeroAmpError, error_text
 from zeroamp.wrapping.rank_tree import LostRankError, RankTree
@@ -46,6 +47,7 @@ class RankGroup:
 
     def __init__(self, mesh: DeviceMesh, use: Use = "saving") -> None:
         """Take the mesh, whose ranks form the group. Does not communicate."""
+        self._mesh = mesh
         self._ranks = sorted(mesh.mesh.flatten().tolist())
         self.ranks: tuple[int, ...] = tuple(self._ranks)
         """Global ranks of the members, in increasing order."""
@@ -93,9 +95,9 @@ class RankGroup:
     def tree(self) -> RankTree:
         """The connections between the ranks. The first read makes the process group: all ranks must do it."""
         if self._tree is None:
-            # Local synchronization only if the mesh is a part of the world. With it, torch names the group by the
-            # number of groups that a rank is in, and ranks in different numbers of groups would wait for ever.
             is_local = self.num_ranks < dist.get_world_size()
+            if is_local:
+                equalise_numbers_of_groups(self._mesh)
             tree = RankTree(new_lazy_group(self._ranks, self._timeout, is_local=is_local))
             pause_before_exit()
             with self._naming_lost(_Outcome[None](), None):

@@ -140,7 +140,7 @@ def wrap_model(
             refuse_combinations(model, plan, axes, materialize=materialize)
         return plan, description_of(model, plan, axes)
 
-    # The first communication, because ranks that differ would wait for each other, or abort in the backend.
+    # Before other communication: ranks that differ would wait for each other, or abort in the backend.
     plan = run_alike(
         planned,
         what="wrap_model",

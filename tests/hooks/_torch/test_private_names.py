@@ -251,7 +251,7 @@ def _made_by_some_ranks_more_than_by_others():
     """The numbers by which torch names groups, before and after, and a sum over a group that two ranks make."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     dist.new_group([0, 1])  # a collective of all ranks, after which only two of them are in a group more
-    dist.new_group([0, 1], use_local_synchronization=True)  # one of two ranks
+    dist.new_group([0, 1], use_local_synchronization=True)  # only ranks 0 and 1 make this group
     before = process_groups.number_in_names()
     process_groups.equalise_numbers_of_groups(mesh)
     after = process_groups.number_in_names()

@@ -609,6 +609,17 @@ def test_ranks_that_accelerate_does_not_count(ranks2):
     assert ranks2.run(_counted_without_cpu, wrap_arguments={"mesh": None}) == [1, 1]
 
 
+def test_a_malformed_number_of_ranks_is_an_error(monkeypatch):
+    from zeroamp.integrations.accelerate.arguments import refuse_uncounted_ranks
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(zeroamp.ConfigError, match="variable WORLD_SIZE must be a whole number"):
+        refuse_uncounted_ranks(1, "accelerate", "cpu=True")
+    monkeypatch.setenv("WORLD_SIZE", "")
+    refuse_uncounted_ranks(1, "accelerate", "cpu=True")
+
+
 def _plugins():
     from accelerate import utils
 

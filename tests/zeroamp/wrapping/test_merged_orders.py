@@ -250,7 +250,7 @@ def _train(run, stage, fields, options, mesh_shape=None, evaluates=False):
 
 @pytest.fixture(scope="module")
 def check():
-    """Return a function that compares merged units with units that are not merged, which train once for each case."""
+    """Return a function that compares a run with merged units to one without. The latter is trained once per case."""
     without = {}
 
     def compare(ranks, run, stage, options, *, fields=PAIR, **kwargs):
@@ -306,6 +306,7 @@ def test_sums_of_micro_batches_are_reduced_once(ranks2, run):
 @pytest.mark.parametrize("run", ORDERS, ids=lambda run: run.__name__)
 @pytest.mark.slow
 def test_with_a_secondary_partition_and_live_parameters(check, ranks4, run):
+    # Neither option changes bits, so one run without merging and without the option serves both.
     check(ranks4, run, 3, {}, fields={**PAIR, "hpz_partition_size": 2})
     check(ranks4, run, 3, {}, fields={**PAIR, "max_live_parameters": 2 * BLOCK, "prefetch_bucket_size": 4 * BLOCK})
 

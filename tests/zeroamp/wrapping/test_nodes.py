@@ -152,18 +152,24 @@ def test_nodes_that_do_not_fit_are_reduced_flat_with_a_warning(ranks4):
     assert others == [[], [], []]
 
 
-def _refused_because_of_the_environment(value):
+def _refused_because_of_the_environment(value, rank):
     with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 1:
+        if dist.get_rank() == rank:
             patch.setenv("LOCAL_WORLD_SIZE", value)
-        with pytest.raises(zeroamp.ConfigError) as error:
+        with pytest.raises(zeroamp.ZeroAmpError) as error:
             wrapped("encoder", config(3))
         return str(error.value)
 
 
-def test_a_number_in_the_environment_of_one_rank_that_is_none_is_an_error_on_all(ranks2):
-    text = "the environment variable LOCAL_WORLD_SIZE must be a whole number from 1 on, but is"
-    assert [text in found for found in ranks2.run(_refused_because_of_the_environment, "two")] == [True, True]
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("two", "the environment variable LOCAL_WORLD_SIZE must be a whole number from 1 on, but is"),
+        ("1", "whether one node has all ranks is True on rank 0, but False on rank 1"),
+    ],
+)
+def test_a_malformed_or_different_local_world_size_of_one_rank_is_an_error_on_all_ranks(ranks2, value, text):
+    assert [text in found for found in ranks2.run(_refused_because_of_the_environment, value, 1)] == [True, True]
 
 
 def _fail_and_recover(stage, mesh_shape=None):

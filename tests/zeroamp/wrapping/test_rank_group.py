@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import zeroamp
 from tests.processes.ranks import Ranks
 from zeroamp.checkpoint.files import DamagedCheckpointError
+from zeroamp.planning.mesh import process_group
 from zeroamp.policies.errors import CheckpointError, StepError
 from zeroamp.wrapping.rank_group import RankGroup
 
@@ -53,6 +54,22 @@ def _each(group):
 
 def _on_all():
     return _each(RankGroup(init_device_mesh("cpu", (2,))))
+
+
+def _groups_of_a_part_of_the_ranks():
+    """A sum and an exchange over a mesh of two of the ranks, where the program has made a group for one of them."""
+    mesh = DeviceMesh("cpu", [[0], [1]])
+    dist.new_group([0], use_local_synchronization=True)
+    if dist.get_rank() > 1:
+        return None
+    total = torch.ones(1)
+    dist.all_reduce(total, group=process_group(mesh))
+    group = RankGroup(mesh)
+    return int(total), group.run(lambda: group.rank)
+
+
+def test_a_mesh_of_a_part_of_the_ranks_has_groups_where_the_program_has_made_some(ranks4):
+    assert ranks4.run(_groups_of_a_part_of_the_ranks) == [(2, [0, 1]), (2, [0, 1]), None, None]
 
 
 def test_errors_of_one_rank_are_raised_on_all_and_results_are_of_all(ranks2):

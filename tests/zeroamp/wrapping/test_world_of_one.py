@@ -65,6 +65,7 @@ def test_one_of_several_processes_without_a_rank_is_an_error(monkeypatch, name):
     for variable in LAUNCHERS:
         monkeypatch.delenv(variable, raising=False)
     policy = zeroamp.policy_from_config(config(3))
+    monkeypatch.setenv("PMI_SIZE", "")  # an empty variable is an unset one
     monkeypatch.setenv(name, "2")
     found = f"wrap_model found no process group and no RANK in the environment, but {name} is 2"
     with pytest.raises(zeroamp.WrapError, match=rf"^{found}.*Start the script with torchrun"):

@@ -52,6 +52,7 @@ def _serve(rank: int, world_size: int, device: str, port: int, connection: Conne
         world_size=world_size,
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
     )
+    environment = dict(os.environ)
     for num_calls in itertools.count():
         call = connection.recv()
         if call is None:
@@ -62,6 +63,7 @@ def _serve(rank: int, world_size: int, device: str, port: int, connection: Conne
             answer = (True, body(*args, **kwargs))
         except BaseException:  # whatever it is, it is the answer
             answer = (False, traceback.format_exc())
+        _restore(environment)
         connection.send(answer)
         del call, body, args, kwargs, answer
         torch._dynamo.reset()
@@ -75,6 +77,14 @@ def _serve(rank: int, world_size: int, device: str, port: int, connection: Conne
             return
         # A thread of each gloo group wakes up a hundred times a second: leave none to idle ranks.
         dist.destroy_process_group()
+
+
+def _restore(environment: dict[str, str]) -> None:
+    """Undo what a call changed in the environment: accelerate, for one, writes the launcher's variables into it."""
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    for name in {name for name, value in environment.items() if os.environ.get(name) != value}:
+        os.environ[name] = environment[name]
 
 
 def _forget_meshes():

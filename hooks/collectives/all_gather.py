@@ -12,7 +12,8 @@ from zeroamp.hooks.collectives.issued import NamedWork, issue
 from zeroamp.hooks.collectives.nodes import Nodes, all_gather_of_axis
 from zeroamp.hooks.collectives.traffic import CollectiveListener, IssuedCollective
 from zeroamp.hooks.observers.ranges import Ranges
-from zeroamp.policies.dtypes import FLOAT8_BY_NAME, short_name
+from zeroamp.policies.dtype_names import short_name
+from zeroamp.policies.dtypes import FLOAT8_BY_NAME
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from zeroamp.policies.errors import ConfigError, describe, is_quoted, shown
 from zeroamp.policies.schema.config import Config
 from zeroamp.policies.schema.keys import (
+    NAMES_ONLY,
     REMOVE_IT,
     Block,
     Unsupported,
@@ -52,13 +53,22 @@ _MANY = 12  # the most keys that an error lists; for a longer block it names doc
 
 
 def validate(cfg: Mapping[str, Any]) -> Config:
-    """Return the config as typed blocks.
+    """Return the config as typed blocks. Raises as `check_keys` does."""
+    check_keys(cfg)
+    return Config.model_validate(dict(cfg))
+
+
+def check_keys(cfg: Mapping[str, Any]) -> None:
+    """Check the keys of a config and the types of their values, each alone.
+
+    Imports torch only for an unknown type of optimizer or scheduler, to see whether torch has it.
 
     Raises:
         ConfigError: keys are unknown, unsupported, or have values of another type. The text has one line per key.
     """
     try:
-        return Config.model_validate(dict(cfg))
+        Config.model_validate(dict(cfg), context=NAMES_ONLY)
+        return
     except ValidationError as error:
         details: dict[str, list[Any]] = {}
         for detail in error.errors():
@@ -105,7 +115,7 @@ def _is_valid_unquoted(path: str, cfg: Mapping[str, Any]) -> bool:
     """Return whether the string at `path` would be valid without its quotes, as a number, true, false or null."""
     unquoted = _unquoted(cfg, path.split("."))
     try:
-        Config.model_validate(unquoted)
+        Config.model_validate(unquoted, context=NAMES_ONLY)
     except ValidationError as error:
         return path not in {_path(detail["loc"], unquoted, is_missing=False) for detail in error.errors()}
     return True

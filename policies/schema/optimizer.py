@@ -2,7 +2,6 @@
 
 from typing import Annotated, Literal
 
-import torch
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from zeroamp.policies.schema.keys import Block, Honoured, Native, Number, Unsupported, as_tuple, refused
@@ -108,8 +107,14 @@ OPTIMIZER_PARAMS: dict[str, type[Block]] = {"Adam": AdamParams, "AdamW": AdamWPa
 
 def _known_name(value: object) -> object:
     """Return the name in the spelling of DeepSpeed's documentation."""
-    elsewhere = {*_OF_DEEPSPEED, *(name for name in dir(torch.optim) if name[0].isupper())}
-    return known_type(value, OPTIMIZER_PARAMS, elsewhere, _BUILD_IT)
+    return known_type(value, OPTIMIZER_PARAMS, _elsewhere, _BUILD_IT)
+
+
+def _elsewhere() -> set[str]:
+    """Return the names of DeepSpeed's and torch's optimizers."""
+    from torch import optim
+
+    return {*_OF_DEEPSPEED, *(name for name in dir(optim) if name[0].isupper())}
 
 
 class OptimizerBlock(Block):

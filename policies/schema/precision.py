@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from zeroamp.policies.dtypes import short_name
+from zeroamp.policies.dtype_names import short_name
 from zeroamp.policies.errors import shown
 from zeroamp.policies.schema.keys import Block, Dtype, Honoured, Names, Native, Number, Unsupported, refused
 

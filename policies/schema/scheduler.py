@@ -2,7 +2,6 @@
 
 from typing import Annotated, Literal
 
-import torch
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 
 from zeroamp.policies.schema.keys import Block, Honoured, Number, PositiveInt, Unsupported
@@ -135,8 +134,14 @@ SCHEDULER_PARAMS: dict[str, type[Block]] = {
 
 def _known_name(value: object) -> object:
     """Return the name in DeepSpeed's spelling."""
-    elsewhere = {name for name in dir(torch.optim.lr_scheduler) if name[0].isupper()}
-    return known_type(value, SCHEDULER_PARAMS, elsewhere, _PASS_IT)
+    return known_type(value, SCHEDULER_PARAMS, _elsewhere, _PASS_IT)
+
+
+def _elsewhere() -> set[str]:
+    """Return the names of torch's schedulers."""
+    from torch.optim import lr_scheduler
+
+    return {name for name in dir(lr_scheduler) if name[0].isupper()}
 
 
 class SchedulerBlock(Block):

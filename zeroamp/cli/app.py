@@ -33,12 +33,12 @@ from zeroamp.cli.options import (
     Verbosity,
     WorldSize,
     auto_values,
+    check_config,
     mesh_sizes,
     messages_to_stderr,
 )
 from zeroamp.cli.plan import plan
 from zeroamp.policies.errors import some_of
-from zeroamp.policies.files import read_config_file
 from zeroamp.reporting.page import check_page, html_page, write_page
 from zeroamp.reporting.server import HOST, page_server
 
@@ -97,7 +97,9 @@ def check(
         raise typer.BadParameter("it needs a model. Name one with --model.", param_hint="--inputs")
     values = auto_values(auto or [])
     with messages_to_stderr(verbose):
-        _check_files(config, model)
+        check_config(config, values)
+        if model is not None:
+            check_source(model)
         from zeroamp.cli.planned import describe_plan, plan_of
         from zeroamp.policies import policy_from_config
 
@@ -131,13 +133,6 @@ def _names_for_the_model(policy: "Policy") -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _check_files(config: Path, model: str | None) -> None:
-    """Check the files of the config and the model without importing torch, which takes seconds."""
-    read_config_file(config)
-    if model is not None:
-        check_source(model)
-
-
 @app.command()
 def explain(
     config: ConfigPath,
@@ -167,7 +162,8 @@ def explain(
         raise typer.BadParameter("--json and --markdown exclude each other. Pass one of them.", param_hint="--json")
     values = auto_values(auto or [])
     with messages_to_stderr(verbose):
-        _check_files(config, model)
+        check_config(config, values)
+        check_source(model)
         if page is not None:
             check_page(page)
         from zeroamp.cli.planned import ledger_of, ledger_on_axes, plan_of

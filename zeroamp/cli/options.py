@@ -3,7 +3,7 @@
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -99,6 +99,24 @@ def auto_values(pairs: list[str]) -> dict[str, Any]:
         except json.JSONDecodeError:
             values[key] = text
     return values
+
+
+def check_config(config: Path, values: Mapping[str, Any]) -> None:
+    """Check the file, the keys and their values without importing torch, which takes seconds.
+
+    Args:
+        config: the file.
+        values: the values of keys that are "auto", by name.
+
+    Raises:
+        ConfigError: the file cannot be read, a key is unknown or unsupported, has a value of another type, or is "auto"
+            without a value.
+    """
+    from zeroamp.policies.auto_values import fill_auto  # imports pydantic, which not every command needs
+    from zeroamp.policies.json_values import load_config
+    from zeroamp.policies.schema import check_keys
+
+    check_keys(fill_auto(load_config(config), values))
 
 
 @contextmanager

@@ -23,13 +23,13 @@ from zeroamp.cli.options import (
     Model,
     Verbosity,
     auto_values,
+    check_config,
     mesh_sizes,
     messages_to_stderr,
 )
 from zeroamp.dry_run.efficiency import Efficiency, efficiency_of
 from zeroamp.dry_run.gpus import GPUS, find_gpu
 from zeroamp.policies.errors import ConfigError
-from zeroamp.policies.files import read_config_file
 from zeroamp.reporting.files import check_picture
 from zeroamp.reporting.page import check_page, html_page, write_page
 
@@ -85,7 +85,7 @@ def plan(
     """Predict memory, traffic and time of an optimizer step at every ZeRO stage, without weights, GPUs or ranks."""
     chosen, values = _stages(stages), auto_values(auto or [])
     with messages_to_stderr(verbose):
-        read_config_file(config)
+        check_config(config, values)
         check_source(model)
         efficiency = _efficiency(gpu, compute_efficiency)
         sizes = mesh_sizes(mesh if mesh is not None and "=" in mesh else None, world_size)

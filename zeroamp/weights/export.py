@@ -29,7 +29,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from zeroamp.planning.mesh import axis_groups, device_of
-from zeroamp.policies.dtypes import DTYPE_BY_NAME, short_name
+from zeroamp.policies.dtype_names import short_name
+from zeroamp.policies.dtypes import DTYPE_BY_NAME
 from zeroamp.policies.errors import CheckpointError, describe
 from zeroamp.weights.drafts import has_writer, locked, make_draft, make_folder, sync_to_disk, unlock
 from zeroamp.weights.files import (

@@ -66,6 +66,11 @@ TYPOS = [
     ("chekc", "zero.json"),
     ("check", "zreo.json"),
     ("check", "zero.json", "--wrold-size", "8"),
+    ("check", "typo.json"),
+    ("check", "dtype.json"),
+    ("explain", "typo.json", "--model", "giant:build"),
+    ("plan", "typo.json", "--model", "giant:build", "--world-size", "8"),
+    ("check", "zero.json", "--auto", "lr=1e-4"),
     ("explain", "zero.json", "--model", "no/such/folder"),
     ("plan", "zero.json", "--model", "no_such.py:build", "--world-size", "8"),
     ("plan", "zero.json", "--model", "giant:build", "--world-size", "8", "--gpu", "h1000"),
@@ -76,7 +81,10 @@ TYPOS = [
 
 
 def test_a_typo_is_answered_without_torch(tmp_path):
-    (tmp_path / "zero.json").write_text(json.dumps(config(3)))
+    cfg = config(3) | {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    (tmp_path / "zero.json").write_text(json.dumps(cfg))
+    (tmp_path / "typo.json").write_text(json.dumps(cfg | {"zeroamp": {"compoil": True}}))
+    (tmp_path / "dtype.json").write_text(json.dumps(cfg | {"communication_data_type": "bf61"}))
     script = f"""
 import json, sys
 from zeroamp.__main__ import main
@@ -90,7 +98,7 @@ for arguments in {TYPOS!r}:
 """
     done = python("-c", script, cwd=tmp_path)
     ends = [json.loads(line) for line in done.stderr.splitlines() if line.startswith("[")]
-    assert [code for code, _ in ends] == [2, 1, 2, 1, 1, 1, 2, 1, 0], done.stderr
+    assert [code for code, _ in ends] == [2, 1, 2, 1, 1, 1, 1, 1, 1, 1, 1, 2, 1, 0], done.stderr
     assert not any(is_loaded for _, is_loaded in ends)
 
 

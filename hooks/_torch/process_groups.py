@@ -9,7 +9,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0; `tests/hooks/_torch/test_private_nam
 another way.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -31,10 +31,19 @@ def equalise_numbers_of_groups(mesh: DeviceMesh) -> None:
     All ranks must call this: it runs one all-reduce of an integer per axis. A rank whose number is less than that of
     others makes groups of itself alone, which open no connections.
     """
-    most = torch.tensor(number_in_names(), dtype=torch.int64, device=mesh.device_type)
-    for axis in range(mesh.ndim):
-        if mesh.size(axis) > 1:
-            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    equalise_numbers_along(groups_of_axes(mesh), mesh.device_type)
+
+
+def groups_of_axes(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """Return this rank's process group of each axis of a mesh, without axes of one rank."""
+    return [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+
+
+def equalise_numbers_along(groups: Sequence[dist.ProcessGroup], device_type: str) -> None:
+    """Do as `equalise_numbers_of_groups` does, for a mesh whose axes have these groups."""
+    most = torch.tensor(number_in_names(), dtype=torch.int64, device=device_type)
+    for group in groups:
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
     for _ in range(int(most) - number_in_names()):
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
 

@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroamp.hooks._torch.fsdp import timeout_of
 from zeroamp.hooks._torch.gloo import new_lazy_group
-from zeroamp.hooks._torch.process_groups import equalise_numbers_of_groups
+from zeroamp.hooks._torch.process_groups import equalise_numbers_along, groups_of_axes
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
 from zeroamp.policies.errors import CheckpointError, ZeroAmpError, error_text
 from zeroamp.wrapping.rank_tree import LostRankError, RankTree
@@ -47,13 +47,15 @@ class RankGroup:
 
     def __init__(self, mesh: DeviceMesh, use: Use = "saving") -> None:
         """Take the mesh, whose ranks form the group. Does not communicate."""
-        self._mesh = mesh
         self._ranks = sorted(mesh.mesh.flatten().tolist())
         self.ranks: tuple[int, ...] = tuple(self._ranks)
         """Global ranks of the members, in increasing order."""
         self._timeout = timeout_of(mesh.get_group(0), mesh.device_type)
         self.rank = self._ranks.index(dist.get_rank())
         self.num_ranks = len(self._ranks)
+        # Weak: `_shared` keeps this object as long as the process group of the job, which the groups of a mesh keep.
+        self._of_axes = [ref(group) for group in groups_of_axes(mesh)]
+        self._device_type = mesh.device_type
         self._use = use
         self._tree: RankTree | None = None
         self.background: Future[Any] | None = None
@@ -97,13 +99,20 @@ class RankGroup:
         if self._tree is None:
             is_local = self.num_ranks < dist.get_world_size()
             if is_local:
-                equalise_numbers_of_groups(self._mesh)
+                equalise_numbers_along(list(self._groups_of_axes()), self._device_type)
             tree = RankTree(new_lazy_group(self._ranks, self._timeout, is_local=is_local))
             pause_before_exit()
             with self._naming_lost(_Outcome[None](), None):
                 tree.max([])  # connects the ranks: from here on the loss of a rank is noticed at once
             self._tree = tree
         return self._tree
+
+    def _groups_of_axes(self) -> Iterator[dist.ProcessGroup]:
+        for of_axis in self._of_axes:
+            group = of_axis()
+            if group is None:
+                raise AssertionError("expected the process groups of the mesh, but the program has destroyed one")
+            yield group
 
     def run(self, action: Callable[[], T]) -> list[T]:
         """Call `action` on every rank and return the results of all, in rank order.

@@ -222,6 +222,7 @@ def _connections():
     lazy = gloo.new_lazy_group(range(4), timedelta(seconds=30), is_local=False)
     dist.barrier()
     counts.append(_sockets())
+    dist.barrier()  # no rank sends before all have counted
     sent = torch.tensor([dist.get_rank()])
     if dist.get_rank() in (0, 3):
         other = 3 - dist.get_rank()
@@ -231,6 +232,7 @@ def _connections():
             dist.recv(sent, other, group=lazy)
     dist.barrier()
     counts.append(_sockets())
+    dist.barrier()
     dist.new_group(range(4), backend="gloo")
     dist.barrier()
     counts.append(_sockets())

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from weakref import ref
 
 import pytest
 import torch
@@ -70,6 +71,25 @@ def _groups_of_a_part_of_the_ranks():
 
 def test_a_mesh_of_a_part_of_the_ranks_has_groups_where_the_program_has_made_some(ranks4):
     assert ranks4.run(_groups_of_a_part_of_the_ranks) == [(2, [0, 1]), (2, [0, 1]), None, None]
+
+
+_of_earlier_calls = []
+
+
+def _share_groups():
+    for mesh in (init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["a"]):
+        RankGroup.shared(mesh, "saving").run(dist.get_rank)
+    RankGroup.shared(init_device_mesh("cpu", (2, 2)), "signals")  # never used
+    _of_earlier_calls.append(ref(dist.group.WORLD))
+
+
+def _destroyed_groups_that_are_left():
+    return [group() is not None for group in _of_earlier_calls]
+
+
+def test_shared_groups_do_not_keep_the_process_groups_that_the_program_destroys(ranks4):
+    ranks4.run(_share_groups)
+    assert ranks4.run(_destroyed_groups_that_are_left) == [[False]] * 4
 
 
 def test_errors_of_one_rank_are_raised_on_all_and_results_are_of_all(ranks2):

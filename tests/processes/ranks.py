@@ -25,6 +25,7 @@ import torch.multiprocessing as mp
 CALL_TIMEOUT_S = 240
 COLLECTIVE_TIMEOUT_S = 60
 GRACE_S = 3  # how long the other ranks get to fail by themselves, once one has
+MOST_THREADS_LEFT = 200  # a gloo group has three, which wake up a hundred times a second and slow every later test
 
 
 class RankError(AssertionError):
@@ -52,7 +53,7 @@ def _serve(rank: int, world_size: int, device: str, port: int, connection: Conne
         world_size=world_size,
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
     )
-    environment = dict(os.environ)
+    environment, num_threads = dict(os.environ), _num_threads()
     for num_calls in itertools.count():
         call = connection.recv()
         if call is None:
@@ -60,6 +61,8 @@ def _serve(rank: int, world_size: int, device: str, port: int, connection: Conne
         start(store=dist.PrefixStore(str(num_calls), store))
         body, args, kwargs = call
         try:
+            if (left := _num_threads() - num_threads) > MOST_THREADS_LEFT:
+                raise AssertionError(f"{left} threads of earlier calls are left. Something keeps their process groups.")
             answer = (True, body(*args, **kwargs))
         except BaseException:  # whatever it is, it is the answer
             answer = (False, traceback.format_exc())
@@ -77,6 +80,10 @@ def _serve(rank: int, world_size: int, device: str, port: int, connection: Conne
             return
         # A thread of each gloo group wakes up a hundred times a second: leave none to idle ranks.
         dist.destroy_process_group()
+
+
+def _num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 def _restore(environment: dict[str, str]) -> None:

@@ -1,6 +1,7 @@
 """Reads a config into frozen values. Does not use `torch.distributed`.
 
-A name is imported when it is first used, as in `zeroamp`: `errors`, `files`, `schema` and `tables` do not import torch.
+A name is imported when it is first used, as in `zeroamp`. `errors`, `files`, `schema` and `tables` can be imported
+without torch.
 """
 
 from importlib import import_module

@@ -30,4 +30,4 @@ def short_name(dtype: "torch.dtype") -> str:
 def is_dtype(value: object) -> "TypeGuard[torch.dtype]":
     """Return whether `value` is a torch.dtype."""
     torch = sys.modules.get("torch")  # without the module there is no value of its types
-    return torch is not None and isinstance(value, torch.dtype)
+    return isinstance(value, getattr(torch, "dtype", ()))

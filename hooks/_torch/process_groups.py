@@ -9,7 +9,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0; `tests/hooks/_torch/test_private_nam
 another way.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -31,16 +31,22 @@ def equalise_numbers_of_groups(mesh: DeviceMesh) -> None:
     All ranks must call this: it runs one all-reduce of an integer per axis. A rank whose number is less than that of
     others makes groups of itself alone, which open no connections.
     """
-    equalise_numbers_along(groups_of_axes(mesh), mesh.device_type)
+    equalise_numbers_along(axis_groups(mesh), mesh.device_type)
 
 
-def groups_of_axes(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """Return this rank's process group of each axis of a mesh, without axes of one rank."""
-    return [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+def axis_groups(mesh: DeviceMesh) -> Iterator[dist.ProcessGroup]:
+    """Yield the process groups of the axes with several ranks, in the order of the axes.
+
+    Axes of one rank are left out: NCCL would make a communicator for a collective that changes nothing.
+    """
+    return (mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1)
 
 
-def equalise_numbers_along(groups: Sequence[dist.ProcessGroup], device_type: str) -> None:
-    """Do as `equalise_numbers_of_groups` does, for a mesh whose axes have these groups."""
+def equalise_numbers_along(groups: Iterable[dist.ProcessGroup], device_type: str) -> None:
+    """Make groups until `number_in_names` is equal on all ranks of a mesh, whose axes have the process groups `groups`.
+
+    All ranks of the mesh must call this. The all-reduces run on the device type.
+    """
     most = torch.tensor(number_in_names(), dtype=torch.int64, device=device_type)
     for group in groups:
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)

@@ -53,22 +53,22 @@ _MANY = 12  # the most keys that an error lists; for a longer block it names doc
 
 
 def validate(cfg: Mapping[str, Any]) -> Config:
-    """Return the config as typed blocks. Raises as `check_keys` does."""
-    check_keys(cfg)
-    return Config.model_validate(dict(cfg))
-
-
-def check_keys(cfg: Mapping[str, Any]) -> None:
-    """Check the keys of a config and the types of their values, each alone.
-
-    Imports torch only for an unknown type of optimizer or scheduler, to see whether torch has it.
+    """Return the config as typed blocks. Imports torch for its dtypes.
 
     Raises:
         ConfigError: keys are unknown, unsupported, or have values of another type. The text has one line per key.
     """
+    return _typed(cfg, None)
+
+
+def check_keys(cfg: Mapping[str, Any]) -> None:
+    """Check the keys and the types of their values without importing torch. Raises as `validate` does."""
+    _typed(cfg, NAMES_ONLY)
+
+
+def _typed(cfg: Mapping[str, Any], context: str | None) -> Config:
     try:
-        Config.model_validate(dict(cfg), context=NAMES_ONLY)
-        return
+        return Config.model_validate(dict(cfg), context=context)
     except ValidationError as error:
         details: dict[str, list[Any]] = {}
         for detail in error.errors():

@@ -191,11 +191,10 @@ Elements = Annotated[int, BeforeValidator(_whole), BeforeValidator(_refuse_bool)
 Steps = Annotated[int, BeforeValidator(_or_never), BeforeValidator(_whole), BeforeValidator(_refuse_bool), Field(ge=0)]
 """A number of steps between two events: a whole number from 0 on, also as 2e3. 0 and infinity stand for never."""
 
+# A dtype by any of DeepSpeed's names for it, with or without "torch."; written as "fp32", "bf16" or "fp16".
 if TYPE_CHECKING:
     Dtype = Annotated[torch.dtype, ...]
 else:  # the plain validator does not use the annotation, which pydantic would evaluate
     Dtype = Annotated[Any, PlainValidator(_dtype), PlainSerializer(short_name)]
-"""A dtype by any of DeepSpeed's names for it, with or without "torch."; written as "fp32", "bf16" or "fp16"."""
-
 Names = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
 """A list of strings. A single string is an error."""

@@ -14,6 +14,11 @@ _OF_DEEPSPEED = (
     *("Adagrad", "CPUAdam", "FusedAdam", "Lamb", "Lion", "MuAdam", "MuAdamW", "MuSGD", "Muon"),
     *("OneBitAdam", "OneBitLamb", "ZeroOneAdam"),
 )
+OF_TORCH = (
+    *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam"),
+    *("RMSprop", "Rprop", "SGD", "SparseAdam"),
+)
+"""The optimizers of torch 2.13."""
 
 Beta = Annotated[Number, Field(ge=0, lt=1)]
 Betas = Annotated[tuple[Beta, Beta], BeforeValidator(as_tuple)]
@@ -107,14 +112,7 @@ OPTIMIZER_PARAMS: dict[str, type[Block]] = {"Adam": AdamParams, "AdamW": AdamWPa
 
 def _known_name(value: object) -> object:
     """Return the name in the spelling of DeepSpeed's documentation."""
-    return known_type(value, OPTIMIZER_PARAMS, _elsewhere, _BUILD_IT)
-
-
-def _elsewhere() -> set[str]:
-    """Return the names of DeepSpeed's and torch's optimizers."""
-    from torch import optim
-
-    return {*_OF_DEEPSPEED, *(name for name in dir(optim) if name[0].isupper())}
+    return known_type(value, OPTIMIZER_PARAMS, {*_OF_DEEPSPEED, *OF_TORCH}, _BUILD_IT)
 
 
 class OptimizerBlock(Block):

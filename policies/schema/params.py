@@ -1,6 +1,6 @@
 """Checks that `optimizer` and `scheduler` share: the keys of their `params` depend on their `type`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
@@ -40,13 +40,13 @@ def _line(detail: Any, params: type[Block]) -> InitErrorDetails:
     return InitErrorDetails(type=error, loc=place, input=detail["input"], ctx=context)
 
 
-def known_type(value: object, known: Mapping[str, type[Block]], others: Callable[[], set[str]], build_it: str) -> str:
+def known_type(value: object, known: Mapping[str, type[Block]], others: set[str], build_it: str) -> str:
     """Return the `type` in the spelling of `known`. Upper and lower case are not distinguished.
 
     Args:
         value: of the key `type`.
         known: the types that zeroamp builds.
-        others: returns the types of DeepSpeed or torch that zeroamp does not build. Called for an unknown type only.
+        others: types of DeepSpeed or torch that zeroamp does not build.
         build_it: what to do for such a type, as a sentence.
 
     Raises:
@@ -58,7 +58,7 @@ def known_type(value: object, known: Mapping[str, type[Block]], others: Callable
         raise refused(f"{valid}. Name one of them.")
     if value.lower() in by_lower:
         return by_lower[value.lower()]
-    if value.lower() in {name.lower() for name in others()}:
+    if value.lower() in {name.lower() for name in others}:
         raise refused(f"{valid}, which zeroamp does not build. {build_it}")
     raise refused(f"{valid}. {nearest(value, known) or build_it}")
 

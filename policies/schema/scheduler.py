@@ -18,6 +18,13 @@ SchedulerName = Literal["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDeca
 
 _PASS_IT = "Build the scheduler yourself and pass it to TrainStep(scheduler=)."
 
+OF_TORCH = (
+    *("ChainedScheduler", "ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR"),
+    *("ExponentialLR", "LambdaLR", "LinearLR", "MultiStepLR", "MultiplicativeLR", "OneCycleLR", "PolynomialLR"),
+    *("ReduceLROnPlateau", "SequentialLR", "StepLR"),
+)
+"""The schedulers of torch 2.13."""
+
 WarmupSteps = Annotated[PositiveInt, Honoured("optimizer steps of the warm-up; 1 counts as 2")]
 TotalSteps = Annotated[PositiveInt, Honoured("optimizer steps of the run, warm-up included")]
 WarmupType = Annotated[
@@ -134,14 +141,7 @@ SCHEDULER_PARAMS: dict[str, type[Block]] = {
 
 def _known_name(value: object) -> object:
     """Return the name in DeepSpeed's spelling."""
-    return known_type(value, SCHEDULER_PARAMS, _elsewhere, _PASS_IT)
-
-
-def _elsewhere() -> set[str]:
-    """Return the names of torch's schedulers."""
-    from torch.optim import lr_scheduler
-
-    return {name for name in dir(lr_scheduler) if name[0].isupper()}
+    return known_type(value, SCHEDULER_PARAMS, {*OF_TORCH}, _PASS_IT)
 
 
 class SchedulerBlock(Block):

@@ -8,6 +8,7 @@ import torch
 from zeroamp import ConfigError, policy_from_config
 from zeroamp.policies.schema import OPTIMIZER_PARAMS, OptimizerBlock
 from zeroamp.policies.schema.keys import Honoured, Unsupported, iter_keys
+from zeroamp.policies.schema.optimizer import OF_TORCH
 
 
 def optimizer(**block):
@@ -20,6 +21,11 @@ def test_without_the_block_the_policy_has_none():
 
 def test_the_type_is_written_as_deepspeed_writes_it_whatever_the_case():
     assert [optimizer(type=name).type for name in ("adam", "ADAMW", "sgd")] == ["Adam", "AdamW", "SGD"]
+
+
+def test_every_optimizer_of_torch_is_known_by_name():
+    found = {name for name, each in vars(torch.optim).items() if isinstance(each, type)}
+    assert found - {"Optimizer"} <= set(OF_TORCH)
 
 
 @pytest.mark.parametrize(

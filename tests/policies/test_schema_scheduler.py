@@ -3,10 +3,12 @@
 import json
 
 import pytest
+from torch.optim import lr_scheduler
 
 from zeroamp import ConfigError, policy_from_config
 from zeroamp.policies.schema import SCHEDULER_PARAMS, SchedulerBlock
 from zeroamp.policies.schema.keys import Honoured, Unsupported, iter_keys
+from zeroamp.policies.schema.scheduler import OF_TORCH
 
 CYCLE = {"cycle_min_lr": 1e-4, "cycle_max_lr": [1e-2, 2e-2]}
 
@@ -18,6 +20,12 @@ def test_without_the_block_the_policy_has_none():
 def test_the_type_is_written_as_deepspeed_writes_it_whatever_the_case():
     for name in ("WarmupLR", "LRRangeTest"):
         assert policy_from_config({"scheduler": {"type": name.lower()}}).scheduler.type == name
+
+
+def test_every_scheduler_of_torch_is_known_by_name():
+    found = {name for name, each in vars(lr_scheduler).items() if isinstance(each, type)}
+    found = {name for name in found if issubclass(getattr(lr_scheduler, name), lr_scheduler.LRScheduler)}
+    assert found - {"LRScheduler", "_LRScheduler"} <= set(OF_TORCH)
 
 
 def test_one_cycle_needs_its_bounds_and_the_others_their_total():

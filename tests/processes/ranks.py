@@ -26,6 +26,7 @@ CALL_TIMEOUT_S = 240
 COLLECTIVE_TIMEOUT_S = 60
 GRACE_S = 3  # how long the other ranks get to fail by themselves, once one has
 MOST_THREADS_LEFT = 200  # a gloo group has three, which wake up a hundred times a second and slow every later test
+_ARE_LEFT = "Something keeps their process groups, or threads of their own still run."
 
 
 class RankError(AssertionError):
@@ -53,7 +54,7 @@ def _serve(rank: int, world_size: int, device: str, port: int, connection: Conne
         world_size=world_size,
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
     )
-    environment, num_threads = dict(os.environ), _num_threads()
+    environment, num_threads, last = dict(os.environ), _num_threads(), ""
     for num_calls in itertools.count():
         call = connection.recv()
         if call is None:
@@ -62,11 +63,12 @@ def _serve(rank: int, world_size: int, device: str, port: int, connection: Conne
         body, args, kwargs = call
         try:
             if (left := _num_threads() - num_threads) > MOST_THREADS_LEFT:
-                raise AssertionError(f"{left} threads of earlier calls are left. Something keeps their process groups.")
+                raise AssertionError(f"{left} threads of earlier calls are left, the last of {last}. {_ARE_LEFT}")
             answer = (True, body(*args, **kwargs))
         except BaseException:  # whatever it is, it is the answer
             answer = (False, traceback.format_exc())
         _restore(environment)
+        last = body.__qualname__
         connection.send(answer)
         del call, body, args, kwargs, answer
         torch._dynamo.reset()
@@ -124,8 +126,9 @@ class Ranks:
         answers = self._collect(time.monotonic() + CALL_TIMEOUT_S)
         failed = {rank: text for rank, (ok, text) in answers.items() if not ok}
         missing = [rank for rank in range(self.world_size) if rank not in answers]
-        if missing or not all(process.is_alive() for process in self._processes):
-            self.stop()  # some died or hang in a collective: the next call starts fresh
+        is_full = any(_ARE_LEFT in text for text in failed.values())
+        if missing or is_full or not all(process.is_alive() for process in self._processes):
+            self.stop()  # some died, hang in a collective, or have too many threads: the next call starts fresh
         try:
             for connection in self._connections:
                 connection.send("every rank has answered")

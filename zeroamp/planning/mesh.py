@@ -4,7 +4,6 @@ import atexit
 import logging
 import math
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -203,14 +202,6 @@ def process_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     equalise_numbers_of_groups(mesh)
     ranks = mesh.mesh.flatten().tolist()
     return cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))
-
-
-def axis_groups(mesh: DeviceMesh) -> Iterator[dist.ProcessGroup]:
-    """Yield the process groups of the axes with several ranks, in the order of the axes.
-
-    Axes of one rank are left out: NCCL would make a communicator for a collective that changes nothing.
-    """
-    return (mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1)
 
 
 def refuse_partition(policy: Policy, mesh: DeviceMesh) -> None:

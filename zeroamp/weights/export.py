@@ -28,7 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from zeroamp.planning.mesh import axis_groups, device_of
+from zeroamp.hooks._torch.process_groups import axis_groups
+from zeroamp.planning.mesh import device_of
 from zeroamp.policies.dtype_names import short_name
 from zeroamp.policies.dtypes import DTYPE_BY_NAME
 from zeroamp.policies.errors import CheckpointError, describe

@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroamp.hooks._torch.fsdp import timeout_of
 from zeroamp.hooks._torch.gloo import new_lazy_group
-from zeroamp.hooks._torch.process_groups import equalise_numbers_along, groups_of_axes
+from zeroamp.hooks._torch.process_groups import axis_groups, equalise_numbers_along
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
 from zeroamp.policies.errors import CheckpointError, ZeroAmpError, error_text
 from zeroamp.wrapping.rank_tree import LostRankError, RankTree
@@ -53,8 +53,9 @@ class RankGroup:
         self._timeout = timeout_of(mesh.get_group(0), mesh.device_type)
         self.rank = self._ranks.index(dist.get_rank())
         self.num_ranks = len(self._ranks)
-        # Weak: `_shared` keeps this object as long as the process group of the job, which the groups of a mesh keep.
-        self._of_axes = [ref(group) for group in groups_of_axes(mesh)]
+        self._is_local = self.num_ranks < dist.get_world_size()
+        # Not the axes of a mesh of all ranks: the job's process group may be that of an axis. `_shared` would keep it.
+        self._of_axes = list(axis_groups(mesh)) if self._is_local else []
         self._device_type = mesh.device_type
         self._use = use
         self._tree: RankTree | None = None
@@ -65,7 +66,7 @@ class RankGroup:
     def shared(cls, mesh: DeviceMesh, use: Use) -> "RankGroup":
         """Return the group of the mesh's ranks for a use. All models of the process share it.
 
-        Each group costs connections and threads, which last until the process ends.
+        Each group costs connections and threads, which last until the program destroys its process groups.
         """
         world = dist.group.WORLD
         if world is None:
@@ -97,22 +98,14 @@ class RankGroup:
     def tree(self) -> RankTree:
         """The connections between the ranks. The first read makes the process group: all ranks must do it."""
         if self._tree is None:
-            is_local = self.num_ranks < dist.get_world_size()
-            if is_local:
-                equalise_numbers_along(list(self._groups_of_axes()), self._device_type)
-            tree = RankTree(new_lazy_group(self._ranks, self._timeout, is_local=is_local))
+            if self._is_local:
+                equalise_numbers_along(self._of_axes, self._device_type)
+            tree = RankTree(new_lazy_group(self._ranks, self._timeout, is_local=self._is_local))
             pause_before_exit()
             with self._naming_lost(_Outcome[None](), None):
                 tree.max([])  # connects the ranks: from here on the loss of a rank is noticed at once
             self._tree = tree
         return self._tree
-
-    def _groups_of_axes(self) -> Iterator[dist.ProcessGroup]:
-        for of_axis in self._of_axes:
-            group = of_axis()
-            if group is None:
-                raise AssertionError("expected the process groups of the mesh, but the program has destroyed one")
-            yield group
 
     def run(self, action: Callable[[], T]) -> list[T]:
         """Call `action` on every rank and return the results of all, in rank order.

@@ -70,7 +70,10 @@ def asked(monkeypatch):
         calls.append((str(cfg), keywords))
         return zeroamp.Policy()
 
-    monkeypatch.setattr("zeroamp.cli.app.check_config", lambda path, values: calls.append((str(path), values)))
+    for command in ("app", "plan"):
+        monkeypatch.setattr(
+            f"zeroamp.cli.{command}.check_config", lambda path, values: calls.append((str(path), values))
+        )
     monkeypatch.setattr("zeroamp.policies.policy_from_config", record)
     return calls
 
@@ -223,11 +226,14 @@ def test_ranks_and_automatic_values_reach_the_config(asked, cfg, net):
     assert asked == [(str(cfg), {}), (str(cfg), {"world_size": None})]
 
 
-def test_an_automatic_value_fills_the_config(tmp_path, net):
+def test_an_automatic_value_fills_the_config(tmp_path, net, llama):
     path = tmp_path / "zero.json"
     path.write_text(json.dumps(config(3, clip="auto")))
     code, out, _ = run("explain", path, "--model", net, "--json", "--auto", "gradient_clipping=0.25")
     assert (code, json.loads(out)["config"]["gradient_clipping"]) == (0, 0.25)
+    arguments = ("plan", path, "--model", llama, "--world-size", 2, "--stages", 3, "--seq", 4)
+    assert run(*arguments, "--auto", "gradient_clipping=0.25")[0] == 0
+    assert 'gradient_clipping is "auto", but no argument fills it' in run(*arguments)[2]
 
 
 @pytest.mark.parametrize(

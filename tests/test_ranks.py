@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -33,7 +34,7 @@ def _leave_threads():
 
 def test_a_call_has_the_environment_of_the_first(rank):
     before = rank.run(_environment)
-    rank.run(_change_the_environment)
+    rank.run(partial(_change_the_environment))
     assert rank.run(_environment) == before
 
 

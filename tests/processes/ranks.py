@@ -54,7 +54,7 @@ def _serve(rank: int, world_size: int, device: str, port: int, connection: Conne
         world_size=world_size,
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
     )
-    environment, num_threads, last = dict(os.environ), _num_threads(), ""
+    environment, num_threads, last = dict(os.environ), _num_threads(), None
     for num_calls in itertools.count():
         call = connection.recv()
         if call is None:
@@ -68,7 +68,7 @@ def _serve(rank: int, world_size: int, device: str, port: int, connection: Conne
         except BaseException:  # whatever it is, it is the answer
             answer = (False, traceback.format_exc())
         _restore(environment)
-        last = body.__qualname__
+        last = getattr(body, "__name__", body)  # a partial has no name
         connection.send(answer)
         del call, body, args, kwargs, answer
         torch._dynamo.reset()

@@ -19,7 +19,6 @@ from zeroamp.hooks._torch.fsdp import (
 )
 from zeroamp.hooks._torch.group_gradients import GroupGradients, by_module, follow_gradients
 from zeroamp.hooks._torch.offload import after_each_reduction
-from zeroamp.hooks._torch.shorter_hooks import shorten_hooks
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
 from zeroamp.hooks.collectives.micro_batch_sums import MicroBatchSum, RoundedSum, TreeSum
 from zeroamp.hooks.collectives.reduce_scatter import ReceiveBuffers
@@ -53,7 +52,6 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     policy = state.plan.policy
     state.handles += cast_unit_inputs(model, state.plan)
     buffers = ReceiveBuffers()
-    shorten_hooks(model)
     state.gradients = follow_gradients(model)
     gradients = by_module(state.gradients, model)
     for group in state.plan.groups:

@@ -80,12 +80,6 @@ PRIVATE = {
         *("_post_forward_indices", "_partial_reduce_output", "_all_reduce_state", "_post_reduce_event"),
         "_device_handle",
     },
-    "shorter_hooks.py": {  # see test_shorter_hooks.py
-        *("torch.distributed.fsdp._fully_shard", "_fsdp_common", "_dynamo_disable", "_get_fsdp_state"),
-        *("_pre_forward", "_post_forward", "_pre_backward", "_pre_forward_hook_handle", "_post_forward_hook_handle"),
-        *("_fsdp_param_group", "_register_post_backward_hook", "_C", "_are_functorch_transforms_active"),
-        "torch._functorch.utils",
-    },
 }
 """File of `hooks/_torch` -> the names in it that begin with an underscore, or the module of one that is imported."""
 

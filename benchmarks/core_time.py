@@ -8,7 +8,7 @@ time of a part does not include that of the parts inside it:
 | part | where |
 |---|---|
 | model | forward and backward of the model, casts of autocast among them |
-| around units | hooks of FSDP2 and zeroamp: copies into and out of flat buffers, sums over ranks, shared casts |
+| around units | hooks of FSDP2 and zeroamp: copies into and out of flat buffers, sums over ranks |
 | collectives | inside a call of torch.distributed, or waiting for one |
 | optimizer | the update of the parameters |
 | step | the rest of the optimizer step: norm, clipping, `zero_grad`, the report |

@@ -3,7 +3,7 @@
 | package | what |
 |---|---|
 | `collectives` | the all-gather and the reduction of one parameter group, accumulation, traffic counters |
-| `precision` | autocast around the root's forward, modules kept in fp32, shared casts |
+| `precision` | autocast around the root's forward, modules kept in fp32 |
 | `tracing` | runs on fake tensors: which ops use which parameters |
 | `observers` | named ranges in traces, exposed communication, the dtypes that occur |
 | `root_forward` | the context managers around the root's forward, in order |

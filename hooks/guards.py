@@ -17,16 +17,10 @@ from zeroamp.hooks.tensors import tensors_in
 from zeroamp.policies.errors import PrecisionError, StepError, WrapError
 
 
-def attach_safe_module_guard(
-    module: nn.Module, fqn: str, device_type: str, cast: Callable[[tuple[Any, ...]], Any] | None = None
-) -> RemovableHandle:
-    """Raise a PrecisionError if the forward of a safe module runs with autocast off: it would run in low precision.
+def attach_safe_module_guard(module: nn.Module, fqn: str, device_type: str) -> RemovableHandle:
+    """Raise a PrecisionError if the forward of a safe module runs with autocast off: it would run in low precision."""
 
-    `cast` takes the positional arguments and returns what a forward pre-hook returns: new arguments, or None to leave
-    them as they are. It runs in the guard's own hook, because a second hook on each Linear would take more host time.
-    """
-
-    def check(module: nn.Module, args: tuple[Any, ...]) -> Any:
+    def check(module: nn.Module, _args: Any) -> None:
         if not torch.is_autocast_enabled(device_type):
             raise PrecisionError(
                 f"{fqn} (a {type(module).__name__}) ran with autocast off, but its parameters are all-gathered in "
@@ -35,7 +29,6 @@ def attach_safe_module_guard(
                 "model switches autocast off, leave its class out of torch_autocast.lower_precision_safe_modules, or "
                 "set gather fp32 for it in zeroamp.overrides: its parameters then stay fp32."
             )
-        return None if cast is None else cast(args)
 
     return module.register_forward_pre_hook(check)
 

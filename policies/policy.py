@@ -193,7 +193,6 @@ class Policy:
     shard_dim = _Key(lambda config: config.zeroamp.shard_dim)
     recovery = _Key(lambda config: config.zeroamp.recovery)
     autocast_ops = _Key(lambda config: frozenset(config.zeroamp.autocast_ops))
-    share_casts = _Key(lambda config: config.zeroamp.share_casts)
     own_units = _Key(lambda config: config.zeroamp.own_units)
     reduce_scatter_input_buffers = _Key(lambda config: config.zeroamp.reduce_scatter_input_buffers)
     separate_reduce_scatter_group = _Key(lambda config: config.zeroamp.separate_reduce_scatter_group)

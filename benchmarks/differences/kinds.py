@@ -52,7 +52,6 @@ CONFIG = {
         "bf16.check_grad_overflow", True, base={"torch_autocast.enabled": False, "bf16.enabled": True}
     ),
     "sharded dimension": _key("zeroamp.shard_dim", 0),
-    "shared casts": _key("zeroamp.share_casts", False),
     "buffers in flight": _key("zeroamp.reduce_scatter_input_buffers", 2),
     "group of reductions": _key("zeroamp.separate_reduce_scatter_group", True),
     "symmetric memory": _key("zeroamp.symmetric_memory", True),

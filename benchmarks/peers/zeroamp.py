@@ -81,7 +81,6 @@ ENGINES = {
 VARIANTS = {
     "zeroamp 2 sizes of DeepSpeed": partial(build, stage=2, zero=SIZES),
     "zeroamp 3 sizes of DeepSpeed": partial(build, stage=3, zero=SIZES),
-    "zeroamp 3 casts not shared": partial(build, stage=3, own={"share_casts": False}),
     "zeroamp 3 no own units": partial(build, stage=3, own={"own_units": False}),
     "zeroamp 3 recovery": partial(build, stage=3, own={"recovery": True}),
     "zeroamp 3 nothing counted or named": partial(build, stage=3, own={"count_traffic": False, "ranges": "off"}),

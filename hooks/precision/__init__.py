@@ -1,1 +1,1 @@
-"""Sets the precision in which modules run: autocast, fp32 regions, casts of inputs, shared casts."""
+"""Sets the precision in which modules run: autocast, fp32 regions, casts of inputs."""

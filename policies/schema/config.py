@@ -173,10 +173,6 @@ class ZeroampBlock(Block):
             "experts). Parameters that only these ops read are all-gathered and reduced in `dtype`, see docs/moe.md"
         ),
     ] = ()
-    share_casts: Annotated[
-        bool,
-        Honoured("under autocast, Linears of a unit that read one tensor share its low-precision copy; same bits"),
-    ] = True
     own_units: Annotated[
         bool,
         Honoured(

@@ -35,7 +35,7 @@ from zeroamp.hooks.tracing.recorded_run import replacement, run_context
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.errors import ConfigError
 from zeroamp.training.loss import LossFunction, loss_of
-from zeroamp.wrapping.attach import cast_unit_inputs, share_casts
+from zeroamp.wrapping.attach import cast_unit_inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def _mark_units(
     output_dtype = None if plan.policy.mode == "autocast" else plan.policy.low_dtype
     for module in plan.fp32_regions.modules_of(model):
         Fp32Region(module, device_type, output_dtype)  # undone by `tensors_replaced`
-    return handles + cast_unit_inputs(model, plan) + share_casts(model, plan, device_type)
+    return handles + cast_unit_inputs(model, plan)
 
 
 def _mark_unit(

@@ -31,7 +31,6 @@ from zeroamp.hooks.precision.autocast import enter_autocast, forget_casts, refus
 from zeroamp.hooks.precision.fp32_regions import Fp32Region
 from zeroamp.hooks.precision.input_casts import cast_inputs
 from zeroamp.hooks.precision.recomputed_casts import CastsInRecomputation
-from zeroamp.hooks.precision.shared_casts import SharedCasts, linears_that_may_share
 from zeroamp.hooks.root_forward import reshard_after_no_grad
 from zeroamp.hooks.typed_groups import attach_typed_group
 from zeroamp.planning.mesh import shard_device
@@ -219,9 +218,7 @@ def _guard_calls_from_outside(model: nn.Module, plan: Plan) -> Iterator[Removabl
 
 
 def _guard_safe_modules(model: nn.Module, state: WrapState) -> Iterator[RemovableHandle]:
-    """Guard the safe modules, and share casts among their Linears. A module with both has one hook for both."""
-    casts = SharedCasts(state.mesh.device_type)
-    sharing = set(linears_that_share(model, state.plan))
+    """Guard the safe modules against forwards with autocast off."""
     low = [param for param in state.plan.params if param.dtypes.param != param.dtypes.stored]
     # With "auto", the model itself may cast a safe parameter outside of autocast. So only default classes are guarded.
     is_auto = state.plan.policy.lower_precision_safe_modules == "auto"
@@ -229,11 +226,7 @@ def _guard_safe_modules(model: nn.Module, state: WrapState) -> Iterator[Removabl
     for fqn in sorted({owner for param in low for owner in param.owner_fqns}):
         module = model.get_submodule(fqn)
         if isinstance(module, classes):
-            cast_input = casts.cast if module in sharing else None
-            yield attach_safe_module_guard(module, fqn, state.mesh.device_type, cast_input)
-            sharing.discard(cast(nn.Linear, module))
-    for linear in sharing:
-        yield casts.attach(linear)
+            yield attach_safe_module_guard(module, fqn, state.mesh.device_type)
 
 
 def cast_unit_inputs(model: nn.Module, plan: Plan) -> list[RemovableHandle]:
@@ -257,26 +250,3 @@ def cast_in_recomputation(model: nn.Module, plan: Plan) -> Iterator[CastsInRecom
         # A module in an fp32 region runs with autocast off.
         if isinstance(module, classes) and plan.fp32_regions.pattern_of(fqn) is None:
             yield CastsInRecomputation(module, plan.policy.autocast_ops)
-
-
-def share_casts(model: nn.Module, plan: Plan, device_type: str) -> list[RemovableHandle]:
-    """Share casts among the safe Linears of each unit, if the policy sets `share_casts`; return the hooks' handles.
-
-    Modules of the plan that the model does not have are skipped.
-    """
-    casts = SharedCasts(device_type)
-    return [casts.attach(linear) for linear in linears_that_share(model, plan)]
-
-
-def linears_that_share(model: nn.Module, plan: Plan) -> Iterator[nn.Linear]:
-    """Yield the safe Linears that share casts: see `share_casts`."""
-    if plan.policy.mode != "autocast" or not plan.policy.share_casts:
-        return
-    modules = dict(model.named_modules())
-    safe: dict[str, dict[str, nn.Module]] = {}  # unit -> its modules, each once
-    for param in plan.params:
-        if param.dtypes.param != param.dtypes.stored:
-            found = {fqn: modules[fqn] for fqn in param.owner_fqns if fqn in modules}
-            safe.setdefault(param.unit, {}).update(found)
-    for unit in safe.values():
-        yield from linears_that_may_share(unit.values())

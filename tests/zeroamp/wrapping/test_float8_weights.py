@@ -84,7 +84,7 @@ def test_the_bits_are_those_of_one_process_that_rounds_its_weights(ranks2, stage
 @pytest.mark.parametrize(
     ("name", "tied"), [("odd_rows", ""), ("moe", ""), ("llama_tied", "head"), ("hf_llama", "lm_head")]
 )
-def test_padded_shards_experts_tied_heads_and_shared_casts_on_four_ranks(ranks4, name, tied):
+def test_padded_shards_experts_and_tied_heads_on_four_ranks(ranks4, name, tied):
     prepare = partial(round_linears, left_out=(tied,))
     losses, _, expected = one_process.train(name, world_size=4, num_steps=2, prepare=prepare)
     assert_as_oracle(ranks4.run(train, name, float8(3), 2), losses, expected)

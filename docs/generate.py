@@ -92,7 +92,7 @@ def deepspeed_tables() -> dict[str, str]:
 API = {
     "Config": ("policies",),
     "Wrapping": ("planning", "wrapping"),
-    "The step": ("training",),
+    "The step": ("training", "optimizers"),
     "The ledger": ("ledger",),
     "Before a run": ("dry_run",),
     "Reports and traces": ("reporting",),

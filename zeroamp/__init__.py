@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from zeroamp.ledger.explain import explain as explain
     from zeroamp.ledger.explain import traffic as traffic
     from zeroamp.ledger.verification import Verification as Verification
+    from zeroamp.optimizers.from_config import optimizer_from_config as optimizer_from_config
+    from zeroamp.optimizers.schedulers import scheduler_from_config as scheduler_from_config
     from zeroamp.planning.discover import SafeParameters as SafeParameters
     from zeroamp.planning.discover import discover_safe_parameters as discover_safe_parameters
     from zeroamp.planning.plan import Plan as Plan
@@ -55,8 +57,6 @@ if TYPE_CHECKING:
     from zeroamp.training.full_tensors import set_full_optimizer_state as set_full_optimizer_state
     from zeroamp.training.full_tensors import set_full_parameter as set_full_parameter
     from zeroamp.training.micro_batch_sampler import MicroBatchSampler as MicroBatchSampler
-    from zeroamp.training.optimizers import optimizer_from_config as optimizer_from_config
-    from zeroamp.training.schedulers import scheduler_from_config as scheduler_from_config
     from zeroamp.training.step import TrainStep as TrainStep
     from zeroamp.training.step_report import StepReport as StepReport
     from zeroamp.weights.export import export_hf as export_hf
@@ -106,14 +106,14 @@ _HOMES = {
     "load_deepspeed_checkpoint": "zeroamp.deepspeed.load",
     "load_hf": "zeroamp.weights.load",
     "open_auto_keys": "zeroamp.policies",
-    "optimizer_from_config": "zeroamp.training.optimizers",
+    "optimizer_from_config": "zeroamp.optimizers.from_config",
     "plan_run": "zeroamp.dry_run.run_plan",
     "policy_from_config": "zeroamp.policies",
     "profile": "zeroamp.reporting.profiling",
     "read_run": "zeroamp.reporting.saved_runs",
     "register_forward_method": "zeroamp.wrapping.wrap",
     "save_checkpoint": "zeroamp.checkpoint.save",
-    "scheduler_from_config": "zeroamp.training.schedulers",
+    "scheduler_from_config": "zeroamp.optimizers.schedulers",
     "set_full_gradient": "zeroamp.training.full_tensors",
     "set_full_optimizer_state": "zeroamp.training.full_tensors",
     "set_full_parameter": "zeroamp.training.full_tensors",
@@ -129,9 +129,10 @@ EXTENSIONS = {
     "csv_monitor": "zeroamp.reporting.monitors:attach_monitors",
     "wandb": "zeroamp.reporting.monitors:attach_monitors",
     "wall_clock_breakdown": "zeroamp.reporting.monitors:attach_monitors",
+    "torch.optim.Muon": "zeroamp.optimizers.muon:updating_matrices",
     "TrainStep.saving": "zeroamp.checkpoint.background:saving_of",
 }
-"""Config key, or attribute of the core -> a function outside of the core, as "module:function".
+"""Config key, class of an optimizer, or attribute of the core -> a function outside of the core, as "module:function".
 
 A `TrainStep` imports and calls the function of each key that is on in its config. The core (policies, hooks, planning,
 wrapping, training, ledger) depends on other packages only through this table."""

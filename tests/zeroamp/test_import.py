@@ -35,7 +35,17 @@ found["all"] = heavy()
 print(json.dumps(found))
 """
 
-OUTSIDE = ("weights", "checkpoint", "reporting", "dry_run", "recovery", "deepspeed", "integrations", "cli")
+OUTSIDE = (
+    "optimizers",
+    "weights",
+    "checkpoint",
+    "reporting",
+    "dry_run",
+    "recovery",
+    "deepspeed",
+    "integrations",
+    "cli",
+)
 """The packages that the core (policies, hooks, planning, wrapping, training, ledger) does without."""
 
 REFUSE = f"""
@@ -62,16 +72,13 @@ config = {
     "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
     "gradient_accumulation_steps": 2,
     "gradient_clipping": 1.0,
-    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}},
     "zeroamp": {"recovery": False},
 }
 policy = zeroamp.policy_from_config(config)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 1))
 model = zeroamp.wrap_model(model, policy, auto_wrap_policy={"Linear"})
-optimizer = zeroamp.optimizer_from_config(policy, model.parameters())
-train = zeroamp.TrainStep(model, optimizer, zeroamp.scheduler_from_config(policy, optimizer))
+train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=0.01))
 losses = []
 for _ in range(4):
     for _ in range(2):

@@ -22,11 +22,11 @@ from zeroamp.checkpoint.load import load_checkpoint
 from zeroamp.checkpoint.save import save_checkpoint
 from zeroamp.deepspeed.load import DeepSpeedCheckpoint, load_deepspeed_checkpoint
 from zeroamp.deepspeed.utils import logger
+from zeroamp.optimizers.schedulers import CurveLR
 from zeroamp.planning.mesh import local_part
 from zeroamp.policies.errors import CheckpointError, StepError, describe, some_of
 from zeroamp.policies.files import read_regular
 from zeroamp.training.checks import StatefulScheduler
-from zeroamp.training.schedulers import CurveLR
 from zeroamp.weights.drafts import replace_durably
 from zeroamp.weights.export import overflow, refuse_overflows, whole_weight
 from zeroamp.weights.model_weights import find_weights

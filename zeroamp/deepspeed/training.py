@@ -11,8 +11,8 @@ from torch import nn
 from zeroamp.deepspeed.contents import Contents, Moments, find
 from zeroamp.deepspeed.files import unreadable
 from zeroamp.deepspeed.layout import StoredTensor, fill
+from zeroamp.optimizers.schedulers import CurveLR
 from zeroamp.policies.errors import CheckpointError, describe
-from zeroamp.training.schedulers import CurveLR
 from zeroamp.training.step import TrainStep
 from zeroamp.weights.model_weights import Weight
 

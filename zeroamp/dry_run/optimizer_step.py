@@ -10,11 +10,11 @@ from zeroamp.dry_run.events import Change, EventRecorder, Op
 from zeroamp.hooks._torch.dispatch import FakeTensorMode
 from zeroamp.hooks.random_state import preserved_random_state
 from zeroamp.hooks.tensors import tensors_in
+from zeroamp.optimizers.from_config import optimizer_from_config
 from zeroamp.planning.groups import ParamPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.traffic import local_numel
-from zeroamp.training.optimizers import optimizer_from_config
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

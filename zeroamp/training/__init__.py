@@ -1,1 +1,1 @@
-"""`TrainStep` and what one optimizer step needs: ZeRO stages, loss scale, norm, update, optimizers, schedulers."""
+"""`TrainStep` and what one optimizer step needs: ZeRO stages, loss scale, norm, update."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.optimizer import has_own_step
 from zeroamp.planning.mesh import local_part, num_shards_of
@@ -79,14 +79,6 @@ def is_bound_to_shard(parameter: torch.Tensor, state: Mapping[str, Any]) -> bool
         shape = local_part(parameter).shape
     plain = (value for value in state.values() if isinstance(value, torch.Tensor) and not isinstance(value, DTensor))
     return any(value.shape == shape for value in plain)
-
-
-def shard_dim_of(parameter: DTensor) -> int:
-    """Return the dimension over which a parameter of a wrapped model is sharded."""
-    placement = parameter.placements[-1]
-    if not isinstance(placement, Shard):
-        raise AssertionError(f"expected a parameter that FSDP2 sharded, got placements {parameter.placements}")
-    return placement.dim
 
 
 def resolve_overrides(optimizer: torch.optim.Optimizer) -> None:

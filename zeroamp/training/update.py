@@ -30,9 +30,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from zeroamp.hooks._torch.optimizer import guarded, has_own_step, has_step_hooks, muon_updated_by, takes_found_inf
+from zeroamp.hooks._torch.optimizer import guarded, has_own_step, has_step_hooks, takes_found_inf
 from zeroamp.planning.mesh import num_shards_of
-from zeroamp.training.muon import ShardedMuon
+from zeroamp.training.extensions import load
 from zeroamp.training.optimizer_kinds import is_guarded_by_the_device, kind_of, resolve_overrides
 from zeroamp.training.prepared_shards import PreparedShards, is_sharded_like
 from zeroamp.wrapping.state import WrapState
@@ -113,7 +113,7 @@ class OptimizerUpdate:
             with self._shards.shown(), guard:
                 self.optimizer.step()
         elif kind_of(self.optimizer, on_shards=self._on_shards) == "muon":
-            with muon_updated_by(ShardedMuon(self._state)):
+            with load("torch.optim.Muon")(self._state):
                 self.optimizer.step()
         else:
             with _replicated_apart(self.optimizer):

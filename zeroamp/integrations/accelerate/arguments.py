@@ -19,13 +19,13 @@ from accelerate.utils import (
 )
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 
+from zeroamp.optimizers.from_config import optimizer_from_config
+from zeroamp.optimizers.schedulers import CurveLR
 from zeroamp.policies import Policy, open_auto_keys, policy_from_config
 from zeroamp.policies.auto_values import rename_keys
 from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.json_values import flatten, load_config, nest
 from zeroamp.policies.launcher import WORLD_SIZE, size_from_launcher
-from zeroamp.training.optimizers import optimizer_from_config
-from zeroamp.training.schedulers import CurveLR
 
 CONFIG_VARIABLE = "ZEROAMP_CONFIG"
 """The environment variable with the path of the config, if a script does not pass `zeroamp=`."""

@@ -12,8 +12,8 @@ from tests.models.small import batch, loss_of
 from tests.oracles import learning_rates as oracle
 from tests.processes.training import config, wrapped
 from zeroamp import ConfigError, StepError, policy_from_config, scheduler_from_config
+from zeroamp.optimizers import schedulers
 from zeroamp.policies.schema import SCHEDULER_PARAMS
-from zeroamp.training import schedulers
 
 NUM_STEPS = 300
 LRS = (0.5, 0.03)
@@ -165,7 +165,7 @@ def test_a_policy_and_a_mapping_give_the_same_and_values_beside_a_config_go_to_i
     assert seen(optimizers[0], scheduler[0], 20) == seen(optimizers[1], scheduler[1], 20)
     asked = []
     monkeypatch.setattr(
-        zeroamp.training.optimizers, "policy_from_config", lambda cfg, **auto: asked.append(auto) or policy
+        zeroamp.optimizers.from_config, "policy_from_config", lambda cfg, **auto: asked.append(auto) or policy
     )
     scheduler_from_config(case, adam(), total_num_steps=10)
     assert asked == [{"total_num_steps": 10}]

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tests.oracles import learning_rates
-from zeroamp.policies import learning_rate
+from zeroamp.optimizers import learning_rate
 from zeroamp.policies.schema import SCHEDULER_PARAMS
 
 INITIAL = 0.3

@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 
-from zeroamp.policies import ConfigError, StepError, learning_rate
+from zeroamp.optimizers import learning_rate
+from zeroamp.optimizers.from_config import PolicyLike, policy_of
+from zeroamp.policies import ConfigError, StepError
 from zeroamp.policies.schema import SchedulerBlock
-from zeroamp.training.optimizers import PolicyLike, policy_of
 
 CURVES: dict[str, Callable[..., learning_rate.Curve]] = {
     "LRRangeTest": learning_rate.LRRangeTest,

@@ -20,20 +20,20 @@ A rank holds the bf16 shards it sends, the bf16 matrices it owns, and the bf16 p
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
-from zeroamp.hooks._torch.optimizer import muon_lr, orthogonalized
+from zeroamp.hooks._torch.optimizer import muon_lr, muon_updated_by, orthogonalized
 from zeroamp.hooks.collectives.issued import issue
 from zeroamp.hooks.collectives.traffic import STEP, CollectiveListener, IssuedCollective
 from zeroamp.planning.mesh import device_of, local_part, shard_size
 from zeroamp.policies.errors import StepError
-from zeroamp.training.optimizer_kinds import shard_dim_of
 from zeroamp.wrapping.state import WrapState
 
 Place = tuple[int, int]
@@ -56,6 +56,11 @@ class _Matrix:
 
     def numel_of_part(self, index: int, num_shards: int) -> int:
         return self.part(index, num_shards)[1] * self.shape[1 - self.dim]
+
+
+def updating_matrices(state: WrapState) -> AbstractContextManager[None]:
+    """Return the context manager in which `torch.optim.Muon.step` updates the shards of a wrapped model."""
+    return muon_updated_by(ShardedMuon(state))
 
 
 class ShardedMuon:
@@ -154,7 +159,7 @@ class ShardedMuon:
         if not isinstance(parameter, DTensor) or parameter.device_mesh != self._mesh:
             raise AssertionError(f"expected a parameter sharded over {self._mesh}, got {type(parameter).__name__}")
         rows, columns = parameter.shape
-        return _Matrix(shape=(rows, columns), dim=shard_dim_of(parameter), owner=owner)
+        return _Matrix(shape=(rows, columns), dim=_shard_dim_of(parameter), owner=owner)
 
     def _gathered(self, matrices: list[_Matrix], parts: list[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return the whole matrices that this rank owns, by number. The other ranks of its replica send their parts."""
@@ -226,6 +231,14 @@ class ShardedMuon:
 
     def _new(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device=self._device)
+
+
+def _shard_dim_of(parameter: DTensor) -> int:
+    """Return the dimension over which a parameter of a wrapped model is sharded."""
+    placement = parameter.placements[-1]
+    if not isinstance(placement, Shard):
+        raise AssertionError(f"expected a parameter that FSDP2 sharded, got placements {parameter.placements}")
+    return placement.dim
 
 
 def _shape_of_part(matrix: _Matrix, index: int, num_shards: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from tests.processes.optimizers import NAME
 from tests.processes.training import config, full_parameters, same_bits, wrapped
 from tests.selection import slow_but
 from zeroamp.hooks.collectives.traffic import TrafficKey
-from zeroamp.training import muon
+from zeroamp.optimizers import muon
 
 NUM_STEPS = 3
 TO_STEP = TrafficKey("all_to_all", torch.bfloat16, "step")

@@ -10,7 +10,7 @@ import zeroamp
 from tests.models.small import batch, loss_of
 from tests.processes.training import config, full_parameters, same_bits, wrapped
 from zeroamp import ConfigError, optimizer_from_config, policy_from_config
-from zeroamp.training import optimizers
+from zeroamp.optimizers import from_config
 
 ADAM = {"lr": 0.1, "betas": [0.8, 0.95], "eps": 1e-3, "weight_decay": 0.3}
 SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.3}
@@ -80,7 +80,7 @@ def test_a_config_without_an_optimizer_says_what_to_add():
 def test_values_beside_a_config_go_to_its_reader_and_beside_a_policy_are_refused(monkeypatch):
     policy = policy_from_config({"optimizer": {"type": "SGD"}})
     asked = []
-    monkeypatch.setattr(optimizers, "policy_from_config", lambda cfg, **auto: asked.append((cfg, auto)) or policy)
+    monkeypatch.setattr(from_config, "policy_from_config", lambda cfg, **auto: asked.append((cfg, auto)) or policy)
     optimizer_from_config({"optimizer": "…"}, [nn.Parameter(torch.zeros(1))], lr=0.1)
     assert asked == [({"optimizer": "…"}, {"lr": 0.1})]
     with pytest.raises(ConfigError, match=r"lr\b.* total_num_steps .*Policy.* policy_from_config"):

@@ -17,7 +17,7 @@ from torch import nn
 
 import zeroamp
 from benchmarks.output import add_out, emit
-from zeroamp.hooks._torch.autocast_ops import casting, register
+from zeroamp.hooks.precision.autocast_ops import casting, register
 from zeroamp.ledger.explain import Ledger
 from zeroamp.planning.plan import build_plan
 from zeroamp.policies import Policy

@@ -37,7 +37,7 @@ from zeroamp.hooks._torch.fsdp import (
     pre_backward_hook,
     remove_forward_hooks,
 )
-from zeroamp.hooks._torch.group_gradients import GroupGradients
+from zeroamp.hooks.group_gradients import GroupGradients
 from zeroamp.hooks.root_forward import ForwardCall
 from zeroamp.hooks.tensors import tensors_in
 

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from zeroamp.hooks._torch.dispatch import is_in_backward, untraced, without_base
 from zeroamp.hooks._torch.dtensor import num_axes
 from zeroamp.hooks._torch.fsdp import post_forward_hook_id
-from zeroamp.hooks._torch.group_gradients import GroupGradients
+from zeroamp.hooks.group_gradients import GroupGradients
 from zeroamp.hooks.tensors import tensors_in
 from zeroamp.policies.errors import WrapError
 

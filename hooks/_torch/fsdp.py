@@ -154,10 +154,10 @@ def unsharded_sums(unit: FSDPModule) -> Iterator[tuple[nn.Parameter, torch.Tenso
     """Yield (sharded parameter, unsharded gradient) of parameters that have such a gradient between micro-batches."""
     for group in groups_of(unit._get_fsdp_state()):
         for parameter in group.fsdp_params:
-            if hasattr(parameter, "_unsharded_param"):
+            if hasattr(parameter, "unsharded_param"):
                 # FSDP2's sum in the accumulation dtype; or autograd's, if the accumulation dtype is the parameter's.
                 total = parameter.unsharded_accumulated_grad
-                total = parameter._unsharded_param.grad if total is None else total
+                total = parameter.unsharded_param.grad if total is None else total
                 if total is not None:
                     yield parameter.sharded_param, total
 
@@ -170,7 +170,7 @@ def parameter_pairs(root: nn.Module) -> Iterator[tuple[nn.Parameter, nn.Paramete
     for unit in units_of(root):
         for group in groups_of(unit._get_fsdp_state()):
             for parameter in group.fsdp_params:
-                yield parameter.sharded_param, getattr(parameter, "_unsharded_param", None)
+                yield parameter.sharded_param, getattr(parameter, "unsharded_param", None)
 
 
 def can_be_sharded(parameter: nn.Parameter) -> bool:
@@ -276,7 +276,7 @@ def init_unsharded(root: FSDPModule) -> None:
     root._get_fsdp_state()._lazy_init()
     for unit in units_of(cast(nn.Module, root)):
         parameters = [p for group in groups_of(unit._get_fsdp_state()) for p in group.fsdp_params]
-        if not all(hasattr(parameter, "_unsharded_param") for parameter in parameters):
+        if not all(hasattr(parameter, "unsharded_param") for parameter in parameters):
             unit.unshard()
             unit.reshard()
 
@@ -304,8 +304,8 @@ def discard_unsharded_gradients(unit: FSDPModule) -> None:
     """Discard the unsharded gradients of `unit`'s own groups, which micro-batches without a reduction have left."""
     for group in groups_of(unit._get_fsdp_state()):
         for parameter in group.fsdp_params:
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
+            if hasattr(parameter, "unsharded_param"):
+                parameter.unsharded_param.grad = None
                 if "unsharded_accumulated_grad" in vars(parameter):  # up to 2.14
                     parameter.unsharded_accumulated_grad = None
 

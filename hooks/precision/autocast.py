@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from zeroamp.hooks._torch.autocast_ops import casting, is_any_registered
+from zeroamp.hooks.precision.autocast_ops import casting, is_any_registered
 from zeroamp.hooks.root_forward import Around, ForwardCall
 from zeroamp.policies.dtype_names import short_name
 from zeroamp.policies.errors import PrecisionError

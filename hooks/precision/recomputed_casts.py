@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroamp.hooks._torch.autocast_ops import casting
 from zeroamp.hooks._torch.dispatch import is_in_backward
+from zeroamp.hooks.precision.autocast_ops import casting
 from zeroamp.hooks.precision.wrapped_forward import WrappedForward
 
 

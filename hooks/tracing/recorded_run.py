@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from zeroamp.hooks._torch.autocast_ops import casting
 from zeroamp.hooks._torch.dispatch import FakeTensorMode
 from zeroamp.hooks._torch.dtensor import without_wrapper
+from zeroamp.hooks.precision.autocast_ops import casting
 from zeroamp.hooks.random_state import preserved_random_state
 from zeroamp.hooks.tensors import tensors_in
 from zeroamp.hooks.tracing.experts import route_evenly

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from zeroamp.hooks._torch.autocast_ops import running_cast
 from zeroamp.hooks._torch.dispatch import StorageWeakRef, TorchDispatchMode, is_view_op, run_op, storage_of
+from zeroamp.hooks.precision.autocast_ops import running_cast
 from zeroamp.hooks.tensors import tensors_in
 from zeroamp.hooks.tracing.parameter_record import ParameterRecord
 
@@ -207,9 +207,10 @@ class DtypeReads(TorchFunctionMode):
     ) -> Any:
         """Run the function, after `note` of the tensors whose dtype it reads."""
         kwargs = kwargs or {}
-        read = [value for value in _dtype_read_of(func, [*args, *kwargs.values()]) if isinstance(value, torch.Tensor)]
-        for tensor in read:
-            self._note(tensor)
+        if running_cast() is None:  # the cast of `zeroamp.autocast_ops` reads dtypes, not the model
+            read = _dtype_read_of(func, [*args, *kwargs.values()])
+            for tensor in (value for value in read if isinstance(value, torch.Tensor)):
+                self._note(tensor)
         return func(*args, **kwargs)
 
 

@@ -24,9 +24,9 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroamp.dry_run.events import Event, EventRecorder
 from zeroamp.dry_run.inputs import Arguments, sequences_are_not_packed
-from zeroamp.hooks._torch.autocast_ops import casting
 from zeroamp.hooks._torch.dispatch import storage_key, tree_map
 from zeroamp.hooks._torch.dtensor import without_wrapper
+from zeroamp.hooks.precision.autocast_ops import casting
 from zeroamp.hooks.precision.fp32_regions import Fp32Region
 from zeroamp.hooks.tensors import tensors_in
 from zeroamp.hooks.tracing.experts import route_evenly

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from zeroamp.hooks._torch.autocast_ops import register
+from zeroamp.hooks.precision.autocast_ops import register
 from zeroamp.hooks.tensors import tensors_in
 from zeroamp.hooks.tracing.recorded_run import can_run_backward, record_run
 from zeroamp.hooks.tracing.use_recorder import UseRecorder

@@ -17,12 +17,12 @@ from zeroamp.hooks._torch.fsdp import (
     separate_reductions,
     timeout_of,
 )
-from zeroamp.hooks._torch.group_gradients import GroupGradients, by_module, follow_gradients
-from zeroamp.hooks._torch.offload import after_each_reduction
+from zeroamp.hooks._torch.parameter_group import after_each_reduction
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
 from zeroamp.hooks.collectives.micro_batch_sums import MicroBatchSum, RoundedSum, TreeSum
 from zeroamp.hooks.collectives.reduce_scatter import ReceiveBuffers
 from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
+from zeroamp.hooks.group_gradients import GroupGradients, by_module, follow_gradients
 from zeroamp.hooks.guards import BackwardGuard, attach_safe_module_guard, attach_sharded_guard
 from zeroamp.hooks.merged_units import MergedUnits
 from zeroamp.hooks.observers.ranges import UnitRanges
@@ -52,14 +52,14 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     state.handles += cast_unit_inputs(model, state.plan)
     buffers = ReceiveBuffers()
     state.gradients = follow_gradients(model)
-    gradients = by_module(state.gradients, model)
+    gradients = by_module(state.gradients)
     for group in state.plan.groups:
         unit = [model.get_submodule(fqn) for fqn in state.plan.modules_of(group.unit)]
         holder = state.holders.get(group.name)
         if holder is not None and len(unit) == 1:
             state.handles += attach_typed_group(holder, unit[0])
         carrier = holder or cast(FSDPModule, unit[0])
-        attach_collectives(carrier, group, state, buffers, gradients[cast(nn.Module, carrier)])
+        attach_collectives(carrier, group, state, buffers, gradients[carrier])
     keep_reduction_inputs(cast(FSDPModule, model), policy.reduce_scatter_input_buffers)
     if _separates_reductions(state):
         timeout = timeout_of(state.mesh.get_group(0), state.mesh.device_type)
@@ -137,7 +137,7 @@ def _attach_root_forward(model: nn.Module, state: WrapState) -> None:
 
 
 def _attach_merged_units(
-    model: nn.Module, state: WrapState, merged_units: MergedUnits, gradients: Mapping[nn.Module, GroupGradients]
+    model: nn.Module, state: WrapState, merged_units: MergedUnits, gradients: Mapping[FSDPModule, GroupGradients]
 ) -> Iterator[RemovableHandle]:
     plan = state.plan
     names: dict[str, list[str]] = defaultdict(list)  # of the groups of each unit
@@ -150,7 +150,7 @@ def _attach_merged_units(
                 cast(FSDPModule, modules[0]),
                 *(state.holders[name] for name in names[unit] if name in state.holders),
             ]
-            groups = {carrier: gradients.get(cast(nn.Module, carrier)) for carrier in carriers}
+            groups = {carrier: gradients.get(carrier) for carrier in carriers}
             yield from merged_units.attach(modules, groups)
         elif merged_units.reshards:
             yield merged_units.attach_other(modules[0])
@@ -165,14 +165,11 @@ def _leaves(model: nn.Module, state: WrapState) -> Iterator[torch.Tensor]:
 
 
 def _attach_own_units(model: nn.Module, state: WrapState) -> Iterator[OwnUnit]:
-    own_units = state.plan.own_units
+    own_units, gradients = state.plan.own_units, by_module(state.gradients)
     for fqn in own_units:
         module = model.get_submodule(fqn)
         carriers = [state.holders.get(group.name, module) for group in state.plan.groups if group.unit == fqn]
-        groups = {
-            cast(FSDPModule, carrier): next(group for group in state.gradients if group.is_of(cast(nn.Module, carrier)))
-            for carrier in carriers
-        }
+        groups = {cast(FSDPModule, carrier): gradients[cast(FSDPModule, carrier)] for carrier in carriers}
         is_lookup = fqn in own_units.lookups
         own_unit = OwnUnit(module, fqn, groups, lambda: state.root_forward.runs_model, is_lookup=is_lookup)
         state.root_forward.on_output(own_unit.unshard_in_backward)

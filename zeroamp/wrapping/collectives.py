@@ -7,11 +7,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks._torch.fsdp import divide_factor, leave_replicas_alone
-from zeroamp.hooks._torch.group_gradients import GroupGradients
 from zeroamp.hooks.collectives.all_gather import GroupAllGather
 from zeroamp.hooks.collectives.reduce_scatter import GroupReduceScatter, ReceiveBuffers
 from zeroamp.hooks.collectives.symmetric_gather import SymmetricGather
 from zeroamp.hooks.collectives.traffic import IssuedCollective, notify
+from zeroamp.hooks.group_gradients import GroupGradients
 from zeroamp.hooks.tensors import hold_for_current_stream
 from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.groups import GroupPlan

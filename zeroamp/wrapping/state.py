@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks._torch.fsdp import AllGather, parameter_pairs, release
-from zeroamp.hooks._torch.group_gradients import GroupGradients
 from zeroamp.hooks.collectives.issued import IssuedInStep
 from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
 from zeroamp.hooks.collectives.traffic import CollectiveListener, Traffic
+from zeroamp.hooks.group_gradients import GroupGradients
 from zeroamp.hooks.guards import BackwardGuard
 from zeroamp.hooks.observers.communication import CommunicationWatch
 from zeroamp.hooks.observers.ranges import Ranges

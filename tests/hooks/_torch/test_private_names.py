@@ -26,10 +26,6 @@ PRIVATE = {
         *("_get_fsdp_state", "_init_extensions", "_sharded_local_tensor", "_sharded_param_data", "_foreach_norm"),
         "_local_tensor",
     },
-    "autocast_ops.py": {
-        *("_C", "_dispatch_has_kernel", "_dispatch_has_kernel_for_dispatch_key", "_dispatch_keyset_full_after"),
-        *("_is_view", "_ops"),
-    },
     "compiled.py": {"_compiled_call_impl"},
     "dispatch.py": {
         *("torch._compile", "_disable_dynamo", "torch._subclasses.fake_tensor", "torch.utils._python_dispatch"),
@@ -41,14 +37,7 @@ PRIVATE = {
         *("torch.distributed._composable.contract", "torch.distributed._composable_state", "_module_state_mapping"),
         *("torch.distributed.fsdp._fully_shard._fsdp_api", "_get_fsdp_state", "_set_unshard_async_op"),
         "torch.distributed.fsdp._fully_shard._fsdp_common",
-        *(
-            "_fsdp_param_group",
-            "_fsdp_param_groups",
-            "_to_sharded",
-            "_unsharded_param",
-            "_pre_backward",
-            "_training_state",
-        ),
+        *("_fsdp_param_group", "_fsdp_param_groups", "_to_sharded", "_pre_backward", "_training_state"),
         *("_pre_forward", "_post_forward", "_root_post_backward_final_callback", "_get_backend", "_timeout"),
         *("_reduce_dtype", "_apply_to_tensors", "_lazy_init"),
         # Of `share_partition`:
@@ -61,17 +50,16 @@ PRIVATE = {
         *("_is_fsdp_managed_module", "_fsdp_use_orig_params"),
     },
     "gloo.py": set(),
-    "group_gradients.py": {
-        *("_get_fsdp_state", "_unsharded_param", "_partial_reduce_output", "_register_post_backward_hook"),
-        "_set_unsharded_grad_dtypes",
-    },
     "mesh_groups.py": {"_get_fsdp_state"},
     "mesh_slices.py": {"_get_root_mesh", "_flatten", "_concatenate"},
-    "offload.py": {"_get_fsdp_state", "_post_reduce_event"},
     "optimizer.py": {
         *("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks", "_wrapped_by_lr_sched"),
         *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
         *("_muon", "_zeropower_via_newtonschulz", "_adjust_lr", "_step_supports_amp_scaling"),
+    },
+    "parameter_group.py": {
+        *("_get_fsdp_state", "_partial_reduce_output", "_post_reduce_event", "_register_post_backward_hook"),
+        "_set_unsharded_grad_dtypes",
     },
     "process_groups.py": {"_hash_ranks_to_str", "_world", "torch.testing._internal.distributed.fake_pg"},
     "symmetric_memory.py": {"torch.distributed.fsdp._fully_shard", "_fsdp_collectives"},
@@ -120,7 +108,7 @@ def _missing_of_fsdp():
     there |= {
         f"POST_BACKWARD of {owner}": hasattr(type(owner._training_state), "POST_BACKWARD") for owner in (state, group)
     }
-    of_parameters = ("sharded_param", "unsharded_param", "unsharded_accumulated_grad", "_unsharded_param")
+    of_parameters = ("sharded_param", "unsharded_param", "unsharded_accumulated_grad")
     of_parameters += ("fsdp_placement", "sharded_size", "contiguous_sharded_stride")
     there |= {name: hasattr(parameter, name) for name in of_parameters}
     there["post_forward_mesh_info"] = hasattr(group, "post_forward_mesh_info")

@@ -23,7 +23,7 @@ from tests.processes.training import (
     wrapped,
 )
 from tests.selection import slow_but
-from zeroamp.hooks._torch.offload import after_each_reduction
+from zeroamp.hooks._torch.parameter_group import after_each_reduction
 from zeroamp.hooks.collectives.micro_batch_sums import RoundedSum
 from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
 from zeroamp.planning.mesh import shard_device

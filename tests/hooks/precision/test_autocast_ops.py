@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from tests.processes.launch import ROOT
 from zeroamp import ConfigError
-from zeroamp.hooks._torch.autocast_ops import casting, register
+from zeroamp.hooks.precision.autocast_ops import casting, register
 from zeroamp.planning.discover import register_ops
 
 NAMES = frozenset({"grouped_mm"})

@@ -5,9 +5,10 @@ Checked on torch 2.11, 2.13 and 2.15.
 [Note: Products that autocast does not cast]
 `torch._grouped_mm`, and so `F.grouped_mm` (torch 2.10 and newer), has no kernel at the dispatcher's autocast keys:
 under autocast it multiplies its arguments in their own dtypes (pytorch issue 174763). `register` adds such a kernel.
-The kernel casts the arguments as autocast does for its lower-precision ops, and redispatches. A registration applies
-to the whole process. So the kernel casts only in threads that have entered `casting`; in others it redispatches the
-call unchanged. A dispatch mode could cast too, but it would change the last bits of other ops and disable compilation.
+The kernel casts the arguments as autocast does for its lower-precision ops, and calls the op with autocast disabled. A
+registration applies to the whole process. So the kernel casts only in threads that have entered `casting`; in others it
+leaves the arguments as they are. `torch.library.register_autocast` would cast in all threads. A dispatch mode could
+cast too, but it would change the last bits of other ops and disable compilation.
 """
 
 import threading
@@ -17,6 +18,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from zeroamp.hooks._torch.dispatch import is_view
 
 OPS = {"grouped_mm": ("aten::_grouped_mm", "transformers::grouped_mm_fallback")}
 """Name in a config -> the dispatcher's ops. transformers calls its own op where torch's op does not run: in compiled
@@ -46,7 +49,7 @@ class _Casts:
         dtype = torch.get_autocast_dtype(device_type)
         if value.dtype in (dtype, torch.float64):
             return value
-        is_leaf = value.dtype == torch.float32 and value.requires_grad and value.is_leaf and not value._is_view()
+        is_leaf = value.dtype == torch.float32 and value.requires_grad and value.is_leaf and not is_view(value)
         if not (is_leaf and torch.is_grad_enabled() and torch.is_autocast_cache_enabled()):
             return value.to(dtype)
         known, copy = self._copies.get(id(value), (None, None))
@@ -82,35 +85,31 @@ def register(names: Collection[str], device_type: str) -> list[str]:
     natively_cast = []
     for name in names:
         for op in OPS[name]:
-            if (op, key) in _libraries or not torch._C._dispatch_has_kernel(op):
+            namespace, _, op_name = op.partition("::")
+            packet = getattr(getattr(torch.ops, namespace), op_name, None)
+            if (op, key) in _libraries or packet is None:
                 continue
-            if torch._C._dispatch_has_kernel_for_dispatch_key(op, key):
+            if packet.default.has_kernel_for_dispatch_key(key):
                 natively_cast.append(name)
                 continue
-            namespace, _, op_name = op.partition("::")
             library = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
-            overload = getattr(getattr(torch.ops, namespace), op_name).default
-            kernel = _kernel(name, overload, key, device_type)
-            library.impl(op_name, kernel, key, with_keyset=True)  # type: ignore[no-untyped-call]
+            library.impl(op_name, _kernel(name, packet.default, device_type), key)  # type: ignore[no-untyped-call]
             _libraries[op, key] = library
     return natively_cast
 
 
-def _kernel(name: str, op: torch._ops.OpOverload, key: str, device_type: str) -> Callable[..., Any]:
-    below = torch._C._dispatch_keyset_full_after(key)
-
-    def run(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+def _kernel(name: str, op: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
         casts = _now.casts
         if name in casts.ops:
             casts.running = name
             try:
-                # `DtypeReads` records which dtypes the model reads. It must not record the reads of `cast`.
-                with torch._C.DisableTorchFunction():
-                    args = tuple(casts.cast(value, device_type) for value in args)
-                    kwargs = {key: casts.cast(value, device_type) for key, value in kwargs.items()}
+                args = tuple(casts.cast(value, device_type) for value in args)
+                kwargs = {key: casts.cast(value, device_type) for key, value in kwargs.items()}
             finally:
                 casts.running = None
-        return op.redispatch(keyset & below, *args, **kwargs)
+        with torch.autocast(device_type, enabled=False):
+            return op(*args, **kwargs)
 
     return run
 

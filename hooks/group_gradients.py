@@ -30,7 +30,6 @@ At stages 0 and 1, FSDP2 adds the unsharded gradients of the micro-batches one a
 The partial sums are added to the last micro-batch's gradients before the group is reduced. All sums are in fp32.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -40,24 +39,22 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.dispatch import is_in_backward
-from zeroamp.hooks._torch.fsdp import groups_of, units_of
+from zeroamp.hooks._torch.parameter_group import GroupParameter, ParameterGroup, parameter_groups
 from zeroamp.hooks.collectives.micro_batch_sums import TreeSum
 from zeroamp.hooks.tensors import hold_for_current_stream
 
 
 class GroupGradients:
-    """Tracks which parameters of a group this rank used, and completes the group's gradients before a reduction.
+    """Tracks which parameters of a group this rank used, and completes the group's gradients before a reduction."""
 
-    Replaces two methods of FSDP2's `FSDPParamGroup` on the instance: no public hook runs between the last gradient of a
-    group and its reduction.
-    """
-
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: ParameterGroup, modules: list[FSDPModule]) -> None:
+        """Take the group and the modules that share it."""
         self._group = group
+        self.modules = modules
         self._num_forwards = 0  # with gradients on, whose backward has not ended
         self._reduces_once = False
         self._is_pending = False  # a backward ended without a reduction
-        self._used: set[int] = set()  # positions in `fsdp_params`
+        self._used: set[int] = set()  # positions in `group.parameters`
         self._completed: set[int] = set()  # positions of those that were reduced as zeros
         self.sums_replicas = True
         """Whether the next reduction is also summed over replicas. False before the last micro-batch of an optimizer
@@ -72,9 +69,8 @@ class GroupGradients:
         sums are in `parameter.grad`."""
         self._adds_in_tree_order = False
         self._unsharded_sums: dict[int, TreeSum] = {}  # position -> sum of the micro-batches so far
-        self._trains = [parameter.sharded_param.requires_grad for parameter in group.fsdp_params]
-        self._pre_forward_of_fsdp, self._post_backward_of_fsdp = group.pre_forward, group.post_backward
-        group.pre_forward, group.post_backward = self._pre_forward, self._post_backward
+        self._pre_forward_of_fsdp = group.replace("pre_forward", self._pre_forward)
+        self._post_backward_of_fsdp = group.replace("post_backward", self._post_backward)
 
     @property
     def used(self) -> frozenset[int]:
@@ -84,41 +80,27 @@ class GroupGradients:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The sharded parameters of the group."""
-        return [parameter.sharded_param for parameter in self._group.fsdp_params]
+        return [parameter.sharded for parameter in self._group.parameters]
 
     @property
     def leaves(self) -> list[torch.Tensor]:
         """The unsharded parameters, which are autograd's leaves. Empty before the first unshard."""
-        return [each._unsharded_param for each in self._group.fsdp_params if hasattr(each, "_unsharded_param")]
+        return [each.unsharded for each in self._group.parameters if each.unsharded is not None]
 
     def only_zeros(self) -> list[nn.Parameter]:
         """Return the sharded parameters that this rank has not used since `reset`, and that were reduced as zeros."""
         if not self._completed:
             return []
-        return [self._group.fsdp_params[index].sharded_param for index in self._completed - self._used]
+        return [self._group.parameters[index].sharded for index in self._completed - self._used]
 
     def use(self, parameter: nn.Parameter) -> None:
         """Count a sharded parameter of the group as used, after its gradient was set by hand."""
-        places = (index for index, each in enumerate(self._group.fsdp_params) if each.sharded_param is parameter)
-        self._used.update(places)
-
-    @property
-    def group_id(self) -> int:
-        """The `id` of FSDP2's parameter group."""
-        return id(self._group)
-
-    def is_of(self, module: nn.Module) -> bool:
-        """Return whether `module` itself, and not a module inside it, has the FSDP2 state of this group."""
-        return isinstance(module, FSDPModule) and self._group in groups_of(module._get_fsdp_state())
+        self._used.update(index for index, each in enumerate(self._group.parameters) if each.sharded is parameter)
 
     def reduce_once(self) -> None:
         """Reduce the group once per backward, however often its module runs: see [Note: Reducing once]. Call once."""
-        register, self._reduces_once = self._group._register_post_backward_hook, True
-
-        def register_first(args: Any, kwargs: Any) -> Any:
-            return register(args, kwargs) if self._num_forwards == 1 and not is_in_backward() else (args, kwargs)
-
-        self._group._register_post_backward_hook = register_first
+        self._reduces_once = True
+        self._group.end_backward_if(lambda: self._num_forwards == 1 and not is_in_backward())
 
     def add_in_tree_order(self) -> None:
         """Add unsharded gradients in tree order from now on: see [Note: Unsharded sums in the order of the tree]."""
@@ -129,9 +111,7 @@ class GroupGradients:
         if not torch.is_grad_enabled():
             return
         self._num_forwards += 1
-        # From torch 2.15 on, autograd sums in fp32 unless FSDP2's pre-backward defers it. This use has no pre-backward.
-        if hasattr(self._group, "_set_unsharded_grad_dtypes"):
-            self._group._set_unsharded_grad_dtypes(defer_upcast=True)
+        self._group.defer_upcast()
 
     def end_backward(self) -> None:
         """Discard the count of forwards whose backward did not run. Call after each backward of the root."""
@@ -144,13 +124,13 @@ class GroupGradients:
         self._unsharded_sums.clear()
         self._used.clear()
         self._completed.clear()
-        self._group._partial_reduce_output = None
+        self._group.discard_replica_sums()
 
     @property
     def _is_last_with_partial_sums(self) -> bool:
         if self._awaits_replicas:
             return self.sums_replicas
-        return self._group._partial_reduce_output is not None and self._group.all_reduce_grads  # FSDP2's own
+        return self._group.completes_replica_sums
 
     def add_partial_sums(self, reduced: torch.Tensor) -> bool:
         """Add earlier micro-batches to this rank's flat reduced shard; return whether to sum it over replicas now.
@@ -168,8 +148,8 @@ class GroupGradients:
         if not self._awaits_replicas:
             return True
         self._awaits_replicas, offset = False, 0
-        for index, parameter in enumerate(self._group.fsdp_params):
-            sharded = parameter.sharded_param
+        for index, parameter in enumerate(self._group.parameters):
+            sharded = parameter.sharded
             partial_sums = None if self.take_sum is None else self.take_sum(sharded)
             if index not in self._in_reduction:
                 if sharded.grad is not None or partial_sums is not None or index in self._of_all_replicas:
@@ -179,153 +159,104 @@ class GroupGradients:
                         "Freeze it between two optimizer steps."
                     )
                 continue
-            shard = torch.as_strided(
-                reduced, parameter.sharded_size, parameter.contiguous_sharded_stride, storage_offset=offset
-            )
+            shard = parameter.shard_of(reduced, offset)
             if partial_sums is not None:
                 for each in partial_sums.partial:
                     hold_for_current_stream(each)
                 partial_sums.add_to(shard, self.micro_batch)
             if sharded.grad is not None:
-                partial = sharded.grad.to_local()
+                partial = cast(DTensor, sharded.grad).to_local()
                 shard.add_(partial.to(reduced.device, non_blocking=True))
                 hold_for_current_stream(partial)
                 sharded.grad = None
             sharded.grad = self._of_all_replicas.pop(index, None)  # to which FSDP2 adds the result
-            offset += _padded_shard_numel(parameter, self._group.mesh_info.shard_mesh_size)
+            offset += parameter.padded_shard_numel(self._group.num_shards)
         return True
 
     def _set_aside(self) -> None:
         """Move gradients of all replicas out of `parameter.grad`, if the step continues after its last reduction."""
-        for index, parameter in enumerate(self._group.fsdp_params):
-            if parameter.sharded_param.grad is not None:
-                self._of_all_replicas[index] = parameter.sharded_param.grad
-                parameter.sharded_param.grad = None
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                self._of_all_replicas[index] = parameter.grad
+                parameter.grad = None
 
     def _pre_forward(self, *args: Any) -> Any:
         self._num_forwards += torch.is_grad_enabled()
-        self._follow_requires_grad()
+        self._group.follow_requires_grad()
         return self._pre_forward_of_fsdp(*args)
-
-    def _follow_requires_grad(self) -> None:
-        """Copy a change of `requires_grad` between the sharded and the unsharded parameter.
-
-        Between micro-batches at stages 0 to 2, `model.parameters()` yields unsharded parameters. FSDP2 copies the flag
-        of the sharded one only.
-        """
-        for index, parameter in enumerate(self._group.fsdp_params):
-            sharded, trained = parameter.sharded_param, self._trains[index]
-            unsharded = getattr(parameter, "_unsharded_param", sharded)
-            if sharded.requires_grad is not trained or unsharded.requires_grad is not trained:
-                self._trains[index] = not trained
-                for form in (sharded, unsharded):
-                    form.requires_grad_(not trained)
 
     def _post_backward(self, *unused: Any) -> Any:
         group = self._group
-        used, has_sums, lacks_gradient = [], False, False
-        for index, parameter in enumerate(group.fsdp_params):  # one loop: this runs for each unit of each backward
-            unsharded = getattr(parameter, "_unsharded_param", None)
-            if unsharded is None:
-                return None  # the unit has never run. FSDP2's own post-backward would raise if it does not reduce
-            if parameter.unsharded_accumulated_grad is not None:
-                has_sums = True
-                used.append(index)
-            elif unsharded.grad is not None:
-                used.append(index)
-            elif unsharded.requires_grad:
-                lacks_gradient = True
+        found = group.unsharded_gradients()
+        if found is None:
+            return None  # the unit has never run. FSDP2's own post-backward would raise if it does not reduce
+        used, has_sums, lacks_gradient = found
         ran = self._num_forwards > 0
         self._num_forwards = 0 if self._reduces_once else self._num_forwards - ran
         self._used.update(used)
-        if not group.reduce_grads:
+        if not group.reduces:
             self._is_pending |= ran or bool(used)
         elif ran or used or self._is_pending or self._is_last_with_partial_sums:
             self._is_pending = False
             if has_sums or lacks_gradient:  # otherwise all trained parameters have gradients, of one dtype
-                self._completed.update(_complete(group.fsdp_params))
-                used = [i for i, parameter in enumerate(group.fsdp_params) if _has_gradient(parameter)]
+                self._completed.update(_complete(group.parameters))
+                used = [i for i, parameter in enumerate(group.parameters) if parameter.has_gradient]
             self._in_reduction = used
         if not self._adds_in_tree_order:
             return self._post_backward_of_fsdp(*unused)
-        if group.reduce_grads:
+        if group.reduces:
             self._add_unsharded_sums()
         result = self._post_backward_of_fsdp(*unused)
-        if not group.reduce_grads:
+        if not group.reduces:
             self._take_unsharded_gradients()
         return result
 
     def _take_unsharded_gradients(self) -> None:
         """Move the unsharded gradients of this micro-batch into the sums."""
-        for index, parameter in enumerate(self._group.fsdp_params):
-            if _has_gradient(parameter):
-                gradient = _take_gradient(parameter)
+        for index, parameter in enumerate(self._group.parameters):
+            if parameter.has_gradient:
+                gradient = parameter.take_gradient().float()
                 self._unsharded_sums.setdefault(index, TreeSum()).add(self.micro_batch, gradient)
 
     def _add_unsharded_sums(self) -> None:
         """Add the sums to the gradients of the last micro-batch, and cast all to fp32: FSDP2 reduces one dtype."""
-        for index, parameter in enumerate(self._group.fsdp_params if self._unsharded_sums else ()):
+        for index, parameter in enumerate(self._group.parameters if self._unsharded_sums else ()):
             total = self._unsharded_sums.get(index)
-            if _has_gradient(parameter):
-                gradient = _take_gradient(parameter)
+            if parameter.has_gradient:
+                gradient = parameter.take_gradient().float()
                 if total is not None:
                     total.add_to(gradient, self.micro_batch)
             elif total is not None:
                 gradient = total.total()
             else:
                 continue
-            if _autograd_sums(parameter):
-                parameter._unsharded_param.grad_dtype = gradient.dtype
-                parameter._unsharded_param.grad = gradient
-            else:
-                parameter.unsharded_accumulated_grad = gradient
+            parameter.set_sum(gradient)
         self._unsharded_sums.clear()
-        self._in_reduction = [i for i, each in enumerate(self._group.fsdp_params) if _has_gradient(each)]
+        self._in_reduction = [i for i, each in enumerate(self._group.parameters) if each.has_gradient]
 
 
 def follow_gradients(root: nn.Module) -> list[GroupGradients]:
     """Attach a `GroupGradients` to each parameter group of a root. Call once, after `fully_shard` of all units."""
-    groups = {id(group): group for unit in units_of(root) for group in groups_of(unit._get_fsdp_state())}
-    return [GroupGradients(group) for group in groups.values()]  # the modules of a merged unit share theirs
+    return [GroupGradients(group, modules) for group, modules in parameter_groups(root)]
 
 
-def by_module(gradients: list[GroupGradients], root: nn.Module) -> dict[nn.Module, GroupGradients]:
+def by_module(gradients: list[GroupGradients]) -> dict[FSDPModule, GroupGradients]:
     """Return a dict from each module with a parameter group of its own to that group's `GroupGradients`."""
-    by_group = {each.group_id: each for each in gradients}
-    return {
-        cast(nn.Module, unit): by_group[id(group)]
-        for unit in units_of(root)
-        for group in groups_of(unit._get_fsdp_state())
-    }
+    return {module: each for each in gradients for module in each.modules}
 
 
-def _has_gradient(parameter: Any) -> bool:
-    """Return whether this rank has an unsharded gradient of a parameter, of this micro-batch or of an earlier one."""
-    return parameter.unsharded_accumulated_grad is not None or parameter._unsharded_param.grad is not None
-
-
-def _take_gradient(parameter: Any) -> torch.Tensor:
-    """Remove the unsharded gradient of a parameter, and return it in fp32."""
-    gradient: torch.Tensor | None = parameter.unsharded_accumulated_grad
-    if gradient is None:
-        gradient = cast(torch.Tensor, parameter._unsharded_param.grad)
-    parameter._unsharded_param.grad = None
-    if not _autograd_sums(parameter):
-        parameter.unsharded_accumulated_grad = None
-    return gradient.float()
-
-
-def _complete(parameters: list[Any]) -> list[int]:
+def _complete(parameters: list[GroupParameter]) -> list[int]:
     """Give each trainable parameter a gradient, all in one dtype; return the positions of those that are zeros.
 
     See [Note: Zeros for unused parameters] and [Note: One dtype per reduction].
     """
-    sums = (parameter.unsharded_accumulated_grad for parameter in parameters if not _autograd_sums(parameter))
-    dtype = next((total.dtype for total in sums if total is not None), None)
+    dtype = next((each.own_sum.dtype for each in parameters if each.own_sum is not None), None)
     zeros = []
     for index, parameter in enumerate(parameters):
-        unsharded = parameter._unsharded_param
-        if _has_gradient(parameter):
+        unsharded = parameter.unsharded
+        if unsharded is None:
+            raise AssertionError("expected an unsharded parameter: the group has gradients")
+        if parameter.has_gradient:
             gradient = unsharded.grad
         elif unsharded.requires_grad:
             gradient = _zeros_like(unsharded, dtype or getattr(unsharded, "grad_dtype", None))
@@ -334,8 +265,8 @@ def _complete(parameters: list[Any]) -> list[int]:
             continue
         if dtype is None:
             unsharded.grad = gradient
-        elif parameter.unsharded_accumulated_grad is None:
-            parameter.unsharded_accumulated_grad, unsharded.grad = gradient.to(dtype), None
+        elif parameter.own_sum is None and gradient is not None:
+            parameter.set_sum(gradient.to(dtype))
     return zeros
 
 
@@ -347,16 +278,3 @@ def _zeros_like(unsharded: torch.Tensor, dtype: torch.dtype | None) -> torch.Ten
     if isinstance(unsharded, DTensor):
         return torch.zeros_like(unsharded, dtype=dtype)
     return torch.zeros(unsharded.shape, dtype=dtype or unsharded.dtype, device=unsharded.device)
-
-
-def _autograd_sums(parameter: Any) -> bool:
-    """Return whether autograd itself sums micro-batches, and `unsharded_accumulated_grad` reads that sum (2.15 on)."""
-    return isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property)
-
-
-def _padded_shard_numel(parameter: Any, num_shards: int) -> int:
-    """Return the number of elements of one shard in the flat reduced gradients. Shards of dimension 0 are padded."""
-    shape: torch.Size = parameter.sharded_param.shape
-    if parameter.fsdp_placement.dim == 0:
-        return -(-shape[0] // num_shards) * math.prod(shape[1:])
-    return shape.numel() // num_shards

@@ -1,0 +1,205 @@
+"""One parameter group of FSDP2 (`FSDPParamGroup`) and its parameters (`FSDPParam`), for what follows their gradients.
+
+FSDP2 has no public hook between the last gradient of a group and its reduction, nor one before a group is unsharded for
+a forward. So `ParameterGroup.replace` puts a function in the place of a method, on the instance.
+
+Checked on torch 2.11.0, 2.13.0 and 2.15.0; `tests/hooks/_torch/test_private_names.py` fails when a name is gone.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from zeroamp.hooks._torch.fsdp import groups_of, units_of
+
+Method = Literal["pre_forward", "post_backward"]
+"""`pre_forward` unshards a group before a forward. `post_backward` ends its backward and reduces its gradients."""
+
+
+class GroupParameter:
+    """One parameter of a group: sharded, unsharded, and its unsharded gradient."""
+
+    def __init__(self, fsdp_param: Any) -> None:
+        self._param = fsdp_param
+        self.autograd_sums = isinstance(getattr(type(fsdp_param), "unsharded_accumulated_grad", None), property)
+        """Whether autograd itself sums micro-batches (torch 2.15 on). Before, FSDP2 sums in a tensor of its own."""
+
+    @property
+    def sharded(self) -> nn.Parameter:
+        """The sharded parameter. FSDP2 may replace it when the module moves."""
+        parameter: nn.Parameter = self._param.sharded_param
+        return parameter
+
+    @property
+    def unsharded(self) -> nn.Parameter | None:
+        """The unsharded parameter, autograd's leaf; None before the first unshard."""
+        return getattr(self._param, "unsharded_param", None)
+
+    @property
+    def own_sum(self) -> torch.Tensor | None:
+        """FSDP2's sum of earlier micro-batches in the accumulation dtype; None if autograd sums."""
+        return None if self.autograd_sums else self._param.unsharded_accumulated_grad
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether this rank has an unsharded gradient, of this micro-batch or of an earlier one."""
+        return self._param.unsharded_accumulated_grad is not None or self._param.unsharded_param.grad is not None
+
+    def take_gradient(self) -> torch.Tensor:
+        """Remove the unsharded gradient, and return it."""
+        total = self._param.unsharded_accumulated_grad
+        gradient: torch.Tensor = self._param.unsharded_param.grad if total is None else total
+        self._param.unsharded_param.grad = None
+        if not self.autograd_sums:
+            self._param.unsharded_accumulated_grad = None
+        return gradient
+
+    def set_sum(self, total: torch.Tensor) -> None:
+        """Set the unsharded gradient to a sum, which may have another dtype than the parameter."""
+        if self.autograd_sums:
+            self._param.unsharded_param.grad_dtype = total.dtype
+            self._param.unsharded_param.grad = total
+        else:
+            self._param.unsharded_accumulated_grad, self._param.unsharded_param.grad = total, None
+
+    def shard_of(self, flat: torch.Tensor, offset: int) -> torch.Tensor:
+        """Return the view of this rank's shard of the gradient, which begins at `offset` of a flat reduced shard."""
+        size, stride = self._param.sharded_size, self._param.contiguous_sharded_stride
+        return torch.as_strided(flat, size, stride, storage_offset=offset)
+
+    def padded_shard_numel(self, num_shards: int) -> int:
+        """Return the number of elements of a shard in the flat reduced gradients. Shards of dimension 0 are padded."""
+        shape: torch.Size = self.sharded.shape
+        if self._param.fsdp_placement.dim == 0:
+            return -(-shape[0] // num_shards) * math.prod(shape[1:])
+        return shape.numel() // num_shards
+
+
+class ParameterGroup:
+    """One parameter group. The modules of a unit that has several share it."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.parameters = [GroupParameter(each) for each in group.fsdp_params]
+        self._trains = [each.sharded.requires_grad for each in self.parameters]
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the next `post_backward` reduces the gradients."""
+        return bool(self._group.reduce_grads)
+
+    @property
+    def num_shards(self) -> int:
+        """The number of ranks that share the parameters."""
+        return int(self._group.mesh_info.shard_mesh_size)
+
+    @property
+    def completes_replica_sums(self) -> bool:
+        """Whether FSDP2 has sums that are not summed over replicas yet, and the next reduction sums them over these."""
+        return self._group._partial_reduce_output is not None and self._group.all_reduce_grads
+
+    def discard_replica_sums(self) -> None:
+        """Discard FSDP2's sums that are not summed over replicas yet."""
+        self._group._partial_reduce_output = None
+
+    @property
+    def reduced(self) -> Any:
+        """The event after which each `parameter.grad` is valid; None if it is valid already."""
+        return self._group._post_reduce_event
+
+    def replace(self, method: Method, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Make FSDP2 call `function` instead of a method of this group, and return what it called before."""
+        before: Callable[..., Any] = getattr(self._group, method)
+        setattr(self._group, method, function)
+        return before
+
+    def end_backward_if(self, ends_backward: Callable[[], bool]) -> None:
+        """Let a forward end the group's backward, and reduce its gradients, only if `ends_backward` returns True.
+
+        By default each forward of the group does so. FSDP2 asks at the beginning of each forward with gradients.
+        """
+        register = self._group._register_post_backward_hook
+
+        def register_if(args: Any, kwargs: Any) -> Any:
+            return register(args, kwargs) if ends_backward() else (args, kwargs)
+
+        self._group._register_post_backward_hook = register_if
+
+    def defer_upcast(self) -> None:
+        """Let autograd sum in the parameters' own dtype in the next backward, as FSDP2 does after each forward.
+
+        Needed from torch 2.15 on, for a use of the unsharded parameters without a forward of the unit.
+        """
+        if hasattr(self._group, "_set_unsharded_grad_dtypes"):
+            self._group._set_unsharded_grad_dtypes(defer_upcast=True)
+
+    def follow_requires_grad(self) -> None:
+        """Copy a change of `requires_grad` between the sharded and the unsharded parameters.
+
+        Between micro-batches at stages 0 to 2, `model.parameters()` yields unsharded parameters. FSDP2 copies the flag
+        of the sharded one only.
+        """
+        for index, parameter in enumerate(self._group.fsdp_params):  # for each forward of each unit
+            sharded, trained = parameter.sharded_param, self._trains[index]
+            unsharded = getattr(parameter, "unsharded_param", sharded)
+            if sharded.requires_grad is not trained or unsharded.requires_grad is not trained:
+                self._trains[index] = not trained
+                for form in (sharded, unsharded):
+                    form.requires_grad_(not trained)
+
+    def unsharded_gradients(self) -> tuple[list[int], bool, bool] | None:
+        """Return which parameters have an unsharded gradient: their positions, and two flags.
+
+        The first flag is whether one of these gradients is FSDP2's sum of earlier micro-batches, in the accumulation
+        dtype. The second is whether a trainable parameter has none. None if the group was never unsharded.
+        """
+        used, has_sums, lacks_gradient = [], False, False
+        for index, parameter in enumerate(self._group.fsdp_params):  # one loop: it runs for each unit of each backward
+            unsharded = getattr(parameter, "unsharded_param", None)
+            if unsharded is None:
+                return None
+            if parameter.unsharded_accumulated_grad is not None:
+                has_sums = True
+                used.append(index)
+            elif unsharded.grad is not None:
+                used.append(index)
+            elif unsharded.requires_grad:
+                lacks_gradient = True
+        return used, has_sums, lacks_gradient
+
+
+def parameter_groups(root: nn.Module) -> Iterator[tuple[ParameterGroup, list[FSDPModule]]]:
+    """Yield each parameter group of the modules of `root`, and the modules that share it."""
+    found: dict[int, tuple[Any, list[FSDPModule]]] = {}
+    for unit in units_of(root):
+        for group in groups_of(unit._get_fsdp_state()):
+            found.setdefault(id(group), (group, []))[1].append(unit)
+    return ((ParameterGroup(group), units) for group, units in found.values())
+
+
+AfterReduction = Callable[[Sequence[nn.Parameter], Any], None]
+"""Called with the sharded parameters of a group, and with the event after which each `parameter.grad` is valid, or None
+if it is valid already. Parameters that were not reduced have no `grad`."""
+
+
+def after_each_reduction(root: nn.Module, callback: AfterReduction) -> None:
+    """Call back after FSDP2's post-backward of each parameter group of `root`, whether the group was reduced or not.
+
+    `register_post_accumulate_grad_hook` cannot be used: its hook runs once per parameter, before FSDP2 records the
+    group's event. From torch 2.13 on, FSDP2 also waits for the copy of each gradient whose parameter has such a hook.
+    """
+    for group, _ in parameter_groups(root):
+        _call_after_reduction(group, callback)
+
+
+def _call_after_reduction(group: ParameterGroup, callback: AfterReduction) -> None:
+    def post_backward(*unused: Any) -> Any:
+        result = inner(*unused)
+        callback([each.sharded for each in group.parameters], group.reduced)
+        return result
+
+    inner = group.replace("post_backward", post_backward)

@@ -15,7 +15,7 @@ from tests.processes.ranks import Ranks
 from zeroamp.hooks.collectives.reduce_scatter import GroupReduceScatter
 from zeroamp.planning.group_dtypes import Reduction
 from zeroamp.policies.accumulation import ACCUMULATE, COMPUTE, STAGES
-from zeroamp.policies.dtype_names import short_name
+from zeroamp.policies.dtypes import short_name
 
 NUMEL_PER_RANK = 100_000
 

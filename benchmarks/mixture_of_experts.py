@@ -20,7 +20,7 @@ from benchmarks.output import add_out, emit
 from zeroamp.hooks.precision.autocast_ops import casting, register
 from zeroamp.ledger.explain import Ledger
 from zeroamp.planning.plan import build_plan
-from zeroamp.policies import Policy
+from zeroamp.policies.policy import Policy
 
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 OPS = {"off": (), "on": ("grouped_mm",)}

@@ -31,8 +31,7 @@ from zeroamp.planning.group_dtypes import group_dtypes, param_dtypes
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.safe_parameters import Precision
 from zeroamp.policies.accumulation import ACCUMULATE, COMPUTE, STAGES, refusal
-from zeroamp.policies.dtype_names import short_name
-from zeroamp.policies.dtypes import LOW_DTYPES
+from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.policy import Mode, Policy, policy_from_config
 from zeroamp.policies.schema import (
     OPTIMIZER_PARAMS,

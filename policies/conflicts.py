@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zeroamp.policies.accumulation import refusal
-from zeroamp.policies.dtype_names import short_name
-from zeroamp.policies.dtypes import LOW_DTYPES
+from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.errors import ConfigError, shown
 from zeroamp.policies.float8 import check_float8
 from zeroamp.policies.schema import OverrideBlock

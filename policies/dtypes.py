@@ -1,8 +1,6 @@
-"""The dtypes that a config can name, and the dtype of sharded parameters."""
+"""The dtypes that a config can name, their short names, and the dtype of sharded parameters."""
 
 import torch
-
-from zeroamp.policies.dtype_names import NAME_IN_TORCH
 
 LOW_DTYPES = (torch.bfloat16, torch.float16)
 """A trainable parameter in one of these gets fp32 master weights."""
@@ -10,11 +8,23 @@ LOW_DTYPES = (torch.bfloat16, torch.float16)
 INTEGER_BY_NUM_BYTES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> the integer dtype in which its bits are summed for a checksum."""
 
-DTYPE_BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, in_torch) for name, in_torch in NAME_IN_TORCH.items()}
-"""Dtype by each of its names in a config."""
+DTYPE_BY_NAME = {
+    **dict.fromkeys(("fp32", "float32", "float"), torch.float32),
+    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
+    **dict.fromkeys(("fp16", "float16", "half"), torch.float16),
+}
+"""Every spelling that DeepSpeed's `DtypeEnum` accepts, except int8, in which no mode computes -> the dtype."""
 
 FLOAT8_BY_NAME = {"float8_e4m3fn": torch.float8_e4m3fn}
 """The values of `zeroamp.param_gather_dtype`."""
+
+_SHORT_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """Return "fp32", "bf16", "fp16" or "fp64", and for other dtypes torch's name without the prefix."""
+    name = str(dtype).removeprefix("torch.")
+    return _SHORT_NAMES.get(name, name)
 
 
 def stored_dtype(parameter: torch.Tensor) -> torch.dtype:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zeroamp.policies.dtype_names import short_name
+from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zeroamp.policies.dtype_names import is_dtype, short_name
+import torch
+
+from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import ConfigError, describe
 from zeroamp.policies.files import read_config_file
 
@@ -72,7 +74,7 @@ def json_value(value: Any, where: str) -> Any:
         return float(value)
     if isinstance(value, str) and _is_text(value):
         return str.__str__(value)
-    if is_dtype(value):
+    if isinstance(value, torch.dtype):
         return short_name(value)
     kind = "an integer of more than 64 bits" if isinstance(value, int) else f"a {type(value).__name__}"
     kind = "a text that is not valid Unicode" if isinstance(value, str) else kind

@@ -9,8 +9,7 @@ from typing import Literal, TypeVar
 import torch
 
 from zeroamp.policies.batch_sizes import resolve_batch_sizes
-from zeroamp.policies.dtype_names import short_name
-from zeroamp.policies.dtypes import LOW_DTYPES
+from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.errors import ConfigError, shown
 from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES
 from zeroamp.policies.schema import (

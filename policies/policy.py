@@ -28,8 +28,8 @@ from zeroamp.policies.normalise import HELD_BY, low_dtype_of, mode_of, normalise
 from zeroamp.policies.normalise import Mode as Mode
 from zeroamp.policies.render import render_report, short_config, to_config
 from zeroamp.policies.schema import Config, validate
+from zeroamp.policies.schema.config import FileMonitorBlock, WandbBlock
 from zeroamp.policies.schema.config import RangeMode as RangeMode
-from zeroamp.policies.schema.instruments import FileMonitorBlock, WandbBlock
 from zeroamp.policies.schema.zero import LeafModuleBlock
 from zeroamp.policies.schema.zero import Stage as Stage
 

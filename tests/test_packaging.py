@@ -50,12 +50,12 @@ def test_a_wheel_from_a_zip_without_links_fails_with_the_reason(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_wheel_has_every_module(tmp_path):
+def test_a_wheel_has_every_module_and_data_file(tmp_path):
     _copy(tmp_path, with_links=True)
     result = _run(tmp_path, "-m", *BUILD, "dist", ".")
     assert result.returncode == 0, result.stderr
     (wheel,) = tmp_path.glob("dist/*.whl")
-    packed = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")}
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     layers = {"hooks": "zeroamp/hooks", "policies": "zeroamp/policies", "zeroamp": "zeroamp"}
     files = {f"{inside}/{path.relative_to(ROOT / top)}" for top, inside in layers.items() for path in _files(top)}
     assert packed == files
@@ -63,4 +63,8 @@ def test_a_wheel_has_every_module(tmp_path):
 
 def _files(top):
     folder = ROOT / top
-    return [path for path in folder.rglob("*.py") if not any(parent.is_symlink() for parent in path.parents)]
+    return [
+        path
+        for path in folder.rglob("*.*")
+        if path.is_file() and path.suffix != ".pyc" and not any(parent.is_symlink() for parent in path.parents)
+    ]

@@ -12,8 +12,7 @@ from zeroamp.hooks.collectives.issued import NamedWork, issue
 from zeroamp.hooks.collectives.nodes import Nodes, all_gather_of_axis
 from zeroamp.hooks.collectives.traffic import CollectiveListener, IssuedCollective
 from zeroamp.hooks.observers.ranges import Ranges
-from zeroamp.policies.dtype_names import short_name
-from zeroamp.policies.dtypes import FLOAT8_BY_NAME
+from zeroamp.policies.dtypes import FLOAT8_BY_NAME, short_name
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

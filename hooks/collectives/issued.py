@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from zeroamp.hooks.collectives.traffic import STEP, Collective, CollectiveListener, IssuedCollective, ReduceOp, notify
-from zeroamp.policies.dtype_names import short_name
+from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import PeerError
 
 T = TypeVar("T")

@@ -45,7 +45,7 @@ from zeroamp.hooks.collectives.traffic import CollectiveListener, IssuedCollecti
 from zeroamp.hooks.collectives.tree_sum import tree_sum
 from zeroamp.hooks.observers.ranges import OpenRange, Ranges
 from zeroamp.hooks.tensors import hold_for_current_stream
-from zeroamp.policies.dtype_names import short_name
+from zeroamp.policies.dtypes import short_name
 
 _SUM, _AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 

@@ -10,7 +10,7 @@ from zeroamp.hooks._torch.fsdp import AllGather
 from zeroamp.hooks.collectives.all_gather import GroupAllGather
 from zeroamp.hooks.collectives.issued import NamedWork, issue
 from zeroamp.hooks.collectives.traffic import IssuedCollective
-from zeroamp.policies.dtype_names import short_name
+from zeroamp.policies.dtypes import short_name
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroamp.hooks._torch.dispatch import TorchDispatchMode, storage_key
 from zeroamp.hooks.tensors import tensors_in, values_of
-from zeroamp.policies.dtype_names import short_name
+from zeroamp.policies.dtypes import short_name
 
 
 class Observations:

@@ -22,7 +22,7 @@ import torch
 
 from zeroamp.hooks.precision.autocast_ops import casting, is_any_registered
 from zeroamp.hooks.root_forward import Around, ForwardCall
-from zeroamp.policies.dtype_names import short_name
+from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import PrecisionError
 
 logger = logging.getLogger("zeroamp")

@@ -7,8 +7,7 @@ from math import prod
 
 import torch
 
-from zeroamp.policies.dtype_names import short_name
-from zeroamp.policies.dtypes import stored_dtype
+from zeroamp.policies.dtypes import short_name, stored_dtype
 from zeroamp.policies.errors import some_of
 
 Extent = tuple[int, tuple[int, ...], tuple[int, ...]]

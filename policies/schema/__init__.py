@@ -1,8 +1,7 @@
 """The schema of a config: all keys of DeepSpeed 0.19.8 and of the `zeroamp` block, each with its type and class."""
 
-from zeroamp.policies.schema.check import check_keys, validate
-from zeroamp.policies.schema.config import Config
-from zeroamp.policies.schema.instruments import CommsLoggerBlock
+from zeroamp.policies.schema.check import validate
+from zeroamp.policies.schema.config import CommsLoggerBlock, Config
 from zeroamp.policies.schema.keys import SAME, Block, Honoured, Key, KeyClass, Native, Unsupported, iter_keys, own_class
 from zeroamp.policies.schema.optimizer import OPTIMIZER_PARAMS, AdamParams, OptimizerBlock, SGDParams
 from zeroamp.policies.schema.precision import OverrideBlock
@@ -29,7 +28,6 @@ __all__ = [
     "SchedulerBlock",
     "Unsupported",
     "ZeroOptimizationBlock",
-    "check_keys",
     "iter_keys",
     "own_class",
     "validate",

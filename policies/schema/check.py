@@ -10,7 +10,6 @@ from pydantic import ValidationError
 from zeroamp.policies.errors import ConfigError, describe, is_quoted, shown
 from zeroamp.policies.schema.config import Config
 from zeroamp.policies.schema.keys import (
-    NAMES_ONLY,
     REMOVE_IT,
     Block,
     Unsupported,
@@ -53,22 +52,13 @@ _MANY = 12  # the most keys that an error lists; for a longer block it names doc
 
 
 def validate(cfg: Mapping[str, Any]) -> Config:
-    """Return the config as typed blocks. Imports torch for its dtypes.
+    """Return the config as typed blocks.
 
     Raises:
         ConfigError: keys are unknown, unsupported, or have values of another type. The text has one line per key.
     """
-    return _typed(cfg, None)
-
-
-def check_keys(cfg: Mapping[str, Any]) -> None:
-    """Check the keys and the types of their values without importing torch. Raises as `validate` does."""
-    _typed(cfg, NAMES_ONLY)
-
-
-def _typed(cfg: Mapping[str, Any], context: str | None) -> Config:
     try:
-        return Config.model_validate(dict(cfg), context=context)
+        return Config.model_validate(dict(cfg))
     except ValidationError as error:
         details: dict[str, list[Any]] = {}
         for detail in error.errors():
@@ -115,7 +105,7 @@ def _is_valid_unquoted(path: str, cfg: Mapping[str, Any]) -> bool:
     """Return whether the string at `path` would be valid without its quotes, as a number, true, false or null."""
     unquoted = _unquoted(cfg, path.split("."))
     try:
-        Config.model_validate(unquoted, context=NAMES_ONLY)
+        Config.model_validate(unquoted)
     except ValidationError as error:
         return path not in {_path(detail["loc"], unquoted, is_missing=False) for detail in error.errors()}
     return True

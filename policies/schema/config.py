@@ -1,20 +1,11 @@
-"""The top level of the config."""
+"""The top level of the config, the block `zeroamp`, and the blocks of monitors."""
 
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from zeroamp.policies.errors import shown
-from zeroamp.policies.schema.instruments import (
-    ActivationCheckpointingBlock,
-    CheckpointBlock,
-    CometBlock,
-    CommsLoggerBlock,
-    FileMonitorBlock,
-    FlopsProfilerBlock,
-    TimersBlock,
-    WandbBlock,
-)
+from zeroamp.policies.schema.foreign import with_foreign_keys
 from zeroamp.policies.schema.keys import (
     Block,
     Count,
@@ -24,7 +15,6 @@ from zeroamp.policies.schema.keys import (
     Number,
     PositiveInt,
     Steps,
-    Unsupported,
     as_tuple,
     refused,
 )
@@ -33,12 +23,7 @@ from zeroamp.policies.schema.precision import Bf16Block, DataTypesBlock, Fp16Blo
 from zeroamp.policies.schema.scheduler import SchedulerBlock
 from zeroamp.policies.schema.zero import ZeroOptimizationBlock
 
-_SUMS_IN_FP32 = (
-    "Remove it: gradients are summed in fp32 and then divided, so that the sum neither over- nor underflows."
-)
-_NO_SUCH_FEATURE = "Remove it: zeroamp has no such feature."
-_PARALLELIZE = "Parallelize the model with torch: docs/meshes.md."
-_GONE = "Remove it: DeepSpeed 0.19.8 has removed it too."
+_JOB = "zeroamp"
 
 
 def _no_deepcompile(block: object) -> object:
@@ -204,6 +189,34 @@ class ZeroampBlock(Block):
     ] = False
 
 
+class FileMonitorBlock(Block):
+    """`tensorboard` and `csv_monitor`: files to which the first rank writes each optimizer step."""
+
+    enabled: Annotated[bool, Honoured("the first rank writes each step, see docs/instruments.md")] = False
+    output_path: Annotated[str, Honoured("folder. Default: the current one")] = ""
+    job_name: Annotated[str, Honoured("folder inside `output_path`", "DeepSpeedJobName")] = _JOB
+
+
+class WandbBlock(Block):
+    """`wandb`: the Weights & Biases run to which the first rank logs each optimizer step."""
+
+    enabled: Annotated[bool, Honoured("the first rank logs each step, see docs/instruments.md")] = False
+    group: Annotated[str | None, Honoured("wandb's group of runs")] = None
+    team: Annotated[str | None, Honoured("wandb's entity")] = None
+    project: Annotated[str, Honoured("wandb's project", "deepspeed")] = _JOB
+
+
+@with_foreign_keys("comms_logger")
+class CommsLoggerBlock(Block):
+    """`comms_logger`: counters of calls and bytes of the collectives."""
+
+    enabled: Annotated[
+        bool | None,
+        Honoured("count calls and bytes of all collectives: `zeroamp.traffic(model)`. Default: true", False),
+    ] = None
+
+
+@with_foreign_keys("")
 class Config(Block):
     """All keys of a config. Keys of a block that is not enabled are checked, and have no effect."""
 
@@ -255,64 +268,8 @@ class Config(Block):
     csv_monitor: FileMonitorBlock = FileMonitorBlock()
     wandb: WandbBlock = WandbBlock()
 
-    activation_checkpointing: ActivationCheckpointingBlock = ActivationCheckpointingBlock()
-    checkpoint: CheckpointBlock = CheckpointBlock()
-    timers: TimersBlock = TimersBlock()
-    comet: CometBlock = CometBlock()
-    flops_profiler: FlopsProfilerBlock = FlopsProfilerBlock()
-
-    zero_allow_untested_optimizer: Annotated[bool, Native("no list of tested optimizers is enforced")] = False
-    zero_force_ds_cpu_optimizer: Annotated[bool, Native("the optimizer is always torch's")] = True
-    use_data_before_expert_parallelism: Annotated[bool, Native("the mesh defines expert parallelism")] = False
-    log_level: Annotated[str | None, Native('set it with logging.getLogger("zeroamp")')] = None
-    vocabulary_size: Annotated[Count | None, Native("DeepSpeed uses it for a warning only")] = None
-    aio: Annotated[object, Native("it is read only with NVMe offload, which is an error")] = None
     compile: Annotated[
         object,
         AfterValidator(_no_deepcompile),
         Native("without `deepcompile`, which is an error, it has no effect in DeepSpeed either; use torch.compile"),
     ] = None
-    comms_config: Annotated[object, Native("DeepSpeed reads comms_logger, not this key of LLaMA-Factory")] = None
-    monitor_config: Annotated[
-        object, Native("DeepSpeed reads tensorboard, csv_monitor and wandb, not this key of LLaMA-Factory")
-    ] = None
-
-    memory_breakdown: Annotated[bool, Unsupported("Use torch.cuda.memory_summary() or its snapshot.")] = False
-    dump_state: Annotated[bool, Unsupported("Print policy.report() and zeroamp.explain(model).")] = False
-    prescale_gradients: Annotated[bool, Unsupported(_SUMS_IN_FP32)] = False
-    gradient_predivide_factor: Annotated[Number, Unsupported(_SUMS_IN_FP32, (1.0,))] = 1.0
-    gradient_allreduce_op: Annotated[
-        Literal["mean", "sum"], Unsupported('Write "zeroamp": {"reduce": "sum"}.', ("mean",))
-    ] = "mean"
-    seq_parallel_communication_data_type: Annotated[
-        object, Unsupported("Remove it: zeroamp has no DeepSpeed-Ulysses.", (None, "fp32", "float32"))
-    ] = None
-    managed_gradient_accumulation: Annotated[
-        bool, Unsupported("Remove it, and let TrainStep count the micro-batches, or write a plain loop.", (True,))
-    ] = True
-    disable_allgather: Annotated[bool, Unsupported("Remove it: parameters must be all-gathered.")] = False
-    disable_python_gc: Annotated[bool, Unsupported("Call gc.disable() yourself.")] = False
-    dataloader_drop_last: Annotated[bool, Unsupported("Pass drop_last to your DataLoader.")] = False
-
-    amp: Annotated[object, Unsupported("Write torch_autocast, which replaces Apex AMP.")] = None
-    autotuning: Annotated[object, Unsupported(_NO_SUCH_FEATURE)] = None
-    bfloat16: Annotated[object, Unsupported("Write bf16.")] = None
-    compression_training: Annotated[object, Unsupported(_GONE)] = None
-    curriculum_learning: Annotated[object, Unsupported(_GONE)] = None
-    data_efficiency: Annotated[object, Unsupported(_NO_SUCH_FEATURE)] = None
-    datastates_ckpt: Annotated[object, Unsupported(_NO_SUCH_FEATURE)] = None
-    eigenvalue: Annotated[object, Unsupported(_GONE)] = None
-    elasticity: Annotated[object, Unsupported(_GONE)] = None
-    expert_parallel: Annotated[object, Unsupported(_PARALLELIZE)] = None
-    fp32_allreduce: Annotated[object, Unsupported('Write "communication_data_type": "fp32".')] = None
-    graph_harvesting: Annotated[object, Unsupported(_GONE)] = None
-    hybrid_engine: Annotated[object, Unsupported(_NO_SUCH_FEATURE)] = None
-    nebula: Annotated[object, Unsupported(_GONE)] = None
-    pipeline: Annotated[object, Unsupported(_NO_SUCH_FEATURE)] = None
-    progressive_layer_drop: Annotated[object, Unsupported(_GONE)] = None
-    quantize_training: Annotated[object, Unsupported(_GONE)] = None
-    sequence_parallel_size: Annotated[object, Unsupported(_PARALLELIZE, (None, 1))] = None
-    sparse_attention: Annotated[object, Unsupported(_GONE)] = None
-    sparse_gradients: Annotated[object, Unsupported(_GONE)] = None
-    tensor_parallel: Annotated[object, Unsupported(_PARALLELIZE)] = None
-    weight_quantization: Annotated[object, Unsupported(_NO_SUCH_FEATURE)] = None

@@ -4,8 +4,9 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
+import torch
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -19,15 +20,10 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from zeroamp.policies.dtype_names import NAME_IN_TORCH, is_dtype, short_name
+from zeroamp.policies.dtypes import DTYPE_BY_NAME, short_name
 from zeroamp.policies.errors import shown
 
-if TYPE_CHECKING:
-    import torch
-
 SAME = object()
-NAMES_ONLY = "names only"
-"""Context of a validation that checks names of dtypes without importing torch. Its result has the names."""
 REMOVE_IT = "Remove it: zeroamp does not ignore unknown keys."
 
 
@@ -164,16 +160,12 @@ def _or_never(value: object) -> object:
     return 0 if isinstance(value, float) and value == float("inf") else value
 
 
-def _dtype(value: object, info: ValidationInfo) -> object:
-    name = short_name(value) if is_dtype(value) else value
-    name = name.removeprefix("torch.") if isinstance(name, str) else name
-    if not isinstance(name, str) or name not in NAME_IN_TORCH:
-        raise refused(f"must be one of {', '.join(NAME_IN_TORCH)}, but is {shown(value)}. Change the value.")
-    if info.context == NAMES_ONLY:
-        return name
-    from zeroamp.policies.dtypes import DTYPE_BY_NAME  # imports torch
-
-    return DTYPE_BY_NAME[name]
+def _dtype(value: object) -> object:
+    name = str(value) if isinstance(value, torch.dtype) else value
+    dtype = DTYPE_BY_NAME.get(name.removeprefix("torch.")) if isinstance(name, str) else None
+    if dtype is None:
+        raise refused(f"must be one of {', '.join(DTYPE_BY_NAME)}, but is {shown(value)}. Change the value.")
+    return dtype
 
 
 Number = Annotated[float, BeforeValidator(_refuse_bool), Field(allow_inf_nan=False)]
@@ -191,10 +183,8 @@ Elements = Annotated[int, BeforeValidator(_whole), BeforeValidator(_refuse_bool)
 Steps = Annotated[int, BeforeValidator(_or_never), BeforeValidator(_whole), BeforeValidator(_refuse_bool), Field(ge=0)]
 """A number of steps between two events: a whole number from 0 on, also as 2e3. 0 and infinity stand for never."""
 
-# A dtype by any of DeepSpeed's names for it, with or without "torch."; written as "fp32", "bf16" or "fp16".
-if TYPE_CHECKING:
-    Dtype = Annotated[torch.dtype, ...]
-else:  # the plain validator does not use the annotation, which pydantic would evaluate
-    Dtype = Annotated[Any, PlainValidator(_dtype), PlainSerializer(short_name)]
+Dtype = Annotated[torch.dtype, PlainValidator(_dtype), PlainSerializer(short_name)]
+"""A dtype by any of DeepSpeed's names for it, with or without "torch."; written as "fp32", "bf16" or "fp16"."""
+
 Names = Annotated[tuple[str, ...], BeforeValidator(as_tuple)]
 """A list of strings. A single string is an error."""

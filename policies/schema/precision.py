@@ -4,9 +4,10 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from zeroamp.policies.dtype_names import short_name
+from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import shown
-from zeroamp.policies.schema.keys import Block, Dtype, Honoured, Names, Native, Number, Unsupported, refused
+from zeroamp.policies.schema.foreign import with_foreign_keys
+from zeroamp.policies.schema.keys import Block, Dtype, Honoured, Names, Number, refused
 
 
 class TorchAutocastBlock(Block):
@@ -25,6 +26,7 @@ class TorchAutocastBlock(Block):
     ] = None
 
 
+@with_foreign_keys("bf16")
 class Bf16Block(Block):
     """`bf16`: everything in bfloat16, fp32 master weights."""
 
@@ -34,22 +36,15 @@ class Bf16Block(Block):
     check_grad_overflow: Annotated[
         bool, Honoured("skip steps whose gradients are not finite, as always with float16", True)
     ] = False
-    immediate_grad_update: Annotated[bool, Native("the reduction itself sums gradients in fp32")] = False
-    bf16_master_weights_and_grads: Annotated[
-        bool, Unsupported("Remove it: master weights are fp32; data_types.grad_accum_dtype sets the gradients' dtype.")
-    ] = False
-    bf16_optimizer_states: Annotated[
-        bool, Unsupported("Remove it, or build an optimizer with low-precision states and pass it to TrainStep.")
-    ] = False
 
 
+@with_foreign_keys("fp16")
 class Fp16Block(Block):
     """`fp16`: everything in float16, fp32 master weights. Its loss-scale keys apply to float16 autocast as well."""
 
     enabled: Annotated[
         bool, Honoured("all-gather and compute in float16; sharded parameters and optimizer state stay fp32")
     ] = False
-    auto_cast: Annotated[bool, Native("inputs of the model and of its units are always cast")] = False
     loss_scale: Annotated[
         Number, Field(ge=0, le=2.0**127), Honoured("0: dynamic; else a fixed scale, above 1. Also for float16 autocast")
     ] = 0.0
@@ -62,9 +57,6 @@ class Fp16Block(Block):
     hysteresis: Annotated[int, Field(ge=1), Honoured("overflows before the scale halves")] = 2
     consecutive_hysteresis: Annotated[bool, Honoured("any step without overflow resets the count of overflows")] = False
     min_loss_scale: Annotated[Number, Field(gt=0), Honoured("an overflow at this scale is an error")] = 1.0
-    fp16_master_weights_and_grads: Annotated[
-        bool, Unsupported("Remove it: master weights are fp32; data_types.grad_accum_dtype sets the gradients' dtype.")
-    ] = False
 
 
 class DataTypesBlock(Block):

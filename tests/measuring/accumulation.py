@@ -8,7 +8,7 @@ import zeroamp
 from tests.models.small import batch, build, loss_of
 from tests.processes.training import config, wrapped
 from zeroamp.policies.accumulation import ACCUMULATE, STAGES, refusal
-from zeroamp.policies.dtype_names import short_name
+from zeroamp.policies.dtypes import short_name
 
 NAME = "llama_untied"
 MICRO_BATCHES = 16

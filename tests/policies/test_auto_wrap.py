@@ -9,7 +9,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 
 from tests.models.small import Block, ConvNet, Encoder, HfLlama, Llama
 from zeroamp import ConfigError, WrapError
-from zeroamp.policies import find_units
+from zeroamp.policies.auto_wrap import find_units
 from zeroamp.policies.policy import LeafModules
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]

@@ -344,12 +344,9 @@ def test_every_bad_key_has_a_line():
     "key",
     [
         "reduce_bucket_size",
-        "allgather_bucket_size",
         "stage3_prefetch_bucket_size",
         "stage3_param_persistence_threshold",
         "stage3_max_live_parameters",
-        "stage3_max_reuse_distance",
-        "sub_group_size",
     ],
 )
 def test_a_number_of_elements_of_more_than_64_bits_is_refused_by_name(key):

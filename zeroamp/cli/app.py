@@ -2,9 +2,6 @@
 
 Needs typer (the extra `cli`), so nothing else imports this file. Data goes to stdout, all else to stderr. Exit codes:
 0, 1 for a mistake in config or model, 2 for a mistake in the arguments.
-
-This file does not import torch. A command imports what needs torch in its body, after it has checked arguments and
-files, so that a typo is reported at once.
 """
 
 import json
@@ -14,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from http.server import ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -33,17 +30,19 @@ from zeroamp.cli.options import (
     Verbosity,
     WorldSize,
     auto_values,
-    check_config,
     mesh_sizes,
     messages_to_stderr,
 )
 from zeroamp.cli.plan import plan
+from zeroamp.cli.planned import describe_plan, ledger_of, ledger_on_axes, plan_of
 from zeroamp.policies.errors import some_of
+from zeroamp.policies.policy import Policy, policy_from_config
+from zeroamp.policies.safe_modules import unchecked_names
+from zeroamp.reporting import saved_runs
 from zeroamp.reporting.page import check_page, html_page, write_page
+from zeroamp.reporting.profiling import Profile
 from zeroamp.reporting.server import HOST, page_server
-
-if TYPE_CHECKING:
-    from zeroamp.policies import Policy
+from zeroamp.wrapping.refused_meshes import refuse_sizes
 
 app = typer.Typer(
     help="Show what a DeepSpeed-style config does and which dtypes a model gets, without a GPU, weights or ranks. "
@@ -97,13 +96,9 @@ def check(
         raise typer.BadParameter("it needs a model. Name one with --model.", param_hint="--inputs")
     values = auto_values(auto or [])
     with messages_to_stderr(verbose):
-        check_config(config, values)
+        policy = policy_from_config(config, world_size=world_size, **values)
         if model is not None:
             check_source(model)
-        from zeroamp.cli.planned import describe_plan, plan_of
-        from zeroamp.policies import policy_from_config
-
-        policy = policy_from_config(config, world_size=world_size, **values)
         plan = None if model is None else plan_of(model, policy, auto_wrap, inputs)
         unchecked = [] if plan is not None else _names_for_the_model(policy)
         typer.echo(policy.report(defaults=all_keys))
@@ -115,14 +110,12 @@ def check(
             typer.echo(f"\n{describe_plan(model, plan, world_size, gpus_per_node)}")
 
 
-def _names_for_the_model(policy: "Policy") -> list[str]:
+def _names_for_the_model(policy: Policy) -> list[str]:
     """Return the names in the config that are looked up in the model.
 
     Raises:
         ConfigError: a class of torch does not exist.
     """
-    from zeroamp.policies.safe_modules import unchecked_names
-
     safe, fp32, leaves = policy.lower_precision_safe_modules, policy.keep_in_fp32_modules, policy.leaf_modules
     names = [
         *([] if safe == "auto" else unchecked_names(safe)),
@@ -162,16 +155,11 @@ def explain(
         raise typer.BadParameter("--json and --markdown exclude each other. Pass one of them.", param_hint="--json")
     values = auto_values(auto or [])
     with messages_to_stderr(verbose):
-        check_config(config, values)
+        sizes = mesh_sizes(mesh, world_size)
+        policy = policy_from_config(config, world_size=world_size if sizes is None else sizes.num_data, **values)
         check_source(model)
         if page is not None:
             check_page(page)
-        from zeroamp.cli.planned import ledger_of, ledger_on_axes, plan_of
-        from zeroamp.policies import policy_from_config
-        from zeroamp.wrapping.refused_meshes import refuse_sizes
-
-        sizes = mesh_sizes(mesh, world_size)
-        policy = policy_from_config(config, world_size=world_size if sizes is None else sizes.num_data, **values)
         if sizes is not None:
             refuse_sizes(policy, sizes)
         if sizes is not None and sizes.distributes_parameters and takes_mesh(model):
@@ -208,9 +196,7 @@ def export(
 ) -> None:
     """Write the weights of a checkpoint as safetensors for transformers: one process, no model, no GPU."""
     with messages_to_stderr(verbose):
-        from zeroamp.checkpoint.export import export_checkpoint
-
-        taken = export_checkpoint(checkpoint, out, dtype, max_shard_bytes=int(max_shard_gb * 1e9))
+        taken = zeroamp.export_checkpoint(checkpoint, out, dtype, max_shard_bytes=int(max_shard_gb * 1e9))
         typer.echo(f"{taken} -> {out}")
 
 
@@ -233,8 +219,6 @@ def report(
     if as_json and as_markdown:
         raise typer.BadParameter("--json and --markdown exclude each other. Pass one of them.", param_hint="--json")
     with messages_to_stderr(0):
-        from zeroamp.reporting import saved_runs
-
         if page is not None:
             check_page(page)
 
@@ -285,8 +269,6 @@ def profile(
 
     The script runs to its end. The first rank prints its ranges with their times.
     """
-    from zeroamp.reporting.profiling import Profile
-
     recording = Profile(out, wait=wait, warmup=warmup, active=active, compress=compress)
     with recording, _as_main(script, arguments or []):
         try:

@@ -12,13 +12,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zeroamp.policies.errors import WrapError
-
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
 
 _FUNCTION = '"package.module:function" or "path/to/file.py:function"'
 _MODEL = f"a folder with a transformers config.json, {_FUNCTION}"
@@ -50,7 +50,7 @@ def takes_mesh(source: str) -> bool:
     return "mesh" in inspect.signature(_load_function(source, f"model {source!r}", _MODEL)).parameters
 
 
-def load_model(source: str, mesh: "DeviceMesh | None" = None) -> "nn.Module":
+def load_model(source: str, mesh: DeviceMesh | None = None) -> nn.Module:
     """Build the model that `source` names under `torch.device("meta")`. Nothing is downloaded.
 
     Args:
@@ -66,7 +66,6 @@ def load_model(source: str, mesh: "DeviceMesh | None" = None) -> "nn.Module":
     if Path(source).is_dir():
         return _from_folder(Path(source), where)
     factory = _load_function(source, where, _MODEL)
-    import torch  # here, so that `check_source` does not need it
 
     try:
         with torch.device("meta"):
@@ -103,10 +102,8 @@ def _check_folder(folder: Path, where: str) -> None:
         raise WrapError(f"{where} must be a folder with a transformers config.json, but has none. {remedy}")
 
 
-def _from_folder(folder: Path, where: str) -> "nn.Module":
+def _from_folder(folder: Path, where: str) -> nn.Module:
     _check_folder(folder, where)
-    import torch
-
     try:
         transformers: Any = importlib.import_module("transformers")
     except ModuleNotFoundError as error:
@@ -134,10 +131,8 @@ def _from_folder(folder: Path, where: str) -> "nn.Module":
     return model
 
 
-def _architecture(transformers: Any, config: Any, where: str) -> "Callable[[Any], nn.Module]":
+def _architecture(transformers: Any, config: Any, where: str) -> Callable[[Any], nn.Module]:
     """Return the class or function that builds the model of `config` in fp32."""
-    from torch import nn
-
     if not config.architectures:
         causal: Callable[[Any], nn.Module] = transformers.AutoModelForCausalLM.from_config
         return causal
@@ -167,8 +162,6 @@ def _split(source: str, where: str, valid: str) -> tuple[str, str]:
 def _load_function(source: str, where: str, valid: str) -> Callable[..., Any]:
     module_name, name = _split(source, where, valid)
     module = _import_file(Path(module_name), where) if module_name.endswith(".py") else _import(module_name, where)
-    from torch import nn
-
     function: object = getattr(module, name, None)
     if callable(function) and not isinstance(function, nn.Module):
         return function
@@ -184,8 +177,6 @@ def _load_function(source: str, where: str, valid: str) -> Callable[..., Any]:
 
 
 def _is_function_of(module: ModuleType, value: object) -> bool:
-    from torch import nn
-
     is_of_module = getattr(value, "__module__", None) == module.__name__
     return callable(value) and is_of_module and not isinstance(value, nn.Module)
 

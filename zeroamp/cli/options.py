@@ -3,17 +3,15 @@
 import json
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from zeroamp.planning.mesh_axes import AxisSizes, axis_sizes
 from zeroamp.policies.errors import ZeroAmpError
-
-if TYPE_CHECKING:
-    from zeroamp.planning.mesh_axes import AxisSizes
 
 logger = logging.getLogger("zeroamp")
 
@@ -62,7 +60,7 @@ Model = Annotated[str, typer.Option("--model", metavar="FOLDER_OR_FACTORY", help
 OptionalModel = Annotated[str | None, typer.Option("--model", metavar="FOLDER_OR_FACTORY", help=_MODEL_HELP)]
 
 
-def mesh_sizes(mesh: str | None, world_size: int | None) -> "AxisSizes | None":
+def mesh_sizes(mesh: str | None, world_size: int | None) -> AxisSizes | None:
     """Return the axis sizes that `--mesh` names; None without the option.
 
     Raises:
@@ -70,8 +68,6 @@ def mesh_sizes(mesh: str | None, world_size: int | None) -> "AxisSizes | None":
     """
     if mesh is None:
         return None
-    from zeroamp.planning.mesh_axes import axis_sizes  # imports torch
-
     sizes = axis_sizes(mesh)
     if world_size not in (None, sizes.num_ranks):
         raise typer.BadParameter(
@@ -99,24 +95,6 @@ def auto_values(pairs: list[str]) -> dict[str, Any]:
         except json.JSONDecodeError:
             values[key] = text
     return values
-
-
-def check_config(config: Path, values: Mapping[str, Any]) -> None:
-    """Check the file, the keys and their values without importing torch, which takes seconds.
-
-    Args:
-        config: the file.
-        values: the values of keys that are "auto", by name.
-
-    Raises:
-        ConfigError: the file cannot be read, a key is unknown or unsupported, has a value of another type, or is "auto"
-            without a value.
-    """
-    from zeroamp.policies.auto_values import fill_auto  # imports pydantic, which not every command needs
-    from zeroamp.policies.json_values import load_config
-    from zeroamp.policies.schema import check_keys
-
-    check_keys(fill_auto(load_config(config), values))
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import sys
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -23,21 +23,23 @@ from zeroamp.cli.options import (
     Model,
     Verbosity,
     auto_values,
-    check_config,
     mesh_sizes,
     messages_to_stderr,
 )
+from zeroamp.cli.planned import model_on_axes
 from zeroamp.dry_run.efficiency import Efficiency, efficiency_of
 from zeroamp.dry_run.gpus import GPUS, find_gpu
+from zeroamp.dry_run.plot import drawn_timeline
+from zeroamp.dry_run.render import title
+from zeroamp.dry_run.run_plan import plan_run
+from zeroamp.planning.mesh_axes import AxisSizes
 from zeroamp.policies.errors import ConfigError
+from zeroamp.policies.policy import Stage, policy_from_config
 from zeroamp.reporting.files import check_picture
 from zeroamp.reporting.page import check_page, html_page, write_page
+from zeroamp.wrapping.refused_meshes import refuse_sizes
 
-if TYPE_CHECKING:
-    from zeroamp.planning.mesh_axes import AxisSizes
-    from zeroamp.policies.policy import Stage
-
-_STAGES: dict[str, "Stage"] = {"0": 0, "1": 1, "2": 2, "3": 3}
+_STAGES: dict[str, Stage] = {"0": 0, "1": 1, "2": 2, "3": 3}
 
 logger = logging.getLogger("zeroamp")
 
@@ -85,8 +87,6 @@ def plan(
     """Predict memory, traffic and time of an optimizer step at every ZeRO stage, without weights, GPUs or ranks."""
     chosen, values = _stages(stages), auto_values(auto or [])
     with messages_to_stderr(verbose):
-        check_config(config, values)
-        check_source(model)
         efficiency = _efficiency(gpu, compute_efficiency)
         sizes = mesh_sizes(mesh if mesh is not None and "=" in mesh else None, world_size)
         shape = _mesh(mesh) if sizes is None else _shape(sizes, seq)
@@ -94,16 +94,12 @@ def plan(
             world_size, seq = sizes.num_ranks, seq // sizes.context
         elif world_size is None:
             raise typer.BadParameter("the number of ranks is missing. Pass --world-size or --mesh dp=N.")
+        policy = policy_from_config(config, world_size=world_size if sizes is None else sizes.num_data, **values)
+        check_source(model)
         if plot is not None:
             check_picture(plot)
         if page is not None:
             check_page(page)
-        from zeroamp.cli.planned import model_on_axes  # imports torch
-        from zeroamp.dry_run.run_plan import plan_run
-        from zeroamp.policies import policy_from_config
-        from zeroamp.wrapping.refused_meshes import refuse_sizes
-
-        policy = policy_from_config(config, world_size=world_size if sizes is None else sizes.num_data, **values)
         if sizes is not None and not sizes.distributes_parameters:  # else plan_run leaves single stages out
             refuse_sizes(policy, sizes)
         with ExitStack() as stack:
@@ -132,9 +128,6 @@ def plan(
         if plot is not None:
             run.plot(plot)
         if page is not None:
-            from zeroamp.dry_run.plot import drawn_timeline
-            from zeroamp.dry_run.render import title
-
             data = {"plan": run.to_dict(), "timelines": [drawn_timeline(stage) for stage in run.stages]}
             write_page(page, html_page("plan", f"plan of {model}", title(run), data))
             typer.echo(f"wrote {page}", err=True)
@@ -147,7 +140,7 @@ def _efficiency(gpu: str, compute: float | None) -> Efficiency:
     return replace(usual, compute=compute, origin=f"compute as given, the others {usual.origin}")
 
 
-def _shape(sizes: "AxisSizes", seq: int) -> tuple[int, int]:
+def _shape(sizes: AxisSizes, seq: int) -> tuple[int, int]:
     """Return replicas and shards. Refuse a sequence that the context ranks do not divide."""
     if seq % sizes.context:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Makes the plan and the ledger for the arguments of a command. Commands import this file late: it imports torch."""
+"""Makes the plan and the ledger for the arguments of a command."""
 
 import sys
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ from zeroamp.planning.mesh_axes import AxisSizes, find_axes, ranks_of_axes
 from zeroamp.planning.mesh_notes import mesh_notes
 from zeroamp.planning.nodes import ranks_per_node
 from zeroamp.planning.plan import Plan, build_plan
-from zeroamp.policies import Policy
 from zeroamp.policies.errors import WrapError, some_of
+from zeroamp.policies.policy import Policy
 from zeroamp.policies.tables import paragraph
 from zeroamp.wrapping.refused_meshes import refuse_combinations
 

@@ -17,8 +17,8 @@ from zeroamp.deepspeed.optimizer import ZeroOptimizer
 from zeroamp.deepspeed.refused import ENGINE, refusal, unknown
 from zeroamp.deepspeed.utils import logger
 from zeroamp.planning.mesh import device_of
-from zeroamp.policies import Policy
 from zeroamp.policies.errors import StepError
+from zeroamp.policies.policy import Policy
 from zeroamp.training.callbacks import Callback
 from zeroamp.training.checks import Scheduler, refuse_loss
 from zeroamp.training.step import TrainStep

@@ -2,9 +2,9 @@
 
 import torch
 
-from zeroamp.policies import Policy
 from zeroamp.policies.errors import ConfigError, describe
 from zeroamp.policies.numbers import is_integer
+from zeroamp.policies.policy import Policy
 
 
 def micro_batch_size(policy: Policy) -> int:

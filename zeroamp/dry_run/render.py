@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from zeroamp.dry_run.timeline import KINDS, LABELS, PHASES, Timeline
 from zeroamp.ledger.rows import SHARD_DIMS, ledger_rows
 from zeroamp.ledger.tables import fold
-from zeroamp.policies.dtype_names import short_name
+from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.tables import SOFT_HYPHEN, Row, gb, gib, paragraph, render
 
 if TYPE_CHECKING:

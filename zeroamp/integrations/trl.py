@@ -18,8 +18,8 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from zeroamp.hooks.random_state import preserved_random_state
 from zeroamp.integrations.transformers import ZeroampArguments
 from zeroamp.integrations.transformers import ZeroampMixin as ZeroampTrainerMixin
-from zeroamp.policies import Policy
 from zeroamp.policies.errors import ConfigError
+from zeroamp.policies.policy import Policy
 
 _WORKING = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer")
 _REASONS = {

@@ -15,7 +15,7 @@ from zeroamp.planning.groups import GroupPlan, ParamPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.traffic import REPLICATED_BYTES, param_memory, plan_traffic, step_collectives
-from zeroamp.policies.dtype_names import short_name
+from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.tables import SOFT_HYPHEN
 
 KEYS = {"stored": "storage", "param": "gather", "communication": "wire"}

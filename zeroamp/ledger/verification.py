@@ -13,7 +13,7 @@ from zeroamp.planning.group_dtypes import PER_OP, ParamDtypes, group_dtypes
 from zeroamp.planning.groups import GroupPlan, ParamPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
-from zeroamp.policies.dtype_names import short_name
+from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import describe
 from zeroamp.policies.tables import Row, paragraph, render
 

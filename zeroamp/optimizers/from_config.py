@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import ParamsT
 
-from zeroamp.policies import ConfigError, Policy, policy_from_config
+from zeroamp.policies.errors import ConfigError
+from zeroamp.policies.policy import Policy, policy_from_config
 from zeroamp.policies.schema import AdamParams, SGDParams
 
 PolicyLike = Policy | Mapping[str, Any] | str | os.PathLike[str]

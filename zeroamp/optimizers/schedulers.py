@@ -7,7 +7,7 @@ import torch
 
 from zeroamp.optimizers import learning_rate
 from zeroamp.optimizers.from_config import PolicyLike, policy_of
-from zeroamp.policies import ConfigError, StepError
+from zeroamp.policies.errors import ConfigError, StepError
 from zeroamp.policies.schema import SchedulerBlock
 
 CURVES: dict[str, Callable[..., learning_rate.Curve]] = {

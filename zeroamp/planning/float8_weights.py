@@ -15,8 +15,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from zeroamp.planning.overrides import Overrides
 from zeroamp.planning.parameter_uses import ParameterUses
 from zeroamp.planning.safe_parameters import Compute, Precision
-from zeroamp.policies.dtype_names import short_name
-from zeroamp.policies.dtypes import stored_dtype
+from zeroamp.policies.dtypes import short_name, stored_dtype
 from zeroamp.policies.errors import ConfigError, WrapError
 from zeroamp.policies.float8 import KEY
 from zeroamp.policies.policy import Policy

@@ -15,8 +15,7 @@ from zeroamp.hooks.collectives.traffic import ReduceOp
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.safe_parameters import Precision
 from zeroamp.policies.accumulation import accumulation_dtype, sharded_accumulation, unsharded_accumulation
-from zeroamp.policies.dtype_names import short_name
-from zeroamp.policies.dtypes import stored_dtype
+from zeroamp.policies.dtypes import short_name, stored_dtype
 from zeroamp.policies.policy import Policy
 
 PER_OP = "per op"

@@ -18,8 +18,7 @@ import torch
 
 from zeroamp.planning.group_dtypes import GroupKey, ParamDtypes, communication_dtype
 from zeroamp.planning.shard_dim import shard_dim
-from zeroamp.policies.dtype_names import short_name
-from zeroamp.policies.dtypes import FLOAT8_BY_NAME, LOW_DTYPES
+from zeroamp.policies.dtypes import FLOAT8_BY_NAME, LOW_DTYPES, short_name
 from zeroamp.policies.policy import Policy
 
 GroupKind = Literal["unit", "typed", "model-wide", "replicated", "ignored"]

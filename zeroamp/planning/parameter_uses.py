@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from zeroamp.planning.mesh import local_part
-from zeroamp.policies.dtype_names import short_name
-from zeroamp.policies.dtypes import stored_dtype
+from zeroamp.policies.dtypes import short_name, stored_dtype
 from zeroamp.policies.errors import WrapError
 
 

@@ -32,7 +32,7 @@ from zeroamp.planning.run_order import UnitRun, run_order, tree_order
 from zeroamp.planning.safe_parameters import param_precisions, trace
 from zeroamp.planning.shard_dim import may_shard_any_dim
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
-from zeroamp.policies.dtype_names import short_name
+from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import WrapError
 from zeroamp.policies.policy import Policy, refuse_other_than_policy
 

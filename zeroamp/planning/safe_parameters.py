@@ -14,8 +14,7 @@ from zeroamp.planning.fp32_regions import Fp32Regions
 from zeroamp.planning.mesh import current_device_type
 from zeroamp.planning.overrides import Override, Overrides
 from zeroamp.planning.parameter_uses import ParameterUses
-from zeroamp.policies.dtype_names import short_name
-from zeroamp.policies.dtypes import stored_dtype
+from zeroamp.policies.dtypes import short_name, stored_dtype
 from zeroamp.policies.errors import ConfigError, describe
 from zeroamp.policies.policy import Policy
 from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES, KEY, resolve_safe_classes, unsafe_owner

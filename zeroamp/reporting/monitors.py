@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from zeroamp.planning.mesh import is_first_rank
 from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.policy import Policy
-from zeroamp.policies.schema.instruments import FileMonitorBlock, WandbBlock
+from zeroamp.policies.schema.config import FileMonitorBlock, WandbBlock
 from zeroamp.reporting.files import append_to, imported
 from zeroamp.reporting.step_record import PARTS, StepRecord
 from zeroamp.reporting.step_recorder import Sink, StepRecorder, recorder_of

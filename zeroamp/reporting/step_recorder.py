@@ -20,7 +20,7 @@ from zeroamp.hooks.collectives.traffic import IssuedCollective
 from zeroamp.hooks.root_forward import ForwardCall
 from zeroamp.hooks.tensors import tensors_in
 from zeroamp.planning.mesh import device_of
-from zeroamp.policies.dtype_names import short_name
+from zeroamp.policies.dtypes import short_name
 from zeroamp.reporting.clock import StepClock
 from zeroamp.reporting.step_record import GIB, StepRecord
 from zeroamp.training.callbacks import Callback, Callbacks, Phase

@@ -19,7 +19,7 @@ from zeroamp.hooks._torch.fsdp import (
 from zeroamp.hooks.collectives.issued import peer_lost
 from zeroamp.hooks.guards import BackwardGuard
 from zeroamp.planning.micro_batch_order import micro_batch_order
-from zeroamp.policies.dtype_names import short_name
+from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import StepError
 from zeroamp.training.replicated import ReplicatedGradients
 from zeroamp.wrapping.state import WrapState, reshard

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zeroamp.planning.mesh import device_of
-from zeroamp.policies.dtype_names import short_name
-from zeroamp.policies.dtypes import LOW_DTYPES
+from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.errors import StepError
 from zeroamp.training.callbacks import Callbacks, call_observers
 from zeroamp.training.checks import (

@@ -21,8 +21,7 @@ from zeroamp.planning.mesh_axes import MeshAxes, is_expert
 from zeroamp.planning.nodes import is_one_node
 from zeroamp.planning.parameter_uses import has_own_storage_class, quantization_tensors
 from zeroamp.planning.plan import Plan
-from zeroamp.policies.dtype_names import short_name
-from zeroamp.policies.dtypes import INTEGER_BY_NUM_BYTES
+from zeroamp.policies.dtypes import INTEGER_BY_NUM_BYTES, short_name
 from zeroamp.policies.errors import ConfigError, WrapError, describe
 from zeroamp.policies.json_values import flatten
 from zeroamp.policies.policy import Policy

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.fsdp import can_be_sharded, take_sharded_memory, units_of
 from zeroamp.planning.mesh import TORCHFT_REMEDY
-from zeroamp.policies.dtype_names import short_name
+from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import WrapError
 from zeroamp.wrapping.state import Removable
 

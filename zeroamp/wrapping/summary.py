@@ -11,8 +11,7 @@ from zeroamp.planning.groups import GroupPlan, ParamPlan
 from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.traffic import param_memory
-from zeroamp.policies.dtype_names import short_name
-from zeroamp.policies.dtypes import stored_dtype
+from zeroamp.policies.dtypes import short_name, stored_dtype
 from zeroamp.policies.tables import gib_text
 
 UNCAST_FRACTION = 0.1

@@ -14,7 +14,7 @@ from tests.processes.ranks import RankError
 from tests.processes.training import config, wrapped
 from tests.zeroamp.reporting.records import record
 from tests.zeroamp.reporting.runs import NAME, take_steps, train_step
-from zeroamp.policies.schema.instruments import FileMonitorBlock, WandbBlock
+from zeroamp.policies.schema.config import FileMonitorBlock, WandbBlock
 from zeroamp.reporting.monitors import CsvWriter, TensorBoardWriter, WandbWriter, breakdown
 
 

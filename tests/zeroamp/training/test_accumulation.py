@@ -9,7 +9,7 @@ from tests.measuring.accumulation import NAME, all_cells, cell, relative_errors
 from tests.models.small import batch, build, loss_of
 from tests.processes.training import config, wrapped
 from zeroamp.policies.accumulation import ACCUMULATE, COMPUTE, STAGES, refusal
-from zeroamp.policies.dtype_names import short_name
+from zeroamp.policies.dtypes import short_name
 
 # DeepSpeed 0.19.8's relative error for fp32 accumulation over 16 micro-batches, worst stage of 1 to 3 (its stage 0 has
 # no fp32 accumulation of low-precision models). Its fp32 figure is 0 against fp32; ours is against fp64.

@@ -39,8 +39,8 @@ from zeroamp.integrations.accelerate.optimizer import ZeroampOptimizer
 from zeroamp.integrations.data_ranks import refuse_shared_samples
 from zeroamp.optimizers.schedulers import CurveLR
 from zeroamp.planning.mesh import local_part
-from zeroamp.policies import Policy
 from zeroamp.policies.errors import CheckpointError, ConfigError, StepError
+from zeroamp.policies.policy import Policy
 from zeroamp.training.optimizer_kinds import is_of_bitsandbytes
 from zeroamp.training.parameters_before import ParametersBefore
 from zeroamp.training.step import TrainStep

@@ -21,11 +21,11 @@ from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 
 from zeroamp.optimizers.from_config import optimizer_from_config
 from zeroamp.optimizers.schedulers import CurveLR
-from zeroamp.policies import Policy, open_auto_keys, policy_from_config
-from zeroamp.policies.auto_values import rename_keys
+from zeroamp.policies.auto_values import open_auto_keys, rename_keys
 from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.json_values import flatten, load_config, nest
 from zeroamp.policies.launcher import WORLD_SIZE, size_from_launcher
+from zeroamp.policies.policy import Policy, policy_from_config
 
 CONFIG_VARIABLE = "ZEROAMP_CONFIG"
 """The environment variable with the path of the config, if a script does not pass `zeroamp=`."""

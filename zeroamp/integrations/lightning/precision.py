@@ -17,7 +17,7 @@ from lightning.fabric.plugins.precision import Precision as FabricPrecision
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
 from zeroamp.policies.auto_values import AUTO, open_auto_keys
-from zeroamp.policies.dtype_names import short_name
+from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import ConfigError, describe
 from zeroamp.policies.json_values import flatten, load_config, nest
 from zeroamp.policies.policy import Policy, policy_from_config

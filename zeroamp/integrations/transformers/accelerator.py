@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from zeroamp.integrations.accelerate import ZeroampAccelerator
 from zeroamp.integrations.transformers.pretrained import fill_deferred, refuse_unfilled
-from zeroamp.policies import Policy
+from zeroamp.policies.policy import Policy
 
 
 class WrappingTrainer(Protocol):

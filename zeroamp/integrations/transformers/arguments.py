@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from transformers import TrainingArguments
 
-from zeroamp.policies import open_auto_keys
-from zeroamp.policies.auto_values import AUTO, DERIVED, rename_keys
+from zeroamp.policies.auto_values import AUTO, DERIVED, open_auto_keys, rename_keys
 from zeroamp.policies.dtypes import DTYPE_BY_NAME
 from zeroamp.policies.errors import ConfigError, shown, some_of
 from zeroamp.policies.json_values import flatten, load_config, nest

@@ -13,8 +13,8 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from zeroamp.planning.mesh import is_first_rank
-from zeroamp.policies import Policy
 from zeroamp.policies.errors import ConfigError, WrapError, some_of
+from zeroamp.policies.policy import Policy
 from zeroamp.weights.load import fill_from_files
 from zeroamp.wrapping.state import wrap_state
 from zeroamp.wrapping.wrap import wrap_model

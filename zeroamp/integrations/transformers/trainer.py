@@ -24,9 +24,9 @@ from zeroamp.integrations.transformers.arguments import ZeroampConfig, fill_auto
 from zeroamp.integrations.transformers.refusals import refuse_arguments, refuse_model
 from zeroamp.optimizers.from_config import optimizer_from_config
 from zeroamp.optimizers.schedulers import scheduler_from_config
-from zeroamp.policies import Policy, policy_from_config
 from zeroamp.policies.auto_wrap import find_units
 from zeroamp.policies.errors import CheckpointError, ConfigError
+from zeroamp.policies.policy import Policy, policy_from_config
 from zeroamp.training.step import TrainStep
 from zeroamp.weights.export import export_hf
 from zeroamp.weights.files import ADAPTER_STEM, INDEX, SINGLE_FILE

@@ -36,7 +36,7 @@ GPU_CHECK_OUT ?= runs/gpu-check
 MODULE := $(BIN)/python -m
 TWO_RANKS := $(MODULE) torch.distributed.run --standalone --nproc-per-node 2 -m
 SHARDED := zeroamp 2,zeroamp 3,FSDP2 bf16 reshard,FSDP2 bf16 no reshard,FSDP2 autocast reshard
-CHOICES := zeroamp 3,zeroamp 3 again,zeroamp 3 casts not shared,zeroamp 3 recovery,zeroamp 3 nothing counted or named,$\
+CHOICES := zeroamp 3,zeroamp 3 again,zeroamp 3 casts not shared,zeroamp 3 nothing counted or named,$\
 	zeroamp 3 no model-wide group,zeroamp 3 units of two blocks,zeroamp 3 gathers waited for,zeroamp 3 optimizer on DTensors,$\
 	zeroamp 3 prefetch,zeroamp 3 live,zeroamp 3 merged,zeroamp 3 sizes of DeepSpeed
 

@@ -34,7 +34,6 @@ PARTS = ("before the sum", "sum to update", "optimizer.step", "clip's kernels", 
 OPTIMIZERS = ("fused", "foreach")
 MODES: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}, "gradient_clipping": 1.0},
-    "bf16, recovery": {"bf16": {"enabled": True}, "gradient_clipping": 1.0, "zeroamp": {"recovery": True}},
     "fp16": {"fp16": {"enabled": True}, "gradient_clipping": 1.0},
 }
 

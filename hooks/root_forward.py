@@ -4,15 +4,14 @@
 |---|---|---|---|
 | 1 | "report" | outermost, with gradients | a `RunReport` measures the time and counts tokens |
 | 2 | "outer autocast" | every forward | the caller's autocast and CUDA graphs are checked, cached casts cleared |
-| 3 | "recovery" | outermost | an exception is recorded; the next forward raises |
-| 4 | "random state" | outermost, with gradients, training mode | `zeroamp.reproducible` seeds the generators |
-| 5 | "autocast" | every forward | `torch.autocast` of the config is entered |
-| 6 | "reshard" | outermost | when it ends: visits of merged units end; without gradients, all groups are resharded |
-| 7 | "float8 scales" | outermost, not inside of a step | the scales of float8 weights are computed |
-| 8 | (FSDP2) | every forward | FSDP2 unshards the root, then the typed groups of the root unshard |
-| 9 | (model) | every forward | the model's own forward |
+| 3 | "random state" | outermost, with gradients, training mode | `zeroamp.reproducible` seeds the generators |
+| 4 | "autocast" | every forward | `torch.autocast` of the config is entered |
+| 5 | "reshard" | outermost | when it ends: visits of merged units end; without gradients, all groups are resharded |
+| 6 | "float8 scales" | outermost, not inside of a step | the scales of float8 weights are computed |
+| 7 | (FSDP2) | every forward | FSDP2 unshards the root, then the typed groups of the root unshard |
+| 8 | (model) | every forward | the model's own forward |
 
-The context managers of places 1 to 7 are entered in this order before FSDP2's hooks run. They are exited in the reverse
+The context managers of places 1 to 6 are entered in this order before FSDP2's hooks run. They are exited in the reverse
 order after FSDP2's hooks, also if the forward raised. Methods given to `register_forward_method` run inside the same
 list. A forward inside a forward (`generate` calls the model) is not outermost.
 """
@@ -33,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from zeroamp.hooks._torch.dispatch import untraced
 from zeroamp.hooks._torch.fsdp import PostForward, PreForward, init_unsharded, release
 
-Place = Literal["report", "outer autocast", "recovery", "random state", "autocast", "reshard", "float8 scales"]
+Place = Literal["report", "outer autocast", "random state", "autocast", "reshard", "float8 scales"]
 PLACES: tuple[Place, ...] = get_args(Place)
 
 

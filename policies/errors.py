@@ -25,10 +25,7 @@ class StepError(ZeroAmpError, RuntimeError):
 
 
 class PeerError(StepError):
-    """Another rank failed. The text names that rank and its error, or the collective in which this rank waited for it.
-
-    With `zeroamp.recovery`, all ranks discarded the optimizer step and may go on.
-    """
+    """Another rank has ended, or did not issue the collective in which this rank waited. The text names it."""
 
 
 class PrecisionError(ZeroAmpError, RuntimeError):

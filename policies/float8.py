@@ -61,12 +61,6 @@ CONFLICTS: tuple[Conflict, ...] = (
         applies=lambda policy: policy.offload.to_cpu,
     ),
     Conflict(
-        name="zeroamp.recovery",
-        why="a rank that failed would not issue the all-reduce of the scales",
-        instead="Remove one of the two keys.",
-        applies=lambda policy: policy.config.zeroamp.recovery,
-    ),
-    Conflict(
         name="zeroamp.symmetric_memory",
         why="it is not tested",
         instead="Remove one of the two keys.",

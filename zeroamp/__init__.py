@@ -23,7 +23,6 @@ def _public_names() -> dict[str, str]:
 _HOMES = _public_names()
 
 EXTENSIONS = {
-    "zeroamp.recovery": "zeroamp.recovery.recovery:attach_recovery",
     "tensorboard": "zeroamp.reporting.monitors:attach_monitors",
     "csv_monitor": "zeroamp.reporting.monitors:attach_monitors",
     "wandb": "zeroamp.reporting.monitors:attach_monitors",

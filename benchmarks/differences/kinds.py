@@ -43,7 +43,6 @@ CONFIG = {
     "fp32 modules": _key("data_types.keep_in_fp32_modules", ["head"]),
     "accumulation dtype": _key("data_types.grad_accum_dtype", "bf16"),
     "buffer dtype": _key("data_types.buffer_dtype", "bf16"),
-    "recovery": _key("zeroamp.recovery", True, stages=(0, 3)),
     "offload": _key("zero_optimization.offload_optimizer.device", "cpu", names="offload_optimizer"),
     "replicas": _key("zeroamp.dp_replicate_size", 2),
     "leaf modules": _key("zero_optimization.leaf_module.classes", ["Sequential"], names="leaf_module"),

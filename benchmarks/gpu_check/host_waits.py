@@ -33,10 +33,9 @@ CASES: dict[str, dict[str, Any]] = {
     "stage 1": {"stage": 1},
     "stage 2, 2 micro-batches": {"stage": 2, "gradient_accumulation_steps": 2},
     "stage 3": {"stage": 3},
-    "stage 3, recovery": {"stage": 3, "zeroamp": {"recovery": True}},
     "stage 3, float16": {"stage": 3, "torch_autocast": {"enabled": True, "dtype": "float16"}},
 }
-PROFILED = ("stage 3", "stage 3, recovery")
+PROFILED = ("stage 3",)
 UPDATE = "aten::_fused_adamw_"
 _WARNING = "called a synchronizing CUDA operation"
 _WAITING = {

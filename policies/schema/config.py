@@ -144,12 +144,6 @@ class ZeroampBlock(Block):
             "dimension that needs no padding (docs/precision.md); `0`: always dimension 0"
         ),
     ] = "auto"
-    recovery: Annotated[
-        bool,
-        Honoured(
-            "an exception on one rank is raised on all ranks, and training can continue after `TrainStep.recover`"
-        ),
-    ] = False
     autocast_ops: Annotated[
         tuple[Literal["grouped_mm"], ...],
         BeforeValidator(as_tuple),
@@ -176,8 +170,7 @@ class ZeroampBlock(Block):
         bool | None,
         Honoured(
             "reductions have their own process group (torch 2.13+), so that NCCL runs them beside all-gathers and not "
-            "after them; same bits. Default: true if reductions between nodes have one level and `zeroamp.recovery` is "
-            "off"
+            "after them; same bits. Default: true if reductions between nodes have one level"
         ),
     ] = None
     symmetric_memory: Annotated[

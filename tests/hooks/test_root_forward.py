@@ -86,7 +86,7 @@ def test_what_was_entered_is_left_when_a_later_one_refuses():
         log.clear()
         with pytest.raises(ValueError, match="entering autocast"):
             root()
-        enters, leaves = _expected("report", "outer autocast", "recovery", "random state")
+        enters, leaves = _expected("report", "outer autocast", "random state")
         assert log == [*enters, "enter autocast", *leaves]
         assert forward.depth == 0
 
@@ -103,7 +103,7 @@ def test_a_context_sees_the_exception_of_the_forward_and_not_one_that_was_being_
             raise
 
     forward = RootForward()
-    forward.add("recovery", lambda _call: context())
+    forward.add("random state", lambda _call: context())
     fine, raising = Calls([]), Calls([], raises_at=0)
     forward.attach(fine)
     forward.attach(raising)

@@ -42,7 +42,6 @@ OUTSIDE = (
     "checkpoint",
     "reporting",
     "dry_run",
-    "recovery",
     "deepspeed",
     "integrations",
     "cli",
@@ -73,7 +72,7 @@ config = {
     "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
     "gradient_accumulation_steps": 2,
     "gradient_clipping": 1.0,
-    "zeroamp": {"recovery": False},
+    "zeroamp": {"reproducible": False},
 }
 policy = zeroamp.policy_from_config(config)
 torch.manual_seed(0)
@@ -137,7 +136,6 @@ def test_training_with_a_plain_config_imports_nothing_outside_of_the_core():
     modules = _run(TRAIN)["modules"]
     assert "zeroamp.training.step" in modules
     assert [name for name in modules if name.split(".")[1] in OUTSIDE] == []
-    assert "zeroamp.hooks._torch.recovery" not in modules
 
 
 def test_every_package_is_of_the_core_or_outside_of_it():

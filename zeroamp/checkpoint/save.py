@@ -111,7 +111,7 @@ def save_checkpoint(
     Raises:
         CheckpointError: on all ranks, if any rank could not write, or ranks that hold the same shard (stage 0, HSDP)
             differ in it. All files of the checkpoint are then removed.
-        StepError: called inside an optimizer step, or after an exception without `recover`, or a trainable parameter is
+        StepError: called inside an optimizer step, or after a backward or step raised, or a trainable parameter is
             not sharded.
 
     Examples:

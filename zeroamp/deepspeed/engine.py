@@ -30,7 +30,7 @@ engines: "WeakSet[DeepSpeedEngine]" = WeakSet()
 
 
 class _CountAgain(Callback):
-    """Resets an engine's count of micro-batches when its optimizer step is discarded, as by `recover`."""
+    """Resets an engine's count of micro-batches when its optimizer step is discarded, as by `zero_grad`."""
 
     def __init__(self, engine: "DeepSpeedEngine") -> None:
         self._engine = engine
@@ -141,7 +141,7 @@ class DeepSpeedEngine(EngineConfig, nn.Module):
             raise StepError("engine.step was called inside no_sync(). Run one backward after no_sync(), then step().")
         self._step_applied = False
         if self.is_gradient_accumulation_boundary():
-            if train_step.is_between_steps and train_step.micro_batches.failure is None:
+            if train_step.is_between_steps and wrap_state(train_step.model).failure is None:
                 raise StepError(
                     "engine.step was called without a backward of the engine since the last optimizer step. Call "
                     "engine.backward(loss) before it, instead of loss.backward()."

@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.fsdp import can_be_sharded, unsharded_sums
@@ -15,7 +14,7 @@ from zeroamp.hooks.random_state import preserved_random_state
 from zeroamp.planning.plan import Plan
 from zeroamp.training.loss_scale import LossScaler
 from zeroamp.training.micro_batches import MicroBatches
-from zeroamp.wrapping.state import WrapState
+from zeroamp.wrapping.state import WrapState, reshard
 
 
 class ObservedStep:
@@ -46,7 +45,8 @@ class ObservedStep:
         is_last = micro_batches.num_done + 1 == num_micro_batches
         if micro_batches.num_done == 0:
             micro_batches.refuse_other_gradients()
-        micro_batches.backward(self._scaler.scale_loss(loss.float() / num_micro_batches), is_last=is_last)
+        with micro_batches.noting("backward"):  # FSDP2 cannot go on after a backward that raised
+            micro_batches.backward(self._scaler.scale_loss(loss.float() / num_micro_batches), is_last=is_last)
         if policy.stage < 2 and num_micro_batches > 1:
             if not is_last:
                 for parameter, total in (pair for unit in micro_batches.units for pair in unsharded_sums(unit)):
@@ -74,10 +74,8 @@ class ObservedStep:
 
     def abandon(self) -> None:
         """Discard the step after an error."""
-        from zeroamp.hooks._torch.recovery import abandon  # not needed by a step without errors
-
-        abandon(cast(FSDPModule, self._state.root))
         self._micro_batches.discard()
+        reshard(self._micro_batches.units)
 
 
 @contextmanager

@@ -61,13 +61,6 @@ def step_schedule(plan: Plan) -> Schedule:
     return replay.schedule()
 
 
-def evaluation_schedule(plan: Plan) -> Schedule:
-    """Return the collectives of one forward without a backward, between two optimizer steps."""
-    replay = Replay(plan)
-    replay.evaluation(plan.run)
-    return replay.schedule()
-
-
 @dataclass(slots=True)
 class _Group:
     """The state that FSDP2 has of one group."""
@@ -120,10 +113,6 @@ class Replay:
             last_reductions=last,
             order=self._order,
         )
-
-    def evaluation(self, run: UnitRun) -> None:
-        """Replay one forward without a backward."""
-        self._forward(run)
 
     def micro_batch(self, run: UnitRun, *, is_last: bool) -> None:
         """Replay one forward and its backward, with the flags that `TrainStep` sets."""

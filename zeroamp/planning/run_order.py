@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from zeroamp.hooks.typed_groups import Holder, attachment_point
+from zeroamp.hooks.typed_groups import attachment_point
 from zeroamp.planning.groups import GroupPlan
 
 
@@ -59,8 +59,6 @@ def run_order(
     units: Sequence[str],
     merged: Mapping[str, tuple[str, ...]],
     lookups: Collection[str] = (),
-    *,
-    owned_by_leaves: bool = False,
 ) -> UnitRun:
     """Return the predicted run of the root.
 
@@ -72,15 +70,11 @@ def run_order(
         units: FQNs of the units below the root.
         merged: FQN of a merged unit -> the FQNs of its modules.
         lookups: units whose inputs are indices, which have no gradient.
-        owned_by_leaves: whether to count only parameters of modules without children. If the result is the same as
-            without it, the time at which the other parameters are used does not matter.
     """
     unit_of = {model.get_submodule(fqn): unit for unit in units for fqn in merged.get(unit, (unit,))}
 
     def owns_trainable(module: nn.Module) -> bool:
-        owned = module.parameters(recurse=False)
-        is_seen = not owned_by_leaves or all(isinstance(child, Holder) for child in module.children())
-        return is_seen and any(parameter.requires_grad for parameter in owned)
+        return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
 
     requires_grad = owns_trainable(model)
     stack = [_Open("", "", False)]

@@ -139,9 +139,9 @@ def plan_traffic(plan: Plan, ranks: Ranks) -> Traffic:
         traffic.num_bytes[key] += num_scales * torch.float32.itemsize
     key = TrafficKey("all_reduce", torch.float64, STEP)
     traffic.calls[key] += 1
-    # Several ranks compare a hash: one number. Recovery sends the number of ranks that failed: one number.
+    # Several ranks compare a hash: one number.
     has_tensor = ranks.num_tensor > 1  # two numbers compare the gradients of the tensor axis' copies
-    num_numbers = num_statistics(plan, ranks) + (has_tensor or not ranks.is_one) + 2 * has_tensor + plan.policy.recovery
+    num_numbers = num_statistics(plan, ranks) + (has_tensor or not ranks.is_one) + 2 * has_tensor
     traffic.num_bytes[key] += num_numbers * torch.float64.itemsize
     return traffic
 

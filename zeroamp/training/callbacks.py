@@ -1,4 +1,4 @@
-"""`Callback`: methods that `TrainStep` calls while it runs. Reporting and recovery attach through it."""
+"""`Callback`: methods that `TrainStep` calls while it runs. Reporting attaches through it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,9 +42,6 @@ class Callback:
     def on_statistics(self, sums: torch.Tensor, /) -> None:
         """Called before the update with the sums of `statistics`, 1-D fp64 on the device. May raise, on all ranks."""
 
-    def on_no_gradient(self, error: Exception, /) -> None:
-        """Called if this rank has no gradient. The step then raises `error` before the step's all-reduce."""
-
     def before_update(self) -> None:
         """Called between the step's all-reduce and the update. May issue collectives."""
 
@@ -52,7 +49,7 @@ class Callback:
         """Called after an optimizer step, taken or skipped, with gradients released. May raise, on all ranks alike."""
 
     def on_step_discarded(self) -> None:
-        """Called after `zero_grad` or `recover` discarded the current optimizer step."""
+        """Called after `zero_grad` discarded the current optimizer step."""
 
 
 class HostReader(Callback):

@@ -5,7 +5,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
 
 import torch
@@ -27,30 +26,7 @@ from zeroamp.wrapping.state import WrapState, reshard
 if TYPE_CHECKING:
     from zeroamp.training.reproducible import MicroBatchRandomness
 
-Where = Literal["forward", "evaluation", "backward", "step", "the training loop", "optimizer.step", "recovery"]
-RESTART = "Restart from the last checkpoint."
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
-    """An exception on this rank, as text. Retaining the exception would retain the tensors of its frames."""
-
-    where: Where
-    """What raised it. "evaluation" is a forward without gradients. "the training loop" is the caller's own code."""
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.where} ({self.text})"
-
-    @property
-    def can_be_recovered(self) -> bool:
-        """Whether parameters and process groups are intact after the failure."""
-        return self.where not in ("optimizer.step", "recovery")
-
-
-def describe_error(error: BaseException | None) -> str:
-    """Return an error's class and text, to send to another rank."""
-    return "an error that was handled before recover()" if error is None else f"{type(error).__name__}: {error}"
+Where = Literal["backward", "step", "optimizer.step"]
 
 
 def _nothing() -> None:
@@ -65,10 +41,6 @@ class MicroBatches:
         """Number of backwards run in this optimizer step."""
         self.is_complete = False
         """Whether the last micro-batch has run, so that gradients are reduced."""
-        self.failure: Failure | None = None
-        """The first exception since the last recovery. Later exceptions follow from the first."""
-        self.remedy = f"{RESTART} To continue after such an error, set zeroamp.recovery to true."
-        """The advice that errors give after a failure that can be recovered."""
         self.on_end: Callable[[], None] = _nothing
         """Called when the gradients of an optimizer step are discarded."""
         self.units = [module for module in state.root.modules() if isinstance(module, FSDPModule)]
@@ -260,16 +232,12 @@ class MicroBatches:
         try:
             yield
         except BaseException as error:
-            self.note(where, error)
+            if self.randomness is not None:
+                self.randomness.end()
+            if self._state.failure is None:  # later exceptions follow from the first
+                self._state.failure = f"{where} ({type(error).__name__}: {error})"
+                self._close()
             raise
-
-    def note(self, where: Where, error: BaseException) -> None:
-        """Record an exception, unless an earlier one is recorded."""
-        if self.randomness is not None:
-            self.randomness.end()
-        if self.failure is None:
-            self.failure = Failure(where=where, text=describe_error(error))
-            self._close()
 
     def refuse_after_failure(self, method: str) -> None:
         """Raise StepError if a failure is recorded, or `unwrap_model` was called. The error names `method`."""
@@ -278,9 +246,10 @@ class MicroBatches:
                 f"{method} was called after unwrap_model, which left this TrainStep without its shards. Call "
                 "wrap_model again, then build another optimizer and TrainStep."
             )
-        if self.failure is not None:
-            remedy = self.remedy if self.failure.can_be_recovered else RESTART
-            raise StepError(f"{method} was called after an earlier failure in {self.failure}. {remedy}")
+        if (failure := self._state.failure) is not None:
+            raise StepError(
+                f"{method} was called after an earlier failure in {failure}. Restart from the last checkpoint."
+            )
 
     def refuse_unfinished(self, method: str) -> None:
         """Raise StepError if an optimizer step has run a backward but has not ended."""

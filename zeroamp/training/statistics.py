@@ -150,10 +150,7 @@ class StepStatistics:
             copies = self._statistics_of_copies()
             prepare()
         if not has_gradient:
-            error = no_gradient()
-            for callback in tuple(self._callbacks):
-                callback.on_no_gradient(error)
-            raise error
+            raise no_gradient()
         more = [number for _, numbers in of_callbacks for number in numbers]
         # Built on the host and copied: to build it on the device, the host would wait for the whole backward.
         of_all = torch.tensor(more, dtype=statistics.dtype).to(statistics.device, non_blocking=True) if more else None
@@ -228,7 +225,6 @@ class StepStatistics:
         """Pass the readers their sums: those of this step, and to late readers those of the previous step.
 
         Raises:
-            PeerError: another rank failed.
             StepError: the ranks differ, or the ranks of a tensor axis have different gradients of copies.
         """
         if self._copies is not None and summed.of_copies is not None:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from zeroamp.training.extensions import attach_extensions, load
 from zeroamp.training.fp64 import refuse_without_fp64
 from zeroamp.training.loss_scale import LossScaler
 from zeroamp.training.losses import StepLosses
-from zeroamp.training.micro_batches import Failure, MicroBatches
+from zeroamp.training.micro_batches import MicroBatches
 from zeroamp.training.norm import clip_factor, multiply_gradients
 from zeroamp.training.optimizer_kinds import checked_on_shards, refuse_on_two_axes, refuse_unsupported
 from zeroamp.training.rank_agreement import Done, RankAgreement, description_of
@@ -45,17 +45,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("zeroamp")
 T = TypeVar("T")
-
-
-class Recovery(Protocol):
-    """The interface that `TrainStep.recover` calls. An implementation is attached if `zeroamp.recovery` is true."""
-
-    @property
-    def is_cut_short(self) -> bool:
-        """Whether this rank stopped before the last micro-batch of the optimizer step."""
-
-    def recover(self) -> None:
-        """See `TrainStep.recover`."""
 
 
 class TrainStep:
@@ -125,8 +114,6 @@ class TrainStep:
         self.num_skipped = 0
         """Optimizer steps skipped because a gradient was not finite."""
         self._callbacks = Callbacks()
-        self.recovery: Recovery | None = None
-        """None unless `zeroamp.recovery` is true."""
         self._state = wrap_state(model)
         self._policy = self._state.plan.policy
         self._world = self._state.world
@@ -234,7 +221,7 @@ class TrainStep:
         if callbacks is self._callbacks:  # train.callbacks += [...]
             return
         raise StepError(
-            "TrainStep.callbacks was set, which would remove the callbacks of the config (monitors, recovery, saving). "
+            "TrainStep.callbacks was set, which would remove the callbacks of the config (monitors, saving). "
             "Call train.callbacks.append(callback) for each of yours."
         )
 
@@ -317,7 +304,7 @@ class TrainStep:
         another `TrainStep` of this model.
 
         Raises:
-            StepError: `recover` was not called after an earlier failure.
+            StepError: an earlier backward or step raised.
         """
         self.micro_batches.refuse_after_failure("TrainStep.zero_grad")
         self.micro_batches.discard()
@@ -339,10 +326,10 @@ class TrainStep:
 
         Raises:
             StepError: `step` or `update` was not called since the last backward, None and a bool are mixed for
-                `is_last`, `loss` is not a tensor of one element, a trainable parameter is not stored in fp32, or
-                `recover` was not called after an earlier failure. Also if there are gradients before the first backward
-                of an optimizer step: call `zero_grad`. With `zeroamp.reproducible`, also if the number of micro-batches
-                or the division of the losses would make the bits depend on the number of ranks.
+                `is_last`, `loss` is not a tensor of one element, a trainable parameter is not stored in fp32, or an
+                earlier backward or step raised. Also if there are gradients before the first backward of an optimizer
+                step: call `zero_grad`. With `zeroamp.reproducible`, also if the number of micro-batches or the division
+                of the losses would make the bits depend on the number of ranks.
             PeerError: the backend ended a collective, because it timed out or another rank's process ended.
         """
         self.micro_batches.refuse_after_failure("TrainStep.backward")
@@ -389,8 +376,8 @@ class TrainStep:
 
         Raises:
             StepError: `clip_grad_norm` was called, `data_types.grad_accum_dtype` is not fp32, the config counts the
-                micro-batches, `recover` was not called after an earlier failure, or with `zeroamp.reproducible` the
-                order of additions depends on the number of micro-batches (stages 0 and 1, replicas).
+                micro-batches, an earlier backward or step raised, or with `zeroamp.reproducible` the order of additions
+                depends on the number of micro-batches (stages 0 and 1, replicas).
         """
         self.micro_batches.refuse_after_failure("TrainStep.reopen")
         if not self.micro_batches.is_complete:
@@ -469,10 +456,8 @@ class TrainStep:
         Raises:
             StepError: no backward ran since the last call, the last backward was given `is_last=False`, no parameter
                 has a gradient, a gradient overflowed at the minimum loss scale, the ranks made different calls or have
-                different settings (on an accelerator, raised one step later), or `recover` was not called after an
-                earlier failure.
-            PeerError: another rank failed in this optimizer step (with `zeroamp.recovery`): nothing was updated. Or the
-                backend ended a collective, because it timed out or another rank's process ended.
+                different settings (on an accelerator, raised one step later), or an earlier backward or step raised.
+            PeerError: the backend ended a collective, because it timed out or another rank's process ended.
             CheckpointError: a background save failed. The optimizer step was taken.
         """
         self.micro_batches.refuse_after_failure("TrainStep.step")
@@ -503,10 +488,9 @@ class TrainStep:
         Raises:
             StepError: the last micro-batch has not run, `clip_grad_norm` was called twice, `max_norm` is negative or
                 NaN, no parameter has a gradient, a gradient overflowed at the minimum loss scale, the ranks made
-                different calls or have different settings (on an accelerator, raised one step later), or `recover` was
-                not called after an earlier failure.
-            PeerError: another rank failed in this optimizer step (with `zeroamp.recovery`): nothing was updated. Or the
-                backend ended a collective, because it timed out or another rank's process ended.
+                different calls or have different settings (on an accelerator, raised one step later), or an earlier
+                backward or step raised.
+            PeerError: the backend ended a collective, because it timed out or another rank's process ended.
         """
         self.micro_batches.refuse_after_failure("TrainStep.clip_grad_norm")
         limit = self._policy.gradient_clipping if max_norm is None else checked_max_norm(max_norm)
@@ -525,8 +509,8 @@ class TrainStep:
                 their parameters stay as they are. None: all optimizers step.
 
         Raises:
-            StepError: `clip_grad_norm` was not called before, an optimizer is not one of this TrainStep, or `recover`
-                was not called after an earlier failure.
+            StepError: `clip_grad_norm` was not called before, an optimizer is not one of this TrainStep, or an earlier
+                backward or step raised.
             CheckpointError: a background save failed. The optimizer step was taken.
         """
         clipped, stepping = self._to_update("update", self.optimizers if optimizers is None else optimizers)
@@ -631,7 +615,6 @@ class TrainStep:
         """Read the sums over ranks on the host. Return whether the step is skipped.
 
         Raises:
-            PeerError: another rank failed.
             StepError: the ranks differ, or a gradient overflowed at the minimum loss scale.
         """
         self._statistics.settle(summed)
@@ -654,7 +637,6 @@ class TrainStep:
 
     def _update(self, clipped: "_Clipped", optimizers: Sequence[torch.optim.Optimizer]) -> StepReport:
         try:
-            # An error in here cannot be recovered: other ranks may have updated.
             with self.micro_batches.noting("optimizer.step"):
                 rates = tuple(rate for optimizer in self.optimizers for rate in learning_rates(optimizer))
                 self._step_optimizers(clipped, optimizers)
@@ -693,37 +675,6 @@ class TrainStep:
         self._clipped, self._is_ended_by_caller, self._is_stepped = None, None, True
         self._losses.reset()
         self._state.gradient_scale = 1.0
-
-    def recover(self) -> int:
-        """Continue training after an exception. Call this on every rank that raised, outside of the except block.
-
-        Needs `"zeroamp": {"recovery": true}`. All ranks discard the optimizer step: its gradients are released and
-        buffers are restored. The other ranks raise PeerError from `step`. See docs/recovery.md.
-
-        Returns:
-            The number of micro-batches of the optimizer step that this rank did not run. Skip this many batches, so
-            that the rank continues at the same batch as the others.
-
-        Raises:
-            StepError: `zeroamp.recovery` is false, or the run must be restarted from a checkpoint.
-        """
-        if self.recovery is None:
-            raise StepError(
-                'TrainStep.recover needs "zeroamp": {"recovery": true} in the config, but it is false. Restart from '
-                "the last checkpoint."
-            )
-        num_left = 0
-        if self._clipped is not None and self.micro_batches.failure is None:  # other ranks may have updated
-            self.micro_batches.failure = Failure(where="optimizer.step", text="between clip_grad_norm() and update()")
-        if self.recovery.is_cut_short and not self._is_ended_by_caller:
-            # If `step` was called since the last backward, the next micro-batch had begun.
-            num_left = self._policy.gradient_accumulation_steps - self.micro_batches.num_done - self._is_stepped
-        self.micro_batches.end()  # first: releases memory that the recovery needs
-        self.recovery.recover()
-        self._forget()
-        for callback in tuple(self.callbacks):
-            callback.on_step_discarded()
-        return num_left
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts of steps and the loss scale, as plain numbers. Save optimizers and schedulers separately.

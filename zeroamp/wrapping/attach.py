@@ -114,7 +114,7 @@ def _separates_reductions(state: WrapState) -> bool:
     """Return whether reductions get their own process group. Reductions in two levels have their own already."""
     policy, nodes = state.plan.policy, state.nodes
     if policy.separate_reduce_scatter_group is None:  # in one level they are slow between nodes: all-gathers would wait
-        return nodes.why_flat is not None and has_reduction_options() and not policy.recovery
+        return nodes.why_flat is not None and has_reduction_options()
     return policy.separate_reduce_scatter_group and not nodes.reductions
 
 

@@ -206,20 +206,6 @@ COMBINATIONS: tuple[Combination, ...] = (
         ),
     ),
     Combination(
-        name="Tensor or expert parallelism with zeroamp.recovery",
-        why="a rank that failed cannot repeat the collectives inside of the model's forward",
-        instead="Leave the key out, and restart from a checkpoint.",
-        applies=lambda case: not case.axes.is_plain and case.plan.policy.recovery,
-        is_of_policy=True,
-    ),
-    Combination(
-        name="Context parallelism with zeroamp.recovery",
-        why="a rank that failed cannot repeat the collectives inside of the model's forward",
-        instead="Leave the key out, and restart from a checkpoint.",
-        applies=lambda case: case.axes.num_context > 1 and case.plan.policy.recovery,
-        is_of_policy=True,
-    ),
-    Combination(
         name="Tensor or expert parallelism with zeroamp.symmetric_memory",
         why="it is not tested",
         instead="Leave the key out.",

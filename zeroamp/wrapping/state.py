@@ -104,6 +104,9 @@ class WrapState:
     between the micro-batches of an optimizer step, when the gradients are not complete."""
     is_summed: bool = False
     """Whether the all-reduce of the optimizer step has run. Before it, gradients of 0-D parameters are local."""
+    failure: str | None = None
+    """The first exception of a backward or step, as text: where, class and message. Gradients may be missing, and
+    parameters may be updated in part, so no step runs after it. The exception itself would retain tensors."""
     is_unwrapped: bool = False
     """Whether `unwrap_model` has undone the wrap."""
 

@@ -53,12 +53,6 @@ def _why_not(policy: Policy, mesh: DeviceMesh, nodes: MeshNodes) -> str:
     if mesh.device_type != "cuda" or not is_nccl(mesh.get_group(mesh.ndim - 1), mesh.device_type):
         backend = dist.get_backend_config(mesh.get_group(mesh.ndim - 1))
         return f"it needs NCCL on CUDA, and the mesh is on {mesh.device_type} with backend {backend}. Remove the key."
-    if policy.recovery:
-        # A rank that failed sends zeros from other memory, for which NCCL would choose another algorithm.
-        return (
-            "zeroamp.recovery is true, too. A rank that failed sends zeros that are not in symmetric memory. Remove "
-            "one of the keys."
-        )
     if policy.hpz_partition_size > 1:
         return (
             f"zero_hpz_partition_size is {policy.hpz_partition_size}. All ranks that shard share the memory, not a "

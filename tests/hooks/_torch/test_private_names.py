@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tests.measuring.collectives import Collectives
@@ -63,23 +62,16 @@ PRIVATE = {
     },
     "process_groups.py": {"_hash_ranks_to_str", "_world", "torch.testing._internal.distributed.fake_pg"},
     "symmetric_memory.py": {"torch.distributed.fsdp._fully_shard", "_fsdp_collectives"},
-    "recovery.py": {
-        *("_get_fsdp_state", "_all_gather_result", "_state_ctx", "_comm_ctx", "_reset_iter_state", "_training_state"),
-        *("_post_forward_indices", "_partial_reduce_output", "_all_reduce_state", "_post_reduce_event"),
-        "_device_handle",
-    },
 }
 """File of `hooks/_torch` -> the names in it that begin with an underscore, or the module of one that is imported."""
 
 OF_PRIVATE_CLASSES = {
     *("fsdp_params", "sharded_param", "unsharded_param", "unsharded_accumulated_grad", "wait_for_unshard"),
-    *("mesh_info", "shard_process_group", "reduce_scatter_process_group", "post_backward", "device_handle"),
-    *("all_gather_work", "all_gather_event", "all_gather_state", "reduce_scatter_state", "post_forward_order"),
+    *("mesh_info", "shard_process_group", "reduce_scatter_process_group", "post_backward"),
     *("pre_forward", "reduce_grads", "all_reduce_grads"),
     *("post_forward_mesh_info", "shard_mesh_dim", "shard_mesh_size", "fsdp_placement"),
     *("sharded_size", "contiguous_sharded_stride", "reset_sharded_param", "padded_sharded_param_size"),
-    *("all_gather_copy_in_stream", "all_gather_stream", "reduce_scatter_stream", "all_reduce_stream"),
-    *("all_states", "iter_forward_root", "post_backward_final_callback_queued", "gradient_divide_factor"),
+    "gradient_divide_factor",
 }
 """Names of FSDP2's private classes that begin with none."""
 
@@ -146,26 +138,6 @@ def test_fsdp2_leaves_replicas_to_the_hook(ranks2):
         assert (name, same, seen, calls) == ("FSDPMeshInfo", True, [6], {})
         assert str(placements) == "(Replicate(), Shard(dim=0))"
         assert torch.equal(gradient, torch.full((2, 2), rank + 1.0))
-
-
-def _missing_of_recovery():
-    state = _fully_sharded()._get_fsdp_state()
-    (group,) = _fsdp.groups_of(state)
-    there = {
-        "_all_gather_result": hasattr(group, "_all_gather_result"),
-        "device_handle": hasattr(group, "device_handle"),
-    }
-    there["all_states"] = isinstance(state._state_ctx.all_states, list)
-    if not hasattr(state, "_reset_iter_state"):  # up to torch 2.12: the names that `abandon` resets itself
-        there["IDLE"] = hasattr(type(state._training_state), "IDLE")
-        there["_post_forward_indices"] = isinstance(group._post_forward_indices, list)
-        there["post_forward_order"] = isinstance(state._comm_ctx.post_forward_order, list)
-        of_comm, of_state = {"all_gather_state", "reduce_scatter_state"}, {"iter_forward_root"}
-        of_state.add("post_backward_final_callback_queued")
-        of_group = {"_training_state", "_partial_reduce_output", "_all_reduce_state", "_post_reduce_event"}
-        for names, owner in ((of_comm, state._comm_ctx), (of_state, state._state_ctx), (of_group, group)):
-            there |= {name: name in vars(owner) for name in names}
-    return [name for name, is_there in there.items() if not is_there]
 
 
 def _partition(*, by_torch):
@@ -283,11 +255,6 @@ def test_the_names_of_fsdp_exist(ranks2):
         ("all_gather_single", "all_gather_into_tensor"),
     ):
         assert hasattr(torch.distributed, new) or hasattr(torch.distributed, old)
-
-
-def test_the_names_of_recovery_exist(ranks2):
-    assert ranks2.run(_missing_of_recovery) == [[], []]
-    assert {"all_gather_event", "all_gather_work"} <= set(AllGatherResult._fields)
 
 
 def test_fsdp_leaves_nothing_on_a_module_that_it_was_removed_from(ranks2):
@@ -409,22 +376,6 @@ def test_no_other_file_uses_private_names():
         if uses := private | attributes & OF_PRIVATE_CLASSES:
             found[str(path.relative_to(ROOT))] = uses
     assert found == {}
-
-
-def _imports_of_recovery(nodes):
-    return any(isinstance(n, ast.ImportFrom) and n.module == "zeroamp.hooks._torch.recovery" for n in nodes)
-
-
-def test_what_undoes_an_exception_is_loaded_by_recovery_and_by_an_observed_step_that_raised():
-    at_the_top, later = set(), set()
-    for path in (path for layer in ("policies", "hooks", "zeroamp") for path in python_files(layer)):
-        tree, name = ast.parse(path.read_text()), str(path.relative_to(ROOT))
-        if _imports_of_recovery(tree.body):
-            at_the_top.add(name)
-        elif _imports_of_recovery(ast.walk(tree)):
-            later.add(name)
-    assert {str(ROOT.joinpath(name).parent.relative_to(ROOT)) for name in at_the_top} == {"zeroamp/recovery"}
-    assert later == {"zeroamp/ledger/observed_step.py"}
 
 
 def test_the_names_of_the_dispatch_layer_do_what_is_said_of_them():

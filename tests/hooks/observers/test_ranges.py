@@ -323,32 +323,3 @@ def test_training_has_the_same_bits_with_ranges_recorded_and_off(ranks2, stage, 
     recorded_runs, plain_runs = ranks2.run(_train, stage, how, True), ranks2.run(_train, stage, how, False)
     for one, other in zip(recorded_runs, plain_runs, strict=True):
         check_same_run(one, other)
-
-
-def _raise_and_go_on(stage):
-    model, train_step = _train_step(NAME, stage, zeroamp={"recovery": True})
-    _one_step(NAME, model, train_step)
-
-    def body():
-        handle = model.blocks[1].down.register_forward_pre_hook(_raise)
-        with pytest.raises(ValueError, match="asked to"):
-            model(batch(NAME, 0))
-        handle.remove()
-        train_step.recover()
-        _one_step(NAME, model, train_step)
-
-    events = recorded(body)
-    nest_backwards(events)
-    return events
-
-
-def _raise(_module, _args):
-    raise ValueError("asked to")
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_trace_nests_after_a_forward_that_raised_and_a_recovery(ranks2, stage):
-    for events in ranks2.run(_raise_and_go_on, stage):
-        assert crossing(events) == []
-        assert names(events).count("forward (blocks.1)") == 2
-        assert names(events).count("forward (blocks.2)") == names(events).count("backward (blocks.1)") == 1

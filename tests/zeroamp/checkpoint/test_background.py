@@ -16,7 +16,7 @@ NAME = "llama_tied"
 
 
 def _training():
-    model = wrapped(NAME, config(2, zeroamp={"recovery": True}))
+    model = wrapped(NAME, config(2))
     return model, zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
 
 
@@ -113,11 +113,17 @@ def test_a_failure_of_the_background_does_not_stop_the_next_save(ranks2, tmp_pat
     assert ranks2.run(_saves_once_more, tmp_path) == ["step_00000000"] * 2
 
 
+class _Unusable(zeroamp.Callback):
+    def before_update(self):
+        raise OSError("no space")
+
+
 def _saves_after_a_failure(folder):
     model, train = _training()
-    with pytest.raises(TypeError):
-        model("no batch")
-    with pytest.raises(zeroamp.StepError, match=r"recover\(\)"):
+    train.callbacks.append(_Unusable())
+    with pytest.raises(OSError, match="no space"):
+        _take_step(model, train, 0)
+    with pytest.raises(zeroamp.StepError, match=r"failure in optimizer.step .OSError: no space.\. Restart"):
         zeroamp.save_checkpoint(folder, model, train)
     return Path(folder).exists()
 

@@ -309,14 +309,13 @@ def test_explain_takes_a_mesh_of_axes(tmp_path, net, mesh, shape):
 
 
 @pytest.mark.parametrize("command", ["explain", "plan"])
-@pytest.mark.parametrize("key", [{"reproducible": True}, {"recovery": True}])
-def test_axes_that_wrap_model_refuses_are_refused(tmp_path, net, command, key):
+def test_axes_that_wrap_model_refuses_are_refused(tmp_path, net, command):
     path = tmp_path / "zero.json"
-    path.write_text(json.dumps(config(3, zeroamp=key)))
+    path.write_text(json.dumps(config(3, zeroamp={"reproducible": True})))
     code, out, err = run(command, path, "--model", net, "--mesh", "dp=2,cp=2")
     assert (code, out) == (1, "")
     assert "is not supported" in err
-    assert next(iter(key)) in err
+    assert "reproducible" in err
 
 
 def test_replicas_that_do_not_divide_the_ranks_are_a_mistake(tmp_path, net):

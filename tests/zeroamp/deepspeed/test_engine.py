@@ -338,15 +338,12 @@ def test_micro_batches_are_counted_from_the_last_optimizer_step(ranks2):
 
 
 def _counts_from_zero():
-    engine = start(NAME, config(2, accumulation=3, zeroamp={"recovery": True}))
+    engine = start(NAME, config(2, accumulation=3))
     boundaries = []
     for micro in range(2):
         engine.backward(loss_of(engine, batch(NAME, micro)))
         engine.step()
-    engine.module.register_forward_pre_hook(_raise_once())
-    with pytest.raises(KeyError):
-        loss_of(engine, batch(NAME, 2))
-    engine.train_step.recover()
+    engine.train_step.zero_grad()
     for micro in range(3):
         boundaries.append(engine.is_gradient_accumulation_boundary())
         engine.backward(loss_of(engine, batch(NAME, micro)))
@@ -354,17 +351,7 @@ def _counts_from_zero():
     return boundaries, engine.global_steps
 
 
-def _raise_once():
-    left = [KeyError]
-
-    def hook(*_):
-        if left:
-            raise left.pop()
-
-    return hook
-
-
-def test_after_recover_an_optimizer_step_has_all_its_micro_batches(ranks2):
+def test_after_zero_grad_an_optimizer_step_has_all_its_micro_batches(ranks2):
     assert ranks2.run(_counts_from_zero)[0] == ([False, False, True], 1)
 
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import zeroamp
 from tests.models.small import batch, build, loss_of
+from tests.processes.ranks import RankError
 from tests.processes.training import config, full_parameters, same_bits, wrapped
 from tests.selection import slow_but
 from zeroamp.hooks._torch.fsdp import unsharded_sums
@@ -111,7 +112,7 @@ def raising(*, where):
 
 ATTEMPTS = {
     "verify": verify,
-    **{where: raising(where=where) for where in ("forward", "loss_fn", "backward")},
+    **{where: raising(where=where) for where in ("forward", "loss_fn")},
 }
 
 
@@ -176,7 +177,7 @@ def _everything(model, step):
         "hooks": _hooks(model),
         "training": [module.training for module in model.modules()],
         "step": {key: value for key, value in vars(step).items() if isinstance(value, int | float | bool | None)},
-        "micro-batches": (step.micro_batches.num_done, step.micro_batches.is_complete, step.micro_batches.failure),
+        "micro-batches": (step.micro_batches.num_done, step.micro_batches.is_complete, state.failure),
         "forwards": state.root_forward.depth,
         "guard": state.guard is not None and state.guard.armed,
         "reshards": [
@@ -223,6 +224,18 @@ def _compare(options, attempt, is_first):
 def test_nothing_is_left(ranks2, options, attempt):
     for is_first in (True, False):
         assert ranks2.run(_compare, options, attempt, is_first)[0] == []
+
+
+def _after_a_backward_that_raised(stage):
+    model, step = noisy({"stage": stage})
+    raising(where="backward")(model)
+    train(model, step)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_training_does_not_go_on_after_an_observed_backward_that_raised(ranks2, stage):
+    with pytest.raises(RankError, match=r"failure in backward .ValueError: asked to raise in backward.\. Restart"):
+        ranks2.run(_after_a_backward_that_raised, stage)
 
 
 def _without_gradients(how):

@@ -160,7 +160,7 @@ def test_numbers_that_are_not_positive_and_finite_are_refused(name, value):
 
 def _around_other_forwards(path):
     """An evaluation, a verification and a window that failed are not counted as training; nothing is left behind."""
-    train = train_step(config(3, accumulation=2, zeroamp={"recovery": True}))
+    train = train_step(config(3, accumulation=2))
     with zeroamp.RunReport(train, path) as run:
         take_steps(train, 1)
         num_tokens, traffic = run.last.num_tokens, run.last.traffic_bytes
@@ -173,7 +173,7 @@ def _around_other_forwards(path):
         after_evaluation = run.last.num_tokens, run.last.traffic_bytes
         train.backward(loss_of(train.model, batch(NAME, 0)))
         train.step()
-        train.recover()
+        train.zero_grad()
         take_steps(train, 1)
         after_failure = run.last.num_tokens
     run.close()

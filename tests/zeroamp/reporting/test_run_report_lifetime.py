@@ -73,7 +73,7 @@ def test_a_train_step_has_one_report_at_a_time_whose_figures_monitors_have_while
 
 def _inside_a_window(path):
     """Begin a report at every moment of a window of two micro-batches, and after a window that was given up."""
-    train = train_step(config(3, accumulation=2, zeroamp={"recovery": True}))
+    train = train_step(config(3, accumulation=2))
     refused = []
 
     def begin():
@@ -87,7 +87,7 @@ def _inside_a_window(path):
     for act in (lambda: None, lambda: train.backward(loss_of(train.model, batch(NAME, 0))), train.step):
         act()
         begin()
-    train.recover()
+    train.zero_grad()
     begin()
     take_steps(train, 1)
     begin()

@@ -314,33 +314,6 @@ def test_what_cannot_work_is_refused_before_anything_runs(ranks2, what, text):
         ranks2.run(_refused, what)
 
 
-def _failing_between_norm_and_update():
-    """Rank 0 fails after the norm; rank 1 updates."""
-    model = wrapped(NAME, config(2, zeroamp={"recovery": True}))
-    train = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    errors = []
-    for step in range(3):
-        try:
-            train.backward(loss_of(model, batch(NAME, 2 * step + dist.get_rank())), is_last=True)
-            train.clip_grad_norm()
-            if step == 1 and dist.get_rank() == 0:
-                raise OSError("a log that cannot be written")
-            train.update()
-        except (OSError, zeroamp.StepError) as error:
-            errors.append(str(error))
-            break
-    with pytest.raises(zeroamp.StepError, match="last checkpoint"):
-        train.recover()
-    return errors
-
-
-def test_a_failure_between_norm_and_update_ends_the_training_on_all_ranks(ranks2):
-    failed, healthy = ranks2.run(_failing_between_norm_and_update)
-    assert failed == ["a log that cannot be written"]
-    assert "optimizer.step (between clip_grad_norm() and update())" in healthy[0]
-    assert "last checkpoint" in healthy[0]
-
-
 def _bad_arguments():
     model = wrapped(NAME, config(3))
     train = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters()))

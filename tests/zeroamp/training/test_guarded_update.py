@@ -149,44 +149,6 @@ def test_the_bits_are_those_of_torchs_fused_optimizer_in_one_process(ranks2, cli
         check_run(run, rank, expected)
 
 
-def _fails(kind, stage, fp16):
-    """Rank 1 fails in the third step. Return what that step raised, what it changed, and the run after it."""
-    more = {"dtype": "float16", "fp16": {"initial_scale_power": 4}} if fp16 else {}
-    model = wrapped(NAME, config(stage, zeroamp={"recovery": True}, **more))
-    factory, arguments = OPTIMIZERS[kind]
-    optimizer = factory(model.parameters(), lr=1e-2, fused=True, **arguments)
-    step = zeroamp.TrainStep(model, optimizer)
-    step.callbacks.agreement = step._agreement = None  # the comparison of ranks would raise, too
-    raised, changed = "", []
-    with Guards() as guards:
-        for index in range(5):
-            before = full_parameters(model), _state(optimizer, model)
-            try:
-                loss = loss_of(model, batch(NAME, 2 * index + dist.get_rank()))
-                if index == 2 and dist.get_rank() == 1:
-                    raise OSError("data")
-                step.backward(loss)
-                step.step()
-            except (OSError, zeroamp.PeerError) as error:
-                raised = f"{index} {type(error).__name__}: {error}"
-            if index == 2:
-                step.recover()
-                after = full_parameters(model), _state(optimizer, model)
-                changed += [*same_bits(before[0], after[0]), *same_bits(before[1], after[1])]
-    return raised, changed, step.num_steps, step.num_skipped, (guards.guarded, guards.others)
-
-
-@pytest.mark.parametrize(("kind", "stage", "fp16"), [("AdamW", 3, False), ("SGD with momentum", 0, True)])
-def test_a_failure_of_another_rank_changes_nothing_and_raises_from_the_same_step(ranks2, kind, stage, fp16):
-    first, second = ranks2.run(_fails, kind, stage, fp16)
-    assert first[0].startswith("2 PeerError: Another rank failed in this optimizer step: the training loop")
-    assert second[0] == "2 OSError: data"
-    assert first[1] == second[1] == []
-    assert first[2:4] == second[2:4] == (4, 0)
-    assert first[4] == (4, 1), "the step of the failure was launched with a flag"
-    assert second[4] == (3, 1)
-
-
 def _differs():
     """The learning rate of rank 1 differs in the third step."""
     model = wrapped(NAME, config(3))

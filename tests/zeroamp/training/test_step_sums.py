@@ -106,31 +106,6 @@ def test_contexts_answer_for_themselves_with_and_without_steps(ranks2):
     assert ranks2.run(_without_steps) == [expected] * 2
 
 
-def _with_recovery():
-    """A signal in a step that fails on the other rank: the next step tells all ranks of it."""
-    model, train = _training(recovery=True)
-    answers = []
-    with zeroamp.Preemption(model) as preemption:
-        _take_step(model, train)
-        answers.append(preemption.is_requested())
-        if dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        try:
-            if dist.get_rank() == 0:
-                raise ValueError("this rank alone")
-            _take_step(model, train, 1)
-        except (ValueError, zeroamp.PeerError):
-            pass
-        train.recover()
-        _take_step(model, train, 1)
-        answers.append(preemption.is_requested())
-    return answers
-
-
-def test_a_signal_in_a_step_that_was_discarded_is_known_after_the_next(ranks2):
-    assert ranks2.run(_with_recovery) == [[False, True]] * 2
-
-
 def _steps_while_saving(folder, is_late):
     """The numbers of a step's all-reduce and the other collectives on the host, while a save runs and fails."""
     found = []

@@ -371,7 +371,7 @@ def _after_an_error(fields, stage):
     losses = []
     for index in range(3):
         inputs = batch("llama_untied", 2 * index + dist.get_rank())
-        with torch.no_grad():  # with gradients FSDP2 itself needs `TrainStep.recover` afterwards
+        with torch.no_grad():  # after one with gradients that raised, FSDP2 cannot go on
             handle = model.blocks[1].register_forward_pre_hook(_raise)
             with contextlib.suppress(ZeroDivisionError):
                 loss_of(model, inputs)

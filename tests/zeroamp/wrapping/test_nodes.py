@@ -11,7 +11,7 @@ from tests.measuring.collectives import Collectives
 from tests.models.small import batch, loss_of
 from tests.oracles import one_process
 from tests.processes.training import check_run, config, train, wrapped
-from tests.selection import needs_options, slow_but
+from tests.selection import needs_options
 from zeroamp.hooks._torch.fsdp import groups_of, has_reduction_options, units_of
 from zeroamp.wrapping.state import wrap_state
 
@@ -86,8 +86,8 @@ def test_two_process_groups_are_made_for_all_units(ranks4):
     assert calls["all_gather", torch.bfloat16] == 2 * flat[3]["all_gather", torch.bfloat16]
 
 
-def _groups_of_reductions(recovery):
-    cfg = config(3, zeroamp={"ranks_per_node": 3, "recovery": recovery})
+def _groups_of_reductions():
+    cfg = config(3, zeroamp={"ranks_per_node": 3})
     infos = [
         group.mesh_info for unit in units_of(wrapped("encoder", cfg)) for group in groups_of(unit._get_fsdp_state())
     ]
@@ -96,8 +96,7 @@ def _groups_of_reductions(recovery):
 
 @needs_options
 def test_flat_reductions_between_nodes_have_a_group_of_their_own(ranks4):
-    assert ranks4.run(_groups_of_reductions, False) == [1] * 4
-    assert ranks4.run(_groups_of_reductions, True) == [0] * 4
+    assert ranks4.run(_groups_of_reductions) == [1] * 4
 
 
 def _wrapped_after_some_ranks_made_a_group(options, fields):
@@ -170,24 +169,3 @@ def _refused_because_of_the_environment(value, rank):
 )
 def test_a_malformed_or_different_local_world_size_of_one_rank_is_an_error_on_all_ranks(ranks2, value, text):
     assert [text in found for found in ranks2.run(_refused_because_of_the_environment, value, 1)] == [True, True]
-
-
-def _fail_and_recover(stage, mesh_shape=None):
-    cfg = config(stage, zeroamp={"ranks_per_node": 2, "recovery": True})
-    model = wrapped("encoder", cfg, mesh_shape=mesh_shape)
-    step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for index in range(3):
-        try:
-            loss = loss_of(model, batch("encoder", index))
-            if index == 1 and dist.get_rank() == 1:
-                raise ArithmeticError("on this rank")
-            step.backward(loss)
-            step.step()
-        except (ArithmeticError, zeroamp.PeerError):
-            step.recover()
-    return step.num_steps
-
-
-@pytest.mark.parametrize("stage", slow_but([0, 3], 3))
-def test_a_rank_that_failed_issues_the_rest_in_two_levels(ranks4, stage):
-    assert ranks4.run(_fail_and_recover, stage) == [2] * 4

@@ -50,8 +50,6 @@ def _wrap(name):
         fields = {"hpz_partition_size": 2}
     elif "offloading" in name:
         cfg["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-    elif "recovery" in name:
-        cfg["zeroamp"] = {"recovery": True}
     elif "reproducible" in name:
         cfg["zeroamp"] = {"reproducible": True}
     elif "param_gather_dtype" in name:

@@ -75,12 +75,6 @@ class _CudaMesh:
 @pytest.mark.parametrize(
     ("cfg", "fields", "nodes", "reason"),
     [
-        (
-            {"zeroamp": {"symmetric_memory": True, "recovery": True}},
-            {},
-            MeshNodes(),
-            "zeroamp.recovery is true, too.* Remove one of the keys",
-        ),
         (SHARED, {"hpz_partition_size": 2}, MeshNodes(), "zero_hpz_partition_size is 2.* Remove one of the keys"),
         (SHARED, {}, MeshNodes(gathers={0: None}), 'all-gathers run in two levels .*ranks_per_node to "off"'),
     ],

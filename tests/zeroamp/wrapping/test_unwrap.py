@@ -70,7 +70,6 @@ def test_parameters_are_full_and_nothing_is_left(ranks2, name, stage):
 @pytest.mark.parametrize(
     ("options", "mesh_shape"),
     [
-        ({"zeroamp": {"recovery": True}}, None),
         pytest.param(
             {"dtype": None, "bf16": {"enabled": True}, "data_types": {"keep_in_fp32_modules": ["norm"]}},
             None,
@@ -79,7 +78,7 @@ def test_parameters_are_full_and_nothing_is_left(ranks2, name, stage):
         pytest.param({"accumulation": 2, "data_types": {"grad_accum_dtype": "bf16"}}, None, marks=pytest.mark.slow),
         ({}, (2, 2)),
     ],
-    ids=["recovery", "fp32 regions", "low accumulation", "HSDP"],
+    ids=["fp32 regions", "low accumulation", "HSDP"],
 )
 def test_whatever_was_attached(ranks2, ranks4, options, mesh_shape):
     ranks = ranks2 if mesh_shape is None else ranks4

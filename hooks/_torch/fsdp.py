@@ -23,7 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, TrainingState
 from torch.distributed.utils import _apply_to_tensors as map_tensors
 
-from zeroamp.hooks._torch.process_groups import equalise_numbers_of_groups
+from zeroamp.hooks._torch.process_groups import group_of_parts
 
 __all__ = [
     "AllGather",
@@ -370,19 +370,20 @@ def leave_replicas_alone(unit: FSDPModule) -> None:
         group.mesh_info = alone
 
 
-def separate_reductions(root: FSDPModule, mesh: DeviceMesh, timeout: timedelta) -> None:
+def separate_reductions(root: FSDPModule, timeout: timedelta) -> None:
     """Give reductions their own process group, with `timeout`. All ranks must call this.
 
     FSDP2 would make the group with the default timeout. It uses the group that is made here instead.
     """
-    equalise_numbers_of_groups(mesh)
-    made: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for unit in units_of(cast(nn.Module, root)):
         for group in groups_of(unit._get_fsdp_state()):
-            ranks = tuple(dist.get_process_group_ranks(group.mesh_info.shard_process_group))
+            info = group.mesh_info
+            ranks = tuple(dist.get_process_group_ranks(info.shard_process_group))
             if ranks not in made:
-                made[ranks] = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True)
-            group.mesh_info.reduce_scatter_process_group = made[ranks]
+                parts = info.mesh.mesh.movedim(info.shard_mesh_dim, -1).reshape(-1, len(ranks)).tolist()
+                made[ranks] = group_of_parts(parts, timeout)
+            info.reduce_scatter_process_group = made[ranks]
     root.set_separate_reduce_scatter_group()
 
 
@@ -391,16 +392,11 @@ def share_partition(modules: Iterable[FSDPModule], mesh: DeviceMesh, size: int) 
 
     The groups must be sharded over `mesh`. `reshard_after_forward=size` would do the same, but it makes a mesh for each
     module: N ranks in partitions of p ranks make p + N/p process groups per module. Here all modules share one mesh.
-    Each rank makes two groups: its partition, and the ranks at the same place in the other partitions.
+    Each rank is in two groups: its partition, and the ranks at the same place in the other partitions.
     """
-    equalise_numbers_of_groups(mesh)
     ranks = mesh.mesh.view(-1, size)
-    row, column = (ranks == dist.get_rank()).nonzero()[0].tolist()
     timeout = timeout_of(mesh.get_group(0), mesh.device_type)
-    groups = [
-        dist.new_group(members.tolist(), timeout=timeout, use_local_synchronization=True)
-        for members in (ranks[:, column], ranks[row])
-    ]
+    groups = [group_of_parts(parts.tolist(), timeout) for parts in (ranks.T, ranks)]
     partition = DeviceMesh.from_group(groups, mesh.device_type, ranks, mesh_dim_names=("partitions", "partition"))
     info = HSDPMeshInfo(partition, shard_mesh_dim=1, replicate_mesh_dim=0)
     for module in modules:

@@ -31,8 +31,7 @@ class ShardSums:
     axes: tuple[str, ...]
     """Names of the axes, or numbers if the mesh has no names."""
     number: int
-    """Index of this rank's shards among `num_shards`."""
-    num_shards: int
+    """Index of this rank's shards among those of all ranks."""
     sums: dict[str, int] = field(default_factory=dict)
     """Tensor name -> checksum of this rank's shard."""
 
@@ -59,13 +58,12 @@ def _place_of(tensor: DTensor) -> ShardSums:
     """Return the axes and the index of this rank's shard of a tensor, without checksums."""
     mesh = tensor.device_mesh
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
-    number, num_shards, axes = 0, 1, []
+    number, axes = 0, []
     for axis, placement in enumerate(tensor.placements):
         if split_dim(placement) is not None:
-            size = mesh.size(axis)
-            number, num_shards = number * size + mesh.get_local_rank(axis), num_shards * size
+            number = number * mesh.size(axis) + mesh.get_local_rank(axis)
             axes.append(names[axis])
-    return ShardSums(tuple(axes), number, num_shards)
+    return ShardSums(tuple(axes), number)
 
 
 @torch.no_grad()
@@ -95,13 +93,7 @@ def refuse_different_replicas(own: list[ShardSums], ranks: RankGroup) -> None:
         own: the result of `checksums` on this rank.
         ranks: all ranks of the model.
     """
-    if not own:
-        return
-    places, start = {}, 0
-    for each in own:
-        places[start + each.number] = each.sums
-        start += each.num_shards
-    if not all(ranks.are_equal(places, start)):
+    if own and not ranks.are_equal({(each.axes, each.number): each.sums for each in own}):
         _refuse_differing(ranks.run(lambda: own), ranks)
 
 

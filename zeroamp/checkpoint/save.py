@@ -253,14 +253,9 @@ def _differing(digests: dict[str, str], ranks: RankGroup) -> list[str]:
     Raises:
         CheckpointError: only some ranks have a tensor, or the shapes of a buffer differ.
     """
-    names = sorted(digests)
-    if ranks.is_equal([(name, digests[name]) for name in names]):
-        return []
-    forms = [(name, "" if name.startswith(OPTIMIZER) else _form(digests[name])) for name in names]
-    if not ranks.is_equal(forms):
-        _refuse_forms(ranks.run(lambda: digests))
-    are_equal = ranks.are_equal([digests[name] for name in names])
-    return [name for name, is_equal in zip(names, are_equal, strict=True) if not is_equal]
+    of_ranks = ranks.run(lambda: digests)
+    _refuse_forms(of_ranks)
+    return [name for name in sorted(digests) if len({of_rank[name] for of_rank in of_ranks}) > 1]
 
 
 def _form(digest: str) -> str:

@@ -4,10 +4,9 @@
     write    each rank writes its parts into one file, and computes the file's digest while it writes
     finish   the first rank writes `.metadata`, which has the place of each part
 
-torch's `save` and `load` run the same steps. They gather the lists and the places of all parts on the first rank, and
-for a load the names of all tensors on all ranks. Here the messages pass along a tree of the ranks. The first rank
-caches the messages of a save, so a rank sends only messages that changed since the model's last save. A load exchanges
-no plans, because each rank can plan its reads alone.
+torch's `save` and `load` run the same steps. The first rank caches the messages of a save, so a rank sends only
+messages that changed since the model's last save. A load exchanges no plans, because each rank can plan its reads
+alone.
 
 torch has a cache of plans too (`enable_plan_caching`). That cache does not compare dtypes, so a tensor that was cast
 since the last save would be described in its old dtype.
@@ -91,7 +90,7 @@ def save_tensors(
         cache.plans, cache.metadata = plans, metadata
         return list(replies)
 
-    chosen = ranks.reduce_scatter(plan, choose)
+    chosen = ranks.reduce(plan, choose)[ranks.rank]
     cache.sent_plan, cache.plan = digests[0], chosen or cache.plan
 
     def write() -> list[WriteResult] | None:

@@ -4,8 +4,8 @@ import atexit
 import logging
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.dtensor import is_strided, split_dim
-from zeroamp.hooks._torch.process_groups import equalise_numbers_of_groups
+from zeroamp.hooks._torch.fsdp import timeout_of
+from zeroamp.hooks._torch.process_groups import group_of_parts
 from zeroamp.policies.errors import ConfigError, WrapError, describe
 from zeroamp.policies.launcher import WORLD_SIZE
 from zeroamp.policies.policy import Policy, Stage
@@ -199,9 +200,21 @@ def process_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
         return mesh.get_group()
     if mesh.size() == dist.get_world_size():
         return None
-    equalise_numbers_of_groups(mesh)
-    ranks = mesh.mesh.flatten().tolist()
-    return cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))
+    return group_of_parts([mesh.mesh.flatten().tolist()], timeout_of(mesh.get_group(0), mesh.device_type))
+
+
+def axis_groups(mesh: DeviceMesh) -> Iterator[dist.ProcessGroup]:
+    """Yield the process groups of the axes with several ranks, in the order of the axes.
+
+    Axes of one rank are left out: NCCL would make a communicator for a collective that changes nothing.
+    """
+    return (mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1)
+
+
+def parts_of_axis(mesh: DeviceMesh, axis: int) -> list[list[int]]:
+    """Return the global ranks of each line of the mesh along an axis. Each rank of the mesh is in one of them."""
+    parts: list[list[int]] = mesh.mesh.movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()
+    return parts
 
 
 def refuse_partition(policy: Policy, mesh: DeviceMesh) -> None:

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from zeroamp.hooks._torch.process_groups import axis_groups
-from zeroamp.planning.mesh import device_of, local_part, local_slices
+from zeroamp.planning.mesh import axis_groups, device_of, local_part, local_slices
 from zeroamp.policies.errors import StepError, describe, some_of
 from zeroamp.training.optimizer_kinds import is_bound_to_shard
 from zeroamp.wrapping.state import WrapState, owner_of, reshard

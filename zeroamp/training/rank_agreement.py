@@ -21,7 +21,7 @@ from zeroamp.hooks.collectives.issued import IssuedInStep
 from zeroamp.policies.errors import StepError
 from zeroamp.training.callbacks import HostReader
 from zeroamp.training.checks import Scheduler, StatefulScheduler
-from zeroamp.wrapping.rank_agreement import Description, differences
+from zeroamp.wrapping.rank_group import Description, differences
 from zeroamp.wrapping.state import WrapState
 
 _PLAIN = (bool, int, float, str, type(None))

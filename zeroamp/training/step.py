@@ -37,7 +37,7 @@ from zeroamp.training.step_report import StepReport, learning_rates, log_step
 from zeroamp.training.step_sums import StepSums, step_sums_of
 from zeroamp.training.update import OptimizerUpdate
 from zeroamp.wrapping.cuda_graphs import refuse_cuda_graphs
-from zeroamp.wrapping.rank_agreement import Description, run_alike
+from zeroamp.wrapping.rank_group import Description, run_alike
 from zeroamp.wrapping.state import autocast_of, reshard, wrap_state
 
 if TYPE_CHECKING:

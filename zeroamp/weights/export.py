@@ -28,8 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from zeroamp.hooks._torch.process_groups import axis_groups
-from zeroamp.planning.mesh import device_of
+from zeroamp.planning.mesh import axis_groups, device_of
 from zeroamp.policies.dtypes import DTYPE_BY_NAME, short_name
 from zeroamp.policies.errors import CheckpointError, describe
 from zeroamp.weights.drafts import has_writer, locked, make_draft, make_folder, sync_to_disk, unlock

@@ -63,7 +63,7 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     keep_reduction_inputs(cast(FSDPModule, model), policy.reduce_scatter_input_buffers)
     if _separates_reductions(state):
         timeout = timeout_of(state.mesh.get_group(0), state.mesh.device_type)
-        separate_reductions(cast(FSDPModule, model), state.mesh, timeout)
+        separate_reductions(cast(FSDPModule, model), timeout)
     if state.mesh.device_type == "cpu":
         gather_in_background(cast(FSDPModule, model))
         pause_before_exit()

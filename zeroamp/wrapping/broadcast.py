@@ -7,8 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroamp.hooks._torch.process_groups import axis_groups
-from zeroamp.planning.mesh import device_of, local_part
+from zeroamp.planning.mesh import axis_groups, device_of, local_part
 from zeroamp.planning.mesh_axes import MeshAxes
 from zeroamp.planning.parameter_uses import quantization_tensors
 from zeroamp.wrapping.checks import replicas_of

@@ -14,9 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.fsdp import can_shard_integers, has_reduction_options
-from zeroamp.hooks._torch.process_groups import axis_groups
 from zeroamp.planning.float8_weights import is_of_torchao
-from zeroamp.planning.mesh import device_of, expected_shards, local_part, num_shards_of
+from zeroamp.planning.mesh import axis_groups, device_of, expected_shards, local_part, num_shards_of
 from zeroamp.planning.mesh_axes import MeshAxes, is_expert
 from zeroamp.planning.nodes import is_one_node
 from zeroamp.planning.parameter_uses import has_own_storage_class, quantization_tensors
@@ -27,7 +26,7 @@ from zeroamp.policies.json_values import flatten
 from zeroamp.policies.policy import Policy
 from zeroamp.policies.schema import Config, Honoured, iter_keys
 from zeroamp.version import __version__
-from zeroamp.wrapping.rank_agreement import Description
+from zeroamp.wrapping.rank_group import Description
 
 _OF_ONE_RANK = (
     *("tensorboard", "csv_monitor", "wandb", "comms_logger", "steps_per_print", "wall_clock_breakdown"),

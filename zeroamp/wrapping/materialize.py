@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from zeroamp.hooks._torch.dispatch import TorchDispatchMode, is_view_op, storage_key, storage_of, tree_leaves
-from zeroamp.hooks._torch.process_groups import axis_groups
 from zeroamp.hooks.random_state import random_state, set_random_state
+from zeroamp.planning.mesh import axis_groups
 from zeroamp.planning.parameter_uses import children_first
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.errors import WrapError

@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroamp.hooks._torch.fsdp import all_gather, timeout_of
-from zeroamp.hooks._torch.process_groups import equalise_numbers_of_groups
+from zeroamp.hooks._torch.fsdp import timeout_of
+from zeroamp.hooks._torch.process_groups import group_of_parts
 from zeroamp.hooks.collectives.issued import issue
 from zeroamp.hooks.collectives.nodes import Nodes
 from zeroamp.hooks.collectives.traffic import IssuedCollective
-from zeroamp.planning.mesh import device_of
+from zeroamp.planning.mesh import device_of, parts_of_axis
 from zeroamp.planning.nodes import AxisNodes, is_one_node, nodes_of_axis, ranks_per_node
 from zeroamp.policies.errors import some_of
 from zeroamp.policies.policy import Policy
@@ -35,8 +35,7 @@ def nodes_of_mesh(policy: Policy, mesh: DeviceMesh, world: dist.ProcessGroup | N
 
     If all ranks share a node, if the number of ranks per node is not known, or with native sums, all axes have one
     level and nothing is communicated. Otherwise the ranks compare their `ranks_per_node` in one small all-reduce. An
-    axis with two levels gets two process groups. Each runs an all-to-all and an all-gather here, because a backend
-    connects ranks, and NCCL takes memory, at the first collective.
+    axis with two levels gets two process groups.
     """
     per_node = ranks_per_node(policy)
     # Of the world, not of the mesh: on nodes of different sizes, all ranks must decide alike.
@@ -48,24 +47,17 @@ def nodes_of_mesh(policy: Policy, mesh: DeviceMesh, world: dist.ProcessGroup | N
     why_flat = None
     for axis in range(mesh.ndim):
         # All parts are checked, because all ranks must decide alike.
-        layouts = [nodes_of_axis(part, per_node) for part in _parts(mesh, axis)]
+        layouts = [nodes_of_axis(part, per_node) for part in parts_of_axis(mesh, axis)]
         if all(layout.is_two_level for layout in layouts):
             found[axis] = layouts[0]
         elif any(layout.is_uneven or layout.is_two_level for layout in layouts):
             ranks = some_of([str(rank) for rank in dist.get_process_group_ranks(mesh.get_group(axis))])
             why_flat = f"the ranks {ranks} do not lie on nodes of {per_node} as equal blocks of a power of two"
-    if found:
-        equalise_numbers_of_groups(mesh)
     reductions = {axis: _made(axis, layout, mesh, policy) for axis, layout in found.items()}
     gathers = reductions
     if policy.separate_reduce_scatter_group and mesh.ndim - 1 in found:
         gathers = {axis: _made(axis, layout, mesh, policy) for axis, layout in found.items()}
     return MeshNodes(reductions=reductions, gathers=gathers, why_flat=why_flat)
-
-
-def _parts(mesh: DeviceMesh, axis: int) -> list[list[int]]:
-    parts: list[list[int]] = mesh.mesh.movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()
-    return parts
 
 
 def _is_equal(per_node: int, mesh: DeviceMesh, world: dist.ProcessGroup | None) -> bool:
@@ -76,15 +68,9 @@ def _is_equal(per_node: int, mesh: DeviceMesh, world: dist.ProcessGroup | None) 
 
 
 def _made(axis: int, layout: AxisNodes, mesh: DeviceMesh, policy: Policy) -> Nodes:
-    ranks = dist.get_process_group_ranks(mesh.get_group(axis))
-    place, num_inside = ranks.index(dist.get_rank()), layout.num_inside or 1
-    first = place - place % num_inside
+    num_inside = layout.num_inside or 1
+    nodes = torch.tensor(parts_of_axis(mesh, axis)).view(-1, layout.num_nodes, num_inside)
     timeout = timeout_of(mesh.get_group(mesh.ndim - 1), mesh.device_type)
-    groups = []
-    for members in (ranks[first : first + num_inside], ranks[place % num_inside :: num_inside]):
-        group = dist.new_group(members, timeout=timeout, use_local_synchronization=True)
-        sent = torch.zeros(len(members), device=device_of(mesh))
-        dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
-        all_gather(torch.empty_like(sent), sent[:1], group, async_op=False)
-        groups.append(group)
-    return Nodes(inside=groups[0], across=groups[1], partials=policy.partials_between_nodes)
+    inside = group_of_parts(nodes.flatten(0, 1).tolist(), timeout)
+    across = group_of_parts(nodes.transpose(1, 2).flatten(0, 1).tolist(), timeout)
+    return Nodes(inside=inside, across=across, partials=policy.partials_between_nodes)

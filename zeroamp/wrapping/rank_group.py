@@ -1,40 +1,41 @@
-"""`RankGroup`: a process group of a model's ranks on the CPU, and errors of one rank that are raised on all of them.
+"""Runs actions on all ranks, compares their results, and raises an error of one rank on all of them.
 
-A rank that raises alone leaves the others in a collective that never ends. `RankGroup.run` calls a function on every
-rank, exchanges the outcomes, and raises on all ranks if it failed on any. Exchanges run along a `RankTree`.
+A rank that raises alone leaves the others in a collective that never ends. `run_alike` compares the ranks while a model
+is wrapped and a `TrainStep` is built, on the process group of training. `RankGroup` runs the parts of saves, loads and
+reports on a gloo group of its own.
 """
 
+import hashlib
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
-from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from zeroamp.hooks._torch.fsdp import timeout_of
-from zeroamp.hooks._torch.gloo import new_lazy_group
-from zeroamp.hooks._torch.process_groups import axis_groups, equalise_numbers_along
+from zeroamp.hooks._torch.process_groups import group_of_parts
 from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
+from zeroamp.hooks.collectives.issued import issue
+from zeroamp.hooks.collectives.traffic import IssuedCollective
 from zeroamp.policies.errors import CheckpointError, ZeroAmpError, error_text
-from zeroamp.wrapping.rank_tree import LostRankError, RankTree
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.api import CheckpointException
 
 T = TypeVar("T")
 R = TypeVar("R")
+Description = Mapping[str, str]
+"""Name -> value, which must be equal on all ranks and in the same order. Errors read "<name> is <value> on rank 0"."""
 Use = Literal["saving", "signals"]
 _USES: dict[Use, str] = {
     "saving": "save or load",
     "signals": "agree on what is reported of the run (RunReport, monitors, profile) and on signals",
 }
 """What ranks use such a group for, as text for errors: "ranks that ..."."""
-_NO_VALUE = -(2**62)  # less than any digest or its negative
+_NUM_NAMED = 4  # differences that an error names; others often follow from the first ones
+_LONGEST = 160  # characters of a value in an error
 _shared: "WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], RankGroup]]" = WeakKeyDictionary()
 
 
@@ -42,23 +43,18 @@ class RankGroup:
     """Runs actions on all ranks of a mesh, and exchanges their results on the CPU.
 
     Its gloo process group is separate from those of training, so that a background save does not mix with their
-    collectives. The first exchange makes the group. A rank connects only with its neighbours in a `RankTree`.
+    collectives. The first exchange makes the group.
     """
 
     def __init__(self, mesh: DeviceMesh, use: Use = "saving") -> None:
         """Take the mesh, whose ranks form the group. Does not communicate."""
-        self._ranks = sorted(mesh.mesh.flatten().tolist())
-        self.ranks: tuple[int, ...] = tuple(self._ranks)
+        self.ranks: tuple[int, ...] = tuple(sorted(mesh.mesh.flatten().tolist()))
         """Global ranks of the members, in increasing order."""
+        self.rank = self.ranks.index(dist.get_rank())
+        self.num_ranks = len(self.ranks)
         self._timeout = timeout_of(mesh.get_group(0), mesh.device_type)
-        self.rank = self._ranks.index(dist.get_rank())
-        self.num_ranks = len(self._ranks)
-        self._is_local = self.num_ranks < dist.get_world_size()
-        # Not the axes of a mesh of all ranks: the job's process group may be that of an axis. `_shared` would keep it.
-        self._of_axes = list(axis_groups(mesh)) if self._is_local else []
-        self._device_type = mesh.device_type
         self._use = use
-        self._tree: RankTree | None = None
+        self._group: dist.ProcessGroup | None = None
         self.background: Future[Any] | None = None
         """A background save whose thread uses the group, or None."""
 
@@ -94,140 +90,135 @@ class RankGroup:
         """Return the shared group for flags and reports of the main thread. Background saves do not use it."""
         return cls.shared(mesh, "signals")
 
-    @property
-    def tree(self) -> RankTree:
-        """The connections between the ranks. The first read makes the process group: all ranks must do it."""
-        if self._tree is None:
-            if self._is_local:
-                equalise_numbers_along(self._of_axes, self._device_type)
-            tree = RankTree(new_lazy_group(self._ranks, self._timeout, is_local=self._is_local))
-            pause_before_exit()
-            with self._naming_lost(_Outcome[None](), None):
-                tree.max([])  # connects the ranks: from here on the loss of a rank is noticed at once
-            self._tree = tree
-        return self._tree
-
     def run(self, action: Callable[[], T]) -> list[T]:
         """Call `action` on every rank and return the results of all, in rank order.
-
-        Ranks first compare digests of their results. Only results that differ are sent.
 
         Raises:
             CheckpointError: on all ranks, if `action` raised on any, with the text of each error. On the remaining
                 ranks, if a rank is lost.
             ZeroAmpError: on all ranks, if all errors have the same subclass: that subclass.
         """
-        tree = self.tree  # connected before the action: a rank that is lost during the action is then noticed
+        self._connect()  # before the action: a rank that is lost during the action is then noticed at once
         outcome, error = _attempt(action)
-        with self._naming_lost(outcome, error):
-            is_failed, *largest = tree.max([outcome.text is not None, *_bounds(_digest(outcome.result))])
-            if not is_failed and _is_equal(largest):
-                return [outcome.result] * self.num_ranks  # type: ignore[list-item]
-            outcomes: list[_Outcome[T]] = tree.all_gather(outcome)
-        _raise(_failure(outcomes), error)
+        outcomes = self._gather(outcome, error)
+        _raise_failure(outcomes, self.ranks, CheckpointError, error)
         return [each.result for each in outcomes]  # type: ignore[misc]
 
     def on_first(self, action: Callable[[], T]) -> T:
         """Call `action` on the first rank only, and return its result on all. Raises as `run` does."""
-        tree = self.tree
-        outcome, error = _attempt(action) if self.rank == 0 else (_Outcome[T](), None)
-        with self._naming_lost(outcome, error):
-            of_first: _Outcome[T] = tree.broadcast(outcome)
-        _raise(_failure([of_first, *[_Outcome[T]()] * (self.num_ranks - 1)]), error)
-        return of_first.result  # type: ignore[return-value]
+        return self.run(lambda: action() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
     def reduce(self, action: Callable[[], T], combine: Callable[[list[T]], R]) -> R:
         """Call `action` on every rank, and `combine` with all results on the first. Return its result on all ranks.
 
-        The results of `action` are sent to the first rank only. Raises as `run` does.
+        Raises as `run` does.
         """
-        return self._reduce(action, lambda results: [combine(results)], self._broadcast_first)
+        results = self.run(action)
+        return self.on_first(lambda: combine(results))
 
-    def reduce_scatter(self, action: Callable[[], T], combine: Callable[[list[T]], Sequence[R]]) -> R:
-        """Call `action` on every rank, and `combine` with all results on the first. Return to each rank its own value.
+    def are_equal(self, values: Mapping[Any, object]) -> bool:
+        """Return whether ranks that pass a value for the same key pass the same value. All ranks call this.
 
-        `combine` returns one value per rank, in rank order. Raises as `run` does.
+        The ranks exchange digests of the values.
         """
-        return self._reduce(action, combine, self._scatter)
-
-    def _scatter(self, replies: "list[_Reply[R]] | LostRankError") -> "_Reply[R]":
-        reply: _Reply[R] = self.tree.scatter(replies)
-        return reply
-
-    def _broadcast_first(self, replies: "list[_Reply[R]] | LostRankError") -> "_Reply[R]":
-        reply: _Reply[R] = self.tree.broadcast(replies[0] if isinstance(replies, list) and replies else replies)
-        return reply
-
-    def _reduce(
-        self,
-        action: Callable[[], T],
-        combine: Callable[[list[T]], Sequence[R]],
-        send: "Callable[[list[_Reply[R]] | LostRankError], _Reply[R]]",
-    ) -> R:
-        tree = self.tree
-        outcome, error = _attempt(action)
-        replies: list[_Reply[R]] | LostRankError = []
-        with self._naming_lost(outcome, error):
-            outcomes = tree.gather(outcome)
-            if isinstance(outcomes, LostRankError):
-                replies = outcomes
-            elif outcomes:
-                replies, raised = _combined(outcomes, combine)
-                error = error or raised
-            reply = send(replies)
-        _raise(reply.failure, error)
-        return reply.value  # type: ignore[return-value]
-
-    @contextmanager
-    def _naming_lost(self, outcome: "_Outcome[Any]", error: BaseException | None) -> Iterator[None]:
-        try:
-            yield
-        except LostRankError as lost:
-            texts = [str(lost)] if outcome.text is None else [outcome.text, str(lost)]
-            raise CheckpointError(
-                f"An exchange between the {self.num_ranks} ranks that {_USES[self._use]} failed on rank {self.rank}: "
-                f"{'; '.join(texts)} within the process group's timeout. Read the output of the other ranks, and "
-                "restart from the last checkpoint."
-            ) from error or lost
-
-    def is_equal(self, value: object) -> bool:
-        """Return whether all ranks pass the same value, by its digest. All ranks call this."""
-        numbers, tree = _digest(value), self.tree
-        with self._naming_lost(_Outcome[None](), None):
-            return _is_equal(tree.max(_bounds(numbers)))
-
-    def are_equal(self, values: Sequence[object] | Mapping[int, object], num_values: int | None = None) -> list[bool]:
-        """Return for each place whether all ranks that pass a value there pass the same value.
-
-        The ranks exchange a digest of 8 bytes per place. Different values have equal digests in one of 2^56 cases.
-
-        Args:
-            values: one value per place, equally many on all ranks; or {place: value} for some of the places.
-            num_values: the number of places. None: the number of values.
-        """
-        tree = self.tree
-        by_place = values if isinstance(values, Mapping) else dict(enumerate(values))
-        num_values = len(values) if num_values is None else num_values
-        bounds = [_NO_VALUE] * (2 * num_values)
-        for place, value in by_place.items():
-            number = _digest(value)[0]
-            bounds[place], bounds[num_values + place] = number, -number
-        with self._naming_lost(_Outcome[None](), None):
-            largest = tree.max(bounds)
-        return [high == -low for high, low in zip(largest[:num_values], largest[num_values:], strict=True)]
+        digests = {key: _digest(pickle.dumps(value)) for key, value in values.items()}
+        found: dict[Any, int] = {}
+        of_ranks = self.run(lambda: digests)
+        return all(found.setdefault(key, own) == own for of_rank in of_ranks for key, own in of_rank.items())
 
     def any(self, value: bool) -> bool:
-        """Return whether `value` is true on any rank."""
-        tree = self.tree
-        with self._naming_lost(_Outcome[bool](), None):
-            return bool(tree.max([value])[0])
+        """Return whether `value` is true on any rank. All ranks call this."""
+        return any(self.run(lambda: value))
 
-    def all(self, value: bool) -> bool:
-        """Return whether `value` is true on every rank."""
-        return not self.any(not value)
+    def _connect(self) -> dist.ProcessGroup:
+        if self._group is None:
+            self._group = group_of_parts([self.ranks], self._timeout, "gloo")
+            pause_before_exit()
+        return self._group
+
+    def _gather(self, outcome: "_Outcome[T]", error: BaseException | None) -> "list[_Outcome[T]]":
+        outcomes: list[Any] = [None] * self.num_ranks
+        try:
+            dist.all_gather_object(outcomes, outcome, group=self._connect())
+        except RuntimeError as lost:
+            texts = [str(lost).strip()] if outcome.text is None else [outcome.text, str(lost).strip()]
+            raise CheckpointError(
+                f"An exchange between the {self.num_ranks} ranks that {_USES[self._use]} failed on rank "
+                f"{dist.get_rank()}: {'; '.join(texts)}. A rank is lost, or did not answer within the process group's "
+                "timeout. Read the output of the other ranks, and restart from the last checkpoint."
+            ) from error or lost
+        return outcomes
 
 
-@dataclass(slots=True)
+def run_alike(
+    action: Callable[[], tuple[T, Description]],
+    *,
+    what: str,
+    remedy: str,
+    error_type: type[ZeroAmpError],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> T:
+    """Call `action` on every rank of `group`, compare the descriptions that it returns, and return its result.
+
+    All ranks of the group call this. If the ranks are equal, the comparison costs one all-reduce of two integers.
+
+    Args:
+        action: returns a result and a description. May raise on some ranks. Must not communicate.
+        what: the start of an error's text: the name of the function that compares.
+        remedy: the end of an error's text: what to do.
+        error_type: the class of the error.
+        group: the ranks; None is the default group.
+        device: of the tensors that `group` communicates.
+
+    Raises:
+        PeerError: another rank did not call this.
+        Exception: the error of `action`, if it is the same on all ranks.
+        ZeroAmpError: on all ranks, if `action` raised on some: the class that all errors have, else `error_type`.
+        error_type: on all ranks, if the descriptions differ. The text names the differences and the ranks.
+    """
+    outcome, error = _attempt(action)
+    description = {"error": outcome.text or ""} if outcome.result is None else outcome.result[1]
+    if not _is_equal(description, what, group, device):
+        ranks = dist.get_process_group_ranks(group)
+        outcomes: list[Any] = [None] * len(ranks)
+        dist.all_gather_object(outcomes, _Outcome(None, outcome.text, outcome.error_type), group=group)
+        _raise_failure(outcomes, ranks, error_type, error, what=f"{what} failed on ")
+        raise error_type(f"{what} {differences(description, group)} {remedy}")
+    if outcome.result is None:
+        raise error or AssertionError("expected a result or an error")
+    return outcome.result[0]
+
+
+def differences(description: Description, group: dist.ProcessGroup | None) -> str:
+    """Return a sentence that names the differences and their ranks: the same on all ranks. All ranks call this."""
+    ranks = dist.get_process_group_ranks(group)
+    found: list[Any] = [None] * len(ranks)
+    try:
+        dist.all_gather_object(found, description, group=group)
+    except RuntimeError as error:
+        return f"differs between ranks. The ranks could not exchange what differs: {str(error).strip()}."
+    longest = max(found, key=len)  # so that names absent on some ranks keep their place
+    names = dict.fromkeys([*longest, *(name for each in found for name in each)])
+    values = _unequal({name: [each.get(name) for each in found] for name in names})
+    if not values:
+        orders = enumerate(zip(*found, strict=True), 1)
+        values = _unequal({f"number {place} in the order": keys for place, keys in orders})
+    parts = []
+    for name, of_ranks in list(values.items())[:_NUM_NAMED]:
+        first, *others = [
+            f"{_shortened(value)} on {_ranks(having)}" for value, having in _ranks_by_value(of_ranks, ranks).items()
+        ]
+        parts.append(f"{name} is {first}, but {' and '.join(others)}")
+    more = f"; and {len(values) - _NUM_NAMED} more" if len(values) > _NUM_NAMED else ""
+    return f"differs between ranks: {'; '.join(parts) or 'the order of repeated calls'}{more}."
+
+
+def _unequal(values: Mapping[str, Sequence[str | None]]) -> dict[str, Sequence[str | None]]:
+    return {name: of_ranks for name, of_ranks in values.items() if len(set(of_ranks)) > 1}
+
+
+@dataclass(frozen=True, slots=True)
 class _Outcome(Generic[T]):
     """The outcome of an action on one rank: its result, or its error's text and, if a ZeroAmpError, its class."""
 
@@ -236,98 +227,69 @@ class _Outcome(Generic[T]):
     error_type: type[ZeroAmpError] | None = None
 
 
-@dataclass(slots=True)
-class _Reply(Generic[R]):
-    """The first rank's reply to a rank: the combined result, or the error to raise."""
-
-    value: R | None = None
-    failure: "_Failure | None" = None
-
-
-class _Failure(NamedTuple):
-    """The error that all ranks raise."""
-
-    error_type: type[ZeroAmpError]
-    text: str
-
-
 def _attempt(action: Callable[[], T]) -> tuple[_Outcome[T], BaseException | None]:
     """Call `action` on this rank. Return its outcome, and the error that it raised, or None."""
     try:
         return _Outcome(action()), None
-    except (Exception, _checkpoint_exception()) as raised:
-        return _Outcome(None, _text(raised), type(raised) if isinstance(raised, ZeroAmpError) else None), raised
+    except Exception as raised:
+        return _Outcome(None, error_text(raised), type(raised) if isinstance(raised, ZeroAmpError) else None), raised
 
 
-def _digest(value: object) -> list[int]:
-    """Return a hash of a value as four integers of 56 bits, whose negatives fit int64 too."""
-    digest = sha256(pickle.dumps(value)).digest()
-    return [int.from_bytes(digest[start : start + 7]) for start in range(0, 28, 7)]
+def _raise_failure(
+    outcomes: Sequence[_Outcome[Any]],
+    ranks: Sequence[int],
+    error_type: type[ZeroAmpError],
+    cause: BaseException | None,
+    what: str = "",
+) -> None:
+    """Raise one error on all ranks, with the texts of the ranks that failed. Its class is the one that all errors have.
 
-
-def _bounds(numbers: list[int]) -> list[int]:
-    """Return the numbers and their negatives: the maximum of the negatives over the ranks is minus the minimum."""
-    return [*numbers, *(-number for number in numbers)]
-
-
-def _is_equal(largest: list[int]) -> bool:
-    """Return whether the numbers are equal on all ranks. `largest`: the maxima of their `_bounds` over the ranks."""
-    half = len(largest) // 2
-    return all(high == -low for high, low in zip(largest[:half], largest[half:], strict=True))
-
-
-def _failure(outcomes: Sequence[_Outcome[Any]]) -> _Failure | None:
-    """Return the common error of the ranks' outcomes, which are in rank order; None if none failed."""
-    ranks_by_text: dict[str, list[int]] = {}
-    types = set()
-    for rank, outcome in enumerate(outcomes):
-        if outcome.text is not None:
-            ranks_by_text.setdefault(outcome.text, []).append(rank)
-            types.add(outcome.error_type)
-    if not ranks_by_text:
-        return None
-    (common, *others) = types
-    error_type = CheckpointError if others or common is None else common
-    texts = []
-    for text, ranks in ranks_by_text.items():
-        where = "" if len(ranks) == len(outcomes) else f"rank {', '.join(map(str, ranks))}: "
-        texts.append(where + text)
-    return _Failure(error_type, "; ".join(texts))
-
-
-def _combined(
-    outcomes: Sequence[_Outcome[T]], combine: Callable[[list[T]], Sequence[R]]
-) -> tuple[list[_Reply[R]], BaseException | None]:
-    """Return the first rank's replies to the outcomes, and the error that `combine` raised."""
-    failure, raised = _failure(outcomes), None
-    if failure is None:
-        combined, raised = _attempt(lambda: combine([outcome.result for outcome in outcomes]))  # type: ignore[misc]
-        failure = _failure([combined, *[_Outcome[Any]()] * (len(outcomes) - 1)])
-        if combined.result is not None:
-            return [_Reply(value) for value in combined.result], None
-    return [_Reply(failure=failure)] * len(outcomes), raised
-
-
-def _raise(failure: _Failure | None, cause: BaseException | None) -> None:
-    if failure is None:
-        return
-    error_type, text = failure
-    if cause is not None and type(cause) is error_type and str(cause) == text:
-        raise cause  # the error is the same on all ranks
-    raise error_type(text) from cause
-
-
-def _checkpoint_exception() -> "type[CheckpointException]":
-    """Return torch's class of failed saves and loads, which is not a subclass of Exception.
-
-    It is imported here, because wrapping a model imports this file and needs no checkpoints of torch.
+    If all ranks have the same error of zeroamp, each rank raises its own.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
+    texts = _ranks_by_value(
+        [outcome.text for outcome in outcomes if outcome.text is not None],
+        [rank for rank, outcome in zip(ranks, outcomes, strict=True) if outcome.text is not None],
+    )
+    if not texts:
+        return
+    (common, *others) = {outcome.error_type for outcome in outcomes if outcome.text is not None}
+    text = "; ".join(f"{_ranks(of_text)}: {text}" for text, of_text in texts.items())
+    if list(texts.values()) == [list(ranks)]:
+        if isinstance(cause, ZeroAmpError):
+            raise cause
+        text = next(iter(texts))
+    raise (error_type if others or common is None else common)(f"{what}{text}") from cause
 
-    return CheckpointException
+
+def _is_equal(description: Description, what: str, group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    if dist.get_world_size(group) == 1:
+        return True
+    digest = _digest(repr(list(description.items())).encode())
+    bounds = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
+    issued = IssuedCollective("all_reduce", bounds, what, group, dist.ReduceOp.MAX)
+    # The maximum of -x is minus the minimum of x.
+    issue(lambda: dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=group), issued, ())
+    return int(bounds[0]) == -int(bounds[1])
 
 
-def _text(error: BaseException) -> str:
-    if isinstance(error, _checkpoint_exception()):  # contains the errors of all ranks; its own text is a traceback
-        return "; ".join(f"rank {rank}: {_text(wrapped)}" for rank, (wrapped, _) in sorted(error.failures.items()))
-    return error_text(error)
+def _digest(content: bytes) -> int:
+    """Return a hash of 56 bits, so that the hash and its negative fit int64."""
+    return int.from_bytes(hashlib.sha256(content).digest()[:7])
+
+
+def _ranks_by_value(values: Sequence[T], ranks: Sequence[int]) -> dict[T, list[int]]:
+    found: dict[T, list[int]] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        found.setdefault(value, []).append(rank)
+    return found
+
+
+def _shortened(value: str | None) -> str:
+    if value is None:
+        return "absent"
+    return value if len(value) <= _LONGEST else f"{value[: _LONGEST - 3]}..."
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"

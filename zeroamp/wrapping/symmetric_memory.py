@@ -15,7 +15,6 @@ from zeroamp.hooks._torch.symmetric_memory import has_symmetric_all_gather, symm
 from zeroamp.planning.mesh import device_of, is_first_rank, shard_size
 from zeroamp.policies.errors import ConfigError
 from zeroamp.policies.policy import Policy
-from zeroamp.wrapping.connect import is_nccl
 from zeroamp.wrapping.nodes import MeshNodes
 
 logger = logging.getLogger("zeroamp")
@@ -61,3 +60,8 @@ def _why_not(policy: Policy, mesh: DeviceMesh, nodes: MeshNodes) -> str:
     if nodes.gathers:
         return 'all-gathers run in two levels between nodes. Set zeroamp.ranks_per_node to "off", or remove the key.'
     return ""
+
+
+def is_nccl(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Return whether a process group uses NCCL for tensors of a device type."""
+    return f"{device_type}:nccl" in dist.get_backend_config(group).split(",")

@@ -44,7 +44,6 @@ from zeroamp.wrapping.checks import (
     check_torch,
     description_of,
 )
-from zeroamp.wrapping.connect import connect_ranks
 from zeroamp.wrapping.cuda_graphs import refuse_cuda_graphs
 from zeroamp.wrapping.float8_weights import (
     attach_float8,
@@ -54,7 +53,7 @@ from zeroamp.wrapping.float8_weights import (
 )
 from zeroamp.wrapping.materialize import cast_buffers, materialize_model
 from zeroamp.wrapping.nodes import nodes_of_mesh
-from zeroamp.wrapping.rank_agreement import Description, run_alike
+from zeroamp.wrapping.rank_group import Description, run_alike
 from zeroamp.wrapping.refused_meshes import refuse_combinations
 from zeroamp.wrapping.reproducible import check_reproducible
 from zeroamp.wrapping.shard import shard_model
@@ -177,7 +176,6 @@ def wrap_model(
     attach_hooks(model, state)
     if float8_params(plan):
         state.handles += attach_float8(model, state, mm_configs)
-    connect_ranks(model, state)
     record_state(model, state)
     if is_first_rank(axes.whole):
         _log_summary(state, name, time.perf_counter() - begin)

@@ -1,8 +1,6 @@
 """Every private name of torch that `hooks/_torch` uses is listed here and is there; no other file uses any."""
 
 import ast
-import itertools
-import os
 from datetime import timedelta
 
 import torch
@@ -14,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from tests.measuring.collectives import Collectives
 from tests.measuring.sources import ROOT, python_files
-from zeroamp.hooks._torch import dispatch, dtensor, gloo, optimizer, process_groups
+from zeroamp.hooks._torch import dispatch, dtensor, optimizer, process_groups
 from zeroamp.hooks._torch import fsdp as _fsdp
 
 FOLDER = ROOT / "hooks" / "_torch"
@@ -48,8 +46,6 @@ PRIVATE = {
         *("_module_to_pre_save_state_dict_hook_handle", "_module_to_pre_load_state_dict_hook_handle"),
         *("_is_fsdp_managed_module", "_fsdp_use_orig_params"),
     },
-    "gloo.py": set(),
-    "mesh_groups.py": {"_get_fsdp_state"},
     "mesh_slices.py": {"_get_root_mesh", "_flatten", "_concatenate"},
     "optimizer.py": {
         *("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks", "_wrapped_by_lr_sched"),
@@ -60,7 +56,7 @@ PRIVATE = {
         *("_get_fsdp_state", "_partial_reduce_output", "_post_reduce_event", "_register_post_backward_hook"),
         "_set_unsharded_grad_dtypes",
     },
-    "process_groups.py": {"_hash_ranks_to_str", "_world", "torch.testing._internal.distributed.fake_pg"},
+    "process_groups.py": {"torch.testing._internal.distributed.fake_pg"},
     "symmetric_memory.py": {"torch.distributed.fsdp._fully_shard", "_fsdp_collectives"},
 }
 """File of `hooks/_torch` -> the names in it that begin with an underscore, or the module of one that is imported."""
@@ -164,64 +160,21 @@ def test_a_shared_partition_is_what_torch_makes_for_each_module(ranks4):
     assert ranks4.run(_partition, by_torch=False) == ranks4.run(_partition, by_torch=True)
 
 
-def _sockets():
-    """Return the sockets of this process, each by a unique name."""
-    links = [os.readlink(file.path) for file in os.scandir("/proc/self/fd") if os.path.lexists(file.path)]
-    return {link for link in links if link.startswith("socket:")}
+def _groups_after_the_program_has_made_one_for_two_ranks():
+    """The ranks of this rank's group of several parts of all ranks, and the sum of the ranks over it."""
+    dist.new_group([0, 1])  # only two of the ranks are in a group more
+    found = []
+    for parts in ([[0, 2], [3, 1]], [[0, 1, 2, 3]]):
+        group = process_groups.group_of_parts(parts, timedelta(seconds=30), "gloo")
+        total = torch.tensor(dist.get_rank())
+        dist.all_reduce(total, group=group)
+        found.append((dist.get_process_group_ranks(group), int(total)))
+    return found
 
 
-def _connections():
-    """Sockets that a gloo group opens when it is made, when two ranks send to each other, and a group of torch's."""
-    counts = [_sockets()]
-    lazy = gloo.new_lazy_group(range(4), timedelta(seconds=30), is_local=False)
-    dist.barrier()
-    counts.append(_sockets())
-    dist.barrier()  # no rank sends before all have counted
-    sent = torch.tensor([dist.get_rank()])
-    if dist.get_rank() in (0, 3):
-        other = 3 - dist.get_rank()
-        if other:
-            dist.send(sent, other, group=lazy)
-        else:
-            dist.recv(sent, other, group=lazy)
-    dist.barrier()
-    counts.append(_sockets())
-    dist.barrier()
-    dist.new_group(range(4), backend="gloo")
-    dist.barrier()
-    counts.append(_sockets())
-    # Sockets of earlier tests' process groups may close meanwhile.
-    return [len(after - before) for before, after in itertools.pairwise(counts)], os.environ.get("TORCH_GLOO_LAZY_INIT")
-
-
-def test_a_lazy_group_connects_when_two_ranks_send(ranks4):
-    for rank, (made, is_set) in enumerate(ranks4.run(_connections)):
-        # One listens. The store may connect once more. Connections with all others would be three.
-        assert made[0] in (1, 2)
-        assert made[1] in ((1, 2) if rank in (0, 3) else (0, 1))
-        assert made[2] >= 3, "torch's own connects with all others"
-        assert is_set is None
-
-
-def _made_by_some_ranks_more_than_by_others():
-    """The numbers by which torch names groups, before and after, and a sum over a group that two ranks make."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    dist.new_group([0, 1])  # a collective of all ranks, after which only two of them are in a group more
-    dist.new_group([0, 1], use_local_synchronization=True)  # only ranks 0 and 1 make this group
-    before = process_groups.number_in_names()
-    process_groups.equalise_numbers_of_groups(mesh)
-    after = process_groups.number_in_names()
-    total = torch.ones(1)
-    ranks = [dist.get_rank() % 2, dist.get_rank() % 2 + 2]
-    dist.all_reduce(total, group=dist.new_group(ranks, use_local_synchronization=True))
-    return before, after, int(total)
-
-
-def test_ranks_that_were_in_different_numbers_of_groups_make_groups_of_a_part_of_them(ranks4):
-    before, after, totals = zip(*ranks4.run(_made_by_some_ranks_more_than_by_others), strict=True)
-    assert before[0] == before[1] > before[2] == before[3]
-    assert len(set(after)) == 1
-    assert totals == (2, 2, 2, 2)
+def test_groups_of_parts_of_all_ranks_do_not_depend_on_groups_of_the_program(ranks4):
+    for rank, found in enumerate(ranks4.run(_groups_after_the_program_has_made_one_for_two_ranks)):
+        assert found == [([1, 3], 4) if rank % 2 else ([0, 2], 2), ([0, 1, 2, 3], 6)]
 
 
 def _left_by_remove_fsdp():

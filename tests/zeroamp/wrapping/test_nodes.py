@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import zeroamp
 from tests.measuring.collectives import Collectives
@@ -49,15 +50,21 @@ def test_two_levels_train_to_the_bits_of_the_tree(request, num_ranks, per_node, 
 def _wrapped_with(per_node, stage=3, mesh_shape=None, partials="fp32"):
     """Axes in two levels, groups made by wrap_model, WARNINGs of it, and the calls of one optimizer step."""
     made, messages, new_group = [], [], dist.new_group
+
+    def new_own_group(ranks, **options):
+        if dist.get_rank() in ranks:
+            made.append(list(ranks))
+        return new_group(ranks, **options)
+
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("zeroamp").addHandler(handler)
-    dist.new_group = lambda ranks, **options: (made.append(list(ranks)), new_group(ranks, **options))[1]
+    dist.new_group = distributed_c10d.new_group = new_own_group
     try:
         cfg = config(stage, **_options(per_node, partials_between_nodes=partials))
         model = wrapped("llama_untied", cfg, mesh_shape=mesh_shape)
     finally:
-        dist.new_group = new_group
+        dist.new_group = distributed_c10d.new_group = new_group
         logging.getLogger("zeroamp").removeHandler(handler)
     step = zeroamp.TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with Collectives() as collectives:

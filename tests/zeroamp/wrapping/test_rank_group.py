@@ -2,29 +2,22 @@
 
 import os
 import signal
+from datetime import timedelta
 from weakref import ref
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zeroamp
+from tests.processes import ranks as rank_processes
 from tests.processes.ranks import Ranks
+from tests.selection import slow_but
 from zeroamp.checkpoint.files import DamagedCheckpointError
 from zeroamp.planning.mesh import process_group
 from zeroamp.policies.errors import CheckpointError, StepError
 from zeroamp.wrapping.rank_group import RankGroup
-
-
-def _torch_error():
-    """On all ranks, as torch raises it."""
-    failures = {1: (OSError("full"), []), 0: (StepError("a: found 1"), [])}
-    return CheckpointException("write", failures)
-
 
 ERRORS = {
     "one of the tree": [None, lambda: StepError("a: found 1")],
@@ -33,7 +26,6 @@ ERRORS = {
     "two classes": [lambda: StepError("x"), lambda: CheckpointError("y")],
     "a foreign one": [lambda: OSError(28, "full"), None],
     "tree and foreign": [lambda: DamagedCheckpointError("x"), lambda: KeyError("k")],
-    "torch's": [_torch_error, _torch_error],
 }
 
 
@@ -58,9 +50,8 @@ def _on_all():
 
 
 def _groups_of_a_part_of_the_ranks():
-    """A sum and an exchange over a mesh of two of the ranks, where the program has made a group for one of them."""
+    """A sum and an exchange over a mesh of two of the ranks."""
     mesh = DeviceMesh("cpu", [[0], [1]])
-    dist.new_group([0], use_local_synchronization=True)
     if dist.get_rank() > 1:
         return None
     total = torch.ones(1)
@@ -69,7 +60,7 @@ def _groups_of_a_part_of_the_ranks():
     return int(total), group.run(lambda: group.rank)
 
 
-def test_a_mesh_of_a_part_of_the_ranks_has_groups_where_the_program_has_made_some(ranks4):
+def test_a_mesh_of_a_part_of_the_ranks_has_groups(ranks4):
     assert ranks4.run(_groups_of_a_part_of_the_ranks) == [(2, [0, 1]), (2, [0, 1]), None, None]
 
 
@@ -102,7 +93,6 @@ def test_errors_of_one_rank_are_raised_on_all_and_results_are_of_all(ranks2):
         assert found["two classes"][:2] == (CheckpointError, "rank 0: x; rank 1: y")
         assert found["a foreign one"][:2] == (CheckpointError, "rank 0: OSError: [Errno 28] full")
         assert found["tree and foreign"][:2] == (CheckpointError, "rank 0: x; rank 1: KeyError: 'k'")
-        assert found["torch's"][:2] == (CheckpointError, "rank 0: a: found 1; rank 1: OSError: full")
         assert causes["a foreign one"] is (OSError if rank == 0 else type(None))
 
 
@@ -137,21 +127,21 @@ def _halves_and_uneven_groups():
 
 
 def test_a_part_of_the_ranks_and_ranks_in_other_numbers_of_groups(ranks4):
-    for (found, ranks, first), all_ranks in ranks4.run(_halves_and_uneven_groups):
-        assert found["one of the tree"][:2] == (StepError, "rank 1: a: found 1")  # its number in the mesh
+    for rank, ((found, ranks, first), all_ranks) in enumerate(ranks4.run(_halves_and_uneven_groups)):
+        assert found["one of the tree"][:2] == (StepError, f"rank {2 * (rank // 2) + 1}: a: found 1")
         assert (ranks, first) == ([0, 1], [0])
         assert all_ranks == [0, 1, 2, 3]
 
 
 def _results(shape):
     ranks = RankGroup(init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]))
-    flags = [ranks.any(dist.get_rank() == 2), ranks.any(False), ranks.all(True), ranks.all(dist.get_rank() == 2)]
+    flags = [ranks.any(dist.get_rank() == 2), ranks.any(False)]
     return ranks.rank, ranks.run(dist.get_rank), ranks.on_first(lambda: f"of {dist.get_rank()}"), flags
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
 def test_results_and_flags_come_from_all_ranks(ranks4, shape):
-    expected = [0, 1, 2, 3], "of 0", [True, False, True, False]
+    expected = [0, 1, 2, 3], "of 0", [True, False]
     assert ranks4.run(_results, shape) == [(rank, *expected) for rank in range(4)]
 
 
@@ -163,25 +153,6 @@ def _error_of(action):
     with pytest.raises(zeroamp.CheckpointError) as raised:
         action()
     return str(raised.value)
-
-
-class _FullDisk(FileSystemWriter):
-    def write_data(self, plan, planner):
-        raise OSError(28, "No space left on device")
-
-
-def _torch_checkpoint_on_a_full_disk(path):
-    ranks = _rank_group()
-    kind = _FullDisk if ranks.rank == 1 else FileSystemWriter
-    tensors = {"weight": torch.ones(2)}
-    return _error_of(
-        lambda: ranks.run(lambda: save(tensors, storage_writer=kind(path), process_group=dist.group.WORLD))
-    )
-
-
-def test_an_error_in_torch_checkpoint_names_rank_and_reason_without_tracebacks(ranks2, tmp_path):
-    texts = ranks2.run(_torch_checkpoint_on_a_full_disk, tmp_path)
-    assert texts == ["rank 1: OSError: [Errno 28] No space left on device"] * 2
 
 
 def _the_other_is_killed(use, raises):
@@ -210,7 +181,69 @@ def test_where_a_rank_is_lost_the_error_names_the_collective_and_what_it_was_for
         ranks.run(_the_other_is_killed, use, raises)
     text = str(raised.value)
     assert f"An exchange between the 2 ranks that {purpose} failed on rank 0: " in text
-    assert "rank 1 is lost or did not answer" in text
+    assert "A rank is lost, or did not answer" in text
     assert ("OSError: [Errno 28]" in text) == raises
     assert "restart from the last checkpoint" in text
     ranks.stop()
+
+
+def _compared():
+    ranks, rank = _rank_group(), dist.get_rank()
+    shards = {rank % 2: "differs" if rank == 2 else f"shard {rank % 2}"}
+    return (
+        [ranks.are_equal({0: "same"}), ranks.are_equal({0: "same", 1: rank})],
+        [ranks.are_equal({rank % 2: rank % 2}), ranks.are_equal(shards)],
+        ranks.reduce(lambda: rank, sum),
+    )
+
+
+def test_values_of_the_same_key_are_compared(ranks4):
+    assert ranks4.run(_compared) == [([True, False], [True, False], 6)] * 4
+
+
+def _fails_while_combining():
+    ranks = _rank_group()
+    return [
+        _error_of(lambda: ranks.reduce(_raises_on_second, sum)),
+        _error_of(lambda: ranks.reduce(dist.get_rank, _raises)),
+    ]
+
+
+def _raises_on_second():
+    if dist.get_rank() == 1:
+        raise OSError("full")
+
+
+def _raises(_values):
+    raise ValueError("no sum")
+
+
+def test_an_error_of_a_rank_or_of_the_first_is_raised_on_all(ranks2):
+    assert ranks2.run(_fails_while_combining) == [["rank 1: OSError: full", "rank 0: ValueError: no sum"]] * 2
+
+
+GRACE_S = 10
+"""Within which the ranks that are left must have answered."""
+
+
+def _lost(folder, which):
+    """One rank is killed after the ranks have connected. The others note their errors."""
+    group = dist.new_group(timeout=timedelta(seconds=6 * GRACE_S))
+    ranks, rank = RankGroup(DeviceMesh.from_group(group, "cpu")), dist.get_rank()
+    ranks.run(dist.get_rank)
+    if rank == which:
+        os.kill(os.getpid(), signal.SIGKILL)
+    text = _error_of(lambda: ranks.run(dist.get_rank))
+    (folder / str(rank)).write_text(text)
+    raise zeroamp.CheckpointError(text)
+
+
+@pytest.mark.parametrize("which", slow_but([0, 1, 3], 1))
+def test_all_ranks_learn_of_a_lost_one_at_once(tmp_path, monkeypatch, which):
+    monkeypatch.setattr(rank_processes, "GRACE_S", GRACE_S)
+    ranks = Ranks(4)
+    with pytest.raises(AssertionError):
+        ranks.run(_lost, tmp_path, which)
+    ranks.stop()
+    for rank in set(range(4)) - {which}:
+        assert f"failed on rank {rank}: " in (tmp_path / str(rank)).read_text()

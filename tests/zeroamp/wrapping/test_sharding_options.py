@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import device_mesh
+from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -87,12 +87,18 @@ def test_the_backward_gathers_over_the_secondary_partition(ranks4):
 
 
 def _groups_made(name):
-    """Process groups that this rank makes when it wraps, without and with a secondary partition."""
+    """Process groups of this rank that it makes when it wraps, without and with a secondary partition."""
     made = []
     with pytest.MonkeyPatch.context() as patch:
         real = dist.new_group
-        patch.setattr(dist, "new_group", lambda *args, **kwargs: made.append(args[0]) or real(*args, **kwargs))
-        patch.setattr(device_mesh, "new_group", dist.new_group)
+
+        def new_group(ranks=None, **options):
+            if ranks is None or dist.get_rank() in ranks:
+                made.append(ranks)
+            return real(ranks, **options)
+
+        for module in (dist, distributed_c10d, device_mesh):
+            patch.setattr(module, "new_group", new_group)
         wrapped(name, config(3))
         before = len(made)
         model = wrapped(name, config(3), fields={"hpz_partition_size": 2})

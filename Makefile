@@ -74,7 +74,6 @@ bench: $(VENV)/.installed
 		--engines "$(SHARDED),zeroamp 2 merged,zeroamp 3 merged" --out $(BENCH_OUT)/100m
 	$(TWO_RANKS) benchmarks.step_time --rounds 60 --engines "$(CHOICES)" --bases "zeroamp 3" --out $(BENCH_OUT)/3.7m-choices
 	$(TWO_RANKS) benchmarks.step_memory --out $(BENCH_OUT)/3.7m-memory
-	$(TWO_RANKS) benchmarks.core_time --out $(BENCH_OUT)/3.7m-core
 
 # One process. The 1b model runs as a whole, or as one of 64 or 1,024 fake ranks, whose collectives move nothing; the 8b model as one of eight fake
 # ranks. Each part is stopped after 590 seconds.

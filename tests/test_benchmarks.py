@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks import core_time, step_memory, step_python, step_time
+from benchmarks import step_memory, step_time
 from benchmarks.peers.engine import Engine, mean
 from benchmarks.peers.engines import VARIANTS
 from benchmarks.peers.model import SHAPES, Decoder
@@ -118,24 +118,6 @@ def test_what_single_choices_cost_is_measured_on_the_same_bits(ranks2):
     assert len(set(losses.values())) == 1
 
 
-def _cores(options):
-    backward = torch.Tensor.backward
-    samples, _ = core_time.measure(options, CPU)
-    assert torch.Tensor.backward is backward, "torch is as it was"
-    return samples
-
-
-def test_the_time_of_a_core_is_told_apart(ranks2):
-    engines = ("no communication", "zeroamp 3", "FSDP2 bf16 reshard")
-    samples = ranks2.run(_cores, Options(model="tiny", batch=2, length=16, rounds=2, warm_up=0, engines=engines))[0]
-    assert tuple(samples) == engines
-    for name, mine in samples.items():
-        for found in mine:
-            assert all(found[part] > 0 for part in ("model", "optimizer", "step"))
-            assert all((found[part] > 0) == (name != engines[0]) for part in ("around units", "collectives"))
-    assert [row["engine"] for row in core_time.rows(samples)] == list(engines)
-
-
 def _with_options(options):
     measured = step_time.measure(options, CPU)
     return measured["losses"], measured["traffic"]
@@ -219,10 +201,3 @@ def test_a_record_has_the_command_and_every_round(tmp_path):
     assert {name: len(mine) for name, mine in values["rounds"].items()} == {"zeroamp 3": 3, "FSDP2 bf16 reshard": 3}
     assert values["not run"] == {"DDP autocast": "not with a fake process group"}
     assert values["versions"]["torch"] == torch.__version__
-
-
-@pytest.mark.slow
-def test_a_steps_python_is_split_at_the_sum_and_at_the_update():
-    spent = step_python.measure(12, step_python.MODES["fp16"], 2, fused=True)
-    assert tuple(spent) == step_python.PARTS
-    assert all(milliseconds > 0 for milliseconds in spent.values())

@@ -5,7 +5,7 @@
 | `collectives` | the all-gather and the reduction of one parameter group, accumulation, traffic counters |
 | `precision` | autocast around the root's forward, modules kept in fp32 |
 | `tracing` | runs on fake tensors: which ops use which parameters |
-| `observers` | named ranges in traces, exposed communication, the dtypes that occur |
+| `observers` | labels in traces, exposed communication, the dtypes that occur |
 | `root_forward` | the context managers around the root's forward, in order |
 | `typed_groups` | several FSDP2 parameter groups per unit, one for each combination of dtypes |
 | `merged_units` | several modules as one FSDP unit |

@@ -29,7 +29,6 @@ from zeroamp.policies.normalise import Mode as Mode
 from zeroamp.policies.render import render_report, short_config, to_config
 from zeroamp.policies.schema import Config, validate
 from zeroamp.policies.schema.config import FileMonitorBlock, WandbBlock
-from zeroamp.policies.schema.config import RangeMode as RangeMode
 from zeroamp.policies.schema.zero import LeafModuleBlock
 from zeroamp.policies.schema.zero import Stage as Stage
 
@@ -184,7 +183,6 @@ class Policy:
     ranks_per_node = _Key(lambda config: config.zeroamp.ranks_per_node)
     partials_between_nodes = _Key(lambda config: config.zeroamp.partials_between_nodes)
     count_traffic = _Key(lambda config: config.zeroamp.count_traffic is not False)
-    ranges = _Key(lambda config: config.zeroamp.ranges)
     reduce = _Key(lambda config: config.zeroamp.reduce)
     skip_nonfinite_steps = _Key(lambda config: config.zeroamp.skip_nonfinite_steps)
     reproducible = _Key(lambda config: config.zeroamp.reproducible)

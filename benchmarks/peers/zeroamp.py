@@ -82,7 +82,7 @@ VARIANTS = {
     "zeroamp 2 sizes of DeepSpeed": partial(build, stage=2, zero=SIZES),
     "zeroamp 3 sizes of DeepSpeed": partial(build, stage=3, zero=SIZES),
     "zeroamp 3 no own units": partial(build, stage=3, own={"own_units": False}),
-    "zeroamp 3 nothing counted or named": partial(build, stage=3, own={"count_traffic": False, "ranges": "off"}),
+    "zeroamp 3 nothing counted": partial(build, stage=3, own={"count_traffic": False}),
     "zeroamp 3 no model-wide group": partial(build, stage=3, zero={"stage3_param_persistence_threshold": 0}),
     "zeroamp 2 unmerged": partial(build, stage=2, zero={"reduce_bucket_size": 0}),
     "zeroamp 3 unmerged": partial(build, stage=3, zero={"reduce_bucket_size": 0}),

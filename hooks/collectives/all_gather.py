@@ -1,8 +1,8 @@
-"""The all-gather of one parameter group: FSDP2's own, with listeners and a named range in traces."""
+"""The all-gather of one parameter group: FSDP2's own, with listeners and a label in traces."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -11,8 +11,8 @@ from zeroamp.hooks._torch.fsdp import AllGather
 from zeroamp.hooks.collectives.issued import NamedWork, issue
 from zeroamp.hooks.collectives.nodes import Nodes, all_gather_of_axis
 from zeroamp.hooks.collectives.traffic import CollectiveListener, IssuedCollective
-from zeroamp.hooks.observers.ranges import Ranges
-from zeroamp.policies.dtypes import FLOAT8_BY_NAME, short_name
+from zeroamp.hooks.observers.trace_labels import label
+from zeroamp.policies.dtypes import FLOAT8_BY_NAME
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -28,7 +28,6 @@ class GroupAllGather(AllGather):
     """The two levels of an all-gather over all ranks that shard. None: one level. An all-gather over the fewer ranks of
     a secondary partition (hpZ) always has one level."""
     listeners: Sequence[CollectiveListener] = ()
-    ranges: Ranges = field(default_factory=Ranges)
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an empty 1-D tensor for the unsharded group."""
@@ -45,18 +44,11 @@ class GroupAllGather(AllGather):
 
         Both have the group's `param_dtype`. Returns the work to wait for with `async_op`, else None.
         """
-        if not self.ranges.is_active:
-            return self._issue(output_tensor, input_tensor, group, async_op)
-        with self.ranges.inside("all_gather", f"{self.group_name} {short_name(output_tensor.dtype)}"):
-            return self._issue(output_tensor, input_tensor, group, async_op)
-
-    def _issue(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool
-    ) -> dist.Work | None:
         issued = IssuedCollective("all_gather", output_tensor, self.group_name, group)
-        if output_tensor.dtype in FLOAT8_BY_NAME.values():  # gloo, and NCCL on older GPUs, have no such dtypes
-            output_tensor, input_tensor = output_tensor.view(torch.uint8), input_tensor.view(torch.uint8)
-        work = issue(
-            all_gather_of_axis, issued, self.listeners, output_tensor, input_tensor, group, self.nodes, async_op
-        )
+        with label("all_gather", self.group_name, output_tensor.dtype):
+            if output_tensor.dtype in FLOAT8_BY_NAME.values():  # gloo, and NCCL on older GPUs, have no such dtypes
+                output_tensor, input_tensor = output_tensor.view(torch.uint8), input_tensor.view(torch.uint8)
+            work = issue(
+                all_gather_of_axis, issued, self.listeners, output_tensor, input_tensor, group, self.nodes, async_op
+            )
         return work if work is None else NamedWork(work, issued, self.listeners)

@@ -43,9 +43,8 @@ from zeroamp.hooks.collectives.nodes import Nodes
 from zeroamp.hooks.collectives.rank_sums import all_reduce_in_tree_order, exchange
 from zeroamp.hooks.collectives.traffic import CollectiveListener, IssuedCollective, ReduceOp
 from zeroamp.hooks.collectives.tree_sum import tree_sum
-from zeroamp.hooks.observers.ranges import OpenRange, Ranges
+from zeroamp.hooks.observers.trace_labels import label
 from zeroamp.hooks.tensors import hold_for_current_stream
-from zeroamp.policies.dtypes import short_name
 
 _SUM, _AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
@@ -110,8 +109,6 @@ class GroupReduceScatter(ReduceScatter):
     """Returns the factor that `set_gradient_divide_factor` set: see [Note: Divide factor]."""
     world_size: int
     """The number of ranks of the mesh axis that shards."""
-    is_replicated: bool = False
-    """Whether an all-reduce over replicas follows, in `reduce_dtype`."""
     replicas: dist.ProcessGroup | None = None
     """The group of the replicas that `sum_over_replicas` sums in the order of the tree. None: FSDP2 sums the replicas,
     or there are none."""
@@ -127,14 +124,9 @@ class GroupReduceScatter(ReduceScatter):
     shares_buffers: bool = True
     """False for an embedding or head that is a unit of its own. Its receive buffer is released after the reduction. On
     a CPU the shared buffers are released before the reduction."""
-    ranges: Ranges = field(default_factory=Ranges)
     _pending_input: tuple[int, int] | None = None
     """(backward, elements) of an input whose output is not allocated yet. FSDP2 calls `allocate` in the same way for
     input and output, so `allocate` compares its call with this."""
-    _cast: OpenRange | None = None
-    """The range from `allocate` of the input to `allocate` of the output: FSDP2 copies the gradients in between."""
-    _all_reduce: OpenRange | None = None
-    """The range from the reduction over shards to `end_all_reduce`."""
     _input: torch.Tensor | None = None
     """The input of a reduction with one shard (stage 0), until the replicas are summed."""
 
@@ -149,16 +141,9 @@ class GroupReduceScatter(ReduceScatter):
         is_output = self._pending_input == (backward, numel * self.world_size)
         self._pending_input = None  # cleared before an allocation can raise
         if is_output:
-            if self._cast is not None:
-                self.ranges.close(self._cast)
-            if self.world_size == 1:  # there is no reduction over shards: FSDP2 copies
-                self._begin_all_reduce()
             return torch.empty(numel, dtype=self.reduce_dtype, device=device)
         if not self.shares_buffers:
             self.buffers.release()
-        self._cast = None
-        if self.ranges.is_active:
-            self._cast = self.ranges.open("cast", f"{self.group_name} -> {short_name(self.communication_dtype)}")
         tensor = torch.empty(numel, dtype=self.communication_dtype, device=device)
         self._pending_input = backward, numel
         self._input = tensor if self.world_size == 1 and self.replicas is not None else None
@@ -186,34 +171,11 @@ class GroupReduceScatter(ReduceScatter):
             if factor is None:
                 raise AssertionError(f"expected SUM, AVG or a divide factor, got {op}")
             op, divide_by = _SUM, factor
-        if not self.ranges.is_active:
-            self._reduce(output_tensor, input_tensor, group, op, divide_by)
-            return
-        sent, total = short_name(self.communication_dtype), short_name(output_tensor.dtype)
-        with self.ranges.inside("reduce_scatter", f"{self.group_name} {sent}, sum {total}"):
-            self._reduce(output_tensor, input_tensor, group, op, divide_by)
-        self._begin_all_reduce()
-
-    def _reduce(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        divide_by: float,
-    ) -> None:
-        if self.collective == "all_to_all":
-            self._sum(output_tensor, input_tensor, group, 1 if self.replicas is not None else divide_by)
-        else:
-            self._reduce_scatter(output_tensor, input_tensor, group, op, divide_by)
-
-    def end_all_reduce(self) -> None:
-        """Close the range of the all-reduce over replicas. Call after FSDP2 has issued it."""
-        self.ranges.close(self._all_reduce)
-
-    def _begin_all_reduce(self) -> None:
-        if self.is_replicated:
-            self._all_reduce = self.ranges.open("all_reduce", f"{self.group_name} {short_name(self.reduce_dtype)}")
+        with label("reduce_scatter", self.group_name, self.communication_dtype):
+            if self.collective == "all_to_all":
+                self._sum(output_tensor, input_tensor, group, 1 if self.replicas is not None else divide_by)
+            else:
+                self._reduce_scatter(output_tensor, input_tensor, group, op, divide_by)
 
     def sum_over_replicas(self, reduced: torch.Tensor) -> None:
         """Sum the reduced shard (fp32) over `replicas`, in place, and divide: see [Note: Divide factor]."""
@@ -230,8 +192,10 @@ class GroupReduceScatter(ReduceScatter):
                 # FSDP2 releases the input when its own stream is done with it. This stream may still read it.
                 hold_for_current_stream(whole)
         issued = IssuedCollective("all_reduce", reduced, self.group_name, group)
-        issue(lambda: all_reduce_in_tree_order(reduced, group, divide_by, self.replica_nodes), issued, self.listeners)
-        self.end_all_reduce()
+        with label("all_reduce", self.group_name, self.reduce_dtype):
+            issue(
+                lambda: all_reduce_in_tree_order(reduced, group, divide_by, self.replica_nodes), issued, self.listeners
+            )
 
     def _sum(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, divide_by: float
@@ -239,11 +203,7 @@ class GroupReduceScatter(ReduceScatter):
         received = self.buffers.like(input_tensor) if self.shares_buffers else torch.empty_like(input_tensor)
         issued = IssuedCollective("all_to_all", input_tensor, self.group_name, group)
         rows = issue(exchange, issued, self.listeners, input_tensor, received, group, self.nodes)
-        if not self.ranges.is_active:
-            tree_sum(rows, output_tensor, divide_by)
-            return
-        with self.ranges.inside("sum", f"{self.group_name} -> fp32"):
-            tree_sum(rows, output_tensor, divide_by)
+        tree_sum(rows, output_tensor, divide_by)
 
     def _reduce_scatter(
         self,

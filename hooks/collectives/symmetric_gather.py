@@ -1,4 +1,4 @@
-"""The all-gather of one parameter group in symmetric memory: FSDP2's own, with listeners and a named range."""
+"""The all-gather of one parameter group in symmetric memory: FSDP2's own, with listeners and a label."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from zeroamp.hooks._torch.fsdp import AllGather
 from zeroamp.hooks.collectives.all_gather import GroupAllGather
 from zeroamp.hooks.collectives.issued import NamedWork, issue
 from zeroamp.hooks.collectives.traffic import IssuedCollective
-from zeroamp.policies.dtypes import short_name
+from zeroamp.hooks.observers.trace_labels import label
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -35,7 +35,7 @@ class SymmetricGather(GroupAllGather):
 
         Both have the group's `param_dtype`. Returns the work to wait for with `async_op`, else None.
         """
-        with self.ranges.inside("all_gather", f"{self.group_name} {short_name(output_tensor.dtype)}"):
+        with label("all_gather", self.group_name, output_tensor.dtype):
             issued = IssuedCollective("all_gather", output_tensor, self.group_name, group)
             work = issue(lambda: self.symmetric(output_tensor, input_tensor, group, async_op), issued, self.listeners)
         return work if work is None else NamedWork(work, issued, self.listeners)

@@ -42,9 +42,6 @@ def _auto_or_zero(value: object) -> object:
     return value
 
 
-RangeMode = Literal["profiler", "nvtx", "off"]
-
-
 class ZeroampBlock(Block):
     """`zeroamp`: keys that DeepSpeed does not have."""
 
@@ -105,10 +102,6 @@ class ZeroampBlock(Block):
         bool | None,
         Honoured("count calls and bytes of all collectives: `zeroamp.traffic(model)`. Default: true"),
     ] = None
-    ranges: Annotated[
-        RangeMode,
-        Honoured("named ranges in traces: `profiler` while a torch profiler records, `nvtx` always, or `off`"),
-    ] = "profiler"
     reduce: Annotated[
         Literal["mean", "sum"],
         Honoured(

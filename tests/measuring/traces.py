@@ -24,7 +24,7 @@ def complete(trace):
 
 
 def ours(events):
-    """zeroamp's ranges, in the order in which they begin, their names without the prefix."""
+    """zeroamp's labels, in the order in which they begin, their names without the prefix."""
     found = [{**event, "name": event["name"][len(PREFIX) :]} for event in events if event["name"].startswith(PREFIX)]
     return sorted(found, key=lambda event: event["ts"])
 

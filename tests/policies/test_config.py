@@ -275,7 +275,6 @@ OTHER_VALUES = {
     "zeroamp.overrides": [{"modules": ["head"], "communication": "fp32"}],
     "zeroamp.autocast_ops": ["grouped_mm"],
     "zeroamp.reduce": "sum",
-    "zeroamp.ranges": "off",
     "zeroamp.shard_dim": 0,
     "zeroamp.ranks_per_node": 4,
     "zeroamp.separate_reduce_scatter_group": True,

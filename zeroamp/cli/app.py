@@ -267,7 +267,7 @@ def profile(
 
     torchrun --nproc-per-node 2 -m zeroamp profile --out traces train.py --lr 1e-4
 
-    The script runs to its end. The first rank prints its ranges with their times.
+    The script runs to its end. The first rank prints its labels with their times.
     """
     recording = Profile(out, wait=wait, warmup=warmup, active=active, compress=compress)
     with recording, _as_main(script, arguments or []):

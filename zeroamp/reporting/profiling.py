@@ -1,4 +1,4 @@
-"""`zeroamp.profile`: runs torch's profiler on some optimizer steps, and writes a trace per rank with named ranges."""
+"""`zeroamp.profile`: runs torch's profiler on some optimizer steps, and writes a trace per rank with labels."""
 
 import gzip
 import json
@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zeroamp.policies.errors import ConfigError, StepError, describe
+from zeroamp.hooks.observers.trace_labels import label_forwards
+from zeroamp.policies.errors import StepError, describe
 from zeroamp.policies.numbers import is_integer
-from zeroamp.reporting.chrome_trace import RangeTimes, nest_backwards, range_times, render_times
+from zeroamp.reporting.chrome_trace import LabelTimes, label_times, render_times
 from zeroamp.reporting.files import check_folder
 from zeroamp.training.callbacks import observe_steps
 from zeroamp.training.step import TrainStep
@@ -26,7 +27,7 @@ from zeroamp.wrapping.state import signals_of, wrap_state
 class Profile:
     """A context that profiles some of the optimizer steps inside it, and writes one trace per rank.
 
-    All ranks enter it, and leave it after the same steps. `str(profile)` is a table of the ranges and their times.
+    All ranks enter it, and leave it after the same steps. `str(profile)` is a table of the labels and their times.
     """
 
     def __init__(
@@ -48,8 +49,8 @@ class Profile:
         self.folder = Path(folder)
         self.path: Path | None = None
         """This rank's trace, once it is written."""
-        self.times: list[RangeTimes] = []
-        """This rank's ranges by name, once the trace is written."""
+        self.times: list[LabelTimes] = []
+        """This rank's labels, once the trace is written."""
         self.num_steps = 0
         """Optimizer steps since the context was entered, until the trace is written."""
         self.rank = 0
@@ -66,14 +67,13 @@ class Profile:
         """Start to count steps.
 
         Raises:
-            ConfigError: `zeroamp.ranges` is "off".
             StepError: the folder cannot be written. Raised on all ranks if the model is known.
         """
         if self._root is None:  # the command enters before the script begins: there may be no process group yet
             self._check_folder()
         else:
-            self._follow(self._root)
             signals_of(wrap_state(self._root)).run(self._check_folder)
+            self._follow(self._root)
         self._contexts.enter_context(observe_steps(self._step))
         self._contexts.enter_context(self._profiler)
         return self
@@ -97,14 +97,14 @@ class Profile:
         self._write_on_all()
 
     def __str__(self) -> str:
-        """Return the ranges of this rank and their times as a table, the longest total first."""
+        """Return the labels of this rank and their times as a table, the longest total first."""
         return render_times(self.times)
 
     def _follow(self, root: nn.Module) -> None:
         self._root, self.rank = root, dist.get_rank()
-        if wrap_state(root).plan.policy.ranges == "off":
-            valid = '"profiler" or "nvtx" in a profile'
-            raise ConfigError(describe("zeroamp.ranges", '"off"', valid, "Remove the key."))
+        for fqn, module in wrap_state(root).units.items():
+            for handle in label_forwards(module, fqn):
+                self._contexts.callback(handle.remove)
 
     def _step(self, root: nn.Module) -> None:
         if self._root is None:
@@ -136,14 +136,13 @@ class Profile:
                 exported = Path(draft) / "exported.json"
                 self._profiler.export_chrome_trace(str(exported))
                 trace = json.loads(exported.read_bytes())
-                nest_backwards(trace["traceEvents"])
                 with (gzip.open if self._compress else open)(Path(draft) / name, "wt", encoding="utf-8") as file:
                     file.write(json.dumps(trace))  # dump() would write it piece by piece, much slower
                 os.replace(Path(draft) / name, self.folder / name)
         except OSError as error:
             raise self._unwritable(error) from error
         self.path = self.folder / name
-        self.times = range_times(trace["traceEvents"])
+        self.times = label_times(trace["traceEvents"])
 
     def _check_folder(self) -> None:
         try:
@@ -173,7 +172,7 @@ def profile(
         for batch in loader:
             train.backward(model(batch))
             train.step()
-    print(profile)  # the ranges, with calls and times
+    print(profile)  # the labels, with calls and times
     ```
 
     Open the files (`rank0.json`, …) in chrome://tracing or ui.perfetto.dev. Those of an earlier run are replaced. Each
@@ -190,7 +189,6 @@ def profile(
     Raises:
         StepError: a count is not an integer or too small; on entering or later, a rank cannot write; on leaving, no
             step was recorded.
-        ConfigError: on entering, `zeroamp.ranges` is "off".
         WrapError: the model of `train` is not wrapped.
     """
     root = wrap_state(train.model).root

@@ -17,6 +17,7 @@ from zeroamp.hooks._torch.fsdp import (
 )
 from zeroamp.hooks.collectives.issued import peer_lost
 from zeroamp.hooks.guards import BackwardGuard
+from zeroamp.hooks.observers.trace_labels import label
 from zeroamp.planning.micro_batch_order import micro_batch_order
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import StepError
@@ -79,7 +80,7 @@ class MicroBatches:
             self._number_sums()
         self._set_flags(is_last=is_last)
         try:
-            with BackwardGuard.let_pass(), self._state.ranges.inside("backward"):
+            with BackwardGuard.let_pass(), label("backward"):
                 loss.backward()  # type: ignore[no-untyped-call]
                 for group in self._state.gradients:
                     group.end_backward()

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zeroamp.hooks.observers.trace_labels import label
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.errors import StepError
@@ -576,7 +577,7 @@ class TrainStep:
         scale = self._scaler.scale * self._divisor(self._losses.are_divided)  # of the gradients
         skips = self._scaler.enabled or self._policy.skip_nonfinite_steps or self._policy.check_grad_overflow
         try:
-            with self._state.ranges.inside("norm"):
+            with label("norm"):
                 summed = self._statistics.sum_over_ranks(
                     self._losses.sums(),
                     scale=scale,
@@ -594,7 +595,7 @@ class TrainStep:
             if is_guarded and max_norm == 0 and _is_power_of_two(scale):
                 clipped.grad_scale = scale
             elif not clipped.skipped and (max_norm > 0 or scale != 1.0):
-                with self._state.ranges.inside("clip"):
+                with label("clip"):
                     factor = clip_factor(clipped.norm, max_norm) / scale
                     multiply_gradients(self.micro_batches.with_gradient(), factor)
                 self._state.gradient_scale = 1.0
@@ -632,7 +633,7 @@ class TrainStep:
         if not clipped.skipped:
             for update in self._updates:
                 if any(update.optimizer is optimizer for optimizer in optimizers):
-                    with self._state.ranges.inside("optimizer", type(update.optimizer).__name__):
+                    with label("optimizer", type(update.optimizer).__name__):
                         update.step(clipped.found_inf, clipped.scale_on_device(), is_prepared=clipped.is_alone)
 
     def _update(self, clipped: "_Clipped", optimizers: Sequence[torch.optim.Optimizer]) -> StepReport:

@@ -25,7 +25,6 @@ from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
 from zeroamp.hooks.group_gradients import GroupGradients, by_module, follow_gradients
 from zeroamp.hooks.guards import BackwardGuard, attach_safe_module_guard, attach_sharded_guard
 from zeroamp.hooks.merged_units import MergedUnits
-from zeroamp.hooks.observers.ranges import UnitRanges
 from zeroamp.hooks.own_units import OwnUnit
 from zeroamp.hooks.precision.autocast import enter_autocast, forget_casts, refuse_autocast, warn_of_other_autocast
 from zeroamp.hooks.precision.fp32_regions import Fp32Region
@@ -49,6 +48,9 @@ from zeroamp.wrapping.state import WrapState
 def attach_hooks(model: nn.Module, state: WrapState) -> None:
     """Register all hooks that zeroamp adds to FSDP2's. Each hook's docstring gives the reason for its place."""
     policy = state.plan.policy
+    state.units = {
+        fqn: model.get_submodule(fqn) for unit in ("", *state.plan.units) for fqn in state.plan.modules_of(unit)
+    }
     state.handles += cast_unit_inputs(model, state.plan)
     buffers = ReceiveBuffers()
     state.gradients = follow_gradients(model)
@@ -70,9 +72,6 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
     attach_prefetch(model, state.plan, state.holders)
     merged_units = MergedUnits(lambda: state.root_forward.runs_model, reshards=policy.stage == 3)
     state.handles += _attach_merged_units(model, state, merged_units, gradients)
-    if policy.ranges != "off":
-        for fqn in (fqn for unit in ("", *state.plan.units) for fqn in state.plan.modules_of(unit)):
-            state.handles += UnitRanges(state.ranges, fqn).attach(model.get_submodule(fqn))
     _attach_root_forward(model, state)
     if state.plan.merged:
         state.root_forward.add("reshard", merged_units.around)

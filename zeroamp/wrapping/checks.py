@@ -21,7 +21,7 @@ from zeroamp.planning.nodes import is_one_node
 from zeroamp.planning.parameter_uses import has_own_storage_class, quantization_tensors
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.dtypes import INTEGER_BY_NUM_BYTES, short_name
-from zeroamp.policies.errors import ConfigError, WrapError, describe
+from zeroamp.policies.errors import ConfigError, WrapError
 from zeroamp.policies.json_values import flatten
 from zeroamp.policies.policy import Policy
 from zeroamp.policies.schema import Config, Honoured, iter_keys
@@ -30,7 +30,7 @@ from zeroamp.wrapping.rank_group import Description
 
 _OF_ONE_RANK = (
     *("tensorboard", "csv_monitor", "wandb", "comms_logger", "steps_per_print", "wall_clock_breakdown"),
-    *("zeroamp.ranges", "zeroamp.count_traffic"),
+    "zeroamp.count_traffic",
 )
 """Blocks and keys of the config that change only logs and records of a rank."""
 
@@ -201,14 +201,10 @@ def check_torch(policy: Policy) -> None:
 
 
 def check_device(policy: Policy, device_type: str) -> None:
-    """Raise ConfigError if `device_type` has no arithmetic in `policy.low_dtype`, no autocast or no NVTX, as needed.
+    """Raise ConfigError if `device_type` has no arithmetic in `policy.low_dtype`, or no autocast, as needed.
 
     On older GPUs without bfloat16 arithmetic torch would emulate it slowly: that raises too.
     """
-    if policy.ranges == "nvtx" and device_type != "cuda":
-        found = f'"nvtx" on device type {device_type}'
-        remedy = 'Write "profiler": torch.profiler records the ranges on every device.'
-        raise ConfigError(describe("zeroamp.ranges", found, '"profiler" or "off" without CUDA', remedy))
     if policy.low_dtype is None:
         return
     key = {"autocast": "torch_autocast.dtype", "bf16": "bf16.enabled", "fp16": "fp16.enabled"}[policy.mode]

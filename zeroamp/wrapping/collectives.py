@@ -31,7 +31,7 @@ def attach_collectives(
     Args:
         module: a unit's module or a group holder, after `fully_shard`.
         group: the parameter group that it has.
-        state: the plan, meshes, listeners and ranges.
+        state: the plan, meshes and listeners.
         buffers: receive buffers that all groups share.
         gradients: the gradients of the group.
     """
@@ -39,9 +39,9 @@ def attach_collectives(
     dtypes = group_dtypes(group.key, state.plan.policy, ranks_of(mesh))
     nodes = state.nodes if mesh is state.mesh else MeshNodes()
     gathers = nodes.gathers.get(mesh.ndim - 1)
-    gather = GroupAllGather(group_name=group.name, nodes=gathers, listeners=listeners, ranges=state.ranges)
+    gather = GroupAllGather(group_name=group.name, nodes=gathers, listeners=listeners)
     if (symmetric := state.symmetric_gather) is not None:
-        gather = SymmetricGather(group_name=group.name, symmetric=symmetric, listeners=listeners, ranges=state.ranges)
+        gather = SymmetricGather(group_name=group.name, symmetric=symmetric, listeners=listeners)
     module.set_custom_all_gather(gather)
     is_summed_here = mesh.ndim == 2 and dtypes.sums_in_tree_order
     reduction = GroupReduceScatter(
@@ -51,7 +51,6 @@ def attach_collectives(
         op=dtypes.reduction_op,
         divide_factor=partial(divide_factor, module),
         world_size=shard_size(mesh),
-        is_replicated=replicate_size(mesh) > 1,
         replicas=mesh.get_group(0) if is_summed_here and replicate_size(mesh) > 1 else None,
         nodes=nodes.reductions.get(mesh.ndim - 1),
         replica_nodes=nodes.reductions.get(0) if mesh.ndim == 2 else None,
@@ -60,7 +59,6 @@ def attach_collectives(
         listeners=listeners,
         buffers=buffers,
         shares_buffers=group.unit not in state.plan.own_units,
-        ranges=state.ranges,
     )
     module.set_custom_reduce_scatter(reduction)
     if state.plan.policy.reduce == "sum" or state.plan.policy.reproducible:  # `TrainStep` divides, once
@@ -80,7 +78,6 @@ def attach_collectives(
         replicas = mesh.get_group(0)
 
         def all_reduced(reduced: torch.Tensor) -> None:
-            reduction.end_all_reduce()
             op = dtypes.replica_op if divide_factor(module) is None else dist.ReduceOp.SUM
             notify(listeners, IssuedCollective("all_reduce", reduced, group.name, replicas, op))
 
@@ -95,7 +92,5 @@ def _sum_replicas(module: FSDPModule, reduction: GroupReduceScatter, gradients: 
         hold_for_current_stream(reduced)
         if gradients.add_partial_sums(reduced):
             reduction.sum_over_replicas(reduced)
-        else:
-            reduction.end_all_reduce()
 
     module.set_all_reduce_hook(complete)

@@ -19,7 +19,6 @@ from zeroamp.hooks.collectives.traffic import CollectiveListener, Traffic
 from zeroamp.hooks.group_gradients import GroupGradients
 from zeroamp.hooks.guards import BackwardGuard
 from zeroamp.hooks.observers.communication import CommunicationWatch
-from zeroamp.hooks.observers.ranges import Ranges
 from zeroamp.hooks.precision.autocast import config_autocast
 from zeroamp.hooks.precision.fp32_regions import Fp32Region
 from zeroamp.hooks.root_forward import RootForward
@@ -70,10 +69,11 @@ class WrapState:
     """The all-gather of `zeroamp.symmetric_memory`; None without it."""
     traffic: Traffic
     """Counters of the collectives' calls and bytes."""
-    ranges: Ranges = field(default_factory=Ranges)
-    """Opens and closes named ranges in traces."""
     holders: dict[str, FSDPModule] = field(default_factory=dict)
     """Name of a group -> its group holder, for the groups that are not a unit's own."""
+    units: dict[str, nn.Module] = field(default_factory=dict)
+    """FQN in the plan -> the FSDP unit's module, the root first. A wrapper that is put around a unit later changes the
+    FQN of the module, but not this."""
     listeners: list[CollectiveListener] = field(init=False)
     """Called after each collective that this rank issues, `traffic` first."""
     issued: IssuedInStep | None = None

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from zeroamp.hooks.collectives.traffic import Traffic
-from zeroamp.hooks.observers.ranges import Ranges
 from zeroamp.hooks.precision.input_casts import cast_inputs
 from zeroamp.hooks.typed_groups import typed_group_hooks
 from zeroamp.planning.mesh import (
@@ -168,8 +167,7 @@ def wrap_model(
     if is_meta and materialize:
         materialize_model(model, mesh, device_of(mesh), shard_device(policy, mesh))
     traffic = Traffic(enabled=policy.count_traffic)
-    ranges = Ranges(policy.ranges)
-    state = WrapState(root=model, plan=plan, mesh=mesh, world=world, traffic=traffic, ranges=ranges, holders=holders)
+    state = WrapState(root=model, plan=plan, mesh=mesh, world=world, traffic=traffic, holders=holders)
     state.axes = axes
     state.nodes = nodes_of_mesh(policy, mesh, world)
     state.symmetric_gather = symmetric_gather(policy, mesh, state.nodes)

@@ -128,7 +128,7 @@ def test_one_reduction_needs_no_more_than_its_formula(ranks4, accumulate, commun
 def _average_of_equals(value, is_replicated):
     world_size = dist.get_world_size()
     reduce_dtype = torch.float32 if is_replicated else torch.float16
-    comm = _comm("native", torch.float16, world_size=world_size, reduce_dtype=reduce_dtype, is_replicated=is_replicated)
+    comm = _comm("native", torch.float16, world_size=world_size, reduce_dtype=reduce_dtype)
     sent = comm.allocate((NUMEL * world_size,), dtype=torch.float32, device=torch.device("cpu"))
     result = comm.allocate((NUMEL,), dtype=torch.float32, device=torch.device("cpu"))
     sent.fill_(value)

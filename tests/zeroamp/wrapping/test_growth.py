@@ -33,7 +33,6 @@ MORE = {
         "bf16": {"enabled": True},
         "data_types": {"keep_in_fp32_modules": ["RMSNorm", "down.bias"]},
     },
-    "ranges": {"zeroamp": {"ranges": "profiler"}},
 }
 OPTIONS = MORE | {name: {"zero_optimization": {"stage": 3, **zero}} for name, zero in ZERO_3.items()}
 STEPPED = ["stage 1 with accumulation", "stage 3", "a group more in every unit", "merged units"]

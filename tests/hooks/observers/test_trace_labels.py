@@ -1,0 +1,190 @@
+"""Labels are in the trace under their names, nest, end when something raises, and change no bit."""
+
+from contextlib import ExitStack
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroamp
+from tests.measuring.traces import crossing, end, is_inside, names, ours, recorded
+from tests.models.prepared import checkpoint_outside, compile_blocks
+from tests.models.small import batch, loss_of
+from tests.processes.training import check_same_run, config, train, wrapped
+from tests.selection import slow_but
+from zeroamp.hooks.observers.trace_labels import label, label_forwards
+from zeroamp.wrapping.state import wrap_state
+
+NAME = "llama_tied"
+BLOCKS = ("blocks.0", "blocks.1", "blocks.2")
+UNITS = ("", "inner", "inner.0", "inner.1", "last")
+
+
+class Chain(nn.Module):
+    """Units inside a unit: `inner` returns what its last layer returns. A layer raises what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(Layer(), Layer())
+        self.last = Layer()
+
+    def forward(self, x):
+        return self.last(self.inner(x))
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.raises = None
+
+    def forward(self, x):
+        if self.raises is not None:
+            raise self.raises
+        return self.linear(x)
+
+
+def _chain():
+    model = Chain()
+    return model, [handle for fqn in UNITS for handle in label_forwards(model.get_submodule(fqn), fqn)]
+
+
+def test_units_inside_units_nest():
+    model, handles = _chain()
+    events = recorded(model, torch.ones(2, 4))
+    assert names(events) == [f"forward ({fqn or 'root'})" for fqn in UNITS]
+    assert crossing(events) == []
+    by_name = {event["name"]: event for event in ours(events)}
+    for outer, inner in (("root", "inner"), ("root", "last"), ("inner", "inner.0"), ("inner", "inner.1")):
+        assert is_inside(by_name[f"forward ({inner})"], by_name[f"forward ({outer})"])
+    for handle in handles:
+        handle.remove()
+    assert names(recorded(model, torch.ones(2, 4))) == []
+
+
+def test_a_forward_that_raises_ends_its_labels_at_once():
+    model, _ = _chain()
+
+    def body():
+        model.inner[1].raises = ValueError("asked to")
+        with pytest.raises(ValueError, match="asked to"):
+            model(torch.ones(2, 4))
+        model.inner[1].raises = None
+        with label("clip"):
+            model(torch.ones(2, 4))
+
+    events = recorded(body)
+    *raised, clip = ours(events)[: len(UNITS)]
+    assert [forward["name"] for forward in raised] == [f"forward ({fqn or 'root'})" for fqn in UNITS[:-1]]
+    assert all(end(forward) <= clip["ts"] for forward in raised)
+    assert crossing(events) == []
+    assert names(events)[len(UNITS) :] == [f"forward ({fqn or 'root'})" for fqn in UNITS]
+
+
+def test_an_earlier_hook_that_raises_leaves_nothing_to_end():
+    model, _ = _chain()
+    handle = model.inner.register_forward_pre_hook(_raise, prepend=True)
+    with pytest.raises(ValueError, match="asked to"):
+        recorded(model, torch.ones(2, 4))
+    handle.remove()
+    assert names(recorded(model, torch.ones(2, 4))) == [f"forward ({fqn or 'root'})" for fqn in UNITS]
+
+
+def _raise(_module, _args):
+    raise ValueError("asked to")
+
+
+def test_a_label_holds_the_dtype_and_costs_no_name_without_a_profiler():
+    class Unnamed(str):
+        def __format__(self, spec):
+            raise AssertionError("expected no name")
+
+    with label("all_gather", Unnamed("blocks.0"), torch.bfloat16):
+        pass
+
+    def body():
+        with label("all_gather", "blocks.0", torch.bfloat16), label("norm"):
+            pass
+
+    assert names(recorded(body)) == ["all_gather (blocks.0 bf16)", "norm"]
+
+
+# With FSDP2
+
+HOW = {"eager": lambda model: None, "compiled": compile_blocks, "recomputed": checkpoint_outside}
+
+STEP = {"backward", "norm", "clip", "optimizer (AdamW)"}
+FORWARDS = {f"forward ({fqn})" for fqn in ("root", *BLOCKS)}
+GROUPS = {**dict.fromkeys(BLOCKS, "bf16"), "root": "fp32", "model-wide:fp32": "fp32"}
+GATHERS = {f"all_gather ({group} {dtype})" for group, dtype in GROUPS.items()}
+REDUCTIONS = {f"reduce_scatter ({group} {dtype})" for group, dtype in GROUPS.items()}
+ALL_REDUCES = {f"all_reduce ({group} fp32)" for group in GROUPS}
+
+
+def _one_step(model, train_step):
+    train_step.backward(loss_of(model, batch(NAME, dist.get_rank())))
+    train_step.step()
+
+
+def _recorded_step(stage, how):
+    model = wrapped(NAME, config(stage, clip=1.0))
+    HOW[how](model)
+    train_step = zeroamp.TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    with ExitStack() as removed:
+        for fqn, module in wrap_state(model).units.items():
+            for handle in label_forwards(module, fqn):
+                removed.callback(handle.remove)
+        _one_step(model, train_step)
+        return recorded(_one_step, model, train_step)
+
+
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 3))
+@pytest.mark.parametrize("how", slow_but(["eager", "compiled", "recomputed"], "eager", "recomputed"))
+def test_each_label_is_there_with_its_fqn_and_all_events_nest(ranks2, stage, how):
+    expected = STEP | FORWARDS | (GATHERS | REDUCTIONS if stage else ALL_REDUCES)
+    if how == "recomputed":
+        expected |= {f"recompute ({fqn})" for fqn in BLOCKS}
+    for events in ranks2.run(_recorded_step, stage, how):
+        assert set(names(events)) == expected
+        assert crossing(events) == []
+
+
+def test_where_each_label_lies(ranks2):
+    events = ranks2.run(_recorded_step, 3, "recomputed")[0]
+    by_name = {}
+    for event in ours(events):
+        by_name.setdefault(event["name"], []).append(event)
+    (root,), (backward,) = by_name["forward (root)"], by_name["backward"]
+    for fqn in BLOCKS:
+        gather, gather_again = by_name[f"all_gather ({fqn} bf16)"]
+        (forward,), (recompute,) = by_name[f"forward ({fqn})"], by_name[f"recompute ({fqn})"]
+        (reduction,) = by_name[f"reduce_scatter ({fqn} bf16)"]
+        order = [gather, forward, gather_again, recompute, reduction]
+        assert all(end(one) <= other["ts"] for one, other in pairwise(order))
+        assert is_inside(forward, root)
+        assert is_inside(recompute, backward)
+    (norm,), (clip,), (optimizer,) = by_name["norm"], by_name["clip"], by_name["optimizer (AdamW)"]
+    assert end(backward) <= norm["ts"] < end(norm) <= clip["ts"] < end(clip) <= optimizer["ts"]
+
+
+def _train(stage, how, is_labelled):
+    if not is_labelled:
+        return train(NAME, config(stage, clip=1.0), 2, prepare=HOW[how])
+
+    def prepare(model):
+        HOW[how](model)
+        for fqn, module in wrap_state(model).units.items():
+            label_forwards(module, fqn)
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
+        return train(NAME, config(stage, clip=1.0), 2, prepare=prepare)
+
+
+@pytest.mark.parametrize("stage", slow_but([0, 1, 2, 3], 3))
+@pytest.mark.parametrize("how", slow_but(["eager", "compiled", "recomputed"], "eager"))
+def test_training_has_the_same_bits_with_labels_and_without(ranks2, stage, how):
+    labelled, plain = ranks2.run(_train, stage, how, True), ranks2.run(_train, stage, how, False)
+    for one, other in zip(labelled, plain, strict=True):
+        check_same_run(one, other)

@@ -1,6 +1,6 @@
 """The schema of a config: all keys of DeepSpeed 0.19.8 and of the `zeroamp` block, each with its type and class."""
 
-from zeroamp.policies.schema.check import validate
+from zeroamp.policies.schema.check import known_part, validate
 from zeroamp.policies.schema.config import CommsLoggerBlock, Config
 from zeroamp.policies.schema.keys import SAME, Block, Honoured, Key, KeyClass, Native, Unsupported, iter_keys, own_class
 from zeroamp.policies.schema.optimizer import OPTIMIZER_PARAMS, AdamParams, OptimizerBlock, SGDParams
@@ -29,6 +29,7 @@ __all__ = [
     "Unsupported",
     "ZeroOptimizationBlock",
     "iter_keys",
+    "known_part",
     "own_class",
     "validate",
 ]

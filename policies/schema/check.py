@@ -51,6 +51,16 @@ _TYPE_ERRORS = ("_type", "_from_float", "value_error")
 _MANY = 12  # the most keys that an error lists; for a longer block it names docs/config.md
 
 
+def known_part(cfg: Mapping[str, Any], block: type[Block] = Config) -> dict[str, Any]:
+    """Return the config of a checkpoint without the keys that the version which saved it had, and this one has not."""
+    known = {}
+    for name, value in cfg.items():
+        if name in block.model_fields:
+            inner = inner_block(block.model_fields[name])
+            known[name] = known_part(value, inner) if inner is not None and isinstance(value, dict) else value
+    return known
+
+
 def validate(cfg: Mapping[str, Any]) -> Config:
     """Return the config as typed blocks.
 

@@ -21,7 +21,7 @@ from zeroamp.checkpoint.tensors import load_tensors
 from zeroamp.policies.errors import CheckpointError, error_text
 from zeroamp.policies.files import read_json
 from zeroamp.policies.policy import Policy
-from zeroamp.policies.schema import validate
+from zeroamp.policies.schema import known_part, validate
 from zeroamp.weights.export import (
     OneProcess,
     Source,
@@ -106,7 +106,7 @@ def export_checkpoint(
         export_tensors(
             saved.sources,
             folder,
-            lambda: export_dtype(dtype, Policy(validate(manifest.config)).export_dtype),
+            lambda: export_dtype(dtype, Policy(validate(known_part(manifest.config))).export_dtype),
             max_shard_bytes,
             saved.write_config,
             OneProcess(),

@@ -6,6 +6,7 @@ from typing import Any
 from zeroamp.policies.errors import shown
 from zeroamp.policies.json_values import flatten
 from zeroamp.policies.policy import Policy, policy_from_config
+from zeroamp.policies.schema import known_part
 
 _KEYS = (
     *("zeroamp.seed", "zeroamp.reduce", "zeroamp.overrides", "zeroamp.autocast_ops", "gradient_clipping"),
@@ -29,7 +30,7 @@ def broken_bits(saved: dict[str, Any], saved_ranks: int, policy: Policy, num_ran
         return None
     if not policy.reproducible:
         return "zeroamp.reproducible is false here"
-    before = policy_from_config(saved, world_size=saved_ranks)
+    before = policy_from_config(known_part(saved), world_size=saved_ranks)
     changes = list(_changes(before, saved_ranks, policy, num_ranks))
     return ", ".join(changes) or None
 

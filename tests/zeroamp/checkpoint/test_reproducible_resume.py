@@ -72,6 +72,7 @@ CHANGES = [
 @pytest.mark.parametrize(("keys", "num_ranks", "expected"), CHANGES, ids=[str(why) for *_, why in CHANGES])
 def test_a_resume_that_would_break_the_bits_says_why(keys, num_ranks, expected):
     saved = zeroamp.policy_from_config(_cfg(3, 2)).to_config()
+    saved["zeroamp"]["of_an_earlier_version"] = True
     cfg = _cfg(2, 2, **keys)
     cfg["zeroamp"] = {key: value for key, value in cfg["zeroamp"].items() if value is not None}
     assert broken_bits(saved, 2, zeroamp.policy_from_config(cfg), num_ranks) == expected

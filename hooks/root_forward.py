@@ -7,7 +7,7 @@
 | 3 | "random state" | outermost, with gradients, training mode | `zeroamp.reproducible` seeds the generators |
 | 4 | "autocast" | every forward | `torch.autocast` of the config is entered |
 | 5 | "reshard" | outermost | when it ends: visits of merged units end; without gradients, all groups are resharded |
-| 6 | "float8 scales" | outermost, not inside of a step | the scales of float8 weights are computed |
+| 6 | "before unshard" | every forward | what FSDP2's all-gathers need is computed, such as scales of float8 weights |
 | 7 | (FSDP2) | every forward | FSDP2 unshards the root, then the typed groups of the root unshard |
 | 8 | (model) | every forward | the model's own forward |
 
@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from zeroamp.hooks._torch.dispatch import untraced
 from zeroamp.hooks._torch.fsdp import PostForward, PreForward, init_unsharded, release
 
-Place = Literal["report", "outer autocast", "random state", "autocast", "reshard", "float8 scales"]
+Place = Literal["report", "outer autocast", "random state", "autocast", "reshard", "before unshard"]
 PLACES: tuple[Place, ...] = get_args(Place)
 
 

@@ -7,7 +7,7 @@ import torch
 from zeroamp.policies.accumulation import refusal
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.errors import ConfigError, shown
-from zeroamp.policies.float8 import check_float8
+from zeroamp.policies.extensions import extensions_of
 from zeroamp.policies.schema import OverrideBlock
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ def check_policy(policy: "Policy") -> None:
     _check_scale(policy)
     _check_sharding(policy)
     _check_reproducible(policy)
-    check_float8(policy)
+    for extension in extensions_of(policy):
+        extension.check_config(policy)
     if policy.gather_16bit_weights_on_save and policy.low_dtype is None:
         raise ConfigError(
             "zero_optimization.stage3_gather_16bit_weights_on_model_save must be false unless torch_autocast, bf16 or "

@@ -23,17 +23,20 @@ def _public_names() -> dict[str, str]:
 _HOMES = _public_names()
 
 EXTENSIONS = {
-    "tensorboard": "zeroamp.reporting.monitors:attach_monitors",
-    "csv_monitor": "zeroamp.reporting.monitors:attach_monitors",
-    "wandb": "zeroamp.reporting.monitors:attach_monitors",
-    "wall_clock_breakdown": "zeroamp.reporting.monitors:attach_monitors",
+    "zeroamp.param_gather_dtype": "zeroamp.float8.extension:Float8",
+    "torchao.WeightWithDynamicFloat8CastTensor": "zeroamp.float8.extension:Float8",
+    "tensorboard": "zeroamp.reporting.monitors:Monitors",
+    "csv_monitor": "zeroamp.reporting.monitors:Monitors",
+    "wandb": "zeroamp.reporting.monitors:Monitors",
+    "wall_clock_breakdown": "zeroamp.reporting.monitors:Monitors",
     "torch.optim.Muon": "zeroamp.optimizers.muon:updating_matrices",
     "TrainStep.saving": "zeroamp.checkpoint.background:saving_of",
 }
-"""Config key, class of an optimizer, or attribute of the core -> a function outside of the core, as "module:function".
+"""Name -> a class or function outside of the core, as "module:name".
 
-A `TrainStep` imports and calls the function of each key that is on in its config. The core (policies, hooks, planning,
-wrapping, training, ledger) depends on other packages only through this table."""
+The name is a config key or the class of a parameter, for an `Extension` (`zeroamp/policies/extensions.py`); or the
+class of an optimizer or an attribute of the core, which loads the function at its first use. The core (policies, hooks,
+planning, wrapping, training, ledger) depends on other packages only through this table."""
 
 __all__ = sorted(_HOMES)
 

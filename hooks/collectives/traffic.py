@@ -14,8 +14,6 @@ ReduceOp = dist.ReduceOp.RedOpType
 
 STEP = "step"
 """The group name of `TrainStep`'s own collective, the all-reduce of an optimizer step's statistics."""
-SCALES = "float8 scales"
-"""The group name of the all-reduce of the scales of float8 weights: see `hooks/precision/float8_weights.py`."""
 
 
 class IssuedCollective(NamedTuple):

@@ -37,6 +37,7 @@ print(json.dumps(found))
 """
 
 OUTSIDE = (
+    "float8",
     "optimizers",
     "weights",
     "checkpoint",

@@ -61,8 +61,8 @@ def memory_timeline(
     groups = _GroupMemory(plan, ranks, writer, on_cpu=on_cpu)
     writer.add("optimizer state", optimizer.state_bytes)
     num_micro_batches = min(plan.policy.gradient_accumulation_steps, MAX_MICRO_BATCHES)
-    # A Linear divides its float8 weight by the scale into a bf16 copy, one Linear at a time.
-    copied = max((p.numel * p.group_key.param.itemsize for p in plan.params if p.is_float8), default=0)
+    # A Linear copies its float8 weight, divided by the scale, into the dtype of its group, one Linear at a time.
+    copied = max((p.numel * p.group_key.param.itemsize for p in plan.params if p.has_own_gather_dtype), default=0)
     writer.add("workspace", copied)
     for index in range(num_micro_batches):
         groups.micro_batch(micro_batch.events, is_first=index == 0, is_last=index + 1 == num_micro_batches)

@@ -1,12 +1,12 @@
 """Compares the dtypes that the ledger expects with those that `Ledger.verify` observed."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from zeroamp.hooks.collectives.traffic import SCALES, STEP, Traffic
+from zeroamp.hooks.collectives.traffic import Traffic
 from zeroamp.ledger.rows import DTYPE_COLUMNS, HEADERS, KEYS, dtype_names
 from zeroamp.ledger.tables import fold
 from zeroamp.planning.group_dtypes import PER_OP, ParamDtypes, group_dtypes
@@ -79,7 +79,8 @@ class Verification:
     @property
     def is_traffic_as_planned(self) -> bool:
         """Whether calls and bytes are as planned. They are if modules run in the order in which they are registered."""
-        return _without_step(self.planned) == _without_step(self.counted)
+        names = {group.name for group in self.plan.groups}
+        return _of_groups(self.planned, names) == _of_groups(self.counted, names)
 
     def __str__(self) -> str:
         """Return a table of two rows per group: the expected and the observed dtypes."""
@@ -216,7 +217,7 @@ def _seen(row: Row, columns: list[str]) -> dict[str, str]:
     return {column: ", ".join(row["observed"][column]) or "-" for column in columns}
 
 
-def _without_step(traffic: Traffic) -> dict[Any, tuple[int, int]]:
-    """Return calls and bytes of the parameter groups. Scales are computed in each micro-batch of an observed step."""
-    groups = ((key, calls) for key, calls in traffic.calls.items() if key.group not in (STEP, SCALES))
+def _of_groups(traffic: Traffic, names: Container[str]) -> dict[Any, tuple[int, int]]:
+    """Return calls and bytes of the parameter groups. An observed step issues other collectives in each micro-batch."""
+    groups = ((key, calls) for key, calls in traffic.calls.items() if key.group in names)
     return {key: (calls, traffic.num_bytes[key]) for key, calls in groups}

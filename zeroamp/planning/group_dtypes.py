@@ -120,8 +120,8 @@ def param_dtypes(parameter: nn.Parameter, policy: Policy, precision: Precision) 
         return _replicated_dtypes(stored, is_trained=parameter.requires_grad)
     is_low = precision.is_low and stored == torch.float32
     low = policy.gather_dtype if is_low else stored
-    param = policy.param_gather_dtype if is_low and precision.is_float8 else None
-    computes_in = {"low": policy.gather_dtype, "fp32": torch.float32, "as stored": stored, "float8": param or low}
+    param = precision.gather if is_low else None
+    computes_in = {"low": policy.gather_dtype, "fp32": torch.float32, "as stored": stored, "as gathered": param or low}
     compute = PER_OP if precision.compute == PER_OP else short_name(computes_in[precision.compute])
     communication = communication_dtype(policy, is_low=is_low)
     if precision.communication is not None and stored == torch.float32:

@@ -18,7 +18,7 @@ import torch
 
 from zeroamp.planning.group_dtypes import GroupKey, ParamDtypes, communication_dtype
 from zeroamp.planning.shard_dim import shard_dim
-from zeroamp.policies.dtypes import FLOAT8_BY_NAME, LOW_DTYPES, short_name
+from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.policy import Policy
 
 GroupKind = Literal["unit", "typed", "model-wide", "replicated", "ignored"]
@@ -61,9 +61,9 @@ class ParamPlan:
         return shard_dim(self.shape, num_shards, any_dim=self.any_dim)
 
     @property
-    def is_float8(self) -> bool:
-        """Whether it is a weight that is all-gathered in `zeroamp.param_gather_dtype`."""
-        return self.dtypes.param in FLOAT8_BY_NAME.values()
+    def has_own_gather_dtype(self) -> bool:
+        """Whether it is all-gathered in another dtype than the `param` of its group, which is that of its gradient."""
+        return self.dtypes.param != self.group_key.param
 
     @property
     def is_trainable(self) -> bool:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroamp.planning.float8_weights import with_float8
 from zeroamp.planning.fp32_regions import Fp32Regions, find_fp32_regions
 from zeroamp.planning.fsdp_units import plan_units
 from zeroamp.planning.group_dtypes import GroupKey, ParamDtypes, ignored_dtypes, param_dtypes
@@ -29,11 +28,12 @@ from zeroamp.planning.parameter_uses import (
     refuse_unusable,
 )
 from zeroamp.planning.run_order import UnitRun, run_order, tree_order
-from zeroamp.planning.safe_parameters import param_precisions, trace
+from zeroamp.planning.safe_parameters import Precision, param_precisions, trace
 from zeroamp.planning.shard_dim import may_shard_any_dim
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import WrapError
+from zeroamp.policies.extensions import extensions_of
 from zeroamp.policies.policy import Policy, refuse_other_than_policy
 
 logger = logging.getLogger("zeroamp")
@@ -96,10 +96,11 @@ class Plan:
         if low is None:
             return ""
         text = f"{self.low_share:.1%} of the trainable elements in {short_name(low)}"
-        if self.policy.param_gather_dtype is None:
-            return text
-        share = sum(param.numel for param in trained if param.is_float8) / max(1, sum(p.numel for p in trained))
-        return f"{text}, {share:.1%} all-gathered in {short_name(self.policy.param_gather_dtype)}"
+        apart = [param for param in trained if param.has_own_gather_dtype]
+        for dtype in dict.fromkeys(param.dtypes.param for param in apart):
+            share = sum(p.numel for p in apart if p.dtypes.param == dtype) / max(1, sum(p.numel for p in trained))
+            text += f", {share:.1%} all-gathered in {short_name(dtype)}"
+        return text
 
     @property
     def ignored_fqns(self) -> frozenset[str]:
@@ -178,9 +179,9 @@ def build_plan(
     for use in uses:
         refuse_unusable(use)
     traced = trace(model, policy, example_inputs, device_type)
-    precisions = with_float8(
-        model, policy, uses, overrides, param_precisions(model, policy, uses, regions, overrides, traced)
-    )
+    precisions: Iterable[Precision] = param_precisions(model, policy, uses, regions, overrides, traced)
+    for extension in extensions_of(policy, model):
+        precisions = extension.precisions(model, policy, uses, overrides, precisions)
     params = [
         _param_plan(use, policy, *param_dtypes(use.parameter, policy, precision), precision.reason)
         for use, precision in zip(uses, precisions, strict=True)

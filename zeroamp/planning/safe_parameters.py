@@ -19,7 +19,7 @@ from zeroamp.policies.errors import ConfigError, describe
 from zeroamp.policies.policy import Policy
 from zeroamp.policies.safe_modules import DEFAULT_SAFE_MODULES, KEY, resolve_safe_classes, unsafe_owner
 
-Compute = Literal["low", "per op", "fp32", "as stored", "float8"]
+Compute = Literal["low", "per op", "fp32", "as stored", "as gathered"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,12 +30,12 @@ class Precision:
     """Whether it is all-gathered in the mode's low precision, if it is stored in fp32."""
     compute: Compute
     """ "low": in the mode's low precision; "per op": `torch.autocast` decides; "fp32": in an fp32 region; "as
-    stored": nothing casts it; "float8": by torchao's `Float8Linear`, to which the caller converted the module."""
+    stored": nothing casts it; "as gathered": in `gather`."""
     reason: str
     communication: torch.dtype | None = None
     """Communication dtype of its gradient, if an override sets it. None: from the other keys of the config."""
-    is_float8: bool = False
-    """Whether it is all-gathered and unsharded in `zeroamp.param_gather_dtype`. Only if `is_low`."""
+    gather: torch.dtype | None = None
+    """The dtype in which it is all-gathered and unsharded, if `is_low`. None: the mode's low precision."""
 
 
 def param_precisions(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from zeroamp.hooks.collectives.exact_sum import NUM_NUMBERS
-from zeroamp.hooks.collectives.traffic import SCALES, STEP, Collective, ReduceOp, Traffic, TrafficKey
+from zeroamp.hooks.collectives.traffic import STEP, Collective, ReduceOp, Traffic, TrafficKey
 from zeroamp.planning.fsdp_replay import step_schedule
 from zeroamp.planning.group_dtypes import group_dtypes
 from zeroamp.planning.groups import GroupPlan, ParamPlan
@@ -25,6 +25,7 @@ from zeroamp.planning.plan import Plan
 from zeroamp.planning.schedule import Schedule
 from zeroamp.planning.shard_dim import numel_of_shards
 from zeroamp.policies.accumulation import unsharded_accumulation
+from zeroamp.policies.extensions import extensions_of
 from zeroamp.policies.policy import Policy
 
 PARAMETERS_PER_NUMBER = 3
@@ -133,10 +134,8 @@ def plan_traffic(plan: Plan, ranks: Ranks) -> Traffic:
             key = TrafficKey(call.collective, call.dtype, group.name)
             traffic.calls[key] += call.calls
             traffic.num_bytes[key] += sum(call.num_bytes(param, num_shards) for param in group.params)
-    if num_scales := sum(param.is_float8 for param in plan.params):
-        key = TrafficKey("all_reduce", torch.float32, SCALES)
-        traffic.calls[key] += 1
-        traffic.num_bytes[key] += num_scales * torch.float32.itemsize
+    for extension in extensions_of(plan.policy):
+        extension.add_traffic(plan, ranks, traffic)
     key = TrafficKey("all_reduce", torch.float64, STEP)
     traffic.calls[key] += 1
     # Several ranks compare a hash: one number.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeroamp.planning.mesh import is_first_rank
 from zeroamp.policies.errors import ConfigError
+from zeroamp.policies.extensions import Extension
 from zeroamp.policies.policy import Policy
 from zeroamp.policies.schema.config import FileMonitorBlock, WandbBlock
 from zeroamp.reporting.files import append_to, imported
@@ -24,6 +25,14 @@ logger = logging.getLogger("zeroamp")
 
 STEPS_PER_BREAKDOWN = 10
 """Steps between two log lines of `wall_clock_breakdown`, if the config has no `steps_per_print`."""
+
+
+class Monitors(Extension):
+    """Attaches the monitors of the config to each `TrainStep`."""
+
+    def attach_step(self, train: "TrainStep") -> None:
+        """Attach the monitors. All ranks call it."""
+        attach_monitors(train)
 
 
 def attach_monitors(train: "TrainStep") -> None:

@@ -15,6 +15,7 @@ from zeroamp.hooks.observers.trace_labels import label
 from zeroamp.planning.mesh import device_of
 from zeroamp.policies.dtypes import LOW_DTYPES, short_name
 from zeroamp.policies.errors import StepError
+from zeroamp.policies.extensions import load
 from zeroamp.training.callbacks import Callbacks, call_observers
 from zeroamp.training.checks import (
     Scheduler,
@@ -25,7 +26,6 @@ from zeroamp.training.checks import (
     refuse_metric,
     refuse_unusable,
 )
-from zeroamp.training.extensions import attach_extensions, load
 from zeroamp.training.fp64 import refuse_without_fp64
 from zeroamp.training.loss_scale import LossScaler
 from zeroamp.training.losses import StepLosses
@@ -153,7 +153,8 @@ class TrainStep:
             from zeroamp.training.reproducible import MicroBatchRandomness
 
             self.micro_batches.randomness = MicroBatchRandomness(self._state, lambda: self.micro_batch_seed)
-        attach_extensions(self, self._policy)
+        for extension in self._state.extensions:
+            extension.attach_step(self)
         self._agreement: RankAgreement | None = None
         if (
             self._state.axes.whole.size() > 1 and dist.get_backend(self._world) != "fake"

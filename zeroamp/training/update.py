@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.optimizer import guarded, has_own_step, has_step_hooks, takes_found_inf
 from zeroamp.planning.mesh import num_shards_of
-from zeroamp.training.extensions import load
+from zeroamp.policies.extensions import load
 from zeroamp.training.optimizer_kinds import is_guarded_by_the_device, kind_of, resolve_overrides
 from zeroamp.training.prepared_shards import PreparedShards, is_sharded_like
 from zeroamp.wrapping.state import WrapState

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zeroamp.hooks._torch.fsdp import can_shard_integers, has_reduction_options
-from zeroamp.planning.float8_weights import is_of_torchao
 from zeroamp.planning.mesh import axis_groups, device_of, expected_shards, local_part, num_shards_of
 from zeroamp.planning.mesh_axes import MeshAxes, is_expert
 from zeroamp.planning.nodes import is_one_node
@@ -164,12 +163,12 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
 def check_all_gather(model: nn.Module, mesh: DeviceMesh) -> None:
     """Raise WrapError for a parameter with `fsdp_pre_all_gather` if the process group is gloo.
 
-    gloo cannot communicate all dtypes. torchao's float8 weights are sent as bytes: `hooks/precision/float8_weights.py`.
+    gloo cannot communicate all dtypes.
     """
     if dist.get_backend(mesh.get_group(mesh.ndim - 1)) != "gloo":
         return
     for fqn, parameter in model.named_parameters():
-        if has_own_storage_class(parameter) and not is_of_torchao(parameter):
+        if has_own_storage_class(parameter):
             raise WrapError(
                 f"{fqn} is a {type(parameter).__name__}, which all-gathers data of its own dtype (fsdp_pre_all_gather)."
                 " That needs NCCL, but this process group is gloo. Use NCCL, or do not convert the module."

@@ -26,6 +26,7 @@ from zeroamp.planning.mesh_axes import MeshAxes, plain_axes
 from zeroamp.planning.plan import Plan
 from zeroamp.policies.accumulation import unsharded_accumulation
 from zeroamp.policies.errors import StepError, WrapError
+from zeroamp.policies.extensions import Extension
 from zeroamp.wrapping.nodes import MeshNodes
 from zeroamp.wrapping.rank_group import RankGroup
 
@@ -93,6 +94,8 @@ class WrapState:
     backward is the last of its optimizer step."""
     gradients: list[GroupGradients] = field(default_factory=list)
     """One entry per parameter group of FSDP2."""
+    extensions: tuple[Extension, ...] = ()
+    """What keys of the config add from packages outside of the core."""
     handles: list[Removable] = field(default_factory=list)
     """Hooks and replaced methods that `unwrap_model` removes."""
     open_step: OpenStep | None = None

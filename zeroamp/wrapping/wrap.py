@@ -32,6 +32,7 @@ from zeroamp.planning.plan import Plan, build_plan
 from zeroamp.policies.auto_wrap import AutoWrapPolicy
 from zeroamp.policies.batch_sizes import check_batch_sizes
 from zeroamp.policies.errors import WrapError, describe
+from zeroamp.policies.extensions import Extension, extensions_of
 from zeroamp.policies.policy import Policy, refuse_other_than_policy
 from zeroamp.wrapping.attach import attach_hooks
 from zeroamp.wrapping.broadcast import broadcast_module_states
@@ -44,12 +45,6 @@ from zeroamp.wrapping.checks import (
     description_of,
 )
 from zeroamp.wrapping.cuda_graphs import refuse_cuda_graphs
-from zeroamp.wrapping.float8_weights import (
-    attach_float8,
-    check_float8_model,
-    float8_params,
-    use_plain_weights,
-)
 from zeroamp.wrapping.materialize import cast_buffers, materialize_model
 from zeroamp.wrapping.nodes import nodes_of_mesh
 from zeroamp.wrapping.rank_group import Description, run_alike
@@ -126,14 +121,19 @@ def wrap_model(
     mesh = mesh if axes is None else axes.fsdp
     world = None if axes is None else process_group(axes.whole)
 
+    extensions: tuple[Extension, ...] = ()
+
     def planned() -> tuple[Plan, Description]:
         _refuse_unusable(model)
         refuse_other_than_policy(policy)
         check_torch(policy)
         check_device(policy, device_type)
+        nonlocal extensions
+        extensions = extensions_of(policy, model)
         plan = build_plan(model, policy, auto_wrap_policy, example_inputs, device_type, ignored_params)
         refuse_cuda_graphs(model, device_type, plan.ignored_fqns)
-        check_float8_model(model, plan)
+        for extension in extensions:
+            extension.check_model(model, plan)
         if axes is not None:
             refuse_combinations(model, plan, axes, materialize=materialize)
         return plan, description_of(model, plan, axes)
@@ -152,8 +152,11 @@ def wrap_model(
     _check_fits(policy, axes)
     if policy.reproducible:
         check_reproducible(model, plan, mesh)
+    for extension in extensions:
+        extension.check_mesh(model, plan, axes)
+    for extension in extensions:
+        extension.before_sharding(model, plan)
     check_all_gather(model, mesh)
-    mm_configs = use_plain_weights(model, plan)
     check_integers(model, mesh, plan.ignored_fqns)
     if policy.sync_module_states:
         broadcast_module_states(model, axes, plan.ignored_fqns)
@@ -168,12 +171,12 @@ def wrap_model(
         materialize_model(model, mesh, device_of(mesh), shard_device(policy, mesh))
     traffic = Traffic(enabled=policy.count_traffic)
     state = WrapState(root=model, plan=plan, mesh=mesh, world=world, traffic=traffic, holders=holders)
-    state.axes = axes
+    state.axes, state.extensions = axes, extensions
     state.nodes = nodes_of_mesh(policy, mesh, world)
     state.symmetric_gather = symmetric_gather(policy, mesh, state.nodes)
     attach_hooks(model, state)
-    if float8_params(plan):
-        state.handles += attach_float8(model, state, mm_configs)
+    for extension in extensions:
+        extension.attach(model, state)
     record_state(model, state)
     if is_first_rank(axes.whole):
         _log_summary(state, name, time.perf_counter() - begin)

@@ -20,11 +20,12 @@ from tests.oracles import one_process
 from tests.oracles.float8_weights import round_linears
 from tests.processes.ranks import RankError
 from tests.processes.training import config, full_parameters, policy, train, wrapped
+from zeroamp.float8 import extension
+from zeroamp.float8.conflicts import KEY
+from zeroamp.float8.extension import REFUSALS, check_float8_model
 from zeroamp.planning.mesh import ranks_of
 from zeroamp.planning.traffic import plan_traffic
-from zeroamp.policies.float8 import KEY
-from zeroamp.wrapping import float8_weights
-from zeroamp.wrapping.float8_weights import REFUSALS, check_float8_model
+from zeroamp.policies.extensions import extensions_of
 from zeroamp.wrapping.state import wrap_state
 
 pytest.importorskip("torchao", reason="float8 all-gathers are torchao's")
@@ -449,13 +450,13 @@ def test_the_page_has_the_table():
 def test_torchao_is_needed(monkeypatch, version):
     def found(name):
         if version is None:
-            raise float8_weights.metadata.PackageNotFoundError(name)
+            raise extension.metadata.PackageNotFoundError(name)
         return version
 
     model = build(NAME)
     plan = zeroamp.build_plan(model, policy(float8(3)))
-    monkeypatch.setattr(float8_weights.metadata, "version", found)
+    monkeypatch.setattr(extension.metadata, "version", found)
     what = "0.17.1 is installed" if version else "which is not installed"
     with pytest.raises(zeroamp.ConfigError, match=rf"needs torchao 0\.18 or newer, .*{what}.*zeroamp\[float8\]"):
         check_float8_model(model, plan)
-    check_float8_model(model, zeroamp.build_plan(model, policy(config(3))))
+    assert extensions_of(policy(config(3)), model) == ()

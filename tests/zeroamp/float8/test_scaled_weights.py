@@ -21,7 +21,7 @@ def _shards(rank):
 
 
 def _scales():
-    from zeroamp.hooks.precision.float8_weights import Float8Scales, Float8Weight
+    from zeroamp.float8.scaled_weights import Float8Scales, Float8Weight
 
     shards = [SimpleNamespace(padded=shard, tensors=(shard,)) for shard in _shards(dist.get_rank())]
     seen = []
@@ -53,7 +53,7 @@ def test_scales_are_powers_of_two_of_the_whole_weight_and_errors_are_bounded(ran
 def test_a_linear_has_the_bits_of_torch_with_the_divided_weight():
     from torchao.float8 import Float8TrainingTensor, LinearMMConfig
 
-    from zeroamp.hooks.precision.float8_weights import _Linear
+    from zeroamp.float8.scaled_weights import _Linear
 
     torch.manual_seed(0)
     values, scale = torch.randn(24, 16).to(torch.float8_e4m3fn), torch.tensor(64.0)

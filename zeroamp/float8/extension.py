@@ -4,7 +4,7 @@ torchao is an extra (`zeroamp[float8]`). It is imported only if a plan has such 
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -14,17 +14,66 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from zeroamp.float8.chosen_weights import computes_as_linear, is_of_torchao, with_float8
+from zeroamp.float8.conflicts import KEY, SCALES, check_float8
 from zeroamp.hooks._torch.all_gather_extension import shards_of
+from zeroamp.hooks.collectives.traffic import Traffic, TrafficKey
 from zeroamp.hooks.precision.wrapped_forward import WrappedForward
 from zeroamp.hooks.root_forward import ForwardCall
-from zeroamp.planning.float8_weights import computes_as_linear, is_of_torchao
 from zeroamp.planning.groups import ParamPlan
+from zeroamp.planning.mesh import Ranks
+from zeroamp.planning.overrides import Overrides
+from zeroamp.planning.parameter_uses import ParameterUses
 from zeroamp.planning.plan import Plan
+from zeroamp.planning.safe_parameters import Precision
+from zeroamp.policies.dtypes import FLOAT8_BY_NAME
 from zeroamp.policies.errors import ConfigError, WrapError
-from zeroamp.policies.float8 import KEY
+from zeroamp.policies.extensions import Extension
+from zeroamp.policies.policy import Policy
 from zeroamp.wrapping.state import Removable, WrapState
 
 LEAST_TORCHAO = (0, 18)
+
+
+class Float8(Extension):
+    """Lets FSDP2 all-gather weights of Linears in float8. Also made for a model that torchao converted."""
+
+    def __init__(self) -> None:
+        self._mm_configs: dict[str, Any] = {}
+
+    def check_config(self, policy: Policy) -> None:
+        """Raise ConfigError for what the key may not be combined with."""
+        check_float8(policy)
+
+    def precisions(
+        self,
+        model: nn.Module,
+        policy: Policy,
+        uses: Sequence[ParameterUses],
+        overrides: Overrides,
+        precisions: Iterable[Precision],
+    ) -> Iterator[Precision]:
+        """Yield the precisions, with those of the parameters that are all-gathered in float8 changed."""
+        return with_float8(model, policy, uses, overrides, precisions)
+
+    def check_model(self, model: nn.Module, plan: Plan) -> None:
+        """Raise if torchao is missing, or for `REFUSALS`."""
+        check_float8_model(model, plan)
+
+    def before_sharding(self, model: nn.Module, plan: Plan) -> None:
+        """Replace the weights that torchao converted by plain parameters."""
+        self._mm_configs = use_plain_weights(model, plan)
+
+    def attach(self, model: nn.Module, state: WrapState) -> None:
+        """Extend the all-gathers of the weights."""
+        state.handles += attach_float8(model, state, self._mm_configs)
+
+    def add_traffic(self, plan: Plan, ranks: Ranks, traffic: Traffic) -> None:
+        """Add the all-reduce of the scales, one fp32 number per weight."""
+        del ranks
+        key = TrafficKey("all_reduce", torch.float32, SCALES)
+        traffic.calls[key] += 1
+        traffic.num_bytes[key] += len(float8_params(plan)) * torch.float32.itemsize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +90,7 @@ class Refusal:
 
 def float8_params(plan: Plan) -> list[ParamPlan]:
     """Return the parameters of a plan that are all-gathered in float8."""
-    return [param for param in plan.params if param.is_float8]
+    return [param for param in plan.params if param.dtypes.param in FLOAT8_BY_NAME.values()]
 
 
 def check_float8_model(model: nn.Module, plan: Plan) -> None:
@@ -51,8 +100,6 @@ def check_float8_model(model: nn.Module, plan: Plan) -> None:
         ConfigError: torchao is not installed, or is too old.
         WrapError: see `REFUSALS`.
     """
-    if plan.policy.param_gather_dtype is None:
-        return
     _check_torchao()
     for refusal in REFUSALS:
         if (fqn := refusal.find(model, plan)) is not None:
@@ -129,7 +176,7 @@ def attach_float8(model: nn.Module, state: WrapState, mm_configs: dict[str, Any]
 
     `mm_configs` is what `use_plain_weights` returned. Yields what undoes the change of the Linears.
     """
-    from zeroamp.hooks.precision.float8_weights import Float8Scales, Float8Weight, float8_forward
+    from zeroamp.float8.scaled_weights import Float8Scales, Float8Weight, float8_forward  # they need torchao
 
     params = float8_params(state.plan)
     shards = list(shards_of(model, [param.fqn for param in params]))
@@ -146,7 +193,7 @@ def attach_float8(model: nn.Module, state: WrapState, mm_configs: dict[str, Any]
             scales.prepare(may_differ=not state.is_in_step)
         return None
 
-    state.root_forward.add("float8 scales", before_forward)
+    state.root_forward.add("before unshard", before_forward)
     for fqn in dict.fromkeys(fqn for param in params for fqn in param.owner_fqns):
         linear = model.get_submodule(fqn)
         if computes_as_linear(linear):  # torchao's own computes with float8 weights

@@ -5,7 +5,7 @@ import torch
 
 from tests.measuring.sources import ROOT
 from zeroamp import ConfigError, policy_from_config
-from zeroamp.policies.float8 import CONFLICTS, KEY
+from zeroamp.float8.conflicts import CONFLICTS, KEY
 
 BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
 SET = {

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
+from zeroamp.float8.conflicts import KEY
 from zeroamp.planning.overrides import Overrides
 from zeroamp.planning.parameter_uses import ParameterUses
 from zeroamp.planning.safe_parameters import Compute, Precision
 from zeroamp.policies.dtypes import short_name, stored_dtype
 from zeroamp.policies.errors import ConfigError, WrapError
-from zeroamp.policies.float8 import KEY
 from zeroamp.policies.policy import Policy
 
 
@@ -43,8 +43,13 @@ def with_float8(
             yield precision
             continue
         found = True
-        compute: Compute = "float8" if is_of_torchao(use.parameter) else precision.compute
-        yield replace(precision, is_float8=True, compute=compute, reason=f"{precision.reason}; Linear weight: {KEY}")
+        compute: Compute = "as gathered" if is_of_torchao(use.parameter) else precision.compute
+        yield replace(
+            precision,
+            gather=policy.param_gather_dtype,
+            compute=compute,
+            reason=f"{precision.reason}; Linear weight: {KEY}",
+        )
     if policy.param_gather_dtype is not None and not found:
         raise ConfigError(
             f'{KEY} is "{short_name(policy.param_gather_dtype)}", but {type(model).__name__} has no Linear whose fp32 '

@@ -24,7 +24,7 @@ def plan(model, stage=3, *, zeroamp=FLOAT8, **options):
 
 
 def float8(planned):
-    return {param.fqn for param in planned.params if param.is_float8}
+    return {param.fqn for param in planned.params if param.has_own_gather_dtype}
 
 
 def linears(model):
@@ -100,7 +100,12 @@ def test_groups_and_calls_are_those_of_bf16_and_weights_move_half_the_bytes(opti
     (calls, num_bytes), (calls_of_bf16, bytes_of_bf16) = totals(less, is_gather=True), totals(more, is_gather=True)
     assert calls == calls_of_bf16
     gathers = {key.group: count for key, count in less.calls.items() if key.collective == "all_gather"}
-    saved = sum(gathers[group.name] * param.numel for group in own.groups for param in group.params if param.is_float8)
+    saved = sum(
+        gathers[group.name] * param.numel
+        for group in own.groups
+        for param in group.params
+        if param.has_own_gather_dtype
+    )
     assert num_bytes == bytes_of_bf16 - saved
     scales = [(key, calls, less.num_bytes[key]) for key, calls in less.calls.items() if key.group == "float8 scales"]
     assert [(key.dtype, calls, size) for key, calls, size in scales] == [(torch.float32, 1, 4 * len(float8(own)))]
@@ -113,7 +118,7 @@ def test_a_planned_run_holds_float8_and_one_bf16_copy(monkeypatch):
         planned_run({"zeroamp": keys, **BF16}, build("llama_untied"), world_size=16, stages=(2, 3))
         for keys in (FLOAT8, {})
     )
-    weights = [param.numel for param in low.stages[0].plan.params if param.is_float8]
+    weights = [param.numel for param in low.stages[0].plan.params if param.has_own_gather_dtype]
     less, more = (run.stages[0].memory.peak("backward") for run in (low, high))
     assert more["gathered parameters"] - less["gathered parameters"] == sum(weights)
     assert less["workspace"] - more["workspace"] == 2 * max(weights)

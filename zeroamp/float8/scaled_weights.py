@@ -35,10 +35,11 @@ from torchao.float8 import Float8TrainingTensor, LinearMMConfig
 from torchao.float8.float8_utils import amax_to_scale
 from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
 
+from zeroamp.float8.conflicts import SCALES
 from zeroamp.hooks._torch.all_gather_extension import ShardOf, largest_magnitudes
 from zeroamp.hooks._torch.dispatch import is_in_backward
 from zeroamp.hooks.collectives.issued import issue
-from zeroamp.hooks.collectives.traffic import SCALES, CollectiveListener, IssuedCollective
+from zeroamp.hooks.collectives.traffic import CollectiveListener, IssuedCollective
 
 DTYPE = torch.float8_e4m3fn
 _EXPONENT = 0x7F800000

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import ConfigError
 
 if TYPE_CHECKING:
     from zeroamp.policies.policy import Policy
 
 KEY = "zeroamp.param_gather_dtype"
+SCALES = "float8 scales"
+"""The group name of the all-reduce of the scales: see `zeroamp/float8/scaled_weights.py`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,11 +73,9 @@ CONFLICTS: tuple[Conflict, ...] = (
 
 def check_float8(policy: "Policy") -> None:
     """Raise ConfigError for the first row of `CONFLICTS` that applies to a policy with `KEY`."""
-    if policy.param_gather_dtype is None:
-        return
     for conflict in CONFLICTS:
         if conflict.applies(policy):
             raise ConfigError(
-                f'{KEY} is "{short_name(policy.param_gather_dtype)}", which is not supported with {conflict.name}: '
+                f'{KEY} is "{policy.config.zeroamp.param_gather_dtype}", which is not supported with {conflict.name}: '
                 f"{conflict.why}. {conflict.instead}"
             )

@@ -1,0 +1,105 @@
+"""`Extension`: what a config key adds to a run from a package outside of the core, and the moments at which it does.
+
+The table `zeroamp.EXTENSIONS` names a class of `Extension` for each such key. The core imports the class only if the
+key is on, and calls its methods at these moments, in this order:
+
+| method | called by | moment |
+|---|---|---|
+| `check_config` | `policy_from_config` | all keys have values |
+| `precisions` | `build_plan` | each parameter has a precision |
+| `check_model` | `wrap_model` | the plan is made, and nothing was communicated |
+| `check_mesh` | `wrap_model` | the plan and the mesh are the same on all ranks |
+| `before_sharding` | `wrap_model` | before the parameters are compared and sharded |
+| `attach` | `wrap_model` | the model is sharded and has its hooks |
+| `attach_micro_batches` | `MicroBatches` | a `TrainStep` or an observed step is made |
+| `check_optimizer` | `TrainStep` | for each optimizer |
+| `attach_step` | `TrainStep` | at the end of its constructor |
+| `add_traffic` | `plan_traffic` | the collectives of an optimizer step are counted |
+
+A config without such keys has no extensions.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from zeroamp.hooks.collectives.traffic import Traffic
+    from zeroamp.planning.mesh import Ranks
+    from zeroamp.planning.mesh_axes import MeshAxes
+    from zeroamp.planning.overrides import Overrides
+    from zeroamp.planning.parameter_uses import ParameterUses
+    from zeroamp.planning.plan import Plan
+    from zeroamp.planning.safe_parameters import Precision
+    from zeroamp.policies.policy import Policy
+    from zeroamp.training.micro_batches import MicroBatches
+    from zeroamp.training.step import TrainStep
+    from zeroamp.wrapping.state import WrapState
+
+
+class Extension:
+    """What one config key adds to a run. Here every method does nothing; a subclass overrides those that it needs."""
+
+    def check_config(self, policy: "Policy") -> None:
+        """Raise ConfigError if other keys of the config contradict this one."""
+
+    def precisions(
+        self,
+        model: "nn.Module",
+        policy: "Policy",
+        uses: "Sequence[ParameterUses]",
+        overrides: "Overrides",
+        precisions: "Iterable[Precision]",
+    ) -> "Iterable[Precision]":
+        """Return the precisions of the parameters `uses`, in their order."""
+        del model, policy, uses, overrides
+        return precisions
+
+    def check_model(self, model: "nn.Module", plan: "Plan") -> None:
+        """Raise ConfigError or WrapError if the key does not fit the model."""
+
+    def check_mesh(self, model: "nn.Module", plan: "Plan", axes: "MeshAxes") -> None:
+        """Raise ConfigError or WrapError if the key does not fit the ranks. `axes`: those of the mesh."""
+
+    def before_sharding(self, model: "nn.Module", plan: "Plan") -> None:
+        """Change the model before it is sharded."""
+
+    def attach(self, model: "nn.Module", state: "WrapState") -> None:
+        """Change the hooks of the sharded model."""
+
+    def attach_micro_batches(self, micro_batches: "MicroBatches") -> None:
+        """Change how the micro-batches of optimizer steps run."""
+
+    def check_optimizer(self, optimizer: "torch.optim.Optimizer", *, on_shards: bool) -> None:
+        """Raise StepError if the key does not fit an optimizer. `on_shards`: the argument of `TrainStep`."""
+
+    def attach_step(self, train: "TrainStep") -> None:
+        """Change a `TrainStep`, or append callbacks to it."""
+
+    def add_traffic(self, plan: "Plan", ranks: "Ranks", traffic: "Traffic") -> None:
+        """Add this key's collectives of one optimizer step to `traffic`."""
+
+
+def load(key: str) -> Callable[..., Any]:
+    """Import and return the class or function that `zeroamp.EXTENSIONS` lists under `key`."""
+    from zeroamp import EXTENSIONS  # not at the top, where `zeroamp` is only partly imported
+
+    module, _, name = EXTENSIONS[key].partition(":")
+    found: Callable[..., Any] = getattr(import_module(module), name)
+    return found
+
+
+def extensions_of(policy: "Policy", model: "nn.Module | None" = None) -> tuple[Extension, ...]:
+    """Return new extensions of the keys that are on in a config, each class once, in the order of `EXTENSIONS`.
+
+    Also of the classes of tensors, such as quantized ones, that parameters of `model` have and that `EXTENSIONS` lists.
+    """
+    from zeroamp import EXTENSIONS
+
+    classes = set() if model is None else {type(parameter).__name__ for parameter in model.parameters()}
+    names = {key: key.rpartition(".")[2] for key in EXTENSIONS}
+    keys = {EXTENSIONS[key]: key for key, name in names.items() if getattr(policy, name, None) or name in classes}
+    return tuple(load(key)() for key in keys.values())

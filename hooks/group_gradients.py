@@ -47,10 +47,10 @@ from zeroamp.hooks.tensors import hold_for_current_stream
 class GroupGradients:
     """Tracks which parameters of a group this rank used, and completes the group's gradients before a reduction."""
 
-    def __init__(self, group: ParameterGroup, modules: list[FSDPModule]) -> None:
-        """Take the group and the modules that share it."""
+    def __init__(self, group: ParameterGroup, module: FSDPModule) -> None:
+        """Take the group, and the unit or group holder that has it."""
         self._group = group
-        self.modules = modules
+        self.module = module
         self._num_forwards = 0  # with gradients on, whose backward has not ended
         self._reduces_once = False
         self._is_pending = False  # a backward ended without a reduction
@@ -107,7 +107,7 @@ class GroupGradients:
         self._adds_in_tree_order = True
 
     def count_forward(self) -> None:
-        """Count a use of the group's unsharded parameters outside of its modules' forwards. Call after unsharding."""
+        """Count a use of the group's unsharded parameters outside of its module's forward. Call after unsharding."""
         if not torch.is_grad_enabled():
             return
         self._num_forwards += 1
@@ -237,12 +237,12 @@ class GroupGradients:
 
 def follow_gradients(root: nn.Module) -> list[GroupGradients]:
     """Attach a `GroupGradients` to each parameter group of a root. Call once, after `fully_shard` of all units."""
-    return [GroupGradients(group, modules) for group, modules in parameter_groups(root)]
+    return [GroupGradients(group, module) for group, module in parameter_groups(root)]
 
 
 def by_module(gradients: list[GroupGradients]) -> dict[FSDPModule, GroupGradients]:
     """Return a dict from each module with a parameter group of its own to that group's `GroupGradients`."""
-    return {module: each for each in gradients for module in each.modules}
+    return {each.module: each for each in gradients}
 
 
 def _complete(parameters: list[GroupParameter]) -> list[int]:

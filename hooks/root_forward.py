@@ -6,7 +6,7 @@
 | 2 | "outer autocast" | every forward | the caller's autocast and CUDA graphs are checked, cached casts cleared |
 | 3 | "random state" | outermost, with gradients, training mode | `zeroamp.reproducible` seeds the generators |
 | 4 | "autocast" | every forward | `torch.autocast` of the config is entered |
-| 5 | "reshard" | outermost | when it ends: visits of merged units end; without gradients, all groups are resharded |
+| 5 | "reshard" | outermost | when it ends: without gradients, all groups are resharded |
 | 6 | "before unshard" | every forward | what FSDP2's all-gathers need is computed, such as scales of float8 weights |
 | 7 | (FSDP2) | every forward | FSDP2 unshards the root, then the typed groups of the root unshard |
 | 8 | (model) | every forward | the model's own forward |

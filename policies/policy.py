@@ -169,7 +169,6 @@ class Policy:
     param_persistence_threshold = _Key(lambda config: config.zero_optimization.stage3_param_persistence_threshold)
     max_live_parameters = _Key(lambda config: config.zero_optimization.stage3_max_live_parameters)
     prefetch_bucket_size = _Key(lambda config: config.zero_optimization.stage3_prefetch_bucket_size)
-    reduce_bucket_size = _Key(lambda config: config.zero_optimization.reduce_bucket_size)
     hpz_partition_size = _Key(lambda config: config.zero_optimization.zero_hpz_partition_size)
     leaf_modules = _Key(lambda config: config.zero_optimization.leaf_module or NO_LEAF_MODULES)
     gather_16bit_weights_on_save = _Key(

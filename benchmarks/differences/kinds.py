@@ -35,7 +35,6 @@ CONFIG = {
     "loss scale window": _key("fp16.loss_scale_window", 3, base=FP16),
     "communication dtype": _key("communication_data_type", "fp32"),
     "dtype of sums over ranks": _key("zeroamp.reduce_accumulate_dtype", "native"),
-    "reduce bucket": _key("zero_optimization.reduce_bucket_size", 100_000),
     "prefetch bucket": _key("zero_optimization.stage3_prefetch_bucket_size", 5),
     "live parameters": _key("zero_optimization.stage3_max_live_parameters", 100_000),
     "persistence threshold": _key("zero_optimization.stage3_param_persistence_threshold", 10_000),
@@ -297,13 +296,11 @@ STEP = {
     "lr by hand": _at_step("lr of param group 0", _set("lr", 1e-3), stages=(0, 1, 2, 3)),
     "weight decay by hand": _at_step("weight_decay of param group 0", _set("weight_decay", 0.3)),
     "max_norm": _at_step("max_norm", _clip(0.1), all_step=_clip(0.2), stages=(0, 3)),
-    # Merged layers are all-gathered and reduced together, whichever of them ran, so nothing differs.
     "which layer is skipped": _at_step(
         "layers.1",
         _skip(1),
         all_step=_skip(2),
         stages=(0, 1, 2, 3),
-        base={"zero_optimization.reduce_bucket_size": 0},
     ),
     "micro-batches of the caller, stages 0 and 1": _at_step(
         "the number of backwards", _counted(3), all_step=_counted(2), stages=(0, 1)

@@ -15,11 +15,8 @@ PREFETCHED = 50_000_000  # elements: DeepSpeed's default
 SIZES = {
     "stage3_max_live_parameters": 10**9,
     "stage3_prefetch_bucket_size": PREFETCHED,
-    "reduce_bucket_size": 5 * 10**8,
 }
 """DeepSpeed's defaults, in elements, for live parameters, prefetching and reduction buckets. zeroamp's are 0."""
-MERGED = dict.fromkeys(SIZES, 4_000_000)
-"""Merges small units, and retains merged units unsharded. Larger units (a block of the 100m model) do not change."""
 
 
 def policy_of(
@@ -71,8 +68,6 @@ ENGINES = {
     "zeroamp 1": partial(build, stage=1),
     "zeroamp 2": partial(build, stage=2),
     "zeroamp 3": partial(build, stage=3),
-    "zeroamp 2 merged": partial(build, stage=2, zero=MERGED),
-    "zeroamp 3 merged": partial(build, stage=3, zero=MERGED),
     "zeroamp 3 live": partial(build, stage=3, zero={"stage3_max_live_parameters": EVERYTHING}),
     "zeroamp 3 prefetch": partial(build, stage=3, zero={"stage3_prefetch_bucket_size": PREFETCHED}),
     "zeroamp 3 native": partial(build, stage=3, own={"reduce_accumulate_dtype": "native"}),
@@ -84,12 +79,6 @@ VARIANTS = {
     "zeroamp 3 no own units": partial(build, stage=3, own={"own_units": False}),
     "zeroamp 3 nothing counted": partial(build, stage=3, own={"count_traffic": False}),
     "zeroamp 3 no model-wide group": partial(build, stage=3, zero={"stage3_param_persistence_threshold": 0}),
-    "zeroamp 2 unmerged": partial(build, stage=2, zero={"reduce_bucket_size": 0}),
-    "zeroamp 3 unmerged": partial(build, stage=3, zero={"reduce_bucket_size": 0}),
-    "zeroamp 3 units of two blocks": partial(build, stage=3, zero={"reduce_bucket_size": 2_000_000}),
-    "zeroamp 2 units of two blocks": partial(build, stage=2, zero={"reduce_bucket_size": 2_000_000}),
-    "zeroamp 2 units of 4e6": partial(build, stage=2, zero={"reduce_bucket_size": 4_000_000}),
-    "zeroamp 3 units of 4e6": partial(build, stage=3, zero={"reduce_bucket_size": 4_000_000}),
     "zeroamp 2 reproducible": partial(build, stage=2, own={"reproducible": True}),
     "zeroamp 3 reproducible": partial(build, stage=3, own={"reproducible": True}),
     "zeroamp 3 gathers waited for": partial(build, stage=3, is_gathered_in_background=False),

@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 # The base classes of custom collectives. Their setters are public, but up to torch 2.15 the classes are not exported.
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.utils import _apply_to_tensors as map_tensors
 
 from zeroamp.hooks._torch.process_groups import group_of_parts
@@ -35,7 +35,6 @@ __all__ = [
     "PreForward",
     "ReduceScatter",
     "all_gather",
-    "begin_again",
     "can_be_sharded",
     "can_shard_integers",
     "chunks_on_demand",
@@ -48,15 +47,12 @@ __all__ = [
     "groups_of",
     "has_reduction_options",
     "init_unsharded",
-    "is_unsharded",
     "keep_reduction_inputs",
     "leave_replicas_alone",
     "map_tensors",
     "parameter_pairs",
-    "pre_backward_hook",
     "reduce_scatter",
     "release",
-    "remove_forward_hooks",
     "remove_fsdp",
     "separate_reductions",
     "set_accumulation_dtype",
@@ -88,39 +84,10 @@ def forward_hooks(module: FSDPModule) -> tuple[PreForward, PostForward]:
     return pre_forward, post_forward
 
 
-def pre_backward_hook(module: FSDPModule) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return FSDP2's hook on the outputs of `module`. In the backward it unshards the module's own group."""
-    hook: Callable[[torch.Tensor], torch.Tensor] = module._get_fsdp_state()._pre_backward
-    return hook
-
-
-def remove_forward_hooks(module: FSDPModule) -> None:
-    """Remove FSDP2's hooks around the forward of `module` and of the modules that share its group."""
-    state: Any = module._get_fsdp_state()
-    for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
-        handle.remove()
-
-
 def post_forward_hook_id(module: FSDPModule) -> int:
     """Return the key of FSDP2's hook among the forward hooks of `module`. The hook registers hooks on the outputs."""
     state: Any = module._get_fsdp_state()
     return int(state._post_forward_hook_handle.id)
-
-
-def is_unsharded(module: FSDPModule) -> bool:
-    """Return whether the parameters of `module`'s own group are unsharded."""
-    return all(group.is_unsharded for group in groups_of(module._get_fsdp_state()))
-
-
-def begin_again(module: FSDPModule) -> None:
-    """Prepare a forward of `module` inside a backward, if that backward has reduced the module's own group already.
-
-    Without this call FSDP2 treats the module's backward as still running, and does not reduce the gradients of this
-    forward.
-    """
-    state: Any = module._get_fsdp_state()
-    if any(group._training_state == TrainingState.POST_BACKWARD for group in groups_of(state)):
-        state._training_state = TrainingState.IDLE
 
 
 def release(module: FSDPModule) -> None:
@@ -144,8 +111,8 @@ def take_sharded_memory(module: FSDPModule) -> None:
 
 def communication_methods(root: nn.Module) -> Iterator[tuple[Any, str]]:
     """Yield (object, name) of the methods in which FSDP2 starts collectives or waits for them."""
-    states = {id(state): state for state in (unit._get_fsdp_state() for unit in units_of(root))}
-    for state in states.values():  # the modules of a merged unit share one
+    for unit in units_of(root):
+        state: Any = unit._get_fsdp_state()
         yield from ((group, name) for group in groups_of(state) for name in COMMUNICATION)
         yield state, END_OF_BACKWARD
 

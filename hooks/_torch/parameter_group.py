@@ -172,13 +172,10 @@ class ParameterGroup:
         return used, has_sums, lacks_gradient
 
 
-def parameter_groups(root: nn.Module) -> Iterator[tuple[ParameterGroup, list[FSDPModule]]]:
-    """Yield each parameter group of the modules of `root`, and the modules that share it."""
-    found: dict[int, tuple[Any, list[FSDPModule]]] = {}
+def parameter_groups(root: nn.Module) -> Iterator[tuple[ParameterGroup, FSDPModule]]:
+    """Yield each parameter group of the modules of `root`, and its module."""
     for unit in units_of(root):
-        for group in groups_of(unit._get_fsdp_state()):
-            found.setdefault(id(group), (group, []))[1].append(unit)
-    return ((ParameterGroup(group), units) for group, units in found.values())
+        yield from ((ParameterGroup(group), unit) for group in groups_of(unit._get_fsdp_state()))
 
 
 AfterReduction = Callable[[Sequence[nn.Parameter], Any], None]

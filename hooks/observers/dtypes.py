@@ -122,7 +122,7 @@ class UnitObserver:
 
     def _look(self, fqn: str, parameter: nn.Parameter, unit: str) -> None:
         if isinstance(parameter, DTensor):
-            return  # sharded: this module of a merged unit ran after the unit was resharded
+            return  # sharded
         values = values_of(parameter)
         self._observations.see(fqn, "gather", values.dtype, f"the forward of {unit}")
         self._ops.follow(fqn, values)

@@ -1,7 +1,7 @@
 """Casts the floating-point inputs of a unit to the dtype of the modes bf16 and fp16.
 
 FSDP2's `cast_forward_inputs` casts to the dtype of the unit's own group, which is fp32 if the unit has fp32 parameters
-only. Up to torch 2.12, FSDP2 casts the inputs of a merged unit's first module only.
+only.
 """
 
 from functools import partial

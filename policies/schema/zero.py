@@ -92,14 +92,6 @@ class ZeroOptimizationBlock(Block):
             other_name="prefetch_bucket_size",
         ),
     ] = 0
-    reduce_bucket_size: Annotated[
-        Elements | None,
-        Honoured(
-            "elements of a merged unit: neighbouring units are all-gathered and reduced as one, as many as fit. 0: no "
-            "unit is merged. Default: 4,000,000; at stage 3 also at most 1/16 of the largest unit",
-            500_000_000,
-        ),
-    ] = None
     zero_hpz_partition_size: Annotated[
         PositiveInt,
         Honoured(

@@ -64,7 +64,7 @@ def _measured(allocated, model, arguments, checkpointing):
     """Train a wrapped model; return what a step held and moved."""
     state = wrap_state(model)
     if checkpointing:
-        _recompute(model, [fqn for unit in state.plan.units for fqn in state.plan.modules_of(unit)])
+        _recompute(model, state.plan.units)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     sizes = _gradient_sizes(optimizer, model)
     step = zeroamp.TrainStep(model, optimizer)

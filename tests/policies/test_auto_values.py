@@ -19,14 +19,14 @@ def test_an_argument_is_named_by_the_last_part_by_the_path_or_by_the_block():
 def test_hidden_size_fills_the_three_sizes_that_transformers_derives_from_it():
     sizes = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
     policy = policy_from_config({ZERO: {"stage": 3, **dict.fromkeys(sizes, "auto")}}, hidden_size=64)
-    filled = policy.reduce_bucket_size, policy.prefetch_bucket_size, policy.param_persistence_threshold
-    assert filled == (64 * 64, int(0.9 * 64 * 64), 640)
+    assert (policy.prefetch_bucket_size, policy.param_persistence_threshold) == (int(0.9 * 64 * 64), 640)
 
 
 def test_an_explicit_argument_wins_over_a_derived_one():
     cfg = {ZERO: {"reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}}
-    for arguments in ({"hidden_size": 8, "reduce_bucket_size": 5}, {"reduce_bucket_size": 5, "hidden_size": 8}):
-        assert policy_from_config(cfg, **arguments).reduce_bucket_size == 5
+    own = {"stage3_prefetch_bucket_size": 5}
+    for arguments in ({"hidden_size": 8, **own}, {**own, "hidden_size": 8}):
+        assert policy_from_config(cfg, **arguments).prefetch_bucket_size == 5
 
 
 def test_every_auto_that_is_left_is_named():
@@ -54,7 +54,7 @@ def test_a_filled_value_is_checked_like_a_written_one():
     with pytest.raises(ConfigError, match='gradient_clipping must be a number, but is "much"'):
         policy_from_config({"gradient_clipping": "auto"}, gradient_clipping="much")
     with pytest.raises(ConfigError, match='the argument hidden_size .* is the string "64". Pass'):
-        policy_from_config({ZERO: {"reduce_bucket_size": "auto"}}, hidden_size="64")
+        policy_from_config({ZERO: {"stage3_prefetch_bucket_size": "auto"}}, hidden_size="64")
 
 
 def test_the_report_shows_what_was_filled():

@@ -190,14 +190,14 @@ BAD = [
         'Write "offload_optimizer"',
     ),
     (
-        {"zero_optimization": {"reduce_bucket_size": "5e8"}},
-        "zero_optimization.reduce_bucket_size",
+        {"zero_optimization": {"stage3_prefetch_bucket_size": "5e8"}},
+        "zero_optimization.stage3_prefetch_bucket_size",
         'is the string "5e8"',
         "Remove the quotes",
     ),
     (
-        {"zero_optimization": {"reduce_bucket_size": 0.5}},
-        "zero_optimization.reduce_bucket_size",
+        {"zero_optimization": {"stage3_prefetch_bucket_size": 0.5}},
+        "zero_optimization.stage3_prefetch_bucket_size",
         "is 0.5",
         "Change the value",
     ),
@@ -257,14 +257,14 @@ BAD = [
 ]
 BAD_WITH_ARGUMENTS = [
     (
-        {"zero_optimization": {"reduce_bucket_size": "auto"}},
+        {"zero_optimization": {"stage3_prefetch_bucket_size": "auto"}},
         {"hidden_size": -8},
         "the argument hidden_size",
         "is -8",
         "Pass the model's hidden size",
     ),
     (
-        {"zero_optimization": {"reduce_bucket_size": "auto"}},
+        {"zero_optimization": {"stage3_prefetch_bucket_size": "auto"}},
         {"hidden_size": 2**24},
         "the argument hidden_size",
         "must be a whole number from 1 to 16,777,215, but is 16777216",
@@ -343,7 +343,6 @@ def test_every_bad_key_has_a_line():
 @pytest.mark.parametrize(
     "key",
     [
-        "reduce_bucket_size",
         "stage3_prefetch_bucket_size",
         "stage3_param_persistence_threshold",
         "stage3_max_live_parameters",

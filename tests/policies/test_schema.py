@@ -38,7 +38,6 @@ DEEPSPEED = {
     "zero_optimization.stage3_param_persistence_threshold": 100_000,
     "zero_optimization.stage3_max_live_parameters": 1_000_000_000,
     "zero_optimization.stage3_prefetch_bucket_size": 50_000_000,
-    "zero_optimization.reduce_bucket_size": 500_000_000,
     "zero_optimization.zero_hpz_partition_size": 1,
     "zero_optimization.offload_param.device": "none",
     "zero_optimization.offload_param.pin_memory": True,

@@ -128,8 +128,7 @@ def test_a_stock_config_loads_from_a_file_with_the_open_keys_filled(tmp_path, na
     assert policy.mode == "bf16"
     assert policy.train_batch_size == 16
     if policy.stage == 3:
-        sizes = policy.reduce_bucket_size, policy.prefetch_bucket_size, policy.param_persistence_threshold
-        assert sizes == (64 * 64, int(0.9 * 64 * 64), 640)
+        assert (policy.prefetch_bucket_size, policy.param_persistence_threshold) == (int(0.9 * 64 * 64), 640)
         assert policy.gather_16bit_weights_on_save
 
 

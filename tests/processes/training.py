@@ -12,7 +12,7 @@ from tests.models.small import batch, build, loss_of
 
 
 def config(stage=3, *, dtype="bfloat16", comm=None, accumulation=1, clip=0.0, threshold=None, **more):
-    zero = {"stage": stage, "reduce_bucket_size": 0}  # a unit per block: merged units have tests of their own
+    zero = {"stage": stage}
     if threshold is not None:
         zero["stage3_param_persistence_threshold"] = threshold
     cfg = {
@@ -34,7 +34,6 @@ KEYS = {
     "max_live_parameters": "zero_optimization.stage3_max_live_parameters",
     "offload": "zero_optimization.offload_optimizer",
     "prefetch_bucket_size": "zero_optimization.stage3_prefetch_bucket_size",
-    "reduce_bucket_size": "zero_optimization.reduce_bucket_size",
 }
 """Attribute of a policy -> its key, where `Policy.replace` would not find it by the attribute's name."""
 

@@ -66,8 +66,8 @@ def trace_few_layers(
 
 
 def find_repeats(model: nn.Module, plan: Plan) -> Iterator[Repeat]:
-    """Yield the lists of more than `NUM_RUN` equal units that are not merged. Of nested lists, yield the outer ones."""
-    units, found = set(plan.units) - plan.merged.keys(), list[str]()
+    """Yield the lists of more than `NUM_RUN` equal units. Of nested lists, yield the outer ones."""
+    units, found = set(plan.units), list[str]()
     gather = {alias: param.dtypes for param in plan.params for alias in (param.fqn, *param.aliases)}
     for fqn, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) <= NUM_RUN:

@@ -355,7 +355,7 @@ class _Planner:
             ConfigError: the model cannot run on fake tensors, or it returns no loss.
         """
         dtypes: tuple[tuple[str, torch.dtype], ...] = tuple((p.fqn, p.group_key.param) for p in plan.params)
-        key = (frozenset(dtypes), plan.units, tuple(plan.merged), batch, checkpointing)
+        key = (frozenset(dtypes), plan.units, batch, checkpointing)
         if key not in self.traced:
             arguments = self.arguments(batch)
             options: dict[str, Any] = {"checkpointing": checkpointing, "loss_fn": self.loss_fn}

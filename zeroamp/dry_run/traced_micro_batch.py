@@ -126,27 +126,22 @@ def _mark_units(
 ) -> list[RemovableHandle]:
     """Mark where FSDP2 acts, and return the hooks' handles. `tensors_replaced` undoes all other changes of modules."""
     present = {fqn for fqn, _ in model.named_modules(remove_duplicate=False)}
-    of_units = [fqn for unit in plan.units for fqn in plan.modules_of(unit)]
-    is_inner = {fqn for fqn in of_units if any(fqn.startswith(f"{other}.") for other in of_units)}
+    is_inner = {unit for unit in plan.units if any(unit.startswith(f"{other}.") for other in plan.units)}
     running: list[str] = []  # units in their forward, the innermost last
     handles: list[RemovableHandle] = []
-    for unit in ("", *plan.units):
-        modules = [model.get_submodule(fqn) for fqn in plan.modules_of(unit) if fqn in present]
+    for unit in (unit for unit in ("", *plan.units) if unit in present):
+        module = model.get_submodule(unit)
         if checkpointing and unit and unit not in is_inner:
-            for module in modules:
-                module.forward = _checkpointed(module.forward)  # undone by `tensors_replaced`
-        if modules:
-            handles += _mark_unit(unit, modules[0], modules[-1], recorder, running)
+            module.forward = _checkpointed(module.forward)  # undone by `tensors_replaced`
+        handles += _mark_unit(unit, module, recorder, running)
     output_dtype = None if plan.policy.mode == "autocast" else plan.policy.low_dtype
     for module in plan.fp32_regions.modules_of(model):
         Fp32Region(module, device_type, output_dtype)  # undone by `tensors_replaced`
     return handles + cast_unit_inputs(model, plan)
 
 
-def _mark_unit(
-    unit: str, first: nn.Module, last: nn.Module, recorder: EventRecorder, running: list[str]
-) -> list[RemovableHandle]:
-    """Mark a unit's forward, from the start of its first module to the end of its last one, and its backward."""
+def _mark_unit(unit: str, module: nn.Module, recorder: EventRecorder, running: list[str]) -> list[RemovableHandle]:
+    """Mark a unit's forward and its backward."""
 
     def begin(_module: nn.Module, args: Any, kwargs: Any) -> Any:
         running.append(unit)
@@ -170,7 +165,7 @@ def _mark_unit(
                     lambda _gradient: recorder.mark("begin backward", unit)
                 )
 
-    return [first.register_forward_pre_hook(begin, with_kwargs=True), last.register_forward_hook(end, prepend=True)]
+    return [module.register_forward_pre_hook(begin, with_kwargs=True), module.register_forward_hook(end, prepend=True)]
 
 
 class _EndOfBackward(torch.autograd.Function):

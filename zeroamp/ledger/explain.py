@@ -111,20 +111,18 @@ class Ledger:
 
         Bytes per step count all all-gathers and reductions of one optimizer step (`planning/traffic.py`). Bytes per
         rank need `num_shards`, and count the stored shard (padding included), the unsharded parameters, and the
-        gradients (a shard; at stages 0 and 1 with accumulation, the unsharded sums too). If units are merged, each dict
-        also has the modules of the group's unit, which is named after its first module. If any parameter is sharded
-        over another dimension than 0, each dict also has the sharded dimensions.
+        gradients (a shard; at stages 0 and 1 with accumulation, the unsharded sums too). If any parameter is
+        sharded over another dimension than 0, each dict also has the sharded dimensions.
         """
         columns = ("kind", "params", "elements", *DTYPE_COLUMNS, *self._byte_columns)
         other_dims = self._other_dims()
         return [
             {
                 "group": row["group"],
-                **({"modules": self._modules(group.unit)} if self.plan.merged else {}),
                 **({SHARD_DIMS: ", ".join(map(str, row[SHARD_DIMS])) or "-"} if other_dims else {}),
                 **cells(row, columns),
             }
-            for row, group in zip(self._rows().groups, self.plan.all_groups, strict=True)
+            for row in self._rows().groups
         ]
 
     def parameter_rows(self) -> list[dict[str, Any]]:
@@ -208,12 +206,10 @@ class Ledger:
     def title(self) -> str:
         """Return the sentence above the tables: mode, stage, units, groups and parameters."""
         policy, units = self.plan.policy, self.plan.units
-        num_modules = sum(len(self.plan.modules_of(unit)) for unit in units)
-        merged = f" ({num_modules} modules)" if self.plan.merged else ""
         numel = sum(group.numel for group in self.plan.all_groups)
         low = f", {text}" if (text := self.plan.describe_low_share()) else ""
         return (
-            f"zeroamp: mode {policy.mode}, ZeRO stage {policy.stage}, {len(units)} units{merged} below the root, "
+            f"zeroamp: mode {policy.mode}, ZeRO stage {policy.stage}, {len(units)} units below the root, "
             f"{len(self.plan.all_groups)} groups, {numel:,} parameters{low}"
         )
 
@@ -234,9 +230,6 @@ class Ledger:
                 if dim := param.shard_dim(num_shards):
                     found.setdefault(dim, []).append(param.fqn)
         return dict(sorted(found.items()))
-
-    def _modules(self, unit: str) -> str:
-        return ", ".join(self.plan.modules_of(unit)) or "root"
 
 
 _UNITS: dict[str, tuple[str, Callable[[int], float | None]]] = {

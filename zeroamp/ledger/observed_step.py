@@ -118,11 +118,10 @@ def call(model: nn.Module, batch: object) -> Any:
 
 
 def observed_units(plan: Plan) -> dict[str, list[str]]:
-    """Return module -> FQNs of the parameters of its unit, which are unsharded in the module's forward."""
+    """Return unit -> FQNs of its parameters, which are unsharded in the unit's forward."""
     units: dict[str, list[str]] = {}
     for param in plan.params:
-        for module in plan.modules_of(param.unit):
-            units.setdefault(module, []).append(param.fqn)
+        units.setdefault(param.unit, []).append(param.fqn)
     return units
 
 

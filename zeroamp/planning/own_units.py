@@ -23,7 +23,7 @@ stays with the root. Reads that the source does not show unshard the parameter: 
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -89,7 +89,6 @@ def find_own_units(
     model: nn.Module,
     policy: Policy,
     units: Sequence[str],
-    merged: Mapping[str, Sequence[str]],
     ignored_params: Iterable[nn.Parameter] = (),
 ) -> OwnUnits:
     """Return the embeddings and heads outside of `units` that become units of their own.
@@ -101,12 +100,11 @@ def find_own_units(
         model: a plain model.
         policy: its stage, `own_units` and `param_persistence_threshold` are used.
         units: FQNs of the units below the root.
-        merged: FQN of a merged unit -> the FQNs of its modules.
         ignored_params: parameters that are not sharded.
     """
     if policy.stage != 3 or not policy.own_units or not units:
         return OwnUnits()
-    tree = _tree_of(model, policy, [fqn for unit in units for fqn in merged.get(unit, (unit,))], ignored_params)
+    tree = _tree_of(model, policy, units, ignored_params)
     lookups: list[str] = []
     heads: list[str] = []
     for module in dict.fromkeys(_candidates(model, tree)):

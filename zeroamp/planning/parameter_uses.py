@@ -1,6 +1,6 @@
 """Finds the modules that own each parameter, its names and its units, and raises for parameters that cannot be used."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -44,14 +44,12 @@ def has_own_storage_class(parameter: torch.Tensor) -> bool:
     return not issubclass(type(parameter), nn.Parameter)
 
 
-def find_uses(
-    model: nn.Module, units: Iterable[str], merged: Mapping[str, Sequence[str]] | None = None
-) -> list[ParameterUses]:
-    """Return the names, owners and units of each parameter. `merged`: merged unit -> the FQNs of its modules.
+def find_uses(model: nn.Module, units: Iterable[str]) -> list[ParameterUses]:
+    """Return the names, owners and units of each parameter.
 
     Walks the module tree once. Modules that are registered at several paths are visited at each path.
     """
-    unit_names = {model.get_submodule(fqn): unit for unit in units for fqn in (merged or {}).get(unit, (unit,))}
+    unit_names = {model.get_submodule(unit): unit for unit in units}
     chains: dict[str, tuple[str, ...]] = {}
     uses: dict[nn.Parameter, ParameterUses] = {}
     for module_fqn, module in model.named_modules(remove_duplicate=False):

@@ -5,7 +5,7 @@ modules "auto" and for `zeroamp.autocast_ops` the model is also traced.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from zeroamp.planning.fp32_regions import Fp32Regions, find_fp32_regions
-from zeroamp.planning.fsdp_units import plan_units
 from zeroamp.planning.group_dtypes import GroupKey, ParamDtypes, ignored_dtypes, param_dtypes
 from zeroamp.planning.groups import IGNORED, REPLICATED, GroupPlan, ParamPlan, group_params
 from zeroamp.planning.mesh import local_part
@@ -30,7 +29,7 @@ from zeroamp.planning.parameter_uses import (
 from zeroamp.planning.run_order import UnitRun, run_order, tree_order
 from zeroamp.planning.safe_parameters import Precision, param_precisions, trace
 from zeroamp.planning.shard_dim import may_shard_any_dim
-from zeroamp.policies.auto_wrap import AutoWrapPolicy
+from zeroamp.policies.auto_wrap import AutoWrapPolicy, find_units
 from zeroamp.policies.dtypes import short_name
 from zeroamp.policies.errors import WrapError
 from zeroamp.policies.extensions import extensions_of
@@ -45,7 +44,7 @@ class Plan:
 
     policy: Policy
     units: tuple[str, ...]
-    """FQNs of the units below the root, children before parents. A merged unit has the FQN of its first module."""
+    """FQNs of the units below the root, children before parents."""
     groups: tuple[GroupPlan, ...]
     """The groups that FSDP2 shards."""
     run: UnitRun
@@ -56,9 +55,6 @@ class Plan:
     """The 0-D parameters, which FSDP2 cannot shard. They are whole on each rank. None if there are none."""
     ignored: tuple[GroupPlan, ...] = ()
     """The parameters of `ignored_params`, by dtype. They are whole on each rank, and the caller reduces them."""
-    merged: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
-    """FQN of a merged unit -> the FQNs of its modules. See `reduce_bucket_size`."""
-
     own_units: OwnUnits = field(default_factory=OwnUnits)
     """The embeddings and heads among `units`, which are units without a wrap policy that names them."""
 
@@ -108,19 +104,15 @@ class Plan:
         params = (param for group in self.ignored for param in group.params)
         return frozenset(fqn for param in params for fqn in (param.fqn, *param.aliases))
 
-    def modules_of(self, unit: str) -> tuple[str, ...]:
-        """Return the FQNs of a unit's modules: several for a merged unit, else its own. "" is the root."""
-        return self.merged.get(unit, (unit,))
-
-    def input_dtype(self, module: str) -> torch.dtype | None:
-        """Return the dtype to which a unit's module casts its floating-point inputs; None if it does not cast.
+    def input_dtype(self, unit: str) -> torch.dtype | None:
+        """Return the dtype to which a unit casts its floating-point inputs; None if it does not cast. "" is the root.
 
         In modes bf16 and fp16 units cast, as under FSDP2's own policy. Units in fp32 regions do not cast. Embeddings
         and heads that are units of their own do not cast: they are units at stage 3 only, and all stages must compute
         the same.
         """
-        is_low = self.policy.mode in ("bf16", "fp16") and self.fp32_regions.pattern_of(module) is None
-        return self.policy.low_dtype if is_low and module not in self.own_units else None
+        is_low = self.policy.mode in ("bf16", "fp16") and self.fp32_regions.pattern_of(unit) is None
+        return self.policy.low_dtype if is_low and unit not in self.own_units else None
 
     def overridden(self, index: int) -> list[ParamPlan]:
         """Return the parameters to which the override at `index` in the list applies, without 0-D ones."""
@@ -169,13 +161,13 @@ def build_plan(
             parameter and not others; or a model that must be traced cannot be traced.
     """
     refuse_other_than_policy(policy)
-    units, merged = plan_units(model, policy, auto_wrap_policy)
+    units = _find_units(model, policy, auto_wrap_policy)
     ignored_params = _listed(ignored_params)
-    own_units = find_own_units(model, policy, units, merged, ignored_params)
+    own_units = find_own_units(model, policy, units, ignored_params)
     units = (*units, *own_units)
     overrides = find_overrides(model, policy, ignored_params)
     regions = find_fp32_regions(model, policy, overrides, ignored_params)
-    uses, ignored = _without_ignored(find_uses(model, units, merged), ignored_params)
+    uses, ignored = _without_ignored(find_uses(model, units), ignored_params)
     for use in uses:
         refuse_unusable(use)
     traced = trace(model, policy, example_inputs, device_type)
@@ -192,13 +184,12 @@ def build_plan(
     plan = Plan(
         policy=policy,
         units=units,
-        merged=merged,
         fp32_regions=regions,
         overrides=overrides,
         cast_modules=() if traced is None else tuple(sorted(traced.cast_modules)),
         own_units=own_units,
         groups=groups,
-        run=run_order(model, units, merged, own_units.lookups),
+        run=run_order(model, units, own_units.lookups),
         ending=tree_order(model, groups),
         empty_params=tuple(param for param in params if param.numel == 0),
         ignored=tuple(_ignored_groups(ignored, policy)),
@@ -207,6 +198,17 @@ def build_plan(
     _warn_of_large_gathers(plan)
     _warn_of_unused_ops(plan, model)
     return plan
+
+
+def _find_units(model: nn.Module, policy: Policy, auto_wrap_policy: AutoWrapPolicy) -> tuple[str, ...]:
+    units = find_units(model, auto_wrap_policy, leaf_modules=policy.leaf_modules)
+    if policy.stage == 3 and not units:
+        logger.warning(
+            "%s has no units below its root: at stage 3 all of its parameters are unsharded at once. Name its blocks "
+            "with auto_wrap_policy to save memory.",
+            type(model).__name__,
+        )
+    return tuple(units)
 
 
 def _warn_of_unused_ops(plan: Plan, model: nn.Module) -> None:
@@ -221,20 +223,16 @@ def _warn_of_unused_ops(plan: Plan, model: nn.Module) -> None:
 
 
 def _warn_of_large_gathers(plan: Plan) -> None:
-    """Warn if keys of the config leave more than half of the model unsharded at once at stage 3."""
+    """Warn if the config leaves more than half of the model unsharded at once at stage 3."""
     policy, total = plan.policy, sum(group.numel for group in plan.groups)
-    if policy.stage != 3:
-        return
     numels = plan.unit_numels()
-    largest = max((numels[unit] for unit in plan.merged if policy.reduce_bucket_size is not None), default=0)
     live = min(policy.max_live_parameters, sum(numels[unit] for unit in plan.units))
-    for key, numel in (("reduce_bucket_size", largest), ("stage3_max_live_parameters", live)):
-        if numel > total / 2:
-            logger.warning(
-                "zero_optimization.%s leaves %s of %s elements unsharded at once: stage 3 saves little memory. "
-                "Leave it out, or lower it.",
-                *(key, f"{numel:,}", f"{total:,}"),
-            )
+    if policy.stage == 3 and live > total / 2:
+        logger.warning(
+            "zero_optimization.stage3_max_live_parameters leaves %s of %s elements unsharded at once: stage 3 saves "
+            "little memory. Leave it out, or lower it.",
+            *(f"{live:,}", f"{total:,}"),
+        )
 
 
 def _listed(ignored_params: Iterable[nn.Parameter] | None) -> list[nn.Parameter]:

@@ -1,7 +1,7 @@
 """Predicts the order in which the units of a model run. Reads the module tree and `requires_grad` only."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -57,7 +57,6 @@ class _Open:
 def run_order(
     model: nn.Module,
     units: Sequence[str],
-    merged: Mapping[str, tuple[str, ...]],
     lookups: Collection[str] = (),
 ) -> UnitRun:
     """Return the predicted run of the root.
@@ -68,10 +67,9 @@ def run_order(
     Args:
         model: plain or wrapped.
         units: FQNs of the units below the root.
-        merged: FQN of a merged unit -> the FQNs of its modules.
         lookups: units whose inputs are indices, which have no gradient.
     """
-    unit_of = {model.get_submodule(fqn): unit for unit in units for fqn in merged.get(unit, (unit,))}
+    unit_of = {model.get_submodule(unit): unit for unit in units}
 
     def owns_trainable(module: nn.Module) -> bool:
         return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
@@ -82,24 +80,20 @@ def run_order(
         if module is model:
             continue
         while not stack[-1].contains(path):
-            _close(stack, merged, requires_grad)
+            _close(stack, requires_grad)
         if module in unit_of:
             unit = unit_of[module]
             stack.append(_Open(path, unit, requires_grad and unit not in lookups))
         requires_grad |= owns_trainable(module)
     while len(stack) > 1:
-        _close(stack, merged, requires_grad)
+        _close(stack, requires_grad)
     root = stack[0]
     return UnitRun(unit="", inner=tuple(root.inner), input_requires_grad=False, output_requires_grad=requires_grad)
 
 
-def _close(stack: list[_Open], merged: Mapping[str, tuple[str, ...]], requires_grad: bool) -> None:
+def _close(stack: list[_Open], requires_grad: bool) -> None:
     done = stack.pop()
-    siblings = stack[-1].inner
-    if done.unit in merged and siblings and siblings[-1].unit == done.unit:  # a further module of a merged unit
-        siblings[-1] = replace(siblings[-1], output_requires_grad=requires_grad)
-        return
-    siblings.append(
+    stack[-1].inner.append(
         UnitRun(
             unit=done.unit,
             inner=tuple(done.inner),

@@ -113,8 +113,8 @@ class RunWarnings:
                 "latency-bound groups",
                 f"{len(small)} of {len(sizes)} groups all-gather less than {LATENCY_BOUND_BYTES / MIB:g} MiB at once, "
                 f"the smallest ({name}) {small[name] / 1024:.1f} KiB. Their collectives take longer to start than to "
-                "transfer. Merge units with zero_optimization.reduce_bucket_size, choose larger units with "
-                "auto_wrap_policy, or raise stage3_param_persistence_threshold for small fp32 parameters",
+                "transfer. Choose larger units with auto_wrap_policy, or raise stage3_param_persistence_threshold for "
+                "small fp32 parameters",
             )
 
     def _look_at_large_units(self) -> None:

@@ -1,7 +1,6 @@
 """Attaches zeroamp's hooks to a model that FSDP2 has sharded."""
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import cast
 
@@ -22,9 +21,8 @@ from zeroamp.hooks.collectives.gloo_exit import pause_before_exit
 from zeroamp.hooks.collectives.micro_batch_sums import MicroBatchSum, RoundedSum, TreeSum
 from zeroamp.hooks.collectives.reduce_scatter import ReceiveBuffers
 from zeroamp.hooks.collectives.shard_sums import ShardAccumulator
-from zeroamp.hooks.group_gradients import GroupGradients, by_module, follow_gradients
+from zeroamp.hooks.group_gradients import by_module, follow_gradients
 from zeroamp.hooks.guards import BackwardGuard, attach_safe_module_guard, attach_sharded_guard
-from zeroamp.hooks.merged_units import MergedUnits
 from zeroamp.hooks.own_units import OwnUnit
 from zeroamp.hooks.precision.autocast import enter_autocast, forget_casts, refuse_autocast, warn_of_other_autocast
 from zeroamp.hooks.precision.fp32_regions import Fp32Region
@@ -48,19 +46,16 @@ from zeroamp.wrapping.state import WrapState
 def attach_hooks(model: nn.Module, state: WrapState) -> None:
     """Register all hooks that zeroamp adds to FSDP2's. Each hook's docstring gives the reason for its place."""
     policy = state.plan.policy
-    state.units = {
-        fqn: model.get_submodule(fqn) for unit in ("", *state.plan.units) for fqn in state.plan.modules_of(unit)
-    }
+    state.units = {unit: model.get_submodule(unit) for unit in ("", *state.plan.units)}
     state.handles += cast_unit_inputs(model, state.plan)
     buffers = ReceiveBuffers()
     state.gradients = follow_gradients(model)
     gradients = by_module(state.gradients)
     for group in state.plan.groups:
-        unit = [model.get_submodule(fqn) for fqn in state.plan.modules_of(group.unit)]
-        holder = state.holders.get(group.name)
-        if holder is not None and len(unit) == 1:
-            state.handles += attach_typed_group(holder, unit[0])
-        carrier = holder or cast(FSDPModule, unit[0])
+        unit, holder = model.get_submodule(group.unit), state.holders.get(group.name)
+        if holder is not None:
+            state.handles += attach_typed_group(holder, unit)
+        carrier = holder or cast(FSDPModule, unit)
         attach_collectives(carrier, group, state, buffers, gradients[carrier])
     keep_reduction_inputs(cast(FSDPModule, model), policy.reduce_scatter_input_buffers)
     if _separates_reductions(state):
@@ -70,11 +65,7 @@ def attach_hooks(model: nn.Module, state: WrapState) -> None:
         gather_in_background(cast(FSDPModule, model))
         pause_before_exit()
     attach_prefetch(model, state.plan, state.holders)
-    merged_units = MergedUnits(lambda: state.root_forward.runs_model, reshards=policy.stage == 3)
-    state.handles += _attach_merged_units(model, state, merged_units, gradients)
     _attach_root_forward(model, state)
-    if state.plan.merged:
-        state.root_forward.add("reshard", merged_units.around)
     state.handles += _attach_own_units(model, state)
     state.handles += _guard_calls_from_outside(model, state.plan)
     state.handles += refuse_calls(model)
@@ -135,26 +126,6 @@ def _attach_root_forward(model: nn.Module, state: WrapState) -> None:
     state.handles += forward.attach(model)
 
 
-def _attach_merged_units(
-    model: nn.Module, state: WrapState, merged_units: MergedUnits, gradients: Mapping[FSDPModule, GroupGradients]
-) -> Iterator[RemovableHandle]:
-    plan = state.plan
-    names: dict[str, list[str]] = defaultdict(list)  # of the groups of each unit
-    for group in plan.groups if plan.merged else ():
-        names[group.unit].append(group.name)
-    for unit in plan.units if plan.merged else ():
-        modules = [model.get_submodule(fqn) for fqn in plan.modules_of(unit)]
-        if len(modules) > 1:
-            carriers = [
-                cast(FSDPModule, modules[0]),
-                *(state.holders[name] for name in names[unit] if name in state.holders),
-            ]
-            groups = {carrier: gradients.get(carrier) for carrier in carriers}
-            yield from merged_units.attach(modules, groups)
-        elif merged_units.reshards:
-            yield merged_units.attach_other(modules[0])
-
-
 def _leaves(model: nn.Module, state: WrapState) -> Iterator[torch.Tensor]:
     """Yield the parameters that are leaves of autograd: the unsharded ones, and the 0-D ones."""
     for group in state.gradients:
@@ -200,11 +171,10 @@ def _guard_calls_from_outside(model: nn.Module, plan: Plan) -> Iterator[Removabl
     parameter.
     """
     modules = dict(model.named_modules(remove_duplicate=False))  # a module may have several names
-    units = [fqn for unit in plan.units for fqn in plan.modules_of(unit)]
-    around_units = {"", *(outer for fqn in units for outer in modules_around(fqn))}
+    around_units = {"", *(outer for unit in plan.units for outer in modules_around(unit))}
     guarded: dict[str, str] = {}
     for group in plan.groups:
-        unsharding = {modules[fqn] for unit in plan.modules_of(group.unit) for fqn in (*modules_around(unit), unit)}
+        unsharding = {modules[fqn] for fqn in (*modules_around(group.unit), group.unit)}
         for name in (name for param in group.params for name in (param.fqn, *param.aliases)):
             for fqn in modules_around(name):
                 if modules[fqn] not in unsharding and fqn.rpartition(".")[0] in around_units:
@@ -228,14 +198,13 @@ def _guard_safe_modules(model: nn.Module, state: WrapState) -> Iterator[Removabl
 def cast_unit_inputs(model: nn.Module, plan: Plan) -> list[RemovableHandle]:
     """Register hooks that cast the inputs of units in modes bf16 and fp16; return their handles.
 
-    Modules of the plan that the model does not have are skipped.
+    Units of the plan that the model does not have are skipped.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    fqns = [fqn for unit in ("", *plan.units) for fqn in plan.modules_of(unit) if fqn in modules]
     return [
-        modules[fqn].register_forward_pre_hook(cast_inputs(dtype), with_kwargs=True)
-        for fqn in fqns
-        if (dtype := plan.input_dtype(fqn)) is not None
+        modules[unit].register_forward_pre_hook(cast_inputs(dtype), with_kwargs=True)
+        for unit in ("", *plan.units)
+        if unit in modules and (dtype := plan.input_dtype(unit)) is not None
     ]
 
 

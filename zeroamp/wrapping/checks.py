@@ -59,7 +59,7 @@ def description_of(model: nn.Module, plan: Plan, axes: MeshAxes | None) -> Descr
         "whether one node has all ranks": str(is_one_node(policy, dist.get_world_size())),
         **_parameters(model, plan, expected_shards(policy, None if axes is None else axes.fsdp)),
         **{f"module {fqn or 'root'}": _structure(module) for fqn, module in model.named_modules()},
-        "the list of units": str([plan.modules_of(unit) for unit in (*plan.units, "")]),
+        "the list of units": str(plan.units),
         "the run order of units": str(plan.run.forward_order() + plan.run.backward_order()),
         "the list of fp32 modules and tensors": str([*plan.fp32_regions.modules, *plan.fp32_regions.tensors]),
     }

@@ -77,7 +77,7 @@ def _shard(model: nn.Module, plan: Plan, axes: MeshAxes) -> dict[str, FSDPModule
         own_mesh = axes.fsdp_of(is_expert=is_expert)
         _shard_unit(model, unit, own_groups.get(unit), plan, own_mesh, reshard, offload)
         if _has_partition("unit", unit, plan, mesh, live):
-            partitioned.append(cast(FSDPModule, model.get_submodule(plan.modules_of(unit)[0])))
+            partitioned.append(cast(FSDPModule, model.get_submodule(unit)))
     if partitioned:
         share_partition(partitioned, mesh, plan.policy.hpz_partition_size)
     _check_sharded(model, plan)
@@ -118,17 +118,16 @@ def _shard_unit(
     reshard_after_forward: bool,
     offload: OffloadPolicy,
 ) -> None:
-    modules = [model.get_submodule(fqn) for fqn in plan.modules_of(unit)]
+    module = model.get_submodule(unit)
     own = {id(model.get_parameter(param.fqn)) for param in group.params} if group else set()
     fully_shard(
-        # A single module is not passed as a list: FSDP2 hooks lists in another way, and refuses them as the root.
-        cast(nn.Module, modules if len(modules) > 1 else modules[0]),
+        module,
         mesh=mesh,
         mp_policy=_mp_policy(group.key if group else unit_key(plan.policy), plan, mesh),
         reshard_after_forward=reshard_after_forward,
         offload_policy=offload,
         shard_placement_fn=_placements(model, group, plan, mesh) if group else None,
-        ignored_params={p for module in modules for p in module.parameters() if id(p) not in own},
+        ignored_params={p for p in module.parameters() if id(p) not in own},
     )
 
 

@@ -39,8 +39,6 @@ def size_summary(plan: Plan, ranks: Ranks, *, name: str, seconds: float) -> str:
     communicated = [group for group in plan.all_groups if group.kind != "ignored"]
     kinds = Counter((g.kind, short_name(g.key.param), short_name(g.key.communication)) for g in communicated)
     groups = ", ".join(f"{n} {kind} {param}/{communication}" for (kind, param, communication), n in kinds.items())
-    modules = sum(len(plan.modules_of(unit)) for unit in plan.units)
-    merged = f", merged of {modules} modules" if plan.merged else ""
     replicas = f" x {ranks.num_replicas} replicas" if (ranks.num_replicas or 1) > 1 else ""
     lines = [
         f"wrapped {name} in {seconds:.2f} s: mode {policy.mode}, ZeRO stage {policy.stage}, "
@@ -48,7 +46,7 @@ def size_summary(plan: Plan, ranks: Ranks, *, name: str, seconds: float) -> str:
         f"  parameters: {numel:,}, {trainable:,} of them trainable{_low_share(plan)}",
         f"  per rank: {gib_text(stored)} of shards, {gib_text(gradients)} of gradients, and {gib_text(unsharded)} if "
         f"all were unsharded at once (the largest group: {gib_text(largest)}); optimizer state is not counted",
-        f"  units: {len(plan.units)} below the root{merged}",
+        f"  units: {len(plan.units)} below the root",
         f"  groups, as all-gathered/reduced: {groups}",
     ]
     if plan.ignored:

@@ -34,7 +34,7 @@ PRIVATE = {
         *("torch.distributed._composable.contract", "torch.distributed._composable_state", "_module_state_mapping"),
         *("torch.distributed.fsdp._fully_shard._fsdp_api", "_get_fsdp_state", "_set_unshard_async_op"),
         "torch.distributed.fsdp._fully_shard._fsdp_common",
-        *("_fsdp_param_group", "_fsdp_param_groups", "_to_sharded", "_pre_backward", "_training_state"),
+        *("_fsdp_param_group", "_fsdp_param_groups", "_to_sharded"),
         *("_pre_forward", "_post_forward", "_root_post_backward_final_callback", "_get_backend", "_timeout"),
         *("_reduce_dtype", "_apply_to_tensors", "_lazy_init"),
         # Of `share_partition`:
@@ -91,11 +91,6 @@ def _missing_of_fsdp():
     of_group = ("reduce_grads", "all_reduce_grads", "_partial_reduce_output")
     there |= {name: hasattr(group, name) for name in of_group}
     there |= {name: callable(getattr(state, name, None)) for name in (*_fsdp.FORWARD_HOOKS, _fsdp.END_OF_BACKWARD)}
-    there["_pre_backward"] = callable(_fsdp.pre_backward_hook(module))
-    there["is_unsharded"] = _fsdp.is_unsharded(module) is True  # a root stays unsharded after its forward
-    there |= {
-        f"POST_BACKWARD of {owner}": hasattr(type(owner._training_state), "POST_BACKWARD") for owner in (state, group)
-    }
     of_parameters = ("sharded_param", "unsharded_param", "unsharded_accumulated_grad")
     of_parameters += ("fsdp_placement", "sharded_size", "contiguous_sharded_stride")
     there |= {name: hasattr(parameter, name) for name in of_parameters}

@@ -58,22 +58,3 @@ def test_every_collective_is_inside_a_stretch_that_each_listener_is_told_of_unti
         assert all_told == n > 0
         assert (first, second) == (n, 2 * n)
         assert last == (n, 2 * n)
-
-
-def _units_of_two_modules():
-    """What is left of a watch of modules that share one group, as merged units do."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    mesh = init_device_mesh("cpu", (2,))
-    fully_shard(list(model), mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    watch, listener = CommunicationWatch(model), Listener()
-    watch.add(listener)
-    model(torch.ones(2, 4)).sum().backward()
-    watch.remove(listener)
-    return listener.num_stretches, [name for owner, name in communication_methods(model) if name in vars(owner)]
-
-
-def test_modules_that_share_a_group_are_watched_once(ranks2):
-    for num_stretches, left in ranks2.run(_units_of_two_modules):
-        assert num_stretches > 0
-        assert left == []

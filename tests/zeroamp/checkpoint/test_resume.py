@@ -95,7 +95,6 @@ WAYS = {
     "sequential": Case(scheduler="sequential"),
     "tensor lr with a scheduler": Case(optimizer="tensor lr", scheduler="cosine"),
     "offload": Case(options=zero(offload_param=CPU, offload_optimizer=CPU), async_=True),
-    "merged": Case(options=zero(reduce_bucket_size=10**6)),
     "live": Case(options=zero(stage3_max_live_parameters=10**6), async_=True),
     "evaluation 1": Case(stage=1, evaluate_in=torch.no_grad),
     "evaluation 2": Case(stage=2, evaluate_in=torch.no_grad, async_=True),

@@ -101,7 +101,6 @@ def test_replicas_and_nodes(ranks4, mesh_shape, keys):
 
 
 OPTIONS = {
-    "merged units": {"zero_optimization": {"stage": 3, "reduce_bucket_size": 20_000}},
     "reproducible": {"zeroamp": {"reproducible": True}},
     "a weight in bf16": {"zeroamp": {"overrides": [{"modules": "head", "gather": "bf16"}]}},
 }

@@ -108,10 +108,8 @@ def test_safe_parameters_that_a_run_found_compute_low(ranks2):
             {"hpz_partition_size": 2},
             {"max_live_parameters": 10**9},
             {"prefetch_bucket_size": 10**9},
-            {"reduce_bucket_size": 10**9},
         ],
         {"hpz_partition_size": 2},
-        {"reduce_bucket_size": 10**9},
     ),
     ids=str,
 )

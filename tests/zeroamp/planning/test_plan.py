@@ -9,7 +9,6 @@ from torch import nn
 import zeroamp
 from tests.models.small import ConvNet, Encoder, HfLlama, Llama
 from tests.processes.training import config
-from tests.processes.training import policy as policy_of
 
 
 def plan(model, auto_wrap_policy=None, **options):
@@ -192,113 +191,12 @@ def test_safe_modules_that_own_nothing_are_refused():
 BLOCK = 10_272 + 64  # elements of one block of Llama: its Linear layers and its norms
 
 
-def merged(model, size, auto_wrap_policy=None, **fields):
-    policy = policy_of(config(), {"reduce_bucket_size": size, **fields})
-    built = zeroamp.build_plan(model, policy, auto_wrap_policy)
-    return built.units, dict(built.merged)
-
-
-@pytest.mark.parametrize(
-    ("size", "units"),
-    [(0, [1, 1, 1, 1]), (2 * BLOCK - 1, [1, 1, 1, 1]), (2 * BLOCK, [2, 2]), (3 * BLOCK, [3, 1]), (10**9, [4])],
-)
-def test_neighbouring_units_are_merged_while_they_fit_the_bucket(size, units):
-    names, joined = merged(meta(Llama, tied=True, num_blocks=4), size)
-    assert [len(joined.get(name, (name,))) for name in names] == units
-    assert [fqn for name in names for fqn in joined.get(name, (name,))] == [f"blocks.{i}" for i in range(4)]
-    assert all(fqns[0] == name for name, fqns in joined.items())
-
-
-def test_a_merged_unit_has_the_groups_of_one_unit():
-    policy = policy_of(config(threshold=0), {"reduce_bucket_size": 2 * BLOCK})
-    built = zeroamp.build_plan(meta(Llama, tied=True), policy)
-    assert list(groups(built)) == ["root", "blocks.0", "blocks.0:fp32", "blocks.2", "blocks.2:fp32"]
-    assert groups(built)["blocks.0:fp32"] == {f"blocks.{i}.norm{j}.weight" for i in (0, 1) for j in (1, 2)}
-    assert built.modules_of("blocks.0") == ("blocks.0", "blocks.1")
-    assert built.modules_of("blocks.2") == ("blocks.2",)
-    assert (built.unit_numels()["blocks.0"], built.unit_numels()["blocks.2"]) == (2 * BLOCK, BLOCK)
-    hash(built)
-
-
-def test_what_merged_blocks_share_belongs_to_their_unit_and_counts_once():
-    model = meta(Llama, tied=True)
-    model.blocks[1].qkv = model.blocks[0].qkv
-    policy = policy_of(config(), {"reduce_bucket_size": 2 * BLOCK - 3 * 32 * 32})
-    built = zeroamp.build_plan(model, policy)
-    assert built.units == ("blocks.0", "blocks.2")
-    assert "blocks.0.qkv.weight" in groups(built)["blocks.0"]
-
-
-def test_units_around_others_children_of_two_parents_and_blocks_used_twice_are_not_merged():
-    model = meta(Llama, tied=True)
-    names, joined = merged(model, 10**9, {"Block", "RMSNorm"})
-    # norm1 and norm2 are siblings, the blocks contain units, and the root's norm has no sibling.
-    assert joined == {f"blocks.{i}.norm1": (f"blocks.{i}.norm1", f"blocks.{i}.norm2") for i in range(3)}
-    assert len(names) == 3 + 3 + 1
-    assert names.index("blocks.0.norm1") < names.index("blocks.0")
-    assert merged(model, 10**9, leaf_modules={"names": ["blocks.1.norm1"]})[1] == {}
-    model.blocks.append(model.blocks[0])
-    assert merged(model, 10**9)[1] == {"blocks.1": ("blocks.1", "blocks.2")}
-
-
-def _of_linears(*widths, table=0):
-    """A model of square Linears of these widths, one unit each, beside an embedding of `table` elements."""
-    model = meta(nn.Module)
-    model.blocks = nn.ModuleList(nn.Linear(width, width, bias=False, device="meta") for width in widths)
-    if table:
-        model.table = nn.Embedding(table // 32, 32, device="meta")
-    return model
-
-
-@pytest.mark.parametrize(
-    ("widths", "table", "stage", "units"),
-    [
-        ([1000] * 6, 0, 0, [4, 2]),
-        ([1000] * 6, 0, 1, [4, 2]),
-        ([1000] * 6, 0, 2, [4, 2]),
-        ([1000, 1000, 2001, 1000], 0, 2, [2, 1, 1]),  # a larger unit is left as it is
-        ([1500] * 3, 0, 2, [1, 1, 1]),  # two do not fit
-        ([1000] * 6, 0, 3, [1] * 6),  # equal units are not small beside each other
-        ([1000] * 6, 16 * 2_000_000, 3, [2, 2, 2]),
-        ([1000] * 6, 16 * 2_000_000 - 32, 3, [1] * 6),
-        ([1000] * 6, 16 * 9_000_000, 3, [4, 2]),
-        ([100, 100, 1000, 100, 100], 0, 3, [2, 1, 2]),
-    ],
-)
-def test_small_units_are_merged_by_default(widths, table, stage, units):
-    names, joined = merged(_of_linears(*widths, table=table), None, {"Linear"}, stage=stage)
-    blocks = [name for name in names if name.startswith("blocks")]
-    assert sorted(len(joined.get(name, (name,))) for name in blocks) == sorted(units)
-
-
-def test_the_default_is_no_number_and_0_merges_nothing():
-    policy = zeroamp.policy_from_config({"zero_optimization": {"stage": 2}})
-    assert policy.reduce_bucket_size is None
-    assert zeroamp.policy_from_config(policy.to_config()) == policy
-    assert merged(_of_linears(8, 8), 0, {"Linear"}, stage=2)[1] == {}
-
-
-def test_nothing_warns_of_what_is_merged_by_default(caplog):
-    model = meta(Llama, tied=False)
-    model.embed = nn.Embedding(20_000, 32, device="meta")
-    assert len(merged(model, None)[1]) == 1
-    assert caplog.messages == []
-
-
-def test_leaf_modules_are_not_merged():
-    leaf = {"names": ["blocks.1"]}
-    assert merged(meta(Llama, tied=True, num_blocks=4), 10**9, leaf_modules=leaf)[1] == {
-        "blocks.2": ("blocks.2", "blocks.3")
-    }
-
-
 @pytest.mark.parametrize(
     ("zero", "words"),
     [
-        ({"stage": 3, "reduce_bucket_size": 5e8}, "zero_optimization.reduce_bucket_size leaves"),
         ({"stage": 3, "stage3_max_live_parameters": 1e9}, "zero_optimization.stage3_max_live_parameters leaves"),
-        ({"stage": 2, "reduce_bucket_size": 5e8, "stage3_max_live_parameters": 1e9}, None),
-        ({"stage": 3, "reduce_bucket_size": 12_000, "stage3_max_live_parameters": 12_000}, None),
+        ({"stage": 2, "stage3_max_live_parameters": 1e9}, None),
+        ({"stage": 3, "stage3_max_live_parameters": 12_000}, None),
     ],
 )
 def test_options_that_leave_little_of_stage_3_are_warned_about(caplog, zero, words):

@@ -86,23 +86,16 @@ def test_a_secondary_partition(ranks4, size, mesh_shape):
 OPTIONS = [
     *({"max_live_parameters": n} for n in (BLOCK - 1, BLOCK, 2 * BLOCK, 10**9)),
     *({"prefetch_bucket_size": n} for n in (BLOCK - 1, BLOCK, 2 * BLOCK, 10**9)),
-    *({"reduce_bucket_size": n} for n in (2 * BLOCK, 10**9)),
-    {"reduce_bucket_size": 2 * BLOCK, "max_live_parameters": BLOCK, "prefetch_bucket_size": 3 * BLOCK},
+    {"max_live_parameters": BLOCK, "prefetch_bucket_size": 3 * BLOCK},
 ]
 
 
-@pytest.mark.parametrize("fields", slow_but(OPTIONS, OPTIONS[1], OPTIONS[5], OPTIONS[8], OPTIONS[-1]), ids=str)
+@pytest.mark.parametrize("fields", slow_but(OPTIONS, OPTIONS[1], OPTIONS[5], OPTIONS[-1]), ids=str)
 @pytest.mark.parametrize("threshold", slow_but([None, 0], None))
 def test_sharding_options(ranks2, fields, threshold):
     for accumulation in (1, 3):
         options = {"stage": 3, "threshold": threshold, "accumulation": accumulation}
         check(ranks2.run(_of_model, "llama_untied", options, fields))
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_merged_units_below_stage_3(ranks2, stage):
-    options = {"stage": stage, "accumulation": 2}
-    check(ranks2.run(_of_model, "llama_untied", options, {"reduce_bucket_size": 2 * BLOCK}))
 
 
 def _freeze_some(model):

@@ -102,7 +102,7 @@ def look_at_plan(warnings):
 
 def test_small_groups_are_warned_of_once_where_there_are_ranks_to_wait_for():
     (line,) = warnings_of(look_at_plan)
-    assert re.match(r"latency-bound groups: 2 of 2 groups .* 1 MiB .* \(0\) 0\.1 KiB\. .*reduce_bucket_size", line)
+    assert re.match(r"latency-bound groups: 2 of 2 groups .* 1 MiB .* \(0\) 0\.1 KiB\. .*auto_wrap_policy", line)
     assert warnings_of(look_at_plan, num_shards=1, num_ranks=1) == []
     with torch.device("meta"):
         large = nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.Linear(1024, 1024, bias=False))

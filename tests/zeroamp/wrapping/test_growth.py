@@ -19,8 +19,6 @@ ZERO_3 = {
     "a group more in every unit": {"stage3_param_persistence_threshold": 0},
     "prefetch": {"stage3_prefetch_bucket_size": 30_000},
     "live parameters": {"stage3_max_live_parameters": 10**12},
-    "merged units": {"reduce_bucket_size": 30_000},
-    "one merged unit": {"reduce_bucket_size": 10**12},
     "leaf modules": {"leaf_module": {"classes": ["Block"]}},
     "a secondary partition": {"zero_hpz_partition_size": 2},
 }
@@ -35,7 +33,7 @@ MORE = {
     },
 }
 OPTIONS = MORE | {name: {"zero_optimization": {"stage": 3, **zero}} for name, zero in ZERO_3.items()}
-STEPPED = ["stage 1 with accumulation", "stage 3", "a group more in every unit", "merged units"]
+STEPPED = ["stage 1 with accumulation", "stage 3", "a group more in every unit"]
 TOKENS = torch.zeros(1, 4, dtype=torch.long)
 
 

@@ -76,7 +76,6 @@ LOW = {"accumulation": 3, "data_types": {"grad_accum_dtype": "bf16"}}
     ("options", "fields"),
     [
         pytest.param(LOW, {}, id="bf16 accumulation", marks=pytest.mark.slow),
-        pytest.param({}, {"reduce_bucket_size": 10**9}, id="merged units", marks=pytest.mark.slow),
         pytest.param(
             {},
             {"hpz_partition_size": 2, "prefetch_bucket_size": 20_000, "max_live_parameters": 20_000},

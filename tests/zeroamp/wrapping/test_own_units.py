@@ -112,7 +112,6 @@ def test_the_same_bits_with_a_frozen_embedding_or_head(ranks2, before):
 OPTIONS = {
     "live units": {"fields": {"max_live_parameters": 20_000}},
     "prefetch": {"fields": {"prefetch_bucket_size": 20_000}},
-    "merged": {"fields": {"reduce_bucket_size": 30_000}},
     "offload": {"fields": {"offload": {"device": "cpu"}}},
 }
 

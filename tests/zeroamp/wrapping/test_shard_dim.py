@@ -126,7 +126,7 @@ CASES = [
     ({"stage": 2, "accumulation": 2, "data_types": {"grad_accum_dtype": "bf16"}, **BF16}, {}),
     ({"stage": 1, "accumulation": 2, "data_types": {"grad_accum_dtype": "bf16"}, **BF16}, {}),
     ({"stage": 3, "dtype": "float16"}, {"reduce": "sum"}),
-    ({"stage": 3, "accumulation": 2, **NATIVE}, {"reduce_bucket_size": 10**6}),
+    ({"stage": 3, "accumulation": 2, **NATIVE}, {}),
     ({"stage": 3, "optimizer": {"type": "SGD"}}, {"max_live_parameters": 500, "prefetch_bucket_size": 500}),
 ]
 

@@ -87,13 +87,10 @@ def test_units_take_all_floating_point_inputs_in_the_modes_dtype_and_others_as_t
     assert ranks2.run(_seen)[0] == [{(LOW, LOW, torch.int64)}] * 2
 
 
-@pytest.mark.parametrize("merged", [False, True])
-def test_a_unit_in_an_fp32_region_gets_fp32_inputs_uncast(ranks2, merged):
-    more = {"reduce_bucket_size": 10**9} if merged else {}
-    plan = ranks2.run(_plan_of, keep=["blocks.1"], **more)[0]
-    assert bool(plan.merged) == merged
+def test_a_unit_in_an_fp32_region_gets_fp32_inputs_uncast(ranks2):
+    plan = ranks2.run(_plan_of, keep=["blocks.1"])[0]
     assert [plan.input_dtype(fqn) for fqn in ("", "blocks.0", "blocks.1")] == [LOW, LOW, None]
-    assert ranks2.run(_seen, keep=["blocks.1"], **more)[0] == [{(LOW, LOW, torch.int64)}, {(FP32, FP32, torch.int64)}]
+    assert ranks2.run(_seen, keep=["blocks.1"])[0] == [{(LOW, LOW, torch.int64)}, {(FP32, FP32, torch.int64)}]
 
 
 def _plan_of(**options):
@@ -128,9 +125,8 @@ def test_a_unit_of_parameters_that_are_kept_in_fp32_takes_its_inputs_in_the_mode
     assert ranks2.run(_kept_names, ["blocks.0.*.weight", "blocks.0.*.bias"])[0] == (LOW, {FP32})
 
 
-def _merged_and_compiled(merged, compiled):
-    more = {"reduce_bucket_size": 10**9} if merged else {}
-    model = wrapped("makes_fp32", "bf16", 3, **more)
+def _compiled(compiled):
+    model = wrapped("makes_fp32", "bf16", 3)
     if compiled:
         for block in model.blocks:
             block.seen = _Nowhere()
@@ -149,11 +145,9 @@ class _Nowhere:
         pass
 
 
-def test_merging_and_compiling_units_changes_no_bit(ranks2):
-    plain, merged, compiled = (
-        ranks2.run(_merged_and_compiled, *case) for case in ((False, False), (True, False), (False, True))
-    )
-    assert plain == merged == compiled
+def test_compiling_units_changes_no_bit(ranks2):
+    plain, compiled = (ranks2.run(_compiled, is_compiled) for is_compiled in (False, True))
+    assert plain == compiled
 
 
 def _of_registered_method():

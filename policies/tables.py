@@ -1,7 +1,7 @@
-"""Draws tables of rows: as Markdown, and as text that fits the terminal.
+"""Draws tables of rows by tabulate: as Markdown, and as text that fits the terminal.
 
-A text table that is too wide is narrowed in this order: long cells are wrapped at spaces or shortened in the middle. A
-table of few rows is transposed. Any other is split into several tables, each with the first column.
+A text table that is too wide is narrowed by wrapping the cells of its widest columns of text. If that is not enough, a
+table of few rows is transposed, and any other is split into several tables, each with the first column.
 """
 
 import math
@@ -9,7 +9,6 @@ import re
 import shutil
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from tabulate import tabulate
@@ -18,18 +17,14 @@ TableStyle = Literal["simple", "github"]
 """tabulate's names: "simple" is plain text, "github" is Markdown."""
 
 Row = dict[str, Any]
+_Column = tuple[str, ...]
+"""The texts of a column: its header, and one cell per row."""
 
 WIDTH = 100
 """Columns of text if there is neither `COLUMNS` in the environment nor a terminal."""
-SOFT_HYPHEN = "\u00ad"
-"""In a header, a place at which a word may be broken if the table is too wide."""
-
-_NO_BREAK = "\u00a0"
-"""A space in a name, at which a header is not wrapped."""
-
 _GAP = 2
 _NARROWEST = 24
-"""The smallest width, in characters, to which a column of longer cells is narrowed."""
+"""The smallest width, in characters, to which a column of text is narrowed."""
 _SMALLEST_WIDTH = 40
 _MOST_TRANSPOSED = 8
 """The largest number of rows with which a table is transposed."""
@@ -87,29 +82,65 @@ def render(
     """
     if not rows:
         return ""
-    columns = [
-        _Column(
-            key.replace(" ", _NO_BREAK) if key in names else (headers or {}).get(key, key).replace("_", " "),
-            tuple(_texts([row[key] for row in rows])),
-            all(_is_number(row[key]) for row in rows),
-        )
-        for key in rows[0]
-    ]
+    heads = [key if key in names else (headers or {}).get(key, key).replace("_", " ") for key in rows[0]]
+    columns = [(head, *_texts([row[key] for row in rows])) for head, key in zip(heads, rows[0], strict=True)]
     if style == "github":
-        return _draw([replace(column, head=column.head.replace(SOFT_HYPHEN, "")) for column in columns], style)
-    return _fit(columns, terminal_width() if width is None else width)
+        cells = [column[1:] for column in columns]
+        aligned = [_alignment(column) for column in columns]
+        return tabulate(list(zip(*cells, strict=True)), heads, tablefmt=style, disable_numparse=True, colalign=aligned)
+    width = terminal_width() if width is None else width
+    turned = list(zip(*columns, strict=True))
+    for candidate in [columns, turned] if len(rows) <= _MOST_TRANSPOSED else [columns]:
+        if _width(limits := _limits(candidate, width)) <= width:
+            return _draw(candidate, limits)
+    return "\n\n".join(_draw(part, _limits(part, width)) for part in _split(columns, width))
 
 
-@dataclass(frozen=True, slots=True)
-class _Column:
-    head: str
-    cells: tuple[str, ...]
-    is_right: bool
-    """Whether the cells are numbers, which are aligned right."""
+def _limits(columns: Sequence[_Column], width: int) -> list[int]:
+    """Return the width of each column. In a table that is too wide, headers are wrapped, then columns of text."""
+    limits = [max(map(len, column)) for column in columns]
+    if _width(limits) <= width:
+        return limits
+    limits = [max(map(len, (*column[0].split(), *column[1:])), default=0) for column in columns]
+    texts = [index for index, column in enumerate(columns) if _alignment(column) == "left"]
+    while _width(limits) > width and (wide := [index for index in texts if limits[index] > _NARROWEST]):
+        limits[max(wide, key=limits.__getitem__)] -= 1
+    return limits
 
-    @property
-    def width(self) -> int:
-        return max(len(line) for text in (self.head, *self.cells) for line in text.split("\n"))
+
+def _width(limits: Sequence[int]) -> int:
+    return sum(limits) + _GAP * (len(limits) - 1)
+
+
+def _split(columns: Sequence[_Column], width: int) -> list[list[_Column]]:
+    """Return several tables, each with the first column and as many others as fit into `width`."""
+    first, *others = columns
+    parts: list[list[_Column]] = [[first]]
+    for column in others:
+        if len(parts[-1]) > 1 and _width(_limits([*parts[-1], column], width)) > width:
+            parts.append([first])
+        parts[-1].append(column)
+    return parts
+
+
+def _draw(columns: Sequence[_Column], limits: Sequence[int]) -> str:
+    # Cells are wrapped here, because tabulate's maxcolwidths fails for "1,000.0". The header is a row: it pads headers.
+    heads, *rows = zip(*(_wrapped(column, limit) for column, limit in zip(columns, limits, strict=True)), strict=True)
+    return tabulate(
+        [heads, ["-" * limit for limit in limits], *rows],
+        tablefmt="plain",
+        disable_numparse=True,
+        colalign=[_alignment(column) for column in columns],
+        rowalign=["bottom", *["top"] * (len(rows) + 1)],
+    )
+
+
+def _wrapped(column: _Column, width: int) -> list[str]:
+    return [textwrap.fill(text, width, break_on_hyphens=False) for text in column]
+
+
+def _alignment(column: _Column) -> str:
+    return "right" if all(_is_number(cell) for cell in column[1:]) else "left"
 
 
 def _is_number(value: Any) -> bool:
@@ -135,146 +166,3 @@ def _text(value: Any, decimals: int) -> str:
         is_hidden = 0 < abs(value) < 0.5 * 10**-decimals
         return f"<{10**-decimals:.{decimals}f}" if is_hidden else f"{value:,.{decimals}f}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-
-
-def _fit(columns: list[_Column], width: int) -> str:
-    """Return the table in the first form that fits into `width`: see the top of this file."""
-    whole = [_with_wrapped_head(column, hyphenate=False) for column in columns]
-    if _width(whole) <= width:
-        return _draw(whole)
-    hyphenated = [_with_wrapped_head(column, hyphenate=True) for column in columns]
-    if _width(narrow := _narrowed(hyphenated, width)) <= width:
-        return _draw(narrow)
-    if (turned := _transposed(columns)) and _width(turned := _narrowed(turned, width)) <= width:
-        return _draw(turned)
-    return "\n\n".join(_draw(part) for part in _split(hyphenated, width))
-
-
-def _width(columns: Sequence[_Column]) -> int:
-    return sum(column.width for column in columns) + _GAP * (len(columns) - 1)
-
-
-def _with_wrapped_head(column: _Column, *, hyphenate: bool) -> _Column:
-    """Return the column with its header wrapped to the width of the cells, or of the header's longest word."""
-    head = column.head if hyphenate else column.head.replace(SOFT_HYPHEN, "")
-    pieces = [word.split(SOFT_HYPHEN) for word in head.split(" ")]
-    longest = max((len(piece) + (piece is not word[-1]) for word in pieces for piece in word), default=0)
-    room = max(longest, *(len(line) for cell in column.cells for line in cell.split("\n")))
-    lines: list[str] = [""]
-    for word in pieces:
-        start = f"{lines[-1]} " if lines[-1] else ""
-        if len(start) + sum(map(len, word)) <= room:
-            lines[-1] = start + "".join(word)
-            continue
-        lines += [] if not lines[-1] else [""]
-        for index, piece in enumerate(word):
-            is_last = index == len(word) - 1
-            if len(lines[-1]) + len(piece) + (not is_last) <= room:
-                lines[-1] += piece
-            else:
-                lines[-1] += "-"
-                lines.append(piece)
-    return replace(column, head="\n".join(lines))
-
-
-def _narrowed(columns: Sequence[_Column], width: int) -> list[_Column]:
-    """Return the columns, with the widest column of text narrowed until all fit or none can be narrowed further."""
-    narrow = list(columns)
-    while (excess := _width(narrow) - width) > 0:
-        texts = [index for index, column in enumerate(narrow) if not column.is_right and column.width > _NARROWEST]
-        if not texts:
-            break
-        widest = max(texts, key=lambda index: narrow[index].width)
-        others = sorted((narrow[index].width for index in texts if index != widest), reverse=True)
-        floor = max(_NARROWEST, others[0] if others else 0)
-        target = max(floor, narrow[widest].width - excess)
-        target = target if target < narrow[widest].width else narrow[widest].width - 1
-        narrow[widest] = _to_width(columns[widest], target)
-    return narrow
-
-
-def _to_width(column: _Column, width: int) -> _Column:
-    return replace(
-        column,
-        head="\n".join(line for text in column.head.split("\n") for line in _wrap(text, width)),
-        cells=tuple("\n".join(_wrap(cell, width)) for cell in column.cells),
-    )
-
-
-def _wrap(cell: str, width: int) -> list[str]:
-    """Return the lines of a cell, wrapped at spaces. Words longer than `width` are shortened in the middle."""
-    words = " ".join(_shortened(word, width) for word in cell.split(" "))
-    return textwrap.wrap(words, width, break_long_words=False, break_on_hyphens=False) or [""]
-
-
-def _shortened(word: str, width: int) -> str:
-    if len(word) <= width:
-        return word
-    end = (width - 1) // 2
-    return f"{word[: width - 1 - end]}…{word[len(word) - end :]}"
-
-
-def _transposed(columns: Sequence[_Column]) -> list[_Column] | None:
-    """Return a column of the headers and then one column per row; None if there are too many rows."""
-    first, *others = columns
-    if len(first.cells) > _MOST_TRANSPOSED or not others:
-        return None
-    heads = tuple(column.head.replace(SOFT_HYPHEN, "") for column in others)
-    rows = [
-        _Column(first.cells[index], tuple(column.cells[index] for column in others), is_right=True)
-        for index in range(len(first.cells))
-    ]
-    return [_Column(first.head.replace(SOFT_HYPHEN, ""), heads, is_right=False), *rows]
-
-
-def _split(columns: Sequence[_Column], width: int) -> list[list[_Column]]:
-    """Return several tables, each with the first column and as many others as fit into `width`."""
-    first = _to_width(columns[0], max(_NARROWEST, width // 2)) if columns[0].width > width // 2 else columns[0]
-    parts: list[list[_Column]] = []
-    for column in columns[1:]:
-        room = width - first.width - _GAP
-        column = _to_width(column, room) if column.width > room and not column.is_right else column
-        if not parts or _width([*parts[-1], column]) > width:
-            parts.append([first])
-        parts[-1].append(column)
-    return parts or [[first]]
-
-
-def _draw(columns: Sequence[_Column], style: TableStyle = "simple") -> str:
-    if style == "simple":
-        return _draw_text(columns)
-    return tabulate(
-        list(zip(*(column.cells for column in columns), strict=True)),
-        headers=[column.head.replace(_NO_BREAK, " ") for column in columns],
-        tablefmt=style,
-        disable_numparse=True,
-        colalign=["right" if column.is_right else "left" for column in columns],
-    )
-
-
-def _draw_text(columns: Sequence[_Column]) -> str:
-    """Return a table in tabulate's style "simple", without tabulate's padding around headers."""
-    rule = (" " * _GAP).join("-" * column.width for column in columns)
-    rows = zip(*(column.cells for column in columns), strict=True)
-    return "\n".join(
-        [
-            *_lines([column.head for column in columns], columns, at_bottom=True),
-            rule,
-            *(line for row in rows for line in _lines(row, columns)),
-        ]
-    )
-
-
-def _lines(texts: Sequence[str], columns: Sequence[_Column], *, at_bottom: bool = False) -> list[str]:
-    """Return the lines of one row, whose cells may have several lines."""
-    cells = [text.split("\n") for text in texts]
-    height = max(map(len, cells))
-    lines = []
-    for index in range(height):
-        parts = []
-        for cell, column in zip(cells, columns, strict=True):
-            at = index - (height - len(cell) if at_bottom else 0)
-            text = cell[at] if 0 <= at < len(cell) else ""
-            parts.append(text.rjust(column.width) if column.is_right else text.ljust(column.width))
-        lines.append((" " * _GAP).join(parts).rstrip().replace(_NO_BREAK, " "))
-    return lines

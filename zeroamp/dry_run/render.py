@@ -9,7 +9,7 @@ from zeroamp.dry_run.timeline import KINDS, LABELS, PHASES, Timeline
 from zeroamp.ledger.rows import SHARD_DIMS, ledger_rows
 from zeroamp.ledger.tables import fold
 from zeroamp.policies.dtypes import short_name
-from zeroamp.policies.tables import SOFT_HYPHEN, Row, gb, gib, paragraph, render
+from zeroamp.policies.tables import Row, gb, gib, paragraph, render
 
 if TYPE_CHECKING:
     from zeroamp.dry_run.meshes import MeshAdvice, MeshPlan
@@ -161,7 +161,7 @@ def _stage_row(run: RunPlan, stage: StagePlan) -> Row:
         **{f"{phase} GiB": gib(memory.peak_bytes(phase)) for phase in PHASES},
         "peak GiB": gib(memory.peak_bytes()),
         "NCCL GiB": gib(stage.nccl_bytes),
-        f"GiB {other} check{SOFT_HYPHEN}pointing": gib(stage.other_memory.peak_bytes()),
+        f"GiB {other} checkpointing": gib(stage.other_memory.peak_bytes()),
         "fits": "yes" if run.fits(stage) else "no",
         "largest batch": stage.largest_batch,
         "GB per step": gb(sum(stage.traffic.num_bytes.values())),
@@ -211,13 +211,13 @@ def _group_rows(run: RunPlan, stage: StagePlan) -> list[Row]:
                 "group": row["group"],
                 "elements": row["elements"],
                 "param dtype": row["gather"],
-                f"communi{SOFT_HYPHEN}cation dtype": row["wire"],
+                "communication dtype": row["wire"],
                 **({SHARD_DIMS: ", ".join(map(str, row[SHARD_DIMS]))} if has_other_dims else {}),
                 "shards": gib(row["storage_bytes_per_rank"]),
                 "unsharded": gib(row["gathered_bytes_per_rank"]),
                 "gradients": gib(row["gradient_bytes_per_rank"]),
-                f"activa{SOFT_HYPHEN}tions": gib(kept),
-                f"check{SOFT_HYPHEN}pointed": gib(less),
+                "activations": gib(kept),
+                "checkpointed": gib(less),
             }
         )
     return rows

@@ -71,7 +71,8 @@ class Ledger:
         """
         if style == "github":
             return _render(self.parameter_rows(), style)
-        tables = _parts(self.parameter_rows(), "parameter", ("elements", SHARD_DIM, *DTYPE_COLUMNS), self._byte_columns)
+        byte_columns = ("elements", *self._byte_columns)
+        tables = _parts(self.parameter_rows(), "parameter", (SHARD_DIM, *DTYPE_COLUMNS), byte_columns)
         return "\n\n".join(_render(table) for table in tables)
 
     def to_markdown(self, *, per_parameter: bool = False) -> str:

@@ -16,17 +16,12 @@ from zeroamp.planning.mesh import Ranks
 from zeroamp.planning.plan import Plan
 from zeroamp.planning.traffic import REPLICATED_BYTES, param_memory, plan_traffic, step_collectives
 from zeroamp.policies.dtypes import short_name
-from zeroamp.policies.tables import SOFT_HYPHEN
 
 KEYS = {"stored": "storage", "param": "gather", "communication": "wire"}
 """Field of `ParamDtypes` -> key in rows, where they differ: readers of `Ledger.to_dict` rely on the keys."""
 DTYPE_COLUMNS = tuple(KEYS.get(column.name, column.name) for column in fields(ParamDtypes))
 HEADERS = {
     **{key: name for name, key in KEYS.items()},
-    "gradient": f"gradi{SOFT_HYPHEN}ent",
-    "wire": f"communi{SOFT_HYPHEN}cation",
-    "accumulate": f"accumu{SOFT_HYPHEN}late",
-    "optimizer": f"opti{SOFT_HYPHEN}mizer",
 }
 """Key -> printed header, where they differ."""
 PER_STEP = ("gathered_bytes_per_step", "reduced_bytes_per_step")
